@@ -24,7 +24,15 @@ from packaging.version import Version
 from export.language_model import choose_prompts, stable_answer
 from export.parity import Arrays, open_session, run
 from export.to_onnx import tensor_specs
-from pipeline.contract.codec import FILES, Codec, build_codec, codec_class, required_packages, shared_files
+from pipeline.contract.codec import (
+    FILES,
+    Codec,
+    build_codec,
+    codec_class,
+    encode_method,
+    required_packages,
+    shared_files,
+)
 from pipeline.contract.config import Config
 from pipeline.contract.data import Samples
 from pipeline.contract.errors import ConfigError
@@ -149,7 +157,7 @@ def _run_codec(
         return [], []
     arrays = codec.decode(instances)
     check_decoded(arrays, signature.inputs, len(instances))
-    predictions = list(codec.encode(run(session, arrays)))
+    predictions = list(encode_method(codec, f"codec {signature.codec}")(run(session, arrays), arrays))
     if len(predictions) != len(instances):
         raise ConfigError(f"codec: encode() gives {len(predictions)} predictions for {len(instances)} instances")
     return instances, predictions

@@ -66,7 +66,7 @@ class BundleModel(Model):  # type: ignore[misc]  # kserve ships no types
         request = tensors.InferRequest(payload.id or "", [_tensor(item) for item in payload.inputs], requested)
         decoded = v2.decode_request(request, self.predictor)
         computed = self.predictor.run(decoded.arrays, decoded.names)
-        arrays, datatypes = v2.encode_outputs(decoded.text_count, computed, self.predictor)
+        arrays, datatypes = v2.encode_outputs(decoded, computed, self.predictor)
         outputs = []
         for name in (output.name for output in decoded.requested_outputs):
             output = InferOutput(name, list(arrays[name].shape), datatypes[name])

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol, TypeAlias
 
@@ -13,6 +14,7 @@ from pipeline.contract.signature import codec_drawing
 from pipeline.contract.task import load_class
 
 Arrays: TypeAlias = Mapping[str, np.ndarray[Any, Any]]
+Encode: TypeAlias = Callable[[Arrays, Arrays], Sequence[Any]]  # of the outputs and the decoded inputs
 
 
 FILES = "files"  # folder of the shared files in the bundle
@@ -29,8 +31,12 @@ class Codec(Protocol):
     def decode(self, instances: Any) -> Arrays:
         """Convert instances to one array per model input; raise `InvalidPayload` to reject them."""
 
-    def encode(self, outputs: Arrays) -> Sequence[Any]:
-        """Convert arrays by output name to one JSON value per instance."""
+    @property
+    def encode(self) -> Callable[..., Sequence[Any]]:
+        """Convert arrays by output name to one JSON value per instance.
+
+        It is `encode(self, outputs)`, or `encode(self, outputs, inputs)` to get the arrays of `decode` as well.
+        """
 
 
 def load_codec(reference: str, root: Path, alias: str = "", files: Path | None = None) -> Codec:
@@ -59,6 +65,27 @@ def build_codec(kind: Any, reference: str, files: Path | None) -> Codec:
         raise ConfigError(f"{reference}: needs {', '.join(missing)}, which is not in {files}")
     codec_with_files: Codec = kind(files)
     return codec_with_files
+
+
+def encode_method(codec: Codec, reference: str) -> Encode:
+    """Return `encode` as a function of outputs and decoded inputs, which a method with one argument does not get."""
+    encode = codec.encode
+    try:
+        parameters = list(inspect.signature(encode).parameters.values())
+    except ValueError:  # a function in C without a signature
+        parameters = []
+    positional = [one for one in parameters if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    takes_inputs = any(one.default is one.empty or one.name == "inputs" for one in positional[1:2])
+    if [one for one in parameters if one not in positional[:2] and _is_required(one)]:
+        raise ConfigError(f"{reference}: encode() must take (outputs) or (outputs, inputs), no other argument")
+    return encode if takes_inputs else lambda outputs, _inputs: encode(outputs)
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    return parameter.default is parameter.empty and parameter.kind not in (
+        parameter.VAR_POSITIONAL,
+        parameter.VAR_KEYWORD,
+    )
 
 
 def shared_files(kind: Any, reference: str) -> tuple[str, ...]:

@@ -48,8 +48,7 @@ class Payload:
     def __init__(self, message: Any) -> None:
         self._message = message  # a ModelInferRequest
         self._request = InferRequest("", (), ())
-        self._requested_outputs: Sequence[RequestedOutput] = ()
-        self._count = 0
+        self._decoded = v2.NOT_DECODED
         self.is_quick = message.ByteSize() < _QUICK_BYTES
 
     @property
@@ -62,14 +61,12 @@ class Payload:
 
     def decode(self, predictor: Predictor) -> tuple[Mapping[str, Array], Sequence[str]]:
         self._request = parse(self._message)
-        decoded = v2.decode_request(self._request, predictor)
-        self._requested_outputs, self._count = decoded.requested_outputs, decoded.text_count
-        return decoded.arrays, decoded.names
+        self._decoded = v2.decode_request(self._request, predictor)
+        return self._decoded.arrays, self._decoded.names
 
     def encode(self, predictor: Predictor, outputs: Mapping[str, Array], version: str) -> Any:
-        return render(
-            self._message, version, self._requested_outputs, *v2.encode_outputs(self._count, outputs, predictor)
-        )
+        answer = v2.encode_outputs(self._decoded, outputs, predictor)
+        return render(self._message, version, self._decoded.requested_outputs, *answer)
 
 
 def parse(message: Any) -> InferRequest:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,6 +21,7 @@ class Payload:
 
     body: bytes
     _count: int = 0
+    _inputs: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict)
     is_quick: ClassVar[bool] = False
     timeout_seconds: ClassVar[float] = math.inf  # the protocol has no field for it
 
@@ -30,13 +31,13 @@ class Payload:
 
     def decode(self, predictor: Predictor) -> tuple[Mapping[str, np.ndarray[Any, Any]], Sequence[str]]:
         instances = parse(self.body)
-        arrays = predictor.decode(instances)
+        self._inputs = predictor.decode(instances)
         self._count = len(instances)
-        return arrays, predictor.session.outputs
+        return self._inputs, predictor.session.outputs
 
     def encode(self, predictor: Predictor, outputs: Mapping[str, np.ndarray[Any, Any]], version: str) -> bytes:  # noqa: ARG002
         # NaN and infinity, which JSON does not have, become null.
-        body = {"predictions": predictor.encode(outputs, self._count)}
+        body = {"predictions": predictor.encode(outputs, self._inputs, self._count)}
         return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
 

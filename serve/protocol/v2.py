@@ -36,8 +36,7 @@ class Payload:
     def __init__(self, model: str, body: bytes, length_header: str | None) -> None:
         self._model, self._body, self._length = model, body, length_header
         self._parsed: InferRequest | None = None
-        self._requested_outputs: Sequence[RequestedOutput] = ()
-        self._count = 0
+        self._decoded = NOT_DECODED
         self.is_quick = _is_quick(body, length_header)
 
     @property
@@ -55,13 +54,12 @@ class Payload:
         return self.request.id
 
     def decode(self, predictor: Predictor) -> tuple[Mapping[str, Array], Sequence[str]]:
-        decoded = decode_request(self.request, predictor)
-        self._requested_outputs, self._count = decoded.requested_outputs, decoded.text_count
-        return decoded.arrays, decoded.names
+        self._decoded = decode_request(self.request, predictor)
+        return self._decoded.arrays, self._decoded.names
 
     def encode(self, predictor: Predictor, outputs: Mapping[str, Array], version: str) -> Answer:
         identity = {"model_name": self._model, "model_version": version, "id": self.request.id}
-        return render(identity, self._requested_outputs, *encode_outputs(self._count, outputs, predictor))
+        return render(identity, self._decoded.requested_outputs, *encode_outputs(self._decoded, outputs, predictor))
 
 
 def _is_quick(body: bytes, length_header: str | None) -> bool:
@@ -164,6 +162,9 @@ class DecodedRequest(NamedTuple):
     text_count: int = 0  # instances, if they were strings
 
 
+NOT_DECODED = DecodedRequest({}, (), ())
+
+
 def text_signature(signature: Signature, instances: Sequence[Any]) -> Signature | None:
     """Return the signature for string instances; None where the codec's instances are not strings."""
     if (
@@ -195,13 +196,13 @@ def decode_request(request: InferRequest, predictor: Predictor) -> DecodedReques
 
 
 def encode_outputs(
-    count: int, outputs: Mapping[str, Array], predictor: Predictor
+    decoded: DecodedRequest, outputs: Mapping[str, Array], predictor: Predictor
 ) -> tuple[Mapping[str, Array], Mapping[str, str]]:
     """Return the tensors of the answer and their datatypes; predictions that are not strings are written as JSON."""
-    if not count:
+    if not (count := decoded.text_count):
         return outputs, predictor.datatypes
     predictions = np.empty(count, object)
-    predictions[:] = [_text(prediction) for prediction in predictor.encode(outputs, count)]
+    predictions[:] = [_text(prediction) for prediction in predictor.encode(outputs, decoded.arrays, count)]
     return {PREDICTIONS: predictions}, _DATATYPES
 
 

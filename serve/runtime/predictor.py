@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.codec import FILES, Codec, load_codec
+from pipeline.contract.codec import FILES, Codec, Encode, encode_method, load_codec
 from pipeline.contract.errors import BundleError, InvalidPayload
 from pipeline.contract.signature import Drawing, codec_drawing
 from serve.protocol.validate import check_arrays
@@ -44,26 +44,29 @@ class Predictor:
         _check_installed(bundle)
         reference = f"codec.py:{bundle.signature.codec}"
         self._codec: Codec | None = None  # optional for language models, which have a tokenizer
+        self._encode: Encode | None = None
         self.drawing: Drawing | None = None
         if bundle.signature.codec:
             with no_bytecode():
                 self._codec = load_codec(reference, bundle.path, f"_codec_{bundle.digest}", bundle.path / FILES)
+            self._encode = encode_method(self._codec, reference)
             self.drawing = codec_drawing(self._codec, reference)
         self.language_model: LanguageModel | None = None
         self.text_signature: Signature | None = None  # for V2 and gRPC, where the codec's instances are strings
 
     def predict(self, instances: Any) -> Sequence[Any]:
         """Return one prediction for each instance."""
-        return self.encode(self.run(self.decode(instances)), len(instances))
+        inputs = self.decode(instances)
+        return self.encode(self.run(inputs), inputs, len(instances))
 
     def run(self, arrays: Mapping[str, Array], outputs: Sequence[str] | None = None) -> dict[str, Array]:
         """Run inference on validated arrays."""
         return self.session.run(arrays, outputs)
 
-    def encode(self, outputs: Mapping[str, Array], count: int) -> Sequence[Any]:
-        """Return one prediction for each of `count` instances."""
-        assert self._codec is not None, "decoding has checked this"
-        predictions = self._codec.encode(outputs)
+    def encode(self, outputs: Mapping[str, Array], inputs: Mapping[str, Array], count: int) -> Sequence[Any]:
+        """Return one prediction for each of `count` instances, which were decoded to these inputs."""
+        assert self._encode is not None, "decoding has checked this"
+        predictions = self._encode(outputs, inputs)
         if len(predictions) != count:
             raise ValueError(f"codec.encode returned {len(predictions)} predictions for {count} instances")
         return predictions

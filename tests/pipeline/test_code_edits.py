@@ -114,6 +114,13 @@ HARMLESS: dict[str, Edit] = {
     "text() edited": task('f"point {x}"', 'f"{x}"'),
     "actual() edited": task('return batch["side"]\n\n    def slices', 'return batch["side"].clone()\n\n    def slices'),
     "encode() edited": codec('{"side": int', '{"class": int'),
+    "encode() takes the inputs too": codec(
+        """encode(self, outputs):
+        return [{"side": int(row.argmax())} for row in outputs["logits"]]""",
+        """encode(self, outputs, inputs):
+        rows = zip(outputs["logits"], inputs["point"])
+        return [{"side": int(row.argmax()), "at": point.tolist()} for row, point in rows]""",
+    ),
     "encode() edited in a call": codec("row.argmax()", "row.argmax(axis=-1)"),
     "a type hint of example()": task("    def example(self):", "    def example(self) -> list:"),
 }

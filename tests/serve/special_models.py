@@ -33,6 +33,19 @@ class Plain:
     def encode(self, outputs):
         return [{"next": float(row[0])} if row[0] < 9 else "long" for row in outputs["y"]]
 """
+PADDED = """
+class Padded:
+    def decode(self, instances):
+        import numpy as np
+        codes = np.zeros((len(instances), 8), np.int64)
+        for row, text in zip(codes, instances):
+            row[: len(text)] = [ord(letter) for letter in text]
+        return {"codes": codes, "mask": (codes > 0).astype(np.int64)}
+
+    def encode(self, outputs, inputs):
+        rows = zip(outputs["next"], inputs["mask"], strict=True)
+        return ["".join(chr(code) for code in row[mask > 0]) for row, mask in rows]
+"""
 LIMITS = Limits(max_batch_size=16, max_body_bytes=1 << 20)
 CPU = Runtime(provider="cpu", threads=1)
 
@@ -91,6 +104,35 @@ def worded(path: Path) -> Path:
     (path / "codec.py").write_text(WORDS)
     x = np.array([[1], [9]], np.float32)
     Golden({"x": x}, {"y": x + 1}, ["a", "nine long"], [{"next": 2.0}, "long"], rtol=1e-3, atol=1e-4).write(path)
+    seal(path)
+    return path
+
+
+def padded(path: Path) -> Path:
+    """The next letter for each letter, and for the padding too, which the codec cuts off by the mask."""
+    path.mkdir(parents=True)
+    shape: list[str | int | None] = ["batch", 8]
+    graph = helper.make_graph(
+        [helper.make_node("Add", ["codes", "one"], ["next"]), helper.make_node("Identity", ["mask"], ["same"])],
+        "padded",
+        [helper.make_tensor_value_info(name, TensorProto.INT64, shape) for name in ("codes", "mask")],
+        [helper.make_tensor_value_info(name, TensorProto.INT64, shape) for name in ("next", "same")],
+        [numpy_helper.from_array(np.array(1), "one")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    onnx.save(model, path / "model.onnx")
+    inputs, outputs = (
+        tuple(TensorSpec(name=name, datatype="INT64", shape=("batch", 8)) for name in names)
+        for names in (("codes", "mask"), ("next", "same"))
+    )
+    signature = Signature(inputs=inputs, outputs=outputs, codec="Padded", limits=LIMITS, runtime=CPU)
+    write_json(path / "signature.json", signature.model_dump())
+    (path / "codec.py").write_text(PADDED)
+    (path / "card.md").write_text("# padded\n")
+    codes = np.array([[97, 98, 0, 0, 0, 0, 0, 0], [99, 0, 0, 0, 0, 0, 0, 0]], np.int64)
+    given = {"codes": codes, "mask": (codes > 0).astype(np.int64)}
+    found = {"next": codes + 1, "same": given["mask"]}
+    Golden(given, found, ["ab", "c"], ["bc", "d"], rtol=0, atol=0).write(path)
     seal(path)
     return path
 

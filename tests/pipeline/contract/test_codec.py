@@ -2,9 +2,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from pipeline.contract.codec import codec_class, load_codec, required_packages, shared_files
+from pipeline.contract.codec import codec_class, encode_method, load_codec, required_packages, shared_files
 from pipeline.contract.errors import ConfigError
 
 METHODS = {
@@ -68,3 +69,31 @@ def test_names_that_are_no_tuple_of_words_are_refused(root: Path, line: str) -> 
     read = shared_files if line.startswith("files") else required_packages
     with pytest.raises(ConfigError, match=f"write `{line.split()[0]} = "):
         read(kind, "some_codec.py:Codec")
+
+
+@pytest.mark.parametrize(
+    ("parameters", "gets_inputs"),
+    [
+        ("self, outputs", False),
+        ("self, outputs, inputs", True),
+        ("self, outputs, decoded", True),
+        ("self, outputs, inputs=None", True),
+        ("self, outputs, top=3", False),
+        ("self, outputs, *, top=3", False),
+        ("self, *outputs", False),
+    ],
+)
+def test_encode_gets_the_decoded_inputs_if_it_takes_them(root: Path, parameters: str, gets_inputs: bool) -> None:
+    lines = ["class Codec:", METHODS["decode"], f"    def encode({parameters}): return locals()"]
+    (root / "some_codec.py").write_text("\n".join(lines) + "\n")
+    encode = encode_method(load_codec("some_codec.py:Codec", root), "some_codec.py:Codec")
+    given = {"x": np.zeros(1)}
+    assert (given in dict(encode({}, given)).values()) == gets_inputs
+
+
+@pytest.mark.parametrize("parameters", ["self, outputs, inputs, more", "self, outputs, *, inputs", "self, a, b, *, c"])
+def test_encode_with_another_argument_is_refused(root: Path, parameters: str) -> None:
+    lines = ["class Codec:", METHODS["decode"], f"    def encode({parameters}): ..."]
+    (root / "some_codec.py").write_text("\n".join(lines) + "\n")
+    with pytest.raises(ConfigError, match=r"encode\(\) must take \(outputs\) or \(outputs, inputs\)"):
+        encode_method(load_codec("some_codec.py:Codec", root), "some_codec.py:Codec")
