@@ -70,11 +70,11 @@ class Tracking:
             while (rest := [sender.name for sender in senders if sender.is_running]) and (
                 time.monotonic() < started + seconds
             ):
-                time.sleep(_POLL_SECONDS)
-                self.tick()
                 if not is_noted and time.monotonic() > started + _NOTE_SECONDS:
                     self._report(f"sending the rest to {' and '.join(rest)} (Ctrl-C: do not wait)")
                     is_noted = True
+                time.sleep(_POLL_SECONDS)
+                self.tick()
         except KeyboardInterrupt:
             pass
         for sender in senders:
@@ -132,7 +132,8 @@ class _Sender:
 
     def _warn(self, problem: str) -> None:
         command = f"python -m pipeline.tracking {self.name} {self._run.path}"
-        self._report(f"warning: {self.name}: {problem} ({self._log}); the run goes on; `{command}` sends the rest")
+        sync = "`wandb sync` of its folder in runs/wandb, then " if self.name == "wandb" else ""
+        self._report(f"warning: {self.name}: {problem} ({self._log}); to send the rest: {sync}`{command}`")
 
 
 @contextlib.contextmanager

@@ -73,7 +73,7 @@ class MLflow:
             self._client.log_batch(self._id, params=batch)
 
     def describe(self) -> str:
-        return f"run {self._id} in {self._client.tracking_uri}"
+        return f"run {self._id}: {self._client.tracking_uri}"
 
     def log(self, points: Sequence[Point]) -> None:
         from mlflow.entities import Metric
@@ -130,6 +130,7 @@ class WandB:
     """A run of Weights & Biases, in the mode of WANDB_MODE."""
 
     def __init__(self, run: Run) -> None:
+        os.environ.setdefault("WANDB_INIT_TIMEOUT", "30")  # its own default is longer; what fails is sent again later
         self._source = run
         self._run: Any = None
         self._wandb: Any = None
@@ -156,9 +157,8 @@ class WandB:
         self._run.config.update(dict(params), allow_val_change=True)
 
     def describe(self) -> str:
-        return f"run {self._run.id}" + (
-            f" in {Path(self._run.dir).parent}" if self._run.offline else f" at {self._run.url}"
-        )
+        place = Path(self._run.dir).parent if self._run.offline else self._run.url or "disabled by WANDB_MODE"
+        return f"run {self._run.id}: {place}"
 
     def log(self, points: Sequence[Point]) -> None:
         for point in points:

@@ -126,6 +126,15 @@ def test_error_of_a_step_becomes_the_error_of_the_run(project: Project, folder: 
     assert not run.output("prepare").exists()
 
 
+def test_missing_client_of_a_tracker_stops_before_the_first_step(
+    project: Project, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pipeline.tracking.process.find_spec", lambda _: None)
+    with pytest.raises(ConfigError, match=r"`wandb` is not installed; to fix it: pip install 'pipe-road\[wandb\]'"):
+        run_pipeline(project, override_config(config, ["track=[wandb]"]), RunRequest(("prepare", "train")), QUIET)
+    assert load_history(project.runs) == []
+
+
 def test_process_without_an_error_is_reported_by_its_exit_status(
     project: Project, folder: Path, config: Config, capfd: pytest.CaptureFixture[str]
 ) -> None:

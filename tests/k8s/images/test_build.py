@@ -64,6 +64,14 @@ def test_imported_packages_are_installed_in_the_image(project: Path) -> None:
     assert content.missing == ("not_installed_anywhere",)
 
 
+def test_clients_of_trackers_are_installed_in_the_image(project: Path, tmp_path: Path) -> None:
+    content = project_content(project, REFERENCES, [])
+    recipe = Recipe("python:3.11-slim", "cpu")
+    write_training_context("round", project, content, recipe, tmp_path / "context", ["mlflow", "wandb"])
+    pins = (tmp_path / "context" / "requirements-cpu.txt").read_text()
+    assert {"mlflow-skinny", "sqlalchemy", "wandb", "torch"} <= {line.partition("==")[0] for line in pins.splitlines()}
+
+
 @pytest.mark.parametrize("pattern", ["data/*.parquet", "runs/**/*"])
 def test_a_pattern_without_a_file_is_an_error(pattern: str, project: Path) -> None:
     with pytest.raises(ConfigError, match=r"package\.include: no file matches"):

@@ -54,9 +54,10 @@ def test_unreachable_tracker_is_reported(run: Run, project: Project, monkeypatch
     tracking = Tracking(project.root, run, reports.append)
     tracking.begin("train")
     tracking.end(300)
-    assert [line for line in reports if "warning: mlflow: MlflowException: " in line]
-    assert reports[-1].startswith(
-        "warning: mlflow: does not have all of this run; `python -m pipeline.tracking mlflow "
+    warnings = [line for line in reports if line.startswith("warning: mlflow: ")]
+    assert warnings[0].startswith("warning: mlflow: MlflowException: ")
+    assert (
+        f"does not have all of this run; `python -m pipeline.tracking mlflow {run.path}` sends the rest" in warnings[-1]
     )
 
 
