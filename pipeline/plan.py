@@ -67,7 +67,7 @@ class StepKind:
         return {path.partition("/")[0] for path in self.inputs}
 
 
-_REPORTED = frozenset({"example", "text", "slices", "baseline", "prompting", "language_model", "encode"})
+_REPORTED = frozenset({"example", "text", "show", "slices", "baseline", "prompting", "language_model", "encode"})
 _PREDICTED = frozenset({"predicted", "actual", "probabilities", "queries"})
 
 STEP_KINDS = {
@@ -76,7 +76,7 @@ STEP_KINDS = {
         StepKind(
             "prepare",
             "pipeline.steps.prepare",
-            version=1,
+            version=2,
             settings=("task", "codec", "prepare", "model"),
             packages=("torch", "numpy"),
             unused=_REPORTED | {"parallelize"},
@@ -93,7 +93,7 @@ STEP_KINDS = {
         StepKind(
             "evaluate",
             "pipeline.evaluate",
-            version=1,
+            version=2,
             settings=("task", "evaluate", "train.device"),
             inputs=("prepare/data.json", "train/model.safetensors"),
             packages=("torch", "numpy"),
@@ -113,7 +113,7 @@ STEP_KINDS = {
             ),
             inputs=("prepare/data.json", "train/model.safetensors", "evaluate/verdict.json"),
             packages=("torch", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu", "numpy"),
-            unused=frozenset({"text", "slices", "baseline", "parallelize"}),
+            unused=frozenset({"text", "show", "slices", "baseline", "parallelize"}),
         ),
         StepKind(
             "package",

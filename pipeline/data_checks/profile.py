@@ -25,6 +25,7 @@ Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
 Integers: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 
 LABEL = "class label"  # what a classifier's `actual` returns; no column has a name with a blank
+VALUE = "true value"  # what the `actual` of other tasks returns
 _MAX_VECTOR_LENGTH = 256  # longer vectors are summarized
 _MAX_CODES = 16  # longer rows of integers are texts
 _MAX_CLASSES = 64  # up to here distinct integers are categories, not amounts

@@ -163,20 +163,26 @@ def check_missing(
     columns: Mapping[str, Mapping[str, ColumnSummary]], features: Sequence[Feature], share: float, severity: Severity
 ) -> Iterator[CheckResult]:
     """Yield a result per column of a split with missing numbers, or one if nothing is missing."""
-    worst, parts = 0.0, _by_column(features)
-    for split, summaries in columns.items():
-        for name, facts in summaries.items():
-            fraction, feature = max(
-                [(_fraction(facts.missing, facts.values), name), *_missing_fractions(parts.get(name, []), split)]
-            )
-            worst = max(worst, fraction)
-            if fraction <= share:
-                continue
+    parts = _by_column(features)
+    rows = [
+        (
+            split,
+            name,
+            facts,
+            *max([(_fraction(facts.missing, facts.values), name), *_missing_fractions(parts.get(name, []), split)]),
+        )
+        for split, summaries in columns.items()
+        for name, facts in summaries.items()
+    ]
+    worst = max((fraction for *_, fraction, _ in rows), default=0.0)
+    for split, name, facts, fraction, feature in rows:
+        if fraction > share:
             description = "every number is" if fraction == 1 else f"{100 * fraction:.2g}% of the numbers are"
-            fix = (
-                f"to fix it: fill or drop them in data({split!r}), or set prepare.missing_share={_round_up(fraction):g}"
+            detail = (
+                f"{description} NaN or infinite ({facts.missing} of {facts.values} in {name}); to fix it: fill or drop "
+                f"them in data({split!r}), or set prepare.missing_share={_round_up(worst):g}, which accepts all "
+                "that are missing now"
             )
-            detail = f"{description} NaN or infinite ({facts.missing} of {facts.values} in {name}); {fix}"
             yield CheckResult("missing", f"{split}.{feature}", severity, False, detail, fraction, share)
     if worst <= share:
         detail = f"at most {100 * worst:.2g}% of a feature are" if worst else "no number is"

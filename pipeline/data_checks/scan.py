@@ -12,11 +12,12 @@ from torch import Tensor
 
 from pipeline.contract.data import Fingerprint, Samples, batch_digests
 from pipeline.contract.errors import DataError
-from pipeline.contract.task import Classifier, Task
+from pipeline.contract.task import Classifier, Regressor, Task
 from pipeline.data_checks.near_duplicates import Codes, Digests, FeatureSpace, TextColumn, find_spaces, find_texts
 from pipeline.data_checks.profile import (
     LABEL,
     MAX_IDS,
+    VALUE,
     ColumnSummary,
     Feature,
     Histogram,
@@ -24,6 +25,7 @@ from pipeline.data_checks.profile import (
     Integers,
     SchemaBuilder,
     choose_features,
+    feature_kind,
 )
 
 SimilaritySpace: TypeAlias = FeatureSpace | TextColumn  # in which near-duplicates are searched
@@ -128,16 +130,24 @@ def _random_samples(samples: Samples, count: int) -> dict[str, Tensor]:
 
 
 def _with_label(task: Task, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the batch, with the class label if the task is a classifier."""
-    label = {LABEL: task.actual(batch).reshape(-1)} if isinstance(task, Classifier) else {}
-    return {**batch, **label}
+    """Return the batch with the label of each sample, if the task has actual()."""
+    if isinstance(task, Classifier):
+        return {**batch, LABEL: task.actual(batch).reshape(-1)}
+    return {**batch, VALUE: task.actual(batch).reshape(-1)} if isinstance(task, Regressor) else dict(batch)
 
 
 def _columns_to_check(task: Task, pilot: Mapping[str, Tensor], ignored: Sequence[str]) -> list[str]:
-    """Return inputs and labels; without classes, all columns that are not inputs count as labels."""
-    remaining = [name for name in pilot if name not in task.inputs and name != LABEL]
-    labels = [LABEL] if isinstance(task, Classifier) else remaining
+    """Return inputs and labels; without actual(), columns that are no inputs count as labels, unless they number."""
+    labels = [name for name in (LABEL, VALUE) if name in pilot] or [
+        name for name in pilot if name not in task.inputs and not _is_numbering(pilot[name])
+    ]
     return [name for name in (*task.inputs, *labels) if name not in ignored]
+
+
+def _is_numbering(column: Tensor) -> bool:
+    """Return whether a column is an integer per sample with many values, as the id of a query, user or row."""
+    is_integer = not (column.is_floating_point() or column.is_complex())
+    return is_integer and column[0].numel() == 1 and feature_kind(column) == "numbers"
 
 
 def _with_classes(task: Task, feature: Feature) -> Feature:

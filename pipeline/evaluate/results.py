@@ -118,7 +118,7 @@ class Results:
             return tuple(
                 Slice(group.name, len(group.members), None, None, None, None, False, True, reason) for group in groups
             )
-        return compare_slices(config, groups, *values)
+        return compare_slices(config, groups, *values, better=self.metrics[config.metric].better)
 
     def calibration(self, config: Evaluate) -> dict[str, Calibration]:
         """Return the calibration of candidate and baseline; empty if the task has no probabilities."""

@@ -69,10 +69,13 @@ def slice_groups(labels: Mapping[str, Array], actual: Array | None, classes: Seq
 
 
 def compare_slices(
-    config: Evaluate, groups: Sequence[Group], candidate: Floats, baseline: Floats | None
+    config: Evaluate, groups: Sequence[Group], candidate: Floats, baseline: Floats | None, better: int = 1
 ) -> tuple[Slice, ...]:
-    """Compare each slice; `candidate` and `baseline` have one value per sample, higher is better."""
-    slices = [_measure_slice(config, group, candidate, baseline) for group in groups]
+    """Compare each slice; `candidate` and `baseline` have one value per sample, higher is better.
+
+    `better`: -1 for negative values of a metric where lower is better, which is shown as it is.
+    """
+    slices = [_measure_slice(config, group, candidate, baseline, better) for group in groups]
     evaluated = [i for i, slice_ in enumerate(slices) if slice_.judged]
     if baseline is None or not evaluated:
         return tuple(slices)
@@ -120,10 +123,10 @@ def slice_warnings(slices: Sequence[Slice]) -> Iterator[str]:
         yield f"too few samples to evaluate: {_join_names(names)}; {MIN_SLICE_SAMPLES} are needed"
 
 
-def _measure_slice(config: Evaluate, group: Group, candidate: Floats, baseline: Floats | None) -> Slice:
+def _measure_slice(config: Evaluate, group: Group, candidate: Floats, baseline: Floats | None, better: int) -> Slice:
     count = len(group.members)
-    candidate_value = _mean(candidate[group.members])
-    baseline_value = None if baseline is None else _mean(baseline[group.members])
+    candidate_value = _mean(better * candidate[group.members])
+    baseline_value = None if baseline is None else _mean(better * baseline[group.members])
     slice_ = Slice(group.name, count, candidate_value, baseline_value, None, None, False, True, "")
     if not count:
         return replace(slice_, detail=f"{group.name} has no sample in the test set; not evaluated")

@@ -165,21 +165,30 @@ def _builtin_metrics(columns: Mapping[str, Array], classes: Sequence[str] | None
 def _regression_metrics(predicted: list[Array], actual: Array) -> Iterator[Metric]:
     absolute = [np.abs(values - actual) for values in predicted]
     squares = [error**2 for error in absolute]
-    by_absolute, by_square = _slices([-error for error in absolute]), _slices([-error for error in squares])
+    by_absolute = _slices([-error for error in absolute])
     yield Metric("mae", *_pair([Mean(error) for error in absolute]), slices=by_absolute, lower=True)
-    yield Metric("rmse", *_pair([RootMean(error) for error in squares]), slices=by_square, lower=True)
+    yield Metric(
+        "rmse", *_pair([RootMean(error) for error in squares]), slices=_slices(_root_parts(squares)), lower=True
+    )
     if _constant(actual):
         reason = "all true values are equal"
         yield Metric("r2", None, None, why=reason)
         yield Metric("spearman", None, None, why=reason)
         return
-    yield Metric("r2", *_pair([ExplainedVariance(error, actual) for error in squares]), slices=by_square)
+    explained = [1 - error / actual.var() for error in squares]
+    yield Metric("r2", *_pair([ExplainedVariance(error, actual) for error in squares]), slices=_slices(explained))
     names = ("candidate", "baseline")
     constant = next((name for name, values in zip(names, predicted, strict=False) if _constant(values)), None)
     if constant is None:
         yield Metric("spearman", *_pair([Spearman(values, actual) for values in predicted]))
     else:
         yield Metric("spearman", None, None, why=f"all values that the {constant} predicts are equal")
+
+
+def _root_parts(squares: list[Floats]) -> list[Floats]:
+    """Return a value per sample, the negative error, whose means differ by exactly the difference of the roots."""
+    scale = sum(math.sqrt(error.mean()) for error in squares) / len(squares) or 1.0
+    return [-(scale + error / scale) / 2 for error in squares]
 
 
 def _ranking_metrics(queries: Array, predicted: list[Array], relevance: Array) -> Iterator[Metric]:

@@ -45,6 +45,14 @@ class Classes(Plain):
         return batch["label"]
 
 
+class Ranks(Plain):
+    def predicted(self, outputs: Any) -> Any: ...
+    def queries(self, batch: Any) -> Any: ...
+
+    def actual(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return batch["relevance"]
+
+
 class Items:
     """The same columns as a dataset of single samples."""
 
@@ -65,7 +73,8 @@ def check(tmp_path: Path) -> Check:
     def run_checks(train: Columns, test: Columns, validation: Columns | None = None, **settings: Any) -> CheckedData:
         classes, items = settings.pop("classes", None), settings.pop("items", False)
         inputs = settings.pop("inputs", [name for name in train if name != "label"])
-        task = Classes(inputs, classes) if classes else Plain(inputs)
+        kind = Ranks if settings.pop("ranks", False) else Plain
+        task = Classes(inputs, classes) if classes else kind(inputs)
         run = new_run(tmp_path, **settings)
         sides = {"train": train, "validation": test if validation is None else validation, "test": test}
         wrapped: Any = {name: Items(side) if items else side for name, side in sides.items()}

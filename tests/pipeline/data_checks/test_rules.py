@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,30 @@ def test_missing_number_stops_the_pipeline_with_a_fix(check: Check) -> None:
     assert alarms_of(check(gap(0.01), FEWER, classes="abc", missing=False), "missing") == [], (
         "YAML reads `off` as false"
     )
+
+
+def test_the_suggested_share_accepts_the_worst_split(check: Check) -> None:
+    splits = [{"x": np.where(normal(n, 1) > limit, np.nan, 1.0)} for n, limit in ((300, 1.5), (120, 0.5), (90, 1.0))]
+    findings = alarms_of(check(*splits), "missing")
+    assert {finding.where for finding in findings} == {"train.x", "test.x", "validation.x"}
+    (share,) = {re.findall(r"prepare.missing_share=([\d.]+)", finding.detail)[0] for finding in findings}
+    assert alarms_of(check(*splits, missing_share=float(share)), "missing") == []
+
+
+@pytest.mark.parametrize("ranks", [True, False])
+def test_the_ids_of_queries_are_no_labels(check: Check, ranks: bool) -> None:
+    """With actual(), they are no labels at all; without it, an integer with many values numbers the samples."""
+    relevance = np.arange(2400, dtype=np.float32) % 4
+
+    def items(seed: int, count: int) -> dict[str, Any]:
+        queries = np.arange(count) // (1 if ranks else 8)
+        return {"x": normal(count, 3, seed=seed), "relevance": relevance[:count], "query": queries}
+
+    found = check(items(0, 2400), items(1, 600), inputs=["x"], ranks=ranks)
+    assert alarms_of(found, "labels") == []
+    assert "query" not in {feature.column for feature in found.profile.features}
+    biased = {**items(1, 600), "relevance": relevance[:600] * 0}
+    assert alarms_of(check(items(0, 2400), biased, inputs=["x"], ranks=ranks), "labels")
 
 
 def test_column_without_any_number_is_named(check: Check) -> None:

@@ -73,6 +73,21 @@ def test_a_metric_of_the_task_may_be_lower_is_better() -> None:
         Results(columns, "task", None, None, frozenset({"wer"})).check(config)
 
 
+@pytest.mark.parametrize(("metric", "shown"), [("rmse", 600.0), ("r2", 0.64), ("mae", 500.0)])
+def test_slices_are_in_the_units_of_the_metric(metric: str, shown: float) -> None:
+    columns = numbers(samples=400)
+    scaled = {name: values * 1000 for name, values in columns.items()}
+    scaled["slice.half"] = np.repeat(["first", "second"], 200)
+    config = Evaluate(metric=metric, resamples=300, margin=0.1)
+    result = results(scaled)
+    whole = result.metrics[metric]
+    first, second = result.slices(config)
+    assert first.baseline == pytest.approx(shown, rel=0.25)
+    assert first.difference is not None and second.difference is not None
+    mean = (first.difference.estimate + second.difference.estimate) / 2
+    assert mean == pytest.approx(whole.better * (whole.value("candidate") - whole.value("baseline")))
+
+
 class Errors:
     """A task, as far as its metrics matter."""
 
