@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     )
     from pipeline.contract.errors import ConfigError, DataError, InvalidPayload, PipelineError
     from pipeline.contract.run import Run
+    from pipeline.contract.show import Boxes, Embedding, TaggedText
     from pipeline.contract.signature import Drawing, Prompting
     from pipeline.contract.task import Batch, Outputs, Split, Task
     from pipeline.history import open_run
@@ -28,10 +29,12 @@ if TYPE_CHECKING:
 __all__ = [
     "Arrays",
     "Batch",
+    "Boxes",
     "Codec",
     "ConfigError",
     "DataError",
     "Drawing",
+    "Embedding",
     "InvalidPayload",
     "Outputs",
     "PackedRows",
@@ -40,6 +43,7 @@ __all__ = [
     "Run",
     "Samples",
     "Split",
+    "TaggedText",
     "Task",
     "cut_texts",
     "mask_between_texts",
@@ -53,6 +57,7 @@ _MODULES = {
     "contract.data": ("PackedRows", "Samples", "cut_texts", "mask_between_texts", "one_text_per_row", "pack_texts"),
     "contract.errors": ("ConfigError", "DataError", "InvalidPayload", "PipelineError"),
     "contract.run": ("Run",),
+    "contract.show": ("Boxes", "Embedding", "TaggedText"),
     "contract.signature": ("Drawing", "Prompting"),
     "contract.task": ("Batch", "Outputs", "Split", "Task"),
     "history": ("open_run",),

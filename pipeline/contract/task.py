@@ -73,6 +73,16 @@ class HasText(Protocol):
 
 
 @runtime_checkable
+class HasShow(Protocol):
+    def show(self, batch: Batch, outputs: Outputs) -> Sequence[Mapping[str, Any]]:
+        """Return for each sample what the report displays of it, by name, such as input, answer and target.
+
+        A value is a text, a number, a mapping (a row of a table by column), an array or tensor with one axis (a curve)
+        or of the shape of a picture, or a `pipeline.TaggedText`, `Boxes` or `Embedding`.
+        """
+
+
+@runtime_checkable
 class HasFiles(Protocol):
     """A task whose model, data and codec share files, such as a tokenizer; they are in `prepare/files/` of the run."""
 

@@ -68,7 +68,8 @@ def evaluate(run: Run, root: Path) -> None:
     verdict = _decide_and_write(run, results, test_fingerprint, checkpoint)
     if baseline is not None and baseline.champion is not None:
         write_json(run.partial("evaluate") / CHAMPION, baseline.champion)
-    write_json(run.partial("evaluate") / WORST, worst_body(run, task, samples, results, config.evaluate.metric))
+    worst = worst_body(run, task, samples, results, config.evaluate.metric, candidate)
+    write_json(run.partial("evaluate") / WORST, worst)
     print(f"{verdict.verdict}: {verdict.summary}", flush=True)
     for warning in verdict.warnings:
         print(f"warning: {warning}", flush=True)

@@ -1,64 +1,63 @@
 """The samples with the worst scores of the candidate, ready to display: `worst.json`, of a bounded size.
 
-They are stored during the evaluation, so that the report needs neither the data nor the user's code. Images are stored
-as small PNG files, which are encoded here without Pillow.
+They are stored during the evaluation, so that the report needs neither the data nor the user's code. A task with `show`
+decides what is displayed of a sample: else it is its text, or its inputs.
 """
 
 from __future__ import annotations
 
-import base64
 import importlib.util
 import math
-import struct
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 
 from pipeline.contract.data import Samples
 from pipeline.contract.errors import DataError
 from pipeline.contract.run import Run
+from pipeline.contract.show import Embedding
 from pipeline.contract.statistics.scores import ACTUAL, BASELINE, CANDIDATE, PREDICTED, Array, Columns
-from pipeline.contract.task import FOLDER, HasText, Task
+from pipeline.contract.task import FOLDER, HasShow, HasText, Task
 from pipeline.evaluate.results import Results
+from pipeline.evaluate.sample_parts import Part, array_part, row_part, shown_parts, text_part
 
 if TYPE_CHECKING:
-    from pipeline.contract.task import Batch
+    from pipeline.contract.task import Batch, Predictor
 
 
 WORST_SAMPLES = 12
 _MAX_INPUTS = 4  # of a sample
-_MAX_CHARACTERS = 600
-_MAX_VALUES = 24
+_MAX_SEARCHED = 2000  # samples among which the nearest embeddings are searched
+_NEIGHBORS = 5
 
 ReadText = Callable[["Batch"], Sequence[str]]
+Shown = Sequence[Mapping[str, Any]]  # what show() returned
 
 
-def worst_body(run: Run, task: Task, samples: Samples, results: Results, metric: str) -> dict[str, Any]:
+def worst_body(
+    run: Run, task: Task, samples: Samples, results: Results, metric: str, predict: Predictor
+) -> dict[str, Any]:
     """Return the content of worst.json."""
-    metric = _sample_metric(results, metric)
-    indices = worst_indices(results.candidate, metric, WORST_SAMPLES)
-    batch = samples.batch(indices)
-    read, column, note = _text_reader(run, task, batch)
-    texts = _texts(read, batch, len(indices)) if read else None
-    names = [name for name in task.inputs if not column or batch[name].shape != batch[column].shape]  # not its masks
-    worst = []
-    for row, index in enumerate(indices):
-        parts = [_input_body(name, batch[name][row].numpy()) for name in names]
-        if texts is not None:  # next to a text, images are useful and numbers are not
-            parts = [
-                _text_body(column or "text", texts[row]),
-                *[part for part in parts if column or part["kind"] == "picture"],
-            ]
-        worst.append({**_sample_body(results, index, metric), "shown": parts[:_MAX_INPUTS]})
+    values = _sample_values(results)
+    metric = metric if metric in values else next(iter(results.candidate))
+    indices = worst_indices(values, metric, WORST_SAMPLES)
+    note = ""
+    if isinstance(task, HasShow):
+        shown = _show(task, samples, indices, predict)
+        parts = [shown_parts(row) for row in shown]
+        _add_neighbors(parts, shown, indices, lambda others: _show(task, samples, others, predict), len(samples))
+    else:
+        parts, note = _inputs(run, task, samples.batch(indices), results.columns.get(ACTUAL, np.empty(0)), indices)
+    worst = [{**_sample_body(results, index, metric), "shown": row} for index, row in zip(indices, parts, strict=True)]
     return {"metric": metric, "note": note, "samples": worst}
 
 
-def _sample_metric(results: Results, metric: str) -> str:
-    """Return the decisive metric if it has a value per sample, else the first one of the task."""
-    return metric if metric in results.candidate else next(iter(results.candidate))
+def _sample_values(results: Results) -> Columns:
+    """Return the metrics that have a value per sample, where higher is better."""
+    return {name: metric.slices[0] for name, metric in results.metrics.items() if metric.slices}
 
 
 def worst_indices(columns: Columns, metric: str, count: int) -> list[int]:
@@ -68,13 +67,95 @@ def worst_indices(columns: Columns, metric: str, count: int) -> list[int]:
     return [int(index) for index in np.lexsort(keys)[:count]]
 
 
+@torch.inference_mode()
+def _show(task: HasShow, samples: Samples, indices: Sequence[int], predict: Predictor) -> Shown:
+    batch = samples.batch(indices)
+    shown = task.show(batch, predict(batch))
+    is_list = isinstance(shown, Sequence) and not isinstance(shown, str)
+    if not is_list or len(shown) != len(indices) or not all(isinstance(row, Mapping) for row in shown):
+        raise DataError(f"show(): must return one mapping of names to values for each of the {len(indices)} samples")
+    return shown
+
+
+def _add_neighbors(
+    parts: Sequence[Sequence[Part]],
+    shown: Shown,
+    indices: Sequence[int],
+    show: Callable[[Sequence[int]], Shown],
+    count: int,
+) -> None:
+    """Add to each embedding its nearest ones: samples spread evenly over the test set, and the worst samples."""
+    if not any(isinstance(value, Embedding) for row in shown for value in row.values()):
+        return
+    searched = sorted({*indices, *np.linspace(0, count - 1, min(count, _MAX_SEARCHED)).astype(int).tolist()})
+    rows = [row for start in range(0, len(searched), 256) for row in show(searched[start : start + 256])]
+    for row_parts, values, index in zip(parts, shown, indices, strict=True):
+        for part in row_parts:
+            value = values.get(part["name"])
+            if isinstance(value, Embedding):
+                part["neighbors"] = _nearest(value, part["name"], index, searched, rows)
+
+
+def _nearest(value: Embedding, name: str, index: int, searched: Sequence[int], rows: Shown) -> list[dict[str, Any]]:
+    """Return the nearest embeddings, each text once; `own` marks the sample's own one of another name."""
+    others = [(i, row.get(value.among or name)) for i, row in zip(searched, rows, strict=True)]
+    is_same = value.among in ("", name)
+    candidates = [(i, other) for i, other in others if isinstance(other, Embedding) and not (is_same and i == index)]
+    if not candidates:
+        raise DataError(f"show(): `{name}` is searched among `{value.among}`, which no other sample shows")
+    vectors = np.stack([_unit_vector(other.vector) for _, other in candidates])
+    scores = vectors @ _unit_vector(value.vector)
+    own_text = next((other.text for i, other in candidates if i == index), None)
+    nearest: dict[str, float] = {}
+    for place in np.argsort(-scores, kind="stable"):
+        nearest.setdefault(candidates[int(place)][1].text, float(scores[place]))
+        if len(nearest) == _NEIGHBORS:
+            break
+    return [{**text_part("", text), "score": score, "own": text == own_text} for text, score in nearest.items()]
+
+
+def _unit_vector(vector: Any) -> Array:
+    values: Array = np.nan_to_num(np.asarray(vector, dtype=np.float64).ravel())
+    return values / (np.linalg.norm(values) or 1.0)
+
+
+def _inputs(run: Run, task: Task, batch: Batch, actual: Array, indices: Sequence[int]) -> tuple[list[list[Part]], str]:
+    """Return the displayable inputs of each sample of a task without show(), and a note on what is missing."""
+    read, column, note = _text_reader(run, task, batch)
+    texts = _texts(read, batch, len(indices)) if read else None
+    names = [name for name in task.inputs if not column or batch[name].shape != batch[column].shape]  # not its masks
+    scalars = [name for name in _scalar_columns(batch) if not _is_actual(batch[name].numpy(), actual, indices)]
+    parts = []
+    for row in range(len(indices)):
+        inputs = [array_part(name, batch[name][row].numpy(), curves=False) for name in names if name not in scalars]
+        if texts is not None:  # next to a text, images are useful and numbers are not
+            kept = [part for part in inputs if column or part["kind"] == "picture"]
+            parts.append([text_part(column or "text", texts[row]), *kept][:_MAX_INPUTS])
+        else:
+            named = [row_part("columns", {name: batch[name][row] for name in scalars})] if scalars else []
+            parts.append([*named, *inputs][:_MAX_INPUTS])
+    if not note and any(part["kind"] == "values" for row_parts in parts for part in row_parts):
+        note = "Inputs are shown as the model gets them; with show() the task displays original values."
+    return parts, note
+
+
+def _scalar_columns(batch: Batch) -> list[str]:
+    """Return the columns with one number per sample, which are displayed by name."""
+    return [name for name, column in batch.items() if column.numel() == len(column)]
+
+
+def _is_actual(column: Array, actual: Array, indices: Sequence[int]) -> bool:
+    """Return whether a column is what actual() returns, which is displayed beside the prediction."""
+    return len(actual) > 0 and bool(np.array_equal(column.ravel(), actual[list(indices)]))
+
+
 def _sample_body(results: Results, index: int, metric: str) -> dict[str, Any]:
-    baseline = results.baseline
+    values, compared = results.candidate.get(metric), (results.baseline or {}).get(metric)
     return {
         "index": index,
-        "value": _finite(results.candidate[metric][index]),
-        "baseline": None if baseline is None else _finite(baseline[metric][index]),
-        "metrics": {name: _finite(values[index]) for name, values in sorted(results.candidate.items())},
+        "value": None if values is None else _finite(values[index]),
+        "baseline": None if compared is None else _finite(compared[index]),
+        "metrics": {name: _finite(column[index]) for name, column in sorted(results.candidate.items())},
         "actual": _answer(results, ACTUAL, index),
         "predicted": _answer(results, CANDIDATE + PREDICTED, index),
         "baseline_predicted": _answer(results, BASELINE + PREDICTED, index),
@@ -91,19 +172,6 @@ def _answer(results: Results, column: str, index: int) -> str | None:
 
 def _finite(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
-
-
-def _input_body(name: str, values: Array) -> dict[str, Any]:
-    shape = list(values.shape)
-    pixels = as_image(values)
-    if pixels is not None:
-        return {"name": name, "kind": "picture", "shape": shape, "png": base64.b64encode(png(pixels)).decode()}
-    first_values = [_finite(float(value)) for value in values.ravel()[:_MAX_VALUES]]
-    return {"name": name, "kind": "values", "shape": shape, "values": first_values, "count": int(values.size)}
-
-
-def _text_body(name: str, text: str) -> dict[str, Any]:
-    return {"name": name, "kind": "text", "text": text[:_MAX_CHARACTERS], "whole": len(text) <= _MAX_CHARACTERS}
 
 
 def _texts(read: ReadText, batch: Batch, count: int) -> list[str]:
@@ -145,59 +213,3 @@ def _token_decoder(path: Path, ids: str) -> ReadText:
         return [tokenizer.decode(row, skip_special_tokens=True) for row in token_lists]
 
     return read
-
-
-MAX_SIDE_PIXELS = 96  # larger images are downscaled by an integer factor
-MIN_SIDE_PIXELS = 4  # smaller arrays are not images
-_COLORS = {1: 0, 3: 2}  # channels → color type of PNG: greyscale, RGB
-
-
-def as_image(values: Array) -> Array | None:
-    """Return rows × columns × channels of bytes; None if the shape is not that of an image."""
-    image = _channels_last(values)
-    if image is None:
-        return None
-    reduced = _downscale(np.nan_to_num(image.astype(np.float64), nan=0.0, posinf=0.0, neginf=0.0))
-    low, high = float(reduced.min()), float(reduced.max())
-    if low >= 0 and high <= 1:
-        low, high = 0.0, 1.0  # already scaled
-    elif values.dtype == np.uint8:
-        low, high = 0.0, 255.0
-    pixels: Array = ((reduced - low) / ((high - low) or 1.0) * 255).round().astype(np.uint8)
-    return pixels
-
-
-def png(pixels: Array) -> bytes:
-    """Encode an image as PNG with one chunk of each kind."""
-    height, width, channels = pixels.shape
-    head = struct.pack(">IIBBBBB", width, height, 8, _COLORS[channels], 0, 0, 0)
-    rows = b"".join(b"\0" + row.tobytes() for row in np.ascontiguousarray(pixels))
-    body = _chunk(b"IHDR", head) + _chunk(b"IDAT", zlib.compress(rows, 9)) + _chunk(b"IEND", b"")
-    return b"\x89PNG\r\n\x1a\n" + body
-
-
-def _channels_last(values: Array) -> Array | None:
-    """Return the array with channels last, or None."""
-    if values.ndim == 2:
-        image = values[:, :, None]
-    elif values.ndim == 3 and values.shape[0] in _COLORS:
-        image = np.moveaxis(values, 0, -1)
-    elif values.ndim == 3 and values.shape[-1] in _COLORS:
-        image = values
-    else:
-        return None
-    return image if min(image.shape[:2]) >= MIN_SIDE_PIXELS else None
-
-
-def _downscale(values: Array) -> Array:
-    """Return an image whose pixels are means of squares; at the edges, of the rest of a square."""
-    factor = -(-max(values.shape[:2]) // MAX_SIDE_PIXELS)
-    for axis in (0, 1):
-        starts = np.arange(0, values.shape[axis], factor)
-        counts = np.diff(starts, append=values.shape[axis]).reshape([-1 if i == axis else 1 for i in range(3)])
-        values = np.add.reduceat(values, starts, axis=axis) / counts
-    return values
-
-
-def _chunk(kind: bytes, data: bytes) -> bytes:
-    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import struct
 import zlib
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,8 @@ import pytest
 
 from pipeline.contract.errors import DataError
 from pipeline.evaluate.__main__ import evaluate
-from pipeline.evaluate.worst_samples import MAX_SIDE_PIXELS, WORST_SAMPLES, as_image, png, worst_indices
+from pipeline.evaluate.sample_parts import MAX_SIDE_PIXELS, as_image, png
+from pipeline.evaluate.worst_samples import WORST_SAMPLES, worst_indices
 
 if TYPE_CHECKING:
     from tests.pipeline.evaluate.conftest import Project
@@ -23,7 +25,7 @@ WORDS = '{"version": "1.0", "model": {"type": "WordLevel", "vocab": {"no": 0, "s
 
 
 def worst_samples(project: Project, answers: str = "first", **more: Any) -> dict[str, Any]:
-    run = project.run(answers, evaluate={"margin": 2.0}, **more)
+    run = project.run(answers, **{"evaluate": {"margin": 2.0}, **more})
     if (words := project.root / "words.json").is_file():
         (run.output("prepare") / "files").mkdir(parents=True)
         words.rename(run.output("prepare") / "files" / "tokenizer.json")
@@ -154,3 +156,107 @@ def test_image_file_is_small_for_large_samples() -> None:
     found = as_image(noise)
     assert found is not None
     assert len(png(found)) < 30_000
+
+
+SHOW = """
+    def show(self, batch, outputs):
+        from pipeline import Boxes, Embedding, TaggedText
+
+        return [
+            {
+                "flower": {"sepal length": 5.1, "species": "iris", "missing": None, "wild": True},
+                "words": TaggedText(("Ada", "wrote"), ("PERSON", "O")),
+                "input": torch.full((8, 8), -1.0),
+                "answer": torch.ones(1, 8, 8),
+                "found": Boxes(torch.zeros(3, 20, 40), [[10, 0, 20, 10]], labels=["cat"], scores=[0.75]),
+                "forecast": scores,
+                "score": scores[0],
+                "pair": Embedding(batch["pair"][row], f"{'first' if scores[0] > scores[1] else 'second'} {row}"),
+            }
+            for row, scores in enumerate(outputs)
+        ]
+"""
+
+
+def test_show_decides_what_is_displayed_of_a_sample(project: Project) -> None:
+    project.add(SHOW)
+    shown = {part["name"]: part for part in worst_samples(project, "right")["samples"][0]["shown"]}
+    kinds = [part["kind"] for part in shown.values()]
+    assert kinds == ["row", "tags", "picture", "picture", "boxes", "curve", "number", "neighbors"]
+    assert shown["flower"]["row"] == [["sepal length", 5.1], ["species", "iris"], ["missing", None], ["wild", "True"]]
+    assert (shown["words"]["words"], shown["words"]["tags"]) == (["Ada", "wrote"], ["PERSON", ""])
+    pixels = [set(decode_png(base64.b64decode(shown[name]["png"]))[1][1:9]) for name in ("input", "answer")]
+    assert pixels == [{0}, {255}], "pictures of a sample have one scale"
+    assert shown["found"]["boxes"] == [{"box": [0.25, 0, 0.5, 0.5], "label": "cat", "score": 0.75}]
+    assert shown["score"]["value"] == shown["forecast"]["values"][0]
+    assert len(shown["pair"]["neighbors"]) == 5
+    scores = [near["score"] for near in shown["pair"]["neighbors"]]
+    assert scores == sorted(scores, reverse=True)
+    assert 0.9 < scores[0] <= 1.0
+
+
+def test_embeddings_are_searched_among_those_of_another_name(project: Project) -> None:
+    project.add(
+        """
+    def show(self, batch, outputs):
+        from pipeline import Embedding
+
+        numbers = batch["pair"].tolist()
+        return [
+            {"query": Embedding(row, "?", among="answer"), "answer": Embedding([row[1], row[0]], f"{row[0]:.4f}")}
+            for row in numbers
+        ]
+"""
+    )
+    for sample in worst_samples(project)["samples"]:
+        query, answer = sample["shown"]
+        assert sum(near["own"] for near in query["neighbors"]) <= 1
+        assert not any(near["own"] for near in answer["neighbors"])
+        assert query["neighbors"][0]["text"] != answer["text"], "its own answer is the vector mirrored"
+
+
+@pytest.mark.parametrize(
+    ("shown", "problem"),
+    [
+        ("[{}]", "one mapping of names to values for each of the 12 samples"),
+        ("[{'tags': {1}} for _ in outputs]", "`tags` is a set; return a text"),
+        ("[{'a': TaggedText('ab', [''])} for _ in outputs]", "needs one tag for each of its 2 words, not 1"),
+        ("[{'a': Boxes(torch.zeros(9, 9), [[1, 2, 3]])} for _ in outputs]", "found shapes (9, 9) and (1, 3)"),
+        ("[{'a': Boxes(torch.zeros(9, 9), [], ['cat'])} for _ in outputs]", "0 boxes and 1 labels"),
+    ],
+)
+def test_mistakes_in_show_are_explained(project: Project, shown: str, problem: str) -> None:
+    imports = "from pipeline import Boxes, TaggedText"
+    project.add(f"\n    def show(self, batch, outputs):\n        {imports}\n        return {shown}\n")
+    with pytest.raises(DataError, match=re.escape(problem)):
+        worst_samples(project)
+
+
+def test_columns_with_one_number_are_shown_by_name_without_the_label(project: Project) -> None:
+    project.replace('return {"pair": pair,', 'return {"pair": pair, "age": np.arange(50) + 18, "income": pair[:, 0],')
+    columns, pair = worst_samples(project)["samples"][0]["shown"]
+    assert [name for name, _ in columns["row"]] == ["age", "income"]
+    assert (columns["kind"], pair["kind"]) == ("row", "values")
+
+
+def test_metric_whose_lower_values_are_better_has_its_highest_values_as_the_worst(project: Project) -> None:
+    project.replace('classes = ("first", "second")', 'directions = {"distance": "lower"}')
+    project.replace(
+        '{"accuracy": (outputs.argmax(dim=1) == batch["label"]).float()}', '{"distance": batch["pair"][:, 0]}'
+    )
+    body = worst_samples(project, evaluate={"margin": 2.0, "metric": "distance"})
+    values = [sample["value"] for sample in body["samples"]]
+    assert body["metric"] == "distance"
+    assert values == sorted(values, reverse=True)
+    assert values[0] > 1
+
+
+def test_photographs_are_stored_as_differences_between_rows() -> None:
+    slope = np.linspace(0, 255, 96)[:, None, None] + np.random.default_rng(0).integers(0, 3, (1, 96, 3)) * 20
+    pixels = slope.clip(0, 255).astype(np.uint8)
+    head, rows = decode_png(png(pixels))
+    assert head[:2] == (96, 96)
+    lines = np.frombuffer(rows, np.uint8).reshape(96, 1 + 96 * 3)
+    assert set(lines[:, 0]) == {2}
+    decoded = np.cumsum(lines[:, 1:], axis=0, dtype=np.uint8).reshape(96, 96, 3)
+    np.testing.assert_array_equal(decoded, pixels)
