@@ -63,7 +63,12 @@ def _use(facts: Facts, about: str) -> Iterator[str]:
 
 def _tensors(signature: Signature) -> Iterator[str]:
     rows = [
-        (f"`{spec.name}`", direction, spec.datatype, " × ".join(map(str, spec.shape)))
+        (
+            f"`{spec.name}`",
+            direction,
+            f"{spec.datatype}{' or null' * spec.allows_missing}",
+            " × ".join(map(str, spec.shape)),
+        )
         for direction, specs in (("in", signature.inputs), ("out", signature.outputs))
         for spec in specs
     ]

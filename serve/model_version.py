@@ -25,6 +25,7 @@ from serve.runtime.session import CPU
 from serve.shadow import Shadow
 
 _TEXT_TENSORS = "one input `instances`, BYTES [-1], is answered with one output `predictions`, BYTES [-1]"
+_MISSING = "a missing number is null in JSON, and NaN in raw and typed data"
 PLATFORM = "onnx_onnxv1"  # the protocol's name for an ONNX model run by ONNX Runtime
 
 
@@ -140,6 +141,7 @@ class ModelVersion:
                 "provider_fallback": session.fallback,
                 "batching": f"off: {self.predictor.unbatched_reason}" if self.predictor.unbatched_reason else "on",
                 **({} if self.generator is None else {"texts": self.generator.batching}),
+                **({"missing": f"{', '.join(names)}: {_MISSING}"} if (names := signature.missing_inputs) else {}),
                 **({} if self.predictor.text_signature is None else {"instances": _TEXT_TENSORS}),
             },
         }

@@ -137,8 +137,10 @@ def open_shadow(name: str, path: Path, signature: Signature, share: float, trust
 
 def incompatibility(current: Signature, candidate: Signature) -> str:
     """Return why the candidate cannot take the current version's requests; empty if it can."""
-    if current.inputs != candidate.inputs:
+    if _describe(current.inputs) != _describe(candidate.inputs):
         return f"its inputs are {_describe(candidate.inputs)}, the current ones {_describe(current.inputs)}"
+    if missing := sorted(set(current.missing_inputs) - set(candidate.missing_inputs)):
+        return f"it was trained without missing numbers in {', '.join(missing)}, which the current version allows"
     names = {spec.name for spec in candidate.outputs}
     if missing := sorted(spec.name for spec in current.outputs if spec.name not in names):
         return f"it has no output {', '.join(missing)}"

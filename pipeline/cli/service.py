@@ -85,10 +85,17 @@ def _example(run: Run) -> dict[str, Any]:
 
 def _read_instances(file: Path) -> dict[str, Any]:
     try:
-        value = json.loads(sys.stdin.read() if str(file) == "-" else file.read_text())
+        text = sys.stdin.read() if str(file) == "-" else file.read_text()
+        value = json.loads(text, parse_constant=_missing_number)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{file}: {error}") from error
     return value if isinstance(value, dict) else {"instances": value}
+
+
+def _missing_number(constant: str) -> None:
+    """Read NaN, which Python writes for a missing number, as the null that JSON has."""
+    if constant != "NaN":
+        raise ValueError(f"{constant} is not valid in JSON")
 
 
 @app.command()

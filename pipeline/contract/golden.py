@@ -7,6 +7,7 @@ file decodes greedily over a bundle's graph in the simplest way, as the referenc
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,12 +71,29 @@ def _texts(array: Array) -> Array:
     return array.astype(np.object_) if array.dtype.kind == "U" else array
 
 
+def null_for_nan(value: Any, *, infinite: bool = False) -> Any:
+    """Return a value with None instead of NaN, as JSON has it; with `infinite`, also instead of infinite numbers."""
+    if isinstance(value, float):
+        return None if math.isnan(value) or (infinite and math.isinf(value)) else value
+    if isinstance(value, list | tuple):
+        return [null_for_nan(item, infinite=infinite) for item in value]
+    if isinstance(value, dict):
+        return {key: null_for_nan(item, infinite=infinite) for key, item in value.items()}
+    return value
+
+
 def difference(expected: Any, actual: Any, rtol: float, atol: float, path: str = "") -> str | None:
-    """Return where two JSON values differ: numbers by tolerance, everything else exactly. None if they are equal."""
+    """Return where two JSON values differ: numbers by tolerance, everything else exactly. None if they are equal.
+
+    NaN equals NaN. As JSON answers have null for NaN and infinite numbers, these equal null.
+    """
+    if expected is None or actual is None:
+        is_same = _is_null_in_json(expected) and _is_null_in_json(actual)
+        return None if is_same else f"{path or 'answer'}: expected {expected!r}, found {actual!r}"
     if isinstance(expected, float | int) and not isinstance(expected, bool):
         if isinstance(actual, bool) or not isinstance(actual, float | int):
             return f"{path or 'answer'}: expected the number {expected}, found {actual!r}"
-        close = bool(np.isclose(actual, expected, rtol=rtol, atol=atol))
+        close = bool(np.isclose(actual, expected, rtol=rtol, atol=atol, equal_nan=True))
         return None if close else f"{path or 'answer'}: expected {expected}, found {actual}"
     if isinstance(expected, list) and isinstance(actual, list) and len(expected) == len(actual):
         pairs: list[tuple[Any, Any, str]] = [
@@ -89,6 +107,10 @@ def difference(expected: Any, actual: Any, rtol: float, atol: float, path: str =
         )  # Python's True equals 1
         return None if is_equal else f"{path or 'answer'}: expected {expected!r}, found {actual!r}"
     return next((text for a, b, item_path in pairs if (text := difference(a, b, rtol, atol, item_path))), None)
+
+
+def _is_null_in_json(value: Any) -> bool:
+    return value is None or (isinstance(value, float) and not math.isfinite(value))
 
 
 @dataclass(frozen=True)
@@ -109,9 +131,10 @@ def golden_requests(golden: Golden, name: str, inputs: Sequence[TensorSpec]) -> 
             ),
         )
     tensors = [
-        {"name": spec.name, "datatype": spec.datatype, "shape": list(array.shape), "data": array.ravel().tolist()}
+        {"name": spec.name, "datatype": spec.datatype, "shape": list(array.shape), "data": data}
         for spec in inputs
         for array in [golden.inputs[spec.name]]
+        for data in [null_for_nan(array.ravel().tolist())]
     ]
     yield GoldenRequest(
         f"/v2/models/{name}/infer", {"inputs": tensors}, lambda answer: _compare_tensors(golden, answer)

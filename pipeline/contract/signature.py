@@ -112,6 +112,7 @@ class TensorSpec(Frozen):
     name: str
     datatype: Datatype
     shape: tuple[int | str, ...]
+    allows_missing: bool = False  # an input whose data have NaN, which is null in JSON
 
     @property
     def protocol_shape(self) -> list[int]:
@@ -145,6 +146,11 @@ class Signature(Frozen):
     def validated_shapes(self) -> set[tuple[tuple[int, ...], ...]]:
         """Input shapes that the service has validated before."""
         return set()
+
+    @property
+    def missing_inputs(self) -> tuple[str, ...]:
+        """Return the names of the inputs that may have missing numbers."""
+        return tuple(spec.name for spec in self.inputs if spec.allows_missing)
 
     @cached_property
     def output_names(self) -> tuple[str, ...]:

@@ -85,15 +85,18 @@
   }
 
   const numbers = (value) =>
-    Array.isArray(value) && value.length > 1 && value.length <= 32 && value.every((one) => typeof one === "number");
+    Array.isArray(value) && value.length > 1 && value.length <= 32 && value.some((one) => one !== null)
+    && value.every((one) => one === null || typeof one === "number"); // null is NaN or infinite
 
   function bars(name, values) {
-    const most = Math.max(...values);
-    const least = Math.min(0, ...values);
+    const known = values.filter((value) => value !== null);
+    const most = Math.max(...known);
+    const least = Math.min(0, ...known);
     const rows = values.flatMap((value, index) => {
       const bar = el("i", { className: value === most ? "most" : "" });
-      bar.style.setProperty("--share", `${(100 * (value - least)) / (most - least || 1)}%`);
+      bar.style.setProperty("--share", `${value === null ? 0 : (100 * (value - least)) / (most - least || 1)}%`);
       const small = Math.abs(value) < Math.abs(most) / 1000;
+      if (value === null) return [el("b", {}, String(index)), bar, el("span", {}, "null")];
       return [el("b", {}, String(index)), bar, el("span", {}, small ? "≈ 0" : number(Number(value.toPrecision(3))))];
     });
     return el("div", { className: "bars", role: "group", "aria-label": name }, ...rows);

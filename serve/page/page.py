@@ -185,7 +185,8 @@ def _signature_section(served: ModelVersion) -> Html:
 
 
 def _tensor_row(direction: str, spec: TensorSpec) -> Sequence[Child]:
-    return el("code", spec.name), direction, spec.datatype, " × ".join(map(str, spec.shape)) or "scalar"
+    datatype = f"{spec.datatype} or null" if spec.allows_missing else spec.datatype
+    return el("code", spec.name), direction, datatype, " × ".join(map(str, spec.shape)) or "scalar"
 
 
 def _versions_section(shown: PageModel) -> Html:

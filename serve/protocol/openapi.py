@@ -385,7 +385,7 @@ def _input_tensor(spec: TensorSpec, limits: Limits) -> Schema:
 
 
 def _output_tensor(spec: TensorSpec) -> Schema:
-    element = {**_element(spec.datatype)}
+    element = _element(spec.datatype)
     if element["type"] == "number":
         element = {"type": ["number", "null"]}  # JSON has no NaN and no infinity
     axes = {"type": "array", "items": {"type": "integer", "minimum": 0}}
@@ -411,7 +411,8 @@ def _size(axis: int | str, place: int, limits: Limits) -> Schema:
 
 def _data(spec: TensorSpec, limits: Limits) -> Schema:
     """Return the schema of data: flat or nested. JSON Schema cannot express that its size must match the shape."""
-    element, sizes = _element(spec.datatype), [_bounds(axis, at, limits) for at, axis in enumerate(spec.shape)]
+    element = _nullable_number(_element(spec.datatype)) if spec.allows_missing else _element(spec.datatype)
+    sizes = [_bounds(axis, at, limits) for at, axis in enumerate(spec.shape)]
     least = math.prod(size[0] for size in sizes)
     most = math.prod(size[1] for size in sizes) if all(size[1] is not None for size in sizes) else None
     flat = _array(element, (least, most))
@@ -447,6 +448,10 @@ def _element(datatype: str) -> Schema:
     return {"type": "number"} if edge is None else {
         "type": "number", "exclusiveMinimum": -edge, "exclusiveMaximum": edge,
     }  # fmt: skip
+
+
+def _nullable_number(element: Schema) -> Schema:
+    return {**element, "type": ["number", "null"], "description": "null is a missing number"}
 
 
 def _parameters(**properties: Schema) -> Schema:

@@ -36,6 +36,7 @@ _REJECTED_PARAMETERS = dict.fromkeys(
     "the service keeps no state between requests",
 )
 _REJECTED_PARAMETERS["classification"] = "request the tensor and take its largest values"
+_NULL = type(None)
 _MAX_CACHED_SHAPES = 4096
 _SMALL = 1024  # elements; with more, the overhead of numpy calls does not matter
 _DTYPES = {name: np.dtype(kind) for name, kind in NUMPY_TYPES.items()}
@@ -80,7 +81,10 @@ class InferRequest(NamedTuple):
                 raise InvalidPayload(f"{tensor.name}: datatype {tensor.datatype[:40]!r} is not the model's {expected}")
         if shapes not in signature.validated_shapes:
             _check_shapes(shapes, signature)
-        return {tensor.name: _array(tensor, shape) for tensor, shape in zip(ordered, shapes, strict=True)}
+        return {
+            tensor.name: _array(tensor, shape, allows_missing=specs[tensor.name].allows_missing)
+            for tensor, shape in zip(ordered, shapes, strict=True)
+        }
 
     def requested_outputs(self, signature: Signature) -> Sequence[RequestedOutput]:
         return self.outputs or [RequestedOutput(name, self.binary) for name in signature.output_names]
@@ -112,13 +116,13 @@ def _check_shapes(shapes: tuple[tuple[int, ...], ...], signature: Signature) -> 
         signature.validated_shapes.add(shapes)
 
 
-def _array(tensor: Tensor, shape: tuple[int, ...]) -> Array:
+def _array(tensor: Tensor, shape: tuple[int, ...], *, allows_missing: bool) -> Array:
     """Return the array, with the shape and datatype of the tensor."""
     data, datatype = tensor.data, tensor.datatype
     nested: tuple[int, ...] | None = None
     try:
         if isinstance(data, list):
-            array, nested = _from_list(data, datatype)
+            array, nested = _from_list(data, datatype, allows_missing=allows_missing)
         elif isinstance(data, np.ndarray):
             array = _narrow(data, datatype)
         else:
@@ -140,14 +144,18 @@ class _InvalidData(Exception):
     """The data does not match its datatype; the caller adds the tensor's name."""
 
 
-def _from_list(data: list[Any], datatype: str) -> tuple[Array, tuple[int, ...]]:
+def _from_list(data: list[Any], datatype: str, *, allows_missing: bool) -> tuple[Array, tuple[int, ...]]:
     """Return the values and the shape of the nested list.
 
     Types are checked first and strictly, since numpy would convert strings to numbers: strings and bools are not
-    numbers, fractions are not integers, and every number must be in range.
+    numbers, fractions are not integers, and every number must be in range. A missing number, null, becomes NaN.
     """
     values, nested, types = _flatten(data)
     kind = _DTYPES[datatype]
+    if _NULL in types and kind.kind == "f":
+        if not allows_missing:
+            raise _InvalidData("data holds null, but the model was trained without missing numbers here")
+        values, types = [math.nan if value is None else value for value in values], types - {_NULL}
     if not types <= _JSON_TYPES[kind.kind]:
         expected = "strings" if datatype == "BYTES" else datatype
         raise _InvalidData(f"data holds values that are not {expected}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -47,16 +47,26 @@ def sample(datatype: str, shape: Sequence[int | str], rows: int = 2) -> Array:
     return np.resize(np.array(edges, kind), sizes)
 
 
-def build(path: Path, specs: Mapping[str, tuple[str, Sequence[int | str]]], seal: Callable[[Path], str]) -> Path:
-    """Input `x` comes back as `x_out`."""
+def build(
+    path: Path,
+    specs: Mapping[str, tuple[str, Sequence[int | str]]],
+    seal: Callable[[Path], str],
+    missing: Collection[str] = (),
+) -> Path:
+    """Input `x` comes back as `x_out`; those in `missing` may be NaN, and are in the golden request."""
     inputs = [helper.make_tensor_value_info(name, ONNX_TYPES[kind], shape) for name, (kind, shape) in specs.items()]
     outputs = [helper.make_tensor_value_info(f"{name}_out", ONNX_TYPES[k], shape) for name, (k, shape) in specs.items()]
     nodes = [helper.make_node("Identity", [name], [f"{name}_out"]) for name in specs]
     signature = _signature(
-        [TensorSpec(name=name, datatype=kind, shape=shape) for name, (kind, shape) in specs.items()],
+        [
+            TensorSpec(name=name, datatype=kind, shape=shape, allows_missing=name in missing)
+            for name, (kind, shape) in specs.items()
+        ],
         [TensorSpec(name=f"{name}_out", datatype=kind, shape=shape) for name, (kind, shape) in specs.items()],
     )
     given = {name: sample(kind, shape) for name, (kind, shape) in specs.items()}
+    for name in missing:
+        given[name][0, 0] = np.nan
     found = {f"{name}_out": array for name, array in given.items()}
     graph = helper.make_graph(nodes, "same", inputs, outputs)
     return _write(path, graph, signature, Golden(given, found, [], [], rtol=0, atol=0), seal)

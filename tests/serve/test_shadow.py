@@ -149,6 +149,11 @@ def test_a_candidate_that_takes_or_gives_something_else_is_refused(bundle: Bundl
     wider = TensorSpec(name="image", datatype="FP32", shape=("batch", 1, 9, 9))
     with pytest.raises(BundleError, match=r"it cannot shadow tiny: its inputs are image FP32 .*1, 8, 8.*, the current"):
         open_shadow("tiny", bundle_path, mine.model_copy(update={"inputs": (wider,)}), 1.0)
+    missing: Signature = mine.model_copy(
+        update={"inputs": (mine.inputs[0].model_copy(update={"allows_missing": True}),)}
+    )
+    assert incompatibility(missing, mine).startswith("it was trained without missing numbers in image, which")
+    assert incompatibility(mine, missing) == ""
     poorer: Signature = mine.model_copy(update={"outputs": ()})
     assert incompatibility(mine, poorer) == "it has no output logits"
     assert incompatibility(poorer, mine) == ""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.contract.golden import Decoder, Golden, difference, empty_past, greedy, pad
+from pipeline.contract.golden import Decoder, Golden, difference, empty_past, golden_requests, greedy, pad
 from pipeline.contract.signature import Cache, Generation, TensorSpec
 
 RTOL, ATOL = 1e-3, 1e-4
@@ -28,6 +28,12 @@ RTOL, ATOL = 1e-3, 1e-4
         ([1.0, [2.0]], [1.0005, [2.0]]),
         ({"a": 1.0, "b": []}, {"b": [], "a": 1.0}),
         ([], []),
+        (float("nan"), float("nan")),
+        (float("nan"), None),
+        (float("-inf"), None),
+        (None, float("nan")),
+        (float("inf"), float("inf")),
+        ([{"a": float("nan")}], [{"a": None}]),
     ],
 )
 def test_answers_within_tolerance_agree(expected: Any, found: Any) -> None:
@@ -44,6 +50,11 @@ def test_answers_within_tolerance_agree(expected: Any, found: Any) -> None:
         (True, 1, "answer"),
         (1.0, "1.0", "answer"),
         (1.0, None, "answer"),
+        (None, 0.0, "answer"),
+        (None, False, "answer"),
+        ("nan", None, "answer"),
+        (float("nan"), 1.0, "answer"),
+        (float("inf"), float("-inf"), "answer"),
         ("cat", "dog", "answer"),
         ([1.0], 1.0, "answer"),
         ([1.0, 2.0], [1.0], "answer"),
@@ -76,6 +87,19 @@ def test_golden_requests_keep_every_type_and_value(tmp_path: Path) -> None:
         assert np.array_equal(found.inputs[name], array)
     assert np.isnan(found.outputs["y"]).all()
     assert (found.instances, found.predictions, found.rtol, found.atol) == (["é"], [1.25], 0.1, 0.2)
+
+
+def test_a_golden_request_has_null_for_a_missing_number_and_accepts_it() -> None:
+    array = np.array([[np.nan, 1.0]], np.float32)
+    spec = TensorSpec(name="x", datatype="FP32", shape=("batch", 2), allows_missing=True)
+    (request,) = golden_requests(Golden({"x": array}, {"y": array}, [], [], RTOL, ATOL), "net", [spec])
+    body = json.loads(json.dumps(request.body, allow_nan=False))
+    assert body["inputs"][0]["data"] == [None, 1.0]
+    answer = {"name": "y", "datatype": "FP32", "shape": [1, 2]}
+    for data in ([None, 1.0], [[None, 1.0]], [float("nan"), 1.0]):
+        assert request.problem({"outputs": [{**answer, "data": data}]}) is None
+    for data in ([1.0, None], [0.0, 1.0], [None, None]):
+        assert str(request.problem({"outputs": [{**answer, "data": data}]})).startswith("y[")
 
 
 def test_golden_texts_come_back_as_texts(tmp_path: Path) -> None:

@@ -140,5 +140,15 @@ def test_largest_number_is_the_same_in_schema_and_service(datatype: Any, sign: f
         _converted(spec, edge * sign)
 
 
+def test_null_is_valid_where_a_number_may_be_missing() -> None:
+    strict = TensorSpec(name="x", datatype="FP32", shape=("batch", 2))
+    for spec in (strict, strict.model_copy(update={"allows_missing": True})):
+        schema = openapi.infer_request(_signature(spec), "tiny")["properties"]["inputs"]["items"]["properties"]["data"]
+        for data in ([1.0, None], [[None, 1.0]]):
+            assert jsonschema.Draft202012Validator(schema).is_valid(data) is spec.allows_missing
+        for wrong in (["1", None], [1e39, None], None):
+            assert not jsonschema.Draft202012Validator(schema).is_valid(wrong)
+
+
 def _converted(spec: TensorSpec, number: float) -> Any:
     return InferRequest("", [Tensor("x", spec.datatype, (1,), [number])], []).arrays(_signature(spec))["x"]

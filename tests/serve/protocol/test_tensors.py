@@ -12,8 +12,8 @@ from pipeline.contract.signature import NUMPY_TYPES, Limits, Runtime, Signature,
 from serve.protocol.tensors import InferRequest, RequestedOutput, Tensor, reject_parameters, to_raw
 
 
-def _signature(datatype: Any) -> Signature:
-    spec = TensorSpec(name="x", datatype=datatype, shape=("batch", 2))
+def _signature(datatype: Any, allows_missing: bool = False) -> Signature:
+    spec = TensorSpec(name="x", datatype=datatype, shape=("batch", 2), allows_missing=allows_missing)
     limits, runtime = Limits(max_batch_size=9, max_body_bytes=1000), Runtime(provider="cpu", threads=1)
     return Signature(inputs=(spec,), outputs=(spec,), codec="C", limits=limits, runtime=runtime)
 
@@ -48,7 +48,11 @@ def test_booleans_and_strings_round_trip_as_json_and_raw() -> None:
         ("FP32", [[0.5, False]], "x: data holds values that are not FP32"),
         ("INT64", [1, True], "x: data holds values that are not INT64"),
         ("BOOL", [True, 1], "x: data holds values that are not BOOL"),
-        ("FP32", [None, 1], "x: data holds values that are not FP32"),
+        ("FP32", [None, 1], "x: data holds null, but the model was trained without missing numbers here"),
+        ("FP32", [[1.5, None]], "x: data holds null, but the model was trained without missing numbers here"),
+        ("INT64", [None, 1], "x: data holds values that are not INT64"),
+        ("BOOL", [None, True], "x: data holds values that are not BOOL"),
+        ("BYTES", [None, "a"], "x: data holds values that are not strings"),
         ("FP32", [{}, {}], "x: data holds values that are not FP32"),
         ("FP32", [[1], [1, 2]], "x: data is not a regular array"),
         ("FP32", [1e39, 0], "x: data holds a number outside the range of FP32"),
@@ -169,3 +173,22 @@ def test_all_outputs_are_returned_by_default() -> None:
     assert InferRequest("", [], [RequestedOutput("x", False)], binary=True).requested_outputs(_signature("FP32")) == [
         RequestedOutput("x", False)
     ]
+
+
+@pytest.mark.parametrize("datatype", ["FP16", "BF16", "FP32", "FP64"])
+@pytest.mark.parametrize("data", [[1.5, None], [[1.5, None]]])
+def test_null_is_a_missing_number_where_the_signature_allows_it(datatype: str, data: list[Any]) -> None:
+    request = InferRequest("", [Tensor("x", datatype, (1, 2), data)], [])
+    found = request.arrays(_signature(datatype, allows_missing=True))["x"]
+    assert found.dtype == NUMPY_TYPES[datatype]
+    np.testing.assert_array_equal(found, [[1.5, np.nan]])
+    raw = to_raw(found, datatype)
+    for allows_missing in (True, False):  # raw data carry it as they are
+        request = InferRequest("", [Tensor("x", datatype, (1, 2), raw)], [])
+        np.testing.assert_array_equal(request.arrays(_signature(datatype, allows_missing))["x"], found)
+
+
+@pytest.mark.parametrize("data", [[None, "1"], [None, True], [[None], [1, 2]], [None, 1e39]])
+def test_what_is_beside_a_missing_number_is_checked(data: list[Any]) -> None:
+    with pytest.raises(InvalidPayload):
+        InferRequest("", [Tensor("x", "FP32", (1, 2), data)], []).arrays(_signature("FP32", allows_missing=True))
