@@ -62,7 +62,7 @@ def export(run: Run, root: Path) -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     task = open_task(run, root)
     check_variants(task, config)
-    test = open_split(task, "test")
+    test = open_split(task, "test").collated()
     check_columns(task, test)
     model = load_weights(build_model(task, run), weights)
     file = bundle / "model.onnx"

@@ -19,7 +19,7 @@ from pipeline.contract.task import KEY, shared_files_folder
 from pipeline.history import changed_outputs
 from serve.runtime.selfcheck import check_golden_requests
 from serve.runtime.session import Session
-from train.batch_order import BatchOrder
+from train.batch_order import BatchOrder, read_order
 from train.ledger import LEDGER_FILE, LedgerVerification, read_lines
 from train.ledger import verify_ledger as verify_lines
 
@@ -141,12 +141,11 @@ def train_folder(run: Run) -> Path | None:
 
 def batch_order(run: Run, directory: Path) -> BatchOrder:
     """Return the order of samples from the run's data and settings, independent of the ledger."""
-    data, train = json.loads((run.output("prepare") / "data.json").read_text()), run.config.train
+    train = run.config.train
     batch_size = train.batch_size
     if batch_size == "auto":
         batch_size = json.loads((directory / "batch_size.json").read_text())["batch_size"]
-    samples = data["splits"]["train"]["samples"]
-    return BatchOrder(min(train.max_samples or samples, samples), int(batch_size), train.seed)
+    return read_order(run.output("prepare"), int(batch_size), train.seed, train.max_samples)
 
 
 def describe_ledger(verification: LedgerVerification) -> str:
@@ -155,7 +154,8 @@ def describe_ledger(verification: LedgerVerification) -> str:
     processes = _count(maximum, "process", "es") if minimum == maximum else f"{minimum} to {maximum} processes"
     steps, epochs = _count(verification.steps, "step"), _count(verification.epochs, "epoch")
     samples, attempts = _count(verification.samples, "sample"), _count(verification.attempts, "attempt")
-    return f"{steps}, {epochs}, every one of {samples} exactly once in each; {attempts}, {processes}"
+    uses = f"{samples} drawn by weight" if verification.drawn else f"every one of {samples} exactly once"
+    return f"{steps}, {epochs}, {uses} in each; {attempts}, {processes}"
 
 
 def _check_end(directory: Path, verification: LedgerVerification, order: BatchOrder) -> None:

@@ -25,6 +25,7 @@ from pipeline.contract.restarts import read_attempts
 from pipeline.contract.run import Run, run_step
 from pipeline.contract.task import Task, build_model, open_task
 from pipeline.contract.weights import save_weights
+from train.batch_order import order_identity, read_order
 from train.batch_size import decide_batch_size
 from train.chaos_hooks import CHAOS_VARIABLE, ChaosHook, install_chaos_hook
 from train.checkpoint.in_memory import MemorySnapshots, find_newest_snapshot, open_snapshot_folder
@@ -58,13 +59,15 @@ def train(run: Run, root: Path) -> None:
         if folder := os.environ.get(CHAOS_VARIABLE):
             install_chaos_hook(ChaosHook(Path(folder), group))
         task = open_task(run, root)
-        splits = [open_split(task, name) for name in ("train", "validation")]
+        prepared = run.output("prepare")
+        splits = [open_split(task, name, prepared) for name in ("train", "validation")]
         check_splits(task, splits, group)
         if group.rank.first:
             _check_matches_prepare(run, splits)
         splits[0] = splits[0].first(config.max_samples)
         make_model = partial(build_model, task, run)
         batch_size = decide_batch_size(task, config, group, splits[0], run.partial("train"), make_model)
+        order = read_order(prepared, batch_size, config.seed, config.max_samples)
         identity = _identity(run, len(splits[0]), batch_size)
         storage = make_storage(config.checkpoints, run.partial("train"), run.id)
         store = CheckpointStore(storage, config.keep_checkpoints, identity, group, config.timeout_seconds)
@@ -78,7 +81,7 @@ def train(run: Run, root: Path) -> None:
         with open_recorded_weights(
             run, root, make_model, group, resumes=resume_point.saved is not None
         ) as create_model:
-            trainer = trainer_class(task, run.config, group, splits[0], splits[1], batch_size, create_model)
+            trainer = trainer_class(task, run.config, group, splits[0], splits[1], batch_size, create_model, order)
         trainer.snapshots = snapshots
         evaluate = run.config.evaluate
         check_metrics(task, trainer.strategy, splits[1], group, {evaluate.metric, *evaluate.metric_limits})
@@ -89,6 +92,7 @@ def _identity(run: Run, samples: int, batch_size: int) -> dict[str, Any]:
     """Return what the order of samples depends on: this run continues only checkpoints with the same values."""
     config = run.config.train
     identity: dict[str, Any] = {"samples": samples, "batch_size": batch_size, "seed": config.seed}
+    identity |= order_identity(run.output("prepare"))
     if config.checkpoints and (record := run.read().steps.get("train")):
         identity["key"] = (
             record.checkpoints_key or record.key
@@ -130,11 +134,13 @@ def _tracer(trainer: Trainer, group: ProcessGroup, directory: Path, start: int) 
 
 
 def _check_matches_prepare(run: Run, splits: list[Samples]) -> None:
-    """Check data in memory, where that is cheap, against the fingerprints of `prepare`."""
+    """Check the number of samples, and of data in memory, where that is cheap, the fingerprints of `prepare`."""
     report = json.loads((run.output("prepare") / "data.json").read_text())
     for samples in splits:
-        expected = report["splits"][samples.split]["fingerprint"]
-        if samples.in_memory and fingerprint(samples) != expected:
+        expected = report["splits"][samples.split]
+        if len(samples) != expected["samples"] or (
+            samples.in_memory and fingerprint(samples) != expected["fingerprint"]
+        ):
             raise DataError(
                 f"data({samples.split!r}): differs from what prepare saw; to fix it, make data() return the same "
                 "samples every time"
@@ -249,7 +255,7 @@ def check_splits(task: Task, splits: Sequence[Samples], group: ProcessGroup) -> 
 def describe_samples(samples: Samples) -> dict[str, str]:
     """Return facts that can be compared at the cost of loading a few samples."""
     facts = {"its length": str(len(samples))}
-    first_sample, last_sample = samples.batch([0]), samples.batch([len(samples) - 1])
+    first_sample, last_sample = (samples.batch([index]) for index in samples.ends)
     for name in first_sample.keys() | last_sample.keys():
         descriptions = [
             f"{tuple(end[name].shape[1:])} {end[name].dtype}" if name in end else "missing"

@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data._utils import worker as torch_worker
 
 from pipeline.contract.data import Samples
 from pipeline.contract.errors import PipelineError, ResourceError, StageError
@@ -134,6 +135,7 @@ class LoadRequest:
     part: int
     indices: Indices
     slice: int = 0  # number of the slice of the batch
+    epoch: int = 0  # only a stream may depend on it
 
 
 class BatchLoader:
@@ -172,8 +174,13 @@ class BatchLoader:
         return self._to_device(self._load(request), pinned=False)
 
     def _load(self, request: LoadRequest) -> dict[str, Tensor]:
+        if self._samples.is_stream:
+            torch_worker._worker_info = None  # a stream must not divide itself by workers
+            # What a stream draws for samples that are passed over must change neither this batch nor the model.
+            with sample_rng(self._seed, request.step, request.part, request.slice):
+                self._samples.seek(int(request.indices[0]), request.epoch)
         with sample_rng(self._seed, request.step, request.part, request.slice):
-            return self._samples.batch(request.indices)
+            return self._samples.batch(request.indices, request.epoch)
 
     def _pick(self, columns: Mapping[str, Tensor], indices: Indices) -> dict[str, Tensor]:
         index = torch.from_numpy(indices)

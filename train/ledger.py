@@ -54,6 +54,7 @@ class LedgerVerification:
     attempts: int
     processes: tuple[int, int]  # minimum and maximum
     fault: str
+    drawn: bool = False  # samples are drawn by weight, so that an epoch may use one several times or not at all
 
 
 def batch_digest(ids: Indices) -> str:
@@ -93,6 +94,7 @@ def verify_ledger(lines: Sequence[LedgerLine], order: BatchOrder, steps: int) ->
         attempts=len({line.attempt for line in lines}),
         processes=(min(process_counts), max(process_counts)),
         fault=next(_faults(lines, trained, order, steps), ""),
+        drawn=order.kind == "weights",
     )
 
 
@@ -128,11 +130,12 @@ def _count(
 
 
 def _planned_uses(epoch: int, order: BatchOrder, steps: int) -> Indices:
-    """Return how often an epoch uses each sample: once, or, in an incomplete epoch, as far as it got."""
+    """Return how often an epoch uses each sample: once or as drawn; in an incomplete epoch, as far as it got."""
     first_step = epoch * order.steps_per_epoch
-    if first_step + order.steps_per_epoch <= steps:
+    stop = first_step + order.steps_per_epoch
+    if stop <= steps and order.kind != "weights":
         return np.ones(order.samples, np.int64)
-    return _uses([order.batch(step) for step in range(first_step, steps)], order)
+    return _uses([order.batch(step) for step in range(first_step, min(stop, steps))], order)
 
 
 def _uses(batches: Sequence[Indices], order: BatchOrder) -> Indices:

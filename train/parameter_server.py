@@ -105,7 +105,7 @@ class ParameterServerTrainer(Trainer):
     def _compute(self, work: Work) -> Result:
         self.heartbeat.at(work.step, "data")
         indices = self.order.batch(work.step)
-        batch = self._loader.fetch(LoadRequest(work.step, 0, indices))
+        batch = self._loader.fetch(LoadRequest(work.step, 0, indices, epoch=self.order.epoch_of(work.step)))
         if self._ledger:
             self._ledger.record(work.step, indices)
         self.heartbeat.at(work.step, "forward and backward")

@@ -23,7 +23,7 @@ from pipeline.contract.data import Samples
 from pipeline.contract.errors import ConfigError, DataError
 from pipeline.contract.settings.stages import Train
 from pipeline.contract.task import Task
-from train.batch_order import BatchOrder
+from train.batch_order import BatchOrder, check_order
 from train.chaos_hooks import run_chaos_hook
 from train.data import BatchLoader, LoadRequest
 from train.elastic.preemption import preemption_handler
@@ -57,15 +57,17 @@ class Trainer:
         validation: Samples,
         batch_size: int,
         create_model: Callable[[], PretrainedModel] | None = None,
+        order: BatchOrder | None = None,
     ) -> None:
         self._task, self._group, self.config, self._validation = task, group, config.train, validation
-        self.order = BatchOrder(len(train), batch_size, self.config.seed)
+        self.order = order or BatchOrder(len(train), batch_size, self.config.seed)
         self.total_steps = self.config.epochs * self.order.steps_per_epoch
         slices = _slices(self.config, group, self.order)
         if self.config.compile:
             check_compiler(group.device)
+        self._any_length = train.has_collate
         sizes_differ = self.config.balance == "auto" or batch_sizes_differ(self.order, slices * self.config.accumulate)
-        self._any_size = self.config.compile and sizes_differ
+        self._any_size = self.config.compile and (sizes_differ or self._any_length)
         seed_step(self.config.seed, -1, 0)  # the same weights on every process
         self._precision = Precision(self.config.precision, group.device)
         model, materializer = create_model() if create_model else (task.model(), None)
@@ -150,7 +152,7 @@ class Trainer:
         self.heartbeat.at(step, "update")
         with phase("update"):
             self._update(step, loss)
-        self._balance.observe(self.order.size(step))
+        self._balance.observe(len(self.order.cuts(step)) - 1)
 
     def _update(self, step: int, loss: Tensor) -> None:
         lr = learning_rate(step, self.total_steps, self.config.lr, self.config.warmup_ratio, self.config.schedule)
@@ -176,7 +178,7 @@ class Trainer:
             with phase("data"):
                 batch = self._loader.fetch(request)
             if self._any_size:
-                mark_batch_dynamic(batch)
+                mark_batch_dynamic(batch, self._any_length)
             self.heartbeat.at(step, "forward and backward")
             if self._ledger:
                 self._ledger.record(step, request.indices)
@@ -188,12 +190,12 @@ class Trainer:
             )
 
     def _requests(self, step: int) -> list[LoadRequest]:
-        indices = self.order.batch(step)
+        indices, allowed, epoch = self.order.batch(step), self.order.cuts(step), self.order.epoch_of(step)
         requests = []
-        for number, positions in self._balance.slices(len(indices)).items():
-            count = min(self.config.accumulate, len(positions))
-            cuts = [positions.start + len(positions) * i // count for i in range(count + 1)]
-            requests += [LoadRequest(step, i, indices[cuts[i] : cuts[i + 1]], number) for i in range(count)]
+        for number, parts in self._balance.slices(len(allowed) - 1).items():
+            count = min(self.config.accumulate, len(parts))
+            cuts = [allowed[parts.start + len(parts) * i // count] for i in range(count + 1)]
+            requests += [LoadRequest(step, i, indices[cuts[i] : cuts[i + 1]], number, epoch) for i in range(count)]
         return requests
 
     def _check_finite(self, step: int) -> None:
@@ -279,9 +281,7 @@ def _slices(config: Train, group: ProcessGroup, order: BatchOrder) -> int:
     """Return the number of slices of each batch; none may be empty."""
     is_exact = config.elastic_shards > 0
     slices = config.elastic_shards if is_exact else group.data_size
-    if order.smallest_batch < slices:
-        unit = "shards" if is_exact else "processes"
-        raise ConfigError(f"train.batch_size={order.batch_size} leaves some of {slices} {unit} without work")
+    check_order(order, slices, "shards" if is_exact else "processes")
     return slices
 
 
@@ -324,17 +324,17 @@ def check_compiler(device: torch.device) -> None:
 
 def batch_sizes_differ(order: BatchOrder, cuts: int) -> bool:
     """Return whether micro-batches differ in size when every batch is cut into `cuts` of them."""
-    return order.samples % (order.steps_per_epoch * cuts) != 0
+    return not order.has_equal_batches or order.samples % (order.steps_per_epoch * cuts) != 0
 
 
-def mark_batch_dynamic(batch: Mapping[str, Tensor]) -> None:
-    """Compile one graph for all batch sizes from the first step on.
+def mark_batch_dynamic(batch: Mapping[str, Tensor], any_length: bool = False) -> None:
+    """Compile one graph for all batch sizes, and all lengths of padded samples, from the first step on.
 
     By default, torch compiles the first size, then a graph for all others; which of the two a step runs depends on
     the sizes before it, so that a resumed run could end with other bits.
     """
     for column in batch.values():
-        torch._dynamo.maybe_mark_dynamic(column, 0)
+        torch._dynamo.maybe_mark_dynamic(column, list(range(column.ndim)) if any_length else 0)
 
 
 class CheckpointPauses:

@@ -100,7 +100,7 @@ def check_metrics(
     task: Task, strategy: Strategy, samples: Samples, group: ProcessGroup, required: Iterable[str]
 ) -> None:
     """Check with two samples that the gate's metrics exist, before hours of training."""
-    batch = {name: column.to(group.device) for name, column in samples.batch([0, len(samples) - 1]).items()}
+    batch = {name: column.to(group.device) for name, column in samples.batch(samples.ends).items()}
     strategy.model.eval()
     outputs = strategy.predict(batch)
     strategy.model.train()

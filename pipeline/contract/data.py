@@ -1,8 +1,8 @@
-"""Batches of a split, digests of its samples, and sequence packing.
+"""Batches of a split, streams, digests of samples, and sequence packing.
 
-`Samples` gives any set of sample indices as one batch of tensors. Packing puts several texts into rows of equal length,
-so that little of the computation is padding; `mask_between_texts` keeps the attention of a transformers model within
-each text.
+`Samples` gives any set of sample indices as one batch of tensors, also of a stream, which it reads in order. Packing
+puts several texts into rows of equal length, so that little of the computation is padding; `mask_between_texts` keeps
+the attention of a transformers model within each text.
 """
 
 from __future__ import annotations
@@ -10,51 +10,90 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Subset, default_collate
+from torch.utils.data import IterableDataset, Subset, default_collate
 
 from pipeline.contract.errors import ConfigError, DataError
 from pipeline.contract.files import digest_bytes
+from pipeline.contract.task import HasCollate
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from torch import nn
 
     from pipeline.contract.task import Outputs, Split, Task
 
 
-class Samples:
-    """One split of a task."""
+Collate: TypeAlias = "Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Tensor]]"
+_ENDS = 2  # samples of a stream that stand for all in checks before training
 
-    def __init__(self, split: str, source: Split) -> None:
-        self.split = split
+
+class Samples:
+    """One split of a task. A stream whose length is not known is read once to count its samples."""
+
+    def __init__(
+        self, split: str, source: Split, collate: Collate | None = None, count: int = 0, whole: bool = True
+    ) -> None:
+        self.split, self.source, self._collate = split, source, collate
         self._items: Any = source
-        self._columns = _as_columns(split, source) if isinstance(source, Mapping) else None
-        measured: Any = next(iter(self._columns.values())) if self._columns else source
-        try:
-            self._count = len(measured)
-        except TypeError as error:
-            raise DataError(
-                f"data({split!r}): must return columns of equal length, or a map-style data set with a length; "
-                f"found {type(source).__name__}"
-            ) from error
+        self._columns: dict[str, Tensor] | None = None
+        self._stream: Stream | None = None
+        if isinstance(source, Mapping) and collate is None:
+            self._columns = _as_columns(split, source)
+        elif isinstance(source, Mapping):
+            self._items = _Rows(split, source)
+        elif is_stream(source):
+            self._stream = Stream(split, source, count, whole)
+            if split == "test":  # evaluation and export read it many times
+                self._items, self._stream = _read_into_memory(self._stream), None
+        self._count = self._measure()
         if self._count == 0:
             raise DataError(f"data({split!r}): the split is empty")
+
+    def _measure(self) -> int:
+        measured: Any = self._items if self._stream is None else self._stream
+        if self._columns:
+            measured = next(iter(self._columns.values()))
+        try:
+            return len(measured)
+        except TypeError as error:
+            raise DataError(
+                f"data({self.split!r}): must return columns of equal length, a map-style data set with a length, or a "
+                f"stream that can be read several times, such as an IterableDataset; found {type(self.source).__name__}"
+            ) from error
 
     @property
     def in_memory(self) -> bool:
         return self._columns is not None
 
     @property
+    def is_stream(self) -> bool:
+        return self._stream is not None
+
+    @property
+    def has_collate(self) -> bool:
+        return self._collate is not None
+
+    @property
     def columns(self) -> Mapping[str, Tensor] | None:
         """The whole split, if it is in memory."""
         return self._columns
+
+    @property
+    def ends(self) -> list[int]:
+        """Return two samples to try before training: the first and the last one, if that is not the end of a stream."""
+        return [0, min(_ENDS, len(self)) - 1] if self.is_stream else [0, len(self) - 1]
 
     def __len__(self) -> int:
         return self._count
@@ -65,29 +104,206 @@ class Samples:
             return self
         if self._columns is not None:
             return Samples(self.split, {name: column[:count] for name, column in self._columns.items()})
-        return Samples(self.split, Subset(self._items, range(count)))
+        if self._stream is not None:
+            return Samples(self.split, self.source, self._collate, count, whole=False)
+        return Samples(self.split, Subset(self._items, range(count)), self._collate)
 
-    def batch(self, indices: Sequence[int] | np.ndarray[Any, Any]) -> dict[str, Tensor]:
-        """Return the samples at these indices, in this order, as one batch."""
+    def collated(self) -> Samples:
+        """Return the split as columns, if the task has collate(): all samples as one batch, to have one shape."""
+        if self._collate is None:
+            return self
+        return Samples(self.split, self.batch(range(len(self))))
+
+    def batch(self, indices: Sequence[int] | np.ndarray[Any, Any], epoch: int = 0) -> dict[str, Tensor]:
+        """Return the samples at these indices, in this order, as one batch; only streams may depend on the epoch."""
         if self._columns is not None:
             index = torch.as_tensor(indices)
             return {name: column[index] for name, column in self._columns.items()}
-        batch = default_collate([self._items[int(i)] for i in indices])
-        if not isinstance(batch, dict):
+        return self.collate(self.load(indices, epoch))
+
+    def load(self, indices: Sequence[int] | np.ndarray[Any, Any], epoch: int = 0) -> list[Mapping[str, Any]]:
+        """Return samples as the data set gives them."""
+        if self._stream is not None:
+            items = self._stream.load(indices, epoch)
+        else:
+            items = [self._items[int(i)] for i in indices]
+        if not isinstance(items[0], Mapping):
             raise DataError(f"data({self.split!r}): an item must be a mapping of column names to values")
+        return items
+
+    def seek(self, position: int, epoch: int) -> None:
+        """Pass over the samples of a stream before this one."""
+        if self._stream is not None:
+            self._stream.seek(position, epoch)
+
+    def collate(self, items: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """Return samples as one batch."""
+        if self._collate is not None:
+            return _checked_batch(self._collate(items), len(items))
+        try:
+            batch = default_collate(list(items))
+        except (RuntimeError, TypeError, ValueError, KeyError) as error:
+            if message := _difference(items):
+                raise DataError(f"data({self.split!r}): {message}") from error
+            raise
         for name, column in batch.items():
             if not isinstance(column, Tensor):
                 raise DataError(f"data({self.split!r}): column `{name}` must hold numbers or tensors")
-        return batch
+        return dict(batch)
 
     def batches(self, indices: range, size: int) -> Iterator[dict[str, Tensor]]:
         """Yield consecutive samples in batches of `size`; the last one may be smaller."""
         for start in range(indices.start, indices.stop, size):
             yield self.batch(range(start, min(start + size, indices.stop)))
 
+    def single_rows(self, indices: range) -> Iterator[dict[str, Tensor]]:
+        """Yield consecutive samples for digests: each by itself where a batch pads it to the length of others."""
+        yield from self.batches(indices, 1 if self.has_collate else _BATCH)
 
-def open_split(task: Task, split: str) -> Samples:
-    return Samples(split, task.data(split))
+
+class _Rows:
+    """Columns as a map-style data set: their values may differ in length."""
+
+    def __init__(self, split: str, columns: Mapping[str, Any]) -> None:
+        _check_equal_lengths(split, columns)
+        self._columns = columns
+
+    def __len__(self) -> int:
+        return len(next(iter(self._columns.values())))
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {name: column[index] for name, column in self._columns.items()}
+
+
+def _checked_batch(batch: Any, count: int) -> dict[str, Tensor]:
+    if not isinstance(batch, Mapping) or not batch:
+        raise DataError(f"collate(): must return a mapping of column names to tensors, not {type(batch).__name__}")
+    for name, column in batch.items():
+        if not isinstance(column, Tensor) or column.ndim == 0 or len(column) != count:
+            shape = f"shape {tuple(column.shape)}" if isinstance(column, Tensor) else type(column).__name__
+            raise DataError(
+                f"collate(): column `{name}` must be a tensor with one row for each of {count} samples; found {shape}"
+            )
+    return dict(batch)
+
+
+def _difference(items: Sequence[Mapping[str, Any]]) -> str:
+    """Return how samples differ so that they do not fit into one batch; empty if their shapes are equal."""
+    for name, value in items[0].items():
+        if without := next((item for item in items if name not in item), None):
+            return f"a sample has no column `{name}` (its columns: {', '.join(without)})"
+        shapes = [_shape(item[name]) for item in items]
+        if other := next((shape for shape in shapes if shape != _shape(value)), None):
+            return _unequal(name, shapes[0], other)
+    return ""
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return tuple(value.shape) if hasattr(value, "shape") else (len(value),) if hasattr(value, "__len__") else ()
+
+
+def _unequal(name: str, first: tuple[int, ...], second: tuple[int, ...]) -> str:
+    are_lengths = len(first) == len(second) == 1
+    values = f"lengths {first[0]} and {second[0]}" if are_lengths else f"shapes {first} and {second}"
+    return (
+        f"column `{name}` has samples of {values}, which do not fit into one batch; to fix it: give the task "
+        "collate(samples), which pads them, or make them equal"
+    )
+
+
+_MAX_TEST_BYTES = 4 << 30  # of a stream that is read into memory
+
+
+def is_stream(source: Any) -> bool:
+    """Return whether a split has samples in order, without access by index."""
+    return isinstance(source, IterableDataset) or (hasattr(source, "__iter__") and not hasattr(source, "__getitem__"))
+
+
+class Stream:
+    """A source that is read in order, from the beginning in each epoch.
+
+    An item may be a function without arguments that returns the sample, so that samples of others cost nothing. Two
+    methods of the source are used if it has them: `set_epoch(epoch)` for another order in each epoch, and
+    `start_at(position)`, which returns an iterator that begins there.
+    """
+
+    def __init__(self, split: str, source: Any, count: int = 0, whole: bool = True) -> None:
+        if iter(source) is source:
+            raise DataError(
+                f"data({split!r}): a {type(source).__name__} can be read only once, but each epoch reads the split "
+                "again; to fix it, return an object whose __iter__ begins again, such as an IterableDataset"
+            )
+        self._split, self._source = split, source
+        self._iterator: Iterator[Any] = iter(())
+        self._place: tuple[int, int, int] | None = None  # process, epoch and position of the next item
+        length = len(source) if hasattr(source, "__len__") else 0
+        self._count = count or length or sum(1 for _ in self._open(0, 0))
+        self._whole = whole
+
+    def __len__(self) -> int:
+        return self._count
+
+    def load(self, positions: Sequence[int] | np.ndarray[Any, Any], epoch: int) -> list[Mapping[str, Any]]:
+        """Return the samples at these positions, read in one pass if the stream is before them."""
+        items = {position: self._next(position, epoch) for position in np.unique(positions).tolist()}
+        return [items[int(position)] for position in positions]
+
+    def seek(self, position: int, epoch: int) -> None:
+        process = os.getpid()  # a forked process must not share the position of open files with its parent
+        if self._place is None or self._place[:2] != (process, epoch) or self._place[2] > position:
+            start = position if hasattr(self._source, "start_at") else 0
+            self._iterator, self._place = self._open(start, epoch), (process, epoch, start)
+        for place in range(self._place[2], position):
+            self._take(place)
+        self._place = (process, epoch, position)
+
+    def _open(self, position: int, epoch: int) -> Iterator[Any]:
+        if hasattr(self._source, "set_epoch"):
+            self._source.set_epoch(epoch)
+        return iter(self._source.start_at(position) if position else self._source)
+
+    def _next(self, position: int, epoch: int) -> Any:
+        self.seek(position, epoch)
+        item = self._take(position)
+        self._place = (os.getpid(), epoch, position + 1)
+        if position + 1 == self._count and self._whole and next(self._iterator, None) is not None:
+            raise DataError(
+                f"data({self._split!r}): the stream has more samples than the {self._count} of its length; to fix it: "
+                "make its __len__ exact or leave it out, and return the same samples each time"
+            )
+        return item() if callable(item) else item
+
+    def _take(self, position: int) -> Any:
+        try:
+            return next(self._iterator)
+        except StopIteration as error:
+            raise DataError(
+                f"data({self._split!r}): the stream ended after {position} of {self._count} samples; to fix it, make "
+                "it give the same samples in the same order each time, in every process"
+            ) from error
+
+
+def _read_into_memory(stream: Stream) -> list[Mapping[str, Any]]:
+    items, size = [], 0
+    for position in range(len(stream)):
+        (item,) = stream.load([position], 0)
+        size += sum(getattr(value, "nbytes", 0) or sys.getsizeof(value) for value in dict(item).values())
+        if size > _MAX_TEST_BYTES:
+            raise DataError(
+                f"data('test'): the stream has more than {_MAX_TEST_BYTES >> 30} GiB, too much to keep in memory; to "
+                "fix it, return fewer samples, or a map-style data set"
+            )
+        items.append(item)
+    return items
+
+
+def open_split(task: Task, split: str, prepared: Path | None = None) -> Samples:
+    """Open a split; the folder of the prepare step has the length of a stream without one."""
+    source = task.data(split)
+    count = 0
+    if prepared is not None and is_stream(source) and not hasattr(source, "__len__"):
+        count = json.loads((prepared / "data.json").read_text())["splits"][split]["samples"]
+    return Samples(split, source, task.collate if isinstance(task, HasCollate) else None, count)
 
 
 def check_columns(task: Task, samples: Samples) -> None:
@@ -126,19 +342,25 @@ def as_task_outputs(task: Task, outputs: Mapping[str, Tensor]) -> Outputs:
 
 def _as_columns(split: str, source: Mapping[str, Any]) -> dict[str, Tensor]:
     columns = {name: _as_column(split, name, value) for name, value in source.items()}
+    _check_equal_lengths(split, columns)
+    return columns
+
+
+def _check_equal_lengths(split: str, columns: Mapping[str, Any]) -> None:
     if not columns:
         raise DataError(f"data({split!r}): has no columns")
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) != 1:
         sizes = ", ".join(f"{name} {length}" for name, length in lengths.items())
         raise DataError(f"data({split!r}): columns differ in length ({sizes})")
-    return columns
 
 
 def _as_column(split: str, name: str, value: Any) -> Tensor:
     try:
         column = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
+        if isinstance(value, list | tuple | np.ndarray) and (message := _difference([{name: row} for row in value])):
+            raise DataError(f"data({split!r}): {message}") from error
         raise DataError(f"data({split!r}): column `{name}` is not an array of numbers: {error}") from error
     if column.ndim == 0:
         raise DataError(f"data({split!r}): column `{name}` is a single number, not one value per sample")
@@ -167,7 +389,7 @@ class Fingerprint:
 
 def fingerprint(samples: Samples) -> str:
     digest = Fingerprint()
-    for batch in samples.batches(range(len(samples)), _BATCH):
+    for batch in samples.single_rows(range(len(samples))):
         digest.add(batch)
     return digest.hexdigest()
 
@@ -175,7 +397,7 @@ def fingerprint(samples: Samples) -> str:
 def sample_digests(samples: Samples, columns: Sequence[str]) -> list[str]:
     """Return one digest per sample over the named columns; equal digests are exact duplicates."""
     digests = []
-    for batch in samples.batches(range(len(samples)), _BATCH):
+    for batch in samples.single_rows(range(len(samples))):
         digests += [digest_bytes(row) for row in _rows(batch, sorted(columns), prefixed=True)]
     return digests
 

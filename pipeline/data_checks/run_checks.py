@@ -14,7 +14,7 @@ from pipeline.contract.errors import DataError
 from pipeline.contract.files import write_json
 from pipeline.contract.registry import Entry, read_registry
 from pipeline.contract.run import Run
-from pipeline.contract.task import Classifier, HasAxes, Task
+from pipeline.contract.task import Classifier, HasAxes, HasCollate, Task
 from pipeline.data_checks.champion import champion_profile, missing_champion_note, recorded_champion
 from pipeline.data_checks.comparison import check_near_duplicates, compare_profiles
 from pipeline.data_checks.near_duplicates import (
@@ -62,7 +62,7 @@ def check_data(run: Run, task: Task, splits: Mapping[str, Samples]) -> CheckedDa
         for space in plan.spaces
     }
     results = [
-        *compare_profiles(profile, isinstance(task, HasAxes), config, champion_data),
+        *compare_profiles(profile, isinstance(task, HasAxes | HasCollate), config, champion_data),
         *check_near_duplicates(near_duplicates, config),
     ]
     missing = missing_champion_note(registry, run.runs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -70,8 +70,12 @@ def plan_scan(task: Task, train: Samples, ignored: Sequence[str], near_duplicate
     spaces: list[SimilaritySpace] = []
     notes: list[str] = []
     if near_duplicates:
-        points, notes = find_spaces(pilot, inputs, len(train))
-        spaces = [*points, *find_texts(pilot, inputs)]
+        if train.has_collate:
+            notes = ["near-duplicates are searched in columns of texts only, as collate() may change other shapes"]
+        else:
+            points, notes = find_spaces(pilot, inputs, len(train))
+            spaces += points
+        spaces += find_texts(pilot, inputs)
     features = tuple(
         _with_classes(task, feature) for feature in choose_features({name: pilot[name] for name in columns})
     )
@@ -84,9 +88,10 @@ def scan_split(task: Task, samples: Samples, plan: ScanPlan, champion_features: 
     digests: list[Digests] = []
     codes: dict[str, list[Codes]] = {space.name: [] for space in plan.spaces}
     counts = np.zeros(len(task.classes), np.int64) if isinstance(task, Classifier) else None
-    for batch in _batches(samples, plan.rows):
-        fingerprint.add(batch)
-        digests.append(batch_digests(batch, task.inputs))
+    for batch, rows in _batches(samples, plan.rows):
+        for row in rows:
+            fingerprint.add(row)
+            digests.append(batch_digests(row, task.inputs))
         schema.add(batch)
         labelled = _with_label(task, batch)
         if counts is not None:
@@ -107,13 +112,19 @@ def scan_split(task: Task, samples: Samples, plan: ScanPlan, champion_features: 
     )
 
 
-def _batches(samples: Samples, rows: int) -> Iterator[dict[str, Tensor]]:
-    """Yield batches in order; columns in memory are sliced without copying."""
-    if samples.columns is None:
-        yield from samples.batches(range(len(samples)), rows)
-        return
+def _batches(samples: Samples, rows: int) -> Iterator[tuple[dict[str, Tensor], Iterable[dict[str, Tensor]]]]:
+    """Yield batches in order, and what to hash of each: single samples where a batch pads them.
+
+    Columns in memory are sliced without copying.
+    """
     for start in range(0, len(samples), rows):
-        yield {name: column[start : start + rows] for name, column in samples.columns.items()}
+        if samples.columns is not None:
+            batch = {name: column[start : start + rows] for name, column in samples.columns.items()}
+            yield batch, [batch]
+            continue
+        items = samples.load(range(start, min(start + rows, len(samples))))
+        batch = samples.collate(items)
+        yield batch, (samples.collate([item]) for item in items) if samples.has_collate else [batch]
 
 
 def load_rows(samples: Samples, indices: Integers, columns: Sequence[str], rows: int) -> Iterator[dict[str, Tensor]]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.contract.data import Samples, check_columns, open_split
-from pipeline.contract.errors import DataError
+from pipeline.contract.errors import ConfigError, DataError
 from pipeline.contract.files import write_json
 from pipeline.contract.pretrained import (
     Pretrained,
@@ -26,6 +26,9 @@ from pipeline.contract.task import (
     FOLDER,
     KEY,
     SPLITS,
+    HasSampleGroups,
+    HasSampleLengths,
+    HasSampleWeights,
     Task,
     load_task,
     make_shared_files,
@@ -36,6 +39,7 @@ from pipeline.data_checks.near_duplicates import Digests
 from pipeline.data_checks.run_checks import check_data, report_results, write_checks
 from pipeline.data_checks.scan import SplitSummary
 from pipeline.steps.pretrained import PRETRAINED_KEY, copy_small_files, find_pretrained, record
+from train.batch_order import ORDER_KEY, Kind, write_order
 
 _MAX_LISTED = 100  # duplicates in data.json; all are counted
 
@@ -62,6 +66,7 @@ def prepare(run: Run, root: Path) -> None:
         "splits": {name: _describe(reading) for name, reading in checked.splits.items()},
         KEY: shared_file_digests(files),
         **pretrained_part,
+        **_write_order(task, splits["train"], run.partial("prepare")),
         "duplicate_count": len(pairs),
         "duplicates": pairs[:_MAX_LISTED],
     }
@@ -129,6 +134,42 @@ def find_duplicates(digests: Mapping[str, Sequence[str] | Digests]) -> list[dict
         return {"split": names[split[index]], "index": int(index - starts[split[index]])}
 
     return [{"a": location(earliest[index]), "b": location(index)} for index in duplicates]
+
+
+def _write_order(task: Task, train: Samples, folder: Path) -> dict[str, dict[str, str]]:
+    """Record the order in which the task wants its training samples; empty for a shuffle."""
+    methods: dict[Kind, Callable[[Any], Any]] = {}
+    if isinstance(task, HasSampleWeights):
+        methods["weights"] = task.sample_weights
+    if isinstance(task, HasSampleGroups):
+        methods["groups"] = task.sample_groups
+    if isinstance(task, HasSampleLengths):
+        methods["lengths"] = task.sample_lengths
+    names = " and ".join(f"sample_{kind}()" for kind in methods)
+    if len(methods) > 1 or (methods and train.is_stream):
+        other = "data('train') is a stream, which has its own order" if train.is_stream else "only one can be used"
+        raise ConfigError(f"the task has {names}, but {other}; to fix it, remove one of them")
+    if train.is_stream:
+        return {ORDER_KEY: write_order("stream", None, folder)}
+    for kind, method in methods.items():
+        values = check_order_values(kind, method(train.source), len(train))
+        return {ORDER_KEY: write_order(kind, values, folder)}
+    return {}
+
+
+def check_order_values(kind: Kind, values: Any, count: int) -> np.ndarray[Any, Any]:
+    """Return what a method of the task returned as an array, after checking it."""
+    array = np.asarray(values)
+    if array.shape != (count,) or array.dtype.kind not in "iufb":
+        raise DataError(
+            f"sample_{kind}(): must return one number for each of the {count} training samples; found shape "
+            f"{array.shape} of {array.dtype}"
+        )
+    if kind == "groups" and array.dtype.kind == "f":
+        raise DataError("sample_groups(): must return integers, such as the id of each sample's query")
+    if kind != "groups" and not (np.isfinite(array).all() and (array >= 0).all() and array.any()):
+        raise DataError(f"sample_{kind}(): must return finite numbers, none below 0 and not all 0")
+    return array.astype(np.float64 if kind == "weights" else np.int64)
 
 
 def _describe(reading: SplitSummary) -> dict[str, Any]:

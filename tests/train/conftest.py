@@ -82,7 +82,7 @@ class Project:
         scope: dict[str, Any] = {}
         exec((self.root / "task.py").read_text(), scope)
         task = scope["Tiny"]()
-        splits = {name: Samples(name, task.data(name)) for name in task.counts}
+        splits = {name: Samples(name, task.data(name), getattr(task, "collate", None)) for name in task.counts}
         return {name: {"fingerprint": fingerprint(one), "samples": len(one)} for name, one in splits.items()}
 
 

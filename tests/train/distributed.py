@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from pipeline.contract.config import parse_config
 from pipeline.contract.data import Samples
 from pipeline.contract.processes import Rank
+from train.batch_order import BatchOrder
 from train.checkpoint.store import CheckpointStore
 from train.parameter_server import ParameterServerTrainer
 from train.process_group import ProcessGroup
@@ -54,13 +55,13 @@ class Wave:
         return {"closeness": -(outputs - batch["target"]).abs()[:, 0]}
 
 
-def trainer(group: ProcessGroup, task: Any = None, **train: Any) -> Trainer:
+def trainer(group: ProcessGroup, task: Any = None, order: BatchOrder | None = None, **train: Any) -> Trainer:
     """Of 8 epochs with 10 steps each, unless received otherwise."""
     task, words = task or Wave(), {"epochs": 8, "batch_size": 15, "lr": 0.02, "device": "cpu", **train}
     config = parse_config({"name": "x", "task": "t.py:T", "codec": "c.py:C", "train": words}, source="test")
     splits = Samples("train", task.data("train")), Samples("validation", task.data("validation"))
     kind = ParameterServerTrainer if config.train.strategy == "parameter_server" and group.size > 1 else Trainer
-    return kind(task, config, group, *splits, words["batch_size"])
+    return kind(task, config, group, *splits, words["batch_size"], order=order)
 
 
 def trained(group: ProcessGroup, directory: Path, **train: Any) -> tuple[Trainer, Progress]:

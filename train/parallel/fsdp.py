@@ -103,7 +103,7 @@ class FSDPStrategy(Strategy):
     def _try(self) -> Outputs:
         """Make a forward pass of two samples."""
         assert self._samples is not None
-        batch = self._samples.batch([0, len(self._samples) - 1])
+        batch = self._samples.batch(self._samples.ends)
         return forward(self.model, self.objective.task, {name: c.to(self.group.device) for name, c in batch.items()})
 
     def _average(self) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -40,6 +41,7 @@ from pipeline.contract.data import (
     sample_digests,
 )
 from pipeline.contract.errors import ConfigError, DataError
+from pipeline.contract.files import digest_parts
 from pipeline.contract.task import Task
 
 
@@ -55,10 +57,11 @@ class Items(Dataset[Any]):
 
 
 class Stream(IterableDataset[Any]):
-    """Has no length and no order, so no sample could be counted exactly once."""
+    def __init__(self, *items: Any) -> None:
+        self._items = items
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(())
+        return iter(self._items)
 
 
 class Names:
@@ -103,7 +106,7 @@ def test_columns_of_unequal_length_are_refused_with_their_lengths() -> None:
         Samples("train", {"x": np.zeros(3), "y": np.zeros(2)})
 
 
-@pytest.mark.parametrize("source", [{"x": np.zeros((0, 4))}, Items()])
+@pytest.mark.parametrize("source", [{"x": np.zeros((0, 4))}, Items(), Stream()])
 def test_an_empty_split_is_refused_by_name(source: Any) -> None:
     with pytest.raises(DataError, match=r"data\('validation'\): the split is empty"):
         Samples("validation", source)
@@ -120,10 +123,163 @@ def test_a_column_that_is_no_array_of_numbers_is_named(column: Any) -> None:
         Samples("train", {"x": np.zeros(2), "bad": column})
 
 
-@pytest.mark.parametrize("source", [None, 5, Stream()])
+@pytest.mark.parametrize("source", [None, 5])
 def test_a_source_that_cannot_be_counted_is_refused(source: Any) -> None:
-    with pytest.raises(DataError, match="columns of equal length, or a map-style data set"):
+    with pytest.raises(DataError, match="columns of equal length, a map-style data set with a length, or a stream"):
         Samples("train", source)
+
+
+class Source:
+    """A stream that counts what it reads; with `lazy`, items are functions that load a sample."""
+
+    def __init__(self, count: int = 10, lazy: bool = False) -> None:
+        self.count, self.lazy, self.epoch = count, lazy, 0
+        self.read: list[int] = []
+        self.loaded: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[Any]:
+        for index in range(self.count):
+            self.read.append(index)
+            yield functools.partial(self.load, index) if self.lazy else self.load(index)
+
+    def load(self, index: int) -> dict[str, int]:
+        self.loaded.append(index)
+        return {"x": index + 100 * self.epoch}
+
+
+def values(samples: Samples, indices: Any, epoch: int = 0) -> list[int]:
+    found: list[int] = samples.batch(indices, epoch)["x"].tolist()
+    return found
+
+
+def test_a_stream_is_counted_and_gives_samples_at_any_indices() -> None:
+    samples = Samples("train", Source())
+    assert (len(samples), samples.is_stream, samples.in_memory, samples.ends) == (10, True, False, [0, 1])
+    assert values(samples, [7, 0, 7]) == [7, 0, 7]
+    assert values(samples, range(8, 10)) == [8, 9]
+    assert values(samples, range(3, 5), epoch=2) == [203, 204]
+    assert fingerprint(samples) == fingerprint(Samples("train", {"x": np.arange(10)}))
+
+
+def test_consecutive_batches_of_a_stream_read_it_once() -> None:
+    source = Source()
+    samples = Samples("train", source, count=10)
+    assert [values(samples, range(i, i + 2)) for i in range(0, 10, 4)] == [[0, 1], [4, 5], [8, 9]]
+    assert source.read == list(range(10))
+
+
+def test_samples_of_a_stream_that_are_functions_are_loaded_only_when_used() -> None:
+    source = Source(lazy=True)
+    samples = Samples("train", source, count=10)
+    assert values(samples, [3, 6]) == [3, 6]
+    assert source.loaded == [3, 6]
+
+
+def test_a_stream_that_can_begin_anywhere_reads_nothing_before() -> None:
+    class Seekable(Source):
+        def start_at(self, position: int) -> Iterator[Any]:
+            return (self.load(index) for index in range(position, self.count))
+
+    source = Seekable()
+    assert values(Samples("train", source, count=10), [7, 8]) == [7, 8]
+    assert (source.read, source.loaded) == ([], [7, 8])
+
+
+def test_the_test_split_of_a_stream_is_read_once_into_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = Source()
+    samples = Samples("test", source, count=10)
+    assert not samples.is_stream
+    assert [values(samples, [9, 0]) for _ in range(3)] == [[9, 0]] * 3
+    assert source.read == list(range(10))
+    monkeypatch.setattr(module, "_MAX_TEST_BYTES", 100)
+    with pytest.raises(DataError, match=r"data\('test'\): the stream has more than 0 GiB"):
+        Samples("test", Source())
+
+
+def test_a_stream_of_another_length_than_it_has_is_refused() -> None:
+    class Short(Source):
+        def __len__(self) -> int:
+            return 12
+
+    class Long(Source):
+        def __len__(self) -> int:
+            return 7
+
+    with pytest.raises(DataError, match="the stream ended after 10 of 12 samples"):
+        Samples("train", Short()).batch(range(8, 12))
+    with pytest.raises(DataError, match="the stream has more samples than the 7 of its length"):
+        Samples("train", Long()).batch(range(5, 7))
+    assert values(Samples("train", Source()).first(7), range(5, 7)) == [5, 6]
+    assert values(Samples("train", Long()).first(4), range(2, 4)) == [2, 3]
+
+
+def test_a_generator_is_refused_because_it_can_be_read_only_once() -> None:
+    with pytest.raises(DataError, match=r"data\('train'\): a generator can be read only once"):
+        Samples("train", ({"x": i} for i in range(3)))
+
+
+RAGGED: list[dict[str, Any]] = [{"ids": [3, 4, 5], "label": 0}, {"ids": [6], "label": 1}, {"ids": [7, 8], "label": 0}]
+
+
+def pad(samples: Any) -> dict[str, Tensor]:
+    rows = [torch.as_tensor(sample["ids"]) for sample in samples]
+    return {
+        "ids": nn.utils.rnn.pad_sequence(rows, batch_first=True),
+        "label": torch.tensor([sample["label"] for sample in samples]),
+    }
+
+
+@pytest.mark.parametrize(
+    ("items", "message"),
+    [
+        (RAGGED, "column `ids` has samples of lengths 3 and 1"),
+        ([{"x": torch.zeros(3)}, {"x": torch.zeros(5)}], "column `x` has samples of lengths 3 and 5"),
+        ([{"x": np.zeros((2, 3))}, {"x": np.zeros((2, 4))}], r"column `x` has samples of shapes \(2, 3\) and \(2, 4\)"),
+        ([{"x": 1, "y": 1}, {"x": 1}], r"a sample has no column `y` \(its columns: x\)"),
+    ],
+)
+def test_samples_of_unequal_shapes_are_one_sentence(items: list[Any], message: str) -> None:
+    with pytest.raises(DataError, match=rf"^data\('train'\): {message}"):
+        Samples("train", items).batch(range(len(items)))
+
+
+def test_a_column_of_unequal_lengths_is_one_sentence_that_names_collate() -> None:
+    for column in ([[1, 2], [3]], np.array([[1, 2], [3]], dtype=object), [np.zeros(2), np.zeros(1)]):
+        with pytest.raises(DataError, match=r"column `ids` has samples of lengths 2 and 1.*collate\(samples\)"):
+            Samples("train", {"ids": column})
+
+
+@pytest.mark.parametrize("form", ["items", "columns", "stream"])
+def test_collate_makes_the_batches_of_any_source(form: str) -> None:
+    source: Any = RAGGED
+    if form == "columns":
+        source = {name: [sample[name] for sample in RAGGED] for name in RAGGED[0]}
+    if form == "stream":
+        source = Stream(*RAGGED)
+    samples = Samples("train", source, pad)
+    assert samples.batch([2, 0])["ids"].tolist() == [[7, 8, 0], [3, 4, 5]]
+    assert samples.first(2).batch([1])["ids"].tolist() == [[6]]
+    columns = samples.collated().columns
+    assert columns is not None
+    assert columns["ids"].tolist() == [[3, 4, 5], [6, 0, 0], [7, 8, 0]]
+    alone = [digest_parts([digest]) for digest in sample_digests(samples, ["ids"])]
+    assert alone == [digest_parts(sample_digests(Samples("x", [row], pad), ["ids"])) for row in RAGGED]
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ([torch.zeros(3)], "must return a mapping of column names to tensors, not list"),
+        ({"x": torch.zeros(2)}, r"column `x` must be a tensor with one row for each of 3 samples; found shape \(2,\)"),
+        ({"x": [1, 2, 3]}, "column `x` must be a tensor .* found list"),
+    ],
+)
+def test_a_collate_that_returns_something_else_is_refused(batch: Any, message: str) -> None:
+    with pytest.raises(DataError, match=rf"^collate\(\): {message}"):
+        Samples("train", RAGGED, lambda _: batch).batch(range(3))
 
 
 @pytest.mark.parametrize("item", [3, (torch.zeros(2), 1)])

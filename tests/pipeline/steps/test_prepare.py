@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from pipeline.contract.errors import DataError
+from pipeline.contract.errors import ConfigError, DataError, PipelineError
+from pipeline.contract.files import digest_file
 from pipeline.contract.run import Run, RunFile, run_step
 from pipeline.steps.prepare import find_duplicates, prepare
 
@@ -207,3 +209,110 @@ def test_declared_directions_are_recorded_and_not_questioned(root: Path, capsys:
     prepare(run, root)
     assert "metrics()" not in capsys.readouterr().err
     assert json.loads((run.partial("prepare") / "checks.json").read_text())["lower_is_better"] == ["mae"]
+
+
+def forget(root: Path) -> None:
+    """Drop the modules of the project, so that a changed one is imported again."""
+    for name in [name for name, it in sys.modules.items() if (getattr(it, "__file__", "") or "").startswith(str(root))]:
+        del sys.modules[name]
+
+
+def add_method(root: Path, method: str) -> None:
+    edit(root, "    def actual(", f"    {method}\n\n    def actual(")
+
+
+@pytest.mark.parametrize(
+    ("kind", "returned", "values"),
+    [
+        ("weights", "1 + data['label']", [1.0, 2, 2, 1, 2, 1]),
+        ("groups", "data['label'].tolist()", [0, 1, 1, 0, 1, 0]),
+        ("lengths", "range(6)", [0, 1, 2, 3, 4, 5]),
+    ],
+)
+def test_the_order_of_a_task_is_recorded_with_its_digest(
+    root: Path, kind: str, returned: str, values: list[float]
+) -> None:
+    add_method(root, f"def sample_{kind}(self, data): return {returned}")
+    run = new_run(root)
+    prepare(run, root)
+    written = run.partial("prepare") / "order.npy"
+    assert report(run)["order"] == {"kind": kind, "digest": digest_file(written)}
+    assert np.load(written).tolist() == values
+
+
+def test_a_shuffled_split_records_no_order(root: Path) -> None:
+    run = new_run(root)
+    prepare(run, root)
+    assert "order" not in report(run)
+    assert not (run.partial("prepare") / "order.npy").exists()
+
+
+@pytest.mark.parametrize(
+    ("methods", "message"),
+    [
+        (["weights(self, data): return [1, 2]"], r"sample_weights\(\): must return one number for each of the 6 tr"),
+        (["weights(self, data): return np.zeros(6)"], "none below 0 and not all 0"),
+        (["weights(self, data): return [1, 1, 1, 1, 1, float('nan')]"], "finite numbers"),
+        (["lengths(self, data): return ['a'] * 6"], r"sample_lengths\(\): must return one number"),
+        (["groups(self, data): return np.zeros(6)"], r"sample_groups\(\): must return integers"),
+        (
+            ["lengths(self, data): return range(6)", "groups(self, data): return range(6)"],
+            r"the task has sample_groups\(\) and sample_lengths\(\), but only one can be used",
+        ),
+    ],
+)
+def test_an_order_that_cannot_be_used_is_one_sentence(root: Path, methods: list[str], message: str) -> None:
+    for method in methods:
+        add_method(root, f"def sample_{method}")
+    with pytest.raises(PipelineError, match=message):
+        prepare(new_run(root), root)
+
+
+STREAM = """
+
+class Stream:
+    def __init__(self, columns):
+        self.columns = columns
+
+    def __iter__(self):
+        for i in range(6):
+            yield {name: column[i] for name, column in self.columns.items()}
+"""
+
+
+def test_a_stream_is_counted_checked_and_recorded(root: Path) -> None:
+    in_memory, streamed = new_run(root), root / "run2"
+    prepare(in_memory, root)
+    expected = report(in_memory)
+    in_memory.path.rename(streamed)
+    edit(root, 'return {"x": x, "label": label}', 'return Stream({"x": x, "label": label})')
+    path = root / "prepared_task.py"
+    path.write_text(path.read_text() + STREAM)
+    forget(root)
+    run = new_run(root)
+    prepare(run, root)
+    assert report(run) == {**expected, "order": {"kind": "stream"}}
+    add_method(root, "def sample_lengths(self, data): return range(6)")
+    forget(root)
+    with pytest.raises(ConfigError, match=r"has sample_lengths\(\), but data\('train'\) is a stream"):
+        prepare(run, root)
+
+
+def test_duplicates_are_found_although_their_batches_pad_them_differently(root: Path) -> None:
+    """The same two texts are padded to 3 tokens in train and to 2 in the other splits."""
+    edit(
+        root,
+        'return {"x": x, "label": label}',
+        'return {"x": [[1], [2, 3]] + [[4, 5, start]] * (start < 10), "label": [0, 1, 1][:3 - (start > 9)]}',
+    )
+    add_method(
+        root,
+        "def collate(self, samples):\n"
+        "        rows = [torch.tensor(sample['x']) for sample in samples]\n"
+        "        return {'x': torch.nn.utils.rnn.pad_sequence(rows, batch_first=True),\n"
+        "                'label': torch.tensor([sample['label'] for sample in samples])}",
+    )
+    run = new_run(root, prepare={"leaks": "warn"})
+    prepare(run, root)
+    assert report(run)["duplicate_count"] == 4
+    assert report(run)["splits"]["train"]["samples"] == 3
