@@ -38,7 +38,16 @@ from pipeline.contract.data import Samples
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.files import tokenizer_ids
 from pipeline.contract.golden import Decoder, Golden, empty_past, inputs_of, pad
-from pipeline.contract.signature import NUMPY_TYPES, Generation, Limits, Runtime, Signature, TensorSpec
+from pipeline.contract.signature import (
+    CODEC_FOLDER,
+    NUMPY_TYPES,
+    Generation,
+    Limits,
+    Runtime,
+    Signature,
+    TensorSpec,
+    codec_file,
+)
 from pipeline.contract.sources import project_sources, third_party_imports
 from pipeline.contract.task import Generates, HasExample, Task
 
@@ -67,9 +76,10 @@ def fill_bundle(
     """Write everything except model.onnx, which is there already, and the manifest, which the caller writes last."""
     kind = codec_class(config.codec, sources.root)
     requires = check_requirements(config.codec, sources.root, required_packages(kind, config.codec))
-    signature = _signature(bundle, config, properties, requires)
+    codec_name = _bundled_name(config.codec, sources.root)
+    signature = _signature(bundle, config, properties, requires).model_copy(update={"codec": codec_name})
     (bundle / "signature.json").write_text(signature.model_dump_json(indent=2) + "\n")
-    _copy_codec(bundle, config.codec, sources.root)
+    _copy_codec(bundle, codec_name, config.codec, sources.root)
     _copy_files(bundle, shared_files(kind, config.codec), sources.files)
     codec = build_codec(kind, config.codec, bundle / FILES)
     check_tokenizer(bundle, signature)
@@ -91,12 +101,18 @@ def _signature(bundle: Path, config: Config, properties: ModelProperties, requir
     )
 
 
-def _copy_codec(bundle: Path, reference: str, root: Path) -> None:
-    """Copy the codec, which must be one file: the service has no checkout of the project."""
-    file = reference.partition(":")[0]
-    if others := sorted(set(project_sources(root, reference)) - {Path(file).as_posix()}):
-        raise ConfigError(f"{file} imports {', '.join(others)}; a codec travels alone in the bundle: move that code into it")  # fmt: skip  # noqa: E501
-    shutil.copyfile(root / file, bundle / "codec.py")
+def _bundled_name(reference: str, root: Path) -> str:
+    """Return the codec as the signature names it: by its class alone if it is a single file."""
+    file, _, name = reference.partition(":")
+    return name if len(project_sources(root, reference)) == 1 else f"{Path(file).as_posix()}:{name}"
+
+
+def _copy_codec(bundle: Path, codec: str, reference: str, root: Path) -> None:
+    """Copy the codec and the files it imports: the service has no checkout of the project."""
+    for file in project_sources(root, reference):
+        target = bundle / (f"{CODEC_FOLDER}/{file}" if ":" in codec else codec_file(codec))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(root / file, target)
 
 
 def _copy_files(bundle: Path, names: Sequence[str], source: Path) -> None:
@@ -197,14 +213,14 @@ def check_requirements(reference: str, root: Path, declared: tuple[str, ...]) ->
     """Pin the declared packages to the versions installed here; reject imports the service could not make."""
     pins = tuple(_pin(reference, text) for text in declared)
     allowed = _ALWAYS_INSTALLED | {canonicalize_name(pin.partition("==")[0]) for pin in pins}
-    modules = third_party_imports(root, reference)
-    owners = metadata.packages_distributions() if modules - _ALWAYS_INSTALLED else {}
-    for module in sorted(modules):
+    importers = third_party_imports(root, reference)
+    owners = metadata.packages_distributions() if importers.keys() - _ALWAYS_INSTALLED else {}
+    for module, file in sorted(importers.items()):
         names = {canonicalize_name(name) for name in owners.get(module, [module])}
         if not names & allowed:
             raise ConfigError(
-                f"{reference}: imports {module}, which the service does not install; declare it in the codec's class, "
-                f'as in requires = ("{min(names)}",), or do without'
+                f"{reference}: {file} imports {module}, which the service does not install; declare it in the codec's "
+                f'class, as in requires = ("{min(names)}",), or do without'
             )
     return pins
 

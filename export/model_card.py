@@ -10,7 +10,7 @@ from typing import Any
 from pipeline.contract.bundle import Ancestors
 from pipeline.contract.facts import Body, Facts, mappings
 from pipeline.contract.html import number, signed
-from pipeline.contract.signature import Signature
+from pipeline.contract.signature import Signature, codec_file
 
 _CLASSES = 40  # named
 _SLICES = 30  # in the table; those that failed are among them
@@ -38,9 +38,9 @@ def render_card(facts: Facts, signature: Signature, ancestors: Ancestors, about:
 
 def describe_codec(bundle: Path, codec: str) -> str:
     """Return the codec's docstrings on instances and predictions; the file is parsed, not run."""
-    path = bundle / "codec.py"
+    path, name = bundle / codec_file(codec), codec.rpartition(":")[2]
     tree = ast.parse(path.read_text() if path.is_file() else "")
-    codec_class = next((node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == codec), None)
+    codec_class = next((node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name), None)
     texts = [ast.get_docstring(node) or "" for node in (tree, codec_class) if node is not None]
     return " ".join(" ".join(text.partition("\n\n")[0].split()) for text in texts if text)
 

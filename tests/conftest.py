@@ -27,7 +27,8 @@ def _remove_user_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
     sys.path[:] = [place for place in sys.path if not f"{place}{os.sep}".startswith(users)]
     new = [(name, module) for name, module in sys.modules.items() if _others.get(name) is not module]
     for name, module in new:
-        if (getattr(module, "__file__", None) or "").startswith(users):
+        is_project = f"{module.__name__}.".startswith("pipeline.project.") if isinstance(module, ModuleType) else False
+        if is_project or (getattr(module, "__file__", None) or "").startswith(users):
             del sys.modules[name]
         else:
             _others[name] = module

@@ -314,8 +314,8 @@ def open_bundle(directory: Path, trust: Trust | None = None) -> Bundle:
     check_external_data_files(directory / "model.onnx")
     check_provenance(directory, manifest, raw)
     signature = _read_signature(directory)
-    if signature.codec and "codec.py" not in manifest.files:
-        raise BundleError(f"{directory}: missing codec.py")
+    if signature.codec and signature.codec_file not in manifest.files:
+        raise BundleError(f"{directory}: missing {signature.codec_file}")
     return Bundle(directory, digest_bytes(raw), manifest, signature, _override(directory, manifest))
 
 

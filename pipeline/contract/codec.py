@@ -1,4 +1,4 @@
-"""The codec protocol that a user implements in `codec.py`, one file that travels in the bundle, and its loading."""
+"""The codec protocol that a user implements in `codec.py`, which travels in the bundle, and its loading."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 from pipeline.contract.errors import ConfigError
-from pipeline.contract.signature import codec_drawing
+from pipeline.contract.signature import CODEC_FOLDER, Signature, codec_drawing
 from pipeline.contract.task import load_class
 
 Arrays: TypeAlias = Mapping[str, np.ndarray[Any, Any]]
@@ -39,13 +39,20 @@ class Codec(Protocol):
         """
 
 
-def load_codec(reference: str, root: Path, alias: str = "", files: Path | None = None) -> Codec:
+def load_codec(reference: str, root: Path, package: str = "", files: Path | None = None) -> Codec:
     """Import and create the codec; `files` is the folder of its shared files."""
-    return build_codec(codec_class(reference, root, alias), reference, files)
+    return build_codec(codec_class(reference, root, package), reference, files)
 
 
-def codec_class(reference: str, root: Path, alias: str = "") -> Any:
-    kind = load_class(reference, root, alias)
+def load_bundled_codec(bundle: Path, signature: Signature, package: str) -> Codec:
+    """Import and create the codec of a bundle, whose modules are in a package of their own."""
+    root = bundle / CODEC_FOLDER if ":" in signature.codec else bundle
+    file = (bundle / signature.codec_file).relative_to(root)
+    return load_codec(f"{file.as_posix()}:{signature.codec.rpartition(':')[2]}", root, package, bundle / FILES)
+
+
+def codec_class(reference: str, root: Path, package: str = "") -> Any:
+    kind = load_class(reference, root, package)
     for method in ("decode(instances)", "encode(outputs)"):
         if not callable(getattr(kind, method.partition("(")[0], None)):
             raise ConfigError(f"{reference}: has no method {method}; every codec needs it")

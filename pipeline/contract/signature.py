@@ -120,10 +120,19 @@ class TensorSpec(Frozen):
         return [axis if isinstance(axis, int) else -1 for axis in self.shape]
 
 
+CODEC_FOLDER = "codec"  # of a bundle: the codec and the files it imports, by their paths in the project
+
+
+def codec_file(codec: str) -> str:
+    """Return the path in the bundle of a codec, as the signature names it."""
+    file, separator, _ = codec.partition(":")
+    return f"{CODEC_FOLDER}/{file}" if separator else "codec.py"
+
+
 class Signature(Frozen):
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
-    codec: str  # class name in the bundle's codec.py
+    codec: str  # a class in the bundle's codec.py, or `file.py:Class` in its folder codec/
     requires: tuple[str, ...] = ()  # name==version of the packages the codec needs besides numpy
     limits: Limits
     runtime: Runtime
@@ -136,6 +145,10 @@ class Signature(Frozen):
         if self.generation and (missing := list(self.generation.missing_tensors(*names))):
             raise ValueError(f"generation names tensors that the graph does not have: {', '.join(missing)}")
         return self
+
+    @property
+    def codec_file(self) -> str:
+        return codec_file(self.codec)
 
     @cached_property
     def input_specs(self) -> dict[str, TensorSpec]:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import ast
 import functools
-import importlib.util
 import sys
 from collections.abc import Collection, Iterable, Iterator, Sequence, Set
 from pathlib import Path
+from typing import NamedTuple
 
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.files import digest_bytes, digest_file, digest_mapping
+from pipeline.contract.imports import is_installed, is_local, module_files
 
 SOURCE_ROOT = Path(__file__).resolve().parents[2]  # the folder that contains our packages
 PACKAGES = ("pipeline", "train", "export", "serve", "k8s")
@@ -39,32 +40,40 @@ def project_sources(root: Path, *references: str) -> dict[str, str]:
 
 
 def project_files(root: Path, references: Iterable[str]) -> list[Path]:
-    """Return the user's files that task and codec import."""
-    entry = []
+    """Return the user's files that task and codec import; names that cannot mean these files are errors."""
+    base = root.resolve()
+    folders = _search_folders(root, references)
+    entry = [(base / reference.partition(":")[0]).resolve() for reference in references]
+    files = sorted(_import_closure(entry, base, folders, only=None))
+    _check_names(files, base, folders)
+    return files
+
+
+def _search_folders(root: Path, references: Iterable[str]) -> list[Path]:
+    """Return the folders in which pipeline.contract.imports searches, in its order."""
+    base, folders = root.resolve(), [root.resolve()]
     for reference in references:
         file, _, name = reference.partition(":")
         path = (root / file).resolve()
         if not path.is_file():
             raise ConfigError(f"{reference}: no file {file} in {root}")
-        if not path.is_relative_to(root.resolve()):
+        if not path.is_relative_to(base):
             raise ConfigError(f"{reference}: {file} lies outside the project {root}; move it there")
         if name not in _top_level_names(path.read_bytes(), path.name):
             raise ConfigError(f"{reference}: {file} has no class {name}")
-        entry.append(path)
-    base = root.resolve()
-    # The folders that pipeline.contract.task puts on the path, in its order.
-    folders = list(dict.fromkeys([base, *(path.parent for path in entry)]))
-    return sorted(_import_closure(entry, base, folders, only=None))
+        folders.append(path.parent)
+    return list(dict.fromkeys(folders))
 
 
-def third_party_imports(root: Path, *references: str) -> set[str]:
-    """Return the top-level modules that the user's files import, without local, our own and standard modules."""
-    base = root.resolve()
-    files = project_files(root, references)
-    folders = {base, *(path.parent for path in files)}
-    ignored = {*sys.stdlib_module_names, *PACKAGES}
-    modules = {module.partition(".")[0] for path in files for module in _cached_imports(path, base)} - ignored
-    return {name for name in modules if not any(list(_existing_files(folder, [name])) for folder in folders)}
+def third_party_imports(root: Path, *references: str) -> dict[str, str]:
+    """Return the installed modules that the user's files import, by top-level name, with the first file that does."""
+    base, folders = root.resolve(), _search_folders(root, references)
+    importers: dict[str, str] = {}
+    for path in project_files(root, references):
+        for statement in _cached_imports(path, base):
+            if statement.top not in (*sys.stdlib_module_names, *PACKAGES) and not _is_own(statement, folders):
+                importers.setdefault(statement.top, path.relative_to(base).as_posix())
+    return importers
 
 
 def code_digest(root: Path, *references: str) -> str:
@@ -76,7 +85,24 @@ def _digests(base: Path, paths: Iterable[Path]) -> dict[str, str]:
     return {path.relative_to(base).as_posix(): digest_file(path) for path in sorted(paths)}
 
 
-def _import_closure(entry: list[Path], base: Path, folders: list[Path], only: tuple[str, ...] | None) -> set[Path]:
+class _Import(NamedTuple):
+    """One import: `import module`, or `from module import names`."""
+
+    module: str  # by its name from the project's folder; "" in `from . import name` there
+    names: tuple[str, ...] = ()
+    is_relative: bool = False
+
+    @property
+    def top(self) -> str:
+        return self.module.partition(".")[0]
+
+    @property
+    def modules(self) -> list[str]:
+        """Return the modules it may mean: `from a import b` may mean a.b."""
+        return [*filter(None, [self.module]), *(f"{self.module}.{name}".lstrip(".") for name in self.names)]
+
+
+def _import_closure(entry: list[Path], base: Path, folders: Sequence[Path], only: tuple[str, ...] | None) -> set[Path]:
     closure: set[Path] = set()
     modules: set[str] = set()
     waiting = list(entry)
@@ -85,31 +111,29 @@ def _import_closure(entry: list[Path], base: Path, folders: list[Path], only: tu
         if path in closure:
             continue
         closure.add(path)
-        for module in _cached_imports(path, base):
+        for module in (module for statement in _cached_imports(path, base) for module in statement.modules):
             if module in modules or (only is not None and module.partition(".")[0] not in only):
                 continue
             modules.add(module)
-            waiting.extend(_files_of(module, folders, path))
+            waiting.extend(_package_files(module) if base == SOURCE_ROOT else module_files(folders, module.split(".")))
     return closure
 
 
-def _cached_imports(path: Path, base: Path) -> tuple[str, ...]:
+def _cached_imports(path: Path, base: Path) -> tuple[_Import, ...]:
     return _imports_in(path.read_bytes(), path.name, path.parent.relative_to(base).parts)
 
 
 @functools.cache  # by content: a plan and its run need every file a dozen times
-def _imports_in(source: bytes, file: str, package: tuple[str, ...]) -> tuple[str, ...]:
-    """Return every module that a source imports; `from a import b` may mean the module a.b."""
-    modules: list[str] = []
+def _imports_in(source: bytes, file: str, package: tuple[str, ...]) -> tuple[_Import, ...]:
+    imports: list[_Import] = []
     for node in _statements(parse_source(source, file)):
         if isinstance(node, ast.Import):
-            modules += [alias.name for alias in node.names]
+            imports += [_Import(alias.name) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             parents = package[: len(package) - node.level + 1] if node.level else ()
             module = ".".join([*parents, *([node.module] if node.module else [])])
-            modules += [module] if module else []
-            modules += [f"{module}.{alias.name}".lstrip(".") for alias in node.names]
-    return tuple(modules)
+            imports.append(_Import(module, tuple(alias.name for alias in node.names), node.level > 0))
+    return tuple(imports)
 
 
 def _statements(node: ast.AST) -> Iterator[ast.stmt]:
@@ -121,60 +145,73 @@ def _statements(node: ast.AST) -> Iterator[ast.stmt]:
             yield from _statements(child)
 
 
-def _files_of(module: str, folders: list[Path], importer: Path) -> Iterator[Path]:
-    """Yield the files that importing a dotted name executes: every __init__ and the module, in the first folder."""
-    parts = module.split(".")
-    for folder in folders:
-        files = _package_files(module) if folder == SOURCE_ROOT else list(_existing_files(folder, parts))
-        if files:
-            if folder != SOURCE_ROOT:
-                _refuse_shadowed(parts[0], files[0], importer)
-            yield from files
-            return
-
-
 @functools.cache  # the set of our own files does not change while a command runs
 def _package_files(module: str) -> list[Path]:
-    return list(_existing_files(SOURCE_ROOT, module.split(".")))
+    return module_files([SOURCE_ROOT], module.split("."))
 
 
-def _existing_files(folder: Path, parts: list[str]) -> Iterator[Path]:
-    for depth in range(1, len(parts) + 1):
-        path = folder.joinpath(*parts[:depth])
-        for file in (path / "__init__.py", path.with_suffix(".py")):
-            if file.is_file():
-                yield file
+def _is_own(statement: _Import, folders: Sequence[Path]) -> bool:
+    return statement.is_relative or is_local(statement.module, statement.names, folders)
 
 
-def _refuse_shadowed(name: str, file: Path, importer: Path) -> None:
-    """Reject a local module that Python would not import, because an installed one has the same name."""
-    is_taken = name in sys.stdlib_module_names or name in PACKAGES
-    if not is_taken and (origin := _installed_file(name)):
-        is_taken = Path(origin).resolve() != file.resolve()  # a module may be linked into several projects
-    if is_taken:
+# A task needs the first three; the others are part of the interpreter, which never searches for them.
+_RESERVED = {"numpy", "torch", "pipeline", *sys.builtin_module_names}
+
+
+def _check_names(files: Iterable[Path], base: Path, folders: Sequence[Path]) -> None:
+    """Reject all files that an import does not mean, although they have the name of the module that it means."""
+    problems: dict[str, str] = {}
+    for path in files:
+        for statement in _cached_imports(path, base):
+            if not statement.is_relative and (problem := _collision(statement, folders)):
+                problems.setdefault(statement.top, f"{path.relative_to(base).as_posix()} imports {problem}")
+    if problems:
+        names = ", ".join(f"`{name}`" for name in problems)
         raise ConfigError(
-            f"{importer.name} imports `{name}`, a name already taken outside the project; rename your {name}.py"
+            f"files of the project have names of other modules: {'; '.join(problems.values())}; to fix it: rename "
+            f"the project's {names}"
         )
 
 
-def _installed_file(name: str) -> str | None:
-    """Return the file that an import would execute; ignore loaded modules outside Python's installation."""
-    module = sys.modules.get(name)
-    if module is None:
-        spec = importlib.util.find_spec(name)
-        return spec.origin if spec else None
-    origin = getattr(module, "__file__", None)
-    return origin if origin and Path(origin).is_relative_to(sys.prefix) else None
+def _collision(statement: _Import, folders: Sequence[Path]) -> str:
+    """Return what is imported although the project's file of that name cannot have it; empty without a collision."""
+    module, names = statement.module, statement.names
+    if not is_local(module, names, folders):
+        return ""
+    if statement.top in _RESERVED:
+        return f"`{module}`"
+    if not names and _exact_file(module, folders) is None:
+        missing = f"`{module}`"
+    else:
+        missing = next((f"`{name}` from `{module}`" for name in names if not _defines(module, name, folders)), "")
+    return missing if missing and is_installed(statement.top) else ""
+
+
+def _defines(module: str, name: str, folders: Sequence[Path]) -> bool:
+    """Return whether a module of the project may have a name; one with a wildcard import may have any."""
+    if name == "*" or _exact_file(f"{module}.{name}", folders):
+        return True
+    file = _exact_file(module, folders)
+    if file is None:
+        return False
+    return not _top_level_names(file.read_bytes(), file.name).isdisjoint({name, "*", "__getattr__"})
+
+
+def _exact_file(module: str, folders: Sequence[Path]) -> Path | None:
+    """Return the file of a module itself; None where only a package above it is in the project."""
+    parts = Path(*module.split("."))
+    own = {place for folder in folders for place in (folder / parts / "__init__.py", folder / f"{parts}.py")}
+    return next((file for file in module_files(folders, parts.parts) if file in own), None)
 
 
 @functools.cache  # by content
 def _top_level_names(source: bytes, file: str) -> set[str]:
     names: set[str] = set()
     for node in ast.walk(parse_source(source, file)):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             names.add(node.name)
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            names.update(alias.asname or alias.name for alias in node.names)
+            names.update(alias.asname or alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             names.add(node.id)
     return names

@@ -6,16 +6,15 @@ data.json, and every later step checks them. This module needs torch only if the
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import stat
-import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
 from pipeline.contract.errors import ConfigError, DataError
-from pipeline.contract.files import digest_bytes, digest_tree
+from pipeline.contract.files import digest_tree
+from pipeline.contract.imports import PROJECT, import_file
 from pipeline.contract.run import Run
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 Batch: TypeAlias = "Mapping[str, Tensor]"
 Outputs: TypeAlias = "Tensor | Mapping[str, Tensor]"
 Columns: TypeAlias = Mapping[str, Any]
-Split: TypeAlias = "Columns | Dataset[Mapping[str, Any]] | Iterable[Mapping[str, Any]]"
+Split: TypeAlias = "Columns | Dataset[Mapping[str, Any]]"
 Predictor: TypeAlias = "Callable[[Batch], Outputs]"
 
 
@@ -45,37 +44,13 @@ class Task(Protocol):
     def model(self) -> nn.Module: ...
 
     def data(self, split: str) -> Split:
-        """Return a split (`train`, `validation`, `test`): columns of equal length, a map-style data set or a stream."""
+        """Return a split (`train`, `validation`, `test`): columns of equal length, or a map-style data set."""
 
     def loss(self, outputs: Outputs, batch: Batch) -> Tensor:
         """Return the mean over the samples of the batch."""
 
     def metrics(self, outputs: Outputs, batch: Batch) -> Mapping[str, Tensor]:
         """Return one value per sample for each metric; higher is better, unless `directions` declares otherwise."""
-
-
-@runtime_checkable
-class HasCollate(Protocol):
-    def collate(self, samples: Sequence[Mapping[str, Any]]) -> Batch:
-        """Return samples as one batch: each column a tensor with one row per sample, such as texts that are padded."""
-
-
-@runtime_checkable
-class HasSampleWeights(Protocol):
-    def sample_weights(self, data: Split) -> Sequence[float]:
-        """Return a weight for each sample of `data("train")`: an epoch draws as many, with replacement."""
-
-
-@runtime_checkable
-class HasSampleGroups(Protocol):
-    def sample_groups(self, data: Split) -> Sequence[int]:
-        """Return the integer id of each sample's group, such as its query; a group is never divided."""
-
-
-@runtime_checkable
-class HasSampleLengths(Protocol):
-    def sample_lengths(self, data: Split) -> Sequence[int]:
-        """Return the length of each sample; a batch has samples of similar lengths."""
 
 
 @runtime_checkable
@@ -326,53 +301,23 @@ def require_adapt(task: Task, reference: str) -> HasPretrained:
     return task
 
 
-def load_class(reference: str, root: Path, alias: str = "") -> Any:
-    """Import the class of a reference; files in its folder can be imported, after all installed modules.
+def load_class(reference: str, root: Path, package: str = "") -> Any:
+    """Import the class of a reference; the files of the project come before installed modules of the same name.
 
-    An alias is the module's name, for a process that loads several files of the same name.
+    A process that loads several projects gives each a package of its own.
     """
     file, _, name = reference.partition(":")
     path = (root / file).resolve()
     if not path.is_file():
         raise ConfigError(f"{reference}: no file {file} in {root}")
-    module = _execute(path, alias) if alias else _load(path, root.resolve())
+    try:
+        module = import_file(path, root.resolve(), package)
+    except (Exception, SystemExit) as error:  # a script without a main guard must not end the step
+        text = " ".join(str(error).split()).replace(f"{PROJECT}.", "")
+        missing = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
+        is_internal = missing.startswith("pipeline.") and not missing.startswith(f"{PROJECT}.")
+        fix = "; to fix it: import the name from `pipeline`" if is_internal else ""
+        raise ConfigError(f"{path.name}: import failed: {type(error).__name__}: {text}{fix}") from error
     if not hasattr(module, name):
         raise ConfigError(f"{reference}: {file} has no class {name}")
     return getattr(module, name)
-
-
-def _load(path: Path, root: Path) -> Any:
-    for folder in (str(root), str(path.parent)):
-        if folder not in sys.path:
-            sys.path.append(folder)  # last, so that a user's train.py does not shadow ours
-    name = path.stem
-    loaded = sys.modules.get(name)
-    if loaded is not None and getattr(loaded, "__file__", None) == str(path):
-        return loaded
-    if loaded is not None or _is_name_taken(name, path):
-        name = f"_{name}_{digest_bytes(str(path).encode())[:12]}"  # another module has the plain name
-        if name in sys.modules:
-            return sys.modules[name]
-    return _execute(path, name)
-
-
-def _execute(path: Path, name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # a script without a main guard must not end the step
-        del sys.modules[name]
-        text = " ".join(str(error).split())
-        internal = isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("pipeline.")
-        fix = "; to fix it: import the name from `pipeline`" if internal else ""
-        raise ConfigError(f"{path.name}: import failed: {type(error).__name__}: {text}{fix}") from error
-    return module
-
-
-def _is_name_taken(name: str, path: Path) -> bool:
-    """Return whether `import name` would import another file than this one."""
-    spec = importlib.util.find_spec(name)
-    return spec is not None and spec.origin != str(path)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.codec import FILES, Codec, Encode, encode_method, load_codec
+from pipeline.contract.codec import Codec, Encode, encode_method, load_bundled_codec
 from pipeline.contract.errors import BundleError, InvalidPayload
 from pipeline.contract.signature import Drawing, codec_drawing
 from serve.protocol.validate import check_arrays
@@ -42,13 +42,13 @@ class Predictor:
         self.unbatched_reason = self.signature.unbatched_reason
         self.datatypes = {spec.name: spec.datatype for spec in bundle.signature.outputs}
         _check_installed(bundle)
-        reference = f"codec.py:{bundle.signature.codec}"
+        reference = bundle.signature.codec
         self._codec: Codec | None = None  # optional for language models, which have a tokenizer
         self._encode: Encode | None = None
         self.drawing: Drawing | None = None
         if bundle.signature.codec:
             with no_bytecode():
-                self._codec = load_codec(reference, bundle.path, f"_codec_{bundle.digest}", bundle.path / FILES)
+                self._codec = load_bundled_codec(bundle.path, bundle.signature, f"_codec_{bundle.digest}")
             self._encode = encode_method(self._codec, reference)
             self.drawing = codec_drawing(self._codec, reference)
         self.language_model: LanguageModel | None = None

@@ -14,6 +14,7 @@ from torch import nn
 
 from export.__main__ import export
 from pipeline.contract.bundle import open_bundle
+from pipeline.contract.codec import load_bundled_codec
 from pipeline.contract.errors import BundleError, ConfigError, DataError, GateError, PipelineError, StageError
 from pipeline.contract.files import digest_file, digest_tree, write_json
 from pipeline.contract.golden import difference
@@ -189,10 +190,33 @@ def test_the_verdict_on_another_checkpoint_is_worth_nothing(root: Path) -> None:
     assert "another checkpoint" in refusal(evaluated_run(root, checkpoint="0" * 64), root, StageError)
 
 
-def test_a_codec_that_imports_from_the_project_cannot_travel(root: Path) -> None:
-    (root / "sums_scale.py").write_text("SCALE = 1\n")
+def test_a_codec_travels_with_the_files_it_imports(root: Path) -> None:
+    (root / "scales").mkdir()
+    (root / "scales" / "__init__.py").write_text("")
+    (root / "scales" / "sums_scale.py").write_text("from utils import ONE\nSCALE = ONE\n")
+    (root / "utils.py").write_text("ONE = 1\n")
+    (root / "unused.py").write_text("")
+    edit(root / "sums_codec.py", "import numpy as np\n", "import numpy as np\nfrom scales.sums_scale import SCALE\n")
+    run = evaluated_run(root)
+    export(run, root)
+    bundle = open_bundle(run.partial("export") / "bundle")
+    files = {name for name in bundle.manifest.files if name.endswith(".py")}
+    imported = ("sums_codec.py", "scales/__init__.py", "scales/sums_scale.py", "utils.py")
+    assert files == {f"codec/{name}" for name in imported}
+    assert bundle.signature.codec == "sums_codec.py:Codec"
+    (root / "utils.py").write_text("ONE = 2\n")
+    codec = load_bundled_codec(bundle.path, bundle.signature, "_codec_of_this_test")
+    assert sys.modules["_codec_of_this_test.utils"].ONE == 1
+    assert codec.decode([[1, 2, 3]])["x"].tolist() == [[1, 2, 3]]
+    (bundle.path / "codec" / "utils.py").write_text("ONE = 3\n")
+    with pytest.raises(BundleError, match=r"codec/utils\.py: content changed"):
+        open_bundle(bundle.path)
+
+
+def test_a_file_of_the_codec_that_imports_torch_is_named(root: Path) -> None:
+    (root / "sums_scale.py").write_text("import torch\nSCALE = 1\n")
     edit(root / "sums_codec.py", "import numpy as np\n", "import numpy as np\nfrom sums_scale import SCALE\n")
-    assert "imports sums_scale.py; a codec travels alone" in refusal(evaluated_run(root), root, ConfigError)
+    assert "sums_scale.py imports torch, which the service does not" in refusal(evaluated_run(root), root, ConfigError)
 
 
 @pytest.mark.parametrize(

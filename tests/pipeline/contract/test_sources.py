@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.contract.errors import ConfigError
-from pipeline.contract.sources import SOURCE_ROOT, code_digest, package_files, project_sources
+from pipeline.contract.sources import SOURCE_ROOT, code_digest, package_files, project_sources, third_party_imports
 
 TASK = "import my_helper\nclass Net: ...\n"
 
@@ -89,11 +89,40 @@ def test_task_and_codec_have_one_digest_together(tmp_path: Path) -> None:
     assert code_digest(tmp_path, "task.py:Net") != code_digest(tmp_path, "task.py:Net", "my_codec.py:Codec")
 
 
-@pytest.mark.parametrize("name", ["json", "train", "yaml", "wave"])
-def test_a_local_module_that_python_would_pass_over_is_refused(tmp_path: Path, name: str) -> None:
-    write(tmp_path, {"task.py": f"import {name}\nclass Net: ...\n", f"{name}.py": ""})
-    with pytest.raises(ConfigError, match=f"rename your {name}.py"):
+@pytest.mark.parametrize("name", ["json", "train", "yaml", "wave", "utils"])
+def test_a_local_module_counts_whatever_else_has_its_name(tmp_path: Path, name: str) -> None:
+    write(tmp_path, {"task.py": f"from {name} import a\nclass Net: ...\n", f"{name}.py": "a = 1\n"})
+    assert found(tmp_path) == {"task.py", f"{name}.py"}
+    assert third_party_imports(tmp_path, "task.py:Net") == {}
+
+
+def test_names_that_mean_other_modules_are_refused_all_at_once(tmp_path: Path) -> None:
+    files = {
+        "task.py": "import torch.nn\nimport helper\nfrom pydantic import BaseModel, mine\nclass Net: ...\n",
+        "helper.py": "from json import dumps\nimport yaml.nodes\nimport time\nfrom wave import anything\n",
+        "pydantic/mine.py": "",
+        "wave.py": "from helper import *\n",
+    }
+    write(tmp_path, {**files, **{f"{name}.py": "dumping = 1\n" for name in ("torch", "json", "yaml", "time")}})
+    with pytest.raises(ConfigError) as caught:
         project_sources(tmp_path, "task.py:Net")
+    message = str(caught.value)
+    for part in (
+        "task.py imports `torch.nn`",
+        "task.py imports `BaseModel` from `pydantic`",
+        "helper.py imports `dumps` from `json`",
+        "helper.py imports `yaml.nodes`",
+        "helper.py imports `time`",
+    ):
+        assert part in message
+    assert message.partition("rename the project's ")[2] == "`json`, `yaml`, `time`, `torch`, `pydantic`"
+    assert "wave" not in message
+
+
+def test_a_folder_without_modules_hides_no_installed_package(tmp_path: Path) -> None:
+    write(tmp_path, {"task.py": "from datasets import load_dataset\nclass Net: ...\n", "datasets/notes.txt": ""})
+    assert found(tmp_path) == {"task.py"}
+    assert third_party_imports(tmp_path, "task.py:Net") == {"datasets": "task.py"}
 
 
 def test_a_module_that_is_linked_into_the_project_counts_by_its_content(

@@ -10,6 +10,8 @@ from pipeline.contract.bundle import Bundle, open_bundle
 from pipeline.contract.errors import BundleError, InvalidPayload
 from serve.runtime.predictor import CodecError, Predictor
 from serve.runtime.session import Session
+from tests.serve.bundles import build, digits, seal
+from tests.serve.conftest import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +65,21 @@ def test_decoded_arrays_must_fit_the_model(tricky: Predictor) -> None:
         tricky.predict([{"image": [1, 2]}])
     with pytest.raises(InvalidPayload, match=r"codec cannot decode"):
         tricky.predict([{"image": [[1], [1, 2]]}])
+
+
+def test_two_models_have_different_helpers_of_one_name(tmp_path: Path, picture: list[list[int]]) -> None:
+    predictors = []
+    for number in (1, 2):
+        own = build(tmp_path / str(number), "codec.py:DigitsCodec", "", [picture], digits)
+        (own / "codec.py").unlink()
+        (own / "codec").mkdir()
+        source = (ROOT / "examples/digits/codec.py").read_text()
+        (own / "codec" / "codec.py").write_text(f"{source}\n\nfrom utils import encode\nDigitsCodec.encode = encode\n")
+        (own / "codec" / "utils.py").write_text(f"def encode(self, outputs):\n    return [{number}]\n")
+        seal(own)
+        predictors.append(Predictor(opened := open_bundle(own), Session(opened)))
+        assert not list(own.rglob("__pycache__"))
+    assert [predictor.predict([picture]) for predictor in predictors] == [[1], [2]]
 
 
 def test_encoding_failure_is_not_a_client_error(tricky: Predictor, picture: list[list[int]]) -> None:
