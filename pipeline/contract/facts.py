@@ -22,7 +22,7 @@ from pipeline.contract.run import STEPS, Run, RunFile, StepRecord
 Body = dict[str, Any]
 
 VARIANTS, FORMATS = "variants.json", "formats.json"  # of the export step
-WORST = "worst.json"  # of the evaluate step
+WORST, FIGURES = "worst.json", "figures.json"  # of the evaluate step
 CHAMPION = (
     "champion.json"  # of the evaluate step, if the baseline was a champion: who promoted it, and where its bundle was
 )
@@ -44,6 +44,7 @@ class Facts:
     metrics: Body = field(default_factory=dict)
     verdict: Body = field(default_factory=dict)
     worst: Body = field(default_factory=dict)
+    figures: Body = field(default_factory=dict)  # of a regressor's or a ranker's predictions
     champion: Body = field(default_factory=dict)
     override: Body = field(default_factory=dict)
     parity: Body = field(default_factory=dict)
@@ -146,6 +147,7 @@ def read_facts(run: Run) -> Facts:
         metrics=reader.json("evaluate", "metrics.json"),
         verdict=reader.json("evaluate", "verdict.json"),
         worst=reader.json("evaluate", WORST),
+        figures=reader.json("evaluate", FIGURES),
         champion=reader.json("evaluate", CHAMPION),
         override=reader.run_file(OVERRIDE),
         parity=reader.json("export", "parity.json"),

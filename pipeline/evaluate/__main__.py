@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from pipeline.contract.data import Samples, check_columns, fingerprint, open_split
 from pipeline.contract.errors import ConfigError, DataError, GateError, StageError
-from pipeline.contract.facts import CHAMPION, WORST
+from pipeline.contract.facts import CHAMPION, FIGURES, WORST
 from pipeline.contract.files import digest_file, write_json
 from pipeline.contract.processes import Rank
 from pipeline.contract.run import Run, run_step
@@ -37,6 +37,7 @@ from pipeline.contract.statistics.scores import (
 from pipeline.contract.task import Classifier, Task, build_model, open_task
 from pipeline.contract.weights import load_weights
 from pipeline.evaluate.baseline import Baseline, find_baseline
+from pipeline.evaluate.figures import figures_body
 from pipeline.evaluate.gate import Verdict, decide, rejection_message
 from pipeline.evaluate.results import Results, metrics_body, verdict_body
 from pipeline.evaluate.slices import check_slice_labels, label_columns
@@ -70,6 +71,8 @@ def evaluate(run: Run, root: Path) -> None:
         write_json(run.partial("evaluate") / CHAMPION, baseline.champion)
     worst = worst_body(run, task, samples, results, config.evaluate.metric, candidate)
     write_json(run.partial("evaluate") / WORST, worst)
+    if figures := figures_body(columns, results.classes):
+        write_json(run.partial("evaluate") / FIGURES, figures)
     print(f"{verdict.verdict}: {verdict.summary}", flush=True)
     for warning in verdict.warnings:
         print(f"warning: {warning}", flush=True)

@@ -100,7 +100,13 @@ def _nearest(value: Embedding, name: str, index: int, searched: Sequence[int], r
     """Return the nearest embeddings, each text once; `own` marks the sample's own one of another name."""
     others = [(i, row.get(value.among or name)) for i, row in zip(searched, rows, strict=True)]
     is_same = value.among in ("", name)
-    candidates = [(i, other) for i, other in others if isinstance(other, Embedding) and not (is_same and i == index)]
+    candidates = [
+        (i, other)
+        for i, other in others
+        if isinstance(other, Embedding) and not (is_same and (i == index or other.text == value.text))
+    ]
+    if not candidates and is_same:
+        return []
     if not candidates:
         raise DataError(f"show(): `{name}` is searched among `{value.among}`, which no other sample shows")
     vectors = np.stack([_unit_vector(other.vector) for _, other in candidates])

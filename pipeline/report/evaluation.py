@@ -1,8 +1,7 @@
-"""Sections of the evaluate step: verdict, slices, confusion matrix, classes, calibration and worst samples."""
+"""Sections of the evaluate step: verdict, slices, confusion matrix, classes and calibration."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,7 +26,6 @@ from pipeline.report.rendering import render
 _MAX_SLICES = 100  # shown
 _MAX_MATRIX_CLASSES = 30  # with more, only the confusions that occur are listed
 _MAX_CONFUSIONS = 12  # shown
-_BASE64 = re.compile(r"[A-Za-z0-9+/]+={0,2}")
 
 
 def verdict(facts: Facts) -> Html | None:
@@ -266,49 +264,3 @@ def _count_bars(name: str, bins: Bins, x: Axis) -> Iterator[Html]:
         x_position, width = px(x.at(low) + 1), px(x.at(high) - x.at(low) - 2)
         title = el("title", f"{name}: {number(_count(bin_))} answers from {low:.2f} to {high:.2f}")
         yield el("rect", title, x=x_position, y=px(floor - height), width=width, height=px(height), class_="count")
-
-
-def worst_samples(facts: Facts) -> Html | None:
-    """Images, texts or plain numbers, as the evaluate step stored them."""
-    samples = mappings(facts.worst.get("samples"))
-    if not samples:
-        return None
-    cards = [_card(sample, bool(facts.classes)) for sample in samples]
-    return render(
-        "worst_samples.html",
-        metric=str(facts.worst.get("metric", "")),
-        note=str(facts.worst.get("note") or ""),
-        cards=cards,
-        has_texts=any(part["kind"] == "text" for card in cards for part in card["parts"]),
-    )
-
-
-def _card(sample: Mapping[str, Any], has_classes: bool) -> dict[str, Any]:
-    actual, predicted = sample.get("actual"), sample.get("predicted")
-    if actual is None or predicted is None:
-        answer = ""
-    elif not has_classes:
-        answer = f"is {actual}, predicted {predicted}"
-    else:
-        answer = f"is {actual}, " + ("recognised" if predicted == actual else f"taken for {predicted}")
-    metrics = (sample.get("metrics") or {}).items()
-    return {
-        "index": sample.get("index"),
-        "answer": answer,
-        "baseline": sample.get("baseline_predicted"),
-        "metrics": ", ".join(f"{name} {number(value)}" for name, value in metrics),
-        "parts": [_input(part) for part in mappings(sample.get("shown"))],
-    }
-
-
-def _input(part: Mapping[str, Any]) -> dict[str, Any]:
-    """One input of a sample; what is not valid base64 is never given to the browser as an image."""
-    body = {"name": str(part.get("name", "")), "kind": part.get("kind")}
-    png = str(part.get("png", ""))
-    if body["kind"] == "picture" and _BASE64.fullmatch(png):
-        return {**body, "png": png}
-    if body["kind"] == "text":
-        return {**body, "text": str(part.get("text", "")) + ("" if part.get("whole", True) else " …")}
-    values = [number(value, 3) for value in part.get("values") or ()]
-    more = " …" if part.get("count", 0) > len(values) else ""
-    return {**body, "kind": "values", "values": ", ".join(values) + more}

@@ -23,7 +23,7 @@ from pipeline.contract.files import write_atomic
 from pipeline.contract.html import MISSING, Html, el, number, seconds, signed
 from pipeline.contract.run import STEPS, Run, StepRecord
 from pipeline.history import History
-from pipeline.report import comparison, evaluation, export, lineage, training
+from pipeline.report import comparison, evaluation, export, lineage, predictions, samples, training
 from pipeline.report.charts import parse_range
 from pipeline.report.rendering import render, score
 
@@ -89,22 +89,20 @@ def _sections(facts: Facts, other: Facts | None, compared: comparison.Comparison
     if other is not None and compared is not None:
         yield Section("Compared with the other run", "", lambda: comparison.comparison(facts, other, compared))
     yield Section("Verdict", "evaluate", lambda: evaluation.verdict(facts), "The step has left no verdict.")
-    no_slices = "No slices were evaluated: the task and its configuration name none."
-    yield Section("Slices", "evaluate", lambda: evaluation.slices(facts), no_slices)
+    yield Section("Slices", "evaluate", lambda: evaluation.slices(facts))
     no_log = "The training log has no lines."
     yield Section("Learning curves", "train", lambda: training.curves(facts, other), no_log)
-    yield Section("Speed and time", "train", lambda: training.speed(facts, other), no_log)
+    yield Section("Speed and time", "train", lambda: training.speed(facts, other))
     yield Section("Experts", "train", lambda: training.experts(facts))
-    no_classes = "The task has no classes." if facts.metrics else "The step has left no metrics."
-    yield Section("Confusion matrix", "evaluate", lambda: evaluation.confusion(facts), no_classes)
+    yield Section("Predicted against actual", "evaluate", lambda: predictions.regression(facts))
+    yield Section("NDCG by query", "evaluate", lambda: predictions.ranking(facts))
+    yield Section("Confusion matrix", "evaluate", lambda: evaluation.confusion(facts))
     yield Section("Per class", "evaluate", lambda: evaluation.per_class(facts))
-    no_probabilities = "Calibration is unknown: the task has no probabilities()."
+    no_probabilities = "Calibration is unknown: the task has no probabilities()." if facts.classes else ""
     yield Section("Calibration", "evaluate", lambda: evaluation.calibration(facts), no_probabilities)
-    no_samples = "No samples were kept: the run was made by an older version."
-    yield Section("Worst samples", "evaluate", lambda: evaluation.worst_samples(facts), no_samples)
+    yield Section("Worst samples", "evaluate", lambda: samples.worst_samples(facts))
     yield Section("ONNX parity", "export", lambda: export.parity(facts), "The step has left no parity.json.")
-    no_variants = "Only fp32 was requested; export.variants lists the others."
-    yield Section("Variants", "export", lambda: export.variants(facts), no_variants)
+    yield Section("Variants", "export", lambda: export.variants(facts))
     yield Section("Formats", "export", lambda: export.formats(facts))
     yield Section("Package", "package", lambda: export.package(facts), "The step has left no image.json.")
     yield Section("Service and latency", "deploy", lambda: export.latency(facts), "The step has left no deploy.json.")

@@ -73,7 +73,7 @@ def test_calibration_is_drawn_for_candidate_and_baseline(page: str) -> None:
 
 def test_worst_samples_are_images_texts_or_numbers(page: str) -> None:
     shown = section(page, "Worst samples")
-    assert f'<img src="data:image/png;base64,{PNG}" alt="image of sample 0">' in shown
+    assert f'<img class="pixels" src="data:image/png;base64,{PNG}" alt="image of sample 0">' in shown
     assert "<blockquote>def first(row):\n    return row[0] …</blockquote>" in shown
     assert "0.250, –, −1.5 …" in shown
     assert shown.count("is 8, taken for 1; baseline: 8") == 3
@@ -157,12 +157,16 @@ def test_malformed_file_affects_only_its_own_section(tmp_path: Path) -> None:
     assert "4.8×10⁻⁶" in section(page, "ONNX parity")
 
 
-def test_section_without_data_explains_why(tmp_path: Path) -> None:
-    old = report(make_run(tmp_path))
-    assert "the task and its configuration name none" in section(old, "Slices")
-    assert "export.variants" in section(old, "Variants")
-    assert "made by an older version" in section(old, "Worst samples")
-    assert "<h2>Formats" not in old
+def test_sections_that_do_not_apply_are_left_out(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    page = report(run)
+    for title in ("Slices", "Variants", "Worst samples", "Formats", "Predicted against actual", "NDCG by query"):
+        assert f"<h2>{title}" not in page
+    assert "the task has no probabilities()" in section(page, "Calibration")
+    change(run.output("evaluate") / "metrics.json", classes=None, per_class=None, confusion=None)
+    page = report(run)
+    for title in ("Calibration", "Confusion matrix", "Per class"):
+        assert f"<h2>{title}" not in page
 
 
 def test_champion_is_shown_as_recorded_at_evaluation_time(tmp_path: Path) -> None:

@@ -1,0 +1,63 @@
+"""Numbers that the report draws of regressors and rankers."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from pipeline.evaluate.figures import figures_body
+
+
+def test_error_is_split_by_deciles_of_the_true_value() -> None:
+    actual = np.arange(1000.0)
+    error = np.where(actual < 100, 5.0, -1.0)
+    body = figures_body({"actual": actual, "candidate.predicted": actual + error, "baseline.predicted": actual}, None)
+    regression = json.loads(json.dumps(body))["regression"]
+    first, *others = regression["deciles"]
+    assert first == {"low": 0, "high": 99, "samples": 100, "mae": 5, "bias": 5, "baseline_mae": 0}
+    assert [(decile["mae"], decile["bias"]) for decile in others] == [(1, -1)] * 9
+    assert len(regression["points"]) == 400
+    assert all(predicted - value in (5, -1) for value, predicted in regression["points"])
+    assert sum(regression["residuals"]["counts"]) == 1000
+    assert regression["residuals"]["mean"] == pytest.approx(-0.4)
+
+
+@pytest.mark.parametrize("predicted", [[1.0, np.nan, 3.0], [1.0, 2.0, 3.0], [np.nan] * 3, [1e300, -1e300, 0.0]])
+def test_few_samples_and_values_that_are_not_finite_are_drawn(predicted: list[float]) -> None:
+    columns = {"actual": np.array([1.0, 2, 3]), "candidate.predicted": np.array(predicted)}
+    regression = figures_body(columns, None)["regression"]
+    json.dumps(regression, allow_nan=False)
+    assert regression["not_finite"] == int(np.isnan(predicted).sum())
+    assert len(regression["points"]) == len(regression["deciles"]) == 3 - regression["not_finite"]
+
+
+def test_extreme_residuals_are_counted_in_the_outer_bins() -> None:
+    actual = np.zeros(1000)
+    predicted = np.random.default_rng(0).normal(size=1000)
+    predicted[7] = 1e6
+    residuals = figures_body({"actual": actual, "candidate.predicted": predicted}, None)["regression"]["residuals"]
+    assert residuals["high"] < 4
+    assert (residuals["beyond"], sum(residuals["counts"])) == (10, 1000)
+
+
+def test_queries_are_listed_by_ndcg_without_those_that_have_no_relevant_item() -> None:
+    columns = {
+        "query": np.array([7, 7, 7, 3, 3, 9, 9]),
+        "actual": np.array([0.0, 0, 1, 2, 0, 0, 0]),
+        "candidate.predicted": np.array([3.0, 2, 1, 5, 4, 1, 2]),
+        "baseline.predicted": np.array([1.0, 2, 3, 4, 5, 1, 2]),
+    }
+    ranking = figures_body(columns, None)["ranking"]
+    assert (ranking["queries"], ranking["without_relevant"]) == (3, 1)
+    assert [(row["query"], row["items"], row["relevant"]) for row in ranking["worst"]] == [(7, 3, 1), (3, 2, 1)]
+    assert [(row["ndcg"], row["baseline"]) for row in ranking["worst"]] == [(0.5, 1), (1, pytest.approx(0.6309, 1e-3))]
+    assert [row["first_relevant_rank"] for row in ranking["worst"]] == [3, 1]
+    assert (sum(ranking["histogram"]["candidate"]), ranking["histogram"]["candidate"][-1]) == (2, 1)
+    json.dumps(ranking, allow_nan=False)
+
+
+def test_classifiers_and_tasks_without_predictions_have_no_figures() -> None:
+    columns = {"actual": np.zeros(3), "candidate.predicted": np.zeros(3)}
+    assert figures_body(columns, ("a", "b")) == figures_body({"candidate.loss": np.zeros(3)}, None) == {}

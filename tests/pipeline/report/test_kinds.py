@@ -1,0 +1,121 @@
+"""The report of tasks that are no classifiers: regressors, rankers, and models of pictures, texts and vectors."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.contract.files import write_json
+
+from .example_runs import HOSTILE, make_run
+from .pages import TagBalance, report, section
+from .task_kinds import KINDS, make_kind
+
+MAX_BYTES = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("kinds")
+    return {name: report(make_kind(folder / name, name)) for name in KINDS}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_page_is_balanced_small_and_without_sections_of_classifiers(pages: dict[str, str], name: str) -> None:
+    parser = TagBalance()
+    parser.feed(pages[name])
+    assert not parser.open
+    assert len(pages[name]) < MAX_BYTES
+    for title in ("Confusion matrix", "Per class", "Calibration", "Slices", "Variants", "Experts"):
+        assert f"<h2>{title}" not in pages[name]
+    figures = {"Predicted against actual": "houses", "NDCG by query": "search"}
+    assert [title for title in figures if f"<h2>{title}" in pages[name]] == [t for t, n in figures.items() if n == name]
+    assert section(pages[name], "Worst samples").count("<b>Sample ") == 12
+
+
+def test_regressor_shows_errors_and_original_columns(pages: dict[str, str]) -> None:
+    shown = section(pages["houses"], "Predicted against actual")
+    assert "400 of 700 samples" in shown
+    assert shown.count("<circle") == 400
+    assert shown.count('<th scope="row">') == 10
+    assert shown.count("<svg") == 2
+    worst = section(pages["houses"], "Worst samples")
+    assert "worst samples by mae" in worst
+    assert worst.count("<dt>district</dt>") == 12
+    assert re.search(r"<dt>built</dt><dd>(18|19|20)\d\d</dd>", worst), "a year has no separator"
+    assert "features" not in worst, "what the model gets is not shown"
+
+
+def test_ranker_lists_its_worst_queries(pages: dict[str, str]) -> None:
+    shown = section(pages["search"], "NDCG by query")
+    queries = [int(query) for query in re.findall(r'<th scope="row">(\d+)</th>', shown)]
+    values = [float(value) for value in re.findall(r'<th scope="row">\d+</th><td class="number">([0-9.]+)</td>', shown)]
+    assert len(queries) == len(set(queries)) == len(values) == 10
+    assert all(4000 <= query < 4100 for query in queries)
+    assert values == sorted(values)
+    assert "100 queries." in shown
+
+
+def test_pictures_of_a_sample_are_side_by_side(pages: dict[str, str]) -> None:
+    first = re.findall(r"<figure>.*?</figure>", section(pages["denoiser"], "Worst samples"))[0]
+    assert re.findall(r'class="name">(\w+)</span><img', first) == ["input", "answer", "target"]
+
+
+def test_tags_that_differ_from_the_target_are_marked(pages: dict[str, str]) -> None:
+    shown = section(pages["tagger"], "Worst samples")
+    cards = re.findall(r"<figure>.*?</figure>", shown, re.DOTALL)
+    for card in cards:
+        answer, target = re.findall(r'<p class="tagged">.*?</p>', card, re.DOTALL)
+        assert answer.count("differs") == target.count("differs") > 0
+    assert re.search(r'<mark class="\w+" title="B-PER">Ada<small>PER</small></mark>\s+<mark', shown)
+    assert '<mark class="three" title="I-PER">Babbage</mark>' in shown, "an entity has one label"
+
+
+def test_boxes_are_drawn_over_their_picture(pages: dict[str, str]) -> None:
+    shown = section(pages["detector"], "Worst samples")
+    assert shown.count("<image href=") == 24
+    assert shown.count("<rect") == 24 * 3
+    assert ">cyclist 0.71</text>" in shown
+    assert "3 boxes: car 0.98, cyclist 0.71, pedestrian 0.42" in shown
+
+
+def test_embeddings_list_their_neighbors_and_mark_their_own(pages: dict[str, str]) -> None:
+    shown = section(pages["embedder"], "Worst samples")
+    assert shown.count("<li>") == 12 * 2 * 5
+    assert 0 < shown.count("✓ its own") <= 12
+
+
+def test_curves_of_one_length_share_a_drawing(pages: dict[str, str]) -> None:
+    shown = section(pages["forecast"], "Worst samples")
+    assert shown.count("<svg") == 12 * 2
+    assert shown.count("<title>forecast, future</title>") == 12
+
+
+def test_hostile_and_broken_parts_do_no_harm(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    tags = {"kind": "tags", "words": [HOSTILE], "tags": [HOSTILE]}
+    boxes = {"kind": "boxes", "png": "x", "boxes": [{"box": [0, 0, 1, 1], "label": HOSTILE}]}
+    row = {"kind": "row", "row": [[HOSTILE, HOSTILE], ["none", None]]}
+    near = {"kind": "neighbors", "text": HOSTILE, "neighbors": [{"text": HOSTILE, "score": 0.5, "own": True}]}
+    curve = {"kind": "curve", "name": HOSTILE, "values": [None, 1.0, None, 2.0]}
+    parts: list[Any] = [
+        tags,
+        boxes,
+        row,
+        near,
+        curve,
+        {"kind": "curve", "values": [None]},
+        {"kind": HOSTILE, "values": [1]},
+        {},
+    ]
+    shown = [{**part, "name": HOSTILE} for part in parts]
+    write_json(run.output("evaluate") / "worst.json", {"metric": "m", "samples": [{"index": 1, "shown": shown}]})
+    page = report(run)
+    assert "<script" not in page
+    assert "&lt;script&gt;" in section(page, "Worst samples")
+    parser = TagBalance()
+    parser.feed(page)
+    assert not parser.open
