@@ -31,7 +31,7 @@ class Houses:
 
     inputs, outputs, metric = ("features",), ("price",), "mae"
     directions: ClassVar = {"relative_error": "lower"}
-    districts = ("harbour", "old town", "hills")
+    districts = ("harbour", "centre", "hills")
 
     def data(self, split: str) -> dict[str, Any]:
         columns = {"rooms": RANDOM.integers(1, 9, 700), "area": RANDOM.gamma(9, 12, 700).round(1)}
