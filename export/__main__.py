@@ -19,7 +19,7 @@ import onnx
 import onnxruntime
 import torch
 
-from export.bundle import Sources, fill_bundle
+from export.bundle import Sources, columns_with_nan, fill_bundle
 from export.model_card import describe_codec, render_card
 from export.other_formats import FOLDER as FORMATS
 from export.other_formats import FORMATS_FILE, Original, require_formats, write_formats
@@ -75,7 +75,8 @@ def export(run: Run, root: Path) -> None:
     )
     variant = _ship_variant(run, VariantEvaluation(task, model, test, config, file, run.partial("export") / "variants"))
     write_json(run.partial("export") / "parity.json", _parity(run, verification, len(test), file, variant.name))
-    properties = replace(verification.properties, variant=variant.name, error=variant.rounding)
+    missing = columns_with_nan(run.output("prepare") / "profile.json")
+    properties = replace(verification.properties, variant=variant.name, error=variant.rounding, missing=missing)
     signature = fill_bundle(bundle, task, test, config, Sources(root, run.output("prepare") / FOLDER), properties)
     if override is not None:
         write_override(bundle, override)

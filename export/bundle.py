@@ -22,7 +22,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from export.language_model import choose_prompts, stable_answer
-from export.parity import Arrays, open_session, run
+from export.parity import Arrays, open_session, rows_with, run
 from export.to_onnx import tensor_specs
 from pipeline.contract.codec import (
     FILES,
@@ -35,11 +35,12 @@ from pipeline.contract.codec import (
 )
 from pipeline.contract.config import Config
 from pipeline.contract.data import Samples
-from pipeline.contract.errors import ConfigError
+from pipeline.contract.errors import ConfigError, DataError
 from pipeline.contract.files import tokenizer_ids
-from pipeline.contract.golden import Decoder, Golden, empty_past, inputs_of, pad
+from pipeline.contract.golden import Decoder, Golden, empty_past, inputs_of, null_for_nan, pad
 from pipeline.contract.signature import (
     CODEC_FOLDER,
+    FLOATS,
     NUMPY_TYPES,
     Generation,
     Limits,
@@ -68,6 +69,7 @@ class ModelProperties:
     generation: Generation | None = None
     variant: str = "fp32"
     error: float = 0.0  # tolerance for processors that round this variant differently
+    missing: frozenset[str] = frozenset()  # columns whose data have NaN
 
 
 def fill_bundle(
@@ -87,10 +89,20 @@ def fill_bundle(
     return signature
 
 
+def columns_with_nan(profile: Path) -> frozenset[str]:
+    """Return the columns that had NaN in any split, as prepare counted them."""
+    if not profile.is_file():  # of an earlier version
+        return frozenset()
+    splits = json.loads(profile.read_text())["columns"].values()
+    columns = [item for split in splits for item in split.items()]
+    return frozenset(name for name, column in columns if column.get("nan", column["missing"]))
+
+
 def _signature(bundle: Path, config: Config, properties: ModelProperties, requires: tuple[str, ...] = ()) -> Signature:
     inputs, outputs = tensor_specs(bundle / "model.onnx")
+    missing = {spec.name for spec in inputs if spec.datatype in FLOATS} & properties.missing
     return Signature(
-        inputs=inputs,
+        inputs=tuple(spec.model_copy(update={"allows_missing": spec.name in missing}) for spec in inputs),
         outputs=outputs,
         codec=config.codec.partition(":")[2],
         requires=requires,
@@ -134,18 +146,45 @@ def make_golden(
         inputs = _with_past(decoder, prompts)
         generated = [{"prompt": prompt, "answer": stable_answer(decoder, prompt, config.export)} for prompt in prompts]
     else:
-        batch = test.batch(range(min(GOLDEN_REQUESTS, len(test))))
+        batch = test.batch(choose_samples(test, task.inputs, signature.missing_inputs))
         inputs, generated = {name: batch[name].numpy() for name in task.inputs}, []
     instances, predictions = _run_codec(session, task, codec, signature)
     return Golden(
         inputs=inputs,
         outputs=run(session, inputs),
-        instances=_plain_json(instances, "example()"),
-        predictions=_plain_json(predictions, "encode()"),
+        instances=instances,
+        predictions=predictions,
         rtol=config.export.rtol,
         atol=max(config.export.atol, error),
         generated=generated,
     )
+
+
+def choose_samples(test: Samples, inputs: Sequence[str], missing: Sequence[str]) -> list[int]:
+    """Return the first samples without infinite numbers, which JSON does not have; one has a missing number if any has.
+
+    `missing` names the inputs that may have missing numbers.
+    """
+    finite: list[int] = []
+    with_nan: list[int] = []
+    start, rows = 0, GOLDEN_REQUESTS
+    while start < len(test) and (len(finite) < GOLDEN_REQUESTS or (missing and not with_nan)):
+        batch = test.batch(range(start, min(start + rows, len(test))))
+        is_finite = ~rows_with(np.isinf, [batch[name].numpy() for name in inputs])
+        finite += (start + np.flatnonzero(is_finite)).tolist()
+        if missing:
+            has_nan = rows_with(np.isnan, [batch[name].numpy() for name in missing])
+            with_nan += (start + np.flatnonzero(is_finite & has_nan)).tolist()
+        start, rows = start + rows, _SEARCHED_ROWS
+    if not finite:
+        raise DataError(
+            "data('test'): every sample has an infinite number in an input, which JSON requests cannot have; "
+            "replace infinite numbers, or let NaN stand for missing ones"
+        )
+    chosen = finite[:GOLDEN_REQUESTS]
+    if with_nan and not set(chosen) & set(with_nan):
+        chosen[-1] = with_nan[0]
+    return chosen
 
 
 def _decoder(session: onnxruntime.InferenceSession, signature: Signature) -> Decoder | None:
@@ -168,7 +207,9 @@ def _with_past(decoder: Decoder, prompts: list[list[int]]) -> Arrays:
 def _run_codec(
     session: onnxruntime.InferenceSession, task: Task, codec: Codec, signature: Signature
 ) -> tuple[list[Any], list[Any]]:
-    instances = list(task.example()) if isinstance(task, HasExample) else []
+    """Return the example and its predictions in JSON, where null stands for missing numbers."""
+    given = list(task.example()) if isinstance(task, HasExample) else []
+    instances: list[Any] = _plain_json(null_for_nan(given), "example()")
     if not instances:
         return [], []
     arrays = codec.decode(instances)
@@ -176,7 +217,7 @@ def _run_codec(
     predictions = list(encode_method(codec, f"codec {signature.codec}")(run(session, arrays), arrays))
     if len(predictions) != len(instances):
         raise ConfigError(f"codec: encode() gives {len(predictions)} predictions for {len(instances)} instances")
-    return instances, predictions
+    return instances, _plain_json(null_for_nan(predictions) if signature.missing_inputs else predictions, "encode()")
 
 
 def check_decoded(arrays: Any, specs: tuple[TensorSpec, ...], count: int) -> None:
@@ -206,6 +247,7 @@ def _plain_json(value: list[Any], source: str) -> list[Any]:
 
 _ALWAYS_INSTALLED = {"numpy"}
 GOLDEN_REQUESTS = 4
+_SEARCHED_ROWS = 256  # at once, for a sample with a missing number
 _FORBIDDEN = {"torch", "transformers"}  # gigabytes in a service that runs on ONNX Runtime
 
 

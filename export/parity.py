@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from pipeline.contract.settings.stages import Export
 from pipeline.contract.task import Classifier, Task
 
 Arrays = dict[str, np.ndarray[Any, Any]]
+_ROWS = 256  # at once, in a search for missing numbers
 
 
 @dataclass(frozen=True)
@@ -107,21 +108,28 @@ def require_equal(comparisons: Sequence[Mapping[str, Any]], config: Export, why:
 def compare(
     task: Task, samples: Samples, reference: Arrays, actual: Arrays, config: Export, size: int, seconds: float
 ) -> Comparison:
-    """Compare two sets of outputs for the whole test set, in the same order."""
-    agree = np.ones(len(samples), dtype=bool)
+    """Compare two sets of outputs for the whole test set, in the same order.
+
+    NaN equals NaN only for samples with missing numbers; for others no file can equal a model that returns NaN.
+    """
+    agree, undefined = np.ones(len(samples), dtype=bool), _undefined_samples(task, samples, reference)
     beyond_tolerance, largest, relative, worst_place = 0, 0.0, 0.0, ""
     for name, expected in reference.items():
         if actual[name].shape != expected.shape:
             raise StageError(f"the ONNX file returns `{name}` of shape {actual[name].shape}, torch {expected.shape}")
         close = np.isclose(actual[name], expected, rtol=config.rtol, atol=config.atol)
         error = _distance(actual[name].astype(np.float64), expected.astype(np.float64))
+        if undefined.any():
+            same = np.isnan(expected) & np.isnan(actual[name])
+            same[~undefined] = False
+            close, error = close | same, np.where(same, 0.0, error)
         beyond_tolerance += int((~close).sum())
         agree &= close.reshape(len(samples), -1).all(axis=1)
         largest_of_output = float(np.nan_to_num(error, nan=np.inf).max())
         if largest_of_output >= largest:
             sample = int(np.nan_to_num(error, nan=np.inf).reshape(len(samples), -1).max(axis=1).argmax())
             largest, worst_place = largest_of_output, f"`{name}` of test sample {sample}"
-        relative = max(relative, float(np.nan_to_num(error / np.maximum(np.abs(expected), 1e-12), nan=np.inf).max()))
+        relative = max(relative, float(np.nan_to_num(error / np.fmax(np.abs(expected), 1e-12), nan=np.inf).max()))
     flipped = _flips(task, reference, actual, len(samples))
     return Comparison(
         batch_size=size,
@@ -137,6 +145,29 @@ def compare(
     )
 
 
+def _undefined_samples(task: Task, samples: Samples, reference: Arrays) -> np.ndarray[Any, Any]:
+    """Return which samples have missing numbers, if torch returns NaN at all."""
+    if not any(np.isnan(array).any() for array in reference.values()):
+        return np.zeros(len(samples), dtype=bool)
+    batches = samples.batches(range(len(samples)), _ROWS)
+    return np.concatenate([rows_with(np.isnan, [batch[name].numpy() for name in task.inputs]) for batch in batches])
+
+
+def rows_with(
+    condition: Callable[[Any], Any], arrays: Sequence[np.ndarray[Any, Any]]
+) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Return for each row whether the condition holds for a float in one of the arrays."""
+    found = np.zeros(len(arrays[0]), dtype=bool)
+    for array in arrays:
+        if array.dtype.kind == "f":
+            found |= condition(array).reshape(len(array), -1).any(axis=1)
+    return found
+
+
+def has_missing(feed: Arrays) -> bool:
+    return bool(rows_with(np.isnan, list(feed.values())).any())
+
+
 def measure(
     pairs: Mapping[str, tuple[np.ndarray[Any, Any], ...]],
     config: Export,
@@ -144,21 +175,28 @@ def measure(
     seconds: float,
     text: str,
     chosen: str = "",
+    *,
+    equal_nan: bool = False,
 ) -> Comparison:
-    """Compare one run that is not a pass over the test set; `chosen`: the output whose argmax is the prediction."""
+    """Compare one run that is not a pass over the test set; `chosen`: the output whose argmax is the prediction.
+
+    `equal_nan`: NaN equals NaN, as the inputs have missing numbers.
+    """
     beyond_tolerance, flips, unexplained, largest, relative, worst_place = 0, 0, 0, 0.0, 0.0, text
     for name, (expected, actual) in pairs.items():
         if actual.shape != expected.shape:
             raise StageError(
                 f"at {text}, the ONNX file returns `{name}` of shape {actual.shape}, torch {expected.shape}"
             )
-        close = np.isclose(actual, expected, rtol=config.rtol, atol=config.atol)
+        close = np.isclose(actual, expected, rtol=config.rtol, atol=config.atol, equal_nan=equal_nan)
         error = np.nan_to_num(_distance(actual.astype(np.float64), expected.astype(np.float64)), nan=np.inf)
+        if equal_nan:
+            error[np.isnan(actual) & np.isnan(expected)] = 0.0
         beyond_tolerance += int((~close).sum())
         if error.size and error.max() >= largest:
             largest, worst_place = float(error.max()), f"`{name}` at {text}"
         if error.size:
-            relative = max(relative, float((error / np.maximum(np.abs(expected), 1e-12)).max()))
+            relative = max(relative, float((error / np.fmax(np.abs(expected), 1e-12)).max()))
         if name == chosen:
             flipped = actual.argmax(axis=-1) != expected.argmax(axis=-1)
             flips, unexplained = int(flipped.sum()), int((flipped & ~close.all(axis=-1)).sum())
@@ -227,12 +265,13 @@ def _compare_untraced(
     task: Task, session: onnxruntime.InferenceSession, untraced: UntracedBatch, expected: Arrays, config: Export
 ) -> Comparison:
     started = time.perf_counter()
-    actual = run(session, {name: untraced.batch[name].numpy() for name in task.inputs})
+    feed = {name: untraced.batch[name].numpy() for name in task.inputs}
+    actual = run(session, feed)
     seconds = time.perf_counter() - started
     pairs = {
         name: tuple(unpadded(arrays[name], untraced.token_mask) for arrays in (expected, actual)) for name in expected
     }
-    return measure(pairs, config, untraced.rows, seconds, untraced.text)
+    return measure(pairs, config, untraced.rows, seconds, untraced.text, equal_nan=has_missing(feed))
 
 
 def unpadded(array: np.ndarray[Any, Any], mask: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:

@@ -17,7 +17,7 @@ import onnxruntime
 import torch
 from torch import Tensor, nn
 
-from export.parity import Arrays, Comparison, measure, named_arrays, run, unpadded
+from export.parity import Arrays, Comparison, has_missing, measure, named_arrays, run, unpadded
 from export.to_onnx import MASK, untraced_batches
 from pipeline.contract.data import Samples, forward
 from pipeline.contract.errors import StageError
@@ -124,7 +124,7 @@ def _compare_case(case: Case, outputs: Arrays, config: Export, seconds: float, s
         name: tuple(unpadded(arrays[name], case.mask) for arrays in (case.expected, outputs)) for name in case.expected
     }
     rows = len(next(iter(case.feed.values())))
-    return measure(pairs, config, rows, seconds, f"{case.text}{suffix}")
+    return measure(pairs, config, rows, seconds, f"{case.text}{suffix}", equal_nan=has_missing(case.feed))
 
 
 def tolerance(setup: RuntimeSetup, config: Export, expected: Arrays) -> Export:
@@ -154,7 +154,8 @@ def _random_column(pool: Tensor, real: Tensor, generator: torch.Generator) -> Te
     values = pool.reshape(-1)[index]
     if not real.dtype.is_floating_point:
         return values
-    low, high = (float(bound) for bound in pool.aminmax())
+    known = pool[~pool.isnan()]
+    low, high = (float(bound) for bound in known.aminmax()) if known.numel() else (np.nan, np.nan)
     if not np.isfinite([low, high]).all():
         return values
     uniform = torch.rand(real.shape, generator=generator, dtype=torch.float64) * (high - low) + low
@@ -183,10 +184,12 @@ def make_cases(
         except (RuntimeError, IndexError, ValueError) as error:
             left_out.append(f"{text}: torch itself fails ({' '.join(str(error).split())[:160]})")
             continue
-        if kind != "real samples" and any(np.isnan(unpadded(array, mask)).any() for array in expected.values()):
+        feed = {name: batch[name].numpy() for name in task.inputs}
+        has_nan = any(np.isnan(unpadded(array, mask)).any() for array in expected.values())
+        if kind != "real samples" and has_nan and not has_missing(feed):
             left_out.append(f"{text}: torch itself returns NaN")
             continue
-        yield Case(kind, text, {name: batch[name].numpy() for name in task.inputs}, expected, mask)
+        yield Case(kind, text, feed, expected, mask)
 
 
 def _combine(parts: Sequence[Comparison]) -> Comparison:

@@ -102,7 +102,7 @@ STEP_KINDS = {
         StepKind(
             "export",
             "export",
-            version=1,
+            version=2,
             settings=(
                 "name",
                 "task",

@@ -158,7 +158,7 @@ def untraced_deviations(
 
 
 def measure_deviation(expected: Arrays, outputs: Arrays, spread: Mapping[str, float]) -> Deviation:
-    """Return the worst deviation; equal infinities count as zero, other values that are not finite as infinite."""
+    """Return the worst deviation; equal infinities and NaN count as zero, others that are not finite as infinite."""
     worst = Deviation(0.0, 0.0, 0.0)
     for name, expected_output in expected.items():
         actual = outputs[name]
@@ -169,10 +169,9 @@ def measure_deviation(expected: Arrays, outputs: Arrays, spread: Mapping[str, fl
             )
         if name not in spread or not expected_output.size:
             continue
+        is_same = (expected_output == actual) | (np.isnan(expected_output) & np.isnan(actual))
         with np.errstate(invalid="ignore"):
-            distance = np.where(
-                expected_output == actual, 0.0, np.abs(expected_output.astype(np.float64) - actual.astype(np.float64))
-            )
+            distance = np.where(is_same, 0.0, np.abs(expected_output.astype(np.float64) - actual.astype(np.float64)))
         largest, noise = float(distance.max()), float(np.sqrt((distance**2).mean()))
         numbers = (largest, largest / spread[name], noise / spread[name])
         worst = Deviation.worst(

@@ -71,15 +71,13 @@ def _texts(array: Array) -> Array:
     return array.astype(np.object_) if array.dtype.kind == "U" else array
 
 
-def null_for_nan(value: Any, *, infinite: bool = False) -> Any:
-    """Return a value with None instead of NaN, as JSON has it; with `infinite`, also instead of infinite numbers."""
+def null_for_nan(value: Any) -> Any:
+    """Return a JSON value with None instead of NaN, which JSON does not have."""
     if isinstance(value, float):
-        return None if math.isnan(value) or (infinite and math.isinf(value)) else value
+        return None if math.isnan(value) else value
     if isinstance(value, list | tuple):
-        return [null_for_nan(item, infinite=infinite) for item in value]
-    if isinstance(value, dict):
-        return {key: null_for_nan(item, infinite=infinite) for key, item in value.items()}
-    return value
+        return [null_for_nan(item) for item in value]
+    return {key: null_for_nan(item) for key, item in value.items()} if isinstance(value, dict) else value
 
 
 def difference(expected: Any, actual: Any, rtol: float, atol: float, path: str = "") -> str | None:

@@ -100,6 +100,7 @@ NUMPY_TYPES: dict[str, str] = {
     "BF16": "float32",
     "BYTES": "object",
 }
+FLOATS = ("FP16", "BF16", "FP32", "FP64")
 Datatype = Literal[
     "BOOL", "UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64",
     "FP16", "BF16", "FP32", "FP64", "BYTES",

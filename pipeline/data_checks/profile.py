@@ -109,6 +109,7 @@ class ColumnSummary(Frozen):
     shape: tuple[int, ...]  # of a sample
     values: int
     missing: int  # of them, NaN or infinite
+    nan: int = 0  # of these, NaN; the export reads it, as clients may then leave the number out
 
 
 class Histogram(Frozen):
@@ -283,12 +284,13 @@ class SchemaBuilder:
 
     def add(self, batch: Mapping[str, Tensor]) -> None:
         for name, column in batch.items():
-            previous = self._columns.get(name)
+            previous, missing = self._columns.get(name), count_missing(column)
             self._columns[name] = ColumnSummary(
                 dtype=str(column.dtype).removeprefix("torch."),
                 shape=tuple(column.shape[1:]),
                 values=column.numel() + (previous.values if previous else 0),
-                missing=count_missing(column) + (previous.missing if previous else 0),
+                missing=missing + (previous.missing if previous else 0),
+                nan=(int(torch.isnan(column).sum()) if missing else 0) + (previous.nan if previous else 0),
             )
 
     def columns(self) -> dict[str, ColumnSummary]:

@@ -98,8 +98,8 @@ def test_a_golden_request_has_null_for_a_missing_number_and_accepts_it() -> None
     answer = {"name": "y", "datatype": "FP32", "shape": [1, 2]}
     for data in ([None, 1.0], [[None, 1.0]], [float("nan"), 1.0]):
         assert request.problem({"outputs": [{**answer, "data": data}]}) is None
-    for data in ([1.0, None], [0.0, 1.0], [None, None]):
-        assert str(request.problem({"outputs": [{**answer, "data": data}]})).startswith("y[")
+    for other in ([1.0, None], [0.0, 1.0], [None, None]):
+        assert str(request.problem({"outputs": [{**answer, "data": other}]})).startswith("y[")
 
 
 def test_golden_texts_come_back_as_texts(tmp_path: Path) -> None:
