@@ -48,7 +48,7 @@ from pipeline.contract.override import OVERRIDE_FILE as OVERRIDE
 from pipeline.contract.run import Run, run_step
 from pipeline.contract.signature import BUNDLED_SETTINGS, Signature
 from pipeline.contract.sources import code_digest, package_sources
-from pipeline.contract.task import FOLDER, build_model, open_task
+from pipeline.contract.task import FOLDER, build_model, check_format_names, open_task
 from pipeline.contract.weights import load_weights
 
 
@@ -62,6 +62,7 @@ def export(run: Run, root: Path) -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     task = open_task(run, root)
     check_variants(task, config)
+    check_format_names(task, config.export.formats)
     test = open_split(task, "test").collated()
     check_columns(task, test)
     model = load_weights(build_model(task, run), weights)

@@ -369,8 +369,10 @@ def record_steps(written: ExportResult, feed: Feed) -> dict[str, Step]:
     output = next(node for node in written.program.graph.nodes if node.op == "output")
     names = [node.name for node in output.args[0] if isinstance(node, Node)]
     declared_names = dict(zip(names, written.traced.outputs, strict=False))
-    steps = dict(recorder.steps)
-    return steps | {declared: steps[name] for name, declared in declared_names.items() if name in steps}
+    steps = {written.renamed.get(name, name): step for name, step in recorder.steps.items()}
+    return steps | {
+        declared: recorder.steps[name] for name, declared in declared_names.items() if name in recorder.steps
+    }
 
 
 class _Recorder(Interpreter):

@@ -12,9 +12,9 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,14 @@ from onnxscript import FLOAT, INT32
 from onnxscript import opset18 as op  # what torch translates to, before it converts to the requested opset
 from torch import Tensor, nn
 
-from export.trace import ExportInput, Trace, describe_module, inspect, source_location
+from export.names import MeasuredShapes, name_tensors
+from export.trace import ExportInput, Trace, describe_module, inspect, recurrent_shapes, source_location
 from pipeline.contract.bundle import check_external_data_files
 from pipeline.contract.data import Samples, name_outputs
-from pipeline.contract.errors import BundleError, ConfigError, StageError
+from pipeline.contract.errors import BundleError, StageError
 from pipeline.contract.settings.stages import Export
 from pipeline.contract.signature import TensorSpec
-from pipeline.contract.task import HasAxes, Task
+from pipeline.contract.task import BATCH, HasAxes, Task, declared_axes
 
 _MAX_INLINE_BYTES = 1 << 30  # protobuf ends at 2 GiB; weights above this go to a file of their own
 
@@ -53,8 +54,9 @@ class ExportResult:
     """The input and the trace of an export, for the fault search."""
 
     traced: ExportInput
-    program: torch.export.ExportedProgram | None  # its values have the names of the file's tensors
+    program: torch.export.ExportedProgram | None  # its values have the names of the file's tensors, but for `renamed`
     limits: str  # sizes for which alone the trace holds
+    renamed: Mapping[str, str] = field(default_factory=dict)  # name in the program → name in the file
 
 
 def convert(model: nn.Module, task: Task, batch: Mapping[str, Tensor], config: Export, path: Path) -> ExportResult:
@@ -66,14 +68,18 @@ def export_input(model: nn.Module, task: Task, batch: Mapping[str, Tensor]) -> E
     axes_by_input = named_axes(task)
     axis_sizes(task, batch)
     batch_axis = torch.export.Dim(BATCH)
-    axes = tuple(dict(enumerate(axes_by_input[name])) if axes_by_input else {0: batch_axis} for name in task.inputs)
+    axes = tuple(_dynamic(axes_by_input[name]) if axes_by_input else {0: batch_axis} for name in task.inputs)
     inputs = tuple(batch[name] for name in task.inputs)
     return ExportInput(_OrderedOutputs(model, task), inputs, task.inputs, task.outputs, (axes,))
 
 
+def _dynamic(axes: Sequence[int | str]) -> dict[int, str]:
+    return {position: axis for position, axis in enumerate(axes) if isinstance(axis, str)}
+
+
 def write_onnx(traced: ExportInput, config: Export, path: Path) -> ExportResult:
     traced.module.eval()
-    with warnings.catch_warnings(), grouped_experts(traced.module):
+    with warnings.catch_warnings(), grouped_experts(traced.module), recurrent_shapes():
         warnings.simplefilter("ignore")  # the exporter warns about its own internals
         result = inspect(traced)
         try:
@@ -82,8 +88,6 @@ def write_onnx(traced: ExportInput, config: Export, path: Path) -> ExportResult:
                 traced.arguments,
                 dynamo=True,
                 verbose=False,
-                input_names=list(traced.inputs),
-                output_names=list(traced.outputs),
                 dynamic_shapes=traced.axes,
                 opset_version=config.opset,
                 custom_translation_table=translations(),
@@ -94,8 +98,16 @@ def write_onnx(traced: ExportInput, config: Export, path: Path) -> ExportResult:
     weights = sum(tensor.numel() * tensor.element_size() for tensor in traced.module.state_dict().values())
     external = weights > _MAX_INLINE_BYTES
     program.save(path, external_data=external)
-    strip_file(path)
-    return ExportResult(traced, program.exported_program, result.limits)
+    return ExportResult(traced, program.exported_program, result.limits, _finish_file(path, traced))
+
+
+def _finish_file(path: Path, traced: ExportInput) -> dict[str, str]:
+    """Strip the file and name its tensors; return the new names of those that the exporter called otherwise."""
+    model = onnx.load(path, load_external_data=False)
+    _strip_model(model)
+    names = name_tensors(model, traced.inputs, traced.outputs)
+    path.write_bytes(model.SerializeToString(deterministic=True))
+    return names
 
 
 def save_stripped(model: onnx.ModelProto, path: Path, external: bool) -> None:
@@ -210,7 +222,6 @@ _DATATYPES: dict[int, Any] = {
 }
 
 
-BATCH = "batch"
 MASK = "attention_mask"  # as transformers calls it: 1 where there is a token, 0 where there is padding
 _MAX_COMPARED_LENGTH = 4096  # positions; longer axes are not compared at their full length
 
@@ -235,24 +246,12 @@ class UntracedBatch:
         return self.batch[MASK].numpy() == 1 if MASK in self.batch else None
 
 
-def named_axes(task: Task) -> dict[str, tuple[str, ...]]:
-    """Return the names of every input's axes, the batch first; empty if only the batch is dynamic."""
+def named_axes(task: Task) -> dict[str, tuple[int | str, ...]]:
+    """Return every input's axes, the batch first; empty if only the batch is dynamic."""
     if not isinstance(task, HasAxes):
         return {}
-    axes_by_input = {name: tuple(task.axes.get(name, (BATCH,))) for name in task.inputs}
-    if unknown := sorted(set(task.axes) - set(axes_by_input)):
-        raise ConfigError(
-            f"`axes` names {', '.join(unknown)}, which is no input of the task ({', '.join(axes_by_input)})"
-        )
-    for name, axes in axes_by_input.items():
-        if axes[:1] != (BATCH,) or not all(axes) or len(set(axes)) != len(axes):
-            raise ConfigError(f"`axes` of {name}: write the names of its axes, `batch` first; found {axes}")
-    names = {axis for axes in axes_by_input.values() for axis in axes[1:]}
-    if set(task.longest) != names:
-        raise ConfigError(
-            f"`longest` must give the maximum of each of {', '.join(sorted(names))}; found {task.longest}"
-        )
-    return axes_by_input
+    axes = declared_axes(task)
+    return {name: axes[name] for name in task.inputs}
 
 
 def max_axis_sizes(task: Task) -> dict[str, int]:
@@ -268,6 +267,12 @@ def axis_sizes(task: Task, batch: Mapping[str, Tensor]) -> dict[str, int]:
     for name, axes in named_axes(task).items():
         for position, axis in enumerate(axes):
             size = batch[name].shape[position] if position < batch[name].ndim else 0
+            if isinstance(axis, int):
+                if size != axis:
+                    raise StageError(
+                        f"`axes` has {axis} for axis {position} of `{name}`, which is {size} in the test data"
+                    )
+                continue
             if sizes.setdefault(axis, size) != size:
                 raise StageError(f"axis `{axis}` is {size} long in `{name}`, and {sizes[axis]} in another input")
             if size < 2:
@@ -284,7 +289,7 @@ def example_batch(task: Task, samples: Samples) -> dict[str, Tensor]:
     """Return a batch to trace with, whose size differs from that of every other dynamic axis."""
     sample = samples.batch([0])
     used_sizes = {
-        sample[name].shape[position] for name, axes in named_axes(task).items() for position in range(1, len(axes))
+        sample[name].shape[position] for name, axes in named_axes(task).items() for position in [*_dynamic(axes)][1:]
     }
     rows = next(count for count in range(3, 4 + len(used_sizes)) if count not in used_sizes)
     return samples.batch([index % len(samples) for index in range(rows)])
@@ -306,6 +311,26 @@ def untraced_batches(task: Task, samples: Samples) -> Iterator[UntracedBatch]:
             yield UntracedBatch(rows, sizes, side, {**batch, **columns, **_padding_mask(columns, side)})
 
 
+@torch.no_grad()
+def measure_shapes(task: Task, model: nn.Module, samples: Samples) -> list[MeasuredShapes]:
+    """Return the shapes of torch's outputs as traced and at other sizes, where torch can compute them."""
+    traced = example_batch(task, samples)
+    batches: list[Mapping[str, Tensor]] = [traced, {name: column[:1] for name, column in traced.items()}]
+    if isinstance(task, HasAxes):
+        batches += [untraced.batch for untraced in untraced_batches(task, samples) if untraced.padding == "none"]
+    measured = []
+    for batch in batches:
+        sizes = {BATCH: len(batch[task.inputs[0]])}
+        for name, axes in named_axes(task).items():
+            sizes |= {axis: batch[name].shape[position] for position, axis in _dynamic(axes).items()}
+        try:
+            outputs = name_outputs(task, model(*(batch[name] for name in task.inputs)))
+        except (RuntimeError, IndexError, ValueError):  # a window that is longer than the text
+            continue
+        measured.append(MeasuredShapes(sizes, {name: tuple(value.shape) for name, value in outputs.items()}))
+    return measured
+
+
 def check_dynamic_axes(specs: tuple[TensorSpec, ...], task: Task) -> None:
     """Check that every axis that the task names is dynamic in the file."""
     for spec in specs:
@@ -324,9 +349,9 @@ def _untraced_lengths(traced: int, longest: int) -> list[int]:
     return list(dict.fromkeys(size for size in candidates if 0 < size <= longest and size != traced)) or [traced]
 
 
-def _resize(column: Tensor, axes: tuple[str, ...], sizes: Mapping[str, int]) -> Tensor:
+def _resize(column: Tensor, axes: Sequence[int | str], sizes: Mapping[str, int]) -> Tensor:
     """Return the column cut, or repeated from its beginning, to the sizes."""
-    for position, axis in enumerate(axes):
+    for position, axis in _dynamic(axes).items():
         if axis in sizes:
             index = torch.arange(sizes[axis]) % column.shape[position]
             column = column.index_select(position, index)

@@ -11,12 +11,14 @@ import re
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._decomp import decomposition_table
 
 from pipeline.contract.errors import StageError
 
@@ -47,12 +49,62 @@ def trace(traced: ExportInput) -> Trace:
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         try:
-            program = torch.export.export(traced.module, traced.arguments, dynamic_shapes=traced.axes, strict=False)
+            with recurrent_shapes():
+                program = torch.export.export(
+                    traced.module, traced.arguments, dynamic_shapes=_dynamic_shapes(traced.axes), strict=False
+                )
         except Exception as error:  # torch raises its own types and any that the model raises
             _refuse_branch(error)
             _refuse_unknown_operator(error)
             return Trace(None, _limits(str(error)))
     return Trace(program, "")
+
+
+def _dynamic_shapes(axes: Any) -> Any:
+    """Return the axes as torch.export takes them; torch.onnx also takes names."""
+    if isinstance(axes, str):
+        return torch.export.Dim.DYNAMIC
+    if isinstance(axes, dict):
+        return {key: _dynamic_shapes(value) for key, value in axes.items()}
+    return type(axes)(_dynamic_shapes(value) for value in axes) if isinstance(axes, list | tuple) else axes
+
+
+@contextmanager
+def recurrent_shapes() -> Iterator[None]:
+    """Give GRU and LSTM their shapes without computing them step by step, which would fix the length of the trace.
+
+    torch.onnx does so in its own trace only, and not in the passes after it.
+    """
+    saved = {}
+    for operator in (torch.ops.aten.gru.input, torch.ops.aten.lstm.input):
+        saved[operator] = (dict(operator.py_kernels), decomposition_table[operator])
+        operator.py_kernels.update(dict.fromkeys(operator.py_kernels, _recurrent_outputs))
+        decomposition_table[operator] = _recurrent_outputs
+        operator._dispatch_cache.clear()
+    try:
+        yield
+    finally:
+        for operator, (kernels, decomposition) in saved.items():
+            operator.py_kernels.update(kernels)
+            decomposition_table[operator] = decomposition
+            operator._dispatch_cache.clear()
+
+
+def _recurrent_outputs(
+    values: Tensor,
+    states: Any,
+    _weights: Any,
+    _has_biases: bool,
+    _layers: int,
+    _dropout: float,
+    _train: bool,
+    bidirectional: bool,
+    _batch_first: bool,
+) -> tuple[Tensor, ...]:
+    """Return empty outputs of the right shapes: of all positions, and of each state (LSTM has two)."""
+    states = (states,) if isinstance(states, Tensor) else tuple(states)
+    width = states[0].shape[-1] * (2 if bidirectional else 1)
+    return values.new_empty(*values.shape[:-1], width), *(torch.empty_like(state) for state in states)
 
 
 def describe_module(node: torch.fx.Node) -> str:

@@ -29,6 +29,7 @@ from export.language_model import (
     verify_language,
     verify_random,
 )
+from export.names import name_output_axes
 from export.optimize import (
     Optimization,
     check_file,
@@ -56,6 +57,7 @@ from export.to_onnx import (
     convert,
     example_batch,
     max_axis_sizes,
+    measure_shapes,
     tensor_specs,
     untraced_batches,
 )
@@ -64,7 +66,7 @@ from pipeline.contract.errors import StageError
 from pipeline.contract.golden import Decoder
 from pipeline.contract.settings.stages import Export
 from pipeline.contract.signature import Generation
-from pipeline.contract.task import Generates, HasAxes, Task
+from pipeline.contract.task import Generates, HasAxes, Task, declared_axes
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,8 @@ def verify_model(task: Task, model: nn.Module, test: Samples, config: Export, pa
         written = convert_language(language, generation, config, path)
     else:
         written = convert(model, task, example_batch(task, test), config, path)
+        if isinstance(task, HasAxes):
+            name_output_axes(path, declared_axes(task), measure_shapes(task, model, test))
     properties = task_properties(task) if generation is None else language_model_properties(generation)
     subject = Subject(task, model, test, config, path, written, properties)
     optimised = optimize_file(path, model, config)

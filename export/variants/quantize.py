@@ -5,9 +5,11 @@ int8-static takes the ranges of activations from training samples, which are che
 
 from __future__ import annotations
 
+import functools
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,8 @@ from onnxruntime.transformers.float16 import DEFAULT_OP_BLOCK_LIST, convert_floa
 from torch import Tensor
 
 from export.fault_search import input_names
-from export.to_onnx import save_stripped, untraced_batches
+from export.names import name_tensors, set_output_axes
+from export.to_onnx import save_stripped, tensor_specs, untraced_batches
 from pipeline.contract.data import Samples, check_columns, open_split
 from pipeline.contract.errors import DataError, StageError
 from pipeline.contract.signature import NUMPY_TYPES, TensorSpec
@@ -108,6 +111,44 @@ class VariantInputs:
 Converter = Callable[[VariantInputs, Path], str]  # writes the file and returns a note on it
 
 
+def with_neutral_names(converter: Converter) -> Converter:
+    """Convert a copy whose inputs and outputs have names that a converter cannot give to a tensor of its own."""
+
+    @functools.wraps(converter)
+    def convert(material: VariantInputs, path: Path) -> str:
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            for file in material.reference.parent.glob(f"{material.reference.name}*"):  # with weights outside the file
+                shutil.copyfile(file, Path(folder) / file.name)
+            copy = Path(folder) / material.reference.name
+            specs = tensor_specs(copy)
+            names, output_names = ([spec.name for spec in side] for side in specs)
+            sizes = (("input", len(names)), ("output", len(output_names)))
+            inputs, outputs = ([f"variant.{word}.{i}" for i in range(count)] for word, count in sizes)
+            _rename(copy, inputs, outputs)
+
+            def calibration() -> Sequence[Feed]:
+                return [
+                    {new: feed[old] for old, new in zip(names, inputs, strict=True)} for feed in material.calibration()
+                ]
+
+            note = converter(replace(material, reference=copy, calibration=calibration), path)
+        _rename(path, names, output_names, axes={spec.name: spec.shape for spec in specs[1]})
+        return note
+
+    return convert
+
+
+def _rename(
+    path: Path, inputs: Sequence[str], outputs: Sequence[str], axes: Mapping[str, Sequence[int | str]] | None = None
+) -> None:
+    model = onnx.load(path, load_external_data=False)
+    name_tensors(model, inputs, outputs)
+    if axes:
+        set_output_axes(model, axes)
+    path.write_bytes(model.SerializeToString(deterministic=True))
+
+
+@with_neutral_names
 def fp16(material: VariantInputs, path: Path) -> str:
     """Convert weights and computation to fp16; inputs and outputs keep their types."""
     model = onnx.load(material.reference)
@@ -127,6 +168,7 @@ def fp16(material: VariantInputs, path: Path) -> str:
     return f"in fp32, for want of a form in fp16: {', '.join(unsupported)}" if unsupported else ""
 
 
+@with_neutral_names
 def int8_dynamic(material: VariantInputs, path: Path) -> str:
     """Quantize weights to 8 bits; activations get their range at every request."""
     with tempfile.TemporaryDirectory(dir=path.parent) as folder:
@@ -145,6 +187,7 @@ def int8_dynamic(material: VariantInputs, path: Path) -> str:
     return "its answers depend a little on what else is in the batch: a service never merges requests for it"
 
 
+@with_neutral_names
 def int8_static(material: VariantInputs, path: Path) -> str:
     """Quantize weights to 8 bits per channel, and activations by their ranges on training samples."""
     feeds = material.calibration()

@@ -33,6 +33,7 @@ Predictor: TypeAlias = "Callable[[Batch], Outputs]"
 
 
 SPLITS = ("train", "validation", "test")
+BATCH = "batch"  # the name of the first axis of every tensor
 
 
 class Task(Protocol):
@@ -106,9 +107,10 @@ class HasPretrained(Protocol):
 class HasAxes(Protocol):
     """A task with dynamic axes besides the batch, such as the length of a text."""
 
-    # Input → names of its axes, the batch first: `{"input_ids": ("batch", "sequence")}`. Equal names are equal sizes.
-    axes: Mapping[str, Sequence[str]]
-    longest: Mapping[str, int]  # the maximum size of each: `{"sequence": 512}`
+    # Input → its axes, the batch first: `{"input_ids": ("batch", "sequence")}`. Equal names are equal sizes;
+    # numbers, and axes left out at the end, are fixed. Outputs may be named as well: the export checks their axes.
+    axes: Mapping[str, Sequence[str | int]]
+    longest: Mapping[str, int]  # the maximum size of each name of an input: `{"sequence": 512}`
 
 
 @runtime_checkable
@@ -223,13 +225,76 @@ def _check_directions(reference: str, directions: object) -> None:
 
 
 def _are_names(value: object) -> bool:
-    """Return whether it is a non-empty list of distinct texts."""
+    """Return whether it is a non-empty list of distinct printable texts."""
     if not isinstance(value, list | tuple) or not value:
         return False
-    return all(isinstance(name, str) and name for name in value) and len(set(value)) == len(value)
+    return all(isinstance(name, str) and name.strip() and name.isprintable() for name in value) and (
+        len(set(value)) == len(value)
+    )
+
+
+def _check_names(reference: str, task: Task) -> None:
+    if both := sorted(set(task.inputs) & set(task.outputs)):
+        raise ConfigError(
+            f"{reference}: `{both[0]}` is an input and an output, and in ONNX one name is one tensor; name the output "
+            f"otherwise, as in `{both[0]}_out`"
+        )
+
+
+def check_format_names(task: Task, formats: Sequence[str]) -> None:
+    """Check that a requested SavedModel can have the names of the task: TensorFlow takes only identifiers."""
+    if "savedmodel" not in formats:
+        return
+    if wrong := [name for name in (*task.inputs, *task.outputs) if not (name.isascii() and name.isidentifier())]:
+        raise ConfigError(
+            f"export.formats: a SavedModel cannot have a tensor called `{wrong[0]}`; name it in the task with letters, "
+            "digits and _ only, or leave savedmodel out"
+        )
+
+
+def _check_axes(reference: str, task: Task) -> None:
+    if isinstance(task, HasAxes):
+        declared_axes(task, reference)
+    elif present := [name for name in ("axes", "longest") if hasattr(task, name)]:
+        missing = "longest" if present == ["axes"] else "axes"
+        raise ConfigError(f"{reference}: has `{present[0]}` without `{missing}`; a task with dynamic axes needs both")
+
+
+def declared_axes(task: HasAxes, reference: str = "task") -> dict[str, tuple[str | int, ...]]:
+    """Return the axes of every input, and of the outputs for which the task names them; raise where they are wrong."""
+    inputs: Sequence[str]
+    inputs, outputs = getattr(task, "inputs", ()), getattr(task, "outputs", ())
+    if not isinstance(task.axes, Mapping) or not isinstance(task.longest, Mapping):
+        raise ConfigError(
+            f'{reference}: write `axes` as {{"{inputs[0]}": ("{BATCH}", "time")}} and `longest` as {{"time": 512}}'
+        )
+    declared = {name: tuple(axes) for name, axes in task.axes.items()}
+    if unknown := sorted(declared.keys() - {*inputs, *outputs}):
+        raise ConfigError(
+            f"{reference}: `axes` names {', '.join(unknown)}, which is no input of the task ({', '.join(inputs)}) and "
+            f"no output ({', '.join(outputs)})"
+        )
+    for name, axes in declared.items():
+        names = [axis for axis in axes if isinstance(axis, str)]
+        repeated = name in inputs and len(set(names)) != len(names)
+        if axes[:1] != (BATCH,) or not all(isinstance(axis, str | int) and axis for axis in axes) or repeated:
+            raise ConfigError(
+                f"{reference}: `axes` of {name}: write the names of its axes, `{BATCH}` first, and numbers for fixed "
+                f"sizes; found {axes}"
+            )
+    by_input = {name: declared.get(name, (BATCH,)) for name in inputs}
+    names_of_inputs = {axis for axes in by_input.values() for axis in axes[1:] if isinstance(axis, str)}
+    if set(task.longest) != names_of_inputs:
+        names_text = ", ".join(sorted(names_of_inputs)) or "no axis"
+        raise ConfigError(
+            f"{reference}: `longest` must give the maximum of each of {names_text}; found {dict(task.longest)}"
+        )
+    return by_input | {name: axes for name, axes in declared.items() if name in outputs}
 
 
 _METHODS = {
+    _check_names(reference, task)
+    _check_axes(reference, task)
     "model": "model()",
     "data": "data(split)",
     "loss": "loss(outputs, batch)",

@@ -30,6 +30,7 @@ from pipeline.contract.task import (
     HasSampleLengths,
     HasSampleWeights,
     Task,
+    check_format_names,
     load_task,
     make_shared_files,
     require_adapt,
@@ -48,6 +49,7 @@ def prepare(run: Run, root: Path) -> None:
     config = run.config
     task = load_task(config.task, root)
     files = run.partial("prepare") / FOLDER
+    check_format_names(task, config.export.formats)
     shutil.rmtree(files, ignore_errors=True)  # of an interrupted attempt
     pretrained = find_pretrained(config, root)
     if pretrained:

@@ -6,6 +6,7 @@ import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,8 @@ from pipeline.contract.task import (
     Classifier,
     HasBaseline,
     HasExample,
+    check_format_names,
+    declared_axes,
     load_class,
     load_task,
     open_task,
@@ -236,3 +239,46 @@ def test_an_import_from_a_former_internal_module_names_the_public_api(tmp_path: 
     (tmp_path / "old_codec.py").write_text("from pipeline.spec.errors import InvalidPayload\n")
     with pytest.raises(ConfigError, match="to fix it: import the name from `pipeline`"):
         load_class("old_codec.py:Codec", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("outputs = ('y', 'x')", "`x` is an input and an output, and in ONNX one name is one tensor"),
+        ("outputs = ('a\\nb',)", "set `outputs ="),
+        ("outputs = (' ',)", "set `outputs ="),
+        ("axes = {'x': ('batch', 'time')}", "has `axes` without `longest`"),
+        ("longest = {'time': 3}", "has `longest` without `axes`"),
+        ("axes = ('batch', 'time'); longest = {'time': 3}", "write `axes` as {"),
+        (
+            "axes = {'z': ('batch',)}; longest = {}",
+            "`axes` names z, which is no input of the task (x) and no output (y)",
+        ),
+        (
+            "axes = {'x': ('time', 'batch')}; longest = {'time': 3}",
+            "`axes` of x: write the names of its axes, `batch` first",
+        ),
+        ("axes = {'x': ('batch', 'a', 'a')}; longest = {'a': 3}", "`axes` of x"),
+        ("axes = {'x': ('batch', 'time')}; longest = {}", "`longest` must give the maximum of each of time"),
+    ],
+)
+def test_names_and_axes_that_no_export_could_have_are_refused_at_once(root: Path, lines: str, message: str) -> None:
+    write(root, {**WHOLE, "wrong": f"    {lines}"})
+    with pytest.raises(ConfigError) as caught:
+        load_task("some_task.py:Net", root)
+    assert message in str(caught.value)
+
+
+def test_outputs_may_repeat_an_axis_and_inputs_may_have_fixed_ones(root: Path) -> None:
+    axes = "axes = {'x': ('batch', 80, 'time'), 'y': ('batch', 'time', 'time')}; longest = {'time': 3}"
+    write(root, {**WHOLE, "axes": f"    {axes}"})
+    task: Any = load_task("some_task.py:Net", root)
+    assert declared_axes(task) == {"x": ("batch", 80, "time"), "y": ("batch", "time", "time")}
+
+
+def test_a_saved_model_needs_names_that_tensorflow_takes(root: Path) -> None:
+    write(root, {**WHOLE, "outputs": "    outputs = ('größe', 'a.b')"})
+    task = load_task("some_task.py:Net", root)
+    check_format_names(task, ("onnx", "pt2"))
+    with pytest.raises(ConfigError, match="a SavedModel cannot have a tensor called `größe`"):
+        check_format_names(task, ("onnx", "savedmodel"))
