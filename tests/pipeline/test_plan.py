@@ -14,6 +14,7 @@ from pipeline.contract.run import STEPS, StepRecord
 from pipeline.contract.settings.stages import Train
 from pipeline.history import Project
 from pipeline.plan import (
+    STEP_KINDS,
     SCHEMA,
     Step,
     config_parts,
@@ -97,7 +98,7 @@ def test_version_of_an_imported_package_counts_in_every_step_that_runs_it(
 
 def test_code_of_pipe_counts_by_the_version_of_the_step_alone(before: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not [name for parts in before.values() for name in parts if name.startswith("pipe:")]
-    assert [before[step][f"step:{step}"] for step in STEPS] == ["1"] * len(STEPS)
+    assert [before[step][f"step:{step}"] for step in STEPS] == [str(kind.version) for kind in STEP_KINDS.values()]
 
 
 def test_operational_settings_count_nowhere(config: Config, project: Project, before: Parts) -> None:
