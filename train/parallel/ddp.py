@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
+from pipeline.contract.errors import ConfigError
 from train.parallel.base import MicroBatch, Strategy
 
 # A DistributedDataParallel that outlives its process group deadlocks when it is freed: gloo's destructor joins
@@ -24,47 +25,92 @@ _never_freed: list[nn.Module] = []
 _ARGUMENTS = inspect.signature(DistributedDataParallel).parameters
 _SYNC_BUFFERS = "forward_sync_buffers" if "forward_sync_buffers" in _ARGUMENTS else "broadcast_buffers"
 
+_UNFINISHED = "Expected to have finished reduction"  # in torch's message about parameters without a gradient
+_MOST_NAMES = 8
 _ONE_BUCKET_MB = 1 << 20  # on a CPU the exchange cannot overlap with computation, which needs the same cores
 
 
 class DDPStrategy(Strategy):
     BUCKET_CAP_MB: float = 0  # 0: one bucket on CPU, torch's default on GPUs
 
+    ddp: DistributedDataParallel  # from `warm_up` on
+
     def wrap_model(self) -> nn.Module:
+        self._exchanged_bytes = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
+        return self.model
+
+    def warm_up(self, micro_batches: Callable[[], Iterable[MicroBatch]]) -> None:
+        """Wrap the model, make two passes and discard their gradients.
+
+        DistributedDataParallel reorders its buckets after the first exchange. Done here, always on the same batch,
+        a resumed run adds up gradients in the same order as an uninterrupted one: with three processes or more the
+        order changes the bits.
+
+        It waits for the gradient of every parameter, unless it searches the graph of each pass for them. A pass
+        without an exchange shows whether it must.
+        """
+        names = {name for own in self.group.gather(self._missing_gradients(micro_batches)) for name in own}
+        if names and self.group.rank.first:
+            print(describe_unreached(sorted(names)), flush=True)
+        self._wrap(find_unused=bool(names))
+        first_batch = replace(next(iter(micro_batches())), last=True)
+        with restored_buffers(self.model):
+            for _ in range(2):  # buckets are reordered at the second forward pass
+                self.backward([first_batch])
+        self.model.zero_grad(set_to_none=True)
+        self.traffic.sent_bytes = 0
+
+    def _wrap(self, find_unused: bool) -> None:
         on_gpu = self.group.device.type == "cuda"
         buffers: dict[str, Any] = {_SYNC_BUFFERS: not has_only_running_statistics(self.model)}
         self.ddp = DistributedDataParallel(
             self.model,
             bucket_cap_mb=self.BUCKET_CAP_MB or (None if on_gpu else _ONE_BUCKET_MB),
             gradient_as_bucket_view=True,
+            find_unused_parameters=find_unused,
             **buffers,
         )
         _never_freed.append(self.ddp)
-        self._exchanged_bytes = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
-        return torch.compile(self.ddp) if self.config.compile else self.ddp  # type: ignore[return-value]
+        self.module = torch.compile(self.ddp) if self.config.compile else self.ddp  # type: ignore[assignment]
 
-    def warm_up(self, micro_batches: Callable[[], Iterable[MicroBatch]]) -> None:
-        """Make two passes and discard their gradients.
+    def _missing_gradients(self, micro_batches: Callable[[], Iterable[MicroBatch]]) -> list[str]:
+        """Return the trained parameters without a gradient after one pass, which leaves no trace in the model.
 
-        DistributedDataParallel reorders its buckets after the first exchange. Done here, always on the same batch,
-        a resumed run adds up gradients in the same order as an uninterrupted one: with three processes or more the
-        order changes the bits.
+        The random numbers of the pass do not matter: `micro_batches` seeds the generators again.
         """
-        first_batch = replace(next(iter(micro_batches())), last=True)
-        buffers = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        for _ in range(2):  # buckets are reordered at the second forward pass
-            self.backward([first_batch])
-        with torch.no_grad():
-            for name, buffer in self.model.named_buffers():
-                buffer.copy_(buffers[name])
+        with restored_buffers(self.model):
+            self.objective.backward(self.objective.loss(self.model, next(iter(micro_batches())).batch))
+        missing = [name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
         self.model.zero_grad(set_to_none=True)
-        self.traffic.sent_bytes = 0
+        return missing
+
+    def backward(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
+        try:
+            return super().backward(micro_batches)
+        except RuntimeError as error:
+            if _UNFINISHED not in str(error):
+                raise
+            raise ConfigError(
+                "loss(): that of the first batch depends on all trained parameters, but that of another batch does "
+                "not, so processes would wait for gradients forever; to fix it: let the loss of every batch depend on "
+                "all of them, as in `loss + 0 * unused_output.sum()`, or freeze parameters with requires_grad_(False)"
+            ) from error
 
     def gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[object]:
         if not last:
             return self.ddp.no_sync()
         self.traffic.sent_bytes += self._exchanged_bytes
         return contextlib.nullcontext()
+
+
+def describe_unreached(names: Sequence[str]) -> str:
+    """Return the log line about parameters that the loss of the first batch does not depend on."""
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    count = "1 trained parameter" if len(names) == 1 else f"{len(names)} trained parameters"
+    return (
+        f"warning: the loss of the first batch does not depend on {count}: {', '.join(names[:_MOST_NAMES])}{more}; "
+        "without a gradient they stay as they are"
+    )
 
 
 def has_only_running_statistics(model: nn.Module) -> bool:
@@ -75,6 +121,16 @@ def has_only_running_statistics(model: nn.Module) -> bool:
     norms = [module for module in model.modules() if isinstance(module, _NormBase)]
     statistics = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
     return all(id(buffer) in statistics for buffer in model.buffers())
+
+
+@contextlib.contextmanager
+def restored_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore the model's buffers at the end, by name: a pass may replace them."""
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    yield
+    with torch.no_grad():
+        for name, buffer in model.named_buffers():
+            buffer.copy_(before[name])
 
 
 class BufferSnapshot:
