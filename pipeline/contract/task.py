@@ -208,6 +208,8 @@ def load_task(reference: str, root: Path) -> Task:
         if not _are_names(getattr(task, attribute, None)):
             raise ConfigError(f'{reference}: set `{attribute} = ("name", ...)`, the names of the model\'s {attribute}')
     _check_directions(reference, getattr(task, "directions", {}))
+    _check_names(reference, task)
+    _check_axes(reference, task)
     methods = [name for name in ("make_files", "use_files") if callable(getattr(task, name, None))]
     if len(methods) == 1:
         other = "use_files" if methods == ["make_files"] else "make_files"
@@ -293,8 +295,6 @@ def declared_axes(task: HasAxes, reference: str = "task") -> dict[str, tuple[str
 
 
 _METHODS = {
-    _check_names(reference, task)
-    _check_axes(reference, task)
     "model": "model()",
     "data": "data(split)",
     "loss": "loss(outputs, batch)",
