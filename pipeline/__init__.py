@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from pipeline.contract.signature import Drawing, Prompting
     from pipeline.contract.task import Batch, Outputs, Split, Task
     from pipeline.history import open_run
+    from pipeline.readers import read_dataset, read_images, read_jsonl, read_shards, read_table
 
 __all__ = [
     "Arrays",
@@ -50,6 +51,11 @@ __all__ = [
     "one_text_per_row",
     "open_run",
     "pack_texts",
+    "read_dataset",
+    "read_images",
+    "read_jsonl",
+    "read_shards",
+    "read_table",
 ]
 
 _MODULES = {
@@ -61,6 +67,7 @@ _MODULES = {
     "contract.signature": ("Drawing", "Prompting"),
     "contract.task": ("Batch", "Outputs", "Split", "Task"),
     "history": ("open_run",),
+    "readers": ("read_dataset", "read_images", "read_jsonl", "read_shards", "read_table"),
 }
 
 

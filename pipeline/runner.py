@@ -74,6 +74,7 @@ from pipeline.processes import (
     read_log_end,
     step_environment,
 )
+from pipeline.readers import changed_read_files
 from pipeline.tracking.process import TRACKED_STEPS, Tracking, check_trackers, track_run
 from pipeline.training.launchers import check_launcher
 
@@ -129,11 +130,22 @@ class PipelineRun:
         parts = key_parts(step, self.key_config or self.config, self.project, self.outputs)
         past = [(run.id, body.steps[step]) for run, body in self.history if step in body.steps]
         decision = decide_step(step, parts, past, step in self.request.force, self._changed_outputs)
+        if step == "prepare" and decision.action == "reuse":
+            decision = self._check_read_files(decision)
         if step == "train" and decision.action == "run":
             decision = replace(decision, reason=decision.reason + _last_duration(self.history))
         if decision.action == "run" and step in self.request.reuse_only:
             raise ConfigError(f"--from starts after {step}, but {step} has to run: {decision.reason}")
         return decision
+
+    def _check_read_files(self, decision: Step) -> Step:
+        """Run prepare where a data file changed that a reader of `pipeline` has read; the key cannot name it."""
+        run, _ = self.reused_record(decision)
+        changed = changed_read_files(self.project.root, run.output("prepare"))
+        if not changed:
+            return decision
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        return replace(decision, action="run", reason=f"{changed[0]}{more} changed", source="")
 
     def reused_record(self, step: Step) -> tuple[Run, StepRecord]:
         return next((run, body.steps[step.name]) for run, body in self.history if run.id == step.source)
@@ -264,7 +276,10 @@ def _newest_complete(pipeline_run: PipelineRun, step: str) -> tuple[Run, StepRec
     """Return the newest outputs of a step, which must be as they were recorded."""
     for run, body in pipeline_run.history:
         if (record := body.steps.get(step)) is not None and record.complete:
-            if changed := changed_outputs(run, record):
+            changed = changed_outputs(run, record)
+            if step == "prepare":
+                changed += changed_read_files(pipeline_run.project.root, run.output(step))
+            if changed:
                 raise ConfigError(f"{step}: {changed[0]} of run {run.id} changed on disk; it cannot be accepted")
             return run, record
     raise ConfigError(f"{step}: has never been complete, so there is nothing to accept")

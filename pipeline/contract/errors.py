@@ -144,6 +144,7 @@ EXTRAS = {  # extra: the modules it installs, by the names they are imported by
     "train": ("onnx", "onnxscript", "safetensors", "tensorboard", "torch"),
     "serve": ("msgspec", "onnxruntime", "simdjson", "tokenizers"),
     "cluster": ("kubernetes", "urllib3"),
+    "data": ("PIL", "datasets", "pyarrow"),
     "deepseek": ("peft", "transformers"),
     "examples": ("sklearn",),
     "mlflow": ("alembic", "mlflow", "sqlalchemy"),

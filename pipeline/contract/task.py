@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import stat
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
@@ -28,8 +28,16 @@ if TYPE_CHECKING:
 Batch: TypeAlias = "Mapping[str, Tensor]"
 Outputs: TypeAlias = "Tensor | Mapping[str, Tensor]"
 Columns: TypeAlias = Mapping[str, Any]
-Split: TypeAlias = "Columns | Dataset[Mapping[str, Any]]"
+Split: TypeAlias = "Columns | Dataset[Mapping[str, Any]] | MapStyle | Iterable[Any]"
 Predictor: TypeAlias = "Callable[[Batch], Outputs]"
+
+
+class MapStyle(Protocol):
+    """A data set with a length and samples by index."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
 
 
 SPLITS = ("train", "validation", "test")
@@ -45,13 +53,37 @@ class Task(Protocol):
     def model(self) -> nn.Module: ...
 
     def data(self, split: str) -> Split:
-        """Return a split (`train`, `validation`, `test`): columns of equal length, or a map-style data set."""
+        """Return a split (`train`, `validation`, `test`): columns of equal length, a map-style data set or a stream."""
 
     def loss(self, outputs: Outputs, batch: Batch) -> Tensor:
         """Return the mean over the samples of the batch."""
 
     def metrics(self, outputs: Outputs, batch: Batch) -> Mapping[str, Tensor]:
         """Return one value per sample for each metric; higher is better, unless `directions` declares otherwise."""
+
+
+@runtime_checkable
+class HasCollate(Protocol):
+    def collate(self, samples: Sequence[Mapping[str, Any]]) -> Batch:
+        """Return samples as one batch: each column a tensor with one row per sample, such as texts that are padded."""
+
+
+@runtime_checkable
+class HasSampleWeights(Protocol):
+    def sample_weights(self, data: Split) -> Sequence[float]:
+        """Return a weight for each sample of `data("train")`: an epoch draws as many, with replacement."""
+
+
+@runtime_checkable
+class HasSampleGroups(Protocol):
+    def sample_groups(self, data: Split) -> Sequence[int]:
+        """Return the integer id of each sample's group, such as its query; a group is never divided."""
+
+
+@runtime_checkable
+class HasSampleLengths(Protocol):
+    def sample_lengths(self, data: Split) -> Sequence[int]:
+        """Return the length of each sample; a batch has samples of similar lengths."""
 
 
 @runtime_checkable

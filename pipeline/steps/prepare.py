@@ -39,6 +39,7 @@ from pipeline.contract.task import (
 from pipeline.data_checks.near_duplicates import Digests
 from pipeline.data_checks.run_checks import check_data, report_results, write_checks
 from pipeline.data_checks.scan import SplitSummary
+from pipeline.readers import write_read_files
 from pipeline.steps.pretrained import PRETRAINED_KEY, copy_small_files, find_pretrained, record
 from train.batch_order import ORDER_KEY, Kind, write_order
 
@@ -48,8 +49,8 @@ _MAX_LISTED = 100  # duplicates in data.json; all are counted
 def prepare(run: Run, root: Path) -> None:
     config = run.config
     task = load_task(config.task, root)
-    files = run.partial("prepare") / FOLDER
     check_format_names(task, config.export.formats)
+    files = run.partial("prepare") / FOLDER
     shutil.rmtree(files, ignore_errors=True)  # of an interrupted attempt
     pretrained = find_pretrained(config, root)
     if pretrained:
@@ -74,6 +75,7 @@ def prepare(run: Run, root: Path) -> None:
     }
     write_json(run.partial("prepare") / "data.json", report)
     write_checks(checked, run.partial("prepare"), lower_is_better(task))
+    write_read_files(root, run.partial("prepare"))
     if warning := check_directions(task, _metric_names(task)):
         print(f"warning: {warning}", file=sys.stderr)
     if report[KEY]:

@@ -12,11 +12,13 @@ from pipeline.contract.settings.stages import Train
 from pipeline.display import Display
 from pipeline.history import Project, create_run, load_history, seal_step, write_record
 from pipeline.plan import key_parts
+from pipeline.readers import find_files, write_read_files
 from pipeline.runner import (
     REDEPLOYED,
     RESUMABLE_SETTINGS,
     PipelineRun,
     RunRequest,
+    accept_outputs,
     check_config,
     find_failure,
     latest_unfinished,
@@ -201,3 +203,24 @@ def test_rendered_run_is_not_the_source_of_the_next_deployment(project: Project,
         write_record(again, again.read().steps["export"].model_copy(update={"reason": REDEPLOYED}))
     assert newest_bundle(project).config.deploy.min_replicas == 3
     assert not newest_bundle(project).config.deploy.render
+
+
+def test_prepare_runs_again_when_a_file_that_it_read_has_changed(
+    project: Project, folder: Path, config: Config, new_run: NewRun
+) -> None:
+    run = new_run()
+    run.partial("prepare").mkdir()
+    (folder / "rows.csv").write_text("x\n1\n")
+    find_files(f"{folder}/rows.csv")
+    write_read_files(folder, run.partial("prepare"))
+    outputs, digest = seal_step(run, "prepare")
+    key = PipelineRun(project, config, RunRequest(("prepare",)), []).decide("prepare").key
+    values = {"step": "prepare", "status": "done", "key": key, "parts": {}, "outputs": outputs, "digest": digest}
+    write_record(run, StepRecord.model_validate(values))
+    pipeline_run = PipelineRun(project, config, RunRequest(("prepare",)), load_history(project.runs))
+    assert pipeline_run.decide("prepare").action == "reuse"
+    (folder / "rows.csv").write_text("x\n2\n")
+    decision = pipeline_run.decide("prepare")
+    assert (decision.action, decision.reason) == ("run", "rows.csv changed")
+    with pytest.raises(ConfigError, match=r"prepare: rows.csv of run .* changed on disk; it cannot be accepted"):
+        accept_outputs(pipeline_run, ["prepare"])

@@ -9,6 +9,7 @@ from pipeline.contract.errors import EXTRAS, install_command, missing_extra, mis
 from pipeline.contract.sources import SOURCE_ROOT
 
 DISTRIBUTIONS = {  # of modules with another name
+    "PIL": "pillow",
     "ai_edge_litert": "ai-edge-litert",
     "mlflow": "mlflow-skinny",
     "onnx_graphsurgeon": "onnx-graphsurgeon",
