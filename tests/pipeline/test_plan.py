@@ -14,8 +14,8 @@ from pipeline.contract.run import STEPS, StepRecord
 from pipeline.contract.settings.stages import Train
 from pipeline.history import Project
 from pipeline.plan import (
-    STEP_KINDS,
     SCHEMA,
+    STEP_KINDS,
     Step,
     config_parts,
     decide_step,
