@@ -21,11 +21,12 @@ from pipeline.contract.settings.stages import Model
 SMALL_FILES = (
     *("config.json", "generation_config.json", "tokenizer*.json"),
     *("special_tokens_map.json", "chat_template.jinja"),
+    *("vocab.json", "vocab.txt", "merges.txt", "*.model"),  # tokenizers without tokenizer.json
+    *("preprocessor_config.json", "processor_config.json"),  # pictures and sound
+    *("modules.json", "1_Pooling/config.json"),  # sentence-transformers
 )
 WEIGHT_INDEX, WEIGHT_FILE = "model.safetensors.index.json", "model.safetensors"
 PRETRAINED_RECORD = "pretrained.json"  # written by prepare
-# Each one is tested against transformers' own loading.
-ARCHITECTURES = ("deepseek_v2", "deepseek_v3", "llama", "qwen2", "qwen3")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 
 
@@ -58,7 +59,10 @@ def open_pretrained(folder: Path) -> Pretrained:
     small_folder = folder / "prepare" / "files" if own_run else folder
     weights_folder = folder / "train" if own_run else folder
     small_files = {
-        path.name: path for pattern in SMALL_FILES for path in sorted(small_folder.glob(pattern)) if path.is_file()
+        path.relative_to(small_folder).as_posix(): path
+        for pattern in SMALL_FILES
+        for path in sorted(small_folder.glob(pattern))
+        if path.is_file()
     }
     if "config.json" not in small_files:
         raise ConfigError(f"model.pretrained: no config.json in {small_folder}, which describes the model")
@@ -78,12 +82,9 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def _refuse_unknown(pretrained: Pretrained) -> None:
-    config = pretrained.config()
-    if config.get("model_type") not in ARCHITECTURES:
-        architectures = config.get("architectures") or ["none"]
+    if not isinstance(pretrained.config().get("model_type"), str):
         raise ConfigError(
-            f"{pretrained.small['config.json']}: model_type {config.get('model_type')!r} (architectures: "
-            f"{', '.join(map(str, architectures))}) is not supported; supported types: {', '.join(ARCHITECTURES)}"
+            f"{pretrained.small['config.json']}: has no model_type, so it does not describe a model of transformers"
         )
 
 
@@ -200,7 +201,7 @@ def _fetch(identifier: str, revision: str, local: bool) -> Path | None:
             identifier,
             revision=revision or None,
             allow_patterns=patterns,
-            ignore_patterns=["*/*"],
+            ignore_patterns=["[!1]*/*", "1*/*.safetensors", "1*/*.model"],
             local_files_only=local,
         )
     except (OSError, ValueError) as error:

@@ -28,8 +28,8 @@ _DIGEST_CACHE = ".pretrained-digests.json"  # in the folder of runs
 
 
 def copy_small_files(pretrained: Pretrained, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
     for name, path in pretrained.small.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, folder / name)
 
 

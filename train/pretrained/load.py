@@ -101,8 +101,9 @@ def match_weights(build: BuildModel, pretrained: Pretrained, allow: tuple[str, .
     """Match the model with the files, of which only headers are read; `prepare` does it before training starts."""
     config = pretrained.config()
     meta = _build_meta_model(build, pretrained)
-    converted = transformers_model(meta.model) is not None
-    matching = match(meta.model, available_weights(_entries(pretrained.weights), config, converted), config)
+    located = transformers_model(meta.model)
+    offers = available_weights(_entries(pretrained.weights), config, located[1] if located else None)
+    matching = match(meta.model, offers, config)
     matching.require(allow)
     return meta, matching
 
@@ -185,10 +186,12 @@ _SCALE = "_scale_inv"
 _EIGHT_BITS = ("F8_E4M3", "F8_E5M2")
 
 
-def available_weights(entries: Mapping[str, Entry], config: Mapping[str, Any], converted: bool) -> dict[str, Source]:
-    """Return the source of each weight by its name in the files or, if `converted`, in transformers' models."""
+def available_weights(
+    entries: Mapping[str, Entry], config: Mapping[str, Any], model: nn.Module | None
+) -> dict[str, Source]:
+    """Return the source of each weight by its name in a model of transformers or, without one, in the files."""
     sources = _with_scales(entries, config)
-    return _convert(sources, str(config["model_type"])) if converted else sources
+    return sources if model is None else _convert(sources, model)
 
 
 def _with_scales(entries: Mapping[str, Entry], config: Mapping[str, Any]) -> dict[str, Source]:
@@ -243,13 +246,18 @@ def _check_scale(weight: Entry, scale: Entry, block: tuple[int, int]) -> None:
         raise DataError(f"{scale.file}: {scale.name} is of type {scale.dtype}; scales are floating-point numbers")
 
 
-def _convert(sources: Mapping[str, Source], model_type: str) -> dict[str, Source]:
-    from transformers.conversion_mapping import get_checkpoint_conversion_mapping
+def _convert(sources: Mapping[str, Source], model: Any) -> dict[str, Source]:
+    """Apply transformers' own table: names of earlier versions, and experts in one tensor."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, apply_renamings
 
-    converters = get_checkpoint_conversion_mapping(model_type) or []
+    transforms = get_model_conversion_mapping(model)
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    renamings = [transform for transform in transforms if not isinstance(transform, WeightConverter)]
+    by_name = {apply_renamings(name, renamings): source for name, source in sources.items()}
     converted: dict[str, Source] = {}
     groups: dict[tuple[str, int], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for name, source in sources.items():
+    for name, source in by_name.items():
         for position, converter in enumerate(converters):
             target, pattern = converter.rename_source_key(name)
             if pattern is not None:
@@ -258,7 +266,7 @@ def _convert(sources: Mapping[str, Source], model_type: str) -> dict[str, Source
         else:
             converted[name] = source
     for (target, position), names in groups.items():
-        converted[target] = _combine(target, converters[position], names, sources)
+        converted[target] = _combine(target, converters[position], names, by_name)
     return converted
 
 

@@ -119,11 +119,9 @@ def test_a_pickle_is_refused_with_how_to_convert_it(folder: Path) -> None:
     assert "torch.load('pytorch_model.bin', weights_only=True)" in received
 
 
-def test_an_unknown_architecture_is_refused_with_those_that_are_known(folder: Path) -> None:
-    (folder / "config.json").write_text('{"model_type": "mamba", "architectures": ["MambaForCausalLM"]}')
-    received = refused(folder, ConfigError)
-    assert "model_type 'mamba' (architectures: MambaForCausalLM)" in received
-    assert "deepseek_v2, deepseek_v3, llama, qwen2, qwen3" in received
+def test_a_config_that_describes_no_model_is_refused(folder: Path) -> None:
+    (folder / "config.json").write_text('{"hidden_size": 16}')
+    assert "has no model_type, so it does not describe a model of transformers" in refused(folder, ConfigError)
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def change_config(root: Path, **settings: Any) -> None:
 
 
 def unknown_architecture(root: Path) -> None:
-    change_config(root, model_type="mamba", architectures=["MambaForCausalLM"])
+    change_config(root, model_type="lama", architectures=["LamaForCausalLM"])
 
 
 def other_tokenizer(root: Path) -> None:
@@ -113,7 +113,7 @@ def truncated(root: Path) -> None:
 MISTAKES: dict[str, tuple[Callable[[Path], None], str]] = {
     "unknown architecture": (
         unknown_architecture,
-        r"llama/config.json: model_type 'mamba' \(architectures: MambaForCausalLM\) is",
+        r"llama/config.json: .*has model type `lama` but Transformers does not recognize this architecture",
     ),
     "configuration": (
         lambda root: change_config(root, hidden_size="16"),
