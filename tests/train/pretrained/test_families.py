@@ -1,0 +1,110 @@
+"""Families that transformers knows are loaded from their published layout, bit for bit as transformers loads them."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoModelForSequenceClassification
+
+from pipeline.contract.errors import ConfigError, DataError
+from pipeline.contract.pretrained import open_pretrained
+from train.optim import seed_step
+from train.pretrained.load import load_from_files
+
+TEXT = {"vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+PICTURE = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "image_size": 16, "patch_size": 8}  # fmt: skip  # noqa: E501
+BOTH_SIDES = {
+    "d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "vocab_size": 60, **TOKENS, "decoder_start_token_id": 1,
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, Any]] = {
+    "bert": TEXT,
+    "distilbert": {"vocab_size": 60, "dim": 16, "n_layers": 2, "n_heads": 2, "hidden_dim": 32},
+    "roberta": TEXT | TOKENS,
+    "mpnet": TEXT,
+    "albert": TEXT | {"embedding_size": 8},
+    "deberta-v2": TEXT,
+    "vit": PICTURE,
+    "dinov2": PICTURE,
+    "convnext": {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1]},
+    "whisper": BOTH_SIDES | {"num_mel_bins": 8, "max_source_positions": 20, "max_target_positions": 20},
+    "t5": {"vocab_size": 60, "d_model": 16, "d_ff": 32, "d_kv": 8, "num_heads": 2, "num_layers": 1},
+    "bart": BOTH_SIDES,
+    "gpt2": {"vocab_size": 60, "n_embd": 16, "n_layer": 2, "n_head": 2, **TOKENS},
+    "mixtral": TEXT | TOKENS | {"num_key_value_heads": 2, "num_local_experts": 4, "head_dim": 8},
+    "gemma2": TEXT | TOKENS | {"num_key_value_heads": 2, "head_dim": 8},
+}
+
+
+def published(folder: Path, family: str, kind: Any = AutoModel) -> Path:
+    torch.manual_seed(0)
+    kind.from_config(CONFIG_MAPPING[family](**FAMILIES[family])).save_pretrained(folder)
+    return folder
+
+
+def build(folder: Path, kind: Any = AutoModel) -> nn.Module:
+    model: nn.Module = kind.from_config(AutoConfig.from_pretrained(folder))
+    return model
+
+
+def load(folder: Path, kind: Any = AutoModel, allow: tuple[str, ...] = ()) -> nn.Module:
+    loaded = load_from_files(partial(build, folder, kind), open_pretrained(folder), allow, partial(seed_step, 0, -1, 0))
+    loaded.materializer.materialize(loaded.model, torch.device("cpu"))
+    return loaded.model
+
+
+def assert_equal(ours: nn.Module, theirs: nn.Module) -> None:
+    expected = theirs.state_dict()
+    assert ours.state_dict().keys() == expected.keys()
+    for name, tensor in ours.state_dict().items():
+        assert torch.equal(tensor, expected[name]), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_equal_those_of_transformers_loading(tmp_path: Path, family: str) -> None:
+    folder = published(tmp_path, family)
+    assert_equal(load(folder), AutoModel.from_pretrained(folder))
+
+
+def test_names_of_earlier_versions_are_known(tmp_path: Path) -> None:
+    folder = published(tmp_path, "bert")
+    expected = AutoModel.from_pretrained(folder)
+    weights = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): tensor
+        for name, tensor in load_file(folder / "model.safetensors").items()
+    }
+    assert any(name.endswith("gamma") for name in weights)
+    save_file(weights, folder / "model.safetensors")
+    assert_equal(load(folder), expected)
+
+
+def test_a_new_head_is_named_before_training(tmp_path: Path) -> None:
+    folder = published(tmp_path, "bert")
+    with pytest.raises(DataError, match=r"missing: classifier\.weight .*allow_mismatch"):
+        load(folder, AutoModelForSequenceClassification)
+    model = load(folder, AutoModelForSequenceClassification, ("classifier.*",))
+    body = AutoModel.from_pretrained(folder).state_dict()
+    assert all(torch.equal(tensor, body[name]) for name, tensor in model.get_submodule("bert").state_dict().items())
+
+
+def test_a_folder_without_a_model_type_is_refused(tmp_path: Path) -> None:
+    folder = published(tmp_path, "bert")
+    (folder / "config.json").write_text(json.dumps({"hidden_size": 16}))
+    with pytest.raises(ConfigError, match="has no model_type"):
+        open_pretrained(folder)
+
+
+def test_small_files_of_sentence_transformers_belong_to_the_model(tmp_path: Path) -> None:
+    folder = published(tmp_path, "bert")
+    (folder / "1_Pooling").mkdir()
+    for name in ("modules.json", "1_Pooling/config.json", "vocab.txt"):
+        (folder / name).write_text("{}")
+    assert {"modules.json", "1_Pooling/config.json", "vocab.txt", "config.json"} <= open_pretrained(folder).small.keys()
