@@ -37,7 +37,8 @@ class Matching:
     missing: dict[str, str] = field(default_factory=dict)  # → what the model has
     unexpected: dict[str, str] = field(default_factory=dict)  # by the name in the files → what they have
     misfits: dict[str, str] = field(default_factory=dict)  # → what differs
-    left_out: list[str] = field(default_factory=list)  # weights that this model type is known not to use
+    # Weights that this model type is known not to use, and buffers that it computes, such as position ids.
+    left_out: list[str] = field(default_factory=list)
 
     def require(self, allow: Sequence[str]) -> None:
         """Raise an error with all problems except those that `model.allow_mismatch` names.
@@ -77,8 +78,13 @@ def match(model: nn.Module, offers: Mapping[str, Source], config: Mapping[str, A
             matching.misfits[group[0]] = problem
         else:
             matching.sources |= dict.fromkeys(group, source)
+    computed_names = {
+        file_prefix + alias(name)[len(model_prefix) :]
+        for name, _ in model.named_buffers()
+        if alias(name).startswith(model_prefix)
+    }
     for name in sorted(offers.keys() - used_names):
-        if _is_ignored(name, model, config):
+        if name in computed_names or _is_ignored(name, model, config):
             matching.left_out.append(name)
         else:
             entry = offers[name].entries[0]

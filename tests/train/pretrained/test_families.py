@@ -86,6 +86,15 @@ def test_names_of_earlier_versions_are_known(tmp_path: Path) -> None:
     assert_equal(load(folder), expected)
 
 
+def test_buffers_that_the_model_computes_may_be_in_the_files(tmp_path: Path) -> None:
+    """As in files of BERT models that earlier versions of transformers wrote."""
+    folder = published(tmp_path, "bert")
+    expected = AutoModel.from_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    save_file(weights | {"embeddings.position_ids": torch.arange(512)[None]}, folder / "model.safetensors")
+    assert_equal(load(folder), expected)
+
+
 def test_a_new_head_is_named_before_training(tmp_path: Path) -> None:
     folder = published(tmp_path, "bert")
     with pytest.raises(DataError, match=r"missing: classifier\.weight .*allow_mismatch"):
