@@ -129,6 +129,15 @@ def with_this_python(argv: tuple[str, ...]) -> list[str]:
     ]
 
 
+DEFAULTS_OF_STEPS = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # required by torch's deterministic algorithms
+    "TOKENIZERS_PARALLELISM": "false",
+    "TQDM_DISABLE": "1",  # in a log, a progress bar is hundreds of lines
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+}
+
+
 def pod_environment() -> dict[str, str]:
     """Return the environment of a step in a pod, where the number of threads is determined in the pod."""
     environment = step_environment(1, 1)
@@ -136,14 +145,17 @@ def pod_environment() -> dict[str, str]:
     return environment
 
 
-def step_environment(processes: int, cores: int) -> dict[str, str]:
-    """Return the environment of every step; the cores are divided among its processes."""
+def step_environment(processes: int, cores: int, threads: int = 0) -> dict[str, str]:
+    """Return the environment of every step; unless `threads` is given, the cores are divided among its processes.
+
+    Where the user has set a variable of `DEFAULTS_OF_STEPS` or OMP_NUM_THREADS, that value is used.
+    """
+    defaults = {"OMP_NUM_THREADS": str(max(1, cores // processes)), **DEFAULTS_OF_STEPS}
     return {
         "PYTHONSAFEPATH": "1",  # a train.py in the project must not shadow the package `train`
         "PYTHONUNBUFFERED": "1",
-        "OMP_NUM_THREADS": str(max(1, cores // processes)),
-        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # required by torch's deterministic algorithms
-        "TOKENIZERS_PARALLELISM": "false",
+        **{name: os.environ.get(name, value) for name, value in defaults.items()},
+        **({"OMP_NUM_THREADS": str(threads)} if threads else {}),
     }
 
 

@@ -83,7 +83,7 @@ REDEPLOYED = "deployed again"  # reason in the records of `pipe deploy`, whose s
 # Settings of the train section that a resumed run may change. Not `checkpoints`: the run's own are there;
 # not `device`: it changes the arithmetic.
 RESUMABLE_SETTINGS = (
-    "processes", "nodes", "rendezvous", "launcher", "image", "workers", "restarts", "timeout_seconds",
+    "processes", "nodes", "rendezvous", "launcher", "image", "workers", "threads", "restarts", "timeout_seconds",
     "checkpoint_every", "keep_checkpoints", "snapshot", "log_every", "trace",
 )  # fmt: skip
 
@@ -559,7 +559,8 @@ class LocalExecutor:
         """Run the process; training is started again where its node was killed, as it starts its workers again."""
         train, log = run.config.train, run.log(record.step)
         processes = processes_per_node(train, count_gpus(os.environ)) if record.step == "train" else 1
-        environment = step_environment(processes, self._cores or os.cpu_count() or 1)
+        threads = train.threads if record.step == "train" else 0
+        environment = step_environment(processes, self._cores or os.cpu_count() or 1, threads)
         launcher = LocalLauncher(self._root, tick)
         status = launcher.launch(record.argv, log, environment)
         while record.step == "train" and status == -signal.SIGKILL:

@@ -10,12 +10,10 @@ from importlib.util import find_spec
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.processes import PARENT_WATCH_VARIABLE
 from pipeline.contract.settings.stages import Train
+from pipeline.processes import DEFAULTS_OF_STEPS
 
 # Variables that mpirun must pass on explicitly to processes on other machines.
-PASSED_ON = (
-    "PYTHONSAFEPATH", "PYTHONUNBUFFERED", "OMP_NUM_THREADS", "CUBLAS_WORKSPACE_CONFIG", "TOKENIZERS_PARALLELISM",
-    PARENT_WATCH_VARIABLE,
-)  # fmt: skip
+PASSED_ON = ("PYTHONSAFEPATH", "PYTHONUNBUFFERED", "OMP_NUM_THREADS", *DEFAULTS_OF_STEPS, PARENT_WATCH_VARIABLE)
 _HOW_TO_INSTALL = {
     "mpirun": "install Open MPI (`apt-get install openmpi-bin`)",
     "srun": "start `pipe` where Slurm is installed",

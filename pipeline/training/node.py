@@ -87,7 +87,8 @@ def _exit_on_signal(signal_number: int, _frame: object) -> None:
 
 def run_node(run: Run, root: Path, joined: bool, train: Train, restarted: bool = False) -> int:
     """Train until training is complete or cannot continue, and return the exit status."""
-    env = {**step_environment(processes_per_node(train, count_gpus(os.environ)), os.cpu_count() or 1), **os.environ}
+    processes = processes_per_node(train, count_gpus(os.environ))
+    env = {**os.environ, **step_environment(processes, os.cpu_count() or 1, train.threads)}
     run.partial("train").mkdir(parents=True, exist_ok=True)
     node = TrainingNode(run, root, env, joined, train)
     if not joined and not restarted:  # a person started or resumed training

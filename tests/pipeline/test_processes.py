@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pipeline.processes import (
     LocalLauncher,
     count_gpus,
     find_killed_process,
+    pod_environment,
     prepare_log,
     read_log_end,
     step_environment,
@@ -225,10 +227,33 @@ def test_a_killed_runner_takes_its_step_along(tmp_path: Path) -> None:
     assert gone(pid)
 
 
-def test_cores_are_shared_out_among_processes() -> None:
+def test_cores_are_shared_out_among_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert step_environment(processes=2, cores=8)["OMP_NUM_THREADS"] == "4"
     assert step_environment(processes=4, cores=2)["OMP_NUM_THREADS"] == "1"
     assert step_environment(processes=1, cores=2)["PYTHONSAFEPATH"] == "1"
+
+
+def test_threads_are_those_of_the_settings_or_of_the_users_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert step_environment(processes=2, cores=8)["OMP_NUM_THREADS"] == "3"
+    assert step_environment(processes=2, cores=8, threads=5)["OMP_NUM_THREADS"] == "5"
+    assert "OMP_NUM_THREADS" not in pod_environment()
+
+
+def test_progress_bars_stay_out_of_logs_unless_the_user_wants_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TQDM_DISABLE", raising=False)
+    program = "from tqdm.auto import tqdm; print(sum(tqdm([1, 2])))"
+
+    def run() -> subprocess.CompletedProcess[str]:
+        environment = {**os.environ, **step_environment(1, 1)}
+        return subprocess.run(
+            [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=300, check=True
+        )
+
+    assert (run().stdout, run().stderr) == ("3\n", "")
+    monkeypatch.setenv("TQDM_DISABLE", "")
+    assert "100%" in run().stderr
 
 
 @pytest.mark.parametrize(("visible", "count"), [("0,1", 2), ("", 0), ("-1", 0), ("GPU-5a3f", 1)])

@@ -148,8 +148,9 @@ def test_process_without_an_error_is_reported_by_its_exit_status(
 
 
 def test_the_cores_of_an_order_are_shared_out_among_its_processes(
-    project: Project, folder: Path, config: Config
+    project: Project, folder: Path, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     (folder / "task.py").write_text("import os\n\n\nclass T:\n    print('threads', os.environ['OMP_NUM_THREADS'])\n")
     with pytest.raises(ConfigError, match="has no method"):
         run_pipeline(project, config, RunRequest(("prepare",), cores=3), QUIET)
@@ -206,8 +207,9 @@ def test_rendered_run_is_not_the_source_of_the_next_deployment(project: Project,
 
 
 def test_prepare_runs_again_when_a_file_that_it_read_has_changed(
-    project: Project, folder: Path, config: Config, new_run: NewRun
+    project: Project, folder: Path, config: Config, new_run: NewRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("pipeline.readers._patterns", {})
     run = new_run()
     run.partial("prepare").mkdir()
     (folder / "rows.csv").write_text("x\n1\n")

@@ -37,7 +37,7 @@ def _yaml(value: Any) -> str:
 
 MANY = 2  # represents every number above one
 RANGE = "2:4"  # represents every other range
-_COUNTS = ("tensor_parallel", "expert_parallel", "pipeline_parallel", "accumulate", "workers")
+_COUNTS = ("tensor_parallel", "expert_parallel", "pipeline_parallel", "accumulate", "workers", "threads")
 
 COMPRESSED = {"fp16", "bf16", "powersgd", "topk"}
 LOCAL = {"local_sgd", "diloco"}
@@ -163,6 +163,7 @@ CONFLICTS = (
         "elastic_shards", {1}, "compress", {"none"}, "what is left out depends on the processes", "use compress=none"
     ),
     Conflict("elastic_shards", {1}, "balance", {"equal"}, "slices would depend on measured time", "use balance=equal"),
+    Conflict("elastic_shards", {1}, "threads", {0, 1}, "the order of sums depends on their number", "use threads=0"),
     Conflict(
         "elastic_shards", {1}, "deterministic", {True}, "two runs may differ without it", "use deterministic=true"
     ),

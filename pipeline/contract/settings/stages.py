@@ -88,7 +88,18 @@ class Train(Section):
     """Training: optimization, distribution over processes and machines, checkpoints."""
 
     OPERATIONAL: ClassVar = frozenset(
-        {"workers", "launcher", "rendezvous", "image", "restarts", "snapshot", "timeout_seconds", "log_every", "trace"}
+        {
+            "workers",
+            "threads",
+            "launcher",
+            "rendezvous",
+            "image",
+            "restarts",
+            "snapshot",
+            "timeout_seconds",
+            "log_every",
+            "trace",
+        }
         | {"checkpoints", "checkpoint_every", "keep_checkpoints"}
     )
 
@@ -152,6 +163,11 @@ class Train(Section):
         "torchrun", description="program that starts the processes; strategy=horovod uses horovodrun"
     )
     processes: Natural = Field(0, description="processes per node; 0: one per GPU, or 2 on CPU")
+    threads: Natural = Field(
+        0,
+        description="CPU threads per process; 0: `OMP_NUM_THREADS` if it is set, otherwise the cores are divided among "
+        "the processes; another number may change the last bits of results, but runs nothing again",
+    )
     nodes: Positive | Annotated[str, Field(pattern=r"^[1-9]\d*:[1-9]\d*$")] = Field(
         1, description="number of nodes; `2:4`: elastic, at least 2 and at most 4"
     )

@@ -23,6 +23,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "balance": ("equal", "auto"),
     "batch_size": (64, "auto"),
     "workers": (0, 2),
+    "threads": (0, MANY),
     "elastic_shards": (0, 1),
     "launcher": ("torchrun", "mpirun"),
     "nodes": (1, 2),
