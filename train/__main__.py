@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from pipeline.contract.data import Samples, check_columns, fingerprint, open_split, sample_digests
 from pipeline.contract.errors import BundleError, DataError, StageError
 from pipeline.contract.files import digest_parts, write_json
@@ -66,7 +68,8 @@ def train(run: Run, root: Path) -> None:
             _check_matches_prepare(run, splits)
         splits[0] = splits[0].first(config.max_samples)
         make_model = partial(build_model, task, run)
-        batch_size = decide_batch_size(task, config, group, splits[0], run.partial("train"), make_model)
+        probed = _longest_first(splits[0], prepared)
+        batch_size = decide_batch_size(task, config, group, probed, run.partial("train"), make_model)
         order = read_order(prepared, batch_size, config.seed, config.max_samples)
         identity = _identity(run, len(splits[0]), batch_size)
         storage = make_storage(config.checkpoints, run.partial("train"), run.id)
@@ -86,6 +89,14 @@ def train(run: Run, root: Path) -> None:
         evaluate = run.config.evaluate
         check_metrics(task, trainer.strategy, splits[1], group, {evaluate.metric, *evaluate.metric_limits})
         _fit(trainer, run, group, store, resume_point)
+
+
+def _longest_first(samples: Samples, prepared: Path) -> Samples:
+    """Return the samples with which memory is measured: in batches by length, the longest come together."""
+    order = read_order(prepared, 1, 0, len(samples))
+    if order.kind != "lengths" or order.values is None:
+        return samples
+    return samples.rearranged(np.argsort(-order.values, kind="stable").tolist())
 
 
 def _identity(run: Run, samples: int, batch_size: int) -> dict[str, Any]:

@@ -108,6 +108,12 @@ class Samples:
             return Samples(self.split, self.source, self._collate, count, whole=False)
         return Samples(self.split, Subset(self._items, range(count)), self._collate)
 
+    def rearranged(self, indices: Sequence[int]) -> Samples:
+        """Return the samples at these indices as a split; not for streams."""
+        if self._columns is not None:
+            return Samples(self.split, self.batch(indices))
+        return Samples(self.split, Subset(self._items, indices), self._collate)
+
     def collated(self) -> Samples:
         """Return the split as columns, if the task has collate(): all samples as one batch, to have one shape."""
         if self._collate is None:

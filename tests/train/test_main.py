@@ -7,6 +7,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,10 @@ import pytest
 import torch
 
 from pipeline.contract.data import Samples
+from pipeline.contract.files import write_json
 from pipeline.contract.run import Run
-from train.__main__ import describe_samples, describe_summary, first_disagreement
+from train.__main__ import _longest_first, describe_samples, describe_summary, first_disagreement
+from train.batch_order import write_order
 from train.checkpoint.in_memory import open_snapshot_folder
 from train.ledger import read_lines
 
@@ -220,3 +223,12 @@ def test_steps_that_were_skipped_are_reported() -> None:
     received = describe_summary({**SUMMARY, "overflow_steps": 2, "loss_scale": 16384.0})
     assert received.endswith("; best at step 30; 2 steps skipped for overflow, loss scale 16384")
     assert "; 1 step skipped" in describe_summary({**SUMMARY, "overflow_steps": 1, "loss_scale": 16384.0})
+
+
+def test_memory_is_measured_with_the_longest_samples(tmp_path: Path) -> None:
+    samples = Samples("train", Items([2, 5, 3]))
+    report = {"splits": {"train": {"samples": 3}}}
+    write_json(tmp_path / "data.json", report)
+    assert _longest_first(samples, tmp_path) is samples
+    write_json(tmp_path / "data.json", {**report, "order": write_order("lengths", np.array([2, 5, 3]), tmp_path)})
+    assert _longest_first(samples, tmp_path).batch([0])["x"].shape == (1, 5)
