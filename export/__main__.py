@@ -10,7 +10,7 @@ import platform
 import shutil
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from export.bundle import Sources, columns_with_nan, fill_bundle
 from export.model_card import describe_codec, render_card
 from export.other_formats import FOLDER as FORMATS
 from export.other_formats import FORMATS_FILE, Original, require_formats, write_formats
+from export.padding import PaddingEffect
 from export.to_onnx import tensor_specs
 from export.variants.choose import (
     FP32,
@@ -95,6 +96,10 @@ def _describe_verification(verification: Verification, samples: int) -> Iterator
     worst = max(row["max_abs_error"] for row in verification.all_rows)
     sizes = sorted({row["batch_size"] for row in verification.comparisons})
     yield f"equal to torch on {samples} test samples at batch sizes {sizes}; largest difference {worst:.2g}"
+    if verification.padding.padding and not verification.padding.differing:
+        yield f"equal with and without padding, {verification.padding.samples} padded test samples"
+    if verification.padding.text:
+        yield f"warning: {verification.padding.text}"
     if verification.greedy:
         greedy = verification.greedy
         yield f"greedy answers to {greedy['prompts']} prompts are torch's, {greedy['tokens']} tokens"
@@ -169,6 +174,7 @@ def _parity(run: Run, verification: Verification, samples: int, model: Path, var
         "runs": verification.comparisons,
         **({"greedy": verification.greedy} if verification.greedy else {}),
         **verification.file,
+        **({"padding": asdict(verification.padding)} if verification.padding != PaddingEffect() else {}),
         "coverage": verification.coverage.rows,
         "left_out": verification.coverage.left_out,
         "versions": {"torch": torch.__version__, "onnx": onnx.__version__, "onnxruntime": onnxruntime.__version__},

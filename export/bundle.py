@@ -69,6 +69,7 @@ class ModelProperties:
     generation: Generation | None = None
     variant: str = "fp32"
     error: float = 0.0  # tolerance for processors that round this variant differently
+    padding: str = ""  # how padding changes answers
     missing: frozenset[str] = frozenset()  # columns whose data have NaN
 
 
@@ -110,6 +111,7 @@ def _signature(bundle: Path, config: Config, properties: ModelProperties, requir
         runtime=Runtime(**config.serve.model_dump(include=set(Runtime.model_fields))),
         generation=properties.generation,
         variant=properties.variant,
+        padding=properties.padding,
     )
 
 

@@ -79,6 +79,8 @@ def _limits(facts: Facts, signature: Signature) -> Iterator[str]:
     limits = signature.limits
     yield f"- At most {limits.max_batch_size} instances and {limits.max_body_bytes} bytes a request."
     yield from (f"- Axis `{axis}`: at most {size}." for axis, size in sorted(limits.axes.items()))
+    if signature.padding:
+        yield f"- {signature.padding[:1].upper()}{_cell(signature.padding[1:])}."
     if signature.generation is not None:
         yield "- A language model: it continues prompts of its tokenizer."
     if samples := facts.verdict.get("samples"):

@@ -39,6 +39,7 @@ from export.optimize import (
     remove_plain,
     restore_plain,
 )
+from export.padding import PaddingEffect, measure_padding
 from export.parity import (
     Arrays,
     evaluated_outputs,
@@ -81,6 +82,7 @@ class Verification:
     cause: str = ""  # the first wrong node, or the module that was traced differently
     coverage: Coverage = field(default_factory=Coverage)
     file: dict[str, Any] = field(default_factory=dict)  # properties of the file, for parity.json
+    padding: PaddingEffect = field(default_factory=PaddingEffect)
 
     @property
     def equal(self) -> bool:
@@ -119,7 +121,14 @@ def verify_model(task: Task, model: nn.Module, test: Samples, config: Export, pa
         optimised = optimised if optimised.used == "none" else restore_plain(path, optimised, reason)
     lowered, verification = optimized_result or (fit_runtime(path), verify_file(subject))
     remove_plain(path)
-    return replace(verification, file=_file_facts(path, optimised, lowered))
+    verification = replace(verification, file=_file_facts(path, optimised, lowered))
+    return _measure_padding(subject, verification) if verification.equal and generation is None else verification
+
+
+def _measure_padding(subject: Subject, verification: Verification) -> Verification:
+    axes = {spec.name: spec.shape for spec in tensor_specs(subject.path)[1]}
+    effect = measure_padding(subject.task, subject.model, subject.test, axes, subject.config)
+    return replace(verification, padding=effect, properties=replace(verification.properties, padding=effect.text))
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from pipeline.contract.signature import TensorSpec
 from serve.errors import Headers
 from serve.generate.model import TextGenerator
 from serve.metrics import ModelMetrics
+from serve.protocol.validate import format_shape
 from serve.request_context import RequestContext
 from serve.runtime.batcher import Array, Batcher, BatchingOptions, RunTimeEstimate
 from serve.runtime.predictor import Predictor
@@ -140,6 +141,8 @@ class ModelVersion:
                 "provider": session.provider,
                 "provider_fallback": session.fallback,
                 "batching": f"off: {self.predictor.unbatched_reason}" if self.predictor.unbatched_reason else "on",
+                **({"axes": text} if (text := _named_shapes((*signature.inputs, *signature.outputs))) else {}),
+                **({"padding": signature.padding} if signature.padding else {}),
                 **({} if self.generator is None else {"texts": self.generator.batching}),
                 **({"missing": f"{', '.join(names)}: {_MISSING}"} if (names := signature.missing_inputs) else {}),
                 **({} if self.predictor.text_signature is None else {"instances": _TEXT_TENSORS}),
@@ -177,6 +180,12 @@ def batching_options(predictor: Predictor) -> BatchingOptions:
         delay_seconds=runtime.batch_delay_ms / 1e3,
         cpu_bound=predictor.session.provider == CPU,
     )
+
+
+def _named_shapes(specs: Sequence[TensorSpec]) -> str:
+    """Return the shapes with the names of axes, which the protocol's own shapes do not have; empty without any."""
+    has_names = any(isinstance(axis, str) for spec in specs for axis in spec.shape[1:])
+    return ", ".join(f"{spec.name} {format_shape(spec.shape)}" for spec in specs) if has_names else ""
 
 
 def tensor_metadata(spec: TensorSpec) -> dict[str, Any]:

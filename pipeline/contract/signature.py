@@ -139,6 +139,7 @@ class Signature(Frozen):
     runtime: Runtime
     generation: Generation | None = None  # present for language models
     variant: str = "fp32"  # of the ONNX file; all variants have the same inputs and outputs
+    padding: str = ""  # how padding changes answers, or that it is unknown; empty: it does not
 
     @model_validator(mode="after")
     def _tensors_exist(self) -> Signature:

@@ -26,6 +26,7 @@ def parity(facts: Facts) -> Html | None:
         runs=mappings(body.get("runs")),
         elsewhere=mappings(body.get("coverage")),
         left_out=list(body.get("left_out") or ()),
+        padding=body.get("padding"),
     )
 
 

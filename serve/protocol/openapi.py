@@ -14,6 +14,7 @@ import numpy as np
 from pipeline.contract.signature import NUMPY_TYPES, Limits, Signature, TensorSpec
 from serve.model_version import ModelVersion
 from serve.models import ModelRepository
+from serve.protocol.validate import format_shape
 from serve.routes import PATHS, needs_no_key
 
 Schema = dict[str, Any]
@@ -372,6 +373,7 @@ def _input_tensor(spec: TensorSpec, limits: Limits) -> Schema:
             "name": {"const": spec.name},
             "shape": {
                 "type": "array",
+                "description": format_shape(spec.shape),
                 "minItems": len(spec.shape),
                 "maxItems": len(spec.shape),
                 "prefixItems": [_size(axis, place, limits) for place, axis in enumerate(spec.shape)],
@@ -388,7 +390,7 @@ def _output_tensor(spec: TensorSpec) -> Schema:
     element = _element(spec.datatype)
     if element["type"] == "number":
         element = {"type": ["number", "null"]}  # JSON has no NaN and no infinity
-    axes = {"type": "array", "items": {"type": "integer", "minimum": 0}}
+    axes = {"type": "array", "description": format_shape(spec.shape), "items": {"type": "integer", "minimum": 0}}
     return _object(
         {
             "name": {"const": spec.name},

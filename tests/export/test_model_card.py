@@ -51,6 +51,11 @@ def test_a_card_of_a_run_that_recorded_little_has_what_is_known() -> None:
     assert f"| checkpoint | `{'c' * 64}` |" in text
 
 
+def test_what_padding_does_is_a_limit() -> None:
+    signature = SIGNATURE.model_copy(update={"padding": "padding changes answers: 7 of 9"})
+    assert "\n- Padding changes answers: 7 of 9.\n" in render_card(Facts(FILE), signature, ANCESTORS)
+
+
 def test_accepted_changes_are_on_it() -> None:
     acceptance = Acceptance(key="k", parts={}, changes="task.py changed", by="ann", at="2026-01-02")
     train = StepRecord(step="train", status="done", key="k", parts={}, accepted=(acceptance,))

@@ -12,7 +12,9 @@ import pytest
 
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.override import Override
+from pipeline.contract.signature import TensorSpec
 from serve.model_version import ModelVersion
+from serve.protocol import openapi
 from serve.runtime.session import Session
 
 if TYPE_CHECKING:
@@ -78,6 +80,24 @@ def test_metadata_states_who_let_a_rejected_model_pass_and_why(bundle: Bundle) -
     )
     properties = ModelVersion.metadata(cast("ModelVersion", version), ["1"])["properties"]
     assert properties["override"] == "overridden by ann@here, 2026-01-02: shown on Monday"
+    assert not properties.keys() & {"axes", "padding"}
+
+
+def test_metadata_names_the_axes_of_texts_and_what_padding_does(bundle: Bundle) -> None:
+    inputs = (TensorSpec(name="letters", datatype="INT64", shape=("batch", "time")),)
+    outputs = (TensorSpec(name="tags", datatype="FP32", shape=("batch", "time // 2", 3)),)
+    tagger = {"inputs": inputs, "outputs": outputs, "padding": "padding changes answers: 7 of 9"}
+    changed = replace(bundle, signature=bundle.signature.model_copy(update=tagger))
+    predictor = SimpleNamespace(
+        session=SimpleNamespace(provider="CPU", fallback=""), unbatched_reason="", text_signature=None
+    )
+    version = SimpleNamespace(name="tiny", digest="", bundle=changed, predictor=predictor, generator=None)
+    metadata = ModelVersion.metadata(cast("ModelVersion", version), ["1"])
+    assert metadata["properties"]["axes"] == "letters [batch, time], tags [batch, time // 2, 3]"
+    assert metadata["properties"]["padding"] == "padding changes answers: 7 of 9"
+    assert metadata["outputs"][0]["shape"] == [-1, -1, 3]
+    shape = openapi.infer_answer(changed.signature, "tiny", "1")["properties"]["outputs"]["items"]["anyOf"][0]
+    assert shape["properties"]["shape"]["description"] == "[batch, time // 2, 3]"
 
 
 def test_v1_gives_the_golden_predictions_for_the_golden_instances(client: httpx.Client, bundle: Bundle) -> None:

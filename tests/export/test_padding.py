@@ -1,0 +1,161 @@
+"""Samples by themselves and padded, whatever a mask is called."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from export.padding import PaddingEffect, measure_padding
+from export.verify import verify_model
+from pipeline.contract.data import open_split
+from pipeline.contract.settings.stages import Export
+
+from .conftest import COUNT
+from .recurrent import LENGTH, LONGEST, Tagger, Tags, texts
+
+PADDED = sum(length < LENGTH for length in 3 + np.arange(COUNT) % (LENGTH - 2))
+AXES = {"tags": ("batch", "time", 3)}
+
+
+class Mean(Tagger):
+    """Ignores padding, on either side."""
+
+    def forward(self, letters: Tensor, real: Tensor) -> Tensor:
+        weight = real.float().unsqueeze(-1)
+        found: Tensor = (self.embed(letters) * weight).sum(1) / weight.sum(1).clamp(min=1)
+        return found
+
+
+def effect(task: Any) -> PaddingEffect:
+    return measure_padding(task, task.net.eval(), open_split(task, "test").collated(), AXES, Export())
+
+
+def test_a_recurrent_layer_that_reads_padding_is_reported_with_numbers(tmp_path: Path) -> None:
+    task: Any = Tags()
+    test = open_split(task, "test")
+    made = verify_model(task, task.net.eval(), test, Export(batch_sizes=(1, 7)), tmp_path / "model.onnx")
+    made.require()
+    found = made.padding
+    assert (found.samples, found.differing, found.unknown) == (PADDED, PADDED, {})
+    assert found.padding == {"time": "letters 0, real 0 on the right"}
+    index = int(found.worst.rpartition(" ")[2])
+    with torch.no_grad():
+        sample = [column[index : index + 1] for column in test.batch(range(COUNT)).values()]
+        length = int(sample[1].sum())
+        own, padded = task.net(*(column[:, :length] for column in sample)), task.net(*sample)
+    assert found.max_abs_error == pytest.approx(float((own - padded[:, :length]).abs().max()), rel=1e-4)
+    assert found.max_abs_error > 0.05
+    assert made.properties.padding == found.text
+    assert found.text.startswith(
+        f"padding changes answers: {PADDED} of {PADDED} padded test samples have other outputs"
+    )
+
+
+def test_a_model_that_ignores_padding_is_not_accused() -> None:
+    found = effect(Tags(Mean()))
+    assert (found.samples, found.differing, found.text) == (PADDED, 0, "")
+
+
+def flipped() -> dict[str, np.ndarray[Any, Any]]:
+    return {name: column[:, ::-1].copy() for name, column in texts().items()}
+
+
+def test_padding_on_the_left_is_found_as_well() -> None:
+    assert effect(Tags(Mean(), flipped())).padding == {"time": "letters 0, real 0 on the left"}
+    assert effect(Tags(columns=flipped())).differing == PADDED
+
+
+def test_positions_that_are_counted_are_no_part_of_the_padding() -> None:
+    class Placed(Mean):
+        def forward(self, letters: Tensor, real: Tensor, place: Tensor | None = None) -> Tensor:
+            assert place is not None
+            return super().forward(letters, real * (place < LONGEST))
+
+    columns = {**texts(), "place": np.tile(np.arange(LENGTH), (COUNT, 1))}
+    axes = dict.fromkeys(columns, ("batch", "time"))
+    found = effect(Tags(Placed(), columns, tuple(columns), axes=axes))
+    assert (found.padding, found.samples, found.differing) == ({"time": "letters 0, real 0 on the right"}, PADDED, 0)
+
+
+def test_a_mask_is_enough_where_another_input_goes_on_behind_a_sample() -> None:
+    columns = {**texts(), "noise": np.random.default_rng(1).integers(1, 9, (COUNT, LENGTH))}
+    axes = dict.fromkeys(columns, ("batch", "time"))
+
+    class Noisy(Mean):
+        def forward(self, letters: Tensor, real: Tensor, noise: Tensor | None = None) -> Tensor:
+            assert noise is not None
+            return super().forward(letters, real) + noise.sum(1, keepdim=True)
+
+    found = effect(Tags(Noisy(), columns, tuple(columns), axes=axes))
+    assert found.padding == {"time": "real 0 on the right"}
+    assert (found.samples, found.differing) == (PADDED, PADDED)
+
+
+NOT_CLEAR = "no test sample ends with values that stand only at the end of samples"
+
+
+@pytest.mark.parametrize(
+    "letters",
+    [
+        np.random.default_rng(2).integers(0, 12, (COUNT, LENGTH)),  # no padding
+        np.full((COUNT, LENGTH), 3),  # the same everywhere
+        np.random.default_rng(2).integers(1, 11, (COUNT, LENGTH)) * (np.arange(LENGTH) < LENGTH - 1),  # an end of text
+        np.where(np.arange(LENGTH) == 1, 0, texts()["letters"]),  # the padding stands inside as well
+    ],
+)
+def test_a_length_that_the_data_do_not_show_is_unknown_and_not_guessed(letters: Any) -> None:
+    class Sum(Tagger):
+        def forward(self, letters: Tensor, real: Tensor | None = None) -> Tensor:
+            found: Tensor = self.embed(letters).sum(1)
+            return found
+
+    task = Tags(Sum(), {"letters": letters}, ("letters",), axes={"letters": ("batch", "time")})
+    found = effect(task)
+    assert (found.samples, found.differing, set(found.unknown)) == (0, 0, {"time"})
+    assert found.text.startswith("whether padding of axis `time` changes answers is unknown: ")
+
+
+@dataclass
+class Collated(Tags):
+    """Texts of their own lengths, which collate() pads with the letter 1, and no mask."""
+
+    inputs: tuple[str, ...] = ("letters",)
+
+    def data(self, split: str) -> Any:
+        columns = texts()
+        lengths = columns["real"].sum(1)
+        return [{"letters": row[:length]} for row, length in zip(columns["letters"], lengths, strict=True)]
+
+    def collate(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        rows = [torch.as_tensor(sample["letters"]) for sample in samples]
+        return {"letters": nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=1)}
+
+
+def test_collate_decides_what_a_sample_by_itself_is() -> None:
+    class Unmasked(Tagger):
+        def forward(self, letters: Tensor, real: Tensor | None = None) -> Tensor:
+            return super().forward(letters, torch.ones_like(letters))
+
+    found = effect(Collated(Unmasked(), axes={"letters": ("batch", "time")}))
+    assert found.padding == {"time": "collate() on the right"}
+    assert (found.samples, found.differing) == (PADDED, PADDED)
+
+
+def test_an_output_that_is_longer_without_padding_is_not_compared() -> None:
+    class Shorter(Tagger):
+        def forward(self, letters: Tensor, real: Tensor) -> Tensor:
+            return super().forward(letters, real)[:, : 2 * LENGTH - 2 * letters.shape[1] + 1]
+
+    found = effect(Tags(Shorter()))
+    assert "`tags` is [3, 3] for a sample by itself, [1, 3] if padded" in found.unknown["time"]
+
+
+def test_a_task_without_other_axes_than_the_batch_has_nothing_to_pad() -> None:
+    assert effect(Tags(axes={"letters": ("batch", LENGTH)}, longest={})) == PaddingEffect()
