@@ -53,7 +53,7 @@ def predict(
     ] = None,
     output: OutputOption = Output.text,
 ) -> None:
-    """Send a request to the live service, by default its example."""
+    """Send a request to the live service, by default its examples."""
     project = project_of(context)
     live = read_live(project.runs)
     if live is None or not live.alive:
@@ -80,7 +80,7 @@ def _example(run: Run) -> dict[str, Any]:
     golden = run.bundle().golden()
     if not golden.instances:
         raise ConfigError("the task has no example(); give a file with instances")
-    return {"instances": golden.instances[:1]}
+    return {"instances": golden.instances}
 
 
 def _read_instances(file: Path) -> dict[str, Any]:

@@ -286,7 +286,7 @@ def test_commands_know_the_api_keys_and_tls_of_the_service(
     assert closed is not None
     assert f"took over from pid {live.pid}" in stderr, "the same bundle, but other options"
     assert closed.url == f"https://127.0.0.1:{project.port}"
-    assert json.loads(project.pipe("predict", "-o", "json").stdout)["predictions"]
+    assert len(json.loads(project.pipe("predict", "-o", "json").stdout)["predictions"]) == 2, "all examples"
     stranger = Access(tls_certificate=str(certificate.certificate))
     assert send_request("127.0.0.1", project.port, "GET", "/v2", access=stranger)[0] == 401
     assert send_request("127.0.0.1", project.port, "GET", "/v2", access=closed.access)[0] == 200
