@@ -21,21 +21,21 @@
 
   let latest = 0;
 
-  async function post(path, body) {
+  async function post(path, body, sent = null) {
     const requestNumber = ++latest; // the answer is shown unless a later request was sent
     const began = performance.now();
     let outcome;
     try {
       const response = await fetch(path, { method: "POST", body, headers: { "content-type": "application/json" } });
       const text = await response.text();
-      outcome = { response, text, took: performance.now() - began };
+      outcome = { response, text, sent, took: performance.now() - began };
     } catch (error) {
       outcome = { problem: `the service did not answer: ${error.message}` };
     }
     if (requestNumber === latest) show(outcome);
   }
 
-  function show({ response, text, took, problem }) {
+  function show({ response, text, sent, took, problem }) {
     if (problem) {
       answer.replaceChildren(el("p", { className: "error", role: "alert" }, problem));
       return;
@@ -50,38 +50,130 @@
     const line = [`${took.toFixed(1)} ms round trip`, `bundle ${bundle}`];
     if (response.headers.get("x-request-id")) line.push(`request ${response.headers.get("x-request-id")}`);
     const shown = response.ok
-      ? [...summarize(result), details("Raw answer", el("pre", {}, JSON.stringify(result, null, 1)))]
+      ? [...summarize(result, sent), details("Raw answer", el("pre", {}, JSON.stringify(result, shortened, 1)))]
       : [el("p", { className: "error", role: "alert" }, `${response.status}: ${result.error?.message || result.error || text.slice(0, 400)}`)];
     answer.replaceChildren(...shown.slice(0, 2), el("p", { className: "took" }, line.join(" · ")), ...shown.slice(2));
   }
 
   const details = (title, ...children) => el("details", {}, el("summary", {}, title), ...children);
 
-  /** Return the elements that show the first prediction, or each output. */
-  function summarize(result) {
+  const shortened = (_, value) =>
+    (typeof value === "string" && value.length > 4000 ? `${value.slice(0, 60)}… (${value.length} characters)` : value);
+
+  /** Return the elements that show the first prediction, or each output; `sent` is the picture of the request. */
+  function summarize(result, sent) {
     if (Array.isArray(result.choices)) {
       const texts = result.choices.map((one) => el("pre", { className: "text" }, one.text ?? one.message.content));
       return [el("div", {}, ...texts), el("div")];
     }
     if (Array.isArray(result.predictions)) {
       const [first] = result.predictions;
-      const fields = first !== null && typeof first === "object" && !Array.isArray(first) ? first : { prediction: first };
-      return facts(fields);
+      const isObject = first !== null && typeof first === "object" && !Array.isArray(first) && !pictureUrl(first);
+      return facts(isObject ? first : { prediction: first }, sent);
     }
     return facts(Object.fromEntries((result.outputs || []).map((one) => [one.name, one.data || `${one.shape} raw`])));
   }
 
-  function facts(fields) {
-    const values = [];
-    const charts = [];
+  function facts(fields, sent = null) {
+    const [values, charts, pictures] = [[], [], []];
+    const boxes = boxesIn(fields);
     for (const [name, value] of Object.entries(fields)) {
-      if (numbers(value)) charts.push(bars(name, value));
+      const url = pictureUrl(value);
+      if (url) pictures.push(figure(name, el("img", { src: url, alt: name })));
+      else if (isMatrix(value)) pictures.push(figure(name, matrixPicture(name, value)));
+      else if (numbers(value)) charts.push(bars(name, value));
+      else if (isRows(value)) charts.push(rowsTable(name, value));
+      else if (Array.isArray(value) && value.length && value.every((one) => typeof one === "string")) values.push([name, value.join(", ")]);
       else if (value === null || typeof value !== "object") values.push([name, value]);
     }
+    if (sent && boxes.length) pictures.unshift(figure("boxes", boxesPicture(sent, boxes)));
+    else if (sent && pictures.length) pictures.unshift(figure("sent", el("img", { src: sent, alt: "the picture that was sent" })));
     const list = values.map(([name, value], index) =>
-      el("div", { className: index === 0 ? "first" : "" }, el("dt", {}, name),
+      el("div", { className: index === 0 && String(value).length < 40 ? "first" : "" }, el("dt", {}, name),
         el("dd", {}, typeof value === "number" ? number(value) : String(value))));
-    return [el("dl", { className: "result", hidden: list.length === 0 }, ...list), el("div", {}, ...charts)];
+    return [el("dl", { className: "result", hidden: list.length === 0 }, ...list),
+      el("div", {}, el("div", { className: "pictures", hidden: pictures.length === 0 }, ...pictures), ...charts)];
+  }
+
+  const figure = (text, picture) => el("figure", {}, picture, el("figcaption", {}, text));
+
+  /** The address of a picture: base64 of a PNG or JPEG file, bare or as {"b64": …}; else "". */
+  function pictureUrl(value) {
+    const text = value !== null && typeof value === "object" && Object.keys(value).join() === "b64" ? value.b64 : value;
+    if (typeof text !== "string" || text.length < 40 || !/^[A-Za-z0-9+/]+={0,2}$/.test(text)) return "";
+    const kind = text.startsWith("iVBORw0KGgo") ? "png" : text.startsWith("/9j/") ? "jpeg" : "";
+    return kind && `data:image/${kind};base64,${text}`;
+  }
+
+  const isMatrix = (value) => Array.isArray(value) && value.length >= 4
+    && value.every((row) => Array.isArray(row) && row.length >= 4 && row.length === value[0].length
+      && row.every((one) => typeof one === "number"));
+
+  /** Draw rows of numbers in greys, from the lowest to the highest. */
+  function matrixPicture(name, rows) {
+    const [width, height] = [rows[0].length, rows.length];
+    const canvas = el("canvas", { className: "seen", width, height, role: "img", "aria-label": name });
+    const image = new ImageData(width, height);
+    const flat = rows.flat();
+    const [least, most] = flat.reduce(([low, high], one) => [Math.min(low, one), Math.max(high, one)], [Infinity, -Infinity]);
+    flat.forEach((one, index) => {
+      const grey = (255 * (one - least)) / (most - least || 1);
+      image.data.set([grey, grey, grey, 255], 4 * index);
+    });
+    canvas.getContext("2d").putImageData(image, 0, 0);
+    return canvas;
+  }
+
+  const isRows = (value) => Array.isArray(value) && value.length > 0 && value.length <= 200
+    && value.every((one) => one !== null && typeof one === "object" && !Array.isArray(one) && Object.keys(one).length <= 8);
+
+  function rowsTable(name, rows) {
+    const columns = [...new Set(rows.flatMap((row) => Object.keys(row)))];
+    const cell = (value) => (value === undefined ? "" : typeof value === "number" ? number(value)
+      : typeof value === "object" ? JSON.stringify(value) : String(value));
+    const head = el("tr", {}, ...columns.map((column) => el("th", {}, column)));
+    const body = rows.map((row) => el("tr", {}, ...columns.map((column) => el("td", {}, cell(row[column])))));
+    return el("div", { className: "scroll", role: "group", "aria-label": name },
+      el("table", {}, el("thead", {}, head), el("tbody", {}, ...body)));
+  }
+
+  /** Boxes with corners in pixels: [{"box": [left, top, right, bottom], "label": …, "score": …}], or one list for each. */
+  function boxesIn(fields) {
+    const corners = (box) => {
+      const edges = Array.isArray(box) ? box : box && typeof box === "object" ? [box.xmin, box.ymin, box.xmax, box.ymax] : [];
+      return edges.length === 4 && edges.every((one) => typeof one === "number") ? edges : null;
+    };
+    const lists = Object.values(fields).filter((value) => isRows(value) && value.every((row) => corners(row.box)));
+    if (lists.length) return lists.flat().map((row) => ({ edges: corners(row.box), label: row.label, score: row.score }));
+    const { boxes, labels = [], scores = [] } = fields;
+    if (!Array.isArray(boxes) || !boxes.every(corners)) return [];
+    return boxes.map((box, index) => ({ edges: corners(box), label: labels?.[index], score: scores?.[index] }));
+  }
+
+  function boxesPicture(url, boxes) {
+    const canvas = el("canvas", { className: "boxes", width: 1, height: 1, role: "img", "aria-label": `${boxes.length} boxes on the picture that was sent` });
+    const picture = el("img", { src: url });
+    picture.decode().then(() => {
+      const scale = Math.max(1, 640 / picture.naturalWidth); // lines and texts stay sharp on small pictures
+      canvas.width = Math.round(picture.naturalWidth * scale);
+      canvas.height = Math.round(picture.naturalHeight * scale);
+      const pencil = canvas.getContext("2d");
+      pencil.drawImage(picture, 0, 0, canvas.width, canvas.height);
+      pencil.lineWidth = canvas.width / 200;
+      pencil.font = `600 ${Math.round(canvas.width / 26)}px system-ui, sans-serif`;
+      for (const { edges: [left, top, right, bottom], label, score } of boxes) {
+        const text = [label, typeof score === "number" ? score.toFixed(2) : null].filter((one) => one !== undefined && one !== null).join(" ");
+        pencil.strokeStyle = pencil.fillStyle = getComputedStyle(canvas).getPropertyValue("--one");
+        pencil.strokeRect(left * scale, top * scale, (right - left) * scale, (bottom - top) * scale);
+        const high = canvas.width / 20;
+        const y = Math.max(top * scale - high, 0);
+        if (!text) continue;
+        pencil.fillRect(left * scale, y, pencil.measureText(text).width + high / 2, high);
+        pencil.fillStyle = getComputedStyle(canvas).getPropertyValue("--card");
+        pencil.fillText(text, left * scale + high / 4, y + high * 0.78);
+      }
+    }, () => canvas.replaceWith(el("p", { className: "muted" }, "The browser cannot read this picture.")));
+    return canvas;
   }
 
   const numbers = (value) =>
@@ -126,6 +218,113 @@
     });
     place.replaceChildren(el("label", { for: "body" }, note), area,
       el("div", { className: "buttons" }, send), line.shell);
+  }
+
+  /** A field for each value of an instance; Send sends one instance. */
+  function fieldsForm({ bare, fields, examples }) {
+    const controls = fields.map((field, index) => control(field, `field-${index}`, bare));
+    const instance = () => {
+      if (bare) return controls[0].read();
+      return Object.fromEntries(fields.map((field, index) => [field.name, controls[index].read()]));
+    };
+    let shown = 0;
+    const fill = (example) => controls.forEach((one, index) => one.write(bare ? example : example[fields[index].name]));
+    const send = el("button", { className: "main", type: "button" }, "Send");
+    const another = el("button", { type: "button", hidden: examples.length < 2 }, "Next example");
+    const asJson = el("button", { type: "button" }, "Edit as JSON");
+    const line = command(predict, "…");
+    const body = () => JSON.stringify({ instances: [instance()] });
+    const guarded = (work) => async () => {
+      try {
+        await work();
+      } catch (error) {
+        answer.replaceChildren(el("p", { className: "error", role: "alert" }, error.message));
+      }
+    };
+    send.addEventListener("click", guarded(async () => {
+      const text = body();
+      line.update(short(text));
+      send.disabled = true;
+      await post(predict, text, controls.map((one) => one.picture?.()).find(Boolean));
+      send.disabled = false;
+    }));
+    another.addEventListener("click", () => { fill(examples[shown = (shown + 1) % examples.length]); });
+    asJson.addEventListener("click", guarded(() => textForm(predict, body(), "Instances for the model's codec")));
+    place.replaceChildren(el("div", { className: bare ? "fields bare" : "fields" }, ...controls.map((one) => one.element)),
+      el("div", { className: "buttons" }, send, another, asJson), line.shell);
+    if (examples.length) {
+      fill(examples[0]);
+      line.update(short(body()));
+    }
+  }
+
+  /** A labelled control for one value; an empty one is null where the examples have null, and for numbers. */
+  function control({ name, kind, wrapped, nullable }, id, bare) {
+    const title = name || { picture: "A picture for the model", number: "A number for the model" }[kind] || "A text for the model";
+    const wrap = (element, label = el("label", { for: id }, title)) => el("div", { className: kind }, label, element);
+    if (kind === "picture") return pictureControl(title, wrapped, id);
+    if (kind === "boolean") {
+      const choices = [["true", "yes"], ["false", "no"], ...(nullable ? [["null", "not known"]] : [])];
+      const select = el("select", { id }, ...choices.map(([value, text]) => el("option", { value }, text)));
+      return { element: wrap(select), read: () => JSON.parse(select.value), write: (value) => { select.value = String(value); } };
+    }
+    const input = kind === "lines" || kind === "json"
+      ? el("textarea", { id, spellcheck: false, rows: bare ? 6 : 2 })
+      : el("input", { id, type: kind, autocomplete: "off", ...(kind === "number" ? { step: "any" } : {}) });
+    const read = () => {
+      if (kind === "number" && input.validity.badInput) throw new Error(`${title}: not a number`);
+      if (input.value === "" && (nullable || kind === "number")) return null;
+      if (kind === "number") return Number(input.value);
+      if (kind !== "json") return input.value;
+      try {
+        return JSON.parse(input.value);
+      } catch {
+        throw new Error(`${title}: not valid JSON`);
+      }
+    };
+    const write = (value) => {
+      input.value = value === null || value === undefined ? "" : kind === "json" ? JSON.stringify(value) : String(value);
+    };
+    return { element: wrap(input), read, write };
+  }
+
+  function pictureControl(title, wrapped, id) {
+    let [base64, url] = ["", ""];
+    const input = el("input", { id, type: "file", accept: "image/*" });
+    const preview = el("img", { alt: `${title}: preview`, hidden: true });
+    const hint = el("span", { className: "muted" }, "or drop a file here");
+    const element = el("div", { className: "picture" }, el("label", { for: id }, title), preview, input, hint);
+    const set = (text, address) => {
+      [base64, url] = [text, address];
+      preview.hidden = !url;
+      if (url) preview.src = url;
+    };
+    const read = (file) => {
+      if (!file) return;
+      const reader = new FileReader();
+      reader.addEventListener("load", () => set(reader.result.slice(reader.result.indexOf(",") + 1), file.type.startsWith("image/") ? reader.result : ""));
+      reader.readAsDataURL(file);
+    };
+    input.addEventListener("change", () => read(input.files[0]));
+    element.addEventListener("dragover", (event) => { event.preventDefault(); element.classList.add("over"); });
+    element.addEventListener("dragleave", () => element.classList.remove("over"));
+    element.addEventListener("drop", (event) => {
+      event.preventDefault();
+      element.classList.remove("over");
+      read(event.dataTransfer.files[0]);
+    });
+    return {
+      element,
+      read: () => {
+        if (!base64) throw new Error(`${title}: choose a picture first`);
+        return wrapped ? { b64: base64 } : base64;
+      },
+      write: (value) => {
+        const text = value?.b64 ?? value ?? "";
+        set(text, pictureUrl(text));
+      },
+      picture: () => url,
+    };
   }
 
   /** The form for a language model: a message if it has a chat template, else the beginning of a text. */
@@ -297,6 +496,7 @@
 
   if (form.kind === "drawing") drawingForm(form.drawing);
   else if (form.kind === "text") promptForm(form);
+  else if (form.kind === "fields") fieldsForm(form);
   else if (form.kind === "instances") {
     textForm(predict, JSON.stringify({ instances: form.examples.slice(0, 1) }), "Instances for the model's codec; edit the example");
   } else tensorForm();

@@ -24,6 +24,7 @@ from pipeline.contract.signature import Generation, TensorSpec
 from serve.errors import Headers
 from serve.model_version import ModelVersion
 from serve.models import ModelRepository
+from serve.page.fields import form_fields
 
 _HERE = Path(__file__).resolve().parent
 _ICON = (
@@ -266,14 +267,16 @@ def embedded(served: ModelVersion) -> str:
 
 
 def form(served: ModelVersion) -> dict[str, Any]:
-    """Describe the form: a drawing, instances for the codec, a prompt for a language model, or raw tensors."""
-    instances, tensors = _examples(served)
+    """Describe the form: a drawing, fields or JSON for the codec, a prompt for a language model, or raw tensors."""
+    fields, instances, tensors = _examples(served)
     inputs = [
         {"name": one.name, "datatype": one.datatype, "shape": one.shape} for one in served.bundle.signature.inputs
     ]
     drawing = served.predictor.drawing
     if drawing is not None:
         return {"kind": "drawing", "drawing": drawing.model_dump(), "examples": instances}
+    if fields is not None:
+        return {**fields, "examples": instances}
     if instances:
         return {"kind": "instances", "examples": instances}
     if served.generator is not None:
@@ -294,22 +297,27 @@ def text_form(generation: Generation) -> dict[str, Any]:
     }
 
 
-def _examples(served: ModelVersion) -> tuple[list[Any], list[Any]]:
-    """Return the golden instances, and the first golden row as a V2 request; empty where too large."""
+def _examples(served: ModelVersion) -> tuple[dict[str, Any] | None, list[Any], list[Any]]:
+    """Return the fields of the golden instances, these instances, and the first golden row as a V2 request.
+
+    What is too large for the page is empty.
+    """
     try:
         golden = served.bundle.golden()
     except OSError as error:  # the bundle's folder may be deleted after loading
         log.warning("the page shows no example: %s", error)
-        return [], []
+        return None, [], []
+    instances = golden.instances
+    fields = form_fields(instances)
     arrays = {name: array[:1] for name, array in golden.inputs.items()}
     if sum(array.size for array in arrays.values()) > _MAX_EXAMPLE_BYTES // 4:
-        return _fitting_examples(golden.instances), []
+        return fields, _fitting_examples(instances), []
     specs = {spec.name: spec for spec in served.bundle.signature.inputs}
     inputs = [
         {"name": name, "shape": list(array.shape), "datatype": specs[name].datatype, "data": array.ravel().tolist()}
         for name, array in arrays.items()
     ]
-    return _fitting_examples(golden.instances), _fitting_examples([{"inputs": inputs}])
+    return fields, _fitting_examples(instances), _fitting_examples([{"inputs": inputs}])
 
 
 def _fitting_examples(examples: Sequence[Any]) -> list[Any]:

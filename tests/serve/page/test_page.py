@@ -15,6 +15,7 @@ from pipeline.contract.bundle import Bundle
 from pipeline.contract.golden import Golden
 from serve.model_version import Canary, ModelVersion
 from serve.page import page
+from serve.page.fields import form_fields
 from serve.page.page import inline, render_markdown
 from serve.runtime.predictor import Predictor
 from serve.runtime.session import Session
@@ -165,6 +166,51 @@ def test_codec_with_drawing_gets_a_drawing_form(served: ModelVersion, bundle: Bu
 def test_codec_without_drawing_gets_an_instance_form(served: ModelVersion, bundle: Bundle) -> None:
     served.predictor.drawing = None
     assert page.form(served) == {"kind": "instances", "examples": bundle.golden().instances}
+
+
+PNG, JPEG = "iVBORw0KGgoAAAAN", "/9j/4AAQSkZJRg=="
+
+
+@pytest.mark.parametrize(
+    ("instance", "kinds"),
+    [
+        ({"a": 1, "b": 2.5, "c": "x", "d": False}, ["number", "number", "text", "boolean"]),
+        ({"a": "x" * 61, "b": "two\nlines", "c": [1], "d": {"e": 1}}, ["lines", "lines", "json", "json"]),
+        ({"picture": PNG, "other": {"b64": JPEG}, "none": None}, ["picture", "picture", "json"]),
+        ("a text", ["lines"]),
+        (PNG, ["picture"]),
+        ({"b64": PNG}, ["picture"]),
+        (3.5, ["number"]),
+    ],
+)
+def test_fields_of_the_form_follow_from_the_example(instance: object, kinds: list[str]) -> None:
+    form = form_fields([instance])
+    assert form is not None
+    assert [field["kind"] for field in form["fields"]] == kinds
+    assert form["bare"] == (not isinstance(instance, dict) or "b64" in instance)
+
+
+@pytest.mark.parametrize("instance", [[1, 2], [[0, 1]], None, {}, {"a": [1]}, {str(i): i for i in range(101)}])
+def test_other_instances_are_edited_as_json(instance: object) -> None:
+    assert form_fields([instance]) is None
+
+
+def test_later_examples_complete_the_type_of_a_field() -> None:
+    form = form_fields([{"a": None, "b": "x", "c": 1}, {"a": 2, "b": "y" * 99, "c": "1"}, {"a": 3, "c": 1}])
+    assert form is not None
+    fields = {field["name"]: (field["kind"], field["nullable"]) for field in form["fields"]}
+    assert fields == {"a": ("number", True), "b": ("lines", True), "c": ("json", False)}
+
+
+def test_form_of_a_picture_needs_no_example_in_the_page(
+    served: ModelVersion, monkeypatch: pytest.MonkeyPatch, bundle: Bundle
+) -> None:
+    served.predictor.drawing = None
+    known = bundle.golden()
+    golden = Golden(known.inputs, known.outputs, [PNG + "A" * (300 << 10)], [], known.rtol, known.atol)
+    monkeypatch.setattr(Bundle, "golden", lambda self: golden)
+    form = page.form(served)
+    assert (form["kind"], form["bare"], form["examples"]) == ("fields", True, [])
 
 
 @pytest.fixture

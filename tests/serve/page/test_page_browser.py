@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import json
 from collections.abc import Callable, Iterator
@@ -9,7 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import numpy as np
 import pytest
+
+from pipeline.evaluate.sample_parts import png
 
 from ..browser import PROGRAM, Browser
 
@@ -21,6 +25,7 @@ pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installe
 
 SEVEN = [(0.3, 0.2), (0.5, 0.2), (0.7, 0.2), (0.6, 0.5), (0.45, 0.85)]
 FIRST = "#answer .first dd"
+EDIT_AS_JSON = ".buttons button:nth-child(3)"
 ATTACK = "<img src=x onerror='window.harmed=1'><script>window.harmed=1</script>"
 
 # A codec that echoes the instances without validation.
@@ -139,13 +144,15 @@ def test_page_works_with_an_api_key(browser: Browser, bundle_path: Path, start: 
     assert browser.signed_in == 1
 
 
-def _resealed(bundle: Path, seal: Callable[[Path], str], *, codec: str = ECHO, instances: list[Any]) -> Path:
+def _resealed(
+    bundle: Path, seal: Callable[[Path], str], *, codec: str = ECHO, instances: list[Any], prediction: Any = None
+) -> Path:
     """Replace codec and examples of a bundle, but not the golden tensors."""
     (bundle / "codec.py").write_text(codec)
     signature = json.loads((bundle / "signature.json").read_text())
     (bundle / "signature.json").write_text(json.dumps(signature | {"codec": "EchoCodec"}))
     golden = json.loads((bundle / "golden.json").read_text())
-    predictions = [{"echo": one} for one in instances]
+    predictions = [prediction or {"echo": one} for one in instances]
     (bundle / "golden.json").write_text(json.dumps(golden | {"instances": instances, "predictions": predictions}))
     (bundle / "card.md").write_text(f"# {ATTACK}\n\n- {ATTACK}\n\n[{ATTACK}](https://x)\n")
     seal(bundle)
@@ -158,13 +165,117 @@ def test_text_never_becomes_markup(
     example = {"name": f"</script>{ATTACK}", "lines": "\u2028<!--"}
     server = start(_resealed(own_bundle, seal, instances=[example]))
     browser.open(f"{server.url}/")
-    assert json.loads(browser.value("document.getElementById('body').value")) == {"instances": [example]}
+    assert browser.value("document.getElementById('field-0').value") == example["name"]
     browser.click("button.main")
     assert ATTACK in browser.text("#answer pre")
+    browser.click(EDIT_AS_JSON)
+    assert json.loads(browser.value("document.getElementById('body').value")) == {"instances": [example]}
     browser.value(f"document.getElementById('body').value = JSON.stringify({{instances: [{json.dumps(ATTACK)}]}})")
     browser.click("button.main")
-    browser.wait(f"document.querySelector('{FIRST}')?.textContent === {json.dumps(ATTACK)}")
+    browser.wait(f"document.querySelector('#answer dd')?.textContent === {json.dumps(ATTACK)}")
     assert browser.value("window.harmed === undefined && document.images.length === 0")
+    assert browser.complaints == []
+
+
+def _set(browser: Browser, field: int, value: str) -> None:
+    browser.value(f"document.getElementById('field-{field}').value = {json.dumps(value)}")
+
+
+def test_row_of_a_table_has_a_field_for_each_column(
+    browser: Browser, own_bundle: Path, seal: Callable[[Path], str], start: Launcher
+) -> None:
+    first = {"rooms": 3, "area": 81.5, "city": "Bern", "garden": True, "built": None, "tags": ["a"], "note": "x" * 80}
+    server = start(_resealed(own_bundle, seal, instances=[first, {**first, "rooms": 4, "built": 1950}]))
+    browser.open(f"{server.url}/")
+    kinds = "[...document.querySelectorAll('.fields > div')].map(one => one.className)"
+    assert browser.value(kinds) == ["number", "number", "text", "boolean", "number", "json", "lines"]
+    names = browser.value("[...document.querySelectorAll('.fields label')].map(one => one.textContent)")
+    assert names == list(first)
+    assert _sent(browser) == {"instances": [first]}
+    for field, value in enumerate(["7", "", "Genève's", "false", "1999", '{"b": 1}', ""]):
+        _set(browser, field, value)
+    browser.click("button.main")
+    sent = {"rooms": 7, "area": None, "city": "Genève's", "garden": False, "built": 1999, "tags": {"b": 1}, "note": ""}
+    assert json.loads(browser.text("#answer pre")) == {"predictions": [{"echo": sent}]}
+    browser.click(".buttons button:nth-child(2)")
+    assert browser.value("document.getElementById('field-0').value") == "4", "the next example"
+    _set(browser, 5, "{")
+    browser.click("button.main")
+    assert browser.text("#answer .error") == "tags: not valid JSON"
+    browser.open(f"{server.url}/", width=390, dark=True)
+    assert browser.value("document.documentElement.scrollWidth") <= 390
+    assert browser.complaints == []
+
+
+def test_text_is_typed_into_one_field(
+    browser: Browser, own_bundle: Path, seal: Callable[[Path], str], start: Launcher
+) -> None:
+    server = start(_resealed(own_bundle, seal, instances=["a short text"]))
+    browser.open(f"{server.url}/")
+    assert browser.value("document.querySelector('textarea#field-0').value") == "a short text"
+    _set(browser, 0, "two\nlines")
+    browser.click("button.main")
+    assert json.loads(browser.text("#answer pre")) == {"predictions": [{"echo": "two\nlines"}]}
+
+
+PNG = base64.b64encode(png(np.linspace(0, 255, 64 * 48).reshape(48, 64, 1).astype(np.uint8))).decode()
+
+
+def test_picture_is_dropped_and_answered_by_a_picture_beside_it(
+    browser: Browser, own_bundle: Path, seal: Callable[[Path], str], start: Launcher
+) -> None:
+    server = start(_resealed(own_bundle, seal, instances=[{"b64": PNG}]))
+    browser.open(f"{server.url}/")
+    pictures = "[...document.querySelectorAll('{} img')].map(one => [one.naturalWidth, one.naturalHeight])"
+    browser.wait(f"{pictures.format('.fields')}.join() === '64,48'")
+    other = base64.b64encode(png(np.zeros((20, 30, 3), np.uint8))).decode()
+    browser.value(
+        f"(async () => {{ const file = new File([Uint8Array.from(atob('{other}'), one => one.charCodeAt(0))], 'a.png', "
+        "{type: 'image/png'}); const dataTransfer = new DataTransfer(); dataTransfer.items.add(file); "
+        "document.querySelector('.fields .picture').dispatchEvent(new DragEvent('drop', {dataTransfer})); })()"
+    )
+    browser.wait(f"{pictures.format('.fields')}.join() === '30,20'")
+    browser.click("button.main")
+    browser.wait(f"{pictures.format('#answer')}.join() === '30,20,30,20'")
+    captions = browser.value("[...document.querySelectorAll('#answer figcaption')].map(one => one.textContent)")
+    assert captions == ["sent", "echo"]
+    assert json.loads(browser.text("#answer pre")) == {"predictions": [{"echo": {"b64": other}}]}
+    assert browser.complaints == []
+
+
+FOUND = {
+    "found": [{"box": [8, 8, 40, 30], "label": "car", "score": 0.9}],
+    "mask": np.eye(8).tolist(),
+    "best": ["a", "b"],
+}
+FINDER = f"""
+import numpy as np
+
+class EchoCodec:
+    def decode(self, instances):
+        return {{"image": np.zeros((len(instances), 1, 8, 8), np.float32)}}
+
+    def encode(self, outputs):
+        return [{FOUND} for _ in outputs["logits"]]
+"""
+
+
+def test_boxes_are_drawn_on_the_picture_that_was_sent(
+    browser: Browser, own_bundle: Path, seal: Callable[[Path], str], start: Launcher
+) -> None:
+    server = start(
+        _resealed(own_bundle, seal, codec=FINDER, instances=[{"image": PNG, "threshold": 0.5}], prediction=FOUND)
+    )
+    browser.open(f"{server.url}/")
+    browser.click("button.main")
+    browser.wait("document.querySelector('canvas.boxes')?.width === 640")
+    edge = "[...document.querySelector('canvas.boxes').getContext('2d').getImageData(80, 200, 1, 1).data]"
+    red, green, blue, _ = browser.value(edge)
+    assert blue > red + 50 < green + 100, "the left side of the box has a colour, the picture is grey"
+    assert browser.value("document.querySelectorAll('#answer .pictures canvas').length") == 2, "and the mask"
+    table = browser.value("[...document.querySelectorAll('#answer td')].map(one => one.textContent)")
+    assert table == ["[8,8,40,30]", "car", "0.9"]
+    assert browser.text("#answer dd") == "a, b"
     assert browser.complaints == []
 
 
