@@ -1,4 +1,4 @@
-"""Your codec: what clients send → arrays for the model → what they get back. numpy only, one file."""
+"""Your codec: what clients send → arrays for the model → what they get back. numpy only."""
 
 from __future__ import annotations
 
