@@ -38,7 +38,7 @@ from train.elastic.attempts import begin_attempt
 from train.hang_report import enable_flight_recorder
 from train.ledger import LEDGER_FILE, Ledger, read_lines
 from train.metrics import MetricsLog
-from train.optim import freeze_garbage_collector, set_determinism, tune_malloc
+from train.optim import freeze_garbage_collector, sample_rng, set_determinism, tune_malloc
 from train.parameter_server import ParameterServerTrainer
 from train.pretrained.load import open_recorded_weights
 from train.process_group import ProcessGroup, join_process_group
@@ -277,9 +277,10 @@ def describe_samples(samples: Samples) -> dict[str, str]:
             if descriptions[0] == descriptions[1]
             else f"{descriptions[0]} at first, {descriptions[1]} at last"
         )
-    if samples.in_memory:  # items of a dataset may be random
+    if samples.in_memory or samples.is_stream:  # items of a data set may be random
         rows = sorted({*(len(samples) * i // _COMPARED_ROWS for i in range(_COMPARED_ROWS)), len(samples) - 1})
-        selected = Samples(samples.split, samples.batch(rows))
+        with sample_rng(0, 0, 0, 0):  # the order of a stream must be the same, whatever its samples draw
+            selected = Samples(samples.split, samples.batch(samples.ends if samples.is_stream else rows))
         facts |= {
             f"the content of column {name}": digest_parts(sample_digests(selected, [name]))[:8] for name in first_sample
         }

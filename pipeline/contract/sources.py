@@ -65,12 +65,20 @@ def _search_folders(root: Path, references: Iterable[str]) -> list[Path]:
     return list(dict.fromkeys(folders))
 
 
+_MODULES_OF_READERS = {"read_dataset": "datasets", "read_images": "PIL", "read_table": "pyarrow"}
+
+
 def third_party_imports(root: Path, *references: str) -> dict[str, str]:
-    """Return the installed modules that the user's files import, by top-level name, with the first file that does."""
+    """Return the installed modules that the user's files import, by top-level name, with the first file that does.
+
+    The modules that a reader of `pipeline` imports count as well.
+    """
     base, folders = root.resolve(), _search_folders(root, references)
     importers: dict[str, str] = {}
     for path in project_files(root, references):
         for statement in _cached_imports(path, base):
+            for name in _MODULES_OF_READERS.keys() & set(statement.names if statement.top == "pipeline" else ()):
+                importers.setdefault(_MODULES_OF_READERS[name], path.relative_to(base).as_posix())
             if statement.top not in (*sys.stdlib_module_names, *PACKAGES) and not _is_own(statement, folders):
                 importers.setdefault(statement.top, path.relative_to(base).as_posix())
     return importers

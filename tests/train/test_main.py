@@ -69,12 +69,12 @@ def test_equal_splits_agree() -> None:
 
 
 def test_random_samples_are_compared_by_shape() -> None:
-    found = [describe_samples(Samples("train", Items([3, 3, 3]))) for _ in range(2)]  # type: ignore[arg-type]
+    found = [describe_samples(Samples("train", Items([3, 3, 3]))) for _ in range(2)]
     assert first_disagreement(found) == ""
 
 
 def test_the_last_sample_is_checked_too() -> None:
-    found = [describe_samples(Samples("train", Items(widths))) for widths in ([3, 3, 3], [3, 3, 4])]  # type: ignore[arg-type]
+    found = [describe_samples(Samples("train", Items(widths))) for widths in ([3, 3, 3], [3, 3, 4])]
     assert "(3,) torch.float32 at first, (4,) torch.float32 at last on rank 1" in first_disagreement(found)
 
 
@@ -223,6 +223,19 @@ def test_steps_that_were_skipped_are_reported() -> None:
     received = describe_summary({**SUMMARY, "overflow_steps": 2, "loss_scale": 16384.0})
     assert received.endswith("; best at step 30; 2 steps skipped for overflow, loss scale 16384")
     assert "; 1 step skipped" in describe_summary({**SUMMARY, "overflow_steps": 1, "loss_scale": 16384.0})
+
+
+def test_a_stream_in_another_order_in_each_process_is_noticed() -> None:
+    class Stream:
+        def __init__(self, order: list[int]) -> None:
+            self.order = order
+
+        def __iter__(self) -> Iterator[dict[str, Any]]:
+            return ({"index": i, "noise": torch.rand(2)} for i in self.order)
+
+    same, other = (describe_samples(Samples("train", Stream(order))) for order in ([0, 1, 2], [0, 2, 1]))
+    assert first_disagreement([same, describe_samples(Samples("train", Stream([0, 1, 2])))]) == ""
+    assert first_disagreement([same, other]).startswith("the content of column index is ")
 
 
 def test_memory_is_measured_with_the_longest_samples(tmp_path: Path) -> None:

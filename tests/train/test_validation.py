@@ -88,7 +88,7 @@ def test_of_items_the_first_is_checked(model: nn.Module) -> None:
         pass
 
     with pytest.raises(DataError, match="has the id 16"):
-        check_texts(TASK, model, [Samples("train", Items([{"input_ids": torch.tensor([16])}]))])  # type: ignore[arg-type]
+        check_texts(TASK, model, [Samples("train", Items([{"input_ids": torch.tensor([16])}]))])
 
 
 def test_training_refuses_before_its_first_step() -> None:

@@ -125,6 +125,11 @@ def test_a_folder_without_modules_hides_no_installed_package(tmp_path: Path) -> 
     assert third_party_imports(tmp_path, "task.py:Net") == {"datasets": "task.py"}
 
 
+def test_readers_of_pipeline_count_as_the_packages_they_import(tmp_path: Path) -> None:
+    write(tmp_path, {"task.py": "from pipeline import DataError, read_images, read_table\nclass Net: ...\n"})
+    assert third_party_imports(tmp_path, "task.py:Net") == {"PIL": "task.py", "pyarrow": "task.py"}
+
+
 def test_a_module_that_is_linked_into_the_project_counts_by_its_content(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
