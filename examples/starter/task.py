@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from codec import Codec
+from codec import MEAN, SCALE, Codec
 from sklearn.datasets import load_wine
 from sklearn.model_selection import train_test_split
 from torch import Tensor, nn
@@ -54,3 +54,8 @@ class Task:
     # Optional: instances as a client would send them; they become golden requests.
     def example(self) -> list[Any]:
         return [row.tolist() for row in load_wine().data[[0, 60, 150]]]
+
+    # Optional: what the report shows of a sample; here its original values by column.
+    def show(self, batch: dict[str, Tensor], outputs: Tensor) -> list[dict[str, Any]]:
+        original = (batch["features"].numpy() * SCALE + MEAN).round(2)
+        return [{"wine": dict(zip(load_wine().feature_names, row.tolist(), strict=True))} for row in original]
