@@ -15,10 +15,11 @@ import ast
 import importlib
 import os
 import sys
+import threading
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
-from importlib.util import spec_from_file_location
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,6 +29,7 @@ from pipeline.contract.files import digest_bytes
 PROJECT = "pipeline.project"  # the package of this process's project
 _FOLDERS_VARIABLE = "PIPE_PROJECT_FOLDERS"  # for processes that only unpickle the user's objects, as workers do
 _packages: dict[str, list[str]] = {}  # each package of user code: its folders, in the order of search
+_lock = threading.RLock()  # a service may load one bundle under two names at once
 
 
 def import_file(path: Path, root: Path, package: str = "") -> ModuleType:
@@ -35,28 +37,29 @@ def import_file(path: Path, root: Path, package: str = "") -> ModuleType:
 
     Without `package`, it belongs to the project of this process. A named package is made anew.
     """
-    folders = list(dict.fromkeys([str(root), str(path.parent)]))
-    if package:
-        _forget(package)
-    else:
-        package = _project_package(root)
-    _open_package(package, folders)
-    own_file = next(iter(module_files(_packages[package], [path.stem])), None)
-    is_found = own_file is not None and own_file.resolve() == path and "." not in path.stem
-    name = f"{package}.{path.stem if is_found else _unique_name(path)}"
-    if name in sys.modules:
-        return sys.modules[name]
-    if is_found:
-        return importlib.import_module(name)
-    spec = _file_spec(name, path, package)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        _loader(spec).exec_module(module)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module
+    with _lock:
+        if package:
+            _forget(package)
+        else:
+            package = _project_package(root)
+        _open_package(package, [str(root), str(path.parent)])
+        return _import_from(package, path)
+
+
+def _import_from(package: str, path: Path) -> ModuleType:
+    found = next(iter(module_files(_packages[package], [path.stem])), None)
+    if found is not None and found.resolve() == path and "." not in path.stem:
+        return importlib.import_module(f"{package}.{path.stem}")
+    name = f"{package}._{digest_bytes(bytes(path))[:12]}"  # its plain name means another file
+    if name not in sys.modules:
+        spec = _file_spec(name, path, package)
+        sys.modules[name] = module = module_from_spec(spec)
+        try:
+            spec.loader.exec_module(module)  # type: ignore[union-attr]  # it has ours
+        except BaseException:
+            del sys.modules[name]
+            raise
+    return sys.modules[name]
 
 
 def module_files(folders: Iterable[str | Path], parts: Sequence[str]) -> list[Path]:
@@ -113,7 +116,7 @@ def _open_package(package: str, folders: Sequence[str]) -> None:
         sys.modules[package] = module
         _install_finders()
     path = _packages[package]
-    path += [folder for folder in folders if folder not in path]
+    path += [folder for folder in dict.fromkeys(folders) if folder not in path]
     if package == PROJECT:
         os.environ[_FOLDERS_VARIABLE] = os.pathsep.join(path)
 
@@ -121,10 +124,6 @@ def _open_package(package: str, folders: Sequence[str]) -> None:
 def _forget(package: str) -> None:
     for name in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
         del sys.modules[name]
-
-
-def _unique_name(path: Path) -> str:
-    return f"_{digest_bytes(bytes(path))[:12]}"
 
 
 def _install_finders() -> None:
@@ -174,10 +173,6 @@ def _file_spec(name: str, file: Path, package: str) -> ModuleSpec:
     spec = spec_from_file_location(name, file, loader=loader, submodule_search_locations=folders)
     assert spec is not None
     return spec
-
-
-def _loader(spec: ModuleSpec) -> Any:
-    return spec.loader
 
 
 class _ProjectLoader(SourceFileLoader):

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -192,3 +193,11 @@ def test_a_module_missing_below_a_project_file_is_reported_by_its_name(root: Pat
     with pytest.raises(ConfigError, match=r"No module named 'helper\.missing'") as caught:
         load_class("task.py:Net", root)
     assert "pipeline" not in str(caught.value)
+
+
+def test_one_bundle_can_be_loaded_in_several_threads(tmp_path: Path) -> None:
+    codec = "import utils\nclass Codec:\n    value = utils.VALUE\n"
+    write(tmp_path, {"codec.py": codec, "utils.py": "VALUE = 1\n"})
+    with ThreadPoolExecutor(4) as pool:
+        kinds = pool.map(lambda _: load_class("codec.py:Codec", tmp_path, "_codec_in_threads"), range(40))
+    assert {kind.value for kind in kinds} == {1}
