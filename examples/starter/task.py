@@ -55,7 +55,11 @@ class Task:
     def example(self) -> list[Any]:
         return [row.tolist() for row in load_wine().data[[0, 60, 150]]]
 
-    # Optional: what the report shows of a sample; here its original values by column.
+    # Optional: what the report shows of a sample; here its original values and the scores by class.
     def show(self, batch: dict[str, Tensor], outputs: Tensor) -> list[dict[str, Any]]:
-        original = (batch["features"].numpy() * SCALE + MEAN).round(2)
-        return [{"wine": dict(zip(load_wine().feature_names, row.tolist(), strict=True))} for row in original]
+        original = (batch["features"].numpy() * SCALE + MEAN).round(2).tolist()
+        names = load_wine().feature_names
+        return [
+            {"wine": dict(zip(names, wine, strict=True)), "scores": dict(zip(self.classes, scores, strict=True))}
+            for wine, scores in zip(original, outputs.tolist(), strict=True)
+        ]
