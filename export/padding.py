@@ -7,23 +7,23 @@ all inputs have, at the same end, values that stand nowhere else. Where that is 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from export.parity import named_arrays
-from export.to_onnx import MASK, named_axes
-from pipeline.contract.data import Samples, forward, open_split
+from pipeline.contract.data import Samples, open_split
 from pipeline.contract.settings.stages import Export
-from pipeline.contract.task import HasAxes, HasCollate, Task
+from pipeline.contract.task import HasAxes, HasCollate, Task, declared_axes
 
 Array = np.ndarray[Any, Any]
+Outputs = Callable[[Mapping[str, Tensor]], Mapping[str, Array]]  # of torch, by name
 Side = Literal["left", "right"]
 
+MASK = "attention_mask"  # as transformers calls it: 1 where there is a token, 0 where there is padding
 _MAX_SAMPLES = 2048
 _MAX_BYTES = 1 << 28  # of the inputs that are compared
 _ROWS = 64  # samples of one length that run together
@@ -69,12 +69,19 @@ class Padding:
         return f"{values} on the {self.side}"
 
 
-@torch.no_grad()
+def input_axes(task: Task) -> dict[str, tuple[int | str, ...]]:
+    """Return every input's axes, the batch first; empty if only the batch is dynamic."""
+    if not isinstance(task, HasAxes):
+        return {}
+    axes = declared_axes(task)
+    return {name: axes[name] for name in task.inputs}
+
+
 def measure_padding(
-    task: Task, model: nn.Module, samples: Samples, outputs: Mapping[str, Sequence[int | str]], config: Export
+    task: Task, compute: Outputs, samples: Samples, axes: Mapping[str, Sequence[int | str]], config: Export
 ) -> PaddingEffect:
-    """Compare torch's outputs for test samples by themselves and padded; `outputs` are the axes of each output."""
-    if not isinstance(task, HasAxes) or not any(len(_dynamic(axes)) for axes in named_axes(task).values()):
+    """Compare torch's outputs for test samples by themselves and padded; `axes` are those of each output."""
+    if not any(_dynamic(axes_of_input) for axes_of_input in input_axes(task).values()):
         return PaddingEffect()
     unknown: dict[str, str] = {}
     if isinstance(task, HasCollate):
@@ -84,12 +91,12 @@ def measure_padding(
     count, differing, largest, worst = 0, 0, 0.0, ""
     for indices, single, padded in pairs:
         try:
-            expected, actual = (named_arrays(task, forward(model, task, batch)) for batch in (single, padded))
+            expected, actual = (compute(batch) for batch in (single, padded))
         except (RuntimeError, IndexError, ValueError):  # a window that is longer than the sample
             continue
         differs = np.zeros(len(indices), dtype=bool)
         for name, own in expected.items():
-            part = _cut(actual[name], own.shape, outputs.get(name, ()), sides)
+            part = _cut(actual[name], own.shape, axes.get(name, ()), sides)
             if part is None:
                 shapes = f"{list(own.shape[1:])} for a sample by itself, {list(actual[name].shape[1:])} if padded"
                 why = f"`{name}` is {shapes}"
@@ -134,7 +141,7 @@ def _trimmed_pairs(
     """Cut the padding from columns that are padded: samples of one length run together, without any."""
     columns = _first_columns(task, samples)
     found: dict[str, Padding] = {}
-    for axis in dict.fromkeys(axis for axes in named_axes(task).values() for axis in _dynamic(axes).values()):
+    for axis in dict.fromkeys(axis for axes in input_axes(task).values() for axis in _dynamic(axes).values()):
         padding = find_padding(task, columns, axis)
         if isinstance(padding, Padding):
             found[axis] = padding
@@ -159,7 +166,7 @@ def _cut_samples(task: Task, columns: Mapping[str, Tensor], found: Mapping[str, 
     for lengths, indices in groups.items():
         sizes = dict(zip(found, lengths, strict=True))
         padded = {name: column[indices] for name, column in columns.items()}
-        single = {name: _trim(padded[name], axes, sizes, found, name) for name, axes in named_axes(task).items()}
+        single = {name: _trim(padded[name], axes, sizes, found, name) for name, axes in input_axes(task).items()}
         if min(lengths) < 1 or all(single[name].shape == padded[name].shape for name in single):
             continue
         for start in range(0, len(indices), _ROWS):
@@ -190,7 +197,7 @@ def _varies(column: Tensor) -> bool:
 def find_padding(task: Task, columns: Mapping[str, Tensor], axis: str) -> Padding | str:
     """Return how the data pad an axis, or why that is not clear."""
     arrays = {}
-    for name, axes in named_axes(task).items():
+    for name, axes in input_axes(task).items():
         for position, other in _dynamic(axes).items():
             array = columns[name].numpy()
             if other == axis and _varies(columns[name]):
@@ -242,7 +249,7 @@ def _collated_pairs(
     """Compare what collate() returns for a sample by itself with its row in the batch of all."""
     source = open_split(task, samples.split)
     count = len(_first_columns(task, samples)[task.inputs[0]])
-    axes_by_input = named_axes(task)
+    axes_by_input = input_axes(task)
     text: dict[str, str] = {}
     sides: dict[str, Side] = {}
     pairs = []

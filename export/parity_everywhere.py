@@ -17,8 +17,9 @@ import onnxruntime
 import torch
 from torch import Tensor, nn
 
+from export.padding import MASK
 from export.parity import Arrays, Comparison, has_missing, measure, named_arrays, run, unpadded
-from export.to_onnx import MASK, untraced_batches
+from export.to_onnx import untraced_batches
 from pipeline.contract.data import Samples, forward
 from pipeline.contract.errors import StageError
 from pipeline.contract.processes import cuda_problem

@@ -26,13 +26,14 @@ from onnxscript import opset18 as op  # what torch translates to, before it conv
 from torch import Tensor, nn
 
 from export.names import MeasuredShapes, name_tensors
+from export.padding import MASK, Padding, find_padding, input_axes
 from export.trace import ExportInput, Trace, describe_module, inspect, recurrent_shapes, source_location
 from pipeline.contract.bundle import check_external_data_files
 from pipeline.contract.data import Samples, name_outputs
 from pipeline.contract.errors import BundleError, StageError
 from pipeline.contract.settings.stages import Export
 from pipeline.contract.signature import TensorSpec
-from pipeline.contract.task import BATCH, HasAxes, Task, declared_axes
+from pipeline.contract.task import BATCH, HasAxes, Task
 
 _MAX_INLINE_BYTES = 1 << 30  # protobuf ends at 2 GiB; weights above this go to a file of their own
 
@@ -65,7 +66,7 @@ def convert(model: nn.Module, task: Task, batch: Mapping[str, Tensor], config: E
 
 
 def export_input(model: nn.Module, task: Task, batch: Mapping[str, Tensor]) -> ExportInput:
-    axes_by_input = named_axes(task)
+    axes_by_input = input_axes(task)
     axis_sizes(task, batch)
     batch_axis = torch.export.Dim(BATCH)
     axes = tuple(_dynamic(axes_by_input[name]) if axes_by_input else {0: batch_axis} for name in task.inputs)
@@ -222,7 +223,7 @@ _DATATYPES: dict[int, Any] = {
 }
 
 
-MASK = "attention_mask"  # as transformers calls it: 1 where there is a token, 0 where there is padding
+_MAX_SEARCHED = 256  # samples that show how the data are padded
 _MAX_COMPARED_LENGTH = 4096  # positions; longer axes are not compared at their full length
 
 
@@ -232,7 +233,7 @@ class UntracedBatch:
 
     rows: int
     sizes: Mapping[str, int]
-    padding: str  # "left", "right" or "none"
+    padding: str  # "left", "right", "none", or both sides of different axes
     batch: dict[str, Tensor]
 
     @property
@@ -246,14 +247,6 @@ class UntracedBatch:
         return self.batch[MASK].numpy() == 1 if MASK in self.batch else None
 
 
-def named_axes(task: Task) -> dict[str, tuple[int | str, ...]]:
-    """Return every input's axes, the batch first; empty if only the batch is dynamic."""
-    if not isinstance(task, HasAxes):
-        return {}
-    axes = declared_axes(task)
-    return {name: axes[name] for name in task.inputs}
-
-
 def max_axis_sizes(task: Task) -> dict[str, int]:
     return dict(task.longest) if isinstance(task, HasAxes) else {}
 
@@ -264,7 +257,7 @@ def axis_sizes(task: Task, batch: Mapping[str, Tensor]) -> dict[str, int]:
     The exporter would merge axes of equal size, and treat a size of 1 as fixed.
     """
     sizes: dict[str, int] = {}
-    for name, axes in named_axes(task).items():
+    for name, axes in input_axes(task).items():
         for position, axis in enumerate(axes):
             size = batch[name].shape[position] if position < batch[name].ndim else 0
             if isinstance(axis, int):
@@ -289,7 +282,7 @@ def example_batch(task: Task, samples: Samples) -> dict[str, Tensor]:
     """Return a batch to trace with, whose size differs from that of every other dynamic axis."""
     sample = samples.batch([0])
     used_sizes = {
-        sample[name].shape[position] for name, axes in named_axes(task).items() for position in [*_dynamic(axes)][1:]
+        sample[name].shape[position] for name, axes in input_axes(task).items() for position in [*_dynamic(axes)][1:]
     }
     rows = next(count for count in range(3, 4 + len(used_sizes)) if count not in used_sizes)
     return samples.batch([index % len(samples) for index in range(rows)])
@@ -301,14 +294,23 @@ def untraced_batches(task: Task, samples: Samples) -> Iterator[UntracedBatch]:
     assert isinstance(task, HasAxes)
     dynamic_axes = [name for name in traced if name != BATCH]
     lengths = {name: _untraced_lengths(traced[name], task.longest[name]) for name in dynamic_axes}
+    first = samples.batch(range(min(_MAX_SEARCHED, len(samples))))
+    found = {axis: find_padding(task, {name: first[name] for name in task.inputs}, axis) for axis in dynamic_axes}
+    paddings = {axis: padding for axis, padding in found.items() if isinstance(padding, Padding)}
     for index in range(max(len(sizes_of_axis) for sizes_of_axis in lengths.values())):
         sizes = {name: sizes_of_axis[index % len(sizes_of_axis)] for name, sizes_of_axis in lengths.items()}
         rows = (1, 2, 5)[index % 3]
         batch = samples.batch([(index + row) % len(samples) for row in range(rows)])
-        columns = {name: _resize(batch[name], axes, sizes) for name, axes in named_axes(task).items()}
-        sides = ("none", "left", "right") if MASK in columns and min(sizes.values()) > 2 else ("none",)
-        for side in sides:
-            yield UntracedBatch(rows, sizes, side, {**batch, **columns, **_padding_mask(columns, side)})
+        columns = {name: _resize(batch[name], axes, sizes) for name, axes in input_axes(task).items()}
+        yield UntracedBatch(rows, sizes, "none", {**batch, **columns, **_padding_mask(columns, "none")})
+        if min(sizes.values()) <= 2:
+            continue
+        if MASK in columns:
+            for side in ("left", "right"):
+                yield UntracedBatch(rows, sizes, side, {**batch, **columns, **_padding_mask(columns, side)})
+        elif paddings:
+            sides = " and ".join(dict.fromkeys(padding.side for padding in paddings.values()))
+            yield UntracedBatch(rows, sizes, sides, {**batch, **_padded(columns, input_axes(task), paddings)})
 
 
 @torch.no_grad()
@@ -321,7 +323,7 @@ def measure_shapes(task: Task, model: nn.Module, samples: Samples) -> list[Measu
     measured = []
     for batch in batches:
         sizes = {BATCH: len(batch[task.inputs[0]])}
-        for name, axes in named_axes(task).items():
+        for name, axes in input_axes(task).items():
             sizes |= {axis: batch[name].shape[position] for position, axis in _dynamic(axes).items()}
         try:
             outputs = name_outputs(task, model(*(batch[name] for name in task.inputs)))
@@ -334,7 +336,7 @@ def measure_shapes(task: Task, model: nn.Module, samples: Samples) -> list[Measu
 def check_dynamic_axes(specs: tuple[TensorSpec, ...], task: Task) -> None:
     """Check that every axis that the task names is dynamic in the file."""
     for spec in specs:
-        for position, axis in enumerate(named_axes(task).get(spec.name, ())):
+        for position, axis in enumerate(input_axes(task).get(spec.name, ())):
             if spec.shape[position] != axis:
                 raise StageError(
                     f"axis `{axis}` of `{spec.name}` became {spec.shape[position]} in the export; look for a "
@@ -356,6 +358,20 @@ def _resize(column: Tensor, axes: Sequence[int | str], sizes: Mapping[str, int])
             index = torch.arange(sizes[axis]) % column.shape[position]
             column = column.index_select(position, index)
     return column
+
+
+def _padded(
+    columns: Mapping[str, Tensor], axes_by_input: Mapping[str, Sequence[int | str]], paddings: Mapping[str, Padding]
+) -> dict[str, Tensor]:
+    """Return columns in which a third of every second row is padded as the data are."""
+    padded = {name: column.clone() for name, column in columns.items()}
+    for axis, padding in paddings.items():
+        for name, value in padding.values.items():
+            position = axes_by_input[name].index(axis)
+            size = padded[name].shape[position]
+            start = 0 if padding.side == "left" else size - size // 3
+            padded[name][::2].narrow(position, start, size // 3).fill_(value)
+    return padded
 
 
 def _padding_mask(columns: Mapping[str, Tensor], side: str) -> dict[str, Tensor]:

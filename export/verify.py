@@ -127,7 +127,8 @@ def verify_model(task: Task, model: nn.Module, test: Samples, config: Export, pa
 
 def _measure_padding(subject: Subject, verification: Verification) -> Verification:
     axes = {spec.name: spec.shape for spec in tensor_specs(subject.path)[1]}
-    effect = measure_padding(subject.task, subject.model, subject.test, axes, subject.config)
+    compute = partial(evaluated_outputs, subject.task, subject.model)
+    effect = measure_padding(subject.task, compute, subject.test, axes, subject.config)
     return replace(verification, padding=effect, properties=replace(verification.properties, padding=effect.text))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from export.padding import PaddingEffect, measure_padding
+from export.parity import evaluated_outputs
+from export.to_onnx import untraced_batches
 from export.verify import verify_model
 from pipeline.contract.data import open_split
 from pipeline.contract.settings.stages import Export
@@ -34,7 +37,8 @@ class Mean(Tagger):
 
 
 def effect(task: Any) -> PaddingEffect:
-    return measure_padding(task, task.net.eval(), open_split(task, "test").collated(), AXES, Export())
+    compute = partial(evaluated_outputs, task, task.net.eval())
+    return measure_padding(task, compute, open_split(task, "test").collated(), AXES, Export())
 
 
 def test_a_recurrent_layer_that_reads_padding_is_reported_with_numbers(tmp_path: Path) -> None:
@@ -70,6 +74,15 @@ def flipped() -> dict[str, np.ndarray[Any, Any]]:
 def test_padding_on_the_left_is_found_as_well() -> None:
     assert effect(Tags(Mean(), flipped())).padding == {"time": "letters 0, real 0 on the left"}
     assert effect(Tags(columns=flipped())).differing == PADDED
+
+
+def test_other_lengths_are_compared_with_the_padding_of_the_data() -> None:
+    task: Any = Tags()
+    batches = list(untraced_batches(task, open_split(task, "test")))
+    assert {batch.padding for batch in batches} == {"none", "right"}
+    padded = next(batch for batch in batches if batch.padding == "right" and batch.sizes["time"] == LONGEST)
+    for name in ("letters", "real"):
+        assert not padded.batch[name][::2, -(LONGEST // 3) :].any()
 
 
 def test_positions_that_are_counted_are_no_part_of_the_padding() -> None:

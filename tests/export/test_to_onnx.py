@@ -20,6 +20,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from export.padding import input_axes
 from export.parity import require_equal, verify, verify_untraced
 from export.to_onnx import (
     GROUPED,
@@ -29,7 +30,6 @@ from export.to_onnx import (
     example_batch,
     grouped_experts,
     grouped_mm,
-    named_axes,
     tensor_specs,
     untraced_batches,
 )
@@ -169,7 +169,7 @@ def test_axes_that_cannot_be_are_reported(changed: dict[str, Any], message: str)
 
 def test_a_task_without_axes_has_none_but_its_batch() -> None:
     task: Any = Small(nn.Identity(), {"x": np.ones((COUNT, 2))})
-    assert named_axes(task) == {}
+    assert input_axes(task) == {}
     assert len(example_batch(task, open_split(task, "test"))["x"]) == 3
 
 
