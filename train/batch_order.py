@@ -138,6 +138,21 @@ def _bucketed(lengths: np.ndarray[Any, Any], steps: int, generator: np.random.Ge
     return _Epoch(np.concatenate(batches), np.cumsum([0, *(len(batch) for batch in batches)]))
 
 
+def check_order_values(kind: Kind, values: Any, count: int) -> np.ndarray[Any, Any]:
+    """Return what a method of the task returned as an array, after checking it."""
+    array = np.asarray(values)
+    if array.shape != (count,) or array.dtype.kind not in "iufb":
+        raise DataError(
+            f"sample_{kind}(): must return one number for each of the {count} training samples; found shape "
+            f"{array.shape} of {array.dtype}"
+        )
+    if kind == "groups" and array.dtype.kind == "f":
+        raise DataError("sample_groups(): must return integers, such as the id of each sample's query")
+    if kind != "groups" and not (np.isfinite(array).all() and (array >= 0).all() and array.any()):
+        raise DataError(f"sample_{kind}(): must return finite numbers, none below 0 and not all 0")
+    return array.astype(np.float64 if kind == "weights" else np.int64)
+
+
 def write_order(kind: Kind, values: np.ndarray[Any, Any] | None, folder: Path) -> dict[str, str]:
     """Write the values of a task's order and return its entry in data.json."""
     if values is None:

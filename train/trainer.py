@@ -36,7 +36,7 @@ from train.pretrained.load import PretrainedModel
 from train.process_group import ProcessGroup
 from train.profiling import StepTracer, phase
 from train.state import Progress
-from train.validation import check_texts, validate
+from train.validation import check_texts, validate, whole_groups
 
 if TYPE_CHECKING:
     from train.checkpoint.in_memory import MemorySnapshots
@@ -59,7 +59,8 @@ class Trainer:
         create_model: Callable[[], PretrainedModel] | None = None,
         order: BatchOrder | None = None,
     ) -> None:
-        self._task, self._group, self.config, self._validation = task, group, config.train, validation
+        self._task, self._group, self.config = task, group, config.train
+        self._validation, self._validation_cuts = whole_groups(task, validation)
         self.order = order or BatchOrder(len(train), batch_size, self.config.seed)
         self.total_steps = self.config.epochs * self.order.steps_per_epoch
         slices = _slices(self.config, group, self.order)
@@ -249,7 +250,9 @@ class Trainer:
     def _end_epoch(self, progress: Progress, log: MetricsLog | None) -> Progress:
         self.heartbeat.at(progress.step - 1, "validation")
         epoch = self.order.epoch_of(progress.step - 1)
-        means = validate(self._task, self.strategy, self._validation, self._group, self.order.batch_size)
+        means = validate(
+            self._task, self.strategy, self._validation, self._group, self.order.batch_size, self._validation_cuts
+        )
         if log:
             log.record(progress.step, epoch, {"validation": means})
             numbers = ", ".join(f"{name} {value:.4f}" for name, value in means.items())

@@ -8,18 +8,21 @@ badly).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from pipeline.contract.data import Samples
 from pipeline.contract.errors import ConfigError, DataError
 from pipeline.contract.files import TOKENIZER_FILE, tokenizer_ids
+from pipeline.contract.processes import Rank
 from pipeline.contract.statistics.metrics import builtin_metrics, check_directions
-from pipeline.contract.task import Task
+from pipeline.contract.task import HasSampleGroups, Task
+from train.batch_order import check_order_values
 from train.optim import Precision
 from train.parallel.base import Strategy
 from train.pretrained.matching import transformers_model
@@ -31,14 +34,23 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def validate(
-    task: Task, strategy: Strategy, samples: Samples, group: ProcessGroup, batch_size: int
+    task: Task,
+    strategy: Strategy,
+    samples: Samples,
+    group: ProcessGroup,
+    batch_size: int,
+    cuts: Sequence[int] | None = None,
 ) -> dict[str, float]:
-    """Return the mean loss and metrics over the whole split, equal on every process."""
+    """Return the mean loss and metrics over the whole split, equal on every process.
+
+    Slices and batches begin and end at `cuts`: between groups; without them, between any samples.
+    """
+    cuts = cuts or range(len(samples) + 1)
     strategy.sync_weights()
     strategy.model.eval()
     sums = {
-        number: _slice_sums(task, strategy, samples, group, batch_size, indices)
-        for number, indices in strategy.slices(len(samples)).items()
+        number: _slice_sums(task, strategy, samples, group, _batches(cuts, parts, group, batch_size))
+        for number, parts in strategy.slices(len(cuts) - 1).items()
     }
     strategy.model.train()
     means = {name: total / len(samples) for name, total in _add_slices(sums, group).items()}
@@ -53,11 +65,11 @@ def validate(
 
 
 def _slice_sums(
-    task: Task, strategy: Strategy, samples: Samples, group: ProcessGroup, batch_size: int, indices: range
+    task: Task, strategy: Strategy, samples: Samples, group: ProcessGroup, batches: Iterable[range]
 ) -> dict[str, float]:
     """Return the sums over a slice of the split; empty where another process computes them."""
     sums: dict[str, float] = {}
-    for chosen in validation_batches(indices, -(-len(samples) // group.data_size), batch_size):
+    for chosen in batches:
         if not chosen and not strategy.collective_forward:
             continue
         group.heartbeat.beat()
@@ -73,6 +85,39 @@ def validation_batches(indices: range, largest: int, size: int) -> Iterator[rang
     """Yield batches of a slice; as many on every process, the last ones empty where a slice is smaller."""
     for start in range(0, largest, size):
         yield indices[start : start + size]
+
+
+def _batches(cuts: Sequence[int], parts: range, group: ProcessGroup, size: int) -> Iterator[range]:
+    if isinstance(cuts, range):
+        yield from validation_batches(parts, -(-(len(cuts) - 1) // group.data_size), size)
+        return
+    batches = group_batches(cuts, parts, size)
+    copies = (Rank(copy, world_size=group.data_size).slice_of(len(cuts) - 1) for copy in range(group.data_size))
+    yield from batches
+    yield from [range(0)] * (max(len(group_batches(cuts, copy, size)) for copy in copies) - len(batches))
+
+
+def group_batches(cuts: Sequence[int], parts: range, size: int) -> list[range]:
+    """Return batches of consecutive whole groups with at most `size` samples, or a single group."""
+    batches = []
+    start = parts.start
+    while start < parts.stop:
+        stop = start + 1
+        while stop < parts.stop and cuts[stop + 1] - cuts[start] <= size:
+            stop += 1
+        batches.append(range(cuts[start], cuts[stop]))
+        start = stop
+    return batches
+
+
+def whole_groups(task: Task, samples: Samples) -> tuple[Samples, Sequence[int]]:
+    """Return the split with the samples of each group side by side, and the positions where it may be cut."""
+    if not isinstance(task, HasSampleGroups) or samples.is_stream:
+        return samples, range(len(samples) + 1)
+    groups = check_order_values("groups", task.sample_groups(samples.source), len(samples))
+    order = np.argsort(groups, kind="stable")
+    borders = np.flatnonzero(np.diff(groups[order])) + 1
+    return samples.rearranged(order.tolist()), [0, *borders.tolist(), len(groups)]
 
 
 def _batch_sums(task: Task, precision: Precision, outputs: Outputs, batch: Batch, count: int) -> dict[str, float]:

@@ -77,7 +77,7 @@ class HasSampleWeights(Protocol):
 @runtime_checkable
 class HasSampleGroups(Protocol):
     def sample_groups(self, data: Split) -> Sequence[int]:
-        """Return the integer id of each sample's group, such as its query; a group is never divided."""
+        """Return the integer id of each sample's group, such as its query; training and validation divide no group."""
 
 
 @runtime_checkable

@@ -41,7 +41,7 @@ from pipeline.data_checks.run_checks import check_data, report_results, write_ch
 from pipeline.data_checks.scan import SplitSummary
 from pipeline.readers import write_read_files
 from pipeline.steps.pretrained import PRETRAINED_KEY, copy_small_files, find_pretrained, record
-from train.batch_order import ORDER_KEY, Kind, write_order
+from train.batch_order import ORDER_KEY, Kind, check_order_values, write_order
 
 _MAX_LISTED = 100  # duplicates in data.json; all are counted
 
@@ -159,21 +159,6 @@ def _write_order(task: Task, train: Samples, folder: Path) -> dict[str, dict[str
         values = check_order_values(kind, method(train.source), len(train))
         return {ORDER_KEY: write_order(kind, values, folder)}
     return {}
-
-
-def check_order_values(kind: Kind, values: Any, count: int) -> np.ndarray[Any, Any]:
-    """Return what a method of the task returned as an array, after checking it."""
-    array = np.asarray(values)
-    if array.shape != (count,) or array.dtype.kind not in "iufb":
-        raise DataError(
-            f"sample_{kind}(): must return one number for each of the {count} training samples; found shape "
-            f"{array.shape} of {array.dtype}"
-        )
-    if kind == "groups" and array.dtype.kind == "f":
-        raise DataError("sample_groups(): must return integers, such as the id of each sample's query")
-    if kind != "groups" and not (np.isfinite(array).all() and (array >= 0).all() and array.any()):
-        raise DataError(f"sample_{kind}(): must return finite numbers, none below 0 and not all 0")
-    return array.astype(np.float64 if kind == "weights" else np.int64)
 
 
 def _describe(reading: SplitSummary) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipeline.contract.run import Run
 from pipeline.verify import verify_run_ledger
@@ -23,6 +23,7 @@ from train.checkpoint.store import CheckpointStore
 from train.ledger import Ledger, read_lines, verify_ledger
 from train.process_group import ProcessGroup
 from train.state import Progress
+from train.validation import validate
 
 from .conftest import Project, equal
 from .conftest import weights as trained_weights
@@ -215,6 +216,39 @@ def test_two_processes_train_in_the_order_of_one(tmp_path: Path, kind: str) -> N
         parts = [{*GROUPS[part].tolist()} for part in itertools.chain(two[0][1], two[1][1])]
         assert len(parts) == 2 * 2 * one[2].steps_per_epoch * 2  # epochs, processes, micro-batches
         assert sum(map(len, parts)) == 2 * len({*GROUPS.tolist()})  # no group is in two micro-batches of an epoch
+
+
+class Listwise(Smooth):
+    """Its loss compares each sample with the mean of its group, so that a divided group changes it."""
+
+    def data(self, split: str) -> dict[str, Any]:
+        columns = super().data(split)
+        return {**columns, "query": np.random.default_rng(6).integers(0, 12, len(columns["x"]))}
+
+    def sample_groups(self, data: Mapping[str, Any]) -> Any:
+        return data["query"]
+
+    def loss(self, outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        same = (batch["query"][:, None] == batch["query"][None]).float()
+        centred = outputs - same @ outputs / same.sum(dim=1, keepdim=True)
+        return nn.functional.mse_loss(centred, batch["target"])
+
+
+def validated(group: ProcessGroup, whole: bool) -> list[dict[str, float]]:
+    made = trainer(group, Listwise())
+    if not whole:
+        made._validation_cuts = range(len(made._validation) + 1)
+    return [
+        validate(made._task, made.strategy, made._validation, group, size, made._validation_cuts) for size in (9, 61)
+    ]
+
+
+def test_validation_keeps_groups_whole_for_any_number_of_processes() -> None:
+    (one,), two = run_distributed(validated, 1, True), run_distributed(validated, 2, True)
+    for found in (one[1], *two[0], *two[1]):
+        assert found == pytest.approx(one[0], rel=1e-5)
+    (divided,) = run_distributed(validated, 1, False)
+    assert divided[0]["loss"] != pytest.approx(one[0]["loss"], rel=1e-3)
 
 
 def test_a_lost_draw_is_noticed(tmp_path: Path) -> None:
