@@ -42,7 +42,7 @@ from pipeline.tracking.trackers import TRACKERS, Tracker
 _POLL_SECONDS = 2.0
 _RETRY_SECONDS = 60.0
 _MAX_PROBLEM = 500  # characters
-_NICE = 10  # training comes first
+_NICE = 5  # training comes first
 
 Value = TypeVar("Value")
 
