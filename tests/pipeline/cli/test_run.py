@@ -64,11 +64,13 @@ def test_a_syntax_error_is_reported_with_its_line(pipe: Pipe, starter: Path) -> 
     assert "task.py, line 3: expected ':'" in complaint(pipe, "run")
 
 
-def test_project_module_hidden_by_a_package_is_an_error(pipe: Pipe, starter: Path) -> None:
-    (starter / "train.py").write_text("x = 1\n")
-    task = starter / "task.py"
-    task.write_text("from train import x\n" + task.read_text())
-    assert "rename your train.py" in complaint(pipe, "run")
+@pytest.mark.parametrize("command", ["run", "plan"])
+def test_project_files_with_names_of_other_modules_are_errors(pipe: Pipe, starter: Path, command: str) -> None:
+    for name in ("torch", "sklearn", "numpy", "utils"):
+        (starter / f"{name}.py").write_text("x = 1\n")
+    message = complaint(pipe, command)
+    assert "task.py imports `load_wine` from `sklearn.datasets`" in message
+    assert message.endswith("to fix it: rename the project's `numpy`, `torch`, `sklearn`")
 
 
 @pytest.mark.parametrize("words", [("run", "trian"), ("plan", "--from", "trian"), ("run", "--until", "trian")])
