@@ -7,6 +7,7 @@ the attention of a transformers model within each text.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import inspect
@@ -324,21 +325,81 @@ def check_columns(task: Task, samples: Samples) -> None:
 
 def forward(model: Any, task: Task, batch: Mapping[str, Tensor]) -> Outputs:
     """Call the model on its declared inputs and return the outputs as loss() and metrics() receive them."""
-    return as_task_outputs(task, name_outputs(task, model(*[batch[name] for name in task.inputs])))
+    arguments = [batch[name] for name in task.inputs]
+    try:
+        returned = model(*arguments)
+    except TypeError as error:
+        _check_call(model, task, arguments, error)
+        raise
+    return as_task_outputs(task, name_outputs(task, returned))
+
+
+def _check_call(model: Any, task: Task, arguments: Sequence[Tensor], error: TypeError) -> None:
+    """Raise ConfigError if the model's forward() does not take the inputs."""
+    call = inspect.signature(model.forward if hasattr(model, "forward") else model)
+    try:
+        call.bind(*arguments)
+    except TypeError as mismatch:
+        raise ConfigError(
+            f"the model is called with the {len(arguments)} `inputs` in order ({', '.join(task.inputs)}), but its "
+            f"forward{call} does not take them: {mismatch}; name all inputs in the order of forward's "
+            "arguments, none of which may be keyword-only"
+        ) from error
 
 
 def name_outputs(task: Task, returned: Any) -> dict[str, Tensor]:
-    """Return a model's outputs as a mapping by the declared names."""
+    """Return a model's outputs by the declared names: a tensor, a sequence in order, or named values, also nested.
+
+    Named values are a mapping, a dataclass or a named tuple; `heads.box` is `box` in what is called `heads`.
+    """
     names = list(task.outputs)
     if isinstance(returned, Tensor):
-        returned = (returned,)
-    if isinstance(returned, Mapping):
-        returned = [returned.get(name) for name in names]
-    values = list(returned) if isinstance(returned, list | tuple) else []
+        values: list[Any] = [returned]
+    elif (named := _named_values(returned)) is not None and (
+        not isinstance(returned, tuple) or all(name.partition(".")[0] in named for name in names)
+    ):
+        values = [_find_value(named, name) for name in names]
+    else:
+        values = list(returned) if isinstance(returned, list | tuple) else []
     tensors = [value for value in values if isinstance(value, Tensor)]
     if not len(values) == len(tensors) == len(names):
-        raise DataError(f"the model must return the tensors named in `outputs` ({', '.join(names)})")
+        raise DataError(
+            f"the model must return the tensors named in `outputs` ({', '.join(names)}), but it returned "
+            f"{_describe_output(returned)}; change `outputs`, or what the model returns"
+        )
     return dict(zip(names, tensors, strict=True))
+
+
+def _named_values(returned: Any) -> Mapping[str, Any] | None:
+    if isinstance(returned, Mapping):
+        return returned
+    if dataclasses.is_dataclass(returned) and not isinstance(returned, type):
+        return {field.name: getattr(returned, field.name) for field in dataclasses.fields(returned)}
+    return dict(returned._asdict()) if isinstance(returned, tuple) and hasattr(returned, "_asdict") else None
+
+
+def _find_value(named: Mapping[str, Any], name: str) -> Any:
+    """Return the value of a name or, for `a.b`, the value `b` in `a`; None if there is none."""
+    if name in named:
+        return named[name]
+    first, _, rest = name.partition(".")
+    inner = _named_values(named.get(first)) if rest else None
+    return None if inner is None else _find_value(inner, rest)
+
+
+def _describe_output(returned: Any, depth: int = 2) -> str:
+    if isinstance(returned, Tensor):
+        return f"a tensor of shape {list(returned.shape)}"
+    kind = type(returned).__name__
+    if (named := _named_values(returned)) is not None:
+        return f"a {kind} with {', '.join(map(str, named)) or 'nothing'}"
+    if isinstance(returned, list | tuple) and depth:
+        items = ", ".join(_describe_output(item, depth - 1) for item in returned[:_MAX_DESCRIBED])
+        return f"a {kind} of {len(returned)} ({items}{', …' if len(returned) > _MAX_DESCRIBED else ''})"
+    return "None" if returned is None else f"a {kind}"
+
+
+_MAX_DESCRIBED = 4  # parts of what a model returned, in an error
 
 
 def as_task_outputs(task: Task, outputs: Mapping[str, Tensor]) -> Outputs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,25 @@ class Attentive(Tagger):
 def test_attention_behind_a_recurrent_layer_keeps_the_length_free(tmp_path: Path) -> None:
     verified(Tags(Attentive()), tmp_path)
     assert shapes(tmp_path / "model.onnx")["tags"] == ("batch", "time", KINDS)
+
+
+@dataclass
+class Answer:
+    tags: Tensor
+    heads: dict[str, Tensor]
+
+
+class Structured(Tagger):
+    """Returns a dataclass with a mapping inside."""
+
+    def forward(self, letters: Tensor, real: Tensor) -> Any:
+        tags = super().forward(letters, real)
+        return Answer(tags, {"any": tags.amax(1), "unused": tags})
+
+
+def test_outputs_inside_a_dataclass_and_a_mapping_are_exported(tmp_path: Path) -> None:
+    verified(Tags(Structured(), outputs=("heads.any", "tags")), tmp_path)
+    assert [spec.name for spec in tensor_specs(tmp_path / "model.onnx")[1]] == ["heads.any", "tags"]
 
 
 class Resampled(nn.Module):

@@ -21,6 +21,7 @@ from pipeline.contract.files import digest_file
 from pipeline.contract.settings.stages import Export
 
 from .conftest import Classes, linear, pairs
+from .recurrent import Tags
 
 
 class Sneaky(nn.Module):
@@ -51,6 +52,17 @@ def test_torchs_own_form_answers_as_the_model_does_without_its_code(tmp_path: Pa
         for name in inside.namelist():
             assert str(Path(__file__).parent).encode() not in inside.read(name), "where it was made"
             assert pairs()["x"][:3].tobytes() not in inside.read(name), "samples of the data"
+
+
+def test_torchs_own_form_has_dynamic_axes_beside_the_batch(tmp_path: Path) -> None:
+    task: Any = Tags()
+    config = Export(batch_sizes=(1, 7), formats=("onnx", "pt2"))
+    one = Original(task, task.net.eval(), open_split(task, "test"), config, tmp_path / "model.onnx", {})
+    (row,) = write_formats(one, tmp_path / "formats")
+    assert (row["passed"], row["reason"]) == (True, "equal to torch")
+    letters = torch.arange(26).reshape(2, 13) % 12
+    (found,) = torch.export.load(tmp_path / row["path"]).module()(letters, torch.ones_like(letters))
+    assert torch.allclose(found, task.net(letters, torch.ones_like(letters)), atol=1e-5)
 
 
 def test_a_form_that_is_not_the_model_is_not_kept(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from export.trace import inspect, numeric_attributes
 from pipeline.contract.errors import StageError
 
 from .conftest import Exporter, Small, linear, pairs
+from .recurrent import Tagger, Tags
 
 
 class Plain(nn.Module):
@@ -191,3 +192,15 @@ def test_an_operator_without_a_form_in_onnx_is_named_where_it_is_called(exported
 def test_numbers_of_a_model_are_those_of_its_parts() -> None:
     net = nn.Sequential(nn.Dropout(0.25))
     assert numeric_attributes(net)["0.p"] == 0.25
+
+
+class SteadyDropout(Tagger):
+    def forward(self, letters: Tensor, real: Tensor) -> Tensor:
+        return F.dropout(super().forward(letters, real), 0.5)
+
+
+def test_a_model_with_texts_of_any_length_is_traced_as_well() -> None:
+    task: Any = Tags(SteadyDropout())
+    batch = {name: torch.as_tensor(column[:3]) for name, column in task.columns.items()}
+    with pytest.raises(StageError, match="dropout stays on in eval mode"):
+        inspect(export_input(task.net.eval(), task, batch))

@@ -3,7 +3,8 @@ from __future__ import annotations
 import functools
 import random
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -314,6 +315,77 @@ def test_a_mapping_is_read_by_name_and_in_declared_order() -> None:
     found = name_outputs(task("a", "b"), {"b": torch.ones(1), "other": torch.ones(9), "a": torch.zeros(1)})
     assert list(found) == ["a", "b"]
     assert float(found["b"]) == 1.0
+
+
+@dataclass
+class Parts:
+    """What some models return."""
+
+    b: Any
+    a: Any
+    left_out: Any = None
+
+
+class Pair(NamedTuple):
+    b: Any
+    a: Any
+
+
+@pytest.mark.parametrize("kind", [Parts, Pair])
+def test_dataclasses_and_named_tuples_are_read_by_name(kind: Any) -> None:
+    found = name_outputs(task("a", "b"), kind(b=torch.ones(1), a=torch.zeros(1)))
+    assert {name: float(tensor) for name, tensor in found.items()} == {"a": 0.0, "b": 1.0}
+    inner = name_outputs(task("heads.a", "loss"), {"heads": kind(b=None, a=torch.zeros(1)), "loss": torch.ones(1)})
+    assert list(inner) == ["heads.a", "loss"]
+
+
+def test_named_tuples_with_other_names_are_read_in_order() -> None:
+    assert float(name_outputs(task("output", "state"), Pair(torch.ones(1), torch.zeros(1)))["output"]) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("returned", "description"),
+    [
+        (
+            (torch.zeros(2, 3), (torch.zeros(1), torch.zeros(1)), 1, 2, 3),
+            "a tuple of 5 (a tensor of shape [2, 3], a",
+        ),
+        ({"x": 1, "y": 2}, "a dict with x, y;"),
+        (Parts(1, 2), "a Parts with b, a, left_out;"),
+        (None, "it returned None;"),
+    ],
+)
+def test_an_error_about_outputs_describes_what_the_model_returned(returned: Any, description: str) -> None:
+    with pytest.raises(DataError) as caught:
+        name_outputs(task("a", "b"), returned)
+    assert description in str(caught.value)
+
+
+class ByKeyword(nn.Module):
+    def forward(self, *, x: Tensor) -> Tensor:
+        return x
+
+
+class OfTwo(nn.Module):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return x * mask
+
+
+@pytest.mark.parametrize("net", [ByKeyword(), OfTwo()])
+def test_a_forward_that_does_not_take_the_inputs_is_one_sentence(net: nn.Module) -> None:
+    with pytest.raises(
+        ConfigError, match=r"called with the 1 `inputs` in order \(x\), but its forward\(.*does not take"
+    ):
+        forward(net, task("y"), {"x": torch.ones(2)})
+
+
+def test_an_error_inside_the_model_stays_what_it_is() -> None:
+    class Broken(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return len(3)  # type: ignore[arg-type]
+
+    with pytest.raises(TypeError, match="has no len"):
+        forward(Broken(), task("y"), {"x": torch.ones(2)})
 
 
 @pytest.mark.parametrize(
