@@ -322,6 +322,9 @@ def _line(error: BaseException) -> str:
     return " ".join(str(error).split())[:200]
 
 
+_MAX_HASHED_BYTES = 256 << 20  # a larger file counts as changed when its time has
+
+
 def write_read_files(root: Path, folder: Path) -> None:
     """Record the files that this process has read, in prepare; nothing if no reader was used."""
     if _patterns:
@@ -343,12 +346,14 @@ def changed_read_files(root: Path, folder: Path) -> list[str]:
 
 
 def _describe(root: Path, pattern: str) -> dict[str, dict[str, Any]]:
-    return {
-        os.path.relpath(path, root): {
-            "size": path.stat().st_size, "modified": path.stat().st_mtime_ns, "sha256": digest_file(path),
-        }
-        for path in _match(root, pattern)
-    }  # fmt: skip
+    files = {}
+    for path in _match(root, pattern):
+        status = path.stat()
+        digest = digest_file(path) if status.st_size <= _MAX_HASHED_BYTES else ""
+        files[os.path.relpath(path, root)] = {
+            "size": status.st_size, "modified": status.st_mtime_ns, "sha256": digest,
+        }  # fmt: skip
+    return files
 
 
 def _is_changed(path: Path, recorded: Mapping[str, Any]) -> bool:

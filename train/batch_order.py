@@ -172,7 +172,10 @@ def read_order(folder: Path, batch_size: int, seed: int, most: int) -> BatchOrde
     path = folder / ORDER_FILE
     if not path.is_file() or digest_file(path) != entry["digest"]:
         raise DataError(f"{path}: missing or changed since prepare; `pipe run all --force prepare` writes it again")
-    return BatchOrder(samples, batch_size, seed, entry["kind"], np.load(path, allow_pickle=False)[:samples])
+    values = np.load(path, allow_pickle=False)[:samples]
+    if entry["kind"] == "weights" and not values.any():
+        raise ConfigError(f"train.max_samples={most}: the weights of these samples are all 0; to fix it, use more")
+    return BatchOrder(samples, batch_size, seed, entry["kind"], values)
 
 
 def order_identity(folder: Path) -> dict[str, str]:

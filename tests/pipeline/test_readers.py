@@ -228,6 +228,16 @@ def test_files_that_were_read_are_noticed_when_they_change(folder: Path) -> None
     assert changed_read_files(folder, folder / "out") == []  # the data are on another machine
 
 
+def test_a_large_file_counts_as_changed_by_its_time(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.readers._MAX_HASHED_BYTES", 1)
+    (folder / "a.jsonl").write_text('{"x": 1}\n')
+    read_jsonl("a.jsonl")
+    write_read_files(folder, folder)
+    assert changed_read_files(folder, folder) == []
+    os.utime(folder / "a.jsonl", ns=(1, 1))
+    assert changed_read_files(folder, folder) == ["a.jsonl"]
+
+
 def test_absolute_patterns_are_found(folder: Path) -> None:
     (folder / "a.csv").write_text("x\n1\n")
     assert find_files(f"{folder}/*.csv") == [folder / "a.csv"]

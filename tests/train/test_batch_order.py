@@ -145,6 +145,14 @@ def test_an_order_reads_as_it_was_written(tmp_path: Path) -> None:
         read_order(tmp_path, 16, seed=3, most=0)
 
 
+def test_first_samples_without_weight_are_refused(tmp_path: Path) -> None:
+    entry = write_order("weights", np.array([0.0, 0, 1]), tmp_path)
+    write_json(tmp_path / "data.json", {"splits": {"train": {"samples": 3}}, ORDER_KEY: entry})
+    assert read_order(tmp_path, 2, seed=0, most=0).batch(0).tolist() == [2]
+    with pytest.raises(ConfigError, match=r"train.max_samples=2: the weights of these samples are all 0"):
+        read_order(tmp_path, 2, seed=0, most=2)
+
+
 def test_a_run_without_a_recorded_order_is_shuffled(tmp_path: Path) -> None:
     write_json(tmp_path / "data.json", {"splits": {"train": {"samples": 37}}})
     assert read_order(tmp_path, 8, seed=5, most=0).batch(13).tolist() == BatchOrder(37, 8, 5).batch(13).tolist()
