@@ -1,4 +1,4 @@
-"""The samples with the worst scores of the candidate, ready to display: `worst.json`, of a bounded size.
+"""The candidate's worst samples, and a few typical ones, ready to display: `worst.json`, of a bounded size.
 
 They are stored during the evaluation, so that the report needs neither the data nor the user's code. A task with `show`
 decides what is displayed of a sample: else it is its text, or its inputs.
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 
 WORST_SAMPLES = 12
+TYPICAL_SAMPLES = 4  # of a task with show()
 _MAX_INPUTS = 4  # of a sample
 _MAX_SEARCHED = 2000  # samples among which the nearest embeddings are searched
 _NEIGHBORS = 5
@@ -43,16 +44,16 @@ def worst_body(
     """Return the content of worst.json."""
     values = _sample_values(results)
     metric = metric if metric in values else next(iter(results.candidate))
-    indices = worst_indices(values, metric, WORST_SAMPLES)
-    note = ""
+    indices, note = worst_indices(values, metric, WORST_SAMPLES), ""
     if isinstance(task, HasShow):
+        indices += typical_indices(values, metric)
         shown = _show(task, samples, indices, predict)
         parts = [shown_parts(row) for row in shown]
         _add_neighbors(parts, shown, indices, lambda others: _show(task, samples, others, predict), len(samples))
     else:
         parts, note = _inputs(run, task, samples.batch(indices), results.columns.get(ACTUAL, np.empty(0)), indices)
-    worst = [{**_sample_body(results, index, metric), "shown": row} for index, row in zip(indices, parts, strict=True)]
-    return {"metric": metric, "note": note, "samples": worst}
+    bodies = [{**_sample_body(results, index, metric), "shown": row} for index, row in zip(indices, parts, strict=True)]
+    return {"metric": metric, "note": note, "samples": bodies[:WORST_SAMPLES], "typical": bodies[WORST_SAMPLES:]}
 
 
 def _sample_values(results: Results) -> Columns:
@@ -65,6 +66,13 @@ def worst_indices(columns: Columns, metric: str, count: int) -> list[int]:
     other_columns = [columns[name] for name in sorted(columns, reverse=True) if name != metric]
     keys = [np.where(np.isnan(values), -math.inf, values) for values in (*other_columns, columns[metric])]
     return [int(index) for index in np.lexsort(keys)[:count]]
+
+
+def typical_indices(columns: Columns, metric: str) -> list[int]:
+    """Return the indices around the median that are not among the worst; few samples have none."""
+    order = worst_indices(columns, metric, len(columns[metric]))
+    start = max(len(order) // 2 - TYPICAL_SAMPLES // 2, WORST_SAMPLES)
+    return order[start : start + TYPICAL_SAMPLES]
 
 
 @torch.inference_mode()

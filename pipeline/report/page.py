@@ -101,6 +101,7 @@ def _sections(facts: Facts, other: Facts | None, compared: comparison.Comparison
     no_probabilities = "Calibration is unknown: the task has no probabilities()." if facts.classes else ""
     yield Section("Calibration", "evaluate", lambda: evaluation.calibration(facts), no_probabilities)
     yield Section("Worst samples", "evaluate", lambda: samples.worst_samples(facts))
+    yield Section("Typical samples", "evaluate", lambda: samples.typical_samples(facts))
     yield Section("ONNX parity", "export", lambda: export.parity(facts), "The step has left no parity.json.")
     yield Section("Variants", "export", lambda: export.variants(facts))
     yield Section("Formats", "export", lambda: export.formats(facts))

@@ -1,4 +1,4 @@
-"""The section on the worst samples: texts, tables, pictures and whatever else `evaluate/worst.json` has of them."""
+"""Sections on the worst and on typical samples: texts, tables, pictures and what else `evaluate/worst.json` has."""
 
 from __future__ import annotations
 
@@ -25,18 +25,23 @@ Styles = Mapping[str, str]  # of labels and tags
 
 def worst_samples(facts: Facts) -> Html | None:
     """Draw one card for each sample, as the evaluate step stored them."""
-    samples = mappings(facts.worst.get("samples"))
+    lead = f"The candidate’s worst samples by {facts.worst.get('metric', '')}; ties are ordered by the other metrics."
+    return _samples(facts, "samples", " ".join(filter(None, (lead, str(facts.worst.get("note") or "")))))
+
+
+def typical_samples(facts: Facts) -> Html | None:
+    return _samples(facts, "typical", f"Samples around the median of {facts.worst.get('metric', '')}.")
+
+
+def _samples(facts: Facts, key: str, lead: str) -> Html | None:
+    samples = mappings(facts.worst.get(key))
     if not samples:
         return None
-    styles = _label_styles(samples)
+    styles = _label_styles([*mappings(facts.worst.get("samples")), *mappings(facts.worst.get("typical"))])
     cards = [_card(sample, bool(facts.classes), styles) for sample in samples]
-    return render(
-        "worst_samples.html",
-        metric=str(facts.worst.get("metric", "")),
-        note=str(facts.worst.get("note") or ""),
-        cards=cards,
-        is_wide=any(len(card["parts"]) > 1 or card["parts"][0]["kind"] != "picture" for card in cards if card["parts"]),
-    )
+    parts = [card["parts"] for card in cards if card["parts"]]
+    is_wide = any(len(shown) > 1 or shown[0]["kind"] != "picture" for shown in parts)
+    return render("samples.html", lead=lead, cards=cards, is_wide=is_wide)
 
 
 def _card(sample: Mapping[str, Any], has_classes: bool, styles: Styles) -> dict[str, Any]:

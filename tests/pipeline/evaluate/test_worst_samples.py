@@ -15,7 +15,7 @@ import pytest
 from pipeline.contract.errors import DataError
 from pipeline.evaluate.__main__ import evaluate
 from pipeline.evaluate.sample_parts import MAX_SIDE_PIXELS, as_image, png
-from pipeline.evaluate.worst_samples import WORST_SAMPLES, worst_indices
+from pipeline.evaluate.worst_samples import TYPICAL_SAMPLES, WORST_SAMPLES, typical_indices, worst_indices
 
 if TYPE_CHECKING:
     from tests.pipeline.evaluate.conftest import Project
@@ -50,6 +50,14 @@ def test_lowest_values_come_first_and_nan_before_them() -> None:
     columns = {"accuracy": np.array([1.0, 0, 0, np.nan, 1]), "likelihood": np.array([-0.1, -2, -3, -0.2, -0.3])}
     assert worst_indices(columns, "accuracy", 4) == [3, 2, 1, 4]
     assert worst_indices({"accuracy": np.zeros(3)}, "accuracy", 9) == [0, 1, 2], "ties keep their order"
+
+
+@pytest.mark.parametrize(("count", "first", "size"), [(100, 48, 4), (24, 12, 4), (14, 12, 2), (12, 0, 0), (1, 0, 0)])
+def test_typical_samples_are_around_the_median_and_not_among_the_worst(count: int, first: int, size: int) -> None:
+    columns = {"score": np.random.default_rng(0).permutation(count).astype(float)}
+    typical = columns["score"][typical_indices(columns, "score")]
+    assert typical.tolist() == list(range(first, first + size))
+    assert size <= TYPICAL_SAMPLES
 
 
 def test_worst_samples_show_label_and_both_predictions(with_baseline: Project) -> None:
@@ -218,7 +226,7 @@ def test_embeddings_are_searched_among_those_of_another_name(project: Project) -
 @pytest.mark.parametrize(
     ("shown", "problem"),
     [
-        ("[{}]", "one mapping of names to values for each of the 12 samples"),
+        ("[{}]", "one mapping of names to values for each of the 16 samples"),
         ("[{'tags': {1}} for _ in outputs]", "`tags` is a set; return a text"),
         ("[{'a': TaggedText('ab', [''])} for _ in outputs]", "needs one tag for each of its 2 words, not 1"),
         ("[{'a': Boxes(torch.zeros(9, 9), [[1, 2, 3]])} for _ in outputs]", "found shapes (9, 9) and (1, 3)"),

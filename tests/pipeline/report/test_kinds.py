@@ -34,6 +34,9 @@ def test_page_is_balanced_small_and_without_sections_of_classifiers(pages: dict[
     figures = {"Predicted against actual": "houses", "NDCG by query": "search"}
     assert [title for title in figures if f"<h2>{title}" in pages[name]] == [t for t, n in figures.items() if n == name]
     assert section(pages[name], "Worst samples").count("<b>Sample ") == 12
+    has_show = hasattr(KINDS[name], "show")
+    assert ("<h2>Typical samples" in pages[name]) == has_show
+    assert not has_show or section(pages[name], "Typical samples").count("<b>Sample ") == 4
 
 
 def test_regressor_shows_errors_and_original_columns(pages: dict[str, str]) -> None:
