@@ -160,6 +160,19 @@ def check_provenance(run: Run, directory: Path) -> None:
     assert len(output["predicate"]["runDetails"]["builder"]["version"]["source"]) == 64
 
 
+def test_names_of_any_characters_reach_the_golden_requests(root: Path) -> None:
+    edit(root / "sums_task.py", 'inputs = ("x",)', 'inputs = ("weights/linear.x",)')
+    edit(root / "sums_task.py", '{"x": np', '{"weights/linear.x": np')
+    edit(root / "sums_task.py", 'outputs = ("y",)', 'outputs = ("Größe in m²",)')
+    edit(root / "sums_codec.py", '{"x": np', '{"weights/linear.x": np')
+    edit(root / "sums_codec.py", 'outputs["y"]', 'outputs["Größe in m²"]')
+    run = evaluated_run(root)
+    export(run, root)
+    path = run.partial("export") / "bundle"
+    assert list(open_bundle(path).golden().outputs) == ["Größe in m²"]
+    assert [*verify_bundle(path)][-1] == "golden requests are answered as at export"
+
+
 def test_no_file_of_the_bundle_shows_where_it_was_made(root: Path) -> None:
     run = evaluated_run(root)
     export(run, root)
