@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ from pipeline.contract.errors import ConfigError
 from tests.train.distributed import run_distributed
 from train.batch_order import BatchOrder
 from train.process_group import ProcessGroup
-from train.trainer import batch_sizes_differ, check_compiler
+from train.trainer import batch_sizes_differ, check_compiler, mark_batch_dynamic
 
 from .conftest import Project, equal, weights
 from .test_trainer import Line, config, trainer
@@ -77,3 +79,24 @@ def test_compiled_training_matches_and_resumes_bit_for_bit(
     done = project.train(split_by_speed, processes=2)
     assert "resumed from the checkpoint" in done.stdout, done.stderr
     assert equal(weights(split_by_speed), weights(whole))
+
+
+def padded_graphs(group: ProcessGroup, any_length: bool) -> int:
+    """How many are made for texts that are padded to several lengths; the first batch is of one size on both axes."""
+    made: list[object] = []
+
+    def backend(graph: torch.fx.GraphModule, _inputs: object) -> Callable[..., Any]:
+        made.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda ids: (ids * 2).sum(dim=1), backend=backend)
+    for shape in ((4, 4), (4, 7), (3, 9)):
+        batch = {"ids": torch.ones(shape)}
+        mark_batch_dynamic(batch, any_length)
+        assert compiled(batch["ids"]).tolist() == [2 * shape[1]] * shape[0]
+    return len(made)
+
+
+def test_padded_batches_of_all_lengths_take_one_graph() -> None:
+    assert run_distributed(padded_graphs, 1, True) == [1]
+    assert run_distributed(padded_graphs, 1, False) == [2]
