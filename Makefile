@@ -39,6 +39,8 @@ types: $(VENV)/.dev
 	$(BIN)/mypy
 	cd examples/digits && ../../$(BIN)/mypy --config-file ../../pyproject.toml task.py codec.py
 	cd examples/starter && ../../$(BIN)/mypy --config-file ../../pyproject.toml task.py codec.py
+	for folder in examples/templates/*/; do \
+	  (cd $$folder && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml task.py codec.py) || exit 1; done
 	cd examples/deepseek/pretrain && ../../../$(BIN)/mypy --config-file ../../../pyproject.toml task.py codec.py
 	cd examples/deepseek/classify && ../../../$(BIN)/mypy --config-file ../../../pyproject.toml task.py codec.py
 

@@ -66,6 +66,7 @@ def test_wheel_installs_five_packages_and_their_data(wheel: Path) -> None:
         "pipeline/py.typed",
         "pipeline/examples/digits/pipe.yaml",
         "pipeline/examples/starter/task.py",
+        "pipeline/examples/templates/image-to-image/task.py",
         "pipeline/examples/deepseek/pretrain/pipe.yaml",
         "pipeline/report/style.css",
         "serve/page/page.js",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import re
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import UnionType
@@ -24,6 +26,7 @@ from pipeline.cli.app import (
     split_overrides,
     table,
 )
+from pipeline.cli.from_script import codec_source, read_script, settings_source, task_source
 from pipeline.cli.run import run
 from pipeline.compare import result_digests
 from pipeline.contract.config import Config, override_config, setting_names
@@ -107,19 +110,63 @@ def _plain(value: Any) -> str:
     return '""' if value == "" else str(value)
 
 
+TEMPLATES = ("tabular", "images", "text", "embedding", "ranking", "image-to-image", "sequence", "lora")
+_PROJECT_FILES = ("task.py", "codec.py", "pipe.yaml")
+
+
+def complete_templates(incomplete: str) -> list[str]:
+    return [name for name in TEMPLATES if name.startswith(incomplete)]
+
+
 @app.command()
 def init(
-    folder: Annotated[Path, typer.Argument(help="Folder to make; its name becomes the model's name.")],
+    folder: Annotated[Path, typer.Argument(help="Folder of the project; its name becomes the model's name.")],
+    template: Annotated[
+        str,
+        typer.Option("--template", help=f"Kind of model: {', '.join(TEMPLATES)}.", autocompletion=complete_templates),
+    ] = "",
+    script: Annotated[
+        Path | None, typer.Option("--from", metavar="SCRIPT", help="Training script to prepare the files from.")
+    ] = None,
     output: OutputOption = Output.text,
 ) -> None:
-    """Start a project: task.py, codec.py and pipe.yaml, ready to run."""
-    _require_empty(folder)
+    """Start a project: task.py, codec.py and pipe.yaml, in a new folder or beside other files."""
+    if template and script:
+        raise ConfigError("give --template or --from, not both")
+    if template and template not in TEMPLATES:
+        raise ConfigError(f"no template {template!r}; there are {', '.join(TEMPLATES)}")
+    if present := [name for name in _PROJECT_FILES if (folder / name).exists()]:
+        raise ConfigError(f"{folder} already has {', '.join(present)}; move what is there, or give another folder")
     name = model_name(folder.resolve().name)
-    _copy_example("starter", folder)
+    value = {"folder": str(folder), "name": name}
+    if script:
+        kind, next_steps = _write_from_script(script, folder, name)
+        emit(output, {**value, "kind": kind, "next": next_steps}, "\n".join([f"{folder}: from {kind}", *next_steps]))
+        return
+    is_new = not folder.is_dir() or not any(folder.iterdir())
+    _copy_example(f"templates/{template}" if template else "starter", folder, () if is_new else _PROJECT_FILES)
     settings = folder / "pipe.yaml"
-    settings.write_text(settings.read_text().replace("name: starter", f"name: {name}"))
-    message = f"{folder}: edit task.py and codec.py; `pipe -C {folder} run all` already runs it as it is"
-    emit(output, {"folder": str(folder), "name": name}, message)
+    settings.write_text(re.sub(r"(?m)^name: .*$", f"name: {name}", settings.read_text(), count=1))
+    emit(output, value, f"{folder}: edit task.py and codec.py; `pipe -C {folder} run all` already runs it as it is")
+
+
+def _write_from_script(path: Path, folder: Path, name: str) -> tuple[str, list[str]]:
+    """Write the files for a training script; return the kind of the script and what is left to do."""
+    script = read_script(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    sources = (task_source(script), codec_source(script), settings_source(script, name))
+    for file, text in zip(_PROJECT_FILES, sources, strict=True):
+        (folder / file).write_text(text)
+    steps = []
+    if script.unsafe is None and script.classes and path.resolve().parent != folder.resolve():
+        steps.append(f"copy {path}, and the files that it imports, to {folder}: task.py imports it")
+    if script.unsafe is not None:
+        steps.append(f"{script.name} trains when it is imported (line {script.unsafe.line}); see the top of task.py")
+    steps += [
+        f"complete what raises NotImplementedError in {folder / 'task.py'} and {folder / 'codec.py'}",
+        f"run `pipe -C {folder} plan`, then `pipe -C {folder} run all`",
+    ]
+    return script.kind, steps
 
 
 @app.command()
@@ -149,10 +196,12 @@ def _require_empty(folder: Path) -> None:
         raise ConfigError(f"{folder} is not empty; give a new folder")
 
 
-def _copy_example(name: str, folder: Path) -> None:
+def _copy_example(name: str, folder: Path, files: Sequence[str] = ()) -> None:
+    """Copy the named files of an example, or all."""
     folder.mkdir(parents=True, exist_ok=True)
     for path in filter(Path.is_file, example_folder(name).iterdir()):
-        shutil.copyfile(path, folder / path.name)
+        if not files or path.name in files:
+            shutil.copyfile(path, folder / path.name)
 
 
 @app.command()

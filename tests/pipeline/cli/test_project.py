@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cli.project import model_name
+from pipeline.cli.project import TEMPLATES, complete_templates, model_name
 from pipeline.contract.registry import CHAMPION, Entry, ProposedChange, change_registry
 from pipeline.history import create_run, find_project
 
@@ -18,10 +18,31 @@ def test_init_writes_a_project_that_can_be_planned(pipe: Pipe, tmp_path: Path) -
     pipe("-C", "My Model", "plan", here=tmp_path)
 
 
-def test_init_leaves_a_folder_with_something_in_it_alone(pipe: Pipe, starter: Path) -> None:
+def test_init_overwrites_nothing(pipe: Pipe, starter: Path) -> None:
     before = {path: path.read_bytes() for path in starter.iterdir()}
-    assert "is not empty; give a new folder" in pipe("init", str(starter), expect=2).stderr
-    assert {path: path.read_bytes() for path in starter.iterdir()} == before
+    message = "already has task.py, codec.py, pipe.yaml; move what is there, or give another folder"
+    assert message in pipe("init", str(starter), expect=2).stderr
+    (starter / "pipe.yaml").unlink()
+    assert "already has task.py, codec.py;" in pipe("init", ".", expect=2).stderr
+    assert {path: path.read_bytes() for path in starter.iterdir()}.items() < before.items()
+
+
+def test_init_adds_its_three_files_to_a_project(pipe: Pipe, tmp_path: Path) -> None:
+    (tmp_path / "my code").mkdir()
+    (tmp_path / "my code" / "train.py").write_text("print('mine')")
+    pipe("init", ".", "--template", "text", here=tmp_path / "my code")
+    names = {path.name for path in (tmp_path / "my code").iterdir()}
+    assert names == {"train.py", "task.py", "codec.py", "pipe.yaml"}
+    assert "name: my-code" in (tmp_path / "my code" / "pipe.yaml").read_text()
+
+
+def test_init_names_all_templates(pipe: Pipe, tmp_path: Path) -> None:
+    stopped = pipe("init", "new", "--template", "table", here=tmp_path, expect=2)
+    assert f"no template 'table'; there are {', '.join(TEMPLATES)}" in stopped.stderr
+    assert not (tmp_path / "new").exists()
+    assert complete_templates("im") == ["images", "image-to-image"]
+    both = pipe("init", "new", "--template", "text", "--from", "train.py", here=tmp_path, expect=2)
+    assert "give --template or --from, not both" in both.stderr
 
 
 def test_init_takes_an_empty_folder(pipe: Pipe, tmp_path: Path) -> None:

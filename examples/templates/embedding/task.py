@@ -1,0 +1,119 @@
+"""Embed texts so that a query is near the text that answers it. Replace data() and model()."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+from codec import LONGEST, VOCABULARY, Codec
+from sklearn.feature_extraction.text import TfidfVectorizer
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipeline import Embedding
+
+WRONG = 7  # texts that do not answer the query, in each sample
+SHARPNESS = 20.0  # of the softmax over cosine similarities
+
+
+class Net(nn.Module):
+    """The mean of word vectors. Replace: your encoder, such as a transformer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 64, padding_idx=0)
+        self.layers = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        mask = attention_mask[..., None].float()
+        mean = (self.embedding(input_ids) * mask).sum(dim=2) / mask.sum(dim=2).clamp(min=1)
+        return functional.normalize(self.layers(mean), dim=2)
+
+
+class Task:
+    inputs = ("input_ids", "attention_mask")  # columns of data() that the model takes, in order
+    outputs = ("vectors",)  # names for what it returns
+    axes = {"input_ids": ("batch", "texts", "words"), "attention_mask": ("batch", "texts", "words")}
+    longest = {"texts": WRONG + 2, "words": LONGEST}
+
+    def model(self) -> nn.Module:
+        return Net()
+
+    def data(self, split: str) -> dict[str, np.ndarray[Any, Any]]:
+        """A sample is a query, the text that answers it, and some that do not."""
+        # Replace: read yours, for example with `pipeline.read_jsonl(f"{split}.jsonl")`.
+        rows = _samples(split)
+        return {**Codec().rows(rows), "index": np.arange(len(rows))}
+
+    def loss(self, outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        """Contrastive loss: of all texts of the sample, the first answers the query."""
+        similarities = _similarities(outputs)
+        return functional.cross_entropy(
+            SHARPNESS * similarities, torch.zeros_like(similarities[:, 0], dtype=torch.long)
+        )
+
+    def metrics(self, outputs: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        similarities = _similarities(outputs)
+        better = (similarities[:, 1:] >= similarities[:, :1]).sum(dim=1)
+        return {"first_hit": (better == 0).float(), "reciprocal_rank": 1 / (1 + better)}
+
+    # Optional: what the report shows of a sample: the query and the texts of the test set that are nearest to it.
+    def show(self, batch: dict[str, Tensor], outputs: Tensor) -> list[dict[str, Any]]:
+        texts = [_samples("test")[index] for index in batch["index"].tolist()]
+        return [
+            {
+                "query": Embedding(vectors[0], row[0], among="answer"),
+                "answer": Embedding(vectors[1], row[1]),
+            }
+            for vectors, row in zip(outputs, texts, strict=True)
+        ]
+
+    # Optional: the model that yours must beat.
+    def baseline(self) -> Any:
+        vectorizer = TfidfVectorizer().fit([text for row in _samples("train") for text in row])
+
+        def embed(batch: dict[str, Tensor]) -> Tensor:
+            rows = [_samples("test")[index] for index in batch["index"].tolist()]
+            vectors = vectorizer.transform([text for row in rows for text in row]).toarray()
+            return torch.from_numpy(vectors).float().reshape(len(rows), len(rows[0]), -1)
+
+        return embed
+
+    # Optional: instances as a client would send them; they become golden requests.
+    def example(self) -> list[Any]:
+        return ["inexpensive inn near the beach", "a cheap hotel by the sea"]
+
+
+def _similarities(vectors: Tensor) -> Tensor:
+    """Return the cosine similarity of each query, which is the first text, to the other texts."""
+    return (vectors[:, :1] * vectors[:, 1:]).sum(dim=2)
+
+
+@cache
+def _samples(split: str) -> list[list[str]]:
+    """Make up hotels: query and answer mean the same by other words; a wrong text differs from the answer in one."""
+    random, samples = np.random.default_rng(list(split.encode())), []
+    for _ in range({"train": 1000, "validation": 200, "test": 400}[split]):
+        meaning = [int(random.integers(len(choices))) for choices in _WORDS]
+        texts = [_text(meaning, random), _text(meaning, random)]
+        for _ in range(WRONG):
+            other, place = list(meaning), int(random.integers(len(_WORDS)))
+            other[place] = (other[place] + int(random.integers(1, len(_WORDS[place])))) % len(_WORDS[place])
+            texts.append(_text(other, random))
+        samples.append(texts)
+    return samples
+
+
+def _text(meaning: list[int], random: np.random.Generator) -> str:
+    words = [str(random.choice(choices[index])) for choices, index in zip(_WORDS, meaning, strict=True)]
+    return " ".join(f"{random.choice(['', 'a', 'with', 'and'])} {word}" for word in words)
+
+
+_WORDS = (
+    (("cheap", "inexpensive", "budget"), ("luxurious", "exclusive", "elegant"), ("family", "kids", "children")),
+    (("hotel", "inn", "hostel"), ("apartment", "flat", "studio"), ("campsite", "camping", "tents")),
+    (("sea", "beach", "coast"), ("mountains", "alps", "peaks"), ("downtown", "center", "city"), ("lake", "lakeside")),
+    (("breakfast", "buffet"), ("pool", "swimming"), ("parking", "garage"), ("sauna", "spa"), ("bikes", "cycling")),
+)

@@ -1,0 +1,106 @@
+"""Rank the items of a query: hotels that the task makes up. Replace data() and model()."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from codec import FEATURES, Codec
+from sklearn.linear_model import LinearRegression
+from torch import Tensor, nn
+from torch.nn import functional
+
+ITEMS = 20  # of a query
+
+
+class Net(nn.Module):
+    """Scores an item by its features alone. Replace: your network."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.BatchNorm1d(len(FEATURES)), nn.Linear(len(FEATURES), 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(),
+            nn.Linear(64, 1),
+        )  # fmt: skip
+
+    def forward(self, features: Tensor) -> Tensor:
+        scores: Tensor = self.layers(features)
+        return scores[:, 0]
+
+
+class Task:
+    inputs = ("features",)  # columns of data() that the model takes, in order
+    outputs = ("score",)  # names for what it returns
+    directions = {"error": "lower"}
+
+    def model(self) -> nn.Module:
+        return Net()
+
+    def data(self, split: str) -> dict[str, np.ndarray[Any, Any]]:
+        """A sample is an item: its features, its relevance from 0 to 4, and the number of its query."""
+        # Replace: read your items, for example with `pipeline.read_table(f"{split}.csv")`.
+        items = [item for query in range(_QUERIES[split]) for item in _made_up_items(split, query)]
+        columns = {name: np.array([item.pop(name) for item in items]) for name in ("relevance", "query")}
+        return {**Codec().decode(items), **columns}
+
+    def sample_groups(self, data: dict[str, np.ndarray[Any, Any]]) -> np.ndarray[Any, Any]:
+        """Keep the items of a query in one batch, because the loss compares them."""
+        return data["query"]
+
+    def loss(self, outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        """The score estimates the relevance, and an item of higher relevance needs a higher score (pairwise loss)."""
+        query, relevance = batch["query"], batch["relevance"]
+        better = ((query[:, None] == query) & (relevance[:, None] > relevance)).float()
+        pairs = functional.softplus(outputs - outputs[:, None]) * better
+        ordering = (pairs.sum(dim=1) / better.sum(dim=1).clamp(min=1)).mean()
+        return ordering + functional.huber_loss(outputs, relevance.float())
+
+    def metrics(self, outputs: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """One value per item; with the three methods below, there are also ndcg, mrr and auc per query."""
+        return {"error": (outputs - batch["relevance"]).abs()}
+
+    def predicted(self, outputs: Tensor) -> Tensor:
+        return outputs
+
+    def actual(self, batch: dict[str, Tensor]) -> Tensor:
+        return batch["relevance"]
+
+    def queries(self, batch: dict[str, Tensor]) -> Tensor:
+        return batch["query"]
+
+    # Optional: the model that yours must beat.
+    def baseline(self) -> Any:
+        train = self.data("train")
+        linear = LinearRegression().fit(train["features"], train["relevance"])
+        return lambda batch: torch.from_numpy(linear.predict(batch["features"].numpy())).float()
+
+    # Optional: instances as a client would send them; they become golden requests.
+    def example(self) -> list[Any]:
+        return [
+            {"text_match": 0.9, "price": 80.0, "rating": 4.5, "distance": 0.4},
+            {"text_match": 0.2, "price": 45.0, "rating": 3.0, "distance": 6.0},
+        ]
+
+
+_QUERIES = {"train": 200, "validation": 50, "test": 150}
+
+
+def _made_up_items(split: str, query: int) -> list[dict[str, Any]]:
+    """Make up items: price and distance matter only up to a point, and nothing does without a match of the text."""
+    random, items = np.random.default_rng([*split.encode(), query]), []
+    for _ in range(ITEMS):
+        match, price = random.uniform(), random.lognormal(4.3, 0.4)
+        rating, distance = random.uniform(2, 5), random.exponential(3)
+        value = match * ((rating - 2) + 2 * (price < 80) + 3 * np.exp(-distance)) + random.normal(0, 0.2)
+        items.append(
+            {
+                "text_match": match,
+                "price": price,
+                "rating": rating,
+                "distance": distance,
+                "relevance": int(np.clip(value, 0, 4)),
+                "query": query,
+            }
+        )
+    return items

@@ -1,0 +1,27 @@
+"""Each template of `pipe init` runs the whole pipeline as it is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from pipeline.cli.project import TEMPLATES
+
+from .project_folder import PIPE, ProjectFolder, environment
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_template_runs_the_whole_pipeline(name: str, tmp_path: Path) -> None:
+    command = [*PIPE, "init", "project", "--template", name]
+    subprocess.run(command, cwd=tmp_path, env=environment({}), check=True, capture_output=True)
+    project = ProjectFolder.with_free_port(tmp_path / "project")
+    try:
+        project.pipe("run", "all", "package.builder=none", f"deploy.port={project.port}")
+        assert len(json.loads(project.pipe("predict").stdout)["predictions"]) > 0
+        assert json.loads(project.pipe("status", "-o", "json").stdout)
+    finally:
+        project.pipe("stop")

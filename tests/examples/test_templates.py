@@ -1,0 +1,56 @@
+"""The templates of `pipe init`: complete projects, which plan and whose parts fit together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from pipeline.cli import app
+from pipeline.cli.project import TEMPLATES
+from pipeline.contract.codec import encode_method, load_codec
+from pipeline.contract.config import load_config
+from pipeline.contract.data import Samples, forward
+from pipeline.contract.show import Boxes, Embedding, TaggedText
+from pipeline.contract.sources import SOURCE_ROOT
+from pipeline.contract.task import load_task, make_shared_files
+
+
+def test_every_template_has_a_folder() -> None:
+    folders = [path.name for path in (SOURCE_ROOT / "examples" / "templates").iterdir() if path.is_dir()]
+    assert sorted(folders) == sorted(TEMPLATES)
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_template_can_be_planned_and_its_parts_fit(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "My project"
+    done = CliRunner().invoke(app, ["init", str(folder), "--template", name, "-o", "json"], catch_exceptions=False)
+    assert json.loads(done.stdout) == {"folder": str(folder), "name": "my-project"}
+    assert {path.name for path in folder.iterdir()} == {"task.py", "codec.py", "pipe.yaml"}
+    planned = CliRunner().invoke(app, ["-C", str(folder), "plan", "-o", "json"], catch_exceptions=False)
+    assert [row["action"] for row in json.loads(planned.stdout)] == ["run"] * 6
+
+    config = load_config(folder / "pipe.yaml")
+    task: Any = load_task(config.task, folder)
+    make_shared_files(task, files := tmp_path / "files")
+    codec = load_codec(config.codec, folder, files=files)
+    batch = Samples("test", task.data("test")).batch(range(8))
+    model = task.model().eval()
+    with torch.no_grad():
+        outputs = forward(model, task, batch)
+        assert task.loss(outputs, batch).isfinite()
+        assert all(values.shape == (8,) for values in task.metrics(outputs, batch).values())
+        assert task.metrics(task.baseline()(batch), batch).keys() == task.metrics(outputs, batch).keys()
+        instances = task.example()
+        arrays = codec.decode(instances)
+        answers = model(*(torch.from_numpy(arrays[input_name]) for input_name in task.inputs))
+    predictions = encode_method(codec, config.codec)({task.outputs[0]: answers.numpy()}, arrays)
+    assert len(json.loads(json.dumps(predictions))) == len(instances)
+    if hasattr(task, "show"):
+        shown = [value for row in task.show(batch, outputs) for value in row.values()]
+        assert shown
+        assert all(isinstance(value, str | torch.Tensor | TaggedText | Boxes | Embedding) for value in shown)
