@@ -201,7 +201,10 @@
 
   function command(path, text) {
     const shell = el("pre", {});
-    const update = (body) => { shell.textContent = `curl -d '${body.replaceAll("'", "'\\''")}' ${location.origin}${path}`; };
+    const update = (body) => {
+      const data = body.length > 2000 ? "@request.json" : `'${body.replaceAll("'", "'\\''")}'`; // a file is shorter than a picture
+      shell.textContent = `curl -d ${data} ${location.origin}${path}`;
+    };
     update(text);
     return { shell: details("From the command line", shell), update };
   }
@@ -209,10 +212,10 @@
   function textForm(path, text, note) {
     const area = el("textarea", { id: "body", value: text, spellcheck: false });
     const send = el("button", { className: "main", type: "button" }, "Send");
-    const line = command(path, short(text));
+    const line = command(path, text);
     send.addEventListener("click", async () => {
       send.disabled = true;
-      line.update(short(area.value));
+      line.update(area.value);
       await post(path, area.value);
       send.disabled = false;
     });
@@ -243,7 +246,7 @@
     };
     send.addEventListener("click", guarded(async () => {
       const text = body();
-      line.update(short(text));
+      line.update(text);
       send.disabled = true;
       await post(predict, text, controls.map((one) => one.picture?.()).find(Boolean));
       send.disabled = false;
@@ -254,7 +257,7 @@
       el("div", { className: "buttons" }, send, another, asJson), line.shell);
     if (examples.length) {
       fill(examples[0]);
-      line.update(short(body()));
+      line.update(body());
     }
   }
 
@@ -339,15 +342,13 @@
     const line = command(path, body());
     send.addEventListener("click", async () => {
       send.disabled = true;
-      line.update(short(body()));
+      line.update(body());
       await post(path, body());
       send.disabled = false;
     });
     place.replaceChildren(el("label", { for: "body" }, chat ? "A message for the model" : "The beginning of a text"), area,
       el("div", { className: "buttons" }, send), line.shell);
   }
-
-  const short = (text) => (text.length > 2000 ? `${text.slice(0, 2000)}…` : text);
 
   function tensorForm() {
     if (form.examples.length) {
@@ -442,7 +443,7 @@
     const send = (pixels) => {
       preview(pixels);
       const body = JSON.stringify({ instances: [pixels] });
-      line.update(short(body));
+      line.update(body);
       return post(predict, body);
     };
 

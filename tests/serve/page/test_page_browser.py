@@ -213,8 +213,13 @@ def test_text_is_typed_into_one_field(
     server = start(_resealed(own_bundle, seal, instances=["a short text"]))
     browser.open(f"{server.url}/")
     assert browser.value("document.querySelector('textarea#field-0').value") == "a short text"
+    _set(browser, 0, "x" * 3000)
+    browser.click("button.main")
+    browser.wait("document.querySelector('#answer pre')?.textContent.includes('xxx')")
+    assert " -d @request.json http" in browser.text("#form details pre"), "a long body is in a file"
     _set(browser, 0, "two\nlines")
     browser.click("button.main")
+    browser.wait("document.querySelector('#answer pre').textContent.includes('two')")
     assert json.loads(browser.text("#answer pre")) == {"predictions": [{"echo": "two\nlines"}]}
 
 
