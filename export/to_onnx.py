@@ -410,11 +410,51 @@ def grouped_mm(rows: FLOAT, weight: FLOAT, ends: INT32) -> FLOAT:
     return op.ConcatFromSequence(outputs, axis=0)
 
 
+def _recurrent(activation: str) -> Callable[..., Any]:
+    """Return the translation of nn.RNN, which torch.onnx lacks: without it, the trace has as many steps as the data."""
+
+    def translate(
+        input: FLOAT,  # noqa: A002  (the argument's name in torch)
+        hx: FLOAT,
+        params: Sequence[FLOAT],
+        has_biases: bool,
+        num_layers: int,
+        dropout: float,  # noqa: ARG001  (in evaluation nothing is dropped)
+        train: bool,  # noqa: ARG001
+        bidirectional: bool,
+        batch_first: bool,
+    ) -> tuple[FLOAT, FLOAT]:
+        directions, of_direction = (2 if bidirectional else 1), (4 if has_biases else 2)
+        values, states = (op.Transpose(input, perm=[1, 0, 2]) if batch_first else input), []
+        for layer in range(num_layers):
+            start = layer * directions * of_direction
+            weights = [params[start + each * of_direction :][:of_direction] for each in range(directions)]
+            w, r = (op.Concat(*(op.Unsqueeze(each[i], [0]) for each in weights), axis=0) for i in (0, 1))
+            biases = [op.Unsqueeze(op.Concat(each[2], each[3], axis=0), [0]) for each in weights if has_biases]
+            outputs, state = op.RNN(
+                values, w, r, op.Concat(*biases, axis=0) if biases else None, None,
+                op.Slice(hx, [layer * directions], [(layer + 1) * directions], [0]),
+                direction="bidirectional" if bidirectional else "forward",
+                hidden_size=hx.shape[2], activations=[activation] * directions,
+            )  # fmt: skip
+            # [length, directions, batch, width] → [length, batch, directions × width]
+            values = op.Reshape(op.Transpose(outputs, perm=[0, 2, 1, 3]), [0, 0, -1])
+            states.append(state)
+        outputs = op.Transpose(values, perm=[1, 0, 2]) if batch_first else values
+        return outputs, op.Concat(*states, axis=0)
+
+    return translate
+
+
 def translations() -> dict[Callable[..., Any], Any]:
-    """Return the translations for `torch.onnx.export`; `transformers` registers the operator when it is imported."""
-    if "transformers.integrations.moe" not in sys.modules:
-        return {}
-    return {torch.ops.transformers.grouped_mm_fallback.default: grouped_mm}
+    """Return the translations for `torch.onnx.export`; `transformers` registers its operator when it is imported."""
+    table: dict[Callable[..., Any], Any] = {
+        torch.ops.aten.rnn_tanh.input: _recurrent("Tanh"),
+        torch.ops.aten.rnn_relu.input: _recurrent("Relu"),
+    }
+    if "transformers.integrations.moe" in sys.modules:
+        table[torch.ops.transformers.grouped_mm_fallback.default] = grouped_mm
+    return table
 
 
 @contextmanager

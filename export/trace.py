@@ -71,12 +71,13 @@ def _dynamic_shapes(axes: Any) -> Any:
 
 @contextmanager
 def recurrent_shapes() -> Iterator[None]:
-    """Give GRU and LSTM their shapes without computing them step by step, which would fix the length of the trace.
+    """Give GRU, LSTM and RNN their shapes without computing them step by step, which would fix the length of the trace.
 
     torch.onnx does so in its own trace only, and not in the passes after it.
     """
     saved = {}
-    for operator in (torch.ops.aten.gru.input, torch.ops.aten.lstm.input):
+    aten = torch.ops.aten
+    for operator in (aten.gru.input, aten.lstm.input, aten.rnn_tanh.input, aten.rnn_relu.input):
         saved[operator] = (dict(operator.py_kernels), decomposition_table[operator])
         operator.py_kernels.update(dict.fromkeys(operator.py_kernels, _recurrent_outputs))
         decomposition_table[operator] = _recurrent_outputs

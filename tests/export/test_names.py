@@ -52,6 +52,22 @@ def test_the_output_of_a_recurrent_model_is_as_long_as_its_input(tmp_path: Path)
     assert not any(dim.dim_value == 9 for dims in inner for dim in dims), "no tensor has the length of the test data"
 
 
+@pytest.mark.parametrize(
+    "layer",
+    [
+        nn.RNN(6, 5, num_layers=2, batch_first=True, bidirectional=True),
+        nn.RNN(6, 10, nonlinearity="relu", batch_first=True, bias=False),
+        nn.GRU(6, 5, num_layers=2, dropout=0.5, batch_first=True, bidirectional=True),
+    ],
+)
+def test_recurrent_layers_of_every_kind_keep_the_length_free(tmp_path: Path, layer: nn.Module) -> None:
+    task = Tags()
+    net: Any = task.net
+    net.gru = layer
+    verified(task, tmp_path)
+    assert shapes(tmp_path / "model.onnx")["tags"] == ("batch", "time", KINDS)
+
+
 class Attentive(Tagger):
     """Attention over what a recurrent layer returned reads its length from there."""
 
