@@ -144,7 +144,7 @@ def test_a_plain_name_is_the_same_module_after_installed_ones(root: Path) -> Non
     assert net.kinds["small"].__module__ == "pipeline.project.nets.small"
     assert not hasattr(net.theirs, "mine")
     assert importlib.import_module("nets.small").Small is net.kinds["small"]
-    assert importlib.import_module("nets.small").__spec__.name == "pipeline.project.nets.small"
+    assert importlib.import_module("nets.small").__name__ == "pipeline.project.nets.small"
     assert pickle.loads(pickle.dumps(net.kinds["small"]())).__class__ is net.kinds["small"]
     assert pickle.loads(b"cnets.small\nSmall\n.") is net.kinds["small"]  # as a script of the user pickles it
     with pytest.raises(ModuleNotFoundError):
