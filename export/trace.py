@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._decomp import decomposition_table
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.contract.errors import StageError
 
@@ -54,6 +55,7 @@ def trace(traced: ExportInput) -> Trace:
                     traced.module, traced.arguments, dynamic_shapes=_dynamic_shapes(traced.axes), strict=False
                 )
         except Exception as error:  # torch raises its own types and any that the model raises
+            _refuse_packing(traced, error)
             _refuse_branch(error)
             _refuse_unknown_operator(error)
             return Trace(None, _limits(str(error)))
@@ -128,19 +130,42 @@ def source_location(node: torch.fx.Node) -> str:
     return f", {Path(user_lines[-1][0]).name} line {user_lines[-1][1]}" if user_lines else ""
 
 
+class _PackingFinder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Finds the user's line that packs sequences."""
+
+    line = ""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._pack_padded_sequence.default:
+            self.line = _describe_line(traceback.extract_stack()) or " "
+        return func(*args, **(kwargs or {}))
+
+
+def _refuse_packing(traced: ExportInput, error: BaseException) -> None:
+    with _PackingFinder() as finder:  # type: ignore[no-untyped-call]
+        traced.module(*copy.deepcopy(traced.arguments))
+    if finder.line:
+        raise StageError(
+            f"the model packs sequences by their lengths{finder.line.rstrip()}, and a graph cannot do that; give the "
+            "layer the padded texts, and a second layer for the other direction the texts reversed within their lengths"
+        ) from error
+
+
+def _describe_line(frames: Sequence[traceback.FrameSummary]) -> str:
+    """Return the last line of the user's code, as " (task.py line 3: `…`)"; empty if there is none."""
+    user_frames = [frame for frame in frames if _is_users(frame.filename)]
+    if not user_frames:
+        return ""
+    return f" ({Path(user_frames[-1].filename).name} line {user_frames[-1].lineno}: `{user_frames[-1].line}`)"
+
+
 def _refuse_branch(error: BaseException) -> None:
     if not any(type(cause).__name__ == "GuardOnDataDependentSymNode" for cause in _chain(error)):
         return
     frames = [frame for cause in _chain(error) for frame in traceback.extract_tb(cause.__traceback__)]
-    user_frames = [frame for frame in frames if _is_users(frame.filename)]
-    location = (
-        f" ({Path(user_frames[-1].filename).name} line {user_frames[-1].lineno}: `{user_frames[-1].line}`)"
-        if user_frames
-        else ""
-    )
     raise StageError(
-        f"the model decides in python by what its data are{location}, and a graph would keep one side of it for all; "
-        "write it with torch.where, or with torch.cond where only one side may run"
+        f"the model decides in python by what its data are{_describe_line(frames)}, and a graph would keep one side of "
+        "it for all; write it with torch.where, or with torch.cond where only one side may run"
     ) from error
 
 

@@ -204,3 +204,20 @@ def test_a_model_with_texts_of_any_length_is_traced_as_well() -> None:
     batch = {name: torch.as_tensor(column[:3]) for name, column in task.columns.items()}
     with pytest.raises(StageError, match="dropout stays on in eval mode"):
         inspect(export_input(task.net.eval(), task, batch))
+
+
+class Packed(Tagger):
+    def forward(self, letters: Tensor, real: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(
+            self.embed(letters), real.sum(1).cpu(), batch_first=True, enforce_sorted=False
+        )
+        hidden, _ = nn.utils.rnn.pad_packed_sequence(self.gru(packed)[0], batch_first=True)
+        found: Tensor = self.head(hidden)
+        return found
+
+
+def test_packed_sequences_are_refused_with_the_line() -> None:
+    task: Any = Tags(Packed())
+    batch = {name: torch.as_tensor(column[:3]) for name, column in task.columns.items()}
+    with pytest.raises(StageError, match=r"packs sequences by their lengths \(test_trace\.py line \d+: `.*`\), and"):
+        inspect(export_input(task.net.eval(), task, batch))
