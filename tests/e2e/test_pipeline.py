@@ -56,7 +56,7 @@ def test_predict_requests_the_live_service(finished: ProjectFolder, tmp_path: Pa
     question = tmp_path / "question.json"
     question.write_text("[[0.0, 0.9]]")
     assert json.loads(finished.pipe("predict", str(question)).stdout)["predictions"][0]["side"] == 1
-    assert len(json.loads(finished.pipe("predict").stdout)["predictions"]) == 1
+    assert len(json.loads(finished.pipe("predict").stdout)["predictions"]) == 2, "all examples"
     question.write_text("[[0.0]]")
     assert "must be a list of 2 numbers" in finished.pipe("predict", str(question), expect=2).stderr
 
