@@ -11,10 +11,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 from pipeline.contract.errors import ConfigError
 
 LOOP, LIGHTNING, TRAINER = "a plain training loop", "a LightningModule", "a Trainer of Hugging Face"
+
+
+Assignment: TypeAlias = ast.Assign | ast.AnnAssign
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ class Script:
     model: str = ""  # expression that builds the model from the script's classes, if it needs nothing else
     classes: list[str] = field(default_factory=list)  # modules and data sets that can be imported
     arguments: list[str] = field(default_factory=list)  # of the model's forward()
-    settings: dict[str, tuple[object, int]] = field(default_factory=dict)  # of the section train, with their lines
+    settings: dict[str, tuple[object, str]] = field(default_factory=dict)  # of the section train, and their places
     unsafe: Piece | None = None  # statement that runs when the script is imported
 
 
@@ -58,11 +62,15 @@ class _Reader:
         self._calls.sort(key=lambda call: (call.lineno, call.col_offset))
         self._classes = {node.name: node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
         self._functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-        self._values: dict[str, ast.Assign] = {}  # the first assignment to each name
+        self._values: dict[str, Assignment] = {}  # the first assignment to each name, other than a constant
+        self._constants: dict[str, ast.Constant] = {}  # the first constant assigned to each name
         for node in ast.walk(tree):
-            if isinstance(node, ast.Assign):
-                for target in node.targets:
-                    self._values.setdefault(ast.unparse(target), node)
+            if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None:
+                for name in _targets(node):
+                    if isinstance(node.value, ast.Constant):
+                        self._constants.setdefault(name, node.value)
+                    else:
+                        self._values.setdefault(name, node)
 
     def read(self) -> Script:
         script = Script(self._name, self._kind(), unsafe=self._unsafe_statement())
@@ -93,13 +101,15 @@ class _Reader:
         return trainers[0] if trainers else None
 
     def _read_loop(self, script: Script) -> None:
-        self._add_model(script, self._optimized_model())
+        for model in self._optimized_models():
+            self._add_model(script, model)
         for call in self._calls:
             if _called(call) == "DataLoader":
                 self._add(script, "data", self._assigned(call))
                 self._add(script, "data", self._source(_keywords(call).get("dataset") or next(iter(call.args), None)))
-            if _called(call) == "backward" and isinstance(call.func, ast.Attribute):
-                self._add(script, "loss", self._source(call.func.value))
+            if _called(call) == "backward":
+                for loss in self._losses(call):
+                    self._add(script, "loss", self._source(loss))
         scores = re.compile(r"correct|accura|metric|_score|f1|iou|psnr|auc|error", re.IGNORECASE)
         for statement in ast.walk(self._tree):
             if isinstance(statement, ast.Assign | ast.AugAssign) and not isinstance(statement.value, ast.Constant):
@@ -107,14 +117,20 @@ class _Reader:
                 if any(scores.search(ast.unparse(target)) for target in targets):
                     self._add(script, "metrics", statement)
 
-    def _optimized_model(self) -> ast.expr | None:
-        """Return the model whose parameters() an optimizer gets."""
+    def _optimized_models(self) -> Iterator[ast.expr]:
+        """Yield the models whose parameters() an optimizer gets."""
         for call in self._calls:
             for argument in call.args[:1]:
                 if isinstance(argument, ast.Call) and _called(argument) == "parameters":
                     assert isinstance(argument.func, ast.Attribute)
-                    return argument.func.value
-        return None
+                    yield argument.func.value
+
+    def _losses(self, call: ast.Call) -> list[ast.expr]:
+        """Return what loss.backward(), scaler.scale(loss).backward() or accelerator.backward(loss) differentiates."""
+        names: list[ast.expr] = [
+            node for node in ast.walk(call) if isinstance(node, ast.Name) and "loss" in node.id.lower()
+        ]
+        return names or ([call.func.value] if isinstance(call.func, ast.Attribute) else [])
 
     def _read_lightning(self, script: Script) -> None:
         module = next(node for node in self._classes.values() if "training_step" in _methods(node))
@@ -137,8 +153,9 @@ class _Reader:
     def _read_trainer(self, script: Script) -> None:
         trainer = self._trainer()
         assert trainer is not None
-        keywords, script.arguments = _keywords(trainer), ["input_ids", "attention_mask"]
+        keywords = _keywords(trainer)
         self._add_model(script, keywords.get("model") or next(iter(trainer.args), None))
+        script.arguments = script.arguments or ["input_ids", "attention_mask"]
         for name in ("train_dataset", "eval_dataset", "data_collator"):
             if name in keywords:
                 self._add(script, "data", self._source(keywords[name]))
@@ -166,15 +183,15 @@ class _Reader:
         """Record where the model is built, and the expression if it needs only the script's classes and constants."""
         source = self._source(expression)
         self._add(script, "model", source)
-        value = source.value if isinstance(source, ast.Assign) else source
+        value: ast.expr | None = source.value if isinstance(source, Assignment) else source
         while isinstance(value, ast.Call) and _called(value) in ("to", "cuda", "cpu", "float"):
             value = value.func.value if isinstance(value.func, ast.Attribute) else None
         if isinstance(value, ast.Call) and _called(value) in self._classes:
             node = self._classes[_called(value)]
-            script.arguments = _forward_arguments(node)
+            script.arguments = script.arguments or _forward_arguments(node)
             values = [*value.args, *(keyword.value for keyword in value.keywords)]
             if node in self._tree.body and all(isinstance(argument, ast.Constant) for argument in values):
-                script.model = ast.unparse(value)
+                script.model = script.model or ast.unparse(value)
 
     def _read_settings(self, script: Script) -> None:
         for call in self._calls:
@@ -182,30 +199,34 @@ class _Reader:
             if name.endswith("TrainingArguments"):
                 for key, setting in _ARGUMENTS.items():
                     self._set(script, setting, keywords.get(key))
-            elif name == "DataLoader":
+            elif name == "DataLoader" and not self._is_held_out(call):
                 self._set(script, "batch_size", keywords.get("batch_size"))
-            elif name.lower() in ("sgd", "adam", "adamw"):
-                self._set(script, "optimizer", ast.Constant("sgd" if name.lower() == "sgd" else "adamw"), call.lineno)
-                for key in ("lr", "weight_decay"):
+            elif any(isinstance(argument, ast.Call) and _called(argument) == "parameters" for argument in call.args):
+                is_known = name.lower() in ("sgd", "adam", "adamw")
+                optimizer = ("sgd" if name == "SGD" else "adamw", f"line {call.lineno}: {name}")
+                script.settings.setdefault("optimizer", optimizer)
+                for key in ("lr", "weight_decay") if is_known else ():
                     self._set(script, key, keywords.get(key))
             elif name == "Trainer":
                 self._set(script, "epochs", keywords.get("max_epochs"))
         for node in ast.walk(self._tree):
-            if (
-                isinstance(node, ast.For)
-                and "epoch" in ast.unparse(node.target).lower()
-                and isinstance(node.iter, ast.Call)
-            ):
-                self._set(script, "epochs", node.iter.args[-1] if len(node.iter.args) == 1 else None)
+            if isinstance(node, ast.For) and "epoch" in ast.unparse(node.target).lower():
+                self._set(script, "epochs", _count(node.iter))
 
-    def _set(self, script: Script, setting: str, value: ast.expr | None, line: int = 0) -> None:
+    def _is_held_out(self, loader: ast.Call) -> bool:
+        """Return whether the name or the data of a loader are those of a test or validation split."""
+        node = self._assigned(loader)
+        names = [*(_targets(node) if isinstance(node, Assignment) else ()), *map(ast.unparse, loader.args[:1])]
+        return any(re.search(r"test|val|dev", name, re.IGNORECASE) for name in names)
+
+    def _set(self, script: Script, setting: str, value: ast.expr | None) -> None:
         """Record a setting that is a constant, a name of one, or the default of an option."""
-        if isinstance(value, ast.Name) and value.id in self._values:
-            value = self._values[value.id].value
+        if isinstance(value, ast.Name):
+            value = self._constants.get(value.id)
         if isinstance(value, ast.Attribute):
             value = self._option_default(value.attr)
-        if isinstance(value, ast.Constant) and isinstance(value.value, int | float | str):
-            script.settings.setdefault(setting, (value.value, line or value.lineno))
+        if isinstance(value, ast.Constant) and isinstance(value.value, int | float):
+            script.settings.setdefault(setting, (value.value, f"line {value.lineno}"))
 
     def _option_default(self, option: str) -> ast.expr | None:
         for call in self._calls:
@@ -218,21 +239,9 @@ class _Reader:
 
     def _unsafe_statement(self) -> Piece | None:
         """Return the first statement that does work when the script is imported."""
-        for node in self._tree.body:
-            if isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-                continue
-            if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test):
-                continue
-            if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-                continue
-            if isinstance(node, ast.Assign | ast.AnnAssign) and all(
-                _called(call) in _HARMLESS for call in ast.walk(node) if isinstance(call, ast.Call)
-            ):
-                continue
-            return self._piece(node)
-        return None
+        return next((self._piece(node) for node in self._tree.body if not _is_safe(node)), None)
 
-    def _source(self, expression: ast.expr | None) -> ast.expr | ast.Assign | None:
+    def _source(self, expression: ast.expr | None) -> ast.expr | Assignment | None:
         """Return the assignment of a name, also that of `data` for `data["train"]`, or the expression itself."""
         if expression is None:
             return None
@@ -240,8 +249,8 @@ class _Reader:
             expression = expression.value
         return self._values.get(ast.unparse(expression), expression)
 
-    def _assigned(self, call: ast.Call) -> ast.expr | ast.Assign:
-        return next((node for node in self._values.values() if call in ast.walk(node.value)), call)
+    def _assigned(self, call: ast.Call) -> ast.expr | Assignment:
+        return next((node for node in self._values.values() if call in ast.walk(node)), call)
 
     def _add(self, script: Script, part: str, node: ast.stmt | ast.expr | None) -> None:
         pieces = script.pieces.setdefault(part, [])
@@ -282,6 +291,47 @@ def _keywords(call: ast.Call) -> dict[str, ast.expr]:
     return {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
 
 
+def _is_safe(node: ast.stmt) -> bool:
+    """Return whether a statement of a module defines something and does no work, also below a main guard."""
+    if isinstance(node, ast.If) and "__name__" in ast.unparse(node.test):
+        return True
+    if isinstance(node, ast.If):
+        return _is_harmless(node.test) and all(map(_is_safe, [*node.body, *node.orelse]))
+    if isinstance(node, ast.Try):
+        handlers = [part for handler in node.handlers for part in handler.body]
+        return all(map(_is_safe, [*node.body, *handlers, *node.orelse, *node.finalbody]))
+    if isinstance(node, ast.Assign | ast.AnnAssign):
+        return _is_harmless(node)
+    if isinstance(node, ast.Expr):
+        return isinstance(node.value, ast.Constant)
+    return isinstance(
+        node, ast.Import | ast.ImportFrom | ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Pass
+    )
+
+
+def _is_harmless(node: ast.AST) -> bool:
+    return all(_called(call) in _HARMLESS for call in ast.walk(node) if isinstance(call, ast.Call))
+
+
+def _targets(node: Assignment) -> Iterator[str]:
+    """Yield the names that an assignment sets, such as `a` and `b` of `a, b = ...`."""
+    for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+        for part in target.elts if isinstance(target, ast.Tuple) else [target]:
+            yield ast.unparse(part)
+
+
+def _count(iterated: ast.expr) -> ast.expr | None:
+    """Return n of range(n) and range(1, n + 1), also within tqdm()."""
+    for call in ast.walk(iterated):
+        if isinstance(call, ast.Call) and _called(call) == "range":
+            match call.args:
+                case [count] | [ast.Constant(0), count]:
+                    return count
+                case [ast.Constant(1), ast.BinOp(count, ast.Add(), ast.Constant(1))]:
+                    return count
+    return None
+
+
 def _methods(node: ast.ClassDef) -> set[str]:
     return {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
 
@@ -301,7 +351,7 @@ def task_source(script: Script) -> str:
 
 
 def _task_parts(script: Script, inputs: list[str], output: str) -> Iterator[str]:
-    yield f'"""The task, prepared from {script.name} ({script.kind}). Complete what raises NotImplementedError."""\n\n'
+    yield f'"""The task, prepared from {script.name}: complete what raises NotImplementedError."""\n\n'
     yield "from __future__ import annotations\n\nfrom typing import Any\n\n"
     yield "from torch import Tensor, nn\n"
     if script.unsafe is not None:
@@ -375,7 +425,7 @@ def codec_source(script: Script) -> str:
 
 def settings_source(script: Script, name: str) -> str:
     """Return pipe.yaml for a script, with the settings that are constants in it."""
-    lines = [f"{setting}: {value}  # {script.name}, line {line}" for setting, (value, line) in script.settings.items()]
+    lines = [f"{setting}: {value}  # {script.name}, {place}" for setting, (value, place) in script.settings.items()]
     train = "".join(f"  {line}\n" for line in lines) or "  epochs: 10\n"
     return (
         f"# Prepared from {script.name}; docs/config.md explains every setting.\n"

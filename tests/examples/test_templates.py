@@ -14,7 +14,7 @@ from pipeline.cli import app
 from pipeline.cli.project import TEMPLATES
 from pipeline.contract.codec import encode_method, load_codec
 from pipeline.contract.config import load_config
-from pipeline.contract.data import Samples, forward
+from pipeline.contract.data import forward, open_split
 from pipeline.contract.show import Boxes, Embedding, TaggedText
 from pipeline.contract.sources import SOURCE_ROOT
 from pipeline.contract.task import load_task, make_shared_files
@@ -38,7 +38,7 @@ def test_template_can_be_planned_and_its_parts_fit(name: str, tmp_path: Path) ->
     task: Any = load_task(config.task, folder)
     make_shared_files(task, files := tmp_path / "files")
     codec = load_codec(config.codec, folder, files=files)
-    batch = Samples("test", task.data("test")).batch(range(8))
+    batch = open_split(task, "test").batch(range(8))
     model = task.model().eval()
     with torch.no_grad():
         outputs = forward(model, task, batch)

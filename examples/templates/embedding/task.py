@@ -41,11 +41,17 @@ class Task:
     def model(self) -> nn.Module:
         return Net()
 
-    def data(self, split: str) -> dict[str, np.ndarray[Any, Any]]:
+    def data(self, split: str) -> dict[str, Any]:
         """A sample is a query, the text that answers it, and some that do not."""
         # Replace: read yours, for example with `pipeline.read_jsonl(f"{split}.jsonl")`.
         rows = _samples(split)
-        return {**Codec().rows(rows), "index": np.arange(len(rows))}
+        return {"texts": rows, "index": range(len(rows))}
+
+    def collate(self, samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+        """Make a batch of samples: texts become word ids, padded to the longest of the batch."""
+        columns = Codec().rows([sample["texts"] for sample in samples])
+        index = torch.tensor([sample["index"] for sample in samples])
+        return {name: torch.from_numpy(column) for name, column in columns.items()} | {"index": index}
 
     def loss(self, outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
         """Contrastive loss: of all texts of the sample, the first answers the query."""

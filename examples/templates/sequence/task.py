@@ -91,8 +91,8 @@ def _mean_over_words(values: Tensor, batch: dict[str, Tensor]) -> Tensor:
 def _messages(split: str) -> tuple[list[str], list[list[str]]]:
     """Return texts and the tags of their words. Replace: read yours, for example with `pipeline.read_jsonl`."""
     random = np.random.default_rng(0)
-    messages = dict.fromkeys(_made_up_message(random) for _ in range(4000))
-    part = {"train": slice(0, 2000), "validation": slice(2000, 2300), "test": slice(2300, 2900)}[split]
+    messages = dict.fromkeys(_made_up_message(random) for _ in range(2000))
+    part = {"train": slice(0, 1000), "validation": slice(1000, 1300), "test": slice(1300, 1900)}[split]
     rows = list(messages)[part]
     return [" ".join(word for word, _ in row) for row in rows], [[tag for _, tag in row] for row in rows]
 

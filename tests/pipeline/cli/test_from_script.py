@@ -155,6 +155,53 @@ def test_trainer_of_hugging_face_is_recognized(tmp_path: Path) -> None:
     assert script.unsafe.line == line_of(TRAINER_SCRIPT, "tokenizer = ")
 
 
+@pytest.mark.parametrize(
+    ("body", "expected"),
+    [
+        ("loss = 0\n    loss = f(x)\n    scaler.scale(loss).backward()", "loss = f(x)"),
+        ("loss: Tensor = f(x)\n    accelerator.backward(loss)", "loss: Tensor = f(x)"),
+        ("real_loss, fake = f(x)\n    (real_loss / 2).backward()", "real_loss, fake = f(x)"),
+        ("f(x).backward()", "f(x)"),
+    ],
+)
+def test_losses_of_other_loops_are_found(tmp_path: Path, body: str, expected: str) -> None:
+    script = read(tmp_path, f"def fit():\n    {body}\n")
+    assert [piece.code for piece in script.pieces["loss"]] == [expected]
+
+
+@pytest.mark.parametrize(
+    ("statement", "is_safe"),
+    [
+        ("device = torch.device('cuda' if torch.cuda.is_available() else 'cpu')", True),
+        ("try:\n    import wandb\nexcept ImportError:\n    wandb = None", True),
+        ("if TYPE_CHECKING:\n    import numpy", True),
+        ("model = Net()", False),
+        ("if LARGE:\n    model = Net()", False),
+        ("torch.manual_seed(0)", False),
+        ("for epoch in range(3):\n    fit()", False),
+    ],
+)
+def test_script_is_imported_only_if_that_does_no_work(tmp_path: Path, statement: str, is_safe: bool) -> None:
+    script = read(tmp_path, f"{statement}\ndef fit():\n    loss.backward()\n")
+    assert (script.unsafe is None) == is_safe
+
+
+def test_batch_size_is_not_that_of_the_test_split(tmp_path: Path) -> None:
+    loaders = "test_loader = DataLoader(a, batch_size=1000)\nDataLoader(val_set, batch_size=500)\n"
+    assert "batch_size" not in read(tmp_path, f"{loaders}loss.backward()\n").settings
+    loaders += "train_loader = DataLoader(b, batch_size=8)\n"
+    assert read(tmp_path, f"{loaders}loss.backward()\n").settings["batch_size"][0] == 8
+
+
+@pytest.mark.parametrize(
+    ("loop", "epochs"),
+    [("range(9)", 9), ("range(1, EPOCHS + 1)", 20), ("tqdm(range(0, EPOCHS))", 20), ("range(3, 9)", None)],
+)
+def test_epochs_are_found(tmp_path: Path, loop: str, epochs: int | None) -> None:
+    script = read(tmp_path, f"EPOCHS = 20\nfor epoch in {loop}:\n    loss.backward()\n")
+    assert script.settings.get("epochs", (None,))[0] == epochs
+
+
 @pytest.mark.parametrize("text", [LOOP_SCRIPT, LIGHTNING_SCRIPT, TRAINER_SCRIPT])
 def test_files_for_a_script_can_be_planned(pipe: Pipe, tmp_path: Path, text: str) -> None:
     """The script imports packages that are not installed: it is never run."""
