@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pipeline.contract.config import Config
-from pipeline.contract.data import Samples
+from pipeline.contract.data import Samples, check_call
 from pipeline.contract.errors import ConfigError, DataError
 from pipeline.contract.settings.stages import Train
 from pipeline.contract.task import Task
@@ -72,6 +72,7 @@ class Trainer:
         seed_step(self.config.seed, -1, 0)  # the same weights on every process
         self._precision = Precision(self.config.precision, group.device)
         model, materializer = create_model() if create_model else (task.model(), None)
+        check_call(task, model)
         check_texts(task, model, (train, validation))
         self.strategy = make_strategy(model, Objective(task, self._precision), group, self.config, train, materializer)
         optimizer = make_optimizer(self.strategy.model, self.config.optimizer, self.config.weight_decay)

@@ -325,26 +325,28 @@ def check_columns(task: Task, samples: Samples) -> None:
 
 def forward(model: Any, task: Task, batch: Mapping[str, Tensor]) -> Outputs:
     """Call the model on its declared inputs and return the outputs as loss() and metrics() receive them."""
-    arguments = [batch[name] for name in task.inputs]
     try:
-        returned = model(*arguments)
-    except TypeError as error:
-        _check_call(model, task, arguments, error)
+        returned = model(*[batch[name] for name in task.inputs])
+    except TypeError:
+        check_call(task, model)
         raise
     return as_task_outputs(task, name_outputs(task, returned))
 
 
-def _check_call(model: Any, task: Task, arguments: Sequence[Tensor], error: TypeError) -> None:
-    """Raise ConfigError if the model's forward() does not take the inputs."""
-    call = inspect.signature(model.forward if hasattr(model, "forward") else model)
+def check_call(task: Task, model: Any) -> None:
+    """Check that the model's forward() takes the inputs in this order."""
+    names, call = list(task.inputs), inspect.signature(model.forward if hasattr(model, "forward") else model)
+    called = f"the model is called with `inputs` in order ({', '.join(names)}), but its forward{call}"
     try:
-        call.bind(*arguments)
-    except TypeError as mismatch:
+        call.bind(*names)
+    except TypeError as error:
         raise ConfigError(
-            f"the model is called with the {len(arguments)} `inputs` in order ({', '.join(task.inputs)}), but its "
-            f"forward{call} does not take them: {mismatch}; name all inputs in the order of forward's "
-            "arguments, none of which may be keyword-only"
+            f"{called} does not take them: {error}; name all inputs in the order of forward's arguments, none of which "
+            "may be keyword-only"
         ) from error
+    parameters = list(call.parameters)
+    if set(names) <= set(parameters) and parameters[: len(names)] != names:
+        raise ConfigError(f"{called} has them in another order; write `inputs` in the order of its arguments")
 
 
 def name_outputs(task: Task, returned: Any) -> dict[str, Tensor]:

@@ -4,7 +4,8 @@ import functools
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import pytest
@@ -31,6 +32,7 @@ from pipeline.contract.data import (
     PackedRows,
     Samples,
     as_task_outputs,
+    check_call,
     check_columns,
     cut_texts,
     fingerprint,
@@ -373,10 +375,16 @@ class OfTwo(nn.Module):
 
 @pytest.mark.parametrize("net", [ByKeyword(), OfTwo()])
 def test_a_forward_that_does_not_take_the_inputs_is_one_sentence(net: nn.Module) -> None:
-    with pytest.raises(
-        ConfigError, match=r"called with the 1 `inputs` in order \(x\), but its forward\(.*does not take"
-    ):
+    with pytest.raises(ConfigError, match=r"called with `inputs` in order \(x\), but its forward\(.*does not take"):
         forward(net, task("y"), {"x": torch.ones(2)})
+
+
+def test_inputs_in_another_order_than_the_arguments_of_their_names_are_refused() -> None:
+    swapped: Any = SimpleNamespace(inputs=("mask", "x"))
+    with pytest.raises(ConfigError, match=r"in order \(mask, x\), but its forward\(.*has them in another order"):
+        check_call(swapped, OfTwo())
+    for names in (("x", "mask"), ("a", "b"), ("b", "x")):
+        check_call(cast("Any", SimpleNamespace(inputs=names)), OfTwo())
 
 
 def test_an_error_inside_the_model_stays_what_it_is() -> None:
