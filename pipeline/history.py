@@ -130,8 +130,9 @@ def find_run(runs: Path, name: str) -> Run:
 
 
 def open_run(name: str = "latest", folder: str | Path = ".") -> Run:
-    """Return a run of the project in a folder by its id, the beginning of it, its path, or `latest`."""
-    return find_run(find_project(Path(folder)).runs, name)
+    """Return a run by its path, or one of the project in a folder by its id, the beginning of it, or `latest`."""
+    is_path = (Path(name) / "run.json").is_file()
+    return Run(Path(name).resolve()) if is_path else find_run(find_project(Path(folder)).runs, name)
 
 
 def changed_outputs(run: Run, record: StepRecord) -> list[str]:

@@ -27,7 +27,7 @@ from pipeline.contract.override import read_override
 from pipeline.contract.restarts import read_attempts
 from pipeline.contract.run import STEPS, Run, RunFile
 from pipeline.contract.signing import Trust
-from pipeline.history import Project, find_run, load_history, lock_runs
+from pipeline.history import Project, find_run, load_history, lock_runs, open_run
 from pipeline.override import override_verdict, verdict_digest
 from pipeline.service.cluster_record import read_cluster_status
 from pipeline.service.process import LiveService, read_live
@@ -154,7 +154,7 @@ def logs(
     output: OutputOption = Output.text,
 ) -> None:
     """Print the log of a step or of the service."""
-    source = find_run(project_of(context).runs, run)
+    source = open_run(run, context.obj)
     live = read_live(source.runs)
     if step == "service" and live is not None and live.run == source.id:
         return _print_log(source, step, Path(live.log), follow, output)  # an earlier run may have started the process
@@ -219,11 +219,10 @@ def report(
     output: OutputOption = Output.text,
 ) -> None:
     """Write the report of a run, one HTML file that opens offline."""
-    runs = project_of(context).runs
     if index:
-        return _write_index(runs, file, output)
-    run_of_report = find_run(runs, run)
-    other_run = find_run(runs, other) if other else None
+        return _write_index(project_of(context).runs, file, output)
+    run_of_report = open_run(run, context.obj)
+    other_run = open_run(other, context.obj) if other else None
     if other_run is not None and other_run.path == run_of_report.path:
         raise ConfigError(f"--compare {other}: that is run {run_of_report.id} itself; name another run")
     target = file or run_of_report.path / (f"report-with-{other_run.id}.html" if other_run else "report.html")
@@ -261,7 +260,7 @@ def verify(
     )
 
     is_bundle, trust = (Path(target) / "manifest.json").is_file(), Trust(key) if key else None
-    run = None if is_bundle else find_run(project_of(context).runs, target)
+    run = None if is_bundle else open_run(target, context.obj)
     checked = []
     for sentence in verify_run(run, trust) if run else verify_bundle(Path(target), trust):
         checked.append(sentence)
@@ -291,10 +290,9 @@ def explain(
     from pipeline.evaluate.results import describe_verdict
     from pipeline.evaluate.results import explain as explain_verdict  # numpy is slow to load
 
-    runs = project_of(context).runs
-    explained = with_verdict(find_run(runs, run))
+    explained = with_verdict(open_run(run, context.obj))
     if against:
-        return _compare(explained, with_verdict(find_run(runs, against)), output)
+        return _compare(explained, with_verdict(open_run(against, context.obj)), output)
     override = explained.override(verdict_digest(explained))
     verdict = explain_verdict(explained.verdict(), override.model_dump() if override else None)
     facts = {"run": explained.id, **verdict}
@@ -320,7 +318,7 @@ def override(
     output: OutputOption = Output.text,
 ) -> None:
     """Let a rejected model pass; author, time and reason go into its card and its service."""
-    rejected_run = find_run(project_of(context).runs, run)
+    rejected_run = open_run(run, context.obj)
     with lock_runs(rejected_run.runs):
         override = override_verdict(rejected_run, reason)
     text = f"run {rejected_run.id} is {override}\n`pipe run --resume {rejected_run.id}` continues it"

@@ -32,7 +32,7 @@ from pipeline.contract.errors import ConfigError, Interrupted
 from pipeline.contract.override import read_override
 from pipeline.contract.run import STEPS, Run, RunFile, all_runs
 from pipeline.display import Display
-from pipeline.history import Project, find_run, load_history, lock_runs
+from pipeline.history import Project, find_run, load_history, lock_runs, open_run
 from pipeline.plan import select_steps, with_upstream
 from pipeline.processes import follow, start_detached
 from pipeline.runner import (
@@ -264,7 +264,7 @@ def _report_failure(run: Run) -> None:
 @app.command()
 def attach(context: typer.Context, run: RunName = "latest") -> None:
     """Follow a run in the background, until it ends."""
-    attached_run = find_run(project_of(context).runs, run)
+    attached_run = open_run(run, context.obj)
     try:
         follow(attached_run, lambda text: print(text, end="", flush=True))
     except KeyboardInterrupt:

@@ -17,7 +17,7 @@ def test_a_run_is_opened_and_its_metrics_are_those_of_the_evaluation(finished: P
     run = open_run("latest", finished.folder)
     assert isinstance(run, Run)
     assert run.metrics["accuracy"] > 0.8
-    assert open_run(run.id, str(finished.folder)) == run == open_run(str(run.path))
+    assert open_run(run.id, str(finished.folder)) == run == open_run(str(run.path), "a folder without a project")
 
 
 def test_a_bundle_predicts_what_its_service_predicts(finished: ProjectFolder) -> None:
