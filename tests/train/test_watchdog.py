@@ -61,10 +61,10 @@ def test_each_launch_leaves_one_report(tmp_path: Path) -> None:
 
 
 IN_LOSS = "    def loss(self, outputs, batch):\n"
-SECOND_AT_ITS_FOURTH_LOSS = """
+SECOND_AT_ITS_FIFTH_LOSS = """
         import os
         self.losses = getattr(self, "losses", 0) + 1
-        if os.environ["SLURM_PROCID"] == "1" and self.losses == 4:
+        if os.environ["SLURM_PROCID"] == "1" and self.losses == 5:
             {hang}
 """
 ASLEEP = "import time; time.sleep(600)"
@@ -92,7 +92,7 @@ def end(processes: list[ForkedProcess]) -> None:
     ids=["asleep", "stopped", "frozen"],
 )
 def test_a_hung_process_is_named_and_all_processes_end(project: Project, hang: str, message: str) -> None:
-    project.replace(IN_LOSS, IN_LOSS + SECOND_AT_ITS_FOURTH_LOSS.format(hang=hang))
+    project.replace(IN_LOSS, IN_LOSS + SECOND_AT_ITS_FIFTH_LOSS.format(hang=hang))
     run = project.run(timeout_seconds=3)
     processes = start_both(project, run)
     try:
@@ -102,7 +102,7 @@ def test_a_hung_process_is_named_and_all_processes_end(project: Project, hang: s
         assert failure(run).passing, "training may start again by itself"
         text = str(failure(run))
         assert text.startswith(f"rank 1 on {os.uname().nodename} (process {processes[1].pid}) {message}")
-        assert "step 1, forward and backward" in text, "two losses are of the warm-up"
+        assert "step 1, forward and backward" in text, "three losses are of the warm-up and of the check of parameters"
         assert "Waiting for it: rank 0 at step 1, forward and backward" in text
         assert "gloo:" in text, "the exchange that waits"
         assert_hang_report(run, hang)
