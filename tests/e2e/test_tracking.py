@@ -17,10 +17,11 @@ import pytest
 from .project_folder import ProjectFolder, wait_for
 
 HELD_AFTER = 57  # there are checkpoints of steps 25 and 50
-pytestmark = pytest.mark.filterwarnings(
+pytestmark = [
+    pytest.mark.long,
     # of MLflow's own tables, by the newest SQLAlchemy
-    "ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning",
-)
+    pytest.mark.filterwarnings("ignore:The ``noload`` loader strategy is deprecated:DeprecationWarning"),
+]
 
 
 @pytest.fixture(scope="module")
