@@ -69,7 +69,7 @@ SETTINGS = """
 name: line
 task: task.py:{task}
 codec: codec.py:LineCodec
-train: {{epochs: 4, lr: 0.1, processes: 1}}
+train: {{epochs: 20, lr: 0.1, processes: 1}}
 evaluate: {{metric: distance, require: {limits}}}
 export: {{variants: [int8-dynamic], variant_margin: 0.2}}
 """
