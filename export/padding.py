@@ -89,10 +89,12 @@ def measure_padding(
     else:
         text, sides, pairs = _trimmed_pairs(task, samples, unknown)
     count, differing, largest, worst = 0, 0, 0.0, ""
+    failures: list[str] = []  # of samples that torch cannot compute by themselves
     for indices, single, padded in pairs:
         try:
             expected, actual = (compute(batch) for batch in (single, padded))
-        except (RuntimeError, IndexError, ValueError):  # a window that is longer than the sample
+        except (RuntimeError, IndexError, ValueError) as failure:  # such as a window that is longer than the sample
+            failures += [f"{type(failure).__name__}: {' '.join(str(failure).split())[:160]}"] * len(indices)
             continue
         differs = np.zeros(len(indices), dtype=bool)
         for name, own in expected.items():
@@ -110,8 +112,11 @@ def measure_padding(
             if of_row.max() > largest:
                 largest, worst = float(of_row.max()), f"`{name}` of test sample {indices[int(of_row.argmax())]}"
         count, differing = count + len(indices), differing + int(differs.sum())
-    if text and not count:
-        unknown |= dict.fromkeys(text, "no padded test sample could be computed by itself")
+    if failures:
+        why = f"torch cannot compute {len(failures)} of {count + len(failures)} padded test samples by themselves"
+        unknown |= dict.fromkeys(text, f"{why} ({failures[0]})")
+    elif text and not count:
+        unknown |= dict.fromkeys(text, "no padded test sample has a length of its own")
     return PaddingEffect(text, unknown, count, differing, largest, worst)
 
 

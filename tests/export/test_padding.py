@@ -67,6 +67,22 @@ def test_a_model_that_ignores_padding_is_not_accused() -> None:
     assert (found.samples, found.differing, found.text) == (PADDED, 0, "")
 
 
+def test_samples_that_the_model_cannot_compute_by_themselves_are_counted_with_the_reason() -> None:
+    class Window(Mean):
+        def forward(self, letters: Tensor, real: Tensor) -> Tensor:
+            if letters.shape[1] < 5:
+                raise RuntimeError("kernel size (5) is larger than the input")
+            return super().forward(letters, real)
+
+    found = effect(Tags(Window()))
+    short = int((3 + np.arange(COUNT) % (LENGTH - 2) < 5).sum())
+    assert (found.samples, found.differing) == (PADDED - short, 0)
+    assert found.unknown == {
+        "time": f"torch cannot compute {short} of {PADDED} padded test samples by themselves "
+        "(RuntimeError: kernel size (5) is larger than the input)"
+    }
+
+
 def flipped() -> dict[str, np.ndarray[Any, Any]]:
     return {name: column[:, ::-1].copy() for name, column in texts().items()}
 
