@@ -36,14 +36,32 @@ from serve.prometheus import Metrics
 from serve.request_log import RequestLog
 from serve.security import Security, Tls, reload_changed_files
 from serve.shadow import Shadow
-from serve.sockets import Sockets, stop_accepting, take_over_port
+from serve.sockets import Sockets, accept_waiting, stop_accepting, take_over_port
 from serve.tracing import Tracer
 
 _KEEP_ALIVE_SECONDS = 65  # longer than the idle timeout of the proxies in front, as kserve's is
 _NOTICE_SECONDS = 0.1  # for the handshakes that are under way: one round trip
-_LINGER_SECONDS = 0.3
+_IDLE_SECONDS = 0.3  # for the next request of a connection that was answered before
+_FIRST_REQUEST_SECONDS = 5.0  # for a client that has connected and not sent its whole request head yet
 _POLL_SECONDS = 0.005
 _DATE_SECONDS = 1.0  # how old the date header may be
+
+
+async def _close_listening(
+    sock: socket.socket,
+    servers: Sequence[asyncio.Server],
+    connection: Callable[[], asyncio.Protocol],
+    tls: ssl.SSLContext | None,
+) -> None:
+    """Close a listening socket; clients that wait in the kernel's queue at this moment are served all the same."""
+    waiting = accept_waiting(sock)
+    for server in servers:
+        server.close()
+    loop = asyncio.get_running_loop()
+    accepting = [loop.connect_accepted_socket(connection, client, ssl=tls) for client in waiting]
+    with contextlib.suppress(TimeoutError):  # of a TLS handshake
+        async with asyncio.timeout(_FIRST_REQUEST_SECONDS):
+            await asyncio.gather(*accepting, return_exceptions=True)
 
 
 class Listener(uvicorn.Server):
@@ -113,16 +131,30 @@ class Listener(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Give connections that have not sent their request yet time to, where uvicorn closes them at once."""
         stop_accepting(self.socket)
-        await asyncio.sleep(_NOTICE_SECONDS)  # accept what still waits in the kernel's queue
-        for server in self.servers:
-            server.close()
-        linger = time.monotonic() + _LINGER_SECONDS  # for requests on connections that were accepted
-        while self.server_state.connections and time.monotonic() < linger:
-            await asyncio.sleep(_POLL_SECONDS)
+        await asyncio.sleep(_NOTICE_SECONDS)
+        await _close_listening(self.socket, self.servers, self._connection, self.config.ssl)
+        await self._await_requests()
         if self.server_state.connections or self.server_state.tasks:
             await super().shutdown(sockets)
         for sock in sockets or ():
             sock.close()
+
+    async def _await_requests(self) -> None:
+        """Wait for the first request of each new connection, and a moment for the next one of the others."""
+        start = time.monotonic()
+        while self.server_state.connections and time.monotonic() < start + _FIRST_REQUEST_SECONDS:
+            await asyncio.sleep(_POLL_SECONDS)
+            if time.monotonic() > start + _IDLE_SECONDS:
+                connections = cast("set[Connection]", self.server_state.connections)
+                answered = [connection for connection in connections if not connection.awaits_request]
+                if len(answered) == len(connections):
+                    return
+                for connection in answered:
+                    connection.shutdown()
+
+    def _connection(self) -> asyncio.Protocol:
+        make: Any = self.config.http_protocol_class
+        return cast("asyncio.Protocol", make(self.config, self.server_state, {}))
 
 
 _SWEEP_SECONDS = 1.0
@@ -167,8 +199,8 @@ class GrpcListener:
         self._stopping = True
         for connection in tuple(self.connections):
             connection.drain()
-        await asyncio.sleep(_NOTICE_SECONDS)  # accept what still waits in the kernel's queue
-        self._server.close()
+        await asyncio.sleep(_NOTICE_SECONDS)
+        await _close_listening(self.socket, [self._server], self._connection, self._tls)
         end = time.monotonic() + grace_seconds
         while self.connections and time.monotonic() < end:
             await asyncio.sleep(_POLL_SECONDS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import logging
@@ -86,6 +87,15 @@ def stop_accepting(sock: socket.socket) -> None:
         (_BPF_RETURN, 0, 0, 0),  # drop
         (_BPF_RETURN, 0, 0, 0xFFFFFFFF),  # keep all of it
     )
+
+
+def accept_waiting(sock: socket.socket) -> list[socket.socket]:
+    """Accept all connections that wait in the queue of a listening socket, right before it is closed."""
+    accepted = []
+    with contextlib.suppress(OSError):
+        while True:
+            accepted.append(sock.accept()[0])
+    return accepted
 
 
 def _attach(sock: socket.socket, option: int, *instructions: tuple[int, int, int, int]) -> None:

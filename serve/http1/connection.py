@@ -481,6 +481,11 @@ class Connection(asyncio.Protocol):
             self._refuse(HTTPStatus.REQUEST_TIMEOUT, "the request did not arrive whole in time")
 
     @property
+    def awaits_request(self) -> bool:
+        """True while the head of the connection's first request, or of any begun one, has not come whole."""
+        return self._head_is_open or not self._received_bytes
+
+    @property
     def idle_until(self) -> float | None:
         return self._due if self.current is None else None
 

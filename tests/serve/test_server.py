@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import time
@@ -110,6 +111,29 @@ def test_ended_under_load_no_accepted_request_is_lost(
         running.signal(signal.SIGTERM)
         assert load.refused.wait(SECONDS)
     assert load.failures == []
+    assert running.process.wait(SECONDS) == 0
+
+
+def test_at_the_end_requests_are_answered_that_connected_clients_send_late(
+    start: Launcher, tricky_path: Path, picture: list[Any]
+) -> None:
+    running = start(tricky_path)
+    body = json.dumps({"instances": [{"image": picture}]}).encode()
+    head = b"POST /v1/models/tiny:predict HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+    with (
+        socket.create_connection(("127.0.0.1", running.port), SECONDS) as silent,
+        socket.create_connection(("127.0.0.1", running.port), SECONDS) as halfway,
+        socket.create_connection(("127.0.0.1", running.port), SECONDS) as idle,
+    ):
+        idle.sendall(head + body)
+        assert idle.recv(4096).startswith(b"HTTP/1.1 200")
+        halfway.sendall(head[:30])
+        running.signal(signal.SIGTERM)
+        assert idle.recv(4096) == b"", "connections that wait for no answer are closed"
+        silent.sendall(head + body)
+        halfway.sendall(head[30:] + body)
+        for client in (silent, halfway):
+            assert client.recv(4096).startswith(b"HTTP/1.1 200")
     assert running.process.wait(SECONDS) == 0
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from pipeline.contract.errors import ResourceError
-from serve.sockets import Address, bind_socket, stop_accepting, take_over_port
+from serve.sockets import Address, accept_waiting, bind_socket, stop_accepting, take_over_port
 
 
 @pytest.fixture
@@ -100,3 +100,14 @@ def test_a_container_without_capabilities_is_not_warned_of_what_it_may_not_do(
     assert [(record.levelname, "takes no socket filter" in record.message) for record in caplog.records] == [
         (level, True)
     ]
+
+
+def test_connections_in_the_queue_are_accepted_at_once(address: Address) -> None:
+    with contextlib.closing(bind_socket(address, share=False)) as sock:
+        sock.listen()
+        with _connections(address, 3):
+            waiting = accept_waiting(sock)
+            assert len(waiting) == 3
+            assert accept_waiting(sock) == []
+        for client in waiting:
+            client.close()
