@@ -38,7 +38,7 @@ from pipeline.contract.data import Samples
 from pipeline.contract.errors import ConfigError, PipelineError, StageError
 from pipeline.contract.files import digest_file
 from pipeline.contract.settings.stages import FASTEST, Export
-from pipeline.contract.statistics.bootstrap import Interval
+from pipeline.contract.statistics.intervals import Interval
 from pipeline.contract.task import Generates, Task
 
 FP32 = "fp32"

@@ -22,7 +22,7 @@ from export.variants.timing import Timing
 from pipeline.contract.data import Samples, as_task_outputs, forward
 from pipeline.contract.errors import StageError
 from pipeline.contract.settings.stages import Cost, Evaluate, Export
-from pipeline.contract.statistics.bootstrap import BOOTSTRAP_SEED, Interval
+from pipeline.contract.statistics.intervals import Interval
 from pipeline.contract.statistics.metrics import Metric, builtin_metrics, compute_metrics, lower_is_better
 from pipeline.contract.statistics.scores import (
     ACTUAL,
@@ -187,7 +187,7 @@ def output_scale(array: Array) -> float:
     return deviation or float(np.abs(finite).max(initial=0.0)) or 1.0
 
 
-MIN_SAMPLES = 2  # for an interval
+_MIN_SAMPLES = 2
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,8 @@ class MetricResult:
     samples: int
     value: float
     reference: float
-    difference: Interval | None  # positive is better; None where a value is undefined or not finite
+    difference: Interval | None  # positive is better; None where it cannot be computed
+    differing: int  # samples whose score differs from torch's
 
 
 def evaluate_variant(config: Evaluate, answers: Sequence[BatchSizeResult]) -> MetricResult:
@@ -211,8 +212,9 @@ def evaluate_variant(config: Evaluate, answers: Sequence[BatchSizeResult]) -> Me
 
 def _metric_result(config: Evaluate, answers: BatchSizeResult) -> MetricResult:
     metric = answers.metrics[config.metric]
-    difference = metric.difference(config.confidence, config.resamples, BOOTSTRAP_SEED)
-    return MetricResult(answers.size, metric.units, metric.value("candidate"), metric.value("baseline"), difference)
+    difference = metric.difference(config.confidence)
+    values = metric.value("candidate"), metric.value("baseline")
+    return MetricResult(answers.size, metric.units, *values, difference, metric.differing)
 
 
 def _lower_bound(result: MetricResult) -> float:
@@ -276,11 +278,15 @@ def _not_finite(answers: Sequence[BatchSizeResult]) -> Iterator[str]:
 
 def _metric_faults(config: Evaluate, margin: float, result: MetricResult) -> Iterator[str]:
     """Apply the gate's rule: the interval's lower bound must be above the margin, or nothing may differ."""
-    if result.difference is None:
+    if not math.isfinite(result.value):
         return  # reported already
-    if result.samples < MIN_SAMPLES:
+    if result.samples < _MIN_SAMPLES:
         yield f"{config.metric} cannot be evaluated on a single test sample"
-    elif result.difference.low <= -margin and result.difference != Interval(0.0, 0.0, 0.0):
+    elif not result.differing:
+        return
+    elif result.difference is None:
+        yield f"{config.metric} differs in too few of {result.samples} test samples to estimate how large a loss can be"
+    elif result.difference.low <= -margin:
         yield (
             f"{config.metric} is {result.value:.4f} at batch size {result.size}, in torch {result.reference:.4f}: the "
             f"lower bound {result.difference.low:+.4f} of the difference misses the margin of {-margin:+.4g}"

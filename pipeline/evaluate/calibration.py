@@ -9,34 +9,26 @@ from typing import Any
 import numpy as np
 
 from pipeline.contract.settings.stages import Evaluate
-from pipeline.contract.statistics.bootstrap import (
-    BOOTSTRAP_SEED,
-    CalibrationError,
-    Floats,
-    Interval,
-    aggregate_interval,
-    mean_interval,
-)
+from pipeline.contract.statistics.aggregates import CalibrationError, Floats, Mean
+from pipeline.contract.statistics.intervals import Interval, difference_interval, metric_interval
 from pipeline.contract.statistics.scores import Array
 from pipeline.contract.statistics.significance import Bin, brier_scores, calibration_curve, expected_calibration_error
-from pipeline.evaluate.rules import GateRule
+from pipeline.evaluate.rules import GateRule, decide_inconclusive
 
 
 @dataclass(frozen=True)
 class Calibration:
     ece: float
     ece_interval: Interval | None  # None for a single sample
-    brier: Interval
+    brier: float
+    brier_interval: Interval | None
     bins: tuple[Bin, ...]
 
     def body(self) -> dict[str, Any]:
         return {
             "ece": self.ece,
-            "brier": self.brier.estimate,
-            "intervals": {
-                "ece": None if self.ece_interval is None else [self.ece_interval.low, self.ece_interval.high],
-                "brier": [self.brier.low, self.brier.high],
-            },
+            "brier": self.brier,
+            "intervals": {"ece": _bounds(self.ece_interval), "brier": _bounds(self.brier_interval)},
             "bins": [
                 {
                     "low": bin_.low,
@@ -54,24 +46,26 @@ def measure_calibration(config: Evaluate, probabilities: Array, actual: Array) -
     confidences, hits = _confidences_and_hits(probabilities, actual)
     scores = brier_scores(probabilities.astype(np.float64), actual)
     bins = calibration_curve(confidences, hits)
-    ece = aggregate_interval(
-        CalibrationError(confidences, hits), None, config.confidence, config.resamples, BOOTSTRAP_SEED
-    )
-    brier = mean_interval(scores, config.confidence, config.resamples, BOOTSTRAP_SEED)
-    return Calibration(expected_calibration_error(bins), ece, brier, bins)
+    ece = metric_interval(CalibrationError(confidences, hits), config.confidence)
+    brier = metric_interval(Mean(scores, _BRIER_RANGE), config.confidence)
+    return Calibration(expected_calibration_error(bins), ece, float(scores.mean()), brier, bins)
 
 
-def brier_gain(config: Evaluate, candidate: Array, baseline: Array, actual: Array) -> Interval:
+def _bounds(interval: Interval | None) -> list[float] | None:
+    return None if interval is None else [interval.low, interval.high]
+
+
+def brier_gain(config: Evaluate, candidate: Array, baseline: Array, actual: Array) -> Interval | None:
     """Return how much lower the candidate's Brier score is on the same samples; positive is better."""
-    values = brier_scores(baseline.astype(np.float64), actual) - brier_scores(candidate.astype(np.float64), actual)
-    return mean_interval(values, config.confidence, config.resamples, BOOTSTRAP_SEED)
+    scores = [Mean(brier_scores(rows.astype(np.float64), actual), _BRIER_RANGE) for rows in (baseline, candidate)]
+    return difference_interval(scores[0], scores[1], config.confidence)
 
 
 def calibration_rules(config: Evaluate, candidate: Calibration, gain: Interval | None) -> Iterator[GateRule]:
     if (limit := config.calibration_limits.get("ece")) is not None:
         yield _limit_rule(config, "ece", candidate.ece, candidate.ece_interval, limit)
     if (limit := config.calibration_limits.get("brier")) is not None:
-        yield _limit_rule(config, "brier", candidate.brier.estimate, candidate.brier, limit)
+        yield _limit_rule(config, "brier", candidate.brier, candidate.brier_interval, limit)
     margin = config.calibration_limits.get("brier_margin")
     if margin is not None and gain is not None:
         yield _margin_rule(config, gain, margin)
@@ -81,7 +75,7 @@ def _limit_rule(config: Evaluate, name: str, value: float, interval: Interval | 
     rule = f"calibration.{name}"
     how = (
         f"{_LONG_NAMES[name]} of the candidate over the whole test set, at most {limit:g}; with its "
-        f"{config.confidence:.0%} bootstrap interval"
+        f"{config.confidence:.0%} interval"
     )
     bounds = f" ({config.confidence:.0%} interval {interval.low:.4f} to {interval.high:.4f})" if interval else ""
     if value > limit:
@@ -94,10 +88,10 @@ def _limit_rule(config: Evaluate, name: str, value: float, interval: Interval | 
 
 def _margin_rule(config: Evaluate, gain: Interval, margin: float) -> GateRule:
     how = (
-        f"the baseline's Brier score less the candidate's on the same samples, {config.confidence:.0%} BCa interval; "
+        f"the baseline's Brier score less the candidate's on the same samples, {config.confidence:.0%} interval; "
         f"its lower bound must lie above -{margin:g}"
     )
-    is_passed = gain.low > -margin or gain == Interval(0.0, 0.0, 0.0)
+    is_passed = gain.low > -margin
     text = f"the Brier score is better by {gain.estimate:+.4f} than the baseline's, at least {gain.low:+.4f}"
     change = f"a margin above {-gain.low:.4f} would have passed it"
     if is_passed:
@@ -106,7 +100,8 @@ def _margin_rule(config: Evaluate, gain: Interval, margin: float) -> GateRule:
             if gain.low <= 0
             else "no margin would have stopped it"
         )
-    return GateRule("calibration.brier_margin", is_passed, text, gain.low, -margin, how, change)
+    rule = GateRule("calibration.brier_margin", is_passed, text, gain.low, -margin, how, change)
+    return rule if is_passed or gain.high <= -margin else decide_inconclusive(config, rule)
 
 
 def _confidences_and_hits(probabilities: Array, actual: Array) -> tuple[Floats, Floats]:
@@ -115,4 +110,5 @@ def _confidences_and_hits(probabilities: Array, actual: Array) -> tuple[Floats, 
     return np.minimum(wide.max(axis=1), 1.0), (wide.argmax(axis=1) == actual).astype(np.float64)
 
 
+_BRIER_RANGE = (0.0, 2.0)
 _LONG_NAMES = {"ece": "expected calibration error (15 bins)", "brier": "Brier score (0 is perfect, 2 the worst)"}

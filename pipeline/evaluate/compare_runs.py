@@ -14,7 +14,6 @@ from pipeline.contract.errors import DataError
 from pipeline.contract.files import digest_file
 from pipeline.contract.run import Run
 from pipeline.contract.settings.stages import Evaluate
-from pipeline.contract.statistics.bootstrap import BOOTSTRAP_SEED
 from pipeline.contract.statistics.metrics import Metric, compute_metrics
 from pipeline.contract.statistics.scores import ACTUAL, BASELINE, CANDIDATE, Columns
 from pipeline.contract.statistics.significance import detectable_difference, holm, mcnemar, permutation_p_value
@@ -118,7 +117,7 @@ def _lower_is_better(first: Run, second: Run) -> frozenset[str]:
 
 
 def _row(metric: Metric, config: Evaluate) -> dict[str, Any]:
-    difference = metric.difference(config.confidence, config.resamples, BOOTSTRAP_SEED)
+    difference = metric.difference(config.confidence)
     values = metric.contributions()
     finite = difference is not None and math.isfinite(float(values.sum()))
     detectable = detectable_difference(values, config.confidence) if finite else math.inf
@@ -128,7 +127,7 @@ def _row(metric: Metric, config: Evaluate) -> dict[str, Any]:
         "baseline": _finite(metric.value("baseline")),
         "difference": asdict(difference) if finite and difference is not None else None,
         "confidence": config.confidence,
-        "p_value": permutation_p_value(values, config.resamples, BOOTSTRAP_SEED) if finite else 1.0,
+        "p_value": permutation_p_value(values, config.resamples) if finite else 1.0,
         "mcnemar": _mcnemar(metric),
         "samples": metric.units,
         "unit": metric.unit,

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from pipeline.contract.settings.stages import Evaluate
-from pipeline.contract.statistics.bootstrap import Interval
+from pipeline.contract.statistics.intervals import Interval
 from pipeline.evaluate.calibration import Calibration, calibration_rules
-from pipeline.evaluate.rules import MIN_SAMPLES, Comparison, GateRule, comparison_rule, finite_rule, requirement_rules
+from pipeline.evaluate.rules import Comparison, GateRule, comparison_rule, finite_rule, requirement_rules
 from pipeline.evaluate.slices import Slice, slice_rule, slice_warnings
 
 Kind: TypeAlias = Literal["pass", "fail", "no-baseline"]
@@ -58,15 +58,21 @@ def decide(config: Evaluate, measured: Measurements) -> Verdict:
     if measured.calibration is not None:
         rules += calibration_rules(config, measured.calibration, measured.brier_gain)
     kind = _verdict_kind(rules, has_baseline=measured.baseline is not None)
-    return Verdict(kind, tuple(rules), _summary(config, measured), tuple(_warnings(config, measured)))
+    unclear = next((rule for rule in rules if rule.inconclusive), None)
+    summary = ("" if unclear is None else "inconclusive: ") + _summary(config, measured)
+    return Verdict(kind, tuple(rules), summary, tuple(_warnings(config, measured)))
 
 
 def rejection_message(verdict: Verdict, run: str) -> str:
     """Return which rules failed, by how much, and what to do."""
     reasons = "; ".join(rule.detail for rule in verdict.failures)
+    if all(rule.inconclusive for rule in verdict.failures):
+        advice = "use more test samples or a wider evaluate.margin, or set evaluate.inconclusive=pass"
+    else:
+        advice = "train a better model"
     return (
-        f"candidate rejected: {reasons}; to fix it: train a better model (`pipe gate explain {run}` prints what would "
-        f"have passed), or record why it may pass anyway with `pipe gate override {run} --reason WHY`"
+        f"candidate rejected: {reasons}; to fix it: {advice} (`pipe gate explain {run}` prints what would have "
+        f"passed), or record why it may pass anyway with `pipe gate override {run} --reason WHY`"
     )
 
 
@@ -76,7 +82,7 @@ def _incomparable_reason(config: Evaluate, measured: Measurements) -> str:
         return reason
     values = [side.get(config.metric, math.nan) for side in (measured.candidate, measured.baseline or {})]
     if all(math.isfinite(value) for value in values):
-        return f"{measured.samples} samples are too few or too similar for a bootstrap interval; use a larger test set"
+        return f"too few of {measured.samples} samples differ to estimate how large a difference can be"
     return "a value is not finite"
 
 
@@ -89,7 +95,7 @@ def _verdict_kind(rules: list[GateRule], has_baseline: bool) -> Kind:
 def _warnings(config: Evaluate, measured: Measurements) -> Iterator[str]:
     """Yield what the test set is too small to show; these do not decide."""
     comparison = measured.comparison
-    if comparison is not None and comparison.samples >= MIN_SAMPLES and config.margin < comparison.detectable:
+    if comparison is not None and config.margin < comparison.detectable < math.inf:
         yield (
             f"the margin {config.margin:g} is smaller than what {comparison.samples} test {comparison.unit} can show: "
             f"the smallest detectable difference in {config.metric} is about {comparison.detectable:.2g}; to fix it: "
@@ -109,7 +115,7 @@ def _summary(config: Evaluate, measured: Measurements) -> str:
         text += f" against the baseline's {measured.baseline.get(config.metric, math.nan):.4f}"
     if measured.comparison is not None:
         difference = measured.comparison.difference
-        interval = f"{difference.low:+.4f} to {difference.high:+.4f}"
+        interval = f"{difference.low:+.4g} to {difference.high:+.4g}"
         label = "better by" if config.metric in measured.lower else "difference"
         text += f", {label} {difference.estimate:+.4f} ({config.confidence:.0%} interval {interval})"
     return text

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from pipeline.contract.errors import ConfigError, DataError
 from pipeline.contract.settings.stages import Evaluate
-from pipeline.contract.statistics.bootstrap import BOOTSTRAP_SEED, Interval
+from pipeline.contract.statistics.intervals import Interval
 from pipeline.contract.statistics.metrics import Metric, class_metrics, compute_metrics, confusion, metric_values
 from pipeline.contract.statistics.scores import (
     ACTUAL,
@@ -27,8 +27,6 @@ from pipeline.evaluate.calibration import Calibration, brier_gain, measure_calib
 from pipeline.evaluate.gate import Measurements, Verdict
 from pipeline.evaluate.rules import Comparison, samples_needed
 from pipeline.evaluate.slices import Slice, compare_slices, slice_groups
-
-_INTERVAL_RESAMPLES = 1000  # for intervals that are only shown
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ class Results:
         metric = self.metrics[config.metric]
         if self.kind is None or metric.candidate is None:
             return None
-        difference = metric.difference(config.confidence, config.resamples, BOOTSTRAP_SEED)
+        difference = metric.difference(config.confidence)
         if difference is None:
             return None
         values = metric.contributions()
@@ -101,7 +99,7 @@ class Results:
             samples=len(values),
             difference=difference,
             detectable=detectable_difference(values, config.confidence),
-            p_value=permutation_p_value(values, config.resamples, BOOTSTRAP_SEED),
+            p_value=permutation_p_value(values, config.resamples),
             unit=metric.unit,
         )
 
@@ -124,11 +122,9 @@ class Results:
         """Return the calibration of candidate and baseline; empty if the task has no probabilities."""
         prefixes = {"candidate": CANDIDATE, "baseline": BASELINE}
         probabilities = {name: self.columns.get(prefix + PROBABILITIES) for name, prefix in prefixes.items()}
-        # These intervals are only shown; the rule about the baseline computes its own.
-        shown_config = config.model_copy(update={"resamples": min(config.resamples, _INTERVAL_RESAMPLES)})
         actual = self.columns.get(ACTUAL)
         return {
-            name: measure_calibration(shown_config, rows, actual)
+            name: measure_calibration(config, rows, actual)
             for name, rows in probabilities.items()
             if rows is not None and actual is not None
         }
@@ -138,7 +134,7 @@ class Results:
             return None
         return mcnemar(self.candidate[metric], self.baseline[metric])
 
-    def _brier_gain(self, config: Evaluate) -> Interval:
+    def _brier_gain(self, config: Evaluate) -> Interval | None:
         rows = [self.columns[owner + PROBABILITIES] for owner in (CANDIDATE, BASELINE)]
         return brier_gain(config, rows[0], rows[1], self.columns[ACTUAL])
 
@@ -212,21 +208,16 @@ def _calibration_body(measurements: Measurements) -> dict[str, Any] | None:
 
 def _intervals(config: Evaluate, results: Results) -> dict[str, Any]:
     """Return the intervals of every metric and of its difference, where positive is better."""
-    metrics, resamples = results.metrics, min(config.resamples, _INTERVAL_RESAMPLES)
-    level = config.confidence
+    metrics, level = results.metrics, config.confidence
 
     def bounds(interval: Interval | None) -> list[float] | None:
         return None if interval is None else [interval.low, interval.high]
 
-    body: dict[str, Any] = {"confidence": level, "resamples": resamples}
-    body["candidate"] = {
-        name: bounds(metric.interval("candidate", level, resamples)) for name, metric in metrics.items()
-    }
+    body: dict[str, Any] = {"confidence": level}
+    body["candidate"] = {name: bounds(metric.interval("candidate", level)) for name, metric in metrics.items()}
     if results.kind is not None:
-        body["baseline"] = {
-            name: bounds(metric.interval("baseline", level, resamples)) for name, metric in metrics.items()
-        }
-        differences = {name: metric.difference(level, resamples, BOOTSTRAP_SEED) for name, metric in metrics.items()}
+        body["baseline"] = {name: bounds(metric.interval("baseline", level)) for name, metric in metrics.items()}
+        differences = {name: metric.difference(level) for name, metric in metrics.items()}
         body["difference"] = {
             name: None if difference is None else asdict(difference) for name, difference in differences.items()
         }

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from pipeline.contract.settings.stages import Evaluate
-from pipeline.contract.statistics.bootstrap import BOOTSTRAP_SEED, Interval
+from pipeline.contract.statistics.intervals import Interval
 
 _NONE: Mapping[str, str] = MappingProxyType({})
-
-MIN_SAMPLES = 2  # with one, the variance is unknown
 
 
 @dataclass(frozen=True)
@@ -27,6 +25,7 @@ class GateRule:
     limit: float | None = None  # what the value was compared with
     how: str = ""  # how the value was computed
     change: str = ""  # what would have reversed the outcome
+    inconclusive: bool = False  # the test set is too small to decide it
 
 
 @dataclass(frozen=True)
@@ -97,43 +96,28 @@ def _lower_limit_rule(name: str, limit: float, candidate: Mapping[str, float]) -
 def comparison_rule(config: Evaluate, comparison: Comparison | None, reason: str) -> GateRule:
     """Require the interval's lower bound to lie above -margin (or, to be superior, above the margin), strictly.
 
-    Answers that equal the baseline's on every sample are not inferior even at margin 0, so that an
-    identical retrained champion passes. `reason`: why there is no comparison, if so.
+    With the bound inside the interval the test set cannot decide: inconclusive. `reason`: why there is no comparison.
     """
     name, bound = config.rule, _bound(config)
     if comparison is None:
         text = f"{config.metric} cannot be compared with the baseline: {reason}"
-        return GateRule(name, False, text, limit=bound)
-    if comparison.samples < MIN_SAMPLES:
-        singular = "query" if comparison.unit == "queries" else "sample"
-        text = f"{config.metric} cannot be compared with the baseline on a single {singular}"
-        return GateRule(name, False, text, limit=bound, change=f"a test set of more {comparison.unit}")
+        return decide_inconclusive(config, GateRule(name, False, text, limit=bound, change="a larger test set"))
     difference, how = comparison.difference, _describe_method(config, comparison, bound)
     low = difference.low
-    if name == "non-inferior" and difference == Interval(0.0, 0.0, 0.0):
-        return GateRule(name, True, f"{config.metric} equals the baseline's on every sample", 0.0, bound, how)
-    if comparison.samples < (required := min_samples(config.confidence)):
-        text = (
-            f"{config.metric} cannot be compared with the baseline on {comparison.samples} {comparison.unit}: in one "
-            f"of {2 ** (comparison.samples - 1)} such test sets all favor one side by chance; use at least {required}"
-        )
-        return GateRule(name, False, text, limit=bound, change=f"a test set of {required} {comparison.unit} or more")
     if low > bound:
-        text = f"{config.metric} difference is at least {low:+.4f}, above {_format_bound(bound)}"
+        text = f"{config.metric} difference is at least {low:+.4g}, above {_format_bound(bound)}"
         return GateRule(name, True, text, low, bound, how, _would_fail(config, low))
     text = (
-        f"{config.metric} may be {_position(low)} the baseline's: the lower bound {low:+.4f} of the difference "
+        f"{config.metric} may be {_position(low)} the baseline's: the lower bound {low:+.4g} of the difference "
         f"misses {_format_bound(bound)} by {bound - low:.4g}"
     )
-    return GateRule(name, False, text, low, bound, how, _would_pass(config, comparison, bound))
+    rule = GateRule(name, False, text, low, bound, how, _would_pass(config, comparison, bound))
+    return decide_inconclusive(config, rule) if difference.high > bound else rule
 
 
-def min_samples(confidence: float) -> int:
-    """Return the smallest sample count at which all samples favor one side by chance no more often than allowed.
-
-    With fewer samples a bootstrap interval is too narrow: with two, it misses the true value every other time.
-    """
-    return math.ceil(math.log2(2 / (1 - confidence)) - 1e-9)
+def decide_inconclusive(config: Evaluate, rule: GateRule) -> GateRule:
+    """Decide a rule that the test set is too small to decide."""
+    return replace(rule, passed=config.inconclusive == "pass", inconclusive=True, detail=f"inconclusive: {rule.detail}")
 
 
 def samples_needed(samples: int, half_width: float, distance: float) -> int | None:
@@ -150,8 +134,7 @@ def _bound(config: Evaluate) -> float:
 def _describe_method(config: Evaluate, comparison: Comparison, bound: float) -> str:
     return (
         f"difference in {config.metric} to the baseline on the same {comparison.samples} {comparison.unit}, "
-        f"{config.confidence:.0%} BCa bootstrap interval of {config.resamples} resamples with seed {BOOTSTRAP_SEED}; "
-        f"its lower bound must be above {_format_bound(bound)}"
+        f"{config.confidence:.0%} interval; its lower bound must be above {_format_bound(bound)}"
     )
 
 

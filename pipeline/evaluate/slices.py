@@ -14,7 +14,8 @@ import numpy as np
 
 from pipeline.contract.errors import ConfigError, DataError
 from pipeline.contract.settings.stages import Evaluate
-from pipeline.contract.statistics.bootstrap import BOOTSTRAP_SEED, Floats, Interval, mean_interval
+from pipeline.contract.statistics.aggregates import Floats, Mean
+from pipeline.contract.statistics.intervals import Interval, difference_interval
 from pipeline.contract.statistics.scores import (
     SLICE,
     Array,
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
 
 CLASS = "class"  # name of the slices by true class
 MIN_SLICE_SAMPLES = 30  # smaller slices are not evaluated
-_INTERVAL_RESAMPLES = 2000  # for the intervals, which are shown and do not decide
 _DRAWS_PER_SLICE = 20  # divided by the level: with fewer, no corrected p-value could be below it
 
 
@@ -42,11 +42,12 @@ class Slice:
     samples: int
     candidate: float | None
     baseline: float | None
-    difference: Interval | None  # the intervals of all slices hold at the same time
+    difference: Interval | None  # the intervals of all slices hold at the same time; None if it cannot be computed
     adjusted_p: float | None  # one-sided p-value of the decrease, corrected for the number of slices
     judged: bool
     passed: bool
     detail: str
+    change: float | None = None  # estimated difference, where positive is better
 
 
 @dataclass(frozen=True)
@@ -82,17 +83,18 @@ def compare_slices(
     level = 1 - config.confidence
     draws = max(config.resamples, math.ceil(_DRAWS_PER_SLICE * len(evaluated) / level))
     differences = {i: (candidate - baseline)[groups[i].members] for i in evaluated}
-    adjusted = holm([decrease_p_value(differences[i], draws, BOOTSTRAP_SEED) for i in evaluated])
+    adjusted = holm([decrease_p_value(differences[i], draws) for i in evaluated])
     confidence = bonferroni_confidence(config.confidence, len(evaluated))
     for i, p_value in zip(evaluated, adjusted, strict=True):
-        interval = mean_interval(differences[i], confidence, min(config.resamples, _INTERVAL_RESAMPLES), BOOTSTRAP_SEED)
-        slices[i] = _decide_slice(config, slices[i], interval, p_value)
+        members = groups[i].members
+        interval = difference_interval(Mean(candidate[members]), Mean(baseline[members]), confidence)
+        slices[i] = _decide_slice(config, slices[i], float(differences[i].mean()), interval, p_value)
     return tuple(slices)
 
 
 def slice_rule(config: Evaluate, slices: Sequence[Slice]) -> GateRule | None:
     """Return one rule for all slices; None if none is evaluated."""
-    evaluated = [slice_ for slice_ in slices if slice_.judged and slice_.difference is not None]
+    evaluated = [slice_ for slice_ in slices if slice_.judged and slice_.change is not None]
     if not evaluated:
         return None
     how = (
@@ -101,11 +103,10 @@ def slice_rule(config: Evaluate, slices: Sequence[Slice]) -> GateRule | None:
         f"decrease exceeds {config.slice_allowance:g} and is significant at {1 - config.confidence:.2g}"
     )
     failed = [slice_ for slice_ in evaluated if not slice_.passed]
-    worst = min((failed or evaluated), key=lambda slice_: slice_.difference.estimate if slice_.difference else 0.0)
-    value = worst.difference.estimate if worst.difference else None
+    worst = min((failed or evaluated), key=lambda slice_: slice_.change or 0.0)
+    value = worst.change or 0.0
     if failed:
         text = "; ".join(slice_.detail for slice_ in failed)
-        assert value is not None
         change = f"an evaluate.margin of {-value:.4f} or more would have passed it"
         return GateRule("slices", False, text, value, -config.slice_allowance, how, change)
     text = f"none of {len(evaluated)} slices decreases significantly by more than {config.slice_allowance:g}"
@@ -140,19 +141,19 @@ def _measure_slice(config: Evaluate, group: Group, candidate: Floats, baseline: 
     return replace(slice_, judged=True, detail=f"{text} against {baseline_value:.4f}")
 
 
-def _decide_slice(config: Evaluate, slice_: Slice, interval: Interval, p_value: float) -> Slice:
+def _decide_slice(config: Evaluate, slice_: Slice, change: float, interval: Interval | None, p_value: float) -> Slice:
     significant = p_value < 1 - config.confidence
-    is_decrease = interval.estimate < -config.slice_allowance
+    is_decrease = change < -config.slice_allowance
     is_passed = not (significant and is_decrease)
-    text = f"{config.metric} in {slice_.slice} differs by {interval.estimate:+.4f} from the baseline's"
+    text = f"{config.metric} in {slice_.slice} differs by {change:+.4f} from the baseline's"
     if not is_passed:
         text = (
-            f"{config.metric} in {slice_.slice} decreases by {-interval.estimate:.4f}, more than "
+            f"{config.metric} in {slice_.slice} decreases by {-change:.4f}, more than "
             f"{config.slice_allowance:g} (adjusted p = {p_value:.2g}, {slice_.samples} samples)"
         )
     elif is_decrease:
         text += f", which is not significant (adjusted p = {p_value:.2g})"
-    return replace(slice_, difference=interval, adjusted_p=p_value, passed=is_passed, detail=text)
+    return replace(slice_, difference=interval, adjusted_p=p_value, passed=is_passed, detail=text, change=change)
 
 
 def _mean(values: Floats) -> float | None:

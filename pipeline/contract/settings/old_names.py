@@ -61,7 +61,7 @@ REPLACED = {old: f"write `{new}`" for old, new in _RENAMED.items()} | {
     "evaluate.calibration": "write its limits into `evaluate.require`, as in `{ece: 0.05}`",
     "evaluate.slice_min": "it was removed; a slice of fewer than 30 samples is not judged",
     "evaluate.slice_margin": "it was removed; a slice may fall by 0.05, or by `evaluate.margin` if that is more",
-    "evaluate.seed": "it was removed; the bootstrap always uses the same seed",
+    "evaluate.seed": "it was removed; the significance tests always use the same seed",
     "evaluate.force_reason": "record an override with `pipe gate override RUN`",
     "export.external_data": "it was removed; weights above 1 GiB are written beside the ONNX file",
     "export.tensorflow_python": "set the environment variable PIPE_TENSORFLOW_PYTHON",

@@ -266,8 +266,12 @@ class Evaluate(Section):
         description="margin of the rule; the whole confidence interval of the difference must be on the right side of "
         "it",
     )
-    confidence: float = Field(0.95, gt=0.5, lt=1, description="confidence level of the bootstrap interval (BCa)")
-    resamples: int = Field(10_000, ge=100, description="number of bootstrap resamples")
+    confidence: float = Field(0.95, gt=0.5, lt=1, description="confidence level of the interval of the difference")
+    inconclusive: Literal["fail", "pass"] = Field(
+        "fail",
+        description="what happens if the test set is too small to show whether the difference is within the margin",
+    )
+    resamples: int = Field(10_000, ge=100, description="number of permutations of the significance tests")
     require: dict[str, float] = Field(
         {},
         description="absolute limits, as in `{accuracy: 0.9}`; upper limits for errors: mae, rmse, ece, brier, and "

@@ -13,21 +13,19 @@ from typing import Any, Literal
 
 import numpy as np
 
-from pipeline.contract.statistics.bootstrap import (
+from pipeline.contract.statistics.aggregates import (
     Auc,
     Average,
     ExplainedVariance,
     Floats,
-    Interval,
     Mean,
     RootMean,
     Spearman,
     Statistic,
-    aggregate_interval,
     contributions,
-    mean_interval,
     point_estimate,
 )
+from pipeline.contract.statistics.intervals import Interval, difference_interval, metric_interval
 from pipeline.contract.statistics.scores import ACTUAL, BASELINE, CANDIDATE, PREDICTED, PROBABILITIES, QUERY, Array
 from pipeline.contract.task import Classifier, HasDirections, HasProbabilities, Ranker, Regressor, Task
 
@@ -65,28 +63,26 @@ class Metric:
         statistic = self.candidate if owner == "candidate" else self.baseline
         return math.nan if statistic is None else point_estimate(statistic)
 
-    def interval(self, owner: Literal["candidate", "baseline"], confidence: float, resamples: int) -> Interval | None:
+    def interval(self, owner: Literal["candidate", "baseline"], confidence: float) -> Interval | None:
         statistic = self.candidate if owner == "candidate" else self.baseline
-        return None if statistic is None else _interval(statistic, None, 1, confidence, resamples, 0)
+        return None if statistic is None else metric_interval(statistic, confidence)
 
-    def difference(self, confidence: float, resamples: int, seed: int) -> Interval | None:
-        """Return the interval of the difference, signed so that positive is better."""
+    def difference(self, confidence: float) -> Interval | None:
+        """Return the interval of the difference, signed so that positive is better; None if it cannot be computed."""
         if self.candidate is None or self.baseline is None:
             return None
-        return _interval(self.candidate, self.baseline, self.better, confidence, resamples, seed)
+        if self.lower:
+            return difference_interval(self.baseline, self.candidate, confidence)
+        return difference_interval(self.candidate, self.baseline, confidence)
+
+    @property
+    def differing(self) -> int:
+        """Number of samples or queries in which candidate and baseline differ."""
+        return 0 if self.candidate is None else self.candidate.informative(self.baseline)
 
     def contributions(self) -> Floats:
         assert self.candidate is not None
         return contributions(self.candidate, self.baseline, self.better)
-
-
-def _interval(
-    first: Statistic, second: Statistic | None, better: int, confidence: float, resamples: int, seed: int
-) -> Interval | None:
-    if isinstance(first, Mean) and (second is None or isinstance(second, Mean)):
-        values = better * (first.column if second is None else first.column - second.column)
-        return mean_interval(values, confidence, resamples, seed) if math.isfinite(values.sum()) else None
-    return aggregate_interval(first, second, confidence, resamples, seed, better)
 
 
 def builtin_metrics(task: Task) -> tuple[str, ...]:
@@ -200,7 +196,9 @@ def _ranking_metrics(queries: Array, predicted: list[Array], relevance: Array) -
             continue
         omitted = int((~defined).sum())
         note = f"{name} omits {omitted} of {len(defined)} queries, which have no {missing} item" if omitted else ""
-        yield Metric(name, *_pair([Mean(values[name][defined]) for values in by_model]), unit="queries", note=note)
+        yield Metric(
+            name, *_pair([Mean(values[name][defined], (0.0, 1.0)) for values in by_model]), unit="queries", note=note
+        )
 
 
 def _classifier_auc(probabilities: list[Array], actual: Array, classes: Sequence[str]) -> Metric:

@@ -20,7 +20,8 @@ from export.variants.judge import (
 from export.variants.timing import Timing
 from pipeline.contract.errors import StageError
 from pipeline.contract.settings.stages import Evaluate, Export
-from pipeline.contract.statistics.bootstrap import Interval, Mean
+from pipeline.contract.statistics.aggregates import Mean
+from pipeline.contract.statistics.intervals import Interval
 from pipeline.contract.statistics.metrics import Metric
 
 NEAR = Deviation(0.0, 0.0, 0.0)

@@ -90,7 +90,7 @@ class Project:
         run = Run(self.runs / name)
         run.output("train").mkdir(parents=True)
         run.partial("evaluate").mkdir()
-        sections.setdefault("evaluate", {})
+        sections["evaluate"] = {"margin": 0.1, **sections.get("evaluate", {})}  # what 50 samples can show
         config = {"name": "greater", "task": "task.py:Greater", "codec": "codec.py:None_", **sections}
         file = RunFile(
             id=name, created="2026-01-01T00:00:00+00:00", wanted=("evaluate",), config=config, environment={}

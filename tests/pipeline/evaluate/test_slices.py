@@ -11,7 +11,7 @@ import torch
 
 from pipeline.contract.errors import ConfigError, DataError, GateError
 from pipeline.contract.settings.stages import Evaluate
-from pipeline.contract.statistics.bootstrap import Floats
+from pipeline.contract.statistics.aggregates import Floats
 from pipeline.contract.statistics.scores import score_batch
 from pipeline.contract.task import Task
 from pipeline.evaluate.__main__ import evaluate
@@ -180,7 +180,7 @@ def test_slices_and_probabilities_are_written_to_the_results(
         "class=first", "class=second", "first=high", "first=low", "label=0", "label=1"}  # fmt: skip
     one = verdict["slices"][0]
     assert set(one) == {"slice", "samples", "candidate", "baseline", "difference", "adjusted_p", "judged", "passed",
-                        "detail"}  # fmt: skip
+                        "detail", "change"}  # fmt: skip
     assert set(one["difference"]) == {"estimate", "low", "high"}
     assert set(verdict["calibration"]["candidate"]) >= {"ece", "brier", "bins"}
     assert set(verdict["calibration"]["candidate"]["bins"][0]) == {"low", "high", "count", "confidence", "accuracy"}

@@ -8,7 +8,8 @@ from scipy.stats import binomtest, permutation_test  # type: ignore[import-untyp
 from sklearn.metrics import brier_score_loss
 
 from pipeline.contract.statistics import significance
-from pipeline.contract.statistics.bootstrap import mean_interval
+from pipeline.contract.statistics.aggregates import Mean
+from pipeline.contract.statistics.intervals import difference_interval
 from pipeline.contract.statistics.significance import (
     McNemar,
     binomial_two_sided_p_value,
@@ -79,35 +80,38 @@ def test_permutation_test_agrees_with_scipy(shift: float) -> None:
     expected = permutation_test(
         (difference,), _mean, permutation_type="samples", n_resamples=20_000, vectorized=True, rng=0
     ).pvalue
-    assert permutation_p_value(difference, 100_000, seed=0) == pytest.approx(expected, abs=0.01)
+    assert permutation_p_value(difference, 100_000) == pytest.approx(expected, abs=0.01)
 
 
 @pytest.mark.parametrize(("only_candidate", "only_baseline"), [(9, 1), (30, 18), (5, 5)])
 def test_permutation_test_agrees_with_mcnemar_on_right_and_wrong(only_candidate: int, only_baseline: int) -> None:
     difference = np.repeat([1.0, -1.0, 0.0], [only_candidate, only_baseline, 100])
     exact = binomial_two_sided_p_value(only_candidate, only_baseline)
-    assert permutation_p_value(difference, 200_000, seed=0) == pytest.approx(exact, abs=4e-3)
+    assert permutation_p_value(difference, 200_000) == pytest.approx(exact, abs=4e-3)
 
 
 def test_counting_equal_differences_agrees_with_flipping_each(monkeypatch: pytest.MonkeyPatch) -> None:
     difference = np.repeat([2.0, 1.0, -1.0], [6, 17, 14])
-    counted = permutation_p_value(difference, 50_000, seed=0)
+    counted = permutation_p_value(difference, 50_000)
     monkeypatch.setattr(significance, "_MAX_DISTINCT", 0)
-    assert permutation_p_value(difference, 50_000, seed=0) == pytest.approx(counted, abs=0.01)
+    assert permutation_p_value(difference, 50_000) == pytest.approx(counted, abs=0.01)
 
 
 def test_no_difference_has_a_p_value_of_one() -> None:
-    assert permutation_p_value(np.zeros(5), 100, seed=0) == 1.0
+    assert permutation_p_value(np.zeros(5), 100) == 1.0
 
 
 def test_p_value_is_limited_by_the_resamples() -> None:
-    assert permutation_p_value(np.ones(400), 99, seed=0) == 0.01
+    assert permutation_p_value(np.ones(400), 99) == 0.01
 
 
 def test_detectable_difference_is_detected_with_the_promised_power() -> None:
     generator = np.random.default_rng(0)
     size = detectable_difference(generator.normal(size=400), 0.95)
-    seen = sum(mean_interval(generator.normal(size, 1.0, size=400), 0.95, 400, seed=i).low > 0 for i in range(500))
+    pairs = (
+        difference_interval(Mean(generator.normal(size, 1.0, size=400)), Mean(np.zeros(400)), 0.95) for _ in range(500)
+    )
+    seen = sum(interval is not None and interval.low > 0 for interval in pairs)
     assert 0.75 <= seen / 500 <= 0.85
 
 
