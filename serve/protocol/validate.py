@@ -66,6 +66,16 @@ def check_arrays(arrays: Mapping[str, Array], signature: Signature) -> None:
     check_shapes({name: array.shape for name, array in arrays.items()}, signature)
 
 
+def check_missing(arrays: Mapping[str, Array], signature: Signature) -> None:
+    """Check that a codec turned null into NaN only where the model was trained with missing numbers."""
+    for spec in signature.inputs:
+        array = arrays[spec.name]
+        if array.dtype.kind == "f" and not spec.allows_missing and np.isnan(array).any():
+            raise InvalidPayload(
+                f"{spec.name}: holds null or NaN, but the model was trained without missing numbers here"
+            )
+
+
 def check_shapes(shapes: Mapping[str, Sequence[int]], signature: Signature) -> None:
     """Check each shape, and that axes with the same name have the same size."""
     sizes: dict[str, tuple[int, str]] = {}

@@ -15,7 +15,7 @@ from pipeline.contract.bundle import Bundle
 from pipeline.contract.codec import Codec, Encode, encode_method, load_bundled_codec
 from pipeline.contract.errors import BundleError, InvalidPayload
 from pipeline.contract.signature import Drawing, codec_drawing
-from serve.protocol.validate import check_arrays
+from serve.protocol.validate import check_arrays, check_missing
 from serve.runtime.session import Session
 
 if TYPE_CHECKING:
@@ -88,6 +88,7 @@ class Predictor:
         except Exception as error:  # user code: most likely the payload is the cause
             raise CodecError("instances: the model's codec cannot decode them") from error
         check_arrays(arrays, self.signature)
+        check_missing(arrays, self.signature)
         count = len(instances)
         for name, array in arrays.items():
             if array.shape[:1] != (count,):

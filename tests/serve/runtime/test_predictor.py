@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pipeline.contract.bundle import Bundle, open_bundle
@@ -65,6 +66,18 @@ def test_decoded_arrays_must_fit_the_model(tricky: Predictor) -> None:
         tricky.predict([{"image": [1, 2]}])
     with pytest.raises(InvalidPayload, match=r"codec cannot decode"):
         tricky.predict([{"image": [[1], [1, 2]]}])
+
+
+def test_null_is_refused_where_no_number_was_missing(tricky: Predictor, picture: list[list[Any]]) -> None:
+    """numpy turns null into NaN, and some operators turn NaN into numbers that look like a prediction."""
+    holes = [[None, *row[1:]] for row in picture]
+    with pytest.raises(InvalidPayload, match=r"image: holds null or NaN, but the model was trained without"):
+        tricky.predict([{"image": holes}])
+    (spec,) = tricky.signature.inputs
+    tricky.signature = tricky.signature.model_copy(
+        update={"inputs": (spec.model_copy(update={"allows_missing": True}),)}
+    )
+    assert np.isnan(tricky.decode([{"image": holes}])["image"]).any()
 
 
 def test_two_models_have_different_helpers_of_one_name(tmp_path: Path, picture: list[list[int]]) -> None:
