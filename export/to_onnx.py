@@ -84,8 +84,9 @@ def write_onnx(traced: ExportInput, config: Export, path: Path) -> ExportResult:
         warnings.simplefilter("ignore")  # the exporter warns about its own internals
         result = inspect(traced)
         try:
+            # torch.onnx itself would take the trace with fixed sizes before it tries a strict one.
             program = torch.onnx.export(
-                traced.module,
+                result.program if result.strict and result.program is not None else traced.module,
                 traced.arguments,
                 dynamo=True,
                 verbose=False,

@@ -43,23 +43,29 @@ class Trace:
 
     program: torch.export.ExportedProgram | None
     limits: str  # the sizes to which torch's guards limit the trace
+    strict: bool = False  # traced from the bytecode of forward, because running it did not work
 
 
 def trace(traced: ExportInput) -> Trace:
     """Trace with torch.export; refuse a Python branch on data and an operator without a fake implementation."""
-    with warnings.catch_warnings(), torch.no_grad():
+    try:
+        return Trace(_export_program(traced, strict=False), "")
+    except Exception as error:  # torch raises its own types and any that the model raises
+        _refuse_packing(traced, error)
+        _refuse_branch(error)
+        _refuse_unknown_operator(error)
+        limits = _limits(str(error))
+    try:  # when forward runs, Python makes `len(x)` a number that is the same for all batches
+        return Trace(_export_program(traced, strict=True), "", strict=True)
+    except Exception:  # the first error was the better one
+        return Trace(None, limits)
+
+
+def _export_program(traced: ExportInput, strict: bool) -> torch.export.ExportedProgram:
+    with warnings.catch_warnings(), torch.no_grad(), recurrent_shapes():
         warnings.simplefilter("ignore")
-        try:
-            with recurrent_shapes():
-                program = torch.export.export(
-                    traced.module, traced.arguments, dynamic_shapes=_dynamic_shapes(traced.axes), strict=False
-                )
-        except Exception as error:  # torch raises its own types and any that the model raises
-            _refuse_packing(traced, error)
-            _refuse_branch(error)
-            _refuse_unknown_operator(error)
-            return Trace(None, _limits(str(error)))
-    return Trace(program, "")
+        axes = _dynamic_shapes(traced.axes)
+        return torch.export.export(traced.module, traced.arguments, dynamic_shapes=axes, strict=strict)
 
 
 def _dynamic_shapes(axes: Any) -> Any:

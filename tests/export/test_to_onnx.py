@@ -293,6 +293,39 @@ def test_several_inputs_of_their_types_and_outputs_named_by_a_mapping(exported: 
     assert equal(made)
 
 
+class Counted(Mixed):
+    """Reads sizes with `len`, which is a plain number when forward runs."""
+
+    def forward(self, tokens: Tensor, x: Tensor) -> dict[str, Tensor]:
+        found = super().forward(tokens, x)
+        return {**found, "scores": found["scores"].reshape(len(x), len(tokens[0]), -1).flatten(1)}
+
+
+def test_sizes_that_the_model_reads_with_len_stay_dynamic(exported: Exporter) -> None:
+    task = mixed()
+    task.net = Counted()
+    made = exported(task)
+    inputs, outputs = tensor_specs(made.path)
+    assert [(spec.name, spec.shape) for spec in inputs] == [("tokens", ("batch", 2)), ("x", ("batch", 4))]
+    assert [(spec.name, spec.shape) for spec in outputs] == [("scores", ("batch", 4)), ("best", ("batch",))]
+    assert made.written.program is not None
+    assert equal(made)
+
+
+class Repeated(Bag):
+    """Returns the answer for every position, whose number it reads with `len`."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return super().forward(input_ids, attention_mask)[:, None].expand(-1, len(input_ids[0]), -1)
+
+
+def test_a_length_that_the_model_reads_with_len_stays_dynamic(exported: Exporter) -> None:
+    made = exported(texts(Repeated()))
+    assert tensor_specs(made.path)[1][0].shape == ("batch", "sequence", 3)
+    assert equal(made)
+    require_equal(verify_untraced(made.task, made.model, made.test, made.path, made.config), made.config)
+
+
 def test_a_model_for_one_batch_size_alone_is_refused_with_the_cause(exported: Exporter) -> None:
     with pytest.raises(StageError, match="batch") as caught:
         tensor_specs(exported(Small(Fixed(), pairs())).path)
