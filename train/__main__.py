@@ -86,8 +86,7 @@ def train(run: Run, root: Path) -> None:
         ) as create_model:
             trainer = trainer_class(task, run.config, group, splits[0], splits[1], batch_size, create_model, order)
         trainer.snapshots = snapshots
-        evaluate = run.config.evaluate
-        check_metrics(task, trainer.strategy, splits[1], group, {evaluate.metric, *evaluate.metric_limits})
+        check_metrics(task, trainer.strategy, splits[1], group, run.config.evaluate)
         _fit(trainer, run, group, store, resume_point)
 
 

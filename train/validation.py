@@ -20,8 +20,8 @@ from pipeline.contract.data import Samples
 from pipeline.contract.errors import ConfigError, DataError
 from pipeline.contract.files import TOKENIZER_FILE, tokenizer_ids
 from pipeline.contract.processes import Rank
-from pipeline.contract.statistics.metrics import builtin_metrics, check_directions
-from pipeline.contract.task import HasSampleGroups, Task
+from pipeline.contract.statistics.metrics import builtin_metrics, check_directions, lower_is_better
+from pipeline.contract.task import HasProbabilities, HasSampleGroups, Task
 from train.batch_order import check_order_values
 from train.optim import Precision
 from train.parallel.base import Strategy
@@ -29,6 +29,7 @@ from train.pretrained.matching import transformers_model
 from train.process_group import ProcessGroup
 
 if TYPE_CHECKING:
+    from pipeline.contract.settings.stages import Evaluate
     from pipeline.contract.task import Batch, Outputs
 
 
@@ -141,9 +142,7 @@ def _add_slices(sums: dict[int, dict[str, float]], group: ProcessGroup) -> dict[
 
 
 @torch.no_grad()
-def check_metrics(
-    task: Task, strategy: Strategy, samples: Samples, group: ProcessGroup, required: Iterable[str]
-) -> None:
+def check_metrics(task: Task, strategy: Strategy, samples: Samples, group: ProcessGroup, config: Evaluate) -> None:
     """Check with two samples that the gate's metrics exist, before hours of training."""
     batch = {name: column.to(group.device) for name, column in samples.batch(samples.ends).items()}
     strategy.model.eval()
@@ -153,11 +152,17 @@ def check_metrics(
     if metrics is None:
         return
     names = [*metrics, *(name for name in builtin_metrics(task) if name not in metrics)]
-    if unknown := sorted(set(required) - set(names)):
+    if unknown := sorted({config.metric, *config.metric_limits} - set(names)):
         raise ConfigError(
             f"the gate needs the metric {unknown[0]}, but the task has {', '.join(names)}; to fix it, set "
             "evaluate.metric and evaluate.require to these, or give the task the methods that other metrics need"
         )
+    if unknown := sorted(lower_is_better(task) - metrics.keys()):
+        text = f"metrics() returns no {unknown[0]} (it returns {', '.join(metrics)})"
+        raise ConfigError(f"directions of the task: {text}")
+    if config.calibration_limits and not isinstance(task, HasProbabilities):
+        limits = ", ".join(config.calibration_limits)
+        raise ConfigError(f"evaluate.require: {limits} needs a classifier whose task has probabilities(outputs)")
     if group.rank.first and (warning := check_directions(task, list(metrics))):
         print(f"warning: {warning}", flush=True)
 

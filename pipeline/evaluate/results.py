@@ -60,9 +60,11 @@ class Results:
             raise DataError(f"metrics(): {', '.join(differing)} is returned for only one of candidate and baseline")
         if unknown := sorted(self.lower - self.candidate.keys()):
             raise ConfigError(f"directions of the task: metrics() returns no {unknown[0]}")
-        if config.metric not in self.metrics:
-            names = ", ".join(self.metrics)
-            raise ConfigError(f"evaluate.metric: the task has no metric {config.metric} (it has {names})")
+        required = {"evaluate.metric": [config.metric], "evaluate.require": config.metric_limits}
+        for setting, names in required.items():
+            if missing := sorted(set(names) - self.metrics.keys()):
+                known = ", ".join(self.metrics)
+                raise ConfigError(f"{setting}: the task has no metric {missing[0]} (it has {known})")
         if config.calibration_limits and CANDIDATE + PROBABILITIES not in self.columns:
             names = ", ".join(config.calibration_limits)
             raise ConfigError(f"evaluate.require: {names} needs a classifier whose task has probabilities(outputs)")

@@ -62,7 +62,7 @@ def requirement_rules(
         elif name in lower:
             yield _upper_limit_rule(name, limit, candidate[name])
         else:
-            yield _lower_limit_rule(name, limit, candidate)
+            yield _lower_limit_rule(name, limit, candidate[name])
 
 
 def _upper_limit_rule(name: str, limit: float, value: float) -> GateRule:
@@ -76,13 +76,8 @@ def _upper_limit_rule(name: str, limit: float, value: float) -> GateRule:
     return GateRule(rule, True, text, value, limit, how, f"a limit below {value:.4f} would have stopped it")
 
 
-def _lower_limit_rule(name: str, limit: float, candidate: Mapping[str, float]) -> GateRule:
-    rule, value = f"require.{name}", candidate.get(name)
-    how = f"{name} of the candidate over the whole test set, at least {limit:g}"
-    if value is None:
-        names = ", ".join(sorted(candidate))
-        text = f"{name} is required to be at least {limit:g}, but the task has no such metric (it has {names})"
-        return GateRule(rule, False, text, None, limit, how, "name a metric that the task has")
+def _lower_limit_rule(name: str, limit: float, value: float) -> GateRule:
+    rule, how = f"require.{name}", f"{name} of the candidate over the whole test set, at least {limit:g}"
     if not math.isfinite(value):
         return GateRule(rule, False, f"{name} is not finite, required is {limit:g}", None, limit, how)
     if value < limit:

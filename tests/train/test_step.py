@@ -58,12 +58,20 @@ def test_resumed_run_ends_with_identical_weights(project: Project) -> None:
     assert [line["step"] for line in journal(cut)] == [line["step"] for line in journal(whole)]
 
 
-def test_a_missing_gate_metric_stops_before_training(project: Project) -> None:
+MISTAKES = {
+    '"farness"': "the gate needs the metric closeness, but the task has farness",
+    '"closeness"': "directions of the task: metrics() returns no farness (it returns closeness)",
+}
+
+
+@pytest.mark.parametrize("metric", MISTAKES)
+def test_a_missing_metric_stops_before_training(project: Project, metric: str) -> None:
     run = project.run()
-    project.replace('"closeness"', '"farness"')
+    project.replace('"closeness"', metric)
+    project.replace("    def loss(", '    directions = {"farness": "lower"}\n\n    def loss(')
     done = project.train(run)
     assert done.returncode == 2
-    assert "the gate needs the metric closeness, but the task has farness" in str(failure(run))
+    assert MISTAKES[metric] in str(failure(run))
     assert not (run.partial("train") / "checkpoints").exists()
 
 

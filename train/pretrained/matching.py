@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,8 +55,9 @@ class Matching:
             for name, problem in problems.items():
                 print(f"{kind}: {name} {problem}", file=sys.stderr)
         if any(kinds.values()):
+            fix = _suggest_fix(kinds, self.sources)
             problem_text = "; ".join(f"{kind}: {_list_some(problems)}" for kind, problems in kinds.items() if problems)
-            raise DataError(f"model.pretrained does not fit the task's model: {problem_text}; {_suggest_fix(kinds)}")
+            raise DataError(f"model.pretrained does not fit the task's model: {problem_text}; {fix}")
 
 
 def match(model: nn.Module, offers: Mapping[str, Source], config: Mapping[str, Any]) -> Matching:
@@ -193,9 +194,17 @@ def _list_some(problems: Mapping[str, str]) -> str:
     return text + (f" and {len(problems) - _LISTED} more, all in the log" if len(problems) > _LISTED else "")
 
 
-def _suggest_fix(kinds: Mapping[str, Mapping[str, str]]) -> str:
-    allowed_names: Iterator[str] = (name for problems in kinds.values() for name in problems)
+def _suggest_fix(kinds: Mapping[str, Mapping[str, str]], fitting: Iterable[str]) -> str:
+    names = [name for problems in kinds.values() for name in problems]
+    modules = {name.partition(".")[0] for name in fitting}
+    globs = list(dict.fromkeys(_glob(name, modules) for name in names))
     return (
         "to fix it: build the model that these weights belong to, or allow the differences with "
-        f"model.allow_mismatch=[{next(allowed_names)!r}]"
+        f"model.allow_mismatch={globs}"
     )
+
+
+def _glob(name: str, fitting_modules: Container[str]) -> str:
+    """Return a glob for a weight: its whole outermost module if nothing there fits, else the same weight of all layers."""
+    module, dot, _ = name.partition(".")
+    return f"{module}.*" if dot and module not in fitting_modules else re.sub(r"\.\d+(?=\.)", ".*", name)

@@ -105,12 +105,6 @@ def test_nan_never_meets_a_requirement() -> None:
     assert "require.accuracy" in [rule.rule for rule in found.failures]
 
 
-def test_unknown_required_metric_fails_and_lists_the_known_ones() -> None:
-    found = verdict(Evaluate(require={"f1": 0.5}))
-    assert found.verdict == "fail"
-    assert "no such metric (it has accuracy)" in found.failures[0].detail
-
-
 @pytest.mark.parametrize(("low", "expected"), [(0.0101, "pass"), (0.01, "fail"), (0.0, "fail")])
 def test_superior_needs_a_lower_bound_above_the_margin(low: float, expected: str) -> None:
     found = verdict(Evaluate(rule="superior", margin=0.01), difference=Interval(0.03, low, 0.06))

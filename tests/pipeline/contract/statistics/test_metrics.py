@@ -73,6 +73,14 @@ def test_a_metric_of_the_task_may_be_lower_is_better() -> None:
         Results(columns, "task", None, None, frozenset({"wer"})).check(config)
 
 
+@pytest.mark.parametrize("settings", [{"metric": "wer"}, {"metric": "own", "require": {"wer": 0.3}}])
+def test_an_unknown_metric_in_the_settings_is_a_mistake_of_them(settings: dict[str, Any]) -> None:
+    columns = numbers(changed={"candidate.own": np.full(120, 0.2), "baseline.own": np.full(120, 0.5)})
+    setting = "require" if "require" in settings else "metric"
+    with pytest.raises(ConfigError, match=rf"evaluate\.{setting}: the task has no metric wer \(it has own, mae"):
+        results(columns).check(Evaluate(**settings, **FAST))
+
+
 @pytest.mark.parametrize(("metric", "shown"), [("rmse", 600.0), ("r2", 0.64), ("mae", 500.0)])
 def test_slices_are_in_the_units_of_the_metric(metric: str, shown: float) -> None:
     columns = numbers(samples=400)
