@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -39,7 +40,7 @@ def test_all_differences_are_reported_at_once(tmp_path: Path, capsys: pytest.Cap
     assert "unexpected: extra.weight [2] in model.safetensors" in message
     assert "first.weight is [8, 4] in model.safetensors, and [8, 3] in the model" in message
     assert "shift is of type I64 in model.safetensors, and float32 in the model" in message
-    assert "model.allow_mismatch=['head.bias']" in message
+    assert message.endswith("model.allow_mismatch=['head.bias', 'extra.*', 'shift', 'first.weight']")
     assert len(capsys.readouterr().err.splitlines()) == 4
 
 
@@ -47,6 +48,18 @@ def test_error_lists_some_differences_and_the_log_all(tmp_path: Path, capsys: py
     with pytest.raises(DataError, match=r"and 20 more, all in the log"):
         load(write_folder(tmp_path / "other", {"head.bias": torch.ones(1)}), Tower, "head.*")
     assert capsys.readouterr().err.count("missing: ") == 4 * 6 + 4
+
+
+def test_the_suggested_globs_allow_all_differences(tmp_path: Path) -> None:
+    state = {name: tensor for name, tensor in tower_state().items() if not name.startswith(("head.", "layers.2."))}
+    folder = write_folder(
+        tmp_path / "other", state | {"old.head.weight": torch.ones(2), "old.head.bias": torch.ones(2)}
+    )
+    with pytest.raises(DataError) as caught:
+        load(folder)
+    globs = json.loads(str(caught.value).partition("model.allow_mismatch=")[2].replace("'", '"'))
+    assert {"head.*", "old.*", "layers.*.gate_proj.weight"} < set(globs)
+    assert load(folder, Tower, *globs)
 
 
 def test_allowed_mismatch_is_initialized_by_the_seed(tmp_path: Path) -> None:
