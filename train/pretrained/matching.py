@@ -205,6 +205,6 @@ def _suggest_fix(kinds: Mapping[str, Mapping[str, str]], fitting: Iterable[str])
 
 
 def _glob(name: str, fitting_modules: Container[str]) -> str:
-    """Return a glob for a weight: for its outermost module if nothing there fits, else for that weight in all layers."""
+    """Return a glob for a weight: for its outermost module if nothing there fits, else for all layers."""
     module, dot, _ = name.partition(".")
     return f"{module}.*" if dot and module not in fitting_modules else re.sub(r"\.\d+(?=\.)", ".*", name)
