@@ -39,6 +39,7 @@ class Measurements:
     lower: frozenset[str] = frozenset()  # metrics where lower is better
     undefined: Mapping[str, str] = field(default_factory=dict)  # metric → why it has no value on this test set
     notes: tuple[str, ...] = ()
+    doubts: tuple[str, ...] = ()  # reasons to distrust a candidate that passes
     slices: tuple[Slice, ...] = ()
     calibration: Calibration | None = None  # of the candidate
     baseline_calibration: Calibration | None = None
@@ -60,6 +61,8 @@ def decide(config: Evaluate, measured: Measurements) -> Verdict:
     kind = _verdict_kind(rules, has_baseline=measured.baseline is not None)
     unclear = next((rule for rule in rules if rule.inconclusive), None)
     summary = ("" if unclear is None else "inconclusive: ") + _summary(config, measured)
+    if measured.doubts:
+        summary += f"; warning: {'; '.join(measured.doubts)}"
     return Verdict(kind, tuple(rules), summary, tuple(_warnings(config, measured)))
 
 

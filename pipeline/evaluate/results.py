@@ -24,6 +24,7 @@ from pipeline.contract.statistics.scores import (
 )
 from pipeline.contract.statistics.significance import McNemar, detectable_difference, mcnemar, permutation_p_value
 from pipeline.evaluate.calibration import Calibration, brier_gain, measure_calibration
+from pipeline.evaluate.doubts import chance_reason, find_doubts
 from pipeline.evaluate.gate import Measurements, Verdict
 from pipeline.evaluate.rules import Comparison, samples_needed
 from pipeline.evaluate.slices import Slice, compare_slices, slice_groups
@@ -74,6 +75,7 @@ class Results:
         metrics = self.metrics
         baseline = None if self.kind is None else metric_values(metrics, "baseline")
         calibration = self.calibration(config)
+        slices = self.slices(config)
         return Measurements(
             samples=self.samples,
             candidate=metric_values(metrics, "candidate"),
@@ -82,7 +84,8 @@ class Results:
             undefined={name: metric.why for name, metric in metrics.items() if metric.why},
             notes=tuple(metric.note for metric in metrics.values() if metric.note),
             comparison=self.comparison(config),
-            slices=self.slices(config),
+            slices=slices,
+            doubts=tuple(find_doubts(config, self.columns, self.classes, metrics, slices, self.kind is not None)),
             calibration=calibration.get("candidate"),
             baseline_calibration=calibration.get("baseline"),
             brier_gain=self._brier_gain(config) if "baseline" in calibration else None,
@@ -111,14 +114,16 @@ class Results:
 
     def slices(self, config: Evaluate) -> tuple[Slice, ...]:
         """Compare slices by the decisive metric; one without a value per sample cannot be compared by slice."""
-        groups = list(slice_groups(self.labels, self.columns.get(ACTUAL), self.classes))
+        classes = self.classes if config.class_slices else None
+        groups = list(slice_groups(self.labels, self.columns.get(ACTUAL), classes))
         values = self.metrics[config.metric].slices
         if values is None:
             reason = f"{config.metric} has no value per sample; not evaluated"
             return tuple(
                 Slice(group.name, len(group.members), None, None, None, None, False, True, reason) for group in groups
             )
-        return compare_slices(config, groups, *values, better=self.metrics[config.metric].better)
+        reason = chance_reason(self.columns, self.classes) if self.kind is not None else ""
+        return compare_slices(config, groups, *values, better=self.metrics[config.metric].better, incomparable=reason)
 
     def calibration(self, config: Evaluate) -> dict[str, Calibration]:
         """Return the calibration of candidate and baseline; empty if the task has no probabilities."""

@@ -70,13 +70,26 @@ def slice_groups(labels: Mapping[str, Array], actual: Array | None, classes: Seq
 
 
 def compare_slices(
-    config: Evaluate, groups: Sequence[Group], candidate: Floats, baseline: Floats | None, better: int = 1
+    config: Evaluate,
+    groups: Sequence[Group],
+    candidate: Floats,
+    baseline: Floats | None,
+    better: int = 1,
+    incomparable: str = "",
 ) -> tuple[Slice, ...]:
     """Compare each slice; `candidate` and `baseline` have one value per sample, higher is better.
 
-    `better`: -1 for negative values of a metric where lower is better, which is shown as it is.
+    `better`: -1 for negative values of a metric where lower is better, which is shown as it is. `incomparable`: why a
+    loss against this baseline shows nothing, if so: one that always gives one answer is right wherever that is true.
     """
     slices = [_measure_slice(config, group, candidate, baseline, better) for group in groups]
+    if incomparable:
+        return tuple(
+            replace(slice_, judged=False, detail=f"{slice_.detail}; {incomparable}: not evaluated")
+            if slice_.judged
+            else slice_
+            for slice_ in slices
+        )
     evaluated = [i for i, slice_ in enumerate(slices) if slice_.judged]
     if baseline is None or not evaluated:
         return tuple(slices)

@@ -74,8 +74,8 @@ def test_a_candidate_that_is_surely_worse_is_not_inconclusive(
 def test_no_interval_is_inconclusive() -> None:
     found = verdict(difference=None)
     assert found.rules[-1].detail == (
-        "inconclusive: accuracy cannot be compared with the baseline: too few of 400 samples differ to estimate how large "
-        "a difference can be"
+        "inconclusive: accuracy cannot be compared with the baseline: too few of 400 samples differ to estimate how "
+        "large a difference can be"
     )
 
 

@@ -1,0 +1,85 @@
+"""What makes a verdict worth little although every rule passes: it is written into the verdict's first line."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+from scipy.special import bdtrc  # type: ignore[import-untyped]
+
+from pipeline.contract.settings.stages import Evaluate
+from pipeline.contract.statistics.aggregates import Mean
+from pipeline.contract.statistics.metrics import Metric
+from pipeline.contract.statistics.scores import ACTUAL, BASELINE, CANDIDATE, PREDICTED, QUERY, Array, Columns
+from pipeline.evaluate.slices import MIN_SLICE_SAMPLES, Slice
+
+_LEVEL = 0.025  # one-sided, at which a baseline counts as better than chance
+_MIN_WRONG = 3  # samples of a slice that are all wrong
+_MAX_NAMES = 8
+
+
+def chance_reason(columns: Columns, classes: Sequence[str] | None) -> str:
+    """Return why the baseline's answers are no better than chance; empty if they are better or it is not known."""
+    predicted, actual = columns.get(BASELINE + PREDICTED), columns.get(ACTUAL)
+    if predicted is None or actual is None or QUERY in columns:
+        return ""
+    if (predicted == predicted[0]).all():
+        constant = predicted[0] if classes is None else classes[int(predicted[0])]
+        return f"the baseline always predicts {constant if classes is not None else f'{constant:.4g}'}"
+    if classes is None:
+        return ""
+    shares = [np.bincount(values, minlength=len(classes)) / len(actual) for values in (predicted, actual)]
+    hits, by_chance = int((predicted == actual).sum()), float(shares[0] @ shares[1])
+    if float(bdtrc(hits - 1, len(actual), by_chance)) < _LEVEL:
+        return ""
+    return f"the baseline is right in {hits} of {len(actual)} samples, no more often than by chance"
+
+
+def find_doubts(
+    config: Evaluate,
+    columns: Columns,
+    classes: Sequence[str] | None,
+    metrics: Mapping[str, Metric],
+    slices: Sequence[Slice],
+    compared: bool,
+) -> Iterator[str]:
+    """Yield a clause for each reason to distrust a candidate that passes."""
+    if not compared and not config.require:
+        yield "nothing is required: there is no baseline and no evaluate.require"
+    predicted, actual = columns.get(CANDIDATE + PREDICTED), columns.get(ACTUAL)
+    is_perfect = predicted is not None and actual is not None and bool((predicted == actual).all())
+    decisive = metrics[config.metric].candidate
+    if isinstance(decisive, Mean) and not is_perfect and _is_constant(decisive.column):
+        yield f"{config.metric} is {decisive.column[0]:.4g} for every sample; check metrics()"
+    if classes is not None and predicted is not None and actual is not None:
+        yield from _dead_classes(predicted, actual, classes)
+    wrong = [
+        slice_.slice
+        for slice_ in slices
+        if _MIN_WRONG <= slice_.samples < MIN_SLICE_SAMPLES and slice_.candidate == 0.0 and _is_share(decisive)
+    ]
+    if wrong:
+        yield f"every sample is wrong in {_join(wrong)}, which is too small to be judged"
+
+
+def _dead_classes(predicted: Array, actual: Array, classes: Sequence[str]) -> Iterator[str]:
+    occurring = np.bincount(actual, minlength=len(classes))
+    answered = np.bincount(predicted, minlength=len(classes))
+    dead = [str(name) for name, true, found in zip(classes, occurring, answered, strict=True) if true and not found]
+    if dead:
+        yield f"never predicted: {_join(dead)}"
+
+
+def _is_constant(values: Array) -> bool:
+    return len(values) > 1 and math.isfinite(float(values[0])) and bool((values == values[0]).all())
+
+
+def _is_share(statistic: object) -> bool:
+    """Return True for a metric of right and wrong answers, where 0 means that all are wrong."""
+    return isinstance(statistic, Mean) and bool(np.isin(statistic.column, (0.0, 1.0)).all())
+
+
+def _join(names: Sequence[str]) -> str:
+    more = len(names) - _MAX_NAMES
+    return ", ".join(names[:_MAX_NAMES]) + (f" and {more} more" if more > 0 else "")
