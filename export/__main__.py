@@ -158,6 +158,7 @@ def _ancestors(run: Run, root: Path, weights: Path, bundle: Path) -> Ancestors:
         verdict=digest_file(run.output("evaluate") / "verdict.json"),
         onnx=digest_file(bundle / "model.onnx"),
         override=digest_file(bundle / OVERRIDE) if (bundle / OVERRIDE).exists() else "",
+        test_set=str(run.verdict().get("test_fingerprint") or ""),
     )
 
 

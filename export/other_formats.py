@@ -28,9 +28,9 @@ from torch import nn
 from export.language_model import language_export_input, make_generation, verify_language
 from export.parity import Arrays, compare_all, evaluated_outputs
 from export.parity_everywhere import case_inputs, compare_outputs, make_cases
-from export.to_onnx import example_batch, export_input
+from export.to_onnx import export_input
 from export.trace import ExportInput, trace
-from pipeline.contract.data import Samples
+from pipeline.contract.data import Samples, example_batch
 from pipeline.contract.errors import StageError
 from pipeline.contract.files import digest_tree
 from pipeline.contract.golden import Decoder

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipeline.contract.data import Samples, open_split
 from pipeline.contract.settings.stages import Export
-from pipeline.contract.task import HasAxes, HasCollate, Task, declared_axes
+from pipeline.contract.task import HasCollate, Task, input_axes
 
 Array = np.ndarray[Any, Any]
 Outputs = Callable[[Mapping[str, Tensor]], Mapping[str, Array]]  # of torch, by name
@@ -67,14 +67,6 @@ class Padding:
     def text(self) -> str:
         values = ", ".join(f"{name} {value}" for name, value in self.values.items())
         return f"{values} on the {self.side}"
-
-
-def input_axes(task: Task) -> dict[str, tuple[int | str, ...]]:
-    """Return every input's axes, the batch first; empty if only the batch is dynamic."""
-    if not isinstance(task, HasAxes):
-        return {}
-    axes = declared_axes(task)
-    return {name: axes[name] for name in task.inputs}
 
 
 def measure_padding(

@@ -26,14 +26,14 @@ from onnxscript import opset18 as op  # what torch translates to, before it conv
 from torch import Tensor, nn
 
 from export.names import MeasuredShapes, name_tensors
-from export.padding import MASK, Padding, find_padding, input_axes
+from export.padding import MASK, Padding, find_padding
 from export.trace import ExportInput, Trace, describe_module, inspect, recurrent_shapes, source_location
 from pipeline.contract.bundle import check_external_data_files
-from pipeline.contract.data import Samples, name_outputs
+from pipeline.contract.data import Samples, axis_sizes, example_batch, name_outputs
 from pipeline.contract.errors import BundleError, StageError
 from pipeline.contract.settings.stages import Export
 from pipeline.contract.signature import TensorSpec
-from pipeline.contract.task import BATCH, HasAxes, Task
+from pipeline.contract.task import BATCH, HasAxes, Task, input_axes
 
 _MAX_INLINE_BYTES = 1 << 30  # protobuf ends at 2 GiB; weights above this go to a file of their own
 
@@ -252,43 +252,6 @@ def max_axis_sizes(task: Task) -> dict[str, int]:
     return dict(task.longest) if isinstance(task, HasAxes) else {}
 
 
-def axis_sizes(task: Task, batch: Mapping[str, Tensor]) -> dict[str, int]:
-    """Return the size of each named axis in a batch; raise if two axes have one size, or one is shorter than 2.
-
-    The exporter would merge axes of equal size, and treat a size of 1 as fixed.
-    """
-    sizes: dict[str, int] = {}
-    for name, axes in input_axes(task).items():
-        for position, axis in enumerate(axes):
-            size = batch[name].shape[position] if position < batch[name].ndim else 0
-            if isinstance(axis, int):
-                if size != axis:
-                    raise StageError(
-                        f"`axes` has {axis} for axis {position} of `{name}`, which is {size} in the test data"
-                    )
-                continue
-            if sizes.setdefault(axis, size) != size:
-                raise StageError(f"axis `{axis}` is {size} long in `{name}`, and {sizes[axis]} in another input")
-            if size < 2:
-                raise StageError(f"axis `{axis}` of `{name}` is {size} long in the test data; show one of 2 at least")
-    if len(set(sizes.values())) != len(sizes):
-        sizes_text = ", ".join(f"{axis} {size}" for axis, size in sizes.items())
-        raise StageError(
-            f"axes of different names have one size in the test data ({sizes_text}); the export needs to differ"
-        )
-    return sizes
-
-
-def example_batch(task: Task, samples: Samples) -> dict[str, Tensor]:
-    """Return a batch to trace with, whose size differs from that of every other dynamic axis."""
-    sample = samples.batch([0])
-    used_sizes = {
-        sample[name].shape[position] for name, axes in input_axes(task).items() for position in [*_dynamic(axes)][1:]
-    }
-    rows = next(count for count in range(3, 4 + len(used_sizes)) if count not in used_sizes)
-    return samples.batch([index % len(samples) for index in range(rows)])
-
-
 def untraced_batches(task: Task, samples: Samples) -> Iterator[UntracedBatch]:
     """Yield batches of other lengths and sizes than traced, with padding on the left, on the right, and without."""
     traced = axis_sizes(task, example_batch(task, samples))
@@ -346,8 +309,6 @@ def check_dynamic_axes(specs: tuple[TensorSpec, ...], task: Task) -> None:
 
 
 def _untraced_lengths(traced: int, longest: int) -> list[int]:
-    if traced > longest:
-        raise StageError(f"the test data have an axis {traced} long, beyond the {longest} that `longest` allows")
     candidates = (min(longest, _MAX_COMPARED_LENGTH), 1, 2, traced // 2, traced - 1, traced + 1)
     return list(dict.fromkeys(size for size in candidates if 0 < size <= longest and size != traced)) or [traced]
 

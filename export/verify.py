@@ -56,13 +56,12 @@ from export.to_onnx import (
     ExportResult,
     check_dynamic_axes,
     convert,
-    example_batch,
     max_axis_sizes,
     measure_shapes,
     tensor_specs,
     untraced_batches,
 )
-from pipeline.contract.data import Samples, forward
+from pipeline.contract.data import Samples, example_batch, forward
 from pipeline.contract.errors import StageError
 from pipeline.contract.golden import Decoder
 from pipeline.contract.settings.stages import Export

@@ -26,7 +26,7 @@ from torch.utils.data import IterableDataset, Subset, default_collate
 
 from pipeline.contract.errors import ConfigError, DataError
 from pipeline.contract.files import digest_bytes
-from pipeline.contract.task import HasCollate
+from pipeline.contract.task import HasAxes, HasCollate, input_axes
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -323,6 +323,53 @@ def check_columns(task: Task, samples: Samples) -> None:
         )
 
 
+def axis_sizes(task: Task, batch: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the size of each named axis in a batch; raise where the data contradict `axes`, or do not suit the export.
+
+    The exporter would merge axes of equal size, and treat a size of 1 as fixed.
+    """
+    sizes: dict[str, int] = {}
+    for name, axes in input_axes(task).items():
+        for position, axis in enumerate(axes):
+            size = batch[name].shape[position] if position < batch[name].ndim else 0
+            if isinstance(axis, int):
+                if size != axis:
+                    raise DataError(
+                        f"`axes` has {axis} for axis {position} of `{name}`, which is {size} in the test data"
+                    )
+                continue
+            if sizes.setdefault(axis, size) != size:
+                raise DataError(f"axis `{axis}` is {size} long in `{name}`, and {sizes[axis]} in another input")
+            if size < 2:
+                raise DataError(f"axis `{axis}` of `{name}` is {size} long in the test data; show one of 2 at least")
+    longest = task.longest if isinstance(task, HasAxes) else {}
+    if too_long := sorted(axis for axis in longest if sizes[axis] > longest[axis]):
+        axis = too_long[0]
+        raise DataError(
+            f"axis `{axis}` is {sizes[axis]} long in the test data, beyond the {longest[axis]} that `longest` allows"
+        )
+    if len(set(sizes.values())) != len(sizes):
+        sizes_text = ", ".join(f"{axis} {size}" for axis, size in sizes.items())
+        raise DataError(
+            f"axes of different names have one size in the test data ({sizes_text}), and the export would join them; to "
+            "fix it: give the first test samples different sizes, or both axes one name"
+        )
+    return sizes
+
+
+def example_batch(task: Task, samples: Samples) -> dict[str, Tensor]:
+    """Return a batch to trace with, whose size differs from that of every other dynamic axis."""
+    sample = samples.batch([0])
+    used_sizes = {
+        sample[name].shape[position]
+        for name, axes in input_axes(task).items()
+        for position, axis in enumerate(axes)
+        if isinstance(axis, str) and 0 < position < sample[name].ndim
+    }
+    rows = next(count for count in range(3, 4 + len(used_sizes)) if count not in used_sizes)
+    return samples.batch([index % len(samples) for index in range(rows)])
+
+
 def forward(model: Any, task: Task, batch: Mapping[str, Tensor]) -> Outputs:
     """Call the model on its declared inputs and return the outputs as loss() and metrics() receive them."""
     try:
@@ -447,10 +494,13 @@ class Fingerprint:
     def __init__(self) -> None:
         self._digest = hashlib.sha256()
 
-    def add(self, batch: Mapping[str, Tensor]) -> None:
-        for row in _rows(batch, sorted(batch), prefixed=False):
-            data = digest_bytes(row).encode()
+    def add(self, batch: Mapping[str, Tensor]) -> list[str]:
+        """Add samples and return their digests."""
+        digests = [digest_bytes(row) for row in _rows(batch, sorted(batch), prefixed=False)]
+        for digest in digests:
+            data = digest.encode()
             self._digest.update(len(data).to_bytes(8, "big") + data)
+        return digests
 
     def hexdigest(self) -> str:
         return self._digest.hexdigest()

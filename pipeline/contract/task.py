@@ -326,6 +326,14 @@ def declared_axes(task: HasAxes, reference: str = "task") -> dict[str, tuple[str
     return by_input | {name: axes for name, axes in declared.items() if name in outputs}
 
 
+def input_axes(task: Task) -> dict[str, tuple[str | int, ...]]:
+    """Return every input's axes, the batch first; empty if only the batch is dynamic."""
+    if not isinstance(task, HasAxes):
+        return {}
+    axes = declared_axes(task)
+    return {name: axes[name] for name in task.inputs}
+
+
 _METHODS = {
     "model": "model()",
     "data": "data(split)",

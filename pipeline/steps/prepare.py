@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.contract.data import Samples, check_columns, open_split
+from pipeline.contract.data import Samples, axis_sizes, check_columns, example_batch, open_split
 from pipeline.contract.errors import ConfigError, DataError
 from pipeline.contract.files import write_json
 from pipeline.contract.pretrained import (
@@ -61,6 +61,7 @@ def prepare(run: Run, root: Path) -> None:
     splits = {name: open_split(task, name) for name in SPLITS}
     for samples in splits.values():
         check_columns(task, samples)
+    axis_sizes(task, example_batch(task, splits["test"]))  # a mistake that the export would find after training
     if check_texts:
         check_texts(splits.values())
     checked = check_data(run, task, splits)

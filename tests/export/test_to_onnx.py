@@ -20,25 +20,23 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from export.padding import input_axes
 from export.parity import require_equal, verify, verify_untraced
 from export.to_onnx import (
     GROUPED,
-    axis_sizes,
     check_dynamic_axes,
     check_external_data,
-    example_batch,
     grouped_experts,
     grouped_mm,
     tensor_specs,
     untraced_batches,
 )
 from export.verify import check_positions, verify_model
-from pipeline.contract.data import open_split
+from pipeline.contract.data import axis_sizes, example_batch, open_split
 from pipeline.contract.errors import DataError, PipelineError, StageError
 from pipeline.contract.files import digest_file
 from pipeline.contract.settings.stages import Export
 from pipeline.contract.signature import TensorSpec
+from pipeline.contract.task import input_axes
 
 from .conftest import COUNT, Exported, Exporter, Small, linear, pairs
 
@@ -146,7 +144,7 @@ def test_the_batch_that_is_traced_is_as_large_as_no_other_axis(length: int) -> N
         ),
         ({"axes": {"input_ids": ("batch", "x", "x")}}, "`axes` of input_ids"),
         ({"longest": {}}, "`longest` must give the maximum of each of sequence"),
-        ({"longest": {"sequence": 4}}, "an axis 6 long, beyond the 4 that `longest` allows"),
+        ({"longest": {"sequence": 4}}, "axis `sequence` is 6 long in the test data, beyond the 4 that `longest`"),
         ({"columns": columns(1)}, "axis `sequence` of `input_ids` is 1 long in the test data"),
         (
             {"columns": {**columns(), "attention_mask": np.ones((COUNT, 5))}},

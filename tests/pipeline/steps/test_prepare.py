@@ -170,6 +170,23 @@ FILES = """
 """
 
 
+@pytest.mark.parametrize(
+    ("axes", "longest", "message"),
+    [
+        (("batch", 2), {}, "`axes` has 2 for axis 1 of `x`, which is 4 in the test data"),
+        (("batch", "time"), {"time": 3}, "axis `time` is 4 long in the test data, beyond the 3 that `longest` allows"),
+    ],
+)
+def test_axes_that_contradict_the_data_stop_before_training(
+    root: Path, axes: tuple[str | int, ...], longest: dict[str, int], message: str
+) -> None:
+    edit(root, "[:, None]", "[:, None] * np.ones(4, np.float32)")
+    edit(root, "    classes", f"    axes, longest = {{'x': {axes}}}, {longest}\n    classes")
+    with pytest.raises(DataError) as caught:
+        prepare(new_run(root), root)
+    assert message in str(caught.value)
+
+
 def test_shared_files_are_made_and_recorded_by_digest(root: Path) -> None:
     (root / "prepared_task.py").write_text(TASK.replace("x = np", "assert self.words; x = np") + FILES)
     run = new_run(root)
