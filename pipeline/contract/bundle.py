@@ -232,6 +232,7 @@ class Ancestors(Frozen):
     verdict: str
     onnx: str
     override: str = ""  # of override.json, if a person has overridden a failed verdict
+    test_set: str = ""  # fingerprint of the samples that the verdict is about
 
 
 class Manifest(Frozen):

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from pipeline.contract.data import Samples, check_columns, fingerprint, open_split
+from pipeline.contract.data import Samples, check_columns, open_split
 from pipeline.contract.errors import ConfigError, DataError, GateError, StageError
 from pipeline.contract.facts import CHAMPION, FIGURES, WORST
 from pipeline.contract.files import digest_file, write_json
@@ -37,6 +37,7 @@ from pipeline.contract.statistics.scores import (
 from pipeline.contract.task import Classifier, Task, build_model, open_task
 from pipeline.contract.weights import load_weights
 from pipeline.evaluate.baseline import Baseline, find_baseline
+from pipeline.evaluate.compared_data import SAMPLES_FILE, DataOfTest, compare_with_champion, read_test_data
 from pipeline.evaluate.figures import figures_body
 from pipeline.evaluate.gate import Verdict, decide, rejection_message
 from pipeline.evaluate.results import Results, metrics_body, verdict_body
@@ -64,9 +65,9 @@ def evaluate(run: Run, root: Path) -> None:
     if columns is None:
         return
     # The other processes are done, so reading the whole split again delays none of them.
-    test_fingerprint = _verify_fingerprint(run, samples)
-    results = _results(task, columns, baseline)
-    verdict = _decide_and_write(run, results, test_fingerprint, checkpoint)
+    data = _verify_test_data(run, samples)
+    results = _results(task, columns, baseline, data, run.runs)
+    verdict = _decide_and_write(run, results, data, checkpoint)
     if baseline is not None and baseline.champion is not None:
         write_json(run.partial("evaluate") / CHAMPION, baseline.champion)
     worst = worst_body(run, task, samples, results, config.evaluate.metric, candidate)
@@ -102,9 +103,10 @@ def _add_prefix(owner: str, columns: Columns) -> Columns:
     return {owner + name: values for name, values in columns.items()}
 
 
-def _verify_fingerprint(run: Run, samples: Samples) -> str:
-    """Return the fingerprint of the test data, which must be the one that prepare recorded."""
-    actual = fingerprint(samples)
+def _verify_test_data(run: Run, samples: Samples) -> DataOfTest:
+    """Read the test data again: its fingerprint must be the one that prepare recorded."""
+    data = read_test_data(samples)
+    actual = data.fingerprint
     recorded = run.output("prepare") / "data.json"
     if recorded.is_file():
         expected = json.loads(recorded.read_text())["splits"]["test"]["fingerprint"]
@@ -113,24 +115,28 @@ def _verify_fingerprint(run: Run, samples: Samples) -> str:
                 f"data('test') changed since prepare: fingerprint {actual[:12]}, recorded {expected[:12]}; "
                 "to fix it: make data() return the same samples each time, or run from prepare again"
             )
-    return actual
+    return data
 
 
-def _results(task: Task, columns: Columns, baseline: Baseline | None) -> Results:
+def _results(task: Task, columns: Columns, baseline: Baseline | None, data: DataOfTest, runs: Path) -> Results:
     classes = task.classes if isinstance(task, Classifier) else None
     kind, bundle = (None, None) if baseline is None else (baseline.kind, baseline.bundle)
-    return Results(columns, kind, bundle, classes, lower_is_better(task))
+    change = None
+    if baseline is not None and baseline.champion is not None:
+        change = compare_with_champion(data, baseline.test_set, runs / baseline.champion["run"])
+    return Results(columns, kind, bundle, classes, lower_is_better(task), change)
 
 
-def _decide_and_write(run: Run, results: Results, test_fingerprint: str, checkpoint: str) -> Verdict:
+def _decide_and_write(run: Run, results: Results, data: DataOfTest, checkpoint: str) -> Verdict:
     config, directory = run.config.evaluate, run.partial("evaluate")
     results.check(config)
     check_slice_labels(results.columns)
     measurements = results.measurements(config)
     verdict = decide(config, measurements)
     np.savez(directory / "predictions.npz", allow_pickle=False, **results.columns)
-    write_json(directory / "metrics.json", metrics_body(config, results, test_fingerprint))
-    body = verdict_body(config, results, measurements, verdict, checkpoint, test_fingerprint)
+    write_json(directory / "metrics.json", metrics_body(config, results, data.fingerprint))
+    np.save(directory / SAMPLES_FILE, data.samples, allow_pickle=False)
+    body = verdict_body(config, results, measurements, verdict, checkpoint, data.fingerprint)
     write_json(directory / "verdict.json", body)
     return verdict
 

@@ -34,6 +34,7 @@ class Baseline:
     bundle: str | None  # digest of the champion's bundle
     predict: Predictor
     champion: Mapping[str, str] | None = None  # who promoted it, when, why, and where its bundle came from
+    test_set: str = ""  # fingerprint of the samples that the champion was judged on
 
 
 _FIT_SEED = 0
@@ -45,7 +46,8 @@ def find_baseline(task: Task, samples: Samples, run: Run, checkpoint: str) -> Ba
     if entry is not None:
         bundle = champion_bundle(entry, run.runs, run.config.registry)
         record = _champion_record(registry.promotion(entry), bundle, run)
-        return Baseline("champion", bundle.digest, champion_predictor(bundle, task, samples), record)
+        predictor = champion_predictor(bundle, task, samples)
+        return Baseline("champion", bundle.digest, predictor, record, bundle.manifest.ancestors.test_set)
     if isinstance(task, HasBaseline):
         return Baseline("task", None, _checked_predictor(task, _fit_baseline(task, _FIT_SEED)))
     return None

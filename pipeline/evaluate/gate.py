@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias
 from pipeline.contract.settings.stages import Evaluate
 from pipeline.contract.statistics.intervals import Interval
 from pipeline.evaluate.calibration import Calibration, calibration_rules
+from pipeline.evaluate.compared_data import DataChange, same_data_rule
 from pipeline.evaluate.rules import Comparison, GateRule, comparison_rule, finite_rule, requirement_rules
 from pipeline.evaluate.slices import Slice, slice_rule, slice_warnings
 
@@ -39,6 +40,7 @@ class Measurements:
     lower: frozenset[str] = frozenset()  # metrics where lower is better
     undefined: Mapping[str, str] = field(default_factory=dict)  # metric → why it has no value on this test set
     notes: tuple[str, ...] = ()
+    data: DataChange | None = None  # against the champion's test set
     doubts: tuple[str, ...] = ()  # reasons to distrust a candidate that passes
     slices: tuple[Slice, ...] = ()
     calibration: Calibration | None = None  # of the candidate
@@ -54,6 +56,8 @@ def decide(config: Evaluate, measured: Measurements) -> Verdict:
     ]
     if measured.baseline is not None:
         rules.append(comparison_rule(config, measured.comparison, _incomparable_reason(config, measured)))
+    if measured.data is not None:
+        rules.append(same_data_rule(config, measured.data))
     if (rule := slice_rule(config, measured.slices)) is not None:
         rules.append(rule)
     if measured.calibration is not None:

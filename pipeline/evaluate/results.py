@@ -24,6 +24,7 @@ from pipeline.contract.statistics.scores import (
 )
 from pipeline.contract.statistics.significance import McNemar, detectable_difference, mcnemar, permutation_p_value
 from pipeline.evaluate.calibration import Calibration, brier_gain, measure_calibration
+from pipeline.evaluate.compared_data import DataChange
 from pipeline.evaluate.doubts import chance_reason, find_doubts
 from pipeline.evaluate.gate import Measurements, Verdict
 from pipeline.evaluate.rules import Comparison, samples_needed
@@ -37,6 +38,7 @@ class Results:
     bundle: str | None  # digest of the champion's bundle
     classes: Sequence[str] | None
     lower: frozenset[str] = frozenset()  # metrics of the task where lower is better
+    data: DataChange | None = None  # against the champion's test set
 
     @cached_property
     def candidate(self) -> Columns:
@@ -85,6 +87,7 @@ class Results:
             notes=tuple(metric.note for metric in metrics.values() if metric.note),
             comparison=self.comparison(config),
             slices=slices,
+            data=self.data,
             doubts=tuple(find_doubts(config, self.columns, self.classes, metrics, slices, self.kind is not None)),
             calibration=calibration.get("candidate"),
             baseline_calibration=calibration.get("baseline"),
@@ -202,6 +205,7 @@ def verdict_body(
         "warnings": list(verdict.warnings),
         "checkpoint": checkpoint,
         "test_fingerprint": test_fingerprint,
+        "test_set": None if results.data is None else results.data.body(),
         "summary": verdict.summary,
     }
 

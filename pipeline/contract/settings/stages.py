@@ -280,6 +280,9 @@ class Evaluate(Section):
     slices: tuple[str, ...] = Field(
         (), description="integer columns of the test data to slice by, in addition to the true class and slices()"
     )
+    test_set_changed: Literal["fail", "allow"] = Field(
+        "fail", description="what happens if the test set is not the one on which the champion was judged"
+    )
     class_slices: bool = Field(True, description="whether each true class is a slice")
     batch_size: Positive = Field(256, description="samples per forward pass")
     processes: Positive = Field(1, description="processes that the test set is split over")

@@ -101,11 +101,13 @@ class Project:
         save_weights(model.state_dict(), run.output("train") / "model.safetensors")
         return run
 
-    def crown(self, answers: str, checkpoint: str = "other", inputs: str = "pair", cached: bool = False) -> Path:
+    def crown(
+        self, answers: str, checkpoint: str = "other", inputs: str = "pair", cached: bool = False, test_set: str = ""
+    ) -> Path:
         """Make a bundle that answers so the champion; returns the bundle's directory."""
         bundle = self.runs / "old" / "export" / "bundle"
         bundle.mkdir(parents=True)
-        digest = write_bundle(bundle, WEIGHTS[answers], inputs, cached)
+        digest = write_bundle(bundle, WEIGHTS[answers], inputs, cached, test_set)
         entry = Entry(bundle=digest, checkpoint=checkpoint, path="old/export/bundle")
         change_registry(self.runs, "", lambda _: ProposedChange(CHAMPION, entry, "test"))
         return bundle
@@ -127,7 +129,7 @@ def with_baseline(project: Project) -> Project:
 KEPT = (("past.0.key", "past"), ("present.0.key", "total"))
 
 
-def write_bundle(directory: Path, weights: Any, inputs: str, cached: bool = False) -> str:
+def write_bundle(directory: Path, weights: Any, inputs: str, cached: bool = False, test_set: str = "") -> str:
     """A bundle of scores = pair · weightsᵀ; if `cached`, it takes and gives what a language model keeps."""
     kept = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 1, axis, 4]) for name, axis in KEPT]
     matrix = numpy_helper.from_array(np.asarray(weights, np.float32).T, "weight")
@@ -159,5 +161,5 @@ def write_bundle(directory: Path, weights: Any, inputs: str, cached: bool = Fals
     (directory / "codec.py").write_text("class Codec: ...\n")
     (directory / "card.md").write_text("# greater\n")
     onnx_digest = digest_file(directory / "model.onnx")
-    ancestors = Ancestors(code="c", data="d", checkpoint="other", verdict="v", onnx=onnx_digest)
+    ancestors = Ancestors(code="c", data="d", checkpoint="other", verdict="v", onnx=onnx_digest, test_set=test_set)
     return write_manifest(directory, "greater", "pass", ancestors)
