@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.contract.errors import ConfigError, PipelineError, StageError
+from pipeline.contract.errors import ConfigError, DataError, PipelineError, StageError
 from pipeline.contract.restarts import Event, read_events
 from pipeline.contract.run import Run
 from pipeline.status_line import StatusLine, StepProgress, can_draw, format_duration
@@ -113,7 +113,8 @@ class Display:
         print(f"log: {log}", file=sys.stderr)
         if error.complete:
             return
-        if isinstance(error, ConfigError):  # a resumed run keeps its own settings
+        is_about_data = isinstance(error, DataError) and self._step == "prepare"  # a setting may accept such data
+        if isinstance(error, ConfigError) or is_about_data:  # a resumed run keeps its own settings
             print("to continue after fixing it: pipe run all (finished steps are reused)", file=sys.stderr)
         else:
             hint = " (if code changed: with --accept-changes)" if self._step == "train" else ""

@@ -29,6 +29,7 @@ from pipeline.contract.errors import (
     missing_extra_in_log,
     read_error,
 )
+from pipeline.contract.files import empty_folders
 from pipeline.contract.override import OVERRIDDEN
 from pipeline.contract.processes import describe_exit
 from pipeline.contract.restarts import GiveUp, ProcessEnd, restart_after
@@ -203,11 +204,31 @@ def resume_run(project: Project, run: Run, request: RunRequest, display: Display
     """Continue in the same run directory with the run's own configuration; overrides may change where it trains."""
     run = override_resumed(run, overrides)
     pipeline_run = PipelineRun(project, run.config, request, [(run, run.read())], key_config=run.planned)
+    if kept := describe_kept_settings(project, run):
+        display.report(f"note: this run keeps its own settings: {kept}; `pipe run all` uses those of pipe.yaml")
     _check_changes(pipeline_run, run)
     _check_training(pipeline_run)
     adopt_output(run)
     _run_steps(pipeline_run, run, display)
     return run
+
+
+def describe_kept_settings(project: Project, run: Run) -> str:
+    """Name the settings of a run that differ from `pipe.yaml`; empty if there are none, or no valid file."""
+    try:
+        now, kept = (_flat_settings(config) for config in (project.config(), run.planned))
+    except ConfigError:
+        return ""
+    return ", ".join(f"{name} {kept[name]} (pipe.yaml: {now[name]})" for name in now if now[name] != kept[name])
+
+
+def _flat_settings(config: Config) -> dict[str, object]:
+    settings: dict[str, object] = {}
+    for section, body in config.model_dump(mode="json").items():
+        settings |= (
+            {f"{section}.{name}": value for name, value in body.items()} if isinstance(body, dict) else {section: body}
+        )
+    return settings
 
 
 def _check_changes(pipeline_run: PipelineRun, run: Run) -> None:
@@ -368,7 +389,9 @@ def load_deployable(source: Run, overrides: Sequence[str]) -> tuple[Config, list
         raise ConfigError(
             f"run {source.id} has no finished {' and no '.join(missing)}; `pipe run --resume` finishes it"
         )
+    source.check_seal()
     for record in records:
+        source.check_record(record)
         if changed := changed_outputs(source, record):
             raise BundleError(f"run {source.id}: {record.step}/{changed[0]} changed on disk; it must not be deployed")
     return config, records
@@ -428,6 +451,8 @@ def _run_each_step(pipeline_run: PipelineRun, run: Run, display: Display) -> Non
 
 def _reuse_step(pipeline_run: PipelineRun, run: Run, step: Step) -> StepRecord:
     source, record = pipeline_run.reused_record(step)
+    source.check_seal()
+    source.check_record(record)
     if source.id == run.id:  # a resumed run has it already
         return record
     link_outputs(source, run, record)
@@ -505,7 +530,7 @@ def _finish_step(
     if error is None or error.complete:
         clear_error(run.partial(record.step))
         outputs, digest = seal_step(run, record.step)
-        update |= {"outputs": outputs, "digest": digest}
+        update |= {"outputs": outputs, "digest": digest, "empty_folders": empty_folders(run.output(record.step))}
         for replaced in run.path.glob(f"{record.step}.replaced-*"):
             shutil.rmtree(replaced)
     if error is None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.contract.errors import ConfigError, GateError, StageError
+from pipeline.contract.errors import ConfigError, DataError, GateError, StageError
 from pipeline.contract.restarts import Event
 from pipeline.contract.run import Run
 from pipeline.display import (
@@ -106,6 +106,15 @@ def test_failed_step_shows_its_last_lines_and_how_to_continue(
         f"log: {run.log('train')}",
         f"to continue after fixing it: pipe run --resume {run.id} (if code changed: with --accept-changes)",
     ]
+
+
+def test_after_an_error_in_the_data_a_new_run_reads_changed_settings(
+    run: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    display = Display(live=False)
+    display.start(run, "prepare", "never run")
+    display.failed(DataError("set prepare.missing_share=0.05"))
+    assert printed_lines(capsys)[-1] == "to continue after fixing it: pipe run all (finished steps are reused)"
 
 
 def test_a_users_mistake_is_reported_without_its_log(

@@ -20,6 +20,7 @@ from pipeline.runner import (
     RunRequest,
     accept_outputs,
     check_config,
+    describe_kept_settings,
     find_failure,
     latest_unfinished,
     override_resumed,
@@ -37,6 +38,16 @@ def test_resumed_run_with_other_machines_keeps_its_key(project: Project, new_run
     assert (found.config.train.processes, found.config.train.restarts) == (4, 9)
     assert key_parts("train", found.planned, project, {}) == before, "an unchanged rerun reuses what it computes"
     assert Run(run.path).config.train.processes == 4, "the training processes read it there"
+
+
+def test_settings_that_a_resumed_run_ignores_are_named(project: Project, new_run: NewRun) -> None:
+    run = new_run()
+    assert describe_kept_settings(project, run) == ""
+    file = project.root / "pipe.yaml"
+    file.write_text(file.read_text() + "\nprepare: {missing_share: 0.05}\n")
+    assert describe_kept_settings(project, run) == "prepare.missing_share 0.0 (pipe.yaml: 0.05)"
+    file.write_text("name: [")
+    assert describe_kept_settings(project, run) == "", "a resumed run does not need the file"
 
 
 def test_the_newest_word_counts(new_run: NewRun) -> None:
