@@ -21,7 +21,7 @@ class Net(nn.Module):
         super().__init__()
         self.layers = nn.Sequential(
             nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(),
-            nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(), nn.Conv2d(32, 3, 3, padding=1),
+            nn.Conv2d(32, 3, 3, padding=1),
         )  # fmt: skip
 
     def forward(self, image: Tensor) -> Tensor:
