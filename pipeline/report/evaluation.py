@@ -114,6 +114,7 @@ def slices(facts: Facts) -> Html | None:
     return render(
         "slices.html",
         total=len(rows),
+        compared=any(row["baseline"] is not None for row in rows),
         evaluated=len(evaluated),
         failed=sum(not row["passed"] for row in evaluated),
         rows=rows[:_MAX_SLICES],

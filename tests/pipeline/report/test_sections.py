@@ -38,6 +38,15 @@ def test_slices_are_one_table_with_failed_ones_first(page: str) -> None:
     assert "ink=thick may be 0.0800 below" in shown
 
 
+def test_slices_without_a_baseline_are_not_called_too_small(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    slices = [{"slice": "ink=thin", "samples": 90, "candidate": 0.9, "baseline": None, "judged": False}]
+    change(run.output("evaluate") / "verdict.json", slices=slices)
+    shown = section(report(run), "Slices")
+    assert "1 slice of the test set, compared with no baseline" in shown
+    assert "large enough" not in shown
+
+
 def test_metrics_have_intervals_and_name_the_better_direction(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     intervals = {
