@@ -142,7 +142,7 @@ def _trimmed_pairs(
         padding = find_padding(task, columns, axis)
         if isinstance(padding, Padding):
             found[axis] = padding
-        else:
+        elif padding:
             unknown[axis] = padding
     text = {axis: padding.text for axis, padding in found.items()}
     sides = {axis: padding.side for axis, padding in found.items()}
@@ -192,7 +192,7 @@ def _varies(column: Tensor) -> bool:
 
 
 def find_padding(task: Task, columns: Mapping[str, Tensor], axis: str) -> Padding | str:
-    """Return how the data pad an axis, or why that is not clear."""
+    """Return how the data pad an axis, or why that is not clear; an empty text if they do not pad it."""
     arrays = {}
     for name, axes in input_axes(task).items():
         for position, other in _dynamic(axes).items():
@@ -202,6 +202,8 @@ def find_padding(task: Task, columns: Mapping[str, Tensor], axis: str) -> Paddin
     if not arrays:
         return "the inputs are equal in all test samples"
     sides: tuple[Side, Side] = ("right", "left")
+    if not any(_may_be_padded(array) for array in arrays.values()):
+        return ""
     masks = [name for name, array in arrays.items() if array.shape[2] == 1 and set(np.unique(array).tolist()) == {0, 1}]
     for names in (tuple(arrays), *((name,) for name in masks)):
         for side in sides:
@@ -209,6 +211,18 @@ def find_padding(task: Task, columns: Mapping[str, Tensor], axis: str) -> Paddin
             if padding is not None and (len(names) == len(arrays) or _is_mask(names[0], padding, arrays)):
                 return padding
     return "no test sample ends with values that stand only at the end of samples, in all inputs alike"
+
+
+def _may_be_padded(array: Array) -> bool:
+    """Return whether a sample has two equal positions at one of its ends, or two samples end alike.
+
+    Photographs and measured curves have not: each ends with values of its own.
+    """
+    for last, other in ((-1, -2), (0, 1)):
+        ends = np.nan_to_num(array[:, [last, other if array.shape[1] > 1 else last]])
+        if (ends[:, 0] == ends[:, 1]).all(axis=1).any() or len(np.unique(ends[:, 0], axis=0)) < len(ends):
+            return True
+    return False
 
 
 def _padding_at_end(arrays: Mapping[str, Array], side: Side) -> Padding | None:

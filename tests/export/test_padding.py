@@ -151,6 +151,20 @@ def test_a_length_that_the_data_do_not_show_is_unknown_and_not_guessed(letters: 
     assert found.text.startswith("whether padding of axis `time` changes answers is unknown: ")
 
 
+@pytest.mark.parametrize(
+    ("end", "is_clear"), [([], True), ([0.5, 0.5], False), ([0.7], False), ([np.nan, np.nan], False)]
+)
+def test_data_that_each_end_with_values_of_their_own_are_not_padded(end: Any, is_clear: bool) -> None:
+    class Total(Tagger):
+        def forward(self, letters: Tensor, real: Tensor | None = None) -> Tensor:
+            return letters.sum(dim=1, keepdim=True)
+
+    curves = np.random.default_rng(3).normal(size=(COUNT, LENGTH, 1)).astype(np.float32)
+    curves[:2, LENGTH - len(end) :, 0] = end
+    task = Tags(Total(), {"letters": curves}, ("letters",), axes={"letters": ("batch", "time", 1)})
+    assert (effect(task) == PaddingEffect()) is is_clear
+
+
 @dataclass
 class Collated(Tags):
     """Texts of their own lengths, which collate() pads with the letter 1, and no mask."""
