@@ -39,6 +39,7 @@ class Script:
     model: str = ""  # expression that builds the model from the script's classes, if it needs nothing else
     classes: list[str] = field(default_factory=list)  # modules and data sets that can be imported
     arguments: list[str] = field(default_factory=list)  # of the model's forward()
+    label: str = "label"  # column that only the loss needs
     settings: dict[str, tuple[object, str]] = field(default_factory=dict)  # of the section train, and their places
     unsafe: Piece | None = None  # statement that runs when the script is imported
 
@@ -110,12 +111,41 @@ class _Reader:
             if _called(call) == "backward":
                 for loss in self._losses(call):
                     self._add(script, "loss", self._source(loss))
+        script.label = self._label(script.arguments) or script.label
+        own = [function for function in self._functions if function.name in self._loss_calls()]
+        inside = [node for function in own for node in ast.walk(function)]
+        measured, losses = self._validated(), {function.name for function in own}
         scores = re.compile(r"correct|accura|metric|_score|f1|iou|psnr|auc|error", re.IGNORECASE)
         for statement in ast.walk(self._tree):
             if isinstance(statement, ast.Assign | ast.AugAssign) and not isinstance(statement.value, ast.Constant):
                 targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
-                if any(scores.search(ast.unparse(target)) for target in targets):
+                is_score = any(scores.search(ast.unparse(target)) for target in targets)
+                is_loss = statement in measured and bool(losses & set(map(_called, _calls_in(statement))))
+                if statement not in inside and (is_score or is_loss):
                     self._add(script, "metrics", statement)
+
+    def _loss_calls(self) -> set[str]:
+        """Return the names of what the loss is computed with."""
+        losses = [loss for call in self._calls if _called(call) == "backward" for loss in self._losses(call)]
+        values = [self._source(loss) or loss for loss in losses]
+        return {_called(call) for value in values for call in _calls_in(value)}
+
+    def _validated(self) -> list[ast.AST]:
+        """Return the nodes of blocks without gradients, where scores are computed."""
+        blocks = [node for node in ast.walk(self._tree) if isinstance(node, ast.With)]
+        quiet = [block for block in blocks if re.search("no_grad|inference_mode", ast.unparse(block.items[0]))]
+        return [node for block in quiet for node in ast.walk(block)]
+
+    def _label(self, arguments: list[str]) -> str:
+        """Return the name that the training loop gives to what the model does not take; empty if that is not clear."""
+        for loop in (node for node in ast.walk(self._tree) if isinstance(node, ast.For)):
+            if any(_called(call) == "backward" for call in _calls_in(loop)):
+                targets = [node for node in ast.walk(loop.target) if isinstance(node, ast.Tuple)][-1:]
+                names = [name.id for target in targets for name in target.elts if isinstance(name, ast.Name)]
+                others = [name for name in names if name not in arguments]
+                if len(names) == len(arguments) + 1:
+                    return others[0] if len(others) == 1 else names[-1]
+        return ""
 
     def _optimized_models(self) -> Iterator[ast.expr]:
         """Yield the models whose parameters() an optimizer gets."""
@@ -287,6 +317,10 @@ def _called(call: ast.Call) -> str:
     return call.func.id if isinstance(call.func, ast.Name) else ""
 
 
+def _calls_in(node: ast.AST) -> list[ast.Call]:
+    return [each for each in ast.walk(node) if isinstance(each, ast.Call)]
+
+
 def _keywords(call: ast.Call) -> dict[str, ast.expr]:
     return {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg}
 
@@ -375,16 +409,18 @@ def _task_parts(script: Script, inputs: list[str], output: str) -> Iterator[str]
     yield '        """Return the samples of "train", "validation" or "test"; the same each time."""\n'
     yield _comments(script, "data")
     columns = ", ".join(f'"{name}": ...' for name in inputs)
-    yield _missing(f'return columns {{{columns}, "label": ...}}, or a map-style data set of such mappings')
+    yield _missing(f'return columns {{{columns}, "{script.label}": ...}}, or a map-style data set of such mappings')
     yield "    def loss(self, outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:\n"
     yield f'        """Mean over the batch; `outputs` is the `{output}` of the model."""\n'
     yield _comments(script, "loss", _MODEL_LOSS if script.kind == TRAINER else "")
-    yield _missing('return the loss, such as functional.cross_entropy(outputs, batch["label"])')
+    yield _missing(f'return the loss, such as functional.cross_entropy(outputs, batch["{script.label}"])')
     yield "    def metrics(self, outputs: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:\n"
     yield '        """One value per sample, not per batch; higher is better, or name it in `directions`."""\n'
     yield _comments(script, "metrics")
     yield (
-        _missing('return {"accuracy": (outputs.argmax(dim=1) == batch["label"]).float()} or your own').rstrip("\n")
+        _missing(
+            f'return {{"accuracy": (outputs.argmax(dim=1) == batch["{script.label}"]).float()}} or your own'
+        ).rstrip("\n")
         + "\n"
     )
 
@@ -412,7 +448,7 @@ def codec_source(script: Script) -> str:
     columns = ", ".join(f'"{name}": ...' for name in inputs)
     missing = _missing(f"return arrays {{{columns}}} for the instances of a request, prepared as in training")
     return (
-        '"""What clients send → arrays for the model → what they get back. Without torch; use it in data() too."""\n\n'
+        "# What clients send → arrays for the model → what they get back. Without torch; use it in data() too.\n\n"
         "from __future__ import annotations\n\nfrom typing import Any\n\nimport numpy as np\n\n\n"
         "class Codec:\n    def decode(self, instances: Any) -> dict[str, np.ndarray[Any, Any]]:\n"
         '        """Return an array for each input of the task; raise pipeline.InvalidPayload to reject a request."""\n'

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cli.from_script import LIGHTNING, LOOP, TRAINER, Script, read_script
+from pipeline.cli.from_script import LIGHTNING, LOOP, TRAINER, Script, read_script, task_source
 
 from .conftest import Pipe
 
@@ -131,6 +131,37 @@ def test_plain_loop_is_recognized(tmp_path: Path) -> None:
     settings = {name: value for name, (value, _) in script.settings.items()}
     assert settings == {"epochs": 14, "batch_size": 128, "optimizer": "sgd", "lr": 0.1}
     assert script.unsafe is None
+
+
+OWN_LOSS = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def forward(self, past, future):
+        return past
+
+def pinball(prediction, target):
+    error = target - prediction
+    return torch.maximum(0.9 * error, -0.1 * error)
+
+net = Net()
+optimizer = torch.optim.Adam(net.parameters())
+for step, (past, future, load) in enumerate(loader):
+    loss = pinball(net(past, future), load).mean()
+    loss.backward()
+    with torch.no_grad():
+        total = [pinball(net(a, b), c).mean().item() for a, b, c in others]
+"""
+
+
+def test_a_loss_of_the_script_is_the_metric_and_names_the_label(tmp_path: Path) -> None:
+    script = read(tmp_path, OWN_LOSS)
+    assert [piece.code.partition(" ")[0] for piece in script.pieces["metrics"]] == ["total"]
+    assert script.label == "load"
+    assert 'batch["load"]' in task_source(script) and '"load": ...}' in task_source(script)
+    assert read(tmp_path, LOOP_SCRIPT).label == "labels"
+    assert read(tmp_path, TRAINER_SCRIPT).label == "label"
 
 
 def test_lightning_module_is_recognized(tmp_path: Path) -> None:
