@@ -67,7 +67,8 @@ class StepKind:
         return {path.partition("/")[0] for path in self.inputs}
 
 
-_REPORTED = frozenset({"example", "text", "show", "slices", "baseline", "prompting", "language_model", "encode"})
+_JUDGED = frozenset({"example", "instances", "answer", "encode"})
+_REPORTED = _JUDGED | {"text", "show", "slices", "baseline", "prompting", "language_model"}
 _PREDICTED = frozenset({"predicted", "actual", "probabilities", "queries"})
 
 STEP_KINDS = {
@@ -94,10 +95,10 @@ STEP_KINDS = {
             "evaluate",
             "pipeline.evaluate",
             version=3,
-            settings=("task", "evaluate", "train.device"),
+            settings=("task", "codec", "evaluate", "train.device"),
             inputs=("prepare/data.json", "train/model.safetensors"),
             packages=("torch", "numpy"),
-            unused=frozenset({"example", "encode", "prompting", "language_model", "parallelize"}),
+            unused=frozenset({"prompting", "language_model", "parallelize"}),
         ),
         StepKind(
             "export",
@@ -113,7 +114,7 @@ STEP_KINDS = {
             ),
             inputs=("prepare/data.json", "train/model.safetensors", "evaluate/verdict.json"),
             packages=("torch", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu", "numpy"),
-            unused=frozenset({"text", "show", "slices", "baseline", "parallelize"}),
+            unused=frozenset({"text", "show", "slices", "baseline", "parallelize", "answer"}),
         ),
         StepKind(
             "package",

@@ -99,6 +99,18 @@ class HasExample(Protocol):
 
 
 @runtime_checkable
+class HasInstances(Protocol):
+    def instances(self, batch: Batch) -> Sequence[Any]:
+        """Return these samples as a client would send them; decode() must make the batch's columns of them."""
+
+
+@runtime_checkable
+class HasAnswer(Protocol):
+    def answer(self, prediction: Any) -> Any:
+        """Return the class, by name or index, or the number in a prediction of encode(): that of predicted()."""
+
+
+@runtime_checkable
 class HasText(Protocol):
     def text(self, batch: Batch) -> Sequence[str]:
         """Return each sample as readable text; the report shows the worst samples."""

@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from pipeline.contract.codec import load_codec
 from pipeline.contract.data import Samples, check_columns, open_split
 from pipeline.contract.errors import ConfigError, DataError, GateError, StageError
 from pipeline.contract.facts import CHAMPION, FIGURES, WORST
@@ -34,9 +36,10 @@ from pipeline.contract.statistics.scores import (
     join_parts,
     score_batch,
 )
-from pipeline.contract.task import Classifier, Task, build_model, open_task
+from pipeline.contract.task import FOLDER, Classifier, Generates, Task, build_model, open_task
 from pipeline.contract.weights import load_weights
 from pipeline.evaluate.baseline import Baseline, find_baseline
+from pipeline.evaluate.codec_check import CodecCheck, check_codec
 from pipeline.evaluate.compared_data import SAMPLES_FILE, DataOfTest, compare_with_champion, read_test_data
 from pipeline.evaluate.figures import figures_body
 from pipeline.evaluate.gate import Verdict, decide, rejection_message
@@ -66,7 +69,8 @@ def evaluate(run: Run, root: Path) -> None:
         return
     # The other processes are done, so reading the whole split again delays none of them.
     data = _verify_test_data(run, samples)
-    results = _results(task, columns, baseline, data, run.runs)
+    codec = _check_codec(run, root, task, samples, candidate)
+    results = replace(_results(task, columns, baseline, data, run.runs), codec=codec)
     verdict = _decide_and_write(run, results, data, checkpoint)
     if baseline is not None and baseline.champion is not None:
         write_json(run.partial("evaluate") / CHAMPION, baseline.champion)
@@ -125,6 +129,14 @@ def _results(task: Task, columns: Columns, baseline: Baseline | None, data: Data
     if baseline is not None and baseline.champion is not None:
         change = compare_with_champion(data, baseline.test_set, runs / baseline.champion["run"])
     return Results(columns, kind, bundle, classes, lower_is_better(task), change)
+
+
+def _check_codec(run: Run, root: Path, task: Task, samples: Samples, predict: Predictor) -> CodecCheck | None:
+    if isinstance(task, Generates):
+        return None
+    reference = run.config.codec
+    codec = load_codec(reference, root, files=run.output("prepare") / FOLDER)
+    return check_codec(task, codec, reference, samples, predict)
 
 
 def _decide_and_write(run: Run, results: Results, data: DataOfTest, checkpoint: str) -> Verdict:

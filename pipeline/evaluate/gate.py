@@ -10,6 +10,7 @@ from typing import Literal, TypeAlias
 from pipeline.contract.settings.stages import Evaluate
 from pipeline.contract.statistics.intervals import Interval
 from pipeline.evaluate.calibration import Calibration, calibration_rules
+from pipeline.evaluate.codec_check import CodecCheck
 from pipeline.evaluate.compared_data import DataChange, same_data_rule
 from pipeline.evaluate.rules import Comparison, GateRule, comparison_rule, finite_rule, requirement_rules
 from pipeline.evaluate.slices import Slice, slice_rule, slice_warnings
@@ -41,6 +42,7 @@ class Measurements:
     undefined: Mapping[str, str] = field(default_factory=dict)  # metric → why it has no value on this test set
     notes: tuple[str, ...] = ()
     data: DataChange | None = None  # against the champion's test set
+    codec: CodecCheck | None = None  # None for a language model
     doubts: tuple[str, ...] = ()  # reasons to distrust a candidate that passes
     slices: tuple[Slice, ...] = ()
     calibration: Calibration | None = None  # of the candidate
@@ -56,6 +58,8 @@ def decide(config: Evaluate, measured: Measurements) -> Verdict:
     ]
     if measured.baseline is not None:
         rules.append(comparison_rule(config, measured.comparison, _incomparable_reason(config, measured)))
+    if measured.codec is not None:
+        rules.append(measured.codec.rule())
     if measured.data is not None:
         rules.append(same_data_rule(config, measured.data))
     if (rule := slice_rule(config, measured.slices)) is not None:
@@ -73,14 +77,21 @@ def decide(config: Evaluate, measured: Measurements) -> Verdict:
 def rejection_message(verdict: Verdict, run: str) -> str:
     """Return which rules failed, by how much, and what to do."""
     reasons = "; ".join(rule.detail for rule in verdict.failures)
-    if all(rule.inconclusive for rule in verdict.failures):
-        advice = "use more test samples or a wider evaluate.margin, or set evaluate.inconclusive=pass"
-    else:
-        advice = "train a better model"
     return (
-        f"candidate rejected: {reasons}; to fix it: {advice} (`pipe gate explain {run}` prints what would have "
+        f"candidate rejected: {reasons}; to fix it: {_advice(verdict)} (`pipe gate explain {run}` prints what would have "
         f"passed), or record why it may pass anyway with `pipe gate override {run} --reason WHY`"
     )
+
+
+def _advice(verdict: Verdict) -> str:
+    rules = {rule.rule for rule in verdict.failures}
+    if "codec" in rules:
+        return "correct the codec"
+    if rules == {"test_set"}:
+        return "use the champion's test set, or set evaluate.test_set_changed=allow if the change is meant"
+    if all(rule.inconclusive for rule in verdict.failures):
+        return "use more test samples or a wider evaluate.margin, or set evaluate.inconclusive=pass"
+    return "train a better model"
 
 
 def _incomparable_reason(config: Evaluate, measured: Measurements) -> str:
@@ -110,6 +121,7 @@ def _warnings(config: Evaluate, measured: Measurements) -> Iterator[str]:
         )
     yield from (f"{name} is undefined: {reason}" for name, reason in measured.undefined.items())
     yield from measured.notes
+    yield from measured.codec.notes if measured.codec is not None else ()
     yield from slice_warnings(measured.slices)
 
 

@@ -24,6 +24,7 @@ from pipeline.contract.statistics.scores import (
 )
 from pipeline.contract.statistics.significance import McNemar, detectable_difference, mcnemar, permutation_p_value
 from pipeline.evaluate.calibration import Calibration, brier_gain, measure_calibration
+from pipeline.evaluate.codec_check import CodecCheck
 from pipeline.evaluate.compared_data import DataChange
 from pipeline.evaluate.doubts import chance_reason, find_doubts
 from pipeline.evaluate.gate import Measurements, Verdict
@@ -39,6 +40,7 @@ class Results:
     classes: Sequence[str] | None
     lower: frozenset[str] = frozenset()  # metrics of the task where lower is better
     data: DataChange | None = None  # against the champion's test set
+    codec: CodecCheck | None = None  # None for a language model
 
     @cached_property
     def candidate(self) -> Columns:
@@ -88,6 +90,7 @@ class Results:
             comparison=self.comparison(config),
             slices=slices,
             data=self.data,
+            codec=self.codec,
             doubts=tuple(find_doubts(config, self.columns, self.classes, metrics, slices, self.kind is not None)),
             calibration=calibration.get("candidate"),
             baseline_calibration=calibration.get("baseline"),

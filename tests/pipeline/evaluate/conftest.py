@@ -53,6 +53,18 @@ class Greater:
         return batch["label"]
 """
 
+CODEC = """
+import numpy as np
+
+
+class Codec:
+    def decode(self, instances):
+        return {"pair": np.asarray(instances, np.float32)}
+
+    def encode(self, outputs):
+        return outputs["scores"].tolist()
+"""
+
 BASELINE = """
     def baseline(self):
         return lambda batch: batch["pair"]
@@ -91,7 +103,7 @@ class Project:
         run.output("train").mkdir(parents=True)
         run.partial("evaluate").mkdir()
         sections["evaluate"] = {"margin": 0.1, **sections.get("evaluate", {})}  # what 50 samples can show
-        config = {"name": "greater", "task": "task.py:Greater", "codec": "codec.py:None_", **sections}
+        config = {"name": "greater", "task": "task.py:Greater", "codec": "codec.py:Codec", **sections}
         file = RunFile(
             id=name, created="2026-01-01T00:00:00+00:00", wanted=("evaluate",), config=config, environment={}
         )
@@ -117,6 +129,7 @@ class Project:
 def project(tmp_path: Path) -> Project:
     made = Project(tmp_path)
     (tmp_path / "task.py").write_text(TASK)
+    (tmp_path / "codec.py").write_text(CODEC)
     return made
 
 

@@ -1,0 +1,302 @@
+"""The codec as a part of what is judged: raw instances through decode, model and encode.
+
+A codec that scales twice, swaps axes or reverses the labels makes every answer of the service wrong, while the model's
+metrics, which are computed from the data's columns, stay as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import permutations
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pipeline.contract.codec import Arrays, Codec, encode_method
+from pipeline.contract.data import Samples
+from pipeline.contract.errors import InvalidPayload
+from pipeline.contract.task import Classifier, HasAnswer, HasExample, HasInstances, Regressor, Task
+from pipeline.evaluate.rules import GateRule
+
+if TYPE_CHECKING:
+    from pipeline.contract.task import Batch, Outputs, Predictor
+
+_SAMPLES = 64  # evenly spread over the test set
+_ALONE = 8  # of them, also by themselves
+_SEARCHED = 2048  # samples of each split in which example() is looked for
+_TOLERANCE = 1e-3  # of a column's deviation, and of a number in a prediction
+_ROUNDING = 1e-2  # of the deviation of answers that are numbers: a codec may round them
+_MIN_VALUES = 16  # of a sample, to recognise it with its axes swapped or scaled
+_MAX_AXES = 4
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True)
+class CodecCheck:
+    """What was found; `notes` are what could not be checked."""
+
+    faults: tuple[str, ...]
+    checked: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    def rule(self) -> GateRule:
+        how = "raw instances through decode(), the model and encode(), each alone and in company, against the test data"
+        if self.faults:
+            return GateRule("codec", False, f"codec: {'; '.join(self.faults)}", how=how, change="a corrected codec")
+        return GateRule("codec", True, f"codec: {', '.join(self.checked)}", how=how)
+
+
+@torch.inference_mode()
+def check_codec(task: Task, codec: Codec, reference: str, samples: Samples, predict: Predictor) -> CodecCheck:
+    count = min(_SAMPLES, len(samples))
+    last = count - 1 if samples.is_stream else len(samples) - 1  # a stream is read in order
+    rows = np.unique(np.linspace(0, last, count).astype(np.int64))
+    batch = samples.batch(rows)
+    try:
+        encode = _Encode(task, codec, reference, predict)
+        faults = [*encode.faults(batch)]
+        checked = [f"encode() gives {len(rows)} test samples the same predictions alone and in company"]
+        checked += encode.checked
+        decoded_faults, decoded, notes = _check_decode(task, codec, samples, batch)
+    except InvalidPayload as error:
+        return CodecCheck((f"decode() refuses an instance of the task: {error}",), ())
+    except Exception as error:  # the user's code may raise anything
+        return CodecCheck((f"it raises {type(error).__name__}: {error}",), ())
+    return CodecCheck((*faults, *decoded_faults), (*checked, *decoded), tuple(notes))
+
+
+class _Encode:
+    """The predictions for test samples, from the model's outputs on the data's own columns."""
+
+    def __init__(self, task: Task, codec: Codec, reference: str, predict: Predictor) -> None:
+        self._task, self._predict = task, predict
+        self._encode = encode_method(codec, reference)
+        self.checked: list[str] = []
+
+    def faults(self, batch: Batch) -> Iterator[str]:
+        inputs = {name: batch[name].numpy() for name in self._task.inputs}
+        outputs = {
+            name: tensor.detach().float().numpy() if tensor.is_floating_point() else tensor.numpy()
+            for name, tensor in _by_name(self._task, self._predict(batch)).items()
+        }
+        count = len(next(iter(inputs.values())))
+        predictions = list(self._encode(outputs, inputs))
+        if len(predictions) != count:
+            yield f"encode() gives {len(predictions)} predictions for {count} samples"
+            return
+        for i in range(min(_ALONE, count)):
+            alone = self._encode(_row(outputs, i), _row(inputs, i))
+            if len(alone) != 1 or not _same(alone[0], predictions[i]):
+                yield "encode() gives a sample another prediction alone than in company"
+                break
+        yield from self._wrong_answers(batch, predictions)
+
+    def _wrong_answers(self, batch: Batch, predictions: Sequence[Any]) -> Iterator[str]:
+        """Compare the answers that predictions contain with predicted(), for classifiers and regressors."""
+        task = self._task
+        if not isinstance(task, Classifier | Regressor):
+            return
+        expected = task.predicted(self._predict(batch)).detach().cpu().numpy()
+        answers = [_answer(task, prediction) for prediction in predictions]
+        known = [i for i, answer in enumerate(answers) if answer is not None]
+        if not known:
+            return
+        if isinstance(task, Classifier):
+            wrong = [i for i in known if answers[i] != int(expected[i])]
+            names = [task.classes[int(expected[i])] for i in wrong[:1]]
+        else:
+            scale = float(np.std(expected)) or 1.0
+            wrong = [i for i in known if abs(float(answers[i] or 0.0) - float(expected[i])) > _ROUNDING * scale]
+            names = [f"{float(expected[i]):.4g}" for i in wrong[:1]]
+        if wrong:
+            yield (
+                f"encode() answers {len(wrong)} of {len(known)} test samples otherwise than predicted(): "
+                f"{str(predictions[wrong[0]])[:80]} for {names[0]}"
+            )
+        else:
+            self.checked.append(f"its answers are those of predicted() in {len(known)} test samples")
+
+
+def _by_name(task: Task, outputs: Outputs) -> Mapping[str, Tensor]:
+    return {task.outputs[0]: outputs} if isinstance(outputs, Tensor) else outputs
+
+
+def _answer(task: Task, prediction: Any) -> float | None:
+    """Return the class index or number in a prediction; None if there is none, or it cannot be recognised."""
+    if isinstance(task, HasAnswer):
+        answer = task.answer(prediction)
+        return float(_class_index(task, answer) if isinstance(task, Classifier) else answer)
+    if not isinstance(task, Classifier):
+        return None
+    found = {_class_of(task, value) for value in _values(prediction)} - {None}
+    return float(found.pop() or 0) if len(found) == 1 else None
+
+
+def _class_index(task: Classifier, answer: Any) -> int:
+    names = [str(name) for name in task.classes]
+    return names.index(answer) if isinstance(answer, str) and answer in names else int(answer)
+
+
+def _values(prediction: Any) -> Iterator[Any]:
+    """Yield a prediction, or the values of an object."""
+    yield prediction
+    if isinstance(prediction, Mapping):
+        yield from prediction.values()
+
+
+def _class_of(task: Classifier, value: Any) -> int | None:
+    """Return the class that a value of a prediction names: by its name, or as the likeliest of all classes."""
+    names = [str(name) for name in task.classes]
+    if isinstance(value, str):
+        return names.index(value) if value in names else None
+    if isinstance(value, Mapping) and set(map(str, value)) == set(names):
+        value = [{str(key): each for key, each in value.items()}[name] for name in names]
+    is_list = isinstance(value, list | tuple) and len(value) == len(names) > 1
+    if not is_list or not all(isinstance(each, float) and 0 <= each <= 1 for each in value):
+        return None
+    return int(np.argmax(value)) if abs(sum(value) - 1) < 1e-2 else None
+
+
+def _check_decode(task: Task, codec: Codec, samples: Samples, batch: Batch) -> tuple[list[str], list[str], list[str]]:
+    """Return faults, what was checked, and what could not be."""
+    if isinstance(task, HasInstances):
+        instances = list(task.instances(batch))
+        decoded = codec.decode(instances)
+        faults = [*_alone_faults(codec, instances, decoded), *_column_faults(task, decoded, batch)]
+        return faults, [f"decode() makes the data's columns of {len(instances)} raw test instances"], []
+    instances = list(task.example()) if isinstance(task, HasExample) else []
+    if not instances:
+        return [], [], ["decode() is not compared with the data; to have it checked: add instances(batch) to the task"]
+    decoded = codec.decode(instances)
+    faults = _alone_faults(codec, instances, decoded)
+    found, altered = _find_in_data(task, decoded, samples)
+    if altered:
+        faults.append(altered)
+    if found:
+        return faults, [f"decode() makes test samples of {found} of {len(instances)} instances of example()"], []
+    return faults, [], ["no instance of example() is a test sample; to have decode() checked: add instances(batch)"]
+
+
+def _alone_faults(codec: Codec, instances: Sequence[Any], decoded: Arrays) -> list[str]:
+    """Decode instances one by one: what others are in the request must not matter, but for padding."""
+    for i, instance in enumerate(instances[:_ALONE]):
+        alone = codec.decode([instance])
+        for name, array in decoded.items():
+            if not _is_padded(np.asarray(alone[name])[0], np.asarray(array)[i]):
+                return [f"decode() makes other values of an instance alone than in company (`{name}`)"]
+    return []
+
+
+def _is_padded(alone: Array, company: Array) -> bool:
+    """Return True if both are equal where the one by itself has values, at the start or at the end of each axis."""
+    if alone.ndim != company.ndim or any(a > b for a, b in zip(alone.shape, company.shape, strict=True)):
+        return False
+    starts = tuple(slice(0, size) for size in alone.shape)
+    ends = tuple(slice(whole - size, whole) for size, whole in zip(alone.shape, company.shape, strict=True))
+    return any(_close(alone, company[part], 1.0) for part in (starts, ends))
+
+
+def _column_faults(task: Task, decoded: Arrays, batch: Batch) -> list[str]:
+    faults = []
+    for name in task.inputs:
+        array, column = np.asarray(decoded[name]), batch[name].numpy()
+        if not (array.shape == column.shape and _close(array, column, _deviation(column))):
+            shapes = "" if array.shape == column.shape else f", of shape {array.shape}, not {column.shape}"
+            faults.append(f"decode() makes other values of raw test instances than column `{name}` has{shapes}")
+    return faults
+
+
+def _find_in_data(task: Task, decoded: Arrays, samples: Samples) -> tuple[int, str]:
+    """Return how many decoded instances are test samples, and a sentence if one is an altered test sample."""
+    batch = samples.batch(range(min(len(samples), _SEARCHED)))
+    arrays = {name: np.asarray(decoded[name]) for name in task.inputs}
+    columns = {name: batch[name].numpy() for name in task.inputs}
+    count = len(next(iter(arrays.values())))
+    equal = [
+        np.logical_and.reduce([_equal_rows(arrays[name][i], columns[name]) for name in task.inputs])
+        for i in range(count)
+    ]
+    found = sum(bool(rows.any()) for rows in equal)
+    if found == count:
+        return found, ""
+    for name in task.inputs:
+        for i in (i for i in range(count) if not equal[i].any()):
+            if altered := _describe_alteration(arrays[name][i], columns[name]):
+                return found, f"decode() makes a test sample of example() with {altered} (`{name}`)"
+    return found, ""
+
+
+def _equal_rows(sample: Array, column: Array) -> Array:
+    """Return for each row of the column whether it is this sample, which may lack its padding."""
+    if sample.ndim != column.ndim - 1:
+        return np.zeros(len(column), np.bool_)
+    common = tuple(slice(0, min(a, b)) for a, b in zip(sample.shape, column.shape[1:], strict=True))
+    tolerance = _TOLERANCE * _deviation(column)
+    near = np.abs(column[(slice(None), *common)].astype(np.float64) - sample[common].astype(np.float64)) <= tolerance
+    both_missing = np.isnan(column[(slice(None), *common)].astype(np.float64)) & np.isnan(sample[common].astype(float))
+    rows: Array = (near | both_missing).reshape(len(column), -1).all(axis=1)
+    return rows
+
+
+def _describe_alteration(sample: Array, column: Array) -> str:
+    """Return how a row of the column was altered to become this sample; empty if no row was."""
+    if sample.size < _MIN_VALUES or not np.issubdtype(sample.dtype, np.floating) or sample.ndim > _MAX_AXES:
+        return ""
+    if sample.size != math.prod(column.shape[1:]) or not np.isfinite(sample).all() or np.ptp(sample) == 0:
+        return ""
+    for order in permutations(range(sample.ndim)):
+        moved = sample.transpose(order)
+        if moved.shape == column.shape[1:] and order != tuple(range(sample.ndim)) and _equal_rows(moved, column).any():
+            return "its axes swapped"
+    for axis in range(sample.ndim):
+        if sample.shape[axis] > 1 and _equal_rows(np.flip(sample, axis), column).any():
+            return "an axis reversed"
+    return "other units" if sample.shape == column.shape[1:] and _is_linear_in_a_row(sample, column) else ""
+
+
+def _is_linear_in_a_row(sample: Array, column: Array) -> bool:
+    """Return True if the sample is a row of the column times a factor, plus a constant."""
+    rows = column.reshape(len(column), -1).astype(np.float64)
+    values = sample.reshape(-1).astype(np.float64)
+    rows, values = rows - rows.mean(axis=1, keepdims=True), values - values.mean()
+    norms = np.linalg.norm(rows, axis=1) * np.linalg.norm(values)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        correlation = np.nan_to_num(rows @ values / norms)
+    return bool(correlation.max(initial=0.0) > 1 - 1e-6)
+
+
+def _close(a: Array, b: Array, scale: float) -> bool:
+    if a.dtype.kind in "biu" and b.dtype.kind in "biu":
+        return bool((a == b).all())
+    wide = (a.astype(np.float64), b.astype(np.float64))
+    near = np.abs(wide[0] - wide[1]) <= _TOLERANCE * scale + 1e-5 * np.abs(wide[1])
+    return bool((near | (np.isnan(wide[0]) & np.isnan(wide[1])) | (wide[0] == wide[1])).all())
+
+
+def _deviation(column: Array) -> float:
+    if column.dtype.kind in "biu":
+        return 0.0
+    deviation = float(np.nanstd(column.astype(np.float64))) if column.size else 0.0
+    return deviation if math.isfinite(deviation) else 0.0
+
+
+def _row(arrays: Arrays, index: int) -> dict[str, Array]:
+    return {name: array[index : index + 1] for name, array in arrays.items()}
+
+
+def _same(first: Any, second: Any) -> bool:
+    """Compare two predictions; numbers may differ by rounding."""
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        return first.keys() == second.keys() and all(_same(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        return len(first) == len(second) and all(_same(a, b) for a, b in zip(first, second, strict=True))
+    if isinstance(first, float) and isinstance(second, float):
+        return math.isclose(first, second, rel_tol=_TOLERANCE, abs_tol=1e-5) or (
+            math.isnan(first) and math.isnan(second)
+        )
+    return bool(first == second)

@@ -1,0 +1,211 @@
+"""A small picture classifier whose codec is damaged in one way at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from pipeline.contract.codec import Codec
+from pipeline.contract.data import Samples
+from pipeline.contract.errors import InvalidPayload
+from pipeline.contract.task import Task
+from pipeline.evaluate.codec_check import CodecCheck, check_codec
+
+CLASSES = ("left", "right", "top")
+PIXELS = np.random.default_rng(0).integers(0, 17, size=(90, 6, 6)).astype(np.float32)
+WEIGHTS = torch.from_numpy(np.random.default_rng(1).normal(size=(36, 3)).astype(np.float32))
+Array = np.ndarray[Any, Any]
+
+
+def _predict(batch: Any) -> Tensor:
+    scores: Tensor = batch["image"].reshape(-1, 36) @ WEIGHTS
+    return scores
+
+
+class Pictures:
+    inputs = ("image",)
+    outputs = ("scores",)
+    classes = CLASSES
+
+    def predicted(self, outputs: Tensor) -> Tensor:
+        return outputs.argmax(dim=1)
+
+    def actual(self, batch: Any) -> Tensor:
+        return batch["label"]  # type: ignore[no-any-return]
+
+
+class WithExample(Pictures):
+    def example(self) -> list[Any]:
+        return PIXELS[:4].tolist()  # type: ignore[no-any-return]
+
+
+class WithInstances(Pictures):
+    def instances(self, batch: Any) -> list[Any]:
+        return (batch["image"] * 16).tolist()  # type: ignore[no-any-return]
+
+    def answer(self, prediction: Any) -> Any:
+        return prediction["label"]
+
+
+class PictureCodec:
+    def decode(self, instances: Any) -> dict[str, Array]:
+        return {"image": np.asarray(instances, np.float32) / 16}
+
+    def encode(self, outputs: dict[str, Array]) -> list[Any]:
+        return [
+            {"label": CLASSES[int(row.argmax())], "probabilities": (row / row.sum()).tolist()}
+            for row in np.exp(outputs["scores"] - outputs["scores"].max(axis=1, keepdims=True))
+        ]
+
+
+class ReversedLabels(PictureCodec):
+    def encode(self, outputs: dict[str, Array]) -> list[Any]:
+        return [{"label": CLASSES[::-1][int(row.argmax())]} for row in outputs["scores"]]
+
+
+class ScaledTwice(PictureCodec):
+    def decode(self, instances: Any) -> dict[str, Array]:
+        return {"image": np.asarray(instances, np.float32) / 16 / 16}
+
+
+class SwappedAxes(PictureCodec):
+    def decode(self, instances: Any) -> dict[str, Array]:
+        return {"image": np.asarray(instances, np.float32).transpose(0, 2, 1) / 16}
+
+
+class UpsideDown(PictureCodec):
+    def decode(self, instances: Any) -> dict[str, Array]:
+        return {"image": np.asarray(instances, np.float32)[:, ::-1] / 16}
+
+
+class WrongAxis(PictureCodec):
+    def encode(self, outputs: dict[str, Array]) -> list[Any]:
+        scores = np.exp(outputs["scores"] - outputs["scores"].max())
+        rows = scores / scores.sum(axis=0)
+        return [{"label": CLASSES[int(row.argmax())], "probabilities": row.tolist()} for row in rows]
+
+
+class NormalizedPerRequest(PictureCodec):
+    def decode(self, instances: Any) -> dict[str, Array]:
+        pixels = np.asarray(instances, np.float32)
+        return {"image": (pixels - pixels.min()) / np.ptp(pixels) * (1 + pixels.mean() / 1000)}
+
+
+class Refuses(PictureCodec):
+    def decode(self, instances: Any) -> dict[str, Array]:
+        raise InvalidPayload("instances: each must be a text")
+
+
+def _check(task: Any, codec: Codec) -> CodecCheck:
+    samples = Samples("test", {"image": torch.from_numpy(PIXELS / 16), "label": torch.zeros(90, dtype=torch.int64)})
+    return check_codec(task, codec, "codec.py:Codec", samples, _predict)
+
+
+@pytest.mark.parametrize("task", [WithExample(), WithInstances()], ids=lambda task: type(task).__name__)
+def test_a_sound_codec_passes(task: Task) -> None:
+    found = _check(task, PictureCodec())
+    assert found.faults == found.notes == ()
+    assert found.rule().passed
+    assert "its answers are those of predicted() in 64 test samples" in found.rule().detail
+
+
+@pytest.mark.parametrize("task", [WithExample(), WithInstances()], ids=lambda task: type(task).__name__)
+@pytest.mark.parametrize(
+    ("codec", "fault"),
+    [
+        (ReversedLabels, "otherwise than predicted()"),
+        (ScaledTwice, "other units|other values of raw test instances than column `image`"),
+        (SwappedAxes, "axes swapped|other values of raw test instances than column `image`"),
+        (UpsideDown, "an axis reversed|other values of raw test instances than column `image`"),
+        (WrongAxis, "another prediction alone than in company"),
+        (NormalizedPerRequest, "other values of an instance alone than in company"),
+        (Refuses, "refuses an instance of the task: instances: each must be a text"),
+    ],
+)
+def test_a_damaged_codec_is_stopped(task: Task, codec: Callable[[], Codec], fault: str) -> None:
+    rule = _check(task, codec()).rule()
+    assert not rule.passed
+    assert any(part in rule.detail for part in fault.split("|")), rule.detail
+
+
+def test_examples_that_are_no_test_samples_are_noted() -> None:
+    class HandWritten(Pictures):
+        def example(self) -> list[Any]:
+            return [np.eye(6).tolist()]
+
+    found = _check(HandWritten(), PictureCodec())
+    assert found.rule().passed
+    assert found.notes == ("no instance of example() is a test sample; to have decode() checked: add instances(batch)",)
+
+
+def test_a_task_without_raw_instances_is_noted() -> None:
+    assert "add instances(batch) to the task" in _check(Pictures(), PictureCodec()).notes[0]
+
+
+def test_texts_may_be_padded_to_the_longest_of_a_request() -> None:
+    class Padding:
+        def decode(self, instances: Sequence[list[int]]) -> dict[str, Array]:
+            width = max(map(len, instances))
+            return {"ids": np.array([[*ids, *[0] * (width - len(ids))] for ids in instances], np.int64)}
+
+        def encode(self, outputs: dict[str, Array]) -> list[Any]:
+            return outputs["length"].tolist()  # type: ignore[no-any-return]
+
+    class Texts:
+        inputs, outputs = ("ids",), ("length",)
+
+        def example(self) -> list[list[int]]:
+            return [[5, 7], [5, 7, 8, 9], [3]]
+
+    ids = torch.tensor([[5, 7, 0, 0, 0], [5, 7, 8, 9, 0], [3, 0, 0, 0, 0], [1, 2, 3, 4, 5]])
+    found = check_codec(
+        Texts(),  # type: ignore[arg-type]  # only what the check uses
+        Padding(),
+        "codec.py:Codec",
+        Samples("test", {"ids": ids}),
+        lambda batch: (batch["ids"] > 0).sum(dim=1).float(),
+    )
+    assert found.faults == ()
+    assert "decode() makes test samples of 3 of 3 instances of example()" in found.checked
+
+
+def test_numbers_are_compared_through_answer() -> None:
+    class Prices:
+        inputs, outputs = ("pair",), ("price",)
+
+        def predicted(self, outputs: Tensor) -> Tensor:
+            return outputs
+
+        def actual(self, batch: Any) -> Tensor:
+            return batch["pair"][:, 0]  # type: ignore[no-any-return]
+
+        def instances(self, batch: Any) -> list[Any]:
+            return batch["pair"].tolist()  # type: ignore[no-any-return]
+
+        def answer(self, prediction: Any) -> float:
+            return float(prediction["price"])
+
+    class PriceCodec:
+        factor = 1.0
+
+        def decode(self, instances: Any) -> dict[str, Array]:
+            return {"pair": np.asarray(instances, np.float32)}
+
+        def encode(self, outputs: dict[str, Array]) -> list[Any]:
+            return [{"price": round(self.factor * float(value), 2)} for value in outputs["price"]]
+
+    samples = Samples("test", {"pair": torch.from_numpy(np.random.default_rng(2).normal(size=(50, 2)))})
+
+    def check(codec: Any) -> CodecCheck:
+        prices: Any = Prices()
+        return check_codec(prices, codec, "codec.py:Codec", samples, lambda batch: batch["pair"].sum(dim=1))
+
+    assert check(PriceCodec()).rule().passed
+    doubled = PriceCodec()
+    doubled.factor = 2.0
+    assert "otherwise than predicted()" in check(doubled).rule().detail
