@@ -464,7 +464,7 @@ def settings_source(script: Script, name: str) -> str:
     lines = [f"{setting}: {value}  # {script.name}, {place}" for setting, (value, place) in script.settings.items()]
     train = "".join(f"  {line}\n" for line in lines) or "  epochs: 10\n"
     return (
-        f"# Prepared from {script.name}; docs/config.md explains every setting.\n"
+        f"# Prepared from {script.name}; `pipe explain` describes every setting.\n"
         f"name: {name}\ntask: task.py:Task\ncodec: codec.py:Codec\n\ntrain:\n{train}\n"
         "evaluate:\n  metric: accuracy  # a name from metrics()\n"
     )
