@@ -24,8 +24,8 @@ from typing import TextIO, TypeAlias
 
 from pipeline.contract.config import Config, load_config
 from pipeline.contract.errors import ConfigError, ResourceError
-from pipeline.contract.files import digest_file, digest_mapping, digest_tree, write_atomic
-from pipeline.contract.run import Run, RunFile, StepRecord, all_runs
+from pipeline.contract.files import digest_file, digest_mapping, digest_tree, empty_folders, write_atomic
+from pipeline.contract.run import Run, RunFile, StepRecord, all_runs, sealed_text
 
 PACKAGES = ("torch", "numpy", "onnx", "onnxscript", "onnxruntime-gpu", "onnxruntime", "kserve", "pydantic")
 _POLL_SECONDS = 0.2
@@ -99,7 +99,8 @@ def begin_run(
 
 
 def write_run(run: Run, body: RunFile) -> None:
-    write_atomic(run.path / "run.json", body.model_dump_json(indent=2) + "\n")
+    path = run.path / "run.json"
+    write_atomic(path, sealed_text(body, path.read_bytes() if path.is_file() else None))
 
 
 def write_record(run: Run, record: StepRecord) -> StepRecord:
@@ -143,6 +144,13 @@ def changed_outputs(run: Run, record: StepRecord) -> list[str]:
     return sorted(name for name in names if current.get(name) != record.outputs.get(name))
 
 
+def changed_folders(run: Run, record: StepRecord) -> list[str]:
+    """Return the empty folders that were removed or added since a step was recorded; older records have none."""
+    if record.empty_folders is None:
+        return []
+    return sorted(set(empty_folders(run.output(record.step))) ^ set(record.empty_folders))
+
+
 def seal_step(run: Run, step: str) -> tuple[Mapping[str, str], str]:
     """Rename a finished step's directory to its final name and return its digests."""
     partial, output = run.partial(step), run.output(step)
@@ -160,6 +168,8 @@ def link_outputs(source: Run, target: Run, record: StepRecord) -> None:
     for name in record.outputs:
         (partial / name).parent.mkdir(parents=True, exist_ok=True)
         _link_or_copy(source.output(record.step) / name, partial / name)
+    for name in record.empty_folders or ():
+        (partial / name).mkdir(parents=True, exist_ok=True)
     partial.mkdir(exist_ok=True)
     partial.rename(target.output(record.step))
 

@@ -97,7 +97,7 @@ def sign_run(run: Run, key: Ed25519PrivateKey) -> tuple[Bundle, str]:
     record = run.read().steps.get("export")
     if record is None or record.status != "done":
         raise ConfigError(f"run {run.id} has no bundle; `pipe run --resume {run.id}` continues it")
-    signed = sign_bundle(run.bundle_path, key)
+    signed = sign_bundle(run.bundle_to_serve(), key)
     name = f"bundle/{SIGNATURE}"
     outputs = {**record.outputs, name: digest_file(run.output("export") / name)}
     write_record(run, record.model_copy(update={"outputs": outputs, "digest": digest_mapping(outputs)}))

@@ -11,12 +11,12 @@ from safetensors import SafetensorError, safe_open
 from pipeline.contract.bundle import PROVENANCE, Bundle, open_bundle
 from pipeline.contract.codec import FILES
 from pipeline.contract.errors import BundleError
-from pipeline.contract.files import digest_file, digest_mapping
+from pipeline.contract.files import digest_file
 from pipeline.contract.override import OVERRIDDEN, OVERRIDE_FILE
-from pipeline.contract.run import Run
+from pipeline.contract.run import Run, RunFile
 from pipeline.contract.signing import Trust
 from pipeline.contract.task import KEY, shared_files_folder
-from pipeline.history import changed_outputs
+from pipeline.history import changed_folders, changed_outputs
 from serve.runtime.selfcheck import check_golden_requests
 from serve.runtime.session import Session
 from train.batch_order import BatchOrder, read_order
@@ -38,15 +38,9 @@ def verify_bundle(path: Path, trust: Trust | None = None) -> Iterator[str]:
 
 def verify_run(run: Run, trust: Trust | None = None) -> Iterator[str]:
     body = run.read()
-    for record in body.steps.values():
-        if not record.complete:
-            yield f"{record.step}: {record.status}, nothing to verify"
-            continue
-        if changed := changed_outputs(run, record):
-            raise BundleError(f"{run.output(record.step) / changed[0]}: changed since the step was done")
-        if digest_mapping(record.outputs) != record.digest:
-            raise BundleError(f"{run.path / 'run.json'}: the record of {record.step} was altered")
-        yield f"{record.step}: {len(record.outputs)} files as recorded"
+    run.check_seal()
+    yield _describe_seal(body)
+    yield from _verify_records(run, body)
     complete_steps = {record.step for record in body.steps.values() if record.complete}
     if "evaluate" in complete_steps:
         _check_digest(run.verdict()["checkpoint"], run.output("train") / "model.safetensors", "the verdict")
@@ -56,13 +50,40 @@ def verify_run(run: Run, trust: Trust | None = None) -> Iterator[str]:
     if "export" in complete_steps:
         yield from _verify_lineage(run)
         yield from verify_bundle(run.bundle_path, trust)
+        run.bundle_to_serve()  # raises where it is not the one that was exported
     elif trust is not None:
         raise BundleError(f"run {run.id} has no bundle, so nothing is signed; `pipe run --resume {run.id}` makes one")
     if "package" in complete_steps:
-        image = json.loads((run.output("package") / "image.json").read_text())
-        if image["bundle"] != run.bundle().digest:
-            raise BundleError("package/image.json: made from another bundle than export/bundle")
+        _check_bundle_named_in(run, "package/image.json", "made from")
         yield "the container image has this bundle"
+    if "deploy" in complete_steps:
+        _check_bundle_named_in(run, "deploy/deploy.json", "about")
+        yield "the deployment is of this bundle"
+
+
+def _check_bundle_named_in(run: Run, name: str, relation: str) -> None:
+    if json.loads((run.path / name).read_text())["bundle"] != run.bundle().digest:
+        raise BundleError(f"{name}: {relation} another bundle than export/bundle")
+
+
+def _verify_records(run: Run, body: RunFile) -> Iterator[str]:
+    for record in body.steps.values():
+        if not record.complete:
+            yield f"{record.step}: {record.status}, nothing to verify"
+            continue
+        if changed := changed_outputs(run, record):
+            raise BundleError(f"{run.output(record.step) / changed[0]}: changed since the step was done")
+        if changed := changed_folders(run, record):
+            path = run.output(record.step) / changed[0]
+            raise BundleError(f"{path}: this empty folder was added or removed since the step was done")
+        run.check_record(record)
+        yield f"{record.step}: {len(record.outputs)} files as recorded"
+
+
+def _describe_seal(body: RunFile) -> str:
+    if not body.seal:
+        return "run.json: of an older version, which did not cover its settings and environment by a digest"
+    return "run.json: settings, environment and records as pipe wrote them"
 
 
 def _verify_override(run: Run) -> Iterator[str]:

@@ -12,7 +12,7 @@ import typer
 
 from pipeline.cli.app import Output, OutputOption, app, emit, project_of
 from pipeline.cli.run import newest_bundle
-from pipeline.contract.errors import ConfigError, InvalidPayload, StageError
+from pipeline.contract.errors import BundleError, ConfigError, InvalidPayload, StageError
 from pipeline.contract.run import Run
 from pipeline.contract.settings.access import Access
 from pipeline.history import find_run, lock_runs
@@ -35,7 +35,7 @@ def serve(
     if target and (Path(target) / "manifest.json").is_file():
         path = Path(target)
     else:
-        path = (find_run(project.runs, target) if target else newest_bundle(project)).bundle_path
+        path = (find_run(project.runs, target) if target else newest_bundle(project)).bundle_to_serve()
     if "--require-signature" not in " ".join(options) and (
         trust := Access.from_settings(project.config().serve, project.root).trust
     ):
@@ -72,7 +72,14 @@ def _predict(live: LiveService, body: dict[str, Any]) -> Any:
     if code != 200:
         message = answer.get("error", answer) if isinstance(answer, dict) else answer
         raise InvalidPayload(f"the service answered {code}: {message}")
-    print(f"bundle {headers.get('x-bundle-digest', '?')[:12]}", file=sys.stderr)
+    digest = headers.get("x-bundle-digest", "?")
+    deployed = [live.bundle, *([live.canary.bundle] if live.canary else [])]
+    if digest not in deployed:
+        raise BundleError(
+            f"{live.url} answered with bundle {digest[:12]}, but {' and '.join(name[:12] for name in deployed)} was "
+            "deployed; `pipe deploy` starts the right one"
+        )
+    print(f"bundle {digest[:12]}", file=sys.stderr)
     return answer
 
 

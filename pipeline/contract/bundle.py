@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from pydantic import ValidationError
 
 from pipeline.contract.errors import BundleError
-from pipeline.contract.files import digest_bytes, digest_file, write_json
+from pipeline.contract.files import digest_bytes, digest_file, empty_folders, write_json
 from pipeline.contract.override import OVERRIDDEN, OVERRIDE_FILE, Override, read_override
 from pipeline.contract.settings.section import Frozen
 from pipeline.contract.signature import Signature
@@ -351,6 +351,8 @@ def _check_names(directory: Path, manifest: Manifest) -> None:
         raise BundleError(f"{directory}: missing {', '.join(missing)}")
     if unlisted := sorted((set(REQUIRED) | file_names) - manifest_names):
         raise BundleError(f"{directory}: not in the manifest: {', '.join(unlisted)}")
+    if empty := empty_folders(directory):
+        raise BundleError(f"{directory}: not in the manifest: {', '.join(empty)}, an empty folder")
 
 
 def _read_signature(directory: Path) -> Signature:

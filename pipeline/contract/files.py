@@ -103,6 +103,12 @@ def digest_tree(directory: Path) -> dict[str, str]:
     return {path.relative_to(directory).as_posix(): digest_file(path) for path in files}
 
 
+def empty_folders(directory: Path) -> tuple[str, ...]:
+    """Return the relative paths of all folders below a directory that hold nothing, sorted."""
+    folders = sorted(path for path in directory.rglob("*") if path.is_dir() and not path.is_symlink())
+    return tuple(path.relative_to(directory).as_posix() for path in folders if not any(path.iterdir()))
+
+
 TOKENIZER_FILE = "tokenizer.json"
 
 

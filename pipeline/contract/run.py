@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from pipeline.contract.config import Config, parse_recorded
-from pipeline.contract.errors import PipelineError, ResourceError, StageError, missing_extra, write_error
+from pipeline.contract.errors import BundleError, PipelineError, ResourceError, StageError, missing_extra, write_error
+from pipeline.contract.files import digest_bytes, digest_file, digest_mapping
 from pipeline.contract.override import Override, read_override
 from pipeline.contract.processes import Rank, watch_parent
 from pipeline.contract.settings.section import Frozen
@@ -79,6 +80,7 @@ class StepRecord(Frozen):
     seconds: float = 0.0
     outputs: Mapping[str, str] = {}  # relative path → SHA-256
     digest: str = ""  # of outputs
+    empty_folders: tuple[str, ...] | None = None  # relative paths; None in records of older versions
     reused_from: str = ""  # run whose files these are
     reason: str = ""  # why it ran, was reused or failed
     accepted: tuple[Acceptance, ...] = ()  # the newest last
@@ -104,7 +106,8 @@ class StepRecord(Frozen):
         return self.accepted[-1].parts if self.accepted else self.parts
 
 
-SCHEMA = 2  # of run.json; those of 1 lack fields that have defaults
+SCHEMA = 3  # of run.json; those of 1 lack fields that have defaults, those below 3 have no seal
+_FIRST_SEALED = 3
 
 
 def own_identity() -> str:
@@ -141,6 +144,25 @@ class RunFile(Frozen):
     study: str = ""  # of `pipe tune`, which made this run as one of its trials
     trial: int | None = None
     steps: Mapping[str, StepRecord] = {}
+    seal: str = ""  # SHA-256 of everything else in this file
+
+
+def sealed_text(body: RunFile, earlier: bytes | None) -> str:
+    """Return what to write to run.json; if its earlier content was edited, the seal stays one that does not match."""
+    if body.schema_version >= _FIRST_SEALED and (earlier is None or not _is_edited(earlier)):
+        body = body.model_copy(update={"seal": _seal(json.loads(body.model_dump_json()))})
+    return body.model_dump_json(indent=2) + "\n"
+
+
+def _is_edited(raw: bytes) -> bool:
+    fields = json.loads(raw)
+    is_sealed = fields.get("schema_version", 0) >= _FIRST_SEALED or fields.get("seal")
+    return bool(is_sealed) and fields.get("seal") != _seal(fields)
+
+
+def _seal(fields: Mapping[str, object]) -> str:
+    rest = {name: value for name, value in fields.items() if name != "seal"}
+    return digest_bytes(json.dumps(rest, sort_keys=True).encode())
 
 
 @dataclass(frozen=True)
@@ -167,9 +189,59 @@ class Run:
         return self.output("export") / "bundle"
 
     def bundle(self, trust: Trust | None = None) -> Bundle:
+        """Return the bundle after verifying every file, and that it is the one that the export recorded."""
         from pipeline.contract.bundle import open_bundle  # slow to load
 
-        return open_bundle(self.bundle_path, trust)
+        bundle = open_bundle(self.bundle_path, trust)
+        self._check_bundle(bundle.digest)
+        return bundle
+
+    def bundle_to_serve(self) -> Path:
+        """Return the path of the bundle that the export recorded; whoever opens it verifies its files."""
+        manifest = self.bundle_path / "manifest.json"
+        if not manifest.is_file():
+            raise BundleError(f"run {self.id} has no bundle; `pipe run --resume {self.id}` continues it")
+        self._check_bundle(digest_file(manifest))
+        return self.bundle_path
+
+    def require_bundle(self, digest: str) -> Bundle:
+        """Return the bundle, which must be the one that was deployed or promoted under this digest."""
+        bundle = self.bundle()
+        if bundle.digest != digest:
+            raise BundleError(
+                f"run {self.id}: its bundle is {bundle.digest[:12]}, but the one that was deployed is {digest[:12]}; "
+                "restore the files, or deploy another run with `pipe deploy RUN`"
+            )
+        return bundle
+
+    def _check_bundle(self, digest: str) -> None:
+        self.check_seal()
+        record = self.read().steps.get("export")
+        if record is None or not record.complete:
+            raise BundleError(f"run {self.id}: has a bundle, but no record of its export; export it again")
+        self.check_record(record)
+        recorded = record.outputs.get("bundle/manifest.json", "")
+        if recorded != digest:
+            raise BundleError(
+                f"run {self.id}: its bundle is {digest[:12]}, but the one that was exported is {recorded[:12]}; "
+                f"restore the files, or `pipe run --resume {self.id}` exports again"
+            )
+
+    def check_seal(self) -> None:
+        """Check that run.json is as `pipe` wrote it; those of older versions have no seal."""
+        self.read()  # raises if it is damaged
+        path = self.path / "run.json"
+        if _is_edited(path.read_bytes()):
+            raise BundleError(
+                f"{path}: its settings, environment or records were edited since pipe wrote it; restore it from a "
+                "copy, or move the run away: `pipe run all` makes a new one"
+            )
+
+    def check_record(self, record: StepRecord) -> None:
+        if digest_mapping(record.outputs) != record.digest:
+            raise BundleError(
+                f"{self.path / 'run.json'}: the record of {record.step} was altered; restore it from a copy"
+            )
 
     @property
     def runs(self) -> Path:
@@ -232,6 +304,32 @@ def _schema_version(body: bytes) -> int:
     return version if isinstance(version, int) else 0
 
 
+# Outputs that no later step reads, or that are verified by what names them, as a manifest does its bundle.
+_NOT_INPUTS = ("checkpoints/", "bundle/", "context/", "modelcar/")
+
+
+def check_inputs(run: Run, step: str) -> None:
+    """Check that what a step reads of earlier steps is as they recorded it, and as its own key names it."""
+    records = run.read().steps
+    if step not in records or not Rank.from_env().first:  # called without a plan, as by other processes of a step
+        return
+    parts = records[step].parts.items()
+    inputs = {name.removeprefix("input:"): digest for name, digest in parts if name.startswith("input:")}
+    recorded = {
+        f"{upstream}/{name}": digest
+        for upstream in {path.partition("/")[0] for path in inputs} & records.keys()
+        for name, digest in records[upstream].outputs.items()
+        if not name.startswith(_NOT_INPUTS)
+    }
+    for name, expected in sorted((recorded | inputs).items()):
+        actual = digest_file(run.path / name) if (run.path / name).is_file() else "missing"
+        if actual != expected:
+            raise BundleError(
+                f"{run.path / name}: changed since it was recorded (recorded {expected[:12]}, found {actual[:12]}); "
+                f"`pipe run --resume {run.id}` makes it again"
+            )
+
+
 def run_step(name: str, work: Callable[[Run, Path], None], argv: Sequence[str]) -> int:
     """Call `work(run, root)`, where root is the project; write an error to a file for the runner, and print it."""
     parser = argparse.ArgumentParser(prog=name, description=f"the {name} step of one run")
@@ -242,6 +340,8 @@ def run_step(name: str, work: Callable[[Run, Path], None], argv: Sequence[str]) 
     run, root = Run(options.run.resolve()), options.root.resolve()
     run.partial(name).mkdir(parents=True, exist_ok=True)
     try:
+        if (run.path / "run.json").is_file():
+            check_inputs(run, name)
         work(run, root)
     except PipelineError as error:
         write_error(error, run.partial(name))

@@ -105,6 +105,7 @@ def run_of_version(runs: Path, version: Version) -> Run:
     run = Run(runs / version.run)
     if not (run.bundle_path / "manifest.json").is_file():
         raise ConfigError(f"run {version.run}, whose bundle {version.bundle[:12]} is to be served, is not in {runs}")
+    run.require_bundle(version.bundle)
     return run
 
 

@@ -89,10 +89,12 @@ def shadow_bundle(config: Config, run: Run, root: Path) -> Path | None:
     if not (name := config.serve.shadow):
         return None
     folder = (root / name).resolve()
-    path = folder if (folder / "manifest.json").is_file() else find_run(run.runs, name).bundle_path
-    if not (path / "manifest.json").is_file():
+    if (folder / "manifest.json").is_file():
+        return folder
+    source = find_run(run.runs, name)
+    if not (source.bundle_path / "manifest.json").is_file():
         raise ConfigError(f"serve.shadow: {name} has no bundle; name a run with one, or a bundle's folder")
-    return path.resolve()
+    return source.bundle_to_serve().resolve()
 
 
 def swap_bundle(
@@ -149,11 +151,12 @@ def finish_canary(runs: Path, live: LiveService) -> Entry:
     """Send all requests to the canary and make it the champion."""
     assert live.canary is not None
     run = Run(runs / live.canary.run)
+    bundle = run.require_bundle(live.canary.bundle)
     admin = AdminClient(live, run.config.deploy.timeout_seconds)
-    admin.switch(admin.version_of(live.canary.bundle) or admin.load(run.bundle_path))
+    admin.switch(admin.version_of(bundle.digest) or admin.load(bundle.path))
     update = {"run": run.id, "bundle": live.canary.bundle, "since": now(), "canary": None}
     write_live(runs, live.model_copy(update=update))
-    return promote(run, run.bundle(), "canary promoted")
+    return promote(run, bundle, "canary promoted")
 
 
 def serve_previous(runs: Path, live: LiveService, entry: Entry) -> bool:
@@ -262,6 +265,9 @@ def rollback(runs: Path, location: str, name: str = CHAMPION, reason: str = "rol
         entry = registry.previous_entry(name)
         if entry is None:
             raise ConfigError(f"{runs}: there is no previous {name} to roll back to")
+        run = Run(runs / entry.run)
+        if (run.bundle_path / "manifest.json").is_file():  # else a shared registry has it, and its digest
+            run.require_bundle(entry.bundle)
         return ProposedChange(name, entry, reason)
 
     return change_registry(runs, location, decide).names[name]
@@ -334,7 +340,8 @@ def argv(request: ServiceStart, ports: Ports, token: Path, old: LiveService | No
     name, share = request.bundle.name, request.canary_share(old)
     bundles = [f"{name}={request.run.bundle_path.resolve()}"]
     if old is not None and share:
-        bundles.insert(0, f"{name}={Run(request.run.runs / old.run).bundle_path.resolve()}")
+        old_bundle = Run(request.run.runs / old.run).require_bundle(old.bundle)
+        bundles.insert(0, f"{name}={old_bundle.path.resolve()}")
     arguments = ["-m", "serve", *bundles, "--host", request.run.config.deploy.host, "--port", str(ports.public)]
     arguments += ["--grpc-port", str(ports.grpc), "--standby", str(ports.standby)]
     arguments += ["--admin", str(ports.admin), "--admin-token", str(token), *request.options]

@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.config import Config
-from pipeline.contract.errors import ClusterError, ConfigError
+from pipeline.contract.errors import BundleError, ClusterError, ConfigError
 from pipeline.contract.files import write_json
 from pipeline.contract.run import Run, run_step
 from pipeline.contract.settings.access import Access
@@ -46,13 +46,18 @@ def deploy(run: Run, root: Path) -> None:
         promote(run, bundle)
 
 
-def image_on_cluster(run: Run, config: Config) -> str:
+def image_on_cluster(run: Run, config: Config, bundle: Bundle) -> str:
     """Return the image of the pods; raise for settings that only a local service has."""
     if config.serve.shadow:
         raise ConfigError("serve.shadow: a pod on a cluster has only one bundle; this is for a local service")
     from k8s.objects.manifests import check_pinned  # slow to load
 
     record = json.loads((run.output("package") / "image.json").read_text())
+    if record["bundle"] != bundle.digest:
+        raise BundleError(
+            f"run {run.id}: its image has bundle {record['bundle'][:12]}, but the run has {bundle.digest[:12]}; "
+            f"`pipe run --resume {run.id}` makes the image again"
+        )
     image: str = config.deploy.image or record.get("reference") or record["image"]
     check_pinned(image, "deploy.image")
     return image
@@ -61,7 +66,7 @@ def image_on_cluster(run: Run, config: Config) -> str:
 def _on_cluster(run: Run, bundle: Bundle, access: Access) -> dict[str, Any]:
     from k8s.deploy import deploy as deploy_to_cluster
 
-    image = image_on_cluster(run, run.config)
+    image = image_on_cluster(run, run.config, bundle)
     directory, render = run.partial("deploy") / "manifests", run.config.deploy.render
 
     def final_path(text: str) -> str:
@@ -153,7 +158,7 @@ def _preview_on_cluster(
 ) -> list[dict[str, Any]]:
     from k8s.deploy import preview as preview_on_cluster  # slow to load
 
-    changes = preview_on_cluster(config, bundle, image_on_cluster(source, config), report, access)
+    changes = preview_on_cluster(config, bundle, image_on_cluster(source, config, bundle), report, access)
     entries = [{"object": change.name, "new": change.new, "fields": list(change.fields)} for change in changes]
     return [change for change in entries if change["new"] or change["fields"]]
 

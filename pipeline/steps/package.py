@@ -68,6 +68,7 @@ def package(run: Run, root: Path) -> None:
         **make_image(config, request, recipe.accelerator, bundle, os.environ),
         "modelcar": _modelcar(config, bundle, run, os.environ) if config.package.modelcar else None,
     }
+    run.bundle()  # raises where files were replaced while they were packaged
     write_json(partial / "image.json", record)
 
 

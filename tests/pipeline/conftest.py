@@ -10,12 +10,11 @@ import pytest
 
 from pipeline.contract.bundle import Ancestors, Bundle, Manifest
 from pipeline.contract.config import Config, parse_config
-from pipeline.contract.files import write_json
 from pipeline.contract.run import Run, RunFile
 from pipeline.contract.signature import Limits, Runtime, Signature
-from pipeline.history import Project, create_run
+from pipeline.history import Project, create_run, write_run
 
-from .packing import BASE, MakeRun, PutBuilders, saved_image, write_bundle
+from .packing import BASE, MakeRun, PutBuilders, record_export, saved_image, write_bundle
 
 CONFIG = "name: tiny\ntask: task.py:T\ncodec: codec.py:C\n"
 TASK = "from codec import C\nfrom shapes import size\n\n\nclass T:\n    width = size()\n"
@@ -63,7 +62,8 @@ def make_run(tmp_path: Path) -> MakeRun:
         named = {**sections, "package": {"base_image": BASE, **sections.get("package", {})}}
         config = {"name": "twice", "task": "task.py:T", "codec": "codec.py:C", **named}
         file = RunFile(id=name, created="2026-01-01", wanted=("package",), config=config, environment={})
-        write_json(run.path / "run.json", file.model_dump())
+        write_run(run, file)
+        record_export(run)
         run.partial("package").mkdir()
         return run
 

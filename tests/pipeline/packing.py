@@ -14,10 +14,11 @@ import onnx
 from onnx import TensorProto, helper
 
 from pipeline.contract.bundle import Ancestors, write_manifest
-from pipeline.contract.files import digest_file, write_json
+from pipeline.contract.files import digest_file, digest_mapping, digest_tree, write_json
 from pipeline.contract.golden import Golden
-from pipeline.contract.run import Run
+from pipeline.contract.run import Run, StepRecord
 from pipeline.contract.signature import Limits, Runtime, Signature, TensorSpec
+from pipeline.history import write_record
 from pipeline.steps import package
 
 MakeRun = Callable[..., Run]
@@ -77,6 +78,15 @@ def write_bundle(directory: Path, verdict: str) -> None:
     (directory / "card.md").write_text("# twice\n")
     digest = digest_file(directory / "model.onnx")
     write_manifest(directory, "twice", verdict, Ancestors(code="a", data="b", checkpoint="c", verdict="d", onnx=digest))
+
+
+def record_export(run: Run) -> None:
+    """Record the bundle as the export does, and write run.json with its seal."""
+    outputs = digest_tree(run.output("export"))
+    record = StepRecord(
+        step="export", status="done", key="k", parts={}, outputs=outputs, digest=digest_mapping(outputs)
+    )
+    write_record(run, record)
 
 
 def saved_image() -> bytes:

@@ -131,6 +131,7 @@ def perturb(bundle: Path) -> None:
 
 def test_a_whole_chain_is_reported_link_by_link(run: Run) -> None:
     assert list(verify_run(run)) == [
+        "run.json: settings, environment and records as pipe wrote them",
         "prepare: 1 files as recorded",
         "train: 3 files as recorded",
         "evaluate: 1 files as recorded",
@@ -168,6 +169,124 @@ def test_a_step_that_is_not_done_is_reported_and_not_evaluated(run: Run) -> None
 def test_one_byte_more_in_any_output_breaks_it(run: Run, file: str) -> None:
     alter(run.path / file)
     with pytest.raises(BundleError, match=f"{file}: changed since the step was done"):
+        list(verify_run(run))
+
+
+def exchange(run: Run) -> str:
+    """Replace the bundle by another complete one: files, manifest and golden answers agree. Return its digest."""
+    ancestors = Ancestors(**json.loads((run.bundle_path / "manifest.json").read_text())["ancestors"])
+    perturb(run.bundle_path)
+    Golden(
+        {"x": np.ones((1, 2), np.float32)}, {"y": np.full((1, 2), 2.5, np.float32)}, [[1, 1]], [[2.5, 2]], 1, 1
+    ).write(run.bundle_path)
+    onnx_digest = digest_file(run.bundle_path / "model.onnx")
+    return write_manifest(run.bundle_path, "double", "pass", ancestors.model_copy(update={"onnx": onnx_digest}))
+
+
+def test_a_bundle_that_was_exchanged_as_a_whole_is_not_opened(run: Run) -> None:
+    exported = run.bundle().digest
+    other = exchange(run)
+    assert open_bundle(run.bundle_path).digest == other, "it is a valid bundle"
+    names_both = f"its bundle is {other[:12]}, but the one that was exported is {exported[:12]}; .*--resume {run.id}"
+    with pytest.raises(BundleError, match=names_both):
+        run.bundle()
+    with pytest.raises(BundleError, match=names_both):
+        run.bundle_to_serve()
+    new_key(run.path / "key")
+    with pytest.raises(BundleError, match=names_both):
+        sign_run(run, private_key(run.path / "key"))
+    with pytest.raises(BundleError, match="changed since the step was done"):
+        list(verify_run(run))
+
+
+def test_a_bundle_exchanged_with_its_record_is_not_the_one_deployed(run: Run) -> None:
+    deployed = run.bundle().digest
+    other = exchange(run)
+    reseal(run, "export")
+    with pytest.raises(BundleError, match=f"is {other[:12]}, but the one that was deployed is {deployed[:12]}"):
+        run.require_bundle(deployed)
+    with pytest.raises(BundleError, match="made from another bundle"):
+        list(verify_run(run))
+
+
+def test_a_record_with_an_edited_output_does_not_pin_a_bundle(run: Run) -> None:
+    digest = exchange(run)
+    body = run.read()
+    outputs = {**body.steps["export"].outputs, "bundle/manifest.json": digest}
+    record = body.steps["export"].model_copy(update={"outputs": outputs})
+    write_run(run, body.model_copy(update={"steps": {**body.steps, "export": record}}))
+    with pytest.raises(BundleError, match="the record of export was altered"):
+        run.bundle()
+
+
+def test_a_bundle_without_a_record_of_its_export_is_not_opened(run: Run) -> None:
+    body = run.read()
+    write_run(run, body.model_copy(update={"steps": {}}))
+    with pytest.raises(BundleError, match="has a bundle, but no record of its export"):
+        run.bundle()
+
+
+def edit_run_file(run: Run, section: str, name: str, value: object) -> None:
+    body = json.loads((run.path / "run.json").read_text())
+    body[section][name] = value
+    write_json(run.path / "run.json", body)
+
+
+@pytest.mark.parametrize(
+    ("section", "name", "value"),
+    [("config", "name", "other"), ("environment", "python", "2.7"), ("steps", "deploy", {})],
+)
+def test_edited_settings_and_environment_break_it(run: Run, section: str, name: str, value: object) -> None:
+    if name == "deploy":
+        value = run.read().steps["package"].model_copy(update={"step": name}).model_dump()
+    edit_run_file(run, section, name, value)
+    with pytest.raises(BundleError, match="settings, environment or records were edited since pipe wrote it"):
+        list(verify_run(run))
+    with pytest.raises(BundleError, match="were edited since pipe wrote it"):
+        run.bundle()
+
+
+def test_a_later_write_does_not_hide_an_edit(run: Run) -> None:
+    edit_run_file(run, "config", "name", "other")
+    write_record(run, run.read().steps["package"].model_copy(update={"seconds": 2.0}))
+    with pytest.raises(BundleError, match="were edited since pipe wrote it"):
+        run.check_seal()
+
+
+def test_a_seal_that_was_removed_breaks_it(run: Run) -> None:
+    body = json.loads((run.path / "run.json").read_text())
+    write_json(run.path / "run.json", {**body, "seal": ""})
+    with pytest.raises(BundleError, match="were edited since pipe wrote it"):
+        run.check_seal()
+
+
+def test_a_run_of_an_older_version_is_verified_without_its_settings(run: Run) -> None:
+    body = json.loads((run.path / "run.json").read_text())
+    del body["seal"]
+    write_json(run.path / "run.json", {**body, "schema_version": 2})
+    lines = list(verify_run(run))
+    assert "of an older version, which did not cover its settings" in lines[0]
+    write_record(run, run.read().steps["package"])
+    assert list(verify_run(run)) == lines
+
+
+def test_added_and_removed_empty_folders_break_it(run: Run, new_run: NewRun) -> None:
+    run.output("evaluate").rename(run.partial("evaluate"))
+    (run.partial("evaluate") / "plots").mkdir()
+    complete(run, "evaluate")
+    record = run.read().steps["evaluate"].model_copy(update={"empty_folders": ("plots",)})
+    write_record(run, record)
+    assert list(verify_run(run))
+    later = new_run()
+    link_outputs(run, later, record)
+    assert (later.output("evaluate") / "plots").is_dir()
+    added = run.output("evaluate") / "more"
+    added.mkdir()
+    with pytest.raises(BundleError, match="evaluate/more: this empty folder was added or removed"):
+        list(verify_run(run))
+    added.rmdir()
+    (run.output("evaluate") / "plots").rmdir()
+    with pytest.raises(BundleError, match="evaluate/plots: this empty folder was added or removed"):
         list(verify_run(run))
 
 
@@ -239,6 +358,7 @@ def test_signature_is_recorded_and_reused_by_later_runs(run: Run, new_run: NewRu
     assert f"signed by {keyid}" in list(verify_run(run, trust))
     later = new_run()
     link_outputs(run, later, run.read().steps["export"])
+    write_record(later, run.read().steps["export"])
     assert later.bundle(trust).digest == bundle.digest
     alter(run.bundle_path / SIGNATURE)
     with pytest.raises(BundleError, match=r"manifest\.sig\.json: changed since the step was done"):

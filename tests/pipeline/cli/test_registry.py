@@ -10,10 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 from pipeline.cli import app
-from pipeline.contract.errors import PipelineError
-from pipeline.history import create_run, find_project
+from pipeline.contract.bundle import open_bundle, write_manifest
+from pipeline.contract.errors import BundleError, PipelineError
+from pipeline.history import create_run, find_project, find_run
 
-from ..packing import write_bundle
+from ..packing import record_export, write_bundle
 from .conftest import Pipe
 
 
@@ -47,8 +48,28 @@ def runs(starter: Path) -> list[str]:
     for verdict in ("pass", "no-baseline"):  # two bundles
         run = create_run(project.runs, project.config(), ("export",), parent="")
         write_bundle(run.bundle_path, verdict)
+        record_export(run)
         found.append(run.id)
     return found
+
+
+def test_an_exchanged_bundle_is_neither_promoted_nor_restored(
+    registry: RegistryCommand, runs: list[str], starter: Path
+) -> None:
+    for name in runs:
+        registry("promote", name)
+    run = find_run(starter / "runs", runs[0])
+    (run.bundle_path / "card.md").write_text("# exchanged\n")
+    manifest = open_bundle(starter / "runs" / runs[1] / "export" / "bundle").manifest
+    write_manifest(run.bundle_path, manifest.name, manifest.verdict, manifest.ancestors)
+    before = registry("list")
+    for command in (["promote", runs[0], "--name", "staging"], ["rollback"]):
+        with pytest.raises(BundleError, match="but the one that was exported is"):
+            registry(*command)
+    record_export(run)
+    with pytest.raises(BundleError, match="but the one that was deployed is"):
+        registry("rollback")
+    assert registry("list") == before
 
 
 def test_names_are_given_taken_back_and_reported_with_their_history(

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.cli import service
 from pipeline.cli.service import _read_instances
-from pipeline.contract.errors import ConfigError
+from pipeline.contract.errors import BundleError, ConfigError
+from pipeline.service.process import CanaryRecord, LiveService
 
 from .conftest import Pipe
 
@@ -31,6 +33,25 @@ def test_a_damaged_bundle_is_not_served(pipe_process: Pipe, tmp_path: Path) -> N
         free.bind(("127.0.0.1", 0))
         ports = ("--port", str(free.getsockname()[1]), "--grpc-port", "-1")
     assert "not a valid manifest" in pipe_process("serve", str(tmp_path), *ports, expect=2).stderr
+
+
+def test_answers_of_another_bundle_than_the_deployed_one_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A canary is deployed as well."""
+    place = {"host": "h", "port": 1, "grpc_port": 2, "requested_port": 1, "since": "", "log": ""}
+    live = LiveService(
+        name="m", run="r", bundle="a" * 64, pid=1, process_started=0, **place,
+        canary=CanaryRecord(run="s", bundle="b" * 64, share=0.1),
+    )  # fmt: skip
+    for digest in (live.bundle, "b" * 64):
+        monkeypatch.setattr(
+            service, "send_request", lambda *_, digest=digest, **__: (200, {"x-bundle-digest": digest}, 1)
+        )
+        assert service._predict(live, {}) == 1
+    monkeypatch.setattr(service, "send_request", lambda *_, **__: (200, {"x-bundle-digest": "c" * 64}, 1))
+    with pytest.raises(
+        BundleError, match=r"answered with bundle c{12}, but a{12} and b{12} was deployed; `pipe deploy`"
+    ):
+        service._predict(live, {})
 
 
 def test_nan_in_a_file_of_instances_is_null(tmp_path: Path) -> None:

@@ -79,6 +79,11 @@ def test_only_a_model_without_a_codec_needs_no_file_of_one(bundle: Path) -> None
     assert open_bundle(bundle).signature.codec == ""
 
 
+def test_an_empty_folder_is_refused(bundle: Path) -> None:
+    (bundle / "weights" / "more").mkdir(parents=True)
+    assert "not in the manifest: weights/more, an empty folder" in refusal(bundle)
+
+
 @pytest.mark.parametrize("name", ["extra.py", "weights/extra.bin", ".hidden", "weights/manifest.json"])
 def test_a_file_that_the_manifest_does_not_name_is_refused(bundle: Path, name: str) -> None:
     (bundle / name).write_text("{}")

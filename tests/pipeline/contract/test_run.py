@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.contract.errors import ConfigError, DataError, GateError, PipelineError, read_error
+from pipeline.contract.errors import ConfigError, DataError, GateError, PipelineError, clear_error, read_error
+from pipeline.contract.files import digest_bytes, digest_file
 from pipeline.contract.run import SCHEMA, Run, RunFile, StepRecord, own_identity, run_step
 
 CONFIG = {"name": "digits", "task": "task.py:T", "codec": "codec.py:C", "train": {"epochs": 3}}
@@ -94,6 +96,52 @@ def test_a_step_whose_pipe_is_gone_has_died() -> None:
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+
+
+def test_a_step_reads_only_what_earlier_steps_recorded(tmp_path: Path) -> None:
+    """Files that were replaced between two steps stop the next one, also where the record was edited with them."""
+    run, worked = Run(tmp_path / "run"), list[str]()
+    write(run.path, dict(CONFIG))
+    for step in ("prepare", "train"):
+        run.output(step).mkdir()
+        for name in ("data.json", "model.safetensors", "order.npy", "checkpoints"):
+            (run.output(step) / name).write_text(name)
+    names = {
+        step: {path.name: digest_file(path) for path in run.output(step).iterdir()} for step in ("prepare", "train")
+    }
+    inputs = {"input:prepare/data.json": names["prepare"]["data.json"]}
+    inputs["input:train/model.safetensors"] = names["train"]["model.safetensors"]
+
+    def record(edited: str = "") -> None:
+        outputs = {**names, "train": {**names["train"], **({"model.safetensors": edited} if edited else {})}}
+        steps = {
+            step: {"step": step, "status": "done", "key": "k", "parts": {}, "outputs": outputs[step]} for step in names
+        }
+        steps["evaluate"] = {"step": "evaluate", "status": "running", "key": "k", "parts": inputs}
+        (run.path / "run.json").write_text(json.dumps({**json.loads(run.read().model_dump_json()), "steps": steps}))
+
+    def evaluate() -> int:
+        return run_step("evaluate", lambda run, _: worked.append(run.id), [str(run.path), "--root", str(tmp_path)])
+
+    record()
+    assert (evaluate(), worked) == (0, ["run"])
+    for file in ("train/model.safetensors", "prepare/order.npy"):
+        original = (run.path / file).read_text()
+        (run.path / file).write_text("other")
+        clear_error(run.partial("evaluate"))
+        assert evaluate() != 0
+        digests = rf"recorded {short_digest(original)}, found {short_digest('other')}"
+        expected = rf"{file}: changed since it was recorded \({digests}"
+        assert re.search(expected, str(read_error(run.partial("evaluate"))))
+        (run.path / file).write_text(original)
+    (run.path / "train" / "model.safetensors").write_text("other")
+    record(edited=digest_bytes(b"other"))
+    assert evaluate() != 0, "the key of the step names the weights that were trained"
+    assert worked == ["run"]
+
+
+def short_digest(text: str) -> str:
+    return digest_bytes(text.encode())[:12]
 
 
 def fails_with(error: BaseException) -> Callable[[Run, Path], None]:

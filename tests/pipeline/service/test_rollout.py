@@ -25,6 +25,7 @@ from pipeline.service.rollout import (
 )
 
 from ..conftest import NewRun, bundle_of
+from ..packing import record_export
 
 
 def champion(run: Run) -> str:
@@ -161,6 +162,7 @@ def test_a_shadow_is_a_folder_of_the_project_or_a_run(config: Config, run: Run, 
     with pytest.raises(ConfigError, match=f"serve.shadow: {run.id} has no bundle"):
         shadow_bundle(_with(config, "serve", shadow=run.id), run, tmp_path)
     sealed = _sealed(run.bundle_path)
+    record_export(run)
     assert shadow_bundle(_with(config, "serve", shadow=run.id), run, tmp_path) == sealed
 
 
@@ -168,10 +170,11 @@ def test_a_process_is_reported_all_it_needs(new_run: NewRun, bundle: Bundle, mon
     run, old = new_run(), _live()
     config = _with(run.config, "rollout", canary_percent=10)
     monkeypatch.setattr(Run, "config", config)
+    monkeypatch.setattr(Run, "require_bundle", bundle_of)
     order = ServiceStart(Run(run.path), bundle, Access(), ["--no-page"], STAMP, Path("/candidate"))
     words = argv(order, Ports(1, 2, 3, 4), Path("/token"), old)
     text = " ".join(words)
-    old_path = Run(run.runs / "one").bundle_path.resolve()
+    old_path = Run(run.runs / "one").bundle_path
     assert text.startswith(f"-m serve tiny={old_path} tiny={run.bundle_path.resolve()} --host 127.0.0.1 --port 1")
     assert "--grpc-port 2 --standby 3 --admin 4 --admin-token /token --no-page --canary 0.1" in text
     assert "--shadow /candidate --log-format text" in text

@@ -33,6 +33,7 @@ from ..packing import (
     PutBuilders,
     context_of,
     pack,
+    record_export,
 )
 
 
@@ -319,6 +320,7 @@ def test_what_the_codec_needs_goes_along_pinned_with_all_it_needs_itself(make_ru
     (run.bundle_path / "files").mkdir()
     (run.bundle_path / "files" / "tokenizer.json").write_text("{}")
     write_manifest(run.bundle_path, "twice", "pass", ancestors)
+    record_export(run)
     pack(run)
     for accelerator in ("cpu", "gpu"):
         lines = (context_of(run) / f"requirements-{accelerator}.txt").read_text().splitlines()
