@@ -72,6 +72,12 @@ def test_a_setting_is_explained_with_what_it_runs_again(pipe: Pipe) -> None:
     assert "did you mean train.lr?" in pipe("explain", "train.lrr", expect=2).stderr
 
 
+def test_a_section_is_explained_by_all_its_settings(pipe: Pipe) -> None:
+    names = [facts["setting"] for facts in json.loads(pipe("explain", "tune", "-o", "json").stdout)]
+    assert names[0] == "tune.metric" and all(name.startswith("tune.") for name in names)
+    assert pipe("explain", "tune").stdout.startswith("## `tune`")
+
+
 SLOW_MODULES = {"jinja2", "kubernetes", "numpy", "onnx", "onnxruntime", "optuna", "psutil", "rich", "torch"}
 
 
