@@ -50,7 +50,7 @@ from pipeline.contract.signature import (
     codec_file,
 )
 from pipeline.contract.sources import project_sources, third_party_imports
-from pipeline.contract.task import Generates, HasExample, Task
+from pipeline.contract.task import Generates, HasExample, HasInstances, Task
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def make_golden(
     else:
         batch = test.batch(choose_samples(test, task.inputs, signature.missing_inputs))
         inputs, generated = {name: batch[name].numpy() for name in task.inputs}, []
-    instances, predictions = _run_codec(session, task, codec, signature)
+    instances, predictions = _run_codec(session, task, codec, signature, test)
     return Golden(
         inputs=inputs,
         outputs=run(session, inputs),
@@ -207,11 +207,15 @@ def _with_past(decoder: Decoder, prompts: list[list[int]]) -> Arrays:
 
 
 def _run_codec(
-    session: onnxruntime.InferenceSession, task: Task, codec: Codec, signature: Signature
+    session: onnxruntime.InferenceSession, task: Task, codec: Codec, signature: Signature, test: Samples
 ) -> tuple[list[Any], list[Any]]:
-    """Return the example and its predictions in JSON, where null stands for missing numbers."""
-    given = list(task.example()) if isinstance(task, HasExample) else []
-    instances: list[Any] = _plain_json(null_for_nan(given), "example()")
+    """Return example(), else raw test instances, and the predictions in JSON, where null stands for missing numbers."""
+    given: list[Any] = []
+    if isinstance(task, HasExample):
+        given = list(task.example())
+    elif isinstance(task, HasInstances):
+        given = list(task.instances(test.batch(range(min(GOLDEN_REQUESTS, len(test))))))
+    instances: list[Any] = _plain_json(null_for_nan(given), "example() or instances()")
     if not instances:
         return [], []
     arrays = codec.decode(instances)
