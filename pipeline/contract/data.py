@@ -351,8 +351,8 @@ def axis_sizes(task: Task, batch: Mapping[str, Tensor]) -> dict[str, int]:
     if len(set(sizes.values())) != len(sizes):
         sizes_text = ", ".join(f"{axis} {size}" for axis, size in sizes.items())
         raise DataError(
-            f"axes of different names have one size in the test data ({sizes_text}), and the export would join them; to "
-            "fix it: give the first test samples different sizes, or both axes one name"
+            f"axes of different names have one size in the test data ({sizes_text}), and the export would join them; "
+            "to fix it: give the first test samples different sizes, or both axes one name"
         )
     return sizes
 

@@ -58,7 +58,11 @@ def study_parts(config: Config, project: Project) -> dict[str, str]:
         if name.removeprefix("config:") not in space and name != CHAMPION_PART
     }
     parts |= {f"config:tune.space.{key}": _json(axis.model_dump(exclude_defaults=True)) for key, axis in space.items()}
-    return parts | {"config:tune.metric": config.tune.metric}
+    return parts | {"config:tune.metric": tuned_metric(config)}
+
+
+def tuned_metric(config: Config) -> str:
+    return config.tune.metric or config.evaluate.metric
 
 
 def study_name(parts: Mapping[str, str]) -> str:
@@ -67,13 +71,13 @@ def study_name(parts: Mapping[str, str]) -> str:
 
 def write_study(folder: Path, config: Config, parts: Mapping[str, str], lower: Collection[str] = ()) -> None:
     """Record a new study; `lower`: the task's metrics where lower is better, beside the loss."""
-    tune = config.tune
+    metric = tuned_metric(config)
     body = StudyFile(
         name=folder.name,
         created=now(),
-        metric=tune.metric,
-        direction="minimize" if tune.metric in ("loss", *lower) else "maximize",
-        space=tuple(tune.space),
+        metric=metric,
+        direction="minimize" if metric in ("loss", *lower) else "maximize",
+        space=tuple(config.tune.space),
         parts=parts,
     )
     write_atomic(folder / "study.json", body.model_dump_json(indent=2) + "\n")

@@ -23,7 +23,15 @@ from pipeline.display import Display
 from pipeline.history import Project, load_history
 from pipeline.plan import describe_changes
 from pipeline.runner import RunRequest, check_config, resume_run, run_pipeline
-from pipeline.tune.record import StudyFile, study_folder, study_name, study_parts, study_trials, trial_value
+from pipeline.tune.record import (
+    StudyFile,
+    study_folder,
+    study_name,
+    study_parts,
+    study_trials,
+    trial_value,
+    tuned_metric,
+)
 from pipeline.tune.search import TRIAL_STEPS, Claim, Study, TrialResult, as_overrides, search_space
 
 
@@ -56,7 +64,11 @@ class TrialMonitor(Display):
         has_new = False
         for epoch, value in self._reader.read(directory / "metrics.jsonl"):
             if value is None:
-                raise Pruned(f"validation has no finite `{self._metric}`; to fix it: check tune.metric")
+                names = ", ".join(self._reader.names)
+                raise Pruned(
+                    f"validation has no finite `{self._metric}` (it has {names}); "
+                    "to fix it: name one of these as tune.metric"
+                )
             if epoch not in self._reported:
                 self._reported.add(epoch)
                 self._trial.report(value, epoch)
@@ -71,7 +83,7 @@ def run_trial(claim: Claim, project: Project, base: Config, request: RunRequest)
         check_config(config)
     except ConfigError as error:
         return TrialResult("refused", reason=str(error).removeprefix("trial: ")), None
-    monitor = TrialMonitor(claim.trial, base.tune.metric)
+    monitor = TrialMonitor(claim.trial, tuned_metric(base))
     try:
         return _train_trial(monitor, project, config, replace(request, steps=TRIAL_STEPS, trial=claim.number))
     except Pruned as error:
@@ -101,7 +113,7 @@ def _train_trial(
     else:
         resume_run(project, run, replace(request, on_changes="restart"), monitor)
     monitor.report_epochs(run.output("train"))
-    value = trial_value(run, config.tune.metric)
+    value = trial_value(run, tuned_metric(config))
     assert value is not None, "an epoch without the metric prunes the trial"
     return TrialResult("done", value), run
 
@@ -118,12 +130,14 @@ class MetricReader:
         self._metric = metric
         self._lines = NewLines()
         self._seen: set[int] = set()
+        self.names: tuple[str, ...] = ()  # of all values of an epoch
 
     def read(self, path: Path) -> Iterator[tuple[int, float | None]]:
         """Yield new epochs, counted from one, with their values; None if the metric is missing or not finite."""
         for line in self._lines.read(path):
             if "validation" in line and line["epoch"] not in self._seen:
                 self._seen.add(line["epoch"])
+                self.names = tuple(line["validation"])
                 yield line["epoch"] + 1, line["validation"].get(self._metric)
 
 

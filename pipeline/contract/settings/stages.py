@@ -479,6 +479,13 @@ class Axis(Section):
     log: bool = Field(False, description="search the range by orders of magnitude")
     choices: tuple[bool | int | float | str, ...] = Field((), description="or else: the values themselves")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _no_plain_list(cls, value: object) -> object:
+        if isinstance(value, list | tuple):
+            raise PydanticCustomError("axis", "write a list as `choices: {values}`", {"values": list(value)})
+        return value
+
     @model_validator(mode="after")
     def _range_or_choices(self) -> Axis:
         ends = [end for end in (self.low, self.high) if end is not None]
@@ -494,7 +501,9 @@ class Axis(Section):
 class Tune(Section):
     """The search for better settings by `pipe tune`; `pipe run` ignores this section."""
 
-    metric: str = Field("accuracy", description="metric to optimize on the validation split, or `loss`")
+    metric: str = Field(
+        "", description="metric to optimize on the validation split, or `loss`; empty: that of `evaluate`"
+    )
     trials: Positive = Field(20, description="total number of trials over all workers and restarts")
     space: dict[str, Axis] = Field(
         {},

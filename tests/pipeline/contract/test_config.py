@@ -184,6 +184,7 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
     ("axis", "complaint"),
     [
         ({"low": 1}, "write it as `low` and `high`, or as `choices`"),
+        ([32, 64], "write a list as `choices: [32, 64]`"),
         ({}, "write it as `low` and `high`, or as `choices`"),
         ({"low": 1, "high": 2, "choices": [1]}, "write it as `low` and `high`, or as `choices`"),
         ({"low": 2, "high": 2}, "low must be smaller than high"),
@@ -191,7 +192,7 @@ def test_bytes_that_are_no_text_are_refused(tmp_path: Path) -> None:
         ({"choices": [1], "log": True}, "log needs a range whose low is above 0"),
     ],
 )
-def test_what_is_searched_is_a_range_or_choices(axis: dict[str, Any], complaint: str) -> None:
+def test_what_is_searched_is_a_range_or_choices(axis: Any, complaint: str) -> None:
     assert f"`tune.space.train.lr`: {complaint}" in refusal(tune={"space": {"train.lr": axis}})
 
 

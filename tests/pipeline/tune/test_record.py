@@ -128,14 +128,16 @@ def test_newest_study_comes_first(project: Project, make_config: MakeConfig) -> 
 
 
 @pytest.mark.parametrize(
-    ("metric", "direction"), [("accuracy", "maximize"), ("loss", "minimize"), ("word_errors", "minimize")]
+    ("metric", "direction"),
+    [("accuracy", "maximize"), ("", "maximize"), ("loss", "minimize"), ("word_errors", "minimize")],
 )
 def test_direction_is_the_one_that_the_task_declares(
     tmp_path: Path, make_config: MakeConfig, metric: str, direction: str
 ) -> None:
     study_folder(tmp_path, "abc").mkdir(parents=True)
     write_study(study_folder(tmp_path, "abc"), make_config(metric=metric), {}, lower=["word_errors"])
-    assert read_study(tmp_path, "abc").direction == direction
+    study = read_study(tmp_path, "abc")
+    assert (study.metric, study.direction) == (metric or "accuracy", direction), "by default that of evaluate"
 
 
 def test_damaged_record_is_named(project: Project, make_config: MakeConfig) -> None:

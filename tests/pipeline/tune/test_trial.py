@@ -158,7 +158,7 @@ def test_missing_metric_prunes_the_trial(tmp_path: Path, study: Study) -> None:
     claim = study.claim()
     assert claim is not None
     (tmp_path / "metrics.jsonl").write_text(validation(0, loss=1.0))
-    with pytest.raises(Pruned, match="no finite `accurracy`"):
+    with pytest.raises(Pruned, match=r"no finite `accurracy` \(it has loss\)"):
         TrialMonitor(claim.trial, "accurracy").report_epochs(tmp_path)
     study.record_result(claim, TrialResult("pruned"))
 
