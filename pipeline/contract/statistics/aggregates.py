@@ -38,6 +38,10 @@ class Statistic(ABC):
         """Number of units of the kind that has fewest, such as the positive ones of an AUC."""
         return self.units
 
+    @cached_property
+    def estimate(self) -> float:
+        return float(self.values(np.ones((1, self.units)))[0])
+
     @abstractmethod
     def values(self, weights: Floats) -> Floats:
         """Return one value for each row of weights, [rows, units]; NaN where it is undefined."""
@@ -64,25 +68,21 @@ class Statistic(ABC):
         return differing
 
 
-def point_estimate(statistic: Statistic) -> float:
-    if isinstance(statistic, Mean):
-        return float(statistic.column.mean())
-    return float(statistic.values(np.ones((1, statistic.units)))[0])
-
-
 def contributions(candidate: Statistic, baseline: Statistic | None, better: int = 1) -> Floats:
     """Return values per unit with the mean and variance of the statistic, or of the difference of two."""
     if baseline is None:
-        return better * (point_estimate(candidate) + candidate.influence())
-    return better * (
-        point_estimate(candidate) - point_estimate(baseline) + (candidate.influence() - baseline.influence())
-    )
+        return better * (candidate.estimate + candidate.influence())
+    return better * (candidate.estimate - baseline.estimate + (candidate.influence() - baseline.influence()))
 
 
 @dataclass(frozen=True)
 class Mean(Statistic):
     column: Floats
     range: Limits | None = None  # of one value
+
+    @cached_property
+    def estimate(self) -> float:
+        return float(self.column.mean())
 
     @property
     def limits(self) -> Limits | None:
@@ -266,9 +266,7 @@ class Auc(Statistic):
     @cached_property
     def _influence(self) -> Floats:
         positive, negative = self._positive, 1 - self._positive
-        lifts: Floats = (self._placements - point_estimate(self)) * (
-            positive / positive.mean() + negative / negative.mean()
-        )
+        lifts: Floats = (self._placements - self.estimate) * (positive / positive.mean() + negative / negative.mean())
         return lifts
 
 

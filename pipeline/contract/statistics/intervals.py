@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.special import bdtr, bdtrc, ndtri, stdtrit  # type: ignore[import-untyped]
 
-from pipeline.contract.statistics.aggregates import Auc, Average, Floats, Mean, Statistic, point_estimate
+from pipeline.contract.statistics.aggregates import Auc, Average, Floats, Mean, Statistic
 
 _MAX_JACKKNIFE_UNITS = 256  # up to here leaving out each unit in turn is cheap; beyond, derivatives are as good
 _MIN_DIFFERING = 2  # with fewer samples that differ, nothing is known about the size of a difference
@@ -37,7 +37,7 @@ class Interval:
 
 def metric_interval(statistic: Statistic, confidence: float) -> Interval | None:
     """Return the interval of one model's metric; None if it is undefined, or if too few samples differ."""
-    estimate = point_estimate(statistic)
+    estimate = statistic.estimate
     if statistic.units < 2 or not math.isfinite(estimate):
         return None
     if isinstance(statistic, Mean) and np.isin(statistic.column, (0.0, 1.0)).all():
@@ -55,7 +55,7 @@ def metric_interval(statistic: Statistic, confidence: float) -> Interval | None:
 
 def difference_interval(first: Statistic, second: Statistic, confidence: float) -> Interval | None:
     """Return the interval of the difference of two models on the same samples; None as for `metric_interval`."""
-    estimate = point_estimate(first) - point_estimate(second) + 0.0  # never -0
+    estimate = first.estimate - second.estimate + 0.0  # never -0
     if first.units < 2 or not math.isfinite(estimate):
         return None
     columns = [each.column for each in (first, second) if isinstance(each, Mean)]
@@ -198,7 +198,7 @@ def _auc_interval(statistic: Statistic, auc: float, confidence: float) -> Interv
 
 def _auc_difference(first: Statistic, second: Statistic, confidence: float) -> Interval:
     """Return the interval of a difference from those of both AUC and their correlation (Zou and Donner)."""
-    a, b = (_auc_interval(each, point_estimate(each), confidence) for each in (first, second))
+    a, b = (_auc_interval(each, each.estimate, confidence) for each in (first, second))
     x, y = first.influence(), second.influence()
     scale = math.sqrt(float((x**2).sum()) * float((y**2).sum()))
     correlation = float((x * y).sum()) / scale if scale else 0.0

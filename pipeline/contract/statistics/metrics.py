@@ -23,7 +23,6 @@ from pipeline.contract.statistics.aggregates import (
     Spearman,
     Statistic,
     contributions,
-    point_estimate,
 )
 from pipeline.contract.statistics.intervals import Interval, difference_interval, metric_interval
 from pipeline.contract.statistics.scores import ACTUAL, BASELINE, CANDIDATE, PREDICTED, PROBABILITIES, QUERY, Array
@@ -61,7 +60,7 @@ class Metric:
 
     def value(self, owner: Literal["candidate", "baseline"]) -> float:
         statistic = self.candidate if owner == "candidate" else self.baseline
-        return math.nan if statistic is None else point_estimate(statistic)
+        return math.nan if statistic is None else statistic.estimate
 
     def interval(self, owner: Literal["candidate", "baseline"], confidence: float) -> Interval | None:
         statistic = self.candidate if owner == "candidate" else self.baseline
@@ -232,7 +231,7 @@ def metric_values(metrics: Mapping[str, Metric], owner: Literal["candidate", "ba
     statistics = {
         name: metric.candidate if owner == "candidate" else metric.baseline for name, metric in metrics.items()
     }
-    return {name: point_estimate(statistic) for name, statistic in statistics.items() if statistic is not None}
+    return {name: statistic.estimate for name, statistic in statistics.items() if statistic is not None}
 
 
 def query_metrics(queries: Array, scores: Floats, relevance: Floats) -> dict[str, Floats]:

@@ -16,7 +16,6 @@ from pipeline.contract.statistics.aggregates import (
     Spearman,
     Statistic,
     contributions,
-    point_estimate,
 )
 from pipeline.contract.statistics.significance import calibration_curve, expected_calibration_error
 
@@ -56,7 +55,7 @@ def test_statistics_agree_with_scipy_and_scikit_learn() -> None:
         "ece": expected_calibration_error(calibration_curve(share, (actual > 0).astype(np.float64))),
     }
     for kind, value in expected.items():
-        assert point_estimate(make_statistic(kind, actual, predicted)) == pytest.approx(value, abs=1e-12), kind
+        assert make_statistic(kind, actual, predicted).estimate == pytest.approx(value, abs=1e-12), kind
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -65,7 +64,7 @@ def test_weights_equal_repeated_samples(kind: str) -> None:
     counts = np.random.default_rng(0).integers(0, 4, size=60)
     weighted = make_statistic(kind, actual, predicted).values(counts[None].astype(np.float64))[0]
     assert weighted == pytest.approx(
-        point_estimate(make_statistic(kind, np.repeat(actual, counts), np.repeat(predicted, counts)))
+        make_statistic(kind, np.repeat(actual, counts), np.repeat(predicted, counts)).estimate
     )
 
 
@@ -78,7 +77,7 @@ def test_influence_is_the_derivative_by_the_weight(kind: str) -> None:
     for i in (0, 7, 41, 79):
         weights = np.full((1, 80), 1 - step)
         weights[0, i] += 80 * step
-        slope = (statistic.values(weights)[0] - point_estimate(statistic)) / step
+        slope = (statistic.values(weights)[0] - statistic.estimate) / step
         assert slope == pytest.approx(influence[i], abs=1e-3, rel=1e-3)
 
 
