@@ -37,12 +37,12 @@ def render_card(facts: Facts, signature: Signature, ancestors: Ancestors, about:
 
 
 def describe_codec(bundle: Path, codec: str) -> str:
-    """Return the codec's docstrings on instances and predictions; the file is parsed, not run."""
+    """Return what the codec's class states of instances and predictions, or else its file, which is not run."""
     path, name = bundle / codec_file(codec), codec.rpartition(":")[2]
     tree = ast.parse(path.read_text() if path.is_file() else "")
     codec_class = next((node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name), None)
-    texts = [ast.get_docstring(node) or "" for node in (tree, codec_class) if node is not None]
-    return " ".join(" ".join(text.partition("\n\n")[0].split()) for text in texts if text)
+    text = (codec_class and ast.get_docstring(codec_class)) or ast.get_docstring(tree) or ""
+    return " ".join(text.partition("\n\n")[0].split())
 
 
 def _verdict(facts: Facts) -> Iterator[str]:

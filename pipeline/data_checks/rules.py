@@ -286,11 +286,14 @@ def check_ranges(
 ) -> Iterator[CheckResult]:
     """Yield results for columns whose values are mostly outside the known range, as after a change of units."""
     shares: dict[str, dict[str, float]] = {}  # column → feature
+    left: set[str] = set()  # features of which known values are outside the new range
     for feature in features:
         a, b = before.get(feature.name), after.get(feature.name)
         if feature.kind == "ids" or a is None or b is None or not any(a.bins) or not any(b.bins):
             continue
         shares.setdefault(feature.column, {})[feature.name] = max(_fraction_outside(b), _fraction_left(feature, a, b))
+        if _fraction_left(feature, a, b) > _fraction_outside(b):
+            left.add(feature.name)
     worst = max((share for fractions in shares.values() for share in fractions.values()), default=0.0)
     for column, fractions in shares.items():
         outside = sorted(
@@ -299,9 +302,12 @@ def check_ranges(
         if outside:
             a, b, share = before[outside[0]], after[outside[0]], fractions[outside[0]]
             also = f" (also {join_names(outside[1:])})" if len(outside) > 1 else ""
+            which = (
+                "former values are outside the latter" if outside[0] in left else "latter values are outside the former"
+            )
             detail = (
-                f"{a.low:.4g} … {a.high:.4g} became {b.low:.4g} … {b.high:.4g}, and {share:.0%} of one is outside "
-                f"the other{also}; to fix it: look for a change of unit, scale or encoding"
+                f"{a.low:.4g} … {a.high:.4g} became {b.low:.4g} … {b.high:.4g}, and {share:.0%} of the {which} range"
+                f"{also}; to fix it: look for a change of unit, scale or encoding"
             )
             location = f"{where}.{outside[0] if len(fractions) == 1 else column}"
             text = detail if location.endswith(outside[0]) else f"{outside[0]}: {detail}"

@@ -103,8 +103,9 @@ def test_variants_and_data_are_on_it_but_nothing_that_was_timed() -> None:
     [
         (
             '"""Pixels in."""\nclass Digits:\n    """A list of\n    greys.\n\n    More."""\n',
-            "Pixels in. A list of greys.",
+            "A list of greys.",
         ),
+        ('"""Pixels in."""\nclass Digits: ...\n', "Pixels in."),
         ("class Digits: ...\n", ""),
         (None, ""),
     ],
