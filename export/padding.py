@@ -45,7 +45,10 @@ class PaddingEffect:
     @property
     def text(self) -> str:
         """Return how padding changes answers, or why that is unknown; empty if it does not."""
-        sentences = [f"whether padding of axis `{axis}` changes answers is unknown: {why}" for axis, why in self.unknown.items()]  # fmt: skip  # noqa: E501
+        axes: dict[str, list[str]] = {}
+        for axis, why in self.unknown.items():
+            axes.setdefault(why, []).append(f"`{axis}`")
+        sentences = [f"whether padding of {' and '.join(names)} changes answers is unknown: {why}" for why, names in axes.items()]  # fmt: skip  # noqa: E501
         if self.differing:
             sentences.insert(
                 0,
@@ -210,7 +213,7 @@ def find_padding(task: Task, columns: Mapping[str, Tensor], axis: str) -> Paddin
             padding = _padding_at_end({name: arrays[name] for name in names}, side)
             if padding is not None and (len(names) == len(arrays) or _is_mask(names[0], padding, arrays)):
                 return padding
-    return "no test sample ends with values that stand only at the end of samples, in all inputs alike"
+    return "the test samples show none: in no sample do all inputs end with values that stand nowhere else"
 
 
 def _may_be_padded(array: Array) -> bool:

@@ -127,7 +127,15 @@ def test_a_mask_is_enough_where_another_input_goes_on_behind_a_sample() -> None:
     assert (found.samples, found.differing) == (PADDED, PADDED)
 
 
-NOT_CLEAR = "no test sample ends with values that stand only at the end of samples"
+NOT_CLEAR = "the test samples show none"
+
+
+def test_axes_whose_padding_is_unknown_for_one_reason_share_a_sentence() -> None:
+    text = PaddingEffect(unknown={"past": NOT_CLEAR, "future": NOT_CLEAR, "time": "it fails"}).text
+    assert text == (
+        "whether padding of `past` and `future` changes answers is unknown: the test samples show none; "
+        "whether padding of `time` changes answers is unknown: it fails"
+    )
 
 
 @pytest.mark.parametrize(
@@ -148,7 +156,7 @@ def test_a_length_that_the_data_do_not_show_is_unknown_and_not_guessed(letters: 
     task = Tags(Sum(), {"letters": letters}, ("letters",), axes={"letters": ("batch", "time")})
     found = effect(task)
     assert (found.samples, found.differing, set(found.unknown)) == (0, 0, {"time"})
-    assert found.text.startswith("whether padding of axis `time` changes answers is unknown: ")
+    assert found.text.startswith("whether padding of `time` changes answers is unknown: ")
 
 
 @pytest.mark.parametrize(
