@@ -188,10 +188,13 @@ def installed_versions(packages: tuple[str, ...]) -> dict[str, str]:
 
 
 def data_file_digests(root: Path, patterns: tuple[str, ...]) -> dict[str, str]:
-    """Return the digests of the data files a project declares."""
+    """Return the digests of the data files a project declares; a folder means all files below it."""
     digests: dict[str, str] = {}
     for pattern in patterns:
-        files = [path for path in sorted(root.glob(pattern)) if path.is_file()]
+        if Path(pattern).is_absolute():
+            raise ConfigError(f"prepare.files: {pattern!r} must be relative to the project, as in '../data/*.csv'")
+        paths = (root / pattern).rglob("*") if (root / pattern).is_dir() else root.glob(pattern)
+        files = [path for path in sorted(paths) if path.is_file()]
         if not files:
             raise ConfigError(f"prepare.files: no file matches {pattern!r} in {root}")
         digests |= {path.relative_to(root).as_posix(): digest_file(path) for path in files}

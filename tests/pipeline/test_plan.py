@@ -154,9 +154,18 @@ def test_a_declared_data_file_counts_for_prepare(config: Config, project: Projec
     assert changed(before, all_parts(config, project)) == {"prepare": {"file:points.csv"}}
 
 
+def test_a_folder_of_data_files_means_all_files_in_it(config: Config, project: Project, folder: Path) -> None:
+    (folder / "sounds" / "yes").mkdir(parents=True)
+    (folder / "sounds" / "yes" / "1.wav").write_bytes(b"RIFF")
+    parts = all_parts(override_config(config, ["prepare.files=[sounds]"]), project)
+    assert "file:sounds/yes/1.wav" in parts["prepare"]
+
+
 def test_a_pattern_that_matches_no_file_is_a_mistake(config: Config, project: Project) -> None:
     with pytest.raises(ConfigError, match=r"prepare.files: no file matches '\*.csv'"):
         all_parts(override_config(config, ["prepare.files=['*.csv']"]), project)
+    with pytest.raises(ConfigError, match=r"prepare.files: '/data/\*' must be relative to the project"):
+        all_parts(override_config(config, ["prepare.files=['/data/*']"]), project)
 
 
 def weights_of(folder: Path, config: Config) -> Config:

@@ -49,7 +49,7 @@ class Prepare(Section):
     )
     ignore: tuple[str, ...] = Field((), description="columns excluded from these checks")
     files: tuple[str, ...] = Field(
-        (), description="globs of data files that the task reads; a change in one reruns the pipeline"
+        (), description="globs of data files that the task reads, or folders; a change in one reruns the pipeline"
     )
 
     @field_validator("near_duplicates", "columns", "missing", "drift", mode="before")
