@@ -27,9 +27,12 @@ from export.to_onnx import tensor_specs
 from pipeline.contract.codec import (
     FILES,
     Codec,
+    Part,
     build_codec,
     codec_class,
     encode_method,
+    in_order,
+    join_equal_shapes,
     required_packages,
     shared_files,
 )
@@ -69,7 +72,7 @@ class ModelProperties:
     generation: Generation | None = None
     variant: str = "fp32"
     error: float = 0.0  # tolerance for processors that round this variant differently
-    padding: str = ""  # how padding changes answers
+    padding: str = ""  # how padding changes answers, or that it is unknown
     missing: frozenset[str] = frozenset()  # columns whose data have NaN
 
 
@@ -112,6 +115,7 @@ def _signature(bundle: Path, config: Config, properties: ModelProperties, requir
         generation=properties.generation,
         variant=properties.variant,
         padding=properties.padding,
+        separate_lengths=bool(properties.padding),
     )
 
 
@@ -218,12 +222,27 @@ def _run_codec(
     instances: list[Any] = _plain_json(null_for_nan(given), "example() or instances()")
     if not instances:
         return [], []
-    arrays = codec.decode(instances)
-    check_decoded(arrays, signature.inputs, len(instances))
-    predictions = list(encode_method(codec, f"codec {signature.codec}")(run(session, arrays), arrays))
-    if len(predictions) != len(instances):
-        raise ConfigError(f"codec: encode() gives {len(predictions)} predictions for {len(instances)} instances")
+    encode = encode_method(codec, f"codec {signature.codec}")
+    parts = _decode_parts(codec, instances, signature)
+    answers = [list(encode(run(session, part.arrays), part.arrays)) for part in parts]
+    for part, answer in zip(parts, answers, strict=True):
+        if len(answer) != len(part.positions):
+            raise ConfigError(f"codec: encode() gives {len(answer)} predictions for {len(part.positions)} instances")
+    predictions = in_order(parts, answers)
     return instances, _plain_json(null_for_nan(predictions) if signature.missing_inputs else predictions, "encode()")
+
+
+def _decode_parts(codec: Codec, instances: list[Any], signature: Signature) -> list[Part]:
+    """Decode the instances as the service does: one by one if padding changes answers, else together."""
+
+    def decode(some: list[Any]) -> dict[str, Any]:
+        arrays = codec.decode(some)
+        check_decoded(arrays, signature.inputs, len(some))
+        return dict(arrays)
+
+    if signature.separate_lengths:
+        return join_equal_shapes([decode([instance]) for instance in instances])
+    return [Part(range(len(instances)), decode(instances))]
 
 
 def check_decoded(arrays: Any, specs: tuple[TensorSpec, ...], count: int) -> None:

@@ -65,7 +65,7 @@ class BundleModel(Model):  # type: ignore[misc]  # kserve ships no types
         requested = [tensors.RequestedOutput(output.name, binary=False) for output in payload.request_outputs or ()]
         request = tensors.InferRequest(payload.id or "", [_tensor(item) for item in payload.inputs], requested)
         decoded = v2.decode_request(request, self.predictor)
-        computed = self.predictor.run(decoded.arrays, decoded.names)
+        computed = [self.predictor.run(part.arrays, decoded.names) for part in decoded.parts]
         arrays, datatypes = v2.encode_outputs(decoded, computed, self.predictor)
         outputs = []
         for name in (output.name for output in decoded.requested_outputs):

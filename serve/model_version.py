@@ -14,6 +14,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from pipeline.contract.codec import Part
 from pipeline.contract.signature import TensorSpec
 from serve.errors import Headers
 from serve.generate.model import TextGenerator
@@ -47,11 +48,13 @@ class Payload(Protocol):
         """Return the id in the body, empty if there is none."""
         ...
 
-    def decode(self, predictor: Predictor) -> tuple[Mapping[str, Array], Sequence[str]]:
+    def decode(self, predictor: Predictor) -> tuple[Sequence[Part], Sequence[str]]:
         """Return the checked input arrays and the names of the requested outputs."""
         ...
 
-    def encode(self, predictor: Predictor, outputs: Mapping[str, Array], version: str) -> Any: ...
+    def encode(self, predictor: Predictor, outputs: Sequence[Mapping[str, Array]], version: str) -> Any:
+        """Return the answer from the outputs of each part."""
+        ...
 
 
 class ModelVersion:
@@ -85,19 +88,22 @@ class ModelVersion:
         size = request.size.bit_length()
         on_loop = payload.is_quick and predictor.text_signature is None  # else the codec runs, which is user code
         if on_loop:
-            inputs, output_names = payload.decode(predictor)
+            parts, output_names = payload.decode(predictor)
         else:
             self.decoding += 1
             try:
-                inputs, output_names = await self._decode_pace.call(self.pool, size, payload.decode, predictor)
+                parts, output_names = await self._decode_pace.call(self.pool, size, payload.decode, predictor)
             finally:
                 self.decoding -= 1
         request.decoded_at = clock()
         if (timeout := min(payload.timeout_seconds, request.timeout_seconds)) < math.inf:
             request.deadline = request.received_at + timeout
         alone = RequestContext.in_progress == 1
-        outputs = await self.batcher.outputs(inputs, output_names, request, is_only=alone)
-        request.run_ended_at = clock()
+        outputs, started_at = [], 0.0
+        for part in parts:  # one, unless padding changes answers
+            outputs.append(await self.batcher.outputs(part.arrays, output_names, request, is_only=alone))
+            started_at = started_at or request.run_started_at
+        request.run_started_at, request.run_ended_at = started_at, clock()
         if on_loop:
             answer = payload.encode(predictor, outputs, self.version)
         else:
@@ -105,7 +111,8 @@ class ModelVersion:
             answer = await self._encode_pace.call(self.pool, size, payload.encode, *args)
         request.encoded_at = clock()
         if self.shadow is not None:
-            self.shadow.offer(inputs, outputs)
+            for part, computed in zip(parts, outputs, strict=True):
+                self.shadow.offer(part.arrays, computed)
         return answer
 
     async def choose(self, payload: Payload, request_id: bytes) -> ModelVersion:

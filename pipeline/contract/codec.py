@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
@@ -49,6 +49,34 @@ def load_bundled_codec(bundle: Path, signature: Signature, package: str) -> Code
     root = bundle / CODEC_FOLDER if ":" in signature.codec else bundle
     file = (bundle / signature.codec_file).relative_to(root)
     return load_codec(f"{file.as_posix()}:{signature.codec.rpartition(':')[2]}", root, package, bundle / FILES)
+
+
+class Part(NamedTuple):
+    """Instances of a request that run together: their positions in the request, and their arrays."""
+
+    positions: Sequence[int]
+    arrays: Arrays
+
+
+def join_equal_shapes(decoded: Sequence[Arrays]) -> list[Part]:
+    """Join instances that were decoded one by one, where their shapes are equal: nothing is padded."""
+    groups: dict[tuple[Any, ...], list[int]] = {}
+    for position, arrays in enumerate(decoded):
+        shapes = tuple((name, array.dtype.str, array.shape) for name, array in arrays.items())
+        groups.setdefault(shapes, []).append(position)
+    return [
+        Part(positions, {name: np.concatenate([decoded[i][name] for i in positions]) for name in decoded[positions[0]]})
+        for positions in groups.values()
+    ]
+
+
+def in_order(parts: Sequence[Part], predictions: Sequence[Sequence[Any]]) -> list[Any]:
+    """Return the predictions of all parts in the order of the request."""
+    ordered: list[Any] = [None] * sum(len(part.positions) for part in parts)
+    for part, values in zip(parts, predictions, strict=True):
+        for position, value in zip(part.positions, values, strict=True):
+            ordered[position] = value
+    return ordered
 
 
 def codec_class(reference: str, root: Path, package: str = "") -> Any:

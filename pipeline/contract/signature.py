@@ -140,6 +140,7 @@ class Signature(Frozen):
     generation: Generation | None = None  # present for language models
     variant: str = "fp32"  # of the ONNX file; all variants have the same inputs and outputs
     padding: str = ""  # how padding changes answers, or that it is unknown; empty: it does not
+    separate_lengths: bool = False  # run the instances of a request without padding them for each other
 
     @model_validator(mode="after")
     def _tensors_exist(self) -> Signature:

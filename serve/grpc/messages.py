@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.contract.codec import Part
 from pipeline.contract.errors import InvalidPayload
 from pipeline.contract.signature import NUMPY_TYPES
 from serve.errors import RequestError, TooLarge, Unimplemented
@@ -59,12 +60,12 @@ class Payload:
         """Return the client's own id, which chooses between a version and its canary."""
         return str(self._message.id)
 
-    def decode(self, predictor: Predictor) -> tuple[Mapping[str, Array], Sequence[str]]:
+    def decode(self, predictor: Predictor) -> tuple[Sequence[Part], Sequence[str]]:
         self._request = parse(self._message)
         self._decoded = v2.decode_request(self._request, predictor)
-        return self._decoded.arrays, self._decoded.names
+        return self._decoded.parts, self._decoded.names
 
-    def encode(self, predictor: Predictor, outputs: Mapping[str, Array], version: str) -> Any:
+    def encode(self, predictor: Predictor, outputs: Sequence[Mapping[str, Array]], version: str) -> Any:
         answer = v2.encode_outputs(self._decoded, outputs, predictor)
         return render(self._message, version, self._decoded.requested_outputs, *answer)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import numpy as np
 import orjson
 
+from pipeline.contract.codec import Arrays, Part
 from pipeline.contract.errors import InvalidPayload
 from serve.request_body import parse_object
 from serve.runtime.predictor import Predictor
@@ -20,8 +20,7 @@ class Payload:
     """The body of one prediction. Its codec is user code, which may block."""
 
     body: bytes
-    _count: int = 0
-    _inputs: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict)
+    _parts: Sequence[Part] = ()
     is_quick: ClassVar[bool] = False
     timeout_seconds: ClassVar[float] = math.inf  # the protocol has no field for it
 
@@ -29,15 +28,13 @@ class Payload:
         """Return no id, since the protocol has none."""
         return ""
 
-    def decode(self, predictor: Predictor) -> tuple[Mapping[str, np.ndarray[Any, Any]], Sequence[str]]:
-        instances = parse(self.body)
-        self._inputs = predictor.decode(instances)
-        self._count = len(instances)
-        return self._inputs, predictor.session.outputs
+    def decode(self, predictor: Predictor) -> tuple[Sequence[Part], Sequence[str]]:
+        self._parts = predictor.decode(parse(self.body))
+        return self._parts, predictor.session.outputs
 
-    def encode(self, predictor: Predictor, outputs: Mapping[str, np.ndarray[Any, Any]], version: str) -> bytes:  # noqa: ARG002
+    def encode(self, predictor: Predictor, outputs: Sequence[Arrays], version: str) -> bytes:  # noqa: ARG002
         # NaN and infinity, which JSON does not have, become null.
-        body = {"predictions": predictor.encode(outputs, self._inputs, self._count)}
+        body = {"predictions": predictor.encode(outputs, self._parts)}
         return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 
+from pipeline.contract.codec import Part
 from pipeline.contract.errors import InvalidPayload
 from pipeline.contract.signature import Signature, TensorSpec
 from serve.protocol import v2_json
@@ -53,11 +54,11 @@ class Payload:
         """Return the client's id, by which requests are divided between versions."""
         return self.request.id
 
-    def decode(self, predictor: Predictor) -> tuple[Mapping[str, Array], Sequence[str]]:
+    def decode(self, predictor: Predictor) -> tuple[Sequence[Part], Sequence[str]]:
         self._decoded = decode_request(self.request, predictor)
-        return self._decoded.arrays, self._decoded.names
+        return self._decoded.parts, self._decoded.names
 
-    def encode(self, predictor: Predictor, outputs: Mapping[str, Array], version: str) -> Answer:
+    def encode(self, predictor: Predictor, outputs: Sequence[Mapping[str, Array]], version: str) -> Answer:
         identity = {"model_name": self._model, "model_version": version, "id": self.request.id}
         return render(identity, self._decoded.requested_outputs, *encode_outputs(self._decoded, outputs, predictor))
 
@@ -156,13 +157,13 @@ _DATATYPES = {PREDICTIONS: "BYTES"}
 class DecodedRequest(NamedTuple):
     """Inputs of the model, and what the answer contains."""
 
-    arrays: Mapping[str, Array]
+    parts: Sequence[Part]  # one, unless the instances are of several lengths that must not be padded
     names: Sequence[str]  # of the outputs to compute
     requested_outputs: Sequence[RequestedOutput]
     text_count: int = 0  # instances, if they were strings
 
 
-NOT_DECODED = DecodedRequest({}, (), ())
+NOT_DECODED = DecodedRequest((), (), ())
 
 
 def text_signature(signature: Signature, instances: Sequence[Any]) -> Signature | None:
@@ -186,9 +187,8 @@ def decode_request(request: InferRequest, predictor: Predictor) -> DecodedReques
     text_signature = predictor.text_signature
     if text_signature is None or [tensor.name for tensor in request.inputs] != [INSTANCES]:
         requested_outputs = request.requested_outputs(predictor.signature)
-        return DecodedRequest(
-            request.arrays(predictor.signature), [output.name for output in requested_outputs], requested_outputs
-        )
+        part = Part((), request.arrays(predictor.signature))
+        return DecodedRequest([part], [output.name for output in requested_outputs], requested_outputs)
     texts = request.arrays(text_signature)[INSTANCES].tolist()
     return DecodedRequest(
         predictor.decode(texts), predictor.session.outputs, request.requested_outputs(text_signature), len(texts)
@@ -196,13 +196,13 @@ def decode_request(request: InferRequest, predictor: Predictor) -> DecodedReques
 
 
 def encode_outputs(
-    decoded: DecodedRequest, outputs: Mapping[str, Array], predictor: Predictor
+    decoded: DecodedRequest, outputs: Sequence[Mapping[str, Array]], predictor: Predictor
 ) -> tuple[Mapping[str, Array], Mapping[str, str]]:
     """Return the tensors of the answer and their datatypes; predictions that are not strings are written as JSON."""
     if not (count := decoded.text_count):
-        return outputs, predictor.datatypes
+        return outputs[0], predictor.datatypes
     predictions = np.empty(count, object)
-    predictions[:] = [_text(prediction) for prediction in predictor.encode(outputs, decoded.arrays, count)]
+    predictions[:] = [_text(prediction) for prediction in predictor.encode(outputs, decoded.parts)]
     return {PREDICTIONS: predictions}, _DATATYPES
 
 

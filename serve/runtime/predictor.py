@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.codec import Codec, Encode, encode_method, load_bundled_codec
+from pipeline.contract.codec import Codec, Encode, Part, encode_method, in_order, join_equal_shapes, load_bundled_codec
 from pipeline.contract.errors import BundleError, InvalidPayload
 from pipeline.contract.signature import Drawing, codec_drawing
 from serve.protocol.validate import check_arrays, check_missing
@@ -56,23 +56,33 @@ class Predictor:
 
     def predict(self, instances: Any) -> Sequence[Any]:
         """Return one prediction for each instance."""
-        inputs = self.decode(instances)
-        return self.encode(self.run(inputs), inputs, len(instances))
+        parts = self.decode(instances)
+        return self.encode([self.run(part.arrays) for part in parts], parts)
 
     def run(self, arrays: Mapping[str, Array], outputs: Sequence[str] | None = None) -> dict[str, Array]:
         """Run inference on validated arrays."""
         return self.session.run(arrays, outputs)
 
-    def encode(self, outputs: Mapping[str, Array], inputs: Mapping[str, Array], count: int) -> Sequence[Any]:
-        """Return one prediction for each of `count` instances, which were decoded to these inputs."""
+    def encode(self, outputs: Sequence[Mapping[str, Array]], parts: Sequence[Part]) -> Sequence[Any]:
+        """Return one prediction for each instance, from the outputs of each part of the request."""
+        predictions = [
+            self._encode_part(computed, part.arrays, len(part.positions))
+            for computed, part in zip(outputs, parts, strict=True)
+        ]
+        return predictions[0] if len(parts) == 1 else in_order(parts, predictions)
+
+    def _encode_part(self, outputs: Mapping[str, Array], inputs: Mapping[str, Array], count: int) -> Sequence[Any]:
         assert self._encode is not None, "decoding has checked this"
         predictions = self._encode(outputs, inputs)
         if len(predictions) != count:
             raise ValueError(f"codec.encode returned {len(predictions)} predictions for {count} instances")
         return predictions
 
-    def decode(self, instances: Any) -> Mapping[str, Array]:
-        """Turn a client's instances into the arrays of the signature."""
+    def decode(self, instances: Any) -> list[Part]:
+        """Turn a client's instances into the arrays of the signature.
+
+        They are one part, unless padding changes answers: then each part has instances of one length.
+        """
         if self._codec is None:
             raise InvalidPayload("this model has no codec for instances; use /openai/v1/completions for texts")
         if not isinstance(instances, list):
@@ -81,6 +91,12 @@ class Predictor:
             raise InvalidPayload("instances: the list is empty")
         if len(instances) > (most := self.signature.limits.max_batch_size):
             raise InvalidPayload(f"instances: {len(instances)} in one request exceed the limit of {most}")
+        if self.signature.separate_lengths and len(instances) > 1:
+            return join_equal_shapes([self._decode_part([instance]) for instance in instances])
+        return [Part(range(len(instances)), self._decode_part(instances))]
+
+    def _decode_part(self, instances: list[Any]) -> Mapping[str, Array]:
+        assert self._codec is not None
         try:
             arrays = self._codec.decode(instances)
         except InvalidPayload:

@@ -142,8 +142,8 @@ def test_the_service_answers_them_as_at_export(bundle: Bundle) -> None:
         v2.Payload("gaps", json.dumps(requests[1].body, allow_nan=False).encode(), None),
     ]
     for request, payload in zip(requests, payloads, strict=True):
-        inputs, names = payload.decode(predictor)
-        answer = payload.encode(predictor, predictor.run(inputs, names), "1")
+        (part,), names = payload.decode(predictor)
+        answer = payload.encode(predictor, [predictor.run(part.arrays, names)], "1")
         text = answer if isinstance(answer, bytes) else answer.body
         assert b"NaN" not in text
         assert request.problem(json.loads(text)) is None

@@ -66,11 +66,12 @@ def test_requests_of_one_batch_are_cut_by_their_own_inputs(predictor: Predictor,
     payloads, batch = [payload(texts) for texts in TEXTS], []
     for one in payloads:
         context = RequestContext({}, "/")
-        context.inputs, _ = one.decode(predictor)
+        (decoded,), _ = one.decode(predictor)
+        context.inputs = decoded.arrays
         context.rows = len(context.inputs["codes"])
         batch.append(context)
     parts = split(predictor.run(concatenate(batch)), batch)
-    answers = [one.encode(predictor, part, "1") for one, part in zip(payloads, parts, strict=True)]
+    answers = [one.encode(predictor, [part], "1") for one, part in zip(payloads, parts, strict=True)]
     assert [predictions(answer) for answer in answers] == ANSWERS
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from pipeline.contract.bundle import open_bundle
+from pipeline.contract.codec import Part
 from pipeline.contract.signature import Limits, Runtime
 from serve.errors import Busy, DeadlineExceeded
 from serve.load_shedding import admit
@@ -41,10 +42,10 @@ class SlowPayload:
     def decode(self, predictor: Any) -> Any:
         self.thread = threading.current_thread().name
         time.sleep(self.seconds)
-        return {"x": np.zeros((1, 1), np.float32)}, ("y",)
+        return [Part((0,), {"x": np.zeros((1, 1), np.float32)})], ("y",)
 
     def encode(self, predictor: Any, outputs: Any, version: str) -> Any:
-        return outputs["y"].tolist()
+        return outputs[0]["y"].tolist()
 
 
 @pytest.fixture(scope="module")

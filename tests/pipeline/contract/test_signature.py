@@ -62,7 +62,8 @@ def test_the_names_of_a_signature_are_at_hand_and_are_no_part_of_its_file() -> N
     signature = Signature(inputs=(spec,), outputs=(spec,), codec="C", limits=limits, runtime=runtime)
     assert signature.input_specs == {"x": spec}
     assert signature.output_names == ("x",)
-    fields = {"inputs", "outputs", "codec", "requires", "limits", "runtime", "generation", "variant", "padding"}
+    fields = {"inputs", "outputs", "codec", "requires", "limits", "runtime", "generation", "variant"}
+    fields |= {"padding", "separate_lengths"}
     assert set(signature.model_dump()) == fields
 
 
