@@ -6,6 +6,8 @@ data.json, and every later step checks them. This module needs torch only if the
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import json
 import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -263,6 +265,19 @@ def load_task(reference: str, root: Path) -> Task:
     return task
 
 
+def misspelled_members(task: Task) -> str:
+    """Return a warning if a public member of the task nearly has the name of an optional one, which it lacks."""
+    others = _OPTIONAL_METHODS | _OPTIONAL_ATTRIBUTES | _METHODS.keys()
+    for name in (name for name in dir(task) if not name.startswith("_") and name not in others):
+        is_method = callable(inspect.getattr_static(task, name))
+        absent = {
+            name for name in (_OPTIONAL_METHODS if is_method else _OPTIONAL_ATTRIBUTES) if not hasattr(task, name)
+        }
+        if near := difflib.get_close_matches(name, absent, n=1, cutoff=_SIMILARITY):
+            return f"pipe does not use `{name}` of the task; did you mean `{near[0]}`?"
+    return ""
+
+
 def _check_directions(reference: str, directions: object) -> None:
     if not isinstance(directions, Mapping) or not set(directions.values()) <= {"higher", "lower"}:
         raise ConfigError(
@@ -346,6 +361,13 @@ def input_axes(task: Task) -> dict[str, tuple[str | int, ...]]:
     return {name: axes[name] for name in task.inputs}
 
 
+_SIMILARITY = 0.85
+_OPTIONAL_ATTRIBUTES = {"directions", "classes", "axes", "longest"}
+_OPTIONAL_METHODS = {
+    *("predicted", "actual", "queries", "probabilities", "slices", "baseline", "example", "text", "show", "collate"),
+    *("sample_lengths", "sample_groups", "sample_weights", "adapt", "make_files", "use_files", "language_model"),
+    *("prompting", "parallelize"),
+}
 _METHODS = {
     "model": "model()",
     "data": "data(split)",

@@ -33,6 +33,7 @@ from pipeline.contract.task import (
     check_format_names,
     load_task,
     make_shared_files,
+    misspelled_members,
     require_adapt,
     shared_file_digests,
 )
@@ -77,8 +78,9 @@ def prepare(run: Run, root: Path) -> None:
     write_json(run.partial("prepare") / "data.json", report)
     write_checks(checked, run.partial("prepare"), lower_is_better(task))
     write_read_files(root, run.partial("prepare"))
-    if warning := check_directions(task, _metric_names(task)):
-        print(f"warning: {warning}", file=sys.stderr)
+    for warning in (check_directions(task, _metric_names(task)), misspelled_members(task)):
+        if warning:
+            print(f"warning: {warning}", file=sys.stderr)
     if report[KEY]:
         print(f"files that model, data and codec share: {', '.join(report[KEY])}")
     for name, facts in report["splits"].items():

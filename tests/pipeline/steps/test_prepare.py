@@ -219,6 +219,24 @@ def test_a_metric_that_reads_like_an_error_is_questioned(root: Path, capsys: pyt
     )
 
 
+@pytest.mark.parametrize(
+    ("member", "warned"),
+    [
+        ("def slice(self, batch): ...", True),
+        ("def slices(self, batch): ...", False),
+        ("def _slice(self, batch): ...", False),
+        ("direction = {'error': 'lower'}", True),
+        ("texts = ['a']", False),
+    ],
+)
+def test_an_optional_method_with_a_wrong_name_is_questioned(
+    root: Path, capsys: pytest.CaptureFixture[str], member: str, warned: bool
+) -> None:
+    edit(root, "    def predicted", f"    {member}\n    def predicted")
+    prepare(new_run(root), root)
+    assert ("of the task; did you mean `" in capsys.readouterr().err) == warned
+
+
 def test_declared_directions_are_recorded_and_not_questioned(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     edit(root, "batch): ...\n    def predicted", 'batch): return {"mae": outputs}\n    def predicted')
     edit(root, "    inputs =", '    directions = {"mae": "lower"}\n    inputs =')
