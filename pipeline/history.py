@@ -13,6 +13,7 @@ import platform
 import secrets
 import shutil
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,6 +30,7 @@ from pipeline.contract.run import Run, RunFile, StepRecord, all_runs, sealed_tex
 
 PACKAGES = ("torch", "numpy", "onnx", "onnxscript", "onnxruntime-gpu", "onnxruntime", "kserve", "pydantic")
 _POLL_SECONDS = 0.2
+_GIT_TIMEOUT_SECONDS = 10
 
 History: TypeAlias = list[tuple[Run, RunFile]]
 
@@ -90,7 +92,7 @@ def begin_run(
         parent=parent,
         wanted=wanted,
         config=config.model_dump(mode="json"),
-        environment=describe_environment(),
+        environment=describe_environment() | describe_commit(run.runs.parent),
         study=study,
         trial=trial,
     )
@@ -177,6 +179,28 @@ def link_outputs(source: Run, target: Run, record: StepRecord) -> None:
 def describe_environment() -> dict[str, str]:
     interpreter = {"python": platform.python_version(), "platform": platform.platform()}
     return interpreter | installed_versions(PACKAGES)
+
+
+COMMIT, WORKING_TREE = "git commit", "git working tree"  # names in the environment of a run
+
+
+def describe_commit(root: Path) -> dict[str, str]:
+    """Return the commit of the project, and whether files of it differ; empty where it is in no repository."""
+    try:
+        commit = _git(root, "rev-parse", "HEAD")
+        changed = _git(root, "status", "--porcelain", "--", ".", ":(exclude)runs")
+    except (OSError, subprocess.SubprocessError):  # no git, or no repository with a commit
+        return {}
+    return {COMMIT: commit, WORKING_TREE: "uncommitted changes" if changed else "clean"}
+
+
+def _git(root: Path, *arguments: str) -> str:
+    environment = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}  # git commands of the user must not fail meanwhile
+    done = subprocess.run(
+        ["git", *arguments], cwd=root, env=environment, capture_output=True, text=True, check=True,
+        timeout=_GIT_TIMEOUT_SECONDS,
+    )  # fmt: skip
+    return done.stdout.strip()
 
 
 def installed_versions(packages: tuple[str, ...]) -> dict[str, str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any, Literal
 from pipeline.contract.facts import Facts, NewLines, curve_values, is_number
 from pipeline.contract.run import Run, RunFile
 from pipeline.contract.sources import code_digest
+from pipeline.history import COMMIT, WORKING_TREE
 from pipeline.report.lineage import digest_chain
 
 # The settings that decide the results; the others may name hosts, paths and secrets.
@@ -27,7 +27,6 @@ _RESULT_FILES = (
 _BUNDLE = "export/bundle"
 MODEL = f"{_BUNDLE}/model.onnx"
 MAX_UPLOAD_BYTES = 100 << 20  # a larger model is linked
-_GIT_TIMEOUT_SECONDS = 10
 
 Ending = Literal["finished", "failed", "killed", "unfinished"]
 
@@ -108,7 +107,8 @@ def read_tags(run: Run, root: Path, facts: Facts) -> dict[str, str]:
     if not digests["code"]:
         digests["code"] = code_digest(root, run.config.task, run.config.codec)
     tags |= {f"digest.{name.lower().replace(' ', '_')}": digest for name, digest in digests.items()}
-    tags["git.commit"] = _git_commit(root)
+    tags["git.commit"] = facts.file.environment.get(COMMIT, "")
+    tags["git.working_tree"] = facts.file.environment.get(WORKING_TREE, "")
     if (run.path / MODEL).is_file() and not is_uploaded(run.path / MODEL):
         tags["model.path"] = str(run.path / MODEL)
     return {name: value for name, value in tags.items() if value}
@@ -116,17 +116,6 @@ def read_tags(run: Run, root: Path, facts: Facts) -> dict[str, str]:
 
 def is_uploaded(path: Path) -> bool:
     return path.stat().st_size <= MAX_UPLOAD_BYTES
-
-
-def _git_commit(root: Path) -> str:
-    """Return the commit of the project; empty where it is in no repository."""
-    try:
-        done = subprocess.run(
-            ["git", "rev-parse", "HEAD"], cwd=root, capture_output=True, text=True, timeout=_GIT_TIMEOUT_SECONDS
-        )
-    except (OSError, subprocess.SubprocessError):  # no git
-        return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 def result_files(run: Run) -> dict[str, Path]:

@@ -18,6 +18,7 @@ from pipeline.history import (
     begin_run,
     changed_outputs,
     create_run,
+    describe_commit,
     describe_environment,
     example_folder,
     exclusive_lock,
@@ -275,3 +276,18 @@ def test_an_example_names_files_that_are_there(name: str) -> None:
 def test_an_unknown_example_is_reported() -> None:
     with pytest.raises(ConfigError, match="no example 'none'"):
         example_folder("none")
+
+
+def test_run_records_the_commit_and_whether_files_differ_from_it(tmp_path: Path) -> None:
+    assert describe_commit(tmp_path) == {}, "no repository"
+    author = ("-c", "user.name=a", "-c", "user.email=a@b")
+    (tmp_path / "task.py").write_text("")
+    for command in (["init", "-q"], ["add", "."], [*author, "commit", "-qm", "first"]):
+        subprocess.run(["git", *command], cwd=tmp_path, check=True)
+    (tmp_path / "runs").mkdir()
+    run = create_run(tmp_path / "runs", Config(name="a", task="task.py:A", codec="codec.py:B"), ("train",), "")
+    recorded = run.read().environment
+    assert len(recorded["git commit"]) == 40
+    assert recorded["git working tree"] == "clean", "the runs do not count"
+    (tmp_path / "codec.py").write_text("")
+    assert describe_commit(tmp_path)["git working tree"] == "uncommitted changes"
