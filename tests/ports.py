@@ -1,6 +1,7 @@
 """Free ports for tests, from a range of each worker's own below the kernel's ephemeral ports.
 
-A port that the kernel picked and a test released again may be given to any other connection before it is used.
+A port that the kernel picked and a test released again may be given to any other connection before it is used. Several
+suites on one machine begin at different ports of a range.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import socket
 _FIRST, _PER_WORKER = 12_000, 1_500
 _worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 _start = _FIRST + _worker % 12 * _PER_WORKER
-_candidates = itertools.cycle(range(_start, _start + _PER_WORKER, 2))  # in steps of two: gRPC uses the next port
+_ports = range(_start, _start + _PER_WORKER, 2)  # in steps of two: gRPC uses the next port
+_first = os.getpid() * 199 % len(_ports)
+_candidates = itertools.cycle([*_ports[_first:], *_ports[:_first]])
 
 
 def free_port() -> int:
