@@ -1,7 +1,7 @@
 """The model registry: an append-only history of changes, from which names such as `champion` follow.
 
-A registry is a folder or an fsspec URL; a file in it is created once and never changed. The bundle of an entry is in
-its run, or in the registry's own copy.
+It also counts the comparisons on each test set. A registry is a folder or an fsspec URL; a file in it is created once
+and never changed. The bundle of an entry is in its run, or in the registry's own copy.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ CHAMPION = "champion"
 PREVIOUS = "previous"  # follows from the history and cannot be set
 
 _CHANGE = re.compile(r"\d{6,}\.json")
+_TEST_SETS = "test_sets"  # folder with one folder for each fingerprint
 
 
 class Entry(Frozen):
@@ -129,6 +130,51 @@ def change_registry(runs: Path, url: str, decide: Callable[[Registry], ProposedC
         name = f"{length - len(location.old.history) + 1:06d}.json"
         if location.store.create(name, (change.model_dump_json(indent=2) + "\n").encode()):
             return Registry((*history, change))
+
+
+class Comparison(Frozen):
+    """One file of a test set's folder: a candidate was compared with a baseline on it."""
+
+    at: str
+    key: str  # of the evaluate step, so that the same comparison counts once
+    run: str
+    by: str = ""
+    token: str = ""
+
+
+def count_comparison(runs: Path, url: str, fingerprint: str, key: str, run: str) -> tuple[int, str]:
+    """Record a comparison on a test set; return its number, and why it could not be recorded, if so.
+
+    A comparison that was recorded before keeps its number.
+    """
+    store, folder = open_store(url, runs), f"{_TEST_SETS}/{fingerprint}"
+    while True:
+        past = _read_comparisons(store, folder)
+        for number, comparison in past.items():
+            if comparison.key == key:
+                return number, ""
+        number = max(past, default=0) + 1
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        comparison = Comparison(at=now, key=key, run=run, by=_current_user(), token=secrets.token_hex(8))
+        try:
+            is_new = store.create(f"{folder}/{number:06d}.json", (comparison.model_dump_json(indent=2) + "\n").encode())
+        except (ConfigError, ResourceError) as error:  # as in a pod that may only read the registry
+            return number, f"this comparison could not be recorded and will not count: {error}"
+        if is_new:
+            return number, ""
+
+
+def _read_comparisons(store: RegistryStore, folder: str) -> dict[int, Comparison]:
+    names = sorted(name for name in store.names(folder) if _CHANGE.fullmatch(name))
+    comparisons = {}
+    for name, raw in zip(names, store.read([f"{folder}/{name}" for name in names]), strict=True):
+        try:
+            comparisons[int(name[:-5])] = Comparison.model_validate_json(raw)
+        except ValidationError as error:
+            raise PipelineError(
+                f"{store.where}/{folder}/{name}: damaged ({error.errors()[0]['msg']}); restore it from a copy"
+            ) from error
+    return comparisons
 
 
 @dataclass(frozen=True)
@@ -296,8 +342,8 @@ _TEST_OBJECT = "exclusive"  # an object created twice, to check that the store r
 class RegistryStore(Protocol):
     where: str  # for messages
 
-    def names(self) -> list[str]:
-        """Return the names of its direct members."""
+    def names(self, folder: str = "") -> list[str]:
+        """Return the names of its direct members, or of those of a folder in it."""
 
     def read(self, names: Sequence[str]) -> list[bytes]: ...
 
@@ -327,9 +373,9 @@ class FolderStore:
     def __init__(self, path: Path) -> None:
         self.path, self.where = path, str(path)
 
-    def names(self) -> list[str]:
+    def names(self, folder: str = "") -> list[str]:
         try:
-            return [path.name for path in self.path.iterdir()]
+            return [path.name for path in (self.path / folder).iterdir()]
         except FileNotFoundError:  # nothing has been written yet
             return []
         except OSError as error:  # an empty result would hide the champion from the gate
@@ -430,11 +476,11 @@ class ObjectStore:
         except (ImportError, ValueError) as error:
             raise ConfigError(f"registry={url}: {error}; or name a folder") from error
 
-    def names(self) -> list[str]:
+    def names(self, folder: str = "") -> list[str]:
         self._files.invalidate_cache()  # other processes write there too
         with self._translate_errors():
             try:
-                paths: list[str] = self._files.ls(self._path, detail=False)
+                paths: list[str] = self._files.ls(self._object_path(folder) if folder else self._path, detail=False)
             except FileNotFoundError:
                 return []
         return [path.rstrip("/").rpartition("/")[2] for path in paths]

@@ -197,7 +197,7 @@ class Run:
         return bundle
 
     def bundle_to_serve(self) -> Path:
-        """Return the path of the bundle that the export recorded; whoever opens it verifies its files."""
+        """Return the path of the bundle that the export recorded; its files are verified when it is opened."""
         manifest = self.bundle_path / "manifest.json"
         if not manifest.is_file():
             raise BundleError(f"run {self.id} has no bundle; `pipe run --resume {self.id}` continues it")

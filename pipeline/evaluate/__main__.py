@@ -25,6 +25,7 @@ from pipeline.contract.errors import ConfigError, DataError, GateError, StageErr
 from pipeline.contract.facts import CHAMPION, FIGURES, WORST
 from pipeline.contract.files import digest_file, write_json
 from pipeline.contract.processes import Rank
+from pipeline.contract.registry import count_comparison
 from pipeline.contract.run import Run, run_step
 from pipeline.contract.settings.stages import Evaluate
 from pipeline.contract.statistics.metrics import lower_is_better
@@ -143,7 +144,7 @@ def _decide_and_write(run: Run, results: Results, data: DataOfTest, checkpoint: 
     config, directory = run.config.evaluate, run.partial("evaluate")
     results.check(config)
     check_slice_labels(results.columns)
-    measurements = results.measurements(config)
+    measurements = results.measurements(config, *_count_comparison(run, results, data.fingerprint))
     verdict = decide(config, measurements)
     np.savez(directory / "predictions.npz", allow_pickle=False, **results.columns)
     write_json(directory / "metrics.json", metrics_body(config, results, data.fingerprint))
@@ -151,6 +152,14 @@ def _decide_and_write(run: Run, results: Results, data: DataOfTest, checkpoint: 
     body = verdict_body(config, results, measurements, verdict, checkpoint, data.fingerprint)
     write_json(directory / "verdict.json", body)
     return verdict
+
+
+def _count_comparison(run: Run, results: Results, fingerprint: str) -> tuple[int, str]:
+    """Record this comparison; return its number on the test set, and why it could not be recorded, if so."""
+    record = run.read().steps.get("evaluate")
+    if results.kind is None or record is None:  # nothing is compared, or the step was started by hand
+        return 1, ""
+    return count_comparison(run.runs, run.config.registry, fingerprint, record.key, run.id)
 
 
 def shard_range(rank: Rank, samples: int, batch_size: int) -> range:

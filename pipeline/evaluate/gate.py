@@ -12,7 +12,14 @@ from pipeline.contract.statistics.intervals import Interval
 from pipeline.evaluate.calibration import Calibration, calibration_rules
 from pipeline.evaluate.codec_check import CodecCheck
 from pipeline.evaluate.compared_data import DataChange, same_data_rule
-from pipeline.evaluate.rules import Comparison, GateRule, comparison_rule, finite_rule, requirement_rules
+from pipeline.evaluate.rules import (
+    Comparison,
+    GateRule,
+    comparison_rule,
+    describe_level,
+    finite_rule,
+    requirement_rules,
+)
 from pipeline.evaluate.slices import Slice, slice_rule, slice_warnings
 
 Kind: TypeAlias = Literal["pass", "fail", "no-baseline"]
@@ -24,6 +31,7 @@ class Verdict:
     rules: tuple[GateRule, ...]
     summary: str
     warnings: tuple[str, ...] = ()
+    number: int = 1  # of the comparisons on this test set
 
     @property
     def failures(self) -> tuple[GateRule, ...]:
@@ -38,6 +46,7 @@ class Measurements:
     candidate: Mapping[str, float]
     baseline: Mapping[str, float] | None  # None if there is none
     comparison: Comparison | None  # None without a baseline, or if it cannot be computed
+    number: int = 1  # of the comparisons on this test set
     lower: frozenset[str] = frozenset()  # metrics where lower is better
     undefined: Mapping[str, str] = field(default_factory=dict)  # metric → why it has no value on this test set
     notes: tuple[str, ...] = ()
@@ -71,7 +80,7 @@ def decide(config: Evaluate, measured: Measurements) -> Verdict:
     summary = ("" if unclear is None else "inconclusive: ") + _summary(config, measured)
     if measured.doubts:
         summary += f"; warning: {'; '.join(measured.doubts)}"
-    return Verdict(kind, tuple(rules), summary, tuple(_warnings(config, measured)))
+    return Verdict(kind, tuple(rules), summary, tuple(_warnings(config, measured)), measured.number)
 
 
 def rejection_message(verdict: Verdict, run: str) -> str:
@@ -90,7 +99,8 @@ def _advice(verdict: Verdict) -> str:
     if rules == {"test_set"}:
         return "use the champion's test set, or set evaluate.test_set_changed=allow if the change is meant"
     if all(rule.inconclusive for rule in verdict.failures):
-        return "use more test samples or a wider evaluate.margin, or set evaluate.inconclusive=pass"
+        fresh = ", a test set that was used less often" if verdict.number > 1 else ""
+        return f"use more test samples{fresh} or a wider evaluate.margin, or set evaluate.inconclusive=pass"
     return "train a better model"
 
 
@@ -136,5 +146,6 @@ def _summary(config: Evaluate, measured: Measurements) -> str:
         difference = measured.comparison.difference
         interval = f"{difference.low:+.4g} to {difference.high:+.4g}"
         label = "better by" if config.metric in measured.lower else "difference"
-        text += f", {label} {difference.estimate:+.4f} ({config.confidence:.0%} interval {interval})"
+        level = describe_level(config.confidence, measured.number)
+        text += f", {label} {difference.estimate:+.4f} ({level} {interval})"
     return text

@@ -22,7 +22,14 @@ from pipeline.contract.statistics.scores import (
     Array,
     Columns,
 )
-from pipeline.contract.statistics.significance import McNemar, detectable_difference, mcnemar, permutation_p_value
+from pipeline.contract.statistics.significance import (
+    McNemar,
+    confidence_text,
+    detectable_difference,
+    mcnemar,
+    permutation_p_value,
+    repeated_confidence,
+)
 from pipeline.evaluate.calibration import Calibration, brier_gain, measure_calibration
 from pipeline.evaluate.codec_check import CodecCheck
 from pipeline.evaluate.compared_data import DataChange
@@ -74,8 +81,8 @@ class Results:
             names = ", ".join(config.calibration_limits)
             raise ConfigError(f"evaluate.require: {names} needs a classifier whose task has probabilities(outputs)")
 
-    def measurements(self, config: Evaluate) -> Measurements:
-        """Return all values that the rules use."""
+    def measurements(self, config: Evaluate, number: int = 1, unrecorded: str = "") -> Measurements:
+        """Return all values that the rules use; `number` is that of the comparison on this test set."""
         metrics = self.metrics
         baseline = None if self.kind is None else metric_values(metrics, "baseline")
         calibration = self.calibration(config)
@@ -86,8 +93,9 @@ class Results:
             baseline=baseline,
             lower=frozenset(name for name, metric in metrics.items() if metric.lower),
             undefined={name: metric.why for name, metric in metrics.items() if metric.why},
-            notes=tuple(metric.note for metric in metrics.values() if metric.note),
-            comparison=self.comparison(config),
+            notes=tuple(note for note in (*(metric.note for metric in metrics.values()), unrecorded) if note),
+            comparison=self.comparison(config, number),
+            number=number,
             slices=slices,
             data=self.data,
             codec=self.codec,
@@ -97,21 +105,24 @@ class Results:
             brier_gain=self._brier_gain(config) if "baseline" in calibration else None,
         )
 
-    def comparison(self, config: Evaluate) -> Comparison | None:
+    def comparison(self, config: Evaluate, number: int = 1) -> Comparison | None:
         """Return None without a baseline, or if a value is undefined or not finite: the gate then reports why."""
         metric = self.metrics[config.metric]
         if self.kind is None or metric.candidate is None:
             return None
-        difference = metric.difference(config.confidence)
+        level = repeated_confidence(config.confidence, number)
+        difference = metric.difference(level)
         if difference is None:
             return None
         values = metric.contributions()
         return Comparison(
             samples=len(values),
             difference=difference,
-            detectable=detectable_difference(values, config.confidence),
+            detectable=detectable_difference(values, level),
             p_value=permutation_p_value(values, config.resamples),
             unit=metric.unit,
+            number=number,
+            single=metric.difference(config.confidence) if number > 1 else None,
         )
 
     @cached_property
@@ -195,7 +206,8 @@ def verdict_body(
         "metric": config.metric,
         "rule": config.rule,
         "margin": config.margin,
-        "confidence": config.confidence,
+        "confidence": repeated_confidence(config.confidence, measurements.number),
+        "comparison": None if results.kind is None else _comparison_body(config, measurements.number),
         "samples": results.samples,
         "baseline": None if results.kind is None else {"kind": results.kind, "bundle": results.bundle},
         "difference": None if comparison is None else asdict(comparison.difference),
@@ -211,6 +223,14 @@ def verdict_body(
         "test_set": None if results.data is None else results.data.body(),
         "summary": verdict.summary,
     }
+
+
+def _comparison_body(config: Evaluate, number: int) -> dict[str, Any]:
+    """Return which comparison on this test set it is, and what that makes of the configured level."""
+    level = confidence_text(repeated_confidence(config.confidence, number))
+    configured = f" instead of {confidence_text(config.confidence)}" if number > 1 else ""
+    text = f"comparison {number} on this test set, interval at {level}{configured}"
+    return {"number": number, "level": level, "text": text}
 
 
 def _calibration_body(measurements: Measurements) -> dict[str, Any] | None:
@@ -252,6 +272,7 @@ def explain(verdict: Body, override: Body | None) -> dict[str, Any]:
         "verdict": verdict["verdict"],
         "summary": verdict["summary"],
         "override": override,
+        "comparison": verdict.get("comparison"),
         "rules": [dict(rule) for rule in verdict["rules"]],
         "power": _power(verdict),
         "tests": {"permutation_p": verdict.get("p_value"), "mcnemar": verdict.get("mcnemar")},
@@ -264,6 +285,8 @@ def describe_verdict(explanation: Body) -> Iterator[str]:
     yield f"{explanation['verdict']}: {explanation['summary']}"
     if override := explanation["override"]:
         yield f"overridden by {override['by']}, {override['at']}: {override['reason']}"
+    if comparison := explanation.get("comparison"):
+        yield comparison["text"]
     for rule in explanation["rules"]:
         yield ""
         yield f"{'passed' if rule['passed'] else 'FAILED'}  {rule['rule']}: {rule['detail']}"

@@ -12,6 +12,7 @@ from types import MappingProxyType
 
 from pipeline.contract.settings.stages import Evaluate
 from pipeline.contract.statistics.intervals import Interval
+from pipeline.contract.statistics.significance import confidence_text, repeated_confidence
 
 _NONE: Mapping[str, str] = MappingProxyType({})
 
@@ -37,6 +38,8 @@ class Comparison:
     detectable: float  # smallest true difference that 80% of such test sets would show
     p_value: float  # of the sign-flip permutation test
     unit: str = "samples"
+    number: int = 1  # of the comparisons on this test set
+    single: Interval | None = None  # what the interval would be if this were the first comparison; None if it is
 
 
 def finite_rule(candidate: Mapping[str, float]) -> GateRule:
@@ -107,7 +110,9 @@ def comparison_rule(config: Evaluate, comparison: Comparison | None, reason: str
         f"misses {_format_bound(bound)} by {bound - low:.4g}"
     )
     rule = GateRule(name, False, text, low, bound, how, _would_pass(config, comparison, bound))
-    return decide_inconclusive(config, rule) if difference.high > bound else rule
+    # A wider interval of a later comparison must not make a clear failure inconclusive.
+    high = (comparison.single or difference).high
+    return decide_inconclusive(config, rule) if high > bound else rule
 
 
 def decide_inconclusive(config: Evaluate, rule: GateRule) -> GateRule:
@@ -129,8 +134,14 @@ def _bound(config: Evaluate) -> float:
 def _describe_method(config: Evaluate, comparison: Comparison, bound: float) -> str:
     return (
         f"difference in {config.metric} to the baseline on the same {comparison.samples} {comparison.unit}, "
-        f"{config.confidence:.0%} interval; its lower bound must be above {_format_bound(bound)}"
+        f"{describe_level(config.confidence, comparison.number)}; its lower bound must be above {_format_bound(bound)}"
     )
+
+
+def describe_level(confidence: float, number: int) -> str:
+    """Return the level of the interval, after why it is not the configured one."""
+    reason = f"comparison {number} on this test set, " if number > 1 else ""
+    return f"{reason}{confidence_text(repeated_confidence(confidence, number))} interval"
 
 
 def _would_fail(config: Evaluate, low: float) -> str:
@@ -156,6 +167,10 @@ def _would_pass(config: Evaluate, comparison: Comparison, bound: float) -> str:
         advice = f"more samples would not: the difference itself, {estimate}, is below {limit}"
     else:
         advice = f"so would about {required} test samples with the same difference and variance"
+    if comparison.single is not None and comparison.single.low > bound:
+        advice += (
+            f"; as the first comparison on a test set, at {confidence_text(config.confidence)}, it would have passed"
+        )
     return f"{margins}; {advice}"
 
 

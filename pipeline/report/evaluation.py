@@ -37,6 +37,7 @@ def verdict(facts: Facts) -> Html | None:
         "verdict.html",
         pass_reason=facts.pass_reason,
         verdict=body,
+        level=_level(body),
         baseline=_baseline_name(facts),
         difference=difference,
         chart=interval_chart(difference, bound, f"margin {signed(bound)}", "equal to baseline") if difference else "",
@@ -44,6 +45,16 @@ def verdict(facts: Facts) -> Html | None:
         metrics=_metric_rows(facts),
         mcnemar=body.get("mcnemar"),
         p_value=body.get("p_value") if is_number(body.get("p_value")) else None,
+    )
+
+
+def _level(verdict: Mapping[str, Any]) -> str:
+    """Return the level of the interval, and which comparison on the test set it is, unless it is the first."""
+    comparison = verdict.get("comparison")
+    if not isinstance(comparison, Mapping):  # a run of an older version, or without a baseline
+        return f"{verdict.get('confidence', 0):.0%} interval"
+    return f"{comparison.get('level')} interval" + (
+        f" ({comparison.get('text')})" if comparison.get("number") != 1 else ""
     )
 
 

@@ -13,9 +13,10 @@ from typer.testing import CliRunner
 
 from pipeline.cli import app
 from pipeline.contract.bundle import open_bundle, write_manifest
-from pipeline.contract.files import digest_file, digest_mapping, write_json
+from pipeline.contract.files import digest_mapping, digest_tree
 from pipeline.contract.run import Run
 from pipeline.contract.sources import SOURCE_ROOT
+from pipeline.history import write_run
 
 from .project_folder import ProjectFolder
 
@@ -32,14 +33,10 @@ def another(run: Run) -> Run:
     (bundle / "provenance.json").unlink()
     manifest = open_bundle(run.bundle_path).manifest
     write_manifest(bundle, manifest.name, manifest.verdict, manifest.ancestors)
-    body = json.loads((later.path / "run.json").read_text())
-    record = body["steps"]["export"]
-    files = [path for path in later.output("export").rglob("*") if path.is_file()]
-    record["outputs"] = {path.relative_to(later.output("export")).as_posix(): digest_file(path) for path in files}
-    record["digest"] = digest_mapping(record["outputs"])
-    for later_step in ("package", "deploy"):
-        body["steps"].pop(later_step, None)
-    write_json(later.path / "run.json", {**body, "id": later.id})
+    body, outputs = later.read(), digest_tree(later.output("export"))
+    export = body.steps["export"].model_copy(update={"outputs": outputs, "digest": digest_mapping(outputs)})
+    steps = {name: body.steps[name] for name in ("prepare", "train", "evaluate")} | {"export": export}
+    write_run(later, body.model_copy(update={"id": later.id, "steps": steps}))
     return later
 
 

@@ -154,6 +154,23 @@ def bonferroni_confidence(confidence: float, comparisons: int) -> float:
     return 1 - (1 - confidence) / max(1, comparisons)
 
 
+def repeated_confidence(confidence: float, number: int) -> float:
+    """Return the confidence of the interval of the k-th comparison on one test set.
+
+    Its share of the error probability 1 - confidence is 2 / (k (k + 1)): all of it at first, then 1/3, 1/6, 1/10. The
+    shares of any number of comparisons add up to less than 2, so all intervals hold at once with a probability of at
+    least 1 - 2 (1 - confidence), if no candidate was chosen by its results on this test set.
+    """
+    return confidence if number == 1 else 1 - (1 - confidence) * 2 / (number * (number + 1))
+
+
+def confidence_text(confidence: float) -> str:
+    """Return a confidence as a percentage with two digits of the error probability, as in 95% and 99.17%."""
+    decimals = max(0, 1 - math.floor(math.log10(100 * (1 - confidence))))
+    text = f"{100 * confidence:.{decimals}f}"
+    return (text.rstrip("0").rstrip(".") if "." in text else text) + "%"
+
+
 _BINS = 15
 
 

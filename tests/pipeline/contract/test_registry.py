@@ -12,15 +12,17 @@ from pathlib import Path
 import pytest
 
 from pipeline.contract import registry
-from pipeline.contract.errors import ConfigError, PipelineError
+from pipeline.contract.errors import ConfigError, PipelineError, ResourceError
 from pipeline.contract.registry import (
     CHAMPION,
     PREVIOUS,
     Change,
     Entry,
+    FolderStore,
     ProposedChange,
     Registry,
     change_registry,
+    count_comparison,
     read_registry,
 )
 
@@ -110,6 +112,55 @@ def test_a_change_rests_on_the_history_as_it_was_when_it_counted(runs: Path, wor
     names = change_registry(runs, word, decide).names
     assert seen == [0, 1]
     assert (names[CHAMPION], names[PREVIOUS]) == (entry("the second"), entry("the first"))
+
+
+def test_comparisons_on_a_test_set_are_counted_once(runs: Path, word: str) -> None:
+    give(runs, "a", word)
+
+    def count(key: str, test_set: str = "f" * 64) -> tuple[int, str]:
+        return count_comparison(runs, word, test_set, key, "run")
+
+    assert [count(key) for key in ("one", "two", "one", "three", "two")] == [
+        (1, ""), (2, ""), (1, ""), (3, ""), (2, ""),
+    ]  # fmt: skip
+    assert count("four", "e" * 64) == (1, ""), "another test set"
+    assert [change.entry for change in read_registry(runs, word).history] == [entry("a")]
+
+
+def test_comparisons_at_the_same_time_get_different_numbers(runs: Path) -> None:
+    numbers: list[int] = []
+
+    def count(who: int) -> None:
+        numbers.extend(count_comparison(runs, "", "f", f"{who}-{each}", "run")[0] for each in range(EACH))
+
+    writers = [threading.Thread(target=count, args=(who,)) for who in range(WRITERS)]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert sorted(numbers) == list(range(1, WRITERS * EACH + 1))
+
+
+def test_a_comparison_that_cannot_be_recorded_is_reported(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert count_comparison(runs, "", "f", "one", "run") == (1, "")
+
+    def refuse(*_: object) -> bool:
+        raise ResourceError("cannot write the registry: read-only file system")
+
+    monkeypatch.setattr(FolderStore, "create", refuse)
+    assert count_comparison(runs, "", "f", "one", "run") == (1, "")
+    number, reason = count_comparison(runs, "", "f", "two", "run")
+    assert number == 2
+    assert reason.endswith("could not be recorded and will not count: cannot write the registry: read-only file system")
+
+
+def test_a_damaged_comparison_is_named(runs: Path) -> None:
+    count_comparison(runs, "", "f", "one", "run")
+    path = runs / "registry" / "test_sets" / "f" / "000001.json"
+    path.chmod(0o644)
+    path.write_text("{}")
+    with pytest.raises(PipelineError, match=r"test_sets/f/000001\.json: damaged .*restore it from a copy"):
+        count_comparison(runs, "", "f", "two", "run")
 
 
 def _write(runs: Path, word: str, who: int) -> None:

@@ -10,9 +10,11 @@ from pipeline.contract.data import fingerprint, open_split
 from pipeline.contract.errors import ConfigError, DataError, GateError, StageError
 from pipeline.contract.files import write_json
 from pipeline.contract.processes import Rank
-from pipeline.contract.run import Run
+from pipeline.contract.run import Run, StepRecord
 from pipeline.contract.task import load_task
 from pipeline.evaluate.__main__ import choose_device, evaluate, shard_range
+from pipeline.evaluate.results import describe_verdict, explain
+from pipeline.history import write_record
 
 if TYPE_CHECKING:
     from tests.pipeline.evaluate.conftest import Project
@@ -32,6 +34,40 @@ def test_candidate_equal_to_the_baseline_passes(with_baseline: Project) -> None:
     assert (verdict["verdict"], verdict["baseline"]) == ("pass", {"kind": "task", "bundle": None})
     assert verdict["difference"]["estimate"] == 0
     assert verdict["mcnemar"] == {"p_value": 1, "only_candidate": 0, "only_baseline": 0}
+
+
+def test_repeated_comparisons_on_one_test_set_widen_the_interval(with_baseline: Project) -> None:
+    """Each key of the step counts once, over all runs; the first comparison is as configured."""
+
+    def interval(name: str, key: str) -> tuple[int, str, float]:
+        run = with_baseline.run("first", name, evaluate=LENIENT)
+        write_record(run, StepRecord(step="evaluate", status="running", key=key, parts={}))
+        evaluate(run, with_baseline.root)
+        body = written(run, "verdict.json")
+        (use,) = [line for line in describe_verdict(explain(body, None)) if line.startswith("comparison ")]
+        assert f"comparison {body['comparison']['number']} on this test set, interval at " in use
+        return body["comparison"]["number"], body["comparison"]["level"], body["difference"]["low"]
+
+    alone = with_baseline.run("first", "alone", evaluate=LENIENT)
+    evaluate(alone, with_baseline.root)  # without a record, as in a notebook: not counted
+    first = interval("one", "key one")
+    assert first == (1, "95%", written(alone, "verdict.json")["difference"]["low"])
+    second = interval("two", "key two")
+    assert second[:2] == (2, "98.3%")
+    assert second[2] < first[2]
+    third = interval("three", "key three")
+    assert third[:2] == (3, "99.17%")
+    assert interval("again", "key two") == second, "the same inputs again"
+    intervals = written(Run(with_baseline.runs / "three"), "metrics.json")["intervals"]
+    assert intervals["confidence"] == 0.95, "of all metrics, which decide nothing"
+
+
+def test_without_a_baseline_nothing_is_compared_and_nothing_counted(project: Project) -> None:
+    run = project.run("right")
+    write_record(run, StepRecord(step="evaluate", status="running", key="k", parts={}))
+    evaluate(run, project.root)
+    assert written(run, "verdict.json")["comparison"] is None
+    assert not (project.runs / "registry").exists()
 
 
 def test_rejected_candidate_leaves_all_files(with_baseline: Project) -> None:

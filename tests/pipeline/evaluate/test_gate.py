@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -43,6 +44,28 @@ def test_missed_requirement_fails_without_a_baseline() -> None:
 @pytest.mark.parametrize(("low", "expected"), [(-0.0099, "pass"), (-0.01, "fail"), (-0.02, "fail"), (0.0, "pass")])
 def test_lower_bound_must_be_strictly_above_minus_margin(low: float, expected: str) -> None:
     assert verdict(Evaluate(margin=0.01), difference=Interval(0.0, low, 0.02)).verdict == expected
+
+
+def later(single: Interval, wide: Interval, **evaluate: Any) -> Verdict:
+    """Return the verdict of the third comparison on a test set."""
+    comparison = Comparison(400, wide, 0.001, p_value=0.01, number=3, single=single)
+    measured = Measurements(400, {"accuracy": 0.9}, {"accuracy": 0.9}, comparison, number=3)
+    return decide(Evaluate(**evaluate), measured)
+
+
+def test_a_later_comparison_states_its_level_and_what_the_first_would_have_shown() -> None:
+    found = later(Interval(0.0, -0.009, 0.009), Interval(0.0, -0.012, 0.012))
+    assert "(comparison 3 on this test set, 99.17% interval -0.012 to +0.012)" in found.summary
+    (rule,) = found.failures
+    assert "comparison 3 on this test set, 99.17% interval; its lower bound" in rule.how
+    assert rule.change.endswith("as the first comparison on a test set, at 95%, it would have passed")
+    assert "a test set that was used less often" in rejection_message(found, "run-1")
+
+
+def test_a_wider_interval_does_not_make_a_clear_failure_inconclusive() -> None:
+    found = later(Interval(-0.02, -0.029, -0.011), Interval(-0.02, -0.04, -0.001), inconclusive="pass")
+    assert found.verdict == "fail"
+    assert "inconclusive" not in found.summary
 
 
 @pytest.mark.parametrize("samples", [2, 30, 300])

@@ -186,3 +186,11 @@ def test_champion_is_shown_as_recorded_at_evaluation_time(tmp_path: Path) -> Non
     write_json(run.output("evaluate") / "champion.json", {**champion, "registry": "s3://team/models"})
     who = "the champion cccccccccccc of run older (champion since 2026-01-01 by ann@here: deployed, fetched from the "
     assert f"{who}registry s3://team/models), on the same" in report(run)
+
+
+def test_a_later_comparison_on_a_test_set_is_named_with_its_level(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    assert "with its 95% interval. The" in section(report(run), "Verdict")
+    text = "comparison 3 on this test set, interval at 99.17% instead of 95%"
+    change(run.output("evaluate") / "verdict.json", comparison={"number": 3, "level": "99.17%", "text": text})
+    assert f"with its 99.17% interval ({text}). The" in section(report(run), "Verdict")

@@ -16,11 +16,13 @@ from pipeline.contract.statistics.significance import (
     bonferroni_confidence,
     brier_scores,
     calibration_curve,
+    confidence_text,
     detectable_difference,
     expected_calibration_error,
     holm,
     mcnemar,
     permutation_p_value,
+    repeated_confidence,
 )
 
 
@@ -141,3 +143,18 @@ def test_holm_keeps_the_false_alarm_rate() -> None:
     generator = np.random.default_rng(1)
     alarms = sum(min(holm(list(generator.random(20)))) < 0.05 for _ in range(2000))
     assert alarms / 2000 < 0.065
+
+
+def test_later_comparisons_on_a_test_set_have_wider_intervals() -> None:
+    levels = [repeated_confidence(0.95, number) for number in range(1, 2000)]
+    assert levels[0] == 0.95, "the first one is as configured"
+    assert [confidence_text(level) for level in levels[:5]] == ["95%", "98.3%", "99.17%", "99.5%", "99.67%"]
+    assert levels == sorted(levels)
+    assert 1.99 * 0.05 < sum(1 - level for level in levels) < 2 * 0.05
+
+
+@pytest.mark.parametrize(
+    ("confidence", "text"), [(0.9, "90%"), (0.975, "97.5%"), (0.999, "99.9%"), (0.99996, "99.996%")]
+)
+def test_confidence_is_written_with_the_digits_it_needs(confidence: float, text: str) -> None:
+    assert confidence_text(confidence) == text
