@@ -15,7 +15,7 @@ _worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
 _start = _FIRST + _worker % 12 * _PER_WORKER
 _ports = range(_start, _start + _PER_WORKER, 2)  # in steps of two: gRPC uses the next port
 _first = os.getpid() * 199 % len(_ports)
-_candidates = itertools.cycle([*_ports[_first:], *_ports[:_first]])
+_candidates = itertools.cycle(itertools.chain(_ports[_first:], _ports[:_first]))
 
 
 def free_port() -> int:
