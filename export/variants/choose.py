@@ -312,7 +312,7 @@ def _reason(export: Export, candidate: Candidate, chosen: str) -> str:
 
 def _choice_reason(export: Export, chosen: str) -> str:
     if export.choose != FASTEST:
-        return "chosen by name"
+        return "named in export.choose"
     if chosen == "fp32":
         return f"chosen: none that passes saves {MIN_SPEEDUP:.0%} of its time beyond doubt"
     return "chosen as the fastest that passes"

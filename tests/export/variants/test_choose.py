@@ -75,6 +75,6 @@ def test_a_named_one_is_shipped_though_another_is_faster() -> None:
     found = decide(Export(variants=ALL), [PLAIN, contender("fp16", 0.2)])
     assert (found.name, found.refusal) == ("fp32", "")
     assert found.reasons == {
-        "fp32": "chosen by name",
+        "fp32": "named in export.choose",
         "fp16": "passed, export.choose=fp32 ships another; it takes 20% of fp32's time (18% to 22%)",
     }
