@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import shutil
 import sys
@@ -27,6 +28,7 @@ from pipeline.cli.app import (
     table,
 )
 from pipeline.cli.from_script import codec_source, read_script, settings_source, task_source
+from pipeline.cli.from_sentence_transformers import read_sentence_transformer
 from pipeline.cli.run import run
 from pipeline.compare import result_digests
 from pipeline.contract.config import Config, override_config, setting_names
@@ -130,7 +132,10 @@ def init(
         typer.Option("--template", help=f"Kind of model: {', '.join(TEMPLATES)}.", autocompletion=complete_templates),
     ] = "",
     script: Annotated[
-        Path | None, typer.Option("--from", metavar="SCRIPT", help="Training script to prepare the files from.")
+        Path | None,
+        typer.Option(
+            "--from", metavar="PATH", help="Training script, or folder of sentence-transformers, to start from."
+        ),
     ] = None,
     output: OutputOption = Output.text,
 ) -> None:
@@ -143,6 +148,10 @@ def init(
         raise ConfigError(f"{folder} already has {', '.join(present)}; move what is there, or give another folder")
     name = model_name(folder.resolve().name)
     value = {"folder": str(folder), "name": name}
+    if script and script.is_dir():
+        _write_from_folder(script, folder, name)
+        emit(output, value, f"{folder}: from {script}; `pipe -C {folder} run all` publishes it as it is")
+        return
     if script:
         kind, next_steps = _write_from_script(script, folder, name)
         emit(output, {**value, "kind": kind, "next": next_steps}, "\n".join([f"{folder}: from {kind}", *next_steps]))
@@ -152,6 +161,16 @@ def init(
     settings = folder / "pipe.yaml"
     settings.write_text(re.sub(r"(?m)^name: .*$", f"name: {name}", settings.read_text(), count=1))
     emit(output, value, f"{folder}: edit task.py and codec.py; `pipe -C {folder} run all` already runs it as it is")
+
+
+def _write_from_folder(path: Path, folder: Path, name: str) -> None:
+    """Write the files for a folder of sentence-transformers."""
+    source = read_sentence_transformer(path.resolve())
+    _copy_example("sentence_transformers", folder, _PROJECT_FILES)
+    source.copy_small_files(folder / "modules")
+    settings = folder / "pipe.yaml"
+    text = re.sub(r"(?m)^name: .*$", f"name: {name}", settings.read_text(), count=1)
+    settings.write_text(text.replace("pretrained: FOLDER", f"pretrained: {json.dumps(str(source.transformer))}"))
 
 
 def _write_from_script(path: Path, folder: Path, name: str) -> tuple[str, list[str]]:
