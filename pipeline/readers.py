@@ -12,6 +12,7 @@ import io
 import json
 import os
 import tarfile
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -100,7 +101,20 @@ def _match(root: Path, pattern: str) -> list[Path]:
     return sorted(path for path in map(Path, paths) if path.is_file())
 
 
-class Transformed:
+class Items:
+    """A map-style data set."""
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> Any: ...
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[index] for index in range(len(self)))
+
+
+class Transformed(Items):
     """A map-style data set whose samples are changed when they are used."""
 
     def __init__(self, items: Any, transform: Transform) -> None:
@@ -116,7 +130,7 @@ class Transformed:
 _PICTURES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 
 
-class Images:
+class Images(Items):
     """Pictures in `folder/class/name.jpg`; `classes` are the names in order, `labels` the class of each sample."""
 
     def __init__(self, folder: str, transform: Transform | None, mode: str) -> None:
@@ -157,7 +171,7 @@ def _picture(data: bytes, name: str, mode: str, transform: Transform | None) -> 
     return pixels[None] if pixels.ndim == 2 else np.ascontiguousarray(pixels.transpose(2, 0, 1))
 
 
-class JsonLines:
+class JsonLines(Items):
     """A map-style data set of JSON objects, of which only the places in the files are in memory."""
 
     def __init__(self, path: str, transform: Transform | None) -> None:

@@ -6,6 +6,7 @@ import difflib
 import json
 import re
 import shutil
+import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -118,6 +119,7 @@ def _plain(value: Any) -> str:
 
 TEMPLATES = ("tabular", "images", "text", "embedding", "ranking", "image-to-image", "sequence", "lora")
 _PROJECT_FILES = ("task.py", "codec.py", "pipe.yaml")
+_DATA_SCRIPT = "make_data.py"  # of templates
 
 
 def complete_templates(incomplete: str) -> list[str]:
@@ -157,10 +159,23 @@ def init(
         emit(output, {**value, "kind": kind, "next": next_steps}, "\n".join([f"{folder}: from {kind}", *next_steps]))
         return
     is_new = not folder.is_dir() or not any(folder.iterdir())
-    _copy_example(f"templates/{template}" if template else "starter", folder, () if is_new else _PROJECT_FILES)
+    _copy_example(
+        f"templates/{template}" if template else "starter", folder, () if is_new else (*_PROJECT_FILES, _DATA_SCRIPT)
+    )
+    _make_data(folder)
     settings = folder / "pipe.yaml"
     settings.write_text(re.sub(r"(?m)^name: .*$", f"name: {name}", settings.read_text(), count=1))
-    emit(output, value, f"{folder}: edit task.py and codec.py; `pipe -C {folder} run all` already runs it as it is")
+    files = f"task.py and codec.py{', and replace data/' if (folder / _DATA_SCRIPT).is_file() else ''}"
+    emit(output, value, f"{folder}: edit {files}; `pipe -C {folder} run all` already runs it as it is")
+
+
+def _make_data(folder: Path) -> None:
+    """Run the template's script that makes its data, unless the folder has data already."""
+    if not (folder / _DATA_SCRIPT).is_file() or (folder / "data").exists():
+        return
+    done = subprocess.run([sys.executable, _DATA_SCRIPT], cwd=folder, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ConfigError(f"{folder / _DATA_SCRIPT}: {done.stderr.strip().splitlines()[-1]}; to fix it: run it again")
 
 
 def _write_from_folder(path: Path, folder: Path, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Classify texts of any length: reviews that the task makes up. Replace data() and model()."""
+"""Classify texts of any length: reviews. Replace data/ and model()."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from torch import Tensor, nn
 from torch.nn import functional
+
+from pipeline import read_jsonl
 
 
 class Net(nn.Module):
@@ -76,24 +78,6 @@ class Task:
         return ["The soup was never cold, and the waiter was charming.", "The room was not clean."]
 
     def _reviews(self, split: str) -> tuple[list[str], list[int]]:
-        """Return texts and labels. Replace: read yours, for example with `pipeline.read_jsonl(f"{split}.jsonl")`."""
-        random = np.random.default_rng(0)
-        reviews = list(dict.fromkeys(_made_up_review(random) for _ in range(2400)))
-        part = {"train": slice(0, 1000), "validation": slice(1000, 1300), "test": slice(1300, 1900)}[split]
-        return [text for text, _ in reviews[part]], [label for _, label in reviews[part]]
-
-
-def _made_up_review(random: np.random.Generator) -> tuple[str, int]:
-    """Return one or two opinions of the same kind; a word such as "not" turns a word into its opposite."""
-    label, opinions = int(random.integers(2)), []
-    for thing in random.choice(_THINGS, random.integers(1, 3), replace=False):
-        negated = random.random() < 0.5
-        words = _PRAISE if (label == 1) != negated else _COMPLAINTS
-        adverb = random.choice(["not", "never", "hardly"] if negated else ["always", "very", "really", "so"])
-        opinions.append(f"the {thing} was {adverb} {random.choice(words)}")
-    return " and ".join(opinions).capitalize() + ".", label
-
-
-_THINGS = ("soup", "room", "waiter", "view", "bed", "breakfast", "music", "wine", "garden", "price", "pool", "lobby")
-_PRAISE = ("charming", "clean", "fresh", "friendly", "lovely", "perfect", "quiet", "wonderful")
-_COMPLAINTS = ("awful", "boring", "cold", "dirty", "noisy", "rude", "stale", "terrible")
+        """Return texts and labels."""
+        rows = list(read_jsonl(f"data/{split}.jsonl"))
+        return [row["text"] for row in rows], [CLASSES.index(row["class"]) for row in rows]

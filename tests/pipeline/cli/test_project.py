@@ -27,13 +27,21 @@ def test_init_overwrites_nothing(pipe: Pipe, starter: Path) -> None:
     assert {path: path.read_bytes() for path in starter.iterdir()}.items() < before.items()
 
 
-def test_init_adds_its_three_files_to_a_project(pipe: Pipe, tmp_path: Path) -> None:
+def test_init_adds_its_files_to_a_project(pipe: Pipe, tmp_path: Path) -> None:
     (tmp_path / "my code").mkdir()
     (tmp_path / "my code" / "train.py").write_text("print('mine')")
     pipe("init", ".", "--template", "text", here=tmp_path / "my code")
     names = {path.name for path in (tmp_path / "my code").iterdir()}
-    assert names == {"train.py", "task.py", "codec.py", "pipe.yaml"}
+    assert names == {"train.py", "task.py", "codec.py", "pipe.yaml", "make_data.py", "data"}
     assert "name: my-code" in (tmp_path / "my code" / "pipe.yaml").read_text()
+
+
+def test_init_leaves_data_that_are_there_alone(pipe: Pipe, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "mine.csv").write_text("a,b\n")
+    pipe("init", ".", "--template", "tabular", here=tmp_path)
+    assert [path.name for path in (tmp_path / "data").iterdir()] == ["mine.csv"]
+    assert (tmp_path / "make_data.py").is_file()
 
 
 def test_init_names_all_templates(pipe: Pipe, tmp_path: Path) -> None:
