@@ -59,7 +59,7 @@ def test_a_class_that_a_seeing_baseline_gets_more_often_stops() -> None:
     assert _decide(_columns(candidate, baseline), "task", margin=0.01, class_slices=False).verdict == "pass"
 
 
-def test_nothing_required_is_said_in_the_first_line() -> None:
+def test_nothing_required_is_stated_in_the_first_line() -> None:
     summary = _decide(_columns(_mostly_right(0.8))).summary
     assert summary.endswith("; warning: nothing is required: there is no baseline and no evaluate.require")
     assert "warning" not in _decide(_columns(_mostly_right(0.8)), require={"accuracy": 0.5}).summary
