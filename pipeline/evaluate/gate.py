@@ -87,8 +87,8 @@ def rejection_message(verdict: Verdict, run: str) -> str:
     """Return which rules failed, by how much, and what to do."""
     reasons = "; ".join(rule.detail for rule in verdict.failures)
     return (
-        f"candidate rejected: {reasons}; to fix it: {_advice(verdict)} (`pipe gate explain {run}` prints what would have "
-        f"passed), or record why it may pass anyway with `pipe gate override {run} --reason WHY`"
+        f"candidate rejected: {reasons}; to fix it: {_advice(verdict)} (`pipe gate explain {run}` prints what would "
+        f"have passed), or record why it may pass anyway with `pipe gate override {run} --reason WHY`"
     )
 
 
