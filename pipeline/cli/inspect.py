@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any
@@ -211,9 +212,12 @@ def compare(
 def report(
     context: typer.Context,
     run: RunName = "latest",
-    other: Annotated[
-        str, typer.Option("--compare", metavar="RUN", help="Show this run next to it.", autocompletion=complete_runs)
-    ] = "",
+    others: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--compare", metavar="RUN", help="Show this run next to it; repeatable.", autocompletion=complete_runs
+        ),
+    ] = None,
     index: Annotated[bool, typer.Option("--index", help="Write a page that lists all runs instead.")] = False,
     file: Annotated[Path | None, typer.Option("--file", help="Where to write it.")] = None,
     output: OutputOption = Output.text,
@@ -222,15 +226,34 @@ def report(
     if index:
         return _write_index(project_of(context).runs, file, output)
     run_of_report = open_run(run, context.obj)
-    other_run = open_run(other, context.obj) if other else None
-    if other_run is not None and other_run.path == run_of_report.path:
-        raise ConfigError(f"--compare {other}: that is run {run_of_report.id} itself; name another run")
-    target = file or run_of_report.path / (f"report-with-{other_run.id}.html" if other_run else "report.html")
+    compared = _runs_to_compare(run_of_report, others or [], context.obj)
+    names = "-".join(other.id for other in compared)
+    target = file or run_of_report.path / (f"report-with-{names}.html" if compared else "report.html")
     from pipeline.report.page import write_report  # slow to load
 
-    write_report(run_of_report, target, other_run)
-    facts = {"run": run_of_report.id, **({"compare": other_run.id} if other_run else {}), "report": str(target)}
-    return emit(output, facts, str(target))
+    write_report(run_of_report, target, compared)
+    facts = {"run": run_of_report.id, **({"compare": [other.id for other in compared]} if compared else {})}
+    return emit(output, {**facts, "report": str(target)}, str(target))
+
+
+_MAX_COMPARED = 4  # runs beside the one of the report; more curves in a chart cannot be distinguished
+
+
+def _runs_to_compare(run: Run, names: Sequence[str], folder: Path) -> list[Run]:
+    if len(names) > _MAX_COMPARED:
+        raise ConfigError(
+            f"--compare: {len(names)} runs are named, a report shows at most {_MAX_COMPARED} beside its own; leave out "
+            f"{len(names) - _MAX_COMPARED}, or list all with `pipe compare` or `pipe report --index`"
+        )
+    others: list[Run] = []
+    for name in names:
+        other = open_run(name, folder)
+        if other.path == run.path:
+            raise ConfigError(f"--compare {name}: that is run {run.id} itself; name another run")
+        if other.path in [each.path for each in others]:
+            raise ConfigError(f"--compare {name}: run {other.id} is named twice; name it once")
+        others.append(other)
+    return others
 
 
 def _write_index(runs: Path, file: Path | None, output: Output) -> None:

@@ -41,10 +41,11 @@ class Facts:
     timeline: str = ""  # where that is, below the run directory
     data: Body = field(default_factory=dict)
     checked: Body = field(default_factory=dict)  # prepare/checks.json
+    profile: Body = field(default_factory=dict)  # prepare/profile.json
     metrics: Body = field(default_factory=dict)
     verdict: Body = field(default_factory=dict)
     worst: Body = field(default_factory=dict)
-    figures: Body = field(default_factory=dict)  # of a regressor's or a ranker's predictions
+    figures: Body = field(default_factory=dict)  # of the predictions: curves and distributions
     champion: Body = field(default_factory=dict)
     override: Body = field(default_factory=dict)
     parity: Body = field(default_factory=dict)
@@ -144,6 +145,7 @@ def read_facts(run: Run) -> Facts:
         timeline=reader.relative_path("train", "trace.json.gz"),
         data=reader.json("prepare", "data.json"),
         checked=reader.json("prepare", "checks.json"),
+        profile=reader.json("prepare", "profile.json"),
         metrics=reader.json("evaluate", "metrics.json"),
         verdict=reader.json("evaluate", "verdict.json"),
         worst=reader.json("evaluate", WORST),

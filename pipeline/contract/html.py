@@ -64,22 +64,20 @@ _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def number(value: float | None, digits: int = 4) -> str:
-    """Format with thousands separators; very small numbers as a power of ten."""
+    """Format with so many significant digits, thousands separators, and very small numbers as a power of ten."""
     if value is None or not math.isfinite(value):
         return MISSING
     if value < 0:
         return f"−{number(-value, digits)}"
-    if value == 0 or (float(value).is_integer() and abs(value) < 1e15):
+    if value == 0 or (float(value).is_integer() and value < 1e15):
         return f"{int(value):,}"
-    if abs(value) < 1e-3:
-        return _power_of_ten(value)
-    if abs(value) >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.{digits}g}" if abs(value) >= 1 else f"{value:.{digits}f}"
+    if value < 1e-4 or value >= 1e15:
+        return _power_of_ten(value, digits)
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.{digits}g}"
 
 
 def signed(value: float) -> str:
-    return f"{value:+.4f}".replace("-", "−") if value else "0"
+    return f"+{number(value)}" if value > 0 else number(value + 0.0)
 
 
 def percent(value: float | None) -> str:
@@ -113,6 +111,7 @@ def short(digest: str) -> str:
     return digest.rpartition(":")[2][:12]
 
 
-def _power_of_ten(value: float) -> str:
-    digits, _, exponent = f"{value:.1e}".partition("e")
-    return f"{digits}×10{str(int(exponent)).translate(_SUPERSCRIPT)}"
+def _power_of_ten(value: float, digits: int) -> str:
+    mantissa, _, exponent = f"{value:.{digits - 1}e}".partition("e")
+    short_mantissa = mantissa.rstrip("0").rstrip(".") if "." in mantissa else mantissa
+    return f"{short_mantissa}×10{str(int(exponent)).translate(_SUPERSCRIPT)}"

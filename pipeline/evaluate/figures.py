@@ -1,15 +1,25 @@
-"""Numbers that the report draws of a regressor's or a ranker's predictions: `figures.json`, of a bounded size."""
+"""Numbers that the report draws of the predictions on the test set: `figures.json`, of a bounded size."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from pipeline.contract.statistics.metrics import query_metrics
-from pipeline.contract.statistics.scores import ACTUAL, BASELINE, CANDIDATE, PREDICTED, QUERY, Array, Columns
+from pipeline.contract.statistics.scores import (
+    ACTUAL,
+    BASELINE,
+    CANDIDATE,
+    PREDICTED,
+    PROBABILITIES,
+    QUERY,
+    Array,
+    Columns,
+)
 
+_MAX_CURVES, _MAX_CURVE_POINTS = 10, 150  # of classes against the rest
 _MAX_POINTS = 400  # of the samples, drawn at random
 _RESIDUAL_BINS, _NDCG_BINS = 30, 10
 _DECILES = 10
@@ -17,12 +27,63 @@ _WORST_QUERIES = 10
 
 
 def figures_body(columns: Columns, classes: Sequence[str] | None) -> dict[str, Any]:
-    """Return the content of figures.json; it is empty for a classifier, and for a task without predicted()."""
-    if classes is not None or ACTUAL not in columns or CANDIDATE + PREDICTED not in columns:
+    """Return the content of figures.json; it is empty for a task without predicted(), or without probabilities()."""
+    if ACTUAL not in columns or CANDIDATE + PREDICTED not in columns:
+        return {}
+    if classes is not None and CANDIDATE + PROBABILITIES in columns:
+        curves = list(_classification_curves(columns, classes))
+        return {"classification": {"classes": list(classes), "curves": curves}} if curves else {}
+    if classes is not None:
         return {}
     if QUERY in columns:
         return {"ranking": _ranking_body(columns)}
     return {"regression": _regression_body(columns)}
+
+
+def _classification_curves(columns: Columns, classes: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """Yield the ROC and precision-recall curves of the second of two classes, or of each class against the rest."""
+    actual = columns[ACTUAL]
+    counts = np.bincount(actual, minlength=len(classes))
+    present = [int(i) for i in np.argsort(-counts, kind="stable") if 0 < counts[i] < len(actual)]
+    indices = [i for i in present if i == 1] if len(classes) == 2 else sorted(present[:_MAX_CURVES])
+    for owner in (CANDIDATE, BASELINE) if len(classes) == 2 else (CANDIDATE,):
+        if owner + PROBABILITIES not in columns:
+            continue
+        probabilities = columns[owner + PROBABILITIES]
+        for i in indices:
+            curve = _curve(probabilities[:, i], columns[owner + PREDICTED] == i, actual == i)
+            yield {"class": str(classes[i]), "model": owner.rstrip("."), "positives": int(counts[i]), **curve}
+
+
+def _curve(scores: Array, is_predicted: Array, is_positive: Array) -> dict[str, Any]:
+    """Return the curves over all thresholds, and the point where the model decides."""
+    order = np.argsort(-scores, kind="stable")
+    last = np.flatnonzero(np.append(scores[order][1:] != scores[order][:-1], True))  # of samples with equal scores
+    found, wrong = np.cumsum(is_positive[order])[last], np.cumsum(~is_positive[order])[last]
+    positives, negatives = int(is_positive.sum()), int((~is_positive).sum())
+    tpr, fpr, precision = found / positives, wrong / negatives, found / (found + wrong)
+    x, y = np.append(0.0, fpr), np.append(0.0, tpr)
+    chosen = int((is_predicted & is_positive).sum())
+    taken = int(is_predicted.sum())
+    return {
+        "auc": float(((x[1:] - x[:-1]) * (y[1:] + y[:-1]) / 2).sum()),
+        "average_precision": float((np.diff(y) * precision).sum()),
+        "roc": _thinned(x, y, x + y),
+        "pr": _thinned(tpr, precision, tpr),
+        "decision": {
+            "tpr": chosen / positives,
+            "fpr": (taken - chosen) / negatives,
+            "precision": chosen / taken if taken else None,
+        },
+    }
+
+
+def _thinned(x: Array, y: Array, position: Array) -> list[list[float]]:
+    """Return at most some hundred points, at even distances of an ascending position; the first and last are kept."""
+    indices = np.searchsorted(position, np.linspace(position[0], position[-1], _MAX_CURVE_POINTS))
+    unique = np.unique(np.append(indices.clip(max=len(x) - 1), [0, len(x) - 1]))
+    points: list[list[float]] = np.stack([x[unique], y[unique]], axis=1).round(5).tolist()
+    return points
 
 
 def _regression_body(columns: Columns) -> dict[str, Any]:

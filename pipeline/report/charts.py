@@ -1,4 +1,4 @@
-"""Charts as inline SVG: curves over optimizer steps, and confidence intervals of differences.
+"""Charts as inline SVG: axes with titles, curves over optimizer steps, and confidence intervals of differences.
 
 Every chart has a title and a description in words, so that it can be read without seeing it.
 """
@@ -15,9 +15,9 @@ from pipeline.contract.html import Child, Html, el, number, signed
 
 Points: TypeAlias = Sequence[tuple[float, float]]
 
-WIDTH, HEIGHT = 480, 240
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 12, 30
+WIDTH, HEIGHT = 480, 260
 _MAX_POINTS = 300  # more are not distinguishable at this width
+RUN_STYLES = ("one", "two", "three", "four", "five")  # of this run and those it is compared with
 
 
 @dataclass(frozen=True)
@@ -27,26 +27,39 @@ class Series:
     style: str  # CSS class of the stroke
     dots: bool = False
     smooth: bool = False  # draw the values faintly and their running mean over them
-    other: bool = False  # of the run this one is compared with
+    place: int = 0  # of its run among those compared; the first one's lines are solid
 
     @property
     def kind(self) -> str:
-        return f"{self.style} other" if self.other else self.style
+        return f"{self.style} other dash-{self.place}" if self.place else self.style
 
 
-def line_chart(title: str, series: Sequence[Series], mark: tuple[float, str] | None = None) -> Html | None:
+def line_chart(
+    title: str, series: Sequence[Series], y_title: str, mark: tuple[float, str] | None = None
+) -> Html | None:
     """Draw curves over the optimizer step; `mark` is a labelled vertical line. None if there are no points."""
     lines = [replace(line, points=thin(line.points)) for line in series if line.points]
     if not lines:
         return None
-    x, y = _axes([point for line in lines for point in line.points])
-    parts = [_grid(x, y), _mark(x, *mark) if mark else None, [_curve(line, x, y) for line in lines]]
-    ends = "; ".join(f"{line.name} ends at {number(line.points[-1][1])}" for line in lines)
-    text = f"{title}: {', '.join(line.name for line in lines)} by optimizer step. {ends}."
-    legend_order = sorted(lines, key=lambda line: line.other)  # this run is drawn last, above, and named first
-    legend = [el("span", el("i", class_=line.kind), line.name) for line in legend_order]
-    caption = el("figcaption", el("b", title), el("span", legend, class_="legend"))
-    return el("figure", caption, drawing(title, text, parts, WIDTH, HEIGHT))
+    plot = _plot([point for line in lines for point in line.points])
+    lines.sort(key=lambda line: -line.place)  # the first run is drawn last, above the others
+    parts = [
+        plot.frame("optimizer step", y_title, whole=True),
+        _mark(plot, *mark) if mark else None,
+        [_curve(line, plot) for line in lines],
+    ]
+    named = sorted(lines, key=lambda line: line.place)
+    ends = "; ".join(f"{line.name} ends at {number(line.points[-1][1])}" for line in named)
+    text = f"{title}: {', '.join(line.name for line in named)} by optimizer step. {ends}."
+    legend = [(line.name, line.kind) for line in named]
+    return figure(title, drawing(title, text, parts, plot.width, plot.height), legend)
+
+
+def figure(title: str, chart: Html, legend: Sequence[tuple[str, str]] = (), note: str = "") -> Html:
+    """Return a chart below its title and a legend of names with the class of their stroke."""
+    keys = [el("span", el("i", class_=kind), name) for name, kind in legend]
+    caption = el("figcaption", el("b", title), el("span", keys, note, class_="legend") if keys or note else None)
+    return el("figure", caption, chart)
 
 
 def thin(points: Points) -> Points:
@@ -58,58 +71,42 @@ def thin(points: Points) -> Points:
     return [(sum(x for x, _ in run) / len(run), sum(y for _, y in run) / len(run)) for run in runs] + [points[-1]]
 
 
-def _axes(points: Points) -> tuple[Axis, Axis]:
+def _plot(points: Points) -> Plot:
     xs, ys = [x for x, _ in points], [y for _, y in points]
     low, high = min(ys), max(ys)
     pad = (high - low) * 0.06 or abs(high) * 0.1 or 1.0
     x_low, x_high = min(xs), max(xs)
     bottom = 0.0 if 0 <= low < high * 0.5 else low - pad
-    return (
-        Axis(x_low, x_high if x_high > x_low else x_low + 1, _LEFT, WIDTH - _RIGHT),
-        Axis(bottom, high + pad, HEIGHT - _BOTTOM, _TOP),
-    )
+    return make_plot((x_low, x_high if x_high > x_low else x_low + 1), (bottom, high + pad))
 
 
-def _grid(x: Axis, y: Axis) -> Iterator[Html]:
-    for value in ticks(y.low, y.high):
-        height = y.at(value)
-        yield svg_line(_LEFT, height, WIDTH - _RIGHT, height, "grid")
-        yield label(_LEFT - 8, height + 4, tick_text(value), "tick left")
-    whole_steps = [value for value in ticks(x.low, x.high) if value == int(value)]
-    yield from (label(x.at(value), HEIGHT - 8, tick_text(value), "tick") for value in whole_steps)
-
-
-def _mark(x: Axis, step: float, text: str) -> list[Html]:
-    x_position = x.at(min(max(step, x.low), x.high))
-    side = "end" if x_position > WIDTH / 2 else "start"
+def _mark(plot: Plot, step: float, text: str) -> list[Html]:
+    x = plot.x
+    position = x.at(min(max(step, x.low), x.high))
+    side = "end" if position > plot.width / 2 else "start"
     offset = -6 if side == "end" else 6
     return [
-        svg_line(x_position, _TOP, x_position, HEIGHT - _BOTTOM, "mark"),
-        label(x_position + offset, _TOP + 12, text, f"tick {side}") if text else Html(),
+        svg_line(position, plot.y.stop, position, plot.y.start, "mark"),
+        label(position + offset, plot.y.stop + 12, text, f"tick {side}") if text else Html(),
     ]
 
 
-def _curve(line: Series, x: Axis, y: Axis) -> list[Html]:
-    parts = [_path(line.points, x, y, f"curve {line.kind}" + (" faint" if line.smooth else ""))]
+def _curve(line: Series, plot: Plot) -> list[Html]:
+    parts = [plot.path(line.points, f"curve {line.kind}" + (" faint" if line.smooth else ""))]
     if line.smooth:
-        parts.append(_path(_running_mean(line.points), x, y, f"curve {line.kind}"))
+        parts.append(plot.path(_running_mean(line.points), f"curve {line.kind}"))
     if line.dots:
         for step, value in line.points:
             tooltip = el("title", f"{line.name} {number(value)} at step {step:.0f}")
-            parts.append(_dot(line, tooltip, x.at(step), y.at(value)))
+            parts.append(_dot(line, tooltip, plot.x.at(step), plot.y.at(value)))
     return parts
 
 
 def _dot(line: Series, tooltip: Html, x: float, y: float) -> Html:
-    """Round, or square for the other run, so that they differ without colours."""
-    if line.other:
+    """Round, or square for other runs, so that they differ without colours."""
+    if line.place:
         return el("rect", tooltip, x=px(x - 2.6), y=px(y - 2.6), width=5.2, height=5.2, class_=f"dot {line.kind}")
     return el("circle", tooltip, cx=px(x), cy=px(y), r=2.8, class_=f"dot {line.kind}")
-
-
-def _path(points: Points, x: Axis, y: Axis, style: str) -> Html:
-    path = "M" + "L".join(f"{px(x.at(a))} {px(y.at(b))}" for a, b in points)
-    return el("path", d=path, class_=style)
 
 
 def _running_mean(points: Points) -> Points:
@@ -133,6 +130,51 @@ class Axis:
 
     def at(self, value: float) -> float:
         return self.start + (value - self.low) / (self.high - self.low) * (self.stop - self.start)
+
+
+@dataclass(frozen=True)
+class Plot:
+    """The area of a chart with its two scales."""
+
+    x: Axis
+    y: Axis
+    width: float
+    height: float
+
+    def frame(self, x_title: str, y_title: str, whole: bool = False, x_ticks: bool = True) -> Iterator[Html]:
+        """Draw the grid, the numbers and the titles of both axes; `whole` leaves out fractions on the x axis."""
+        x, y = self.x, self.y
+        for value in ticks(y.low, y.high, 5):
+            yield svg_line(x.start, y.at(value), x.stop, y.at(value), "grid")
+            yield label(x.start - 8, y.at(value) + 4, tick_text(value), "tick left")
+        for value in ticks(x.low, x.high, 5) if x_ticks else ():
+            if not whole or value == int(value):
+                yield label(x.at(value), y.start + 17, tick_text(value), "tick")
+        yield svg_line(x.start, y.start, x.stop, y.start, "axis")
+        yield label((x.start + x.stop) / 2, self.height - 6, x_title, "axis-title")
+        yield label(0, 0, y_title, "axis-title", transform=f"translate(12 {px((y.start + y.stop) / 2)}) rotate(-90)")
+
+    def path(self, points: Points, style: str) -> Html:
+        return el("path", d="M" + "L".join(f"{px(self.x.at(a))} {px(self.y.at(b))}" for a, b in points), class_=style)
+
+    def diagonal(self) -> Html:
+        return svg_line(self.x.start, self.y.start, self.x.stop, self.y.stop, "zero")
+
+
+_PLOT_LEFT, _PLOT_RIGHT, _PLOT_TOP, _PLOT_BOTTOM = 66, 12, 12, 46
+
+
+def make_plot(
+    x: tuple[float, float],
+    y: tuple[float, float],
+    width: float = WIDTH,
+    height: float = HEIGHT,
+    left: float = _PLOT_LEFT,
+) -> Plot:
+    """Return a plot of these ranges, with room for the numbers and titles of its axes."""
+    return Plot(
+        Axis(*x, left, width - _PLOT_RIGHT), Axis(*y, height - _PLOT_BOTTOM, _PLOT_TOP), width=width, height=height
+    )
 
 
 def drawing(title: str, text: str, parts: Child, width: float, height: float, kind: str | None = None) -> Html:
@@ -161,21 +203,22 @@ def svg_line(x1: float, y1: float, x2: float, y2: float, kind: str) -> Html:
     return el("line", x1=px(x1), y1=px(y1), x2=px(x2), y2=px(y2), class_=kind)
 
 
-def label(x: float, y: float, text: str, kind: str) -> Html:
-    return el("text", text, x=px(x), y=px(y), class_=kind)
+def label(x: float, y: float, text: str, kind: str, transform: str | None = None) -> Html:
+    return el("text", text, x=px(x), y=px(y), class_=kind, transform=transform)
 
 
 def tick_text(value: float) -> str:
-    if abs(value) >= 10_000:
-        return f"{value / 1000:g}k"
-    return f"{value:.4g}".replace("-", "−")
+    for least, divisor, unit in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if abs(value) >= least:
+            return f"{value / divisor:g}{unit}".replace("-", "−")
+    return number(value)
 
 
 def px(value: float) -> str:
     return f"{value:.1f}"
 
 
-_WIDTH, _HEIGHT = 720, 128
+_WIDTH, _HEIGHT = 720, 146
 _INTERVAL_TOP, _FLOOR, _MIDDLE = 26, 92, 60
 _SMALL_WIDTH, _SMALL_HEIGHT = 150, 18
 
@@ -198,7 +241,7 @@ def parse_range(body: Any) -> Range | None:
     return Range(*values) if len(values) == len(numbers) else None
 
 
-def interval_chart(difference: Range, bound: float, bound_text: str, equal_text: str) -> Html:
+def interval_chart(difference: Range, bound: float, bound_text: str, equal_text: str, x_title: str) -> Html:
     """Draw the interval of a difference; the side below `bound`, where its lower end must not lie, is shaded."""
     ends = [difference.low, difference.high, bound, 0.0]
     pad = (max(ends) - min(ends) or 0.01) * 0.16
@@ -220,6 +263,7 @@ def interval_chart(difference: Range, bound: float, bound_text: str, equal_text:
             for value in ticks(x.low, x.high, 6)
         ],
         label(min(max(x.at(0.0), 80), _WIDTH - 80), 124, equal_text, "tick foot"),
+        label(_WIDTH / 2, 142, x_title, "axis-title"),
     ]
     text = (
         f"difference {signed(difference.estimate)}, interval {signed(difference.low)} to {signed(difference.high)}; "
@@ -267,4 +311,4 @@ def _whisker(low: float, center: float, high: float, y: float, cap: float, radiu
 
 
 def _tick(value: float) -> str:
-    return f"{'+' if value > 1e-12 else ''}{tick_text(round(value, 10))}"
+    return f"{'+' if value > 0 else ''}{tick_text(value)}"

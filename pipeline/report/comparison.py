@@ -1,29 +1,40 @@
-"""Section that compares this run with another: numbers, paired differences on the same samples, and their causes."""
+"""Section that compares this run with others: numbers, paired differences on the same samples, and their causes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.compare import record_differences
 from pipeline.contract.errors import PipelineError
 from pipeline.contract.facts import Body, Facts, is_number
-from pipeline.contract.html import Html, number, seconds, signed
+from pipeline.contract.html import Html, number, seconds, short, signed
 from pipeline.contract.run import Run
 from pipeline.report.charts import interval_chart, interval_text, parse_range, shared_axis, small_interval
 from pipeline.report.rendering import render
 
 _MAX_PARTS = 40  # shown
+_MAX_LABEL = 12  # of a run's name in charts; of a longer one, its end is shown
+_DIGEST_LENGTH = 64
 _OWN_SOURCES = "pipe:"  # prefix of the parts of a step's key that are sources of pipe itself
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The paired differences of this run's candidate to the other's; `problem` is why there are none."""
+    """The paired differences of this run's candidate to another's; `problem` is why there are none."""
 
     metrics: tuple[Body, ...] = ()  # as compare_runs returns them
     problem: str = ""
+
+
+def run_labels(ids: Sequence[str]) -> list[str]:
+    """Return short names for the runs of one report: `this run`, and the last part of the names of the others."""
+    ends = [run_id.rpartition("-")[2] if len(run_id) > _MAX_LABEL else run_id for run_id in ids]
+    is_repeated = [count > 1 for count in map(Counter(ends).__getitem__, ends)]
+    labels = [run_id if repeated else end for run_id, end, repeated in zip(ids, ends, is_repeated, strict=True)]
+    return ["this run", *(f"run {name}" for name in labels[1:])]
 
 
 def compare(run: Run, facts: Facts, other: Run, others: Facts) -> Comparison:
@@ -33,29 +44,64 @@ def compare(run: Run, facts: Facts, other: Run, others: Facts) -> Comparison:
     from pipeline.evaluate.compare_runs import compare_runs  # imports numpy, which most reports do not need
 
     try:
-        return Comparison(tuple(compare_runs(run, other, run.config.evaluate)["metrics"]))
+        rows = compare_runs(run, other, run.config.evaluate)["metrics"]
     except PipelineError as error:
         return Comparison(problem=str(error))
+    return Comparison(tuple(_as_in_verdict(row, facts, others) for row in rows))
 
 
-def comparison(facts: Facts, other: Facts, compared: Comparison) -> Html:
-    """Draw the metric of the gate, and list all metrics in a table."""
-    metric = str(facts.verdict.get("metric", ""))
-    gate_metric = next((row for row in compared.metrics if row["metric"] == metric), next(iter(compared.metrics), None))
-    difference = parse_range(gate_metric["difference"]) if gate_metric else None
+def _as_in_verdict(row: Body, facts: Facts, other: Facts) -> Body:
+    """Take the interval of the verdict where the other run is the champion that it compares with."""
+    verdict, bundle = facts.verdict, other.digests.get("manifest.json")
+    if row["metric"] != verdict.get("metric") or not bundle or (verdict.get("baseline") or {}).get("bundle") != bundle:
+        return row
+    return row | {"difference": verdict.get("difference"), "confidence": verdict.get("confidence", row["confidence"])}
+
+
+def adjust_p_values(comparisons: Sequence[Comparison]) -> list[Comparison]:
+    """Correct the p-values for all metrics of all runs that this run is compared with."""
+    rows = [row for compared in comparisons for row in compared.metrics]
+    if len(comparisons) < 2 or not rows:
+        return list(comparisons)
+    from pipeline.contract.statistics.significance import holm  # imports numpy
+
+    adjusted = iter(holm([row["p_value"] for row in rows]))
+    return [
+        replace(compared, metrics=tuple(row | {"adjusted_p": next(adjusted)} for row in compared.metrics))
+        for compared in comparisons
+    ]
+
+
+def comparison(runs: Mapping[str, Facts], compared: Sequence[Comparison]) -> Html:
+    """List the numbers of all runs, draw the metric of the gate for each other run, and list all metrics."""
+    labels, (facts, *others) = list(runs), list(runs.values())
     return render(
         "comparison.html",
         facts=facts,
-        other=other,
-        rows=[row for row in _rows(facts, other) if row[1:3] != ("–", "–")],
-        problem=compared.problem or "the runs have no metric in common",
-        first=gate_metric,
-        chart=interval_chart(difference, 0.0, "", f"equal in {gate_metric['metric']}")
-        if gate_metric and difference
-        else "",
-        metrics=[_metric_row(row) for row in compared.metrics],
-        **_differing_parts(facts, other),
+        runs=[{"label": label, "facts": other} for label, other in zip(labels[1:], others, strict=True)],
+        stamps=[run.effective_verdict for run in runs.values()],
+        labels=labels,
+        rows=list(_rows(facts, others)),
+        paired=[_paired(facts, label, each) for label, each in zip(labels[1:], compared, strict=True)],
+        **_differing_parts(facts, others),
     )
+
+
+def _paired(facts: Facts, label: str, compared: Comparison) -> dict[str, Any]:
+    metric = str(facts.verdict.get("metric", ""))
+    first = next((row for row in compared.metrics if row["metric"] == metric), next(iter(compared.metrics), None))
+    difference = parse_range(first["difference"]) if first else None
+    chart: Html | str = ""
+    if first and difference:
+        title = f"by how much this run is better than {label} in {first['metric']}"
+        chart = interval_chart(difference, 0.0, "", f"equal in {first['metric']}", title)
+    return {
+        "label": label,
+        "problem": compared.problem or "the runs have no metric in common",
+        "first": first,
+        "chart": chart,
+        "metrics": [_metric_row(row) for row in compared.metrics],
+    }
 
 
 def _metric_row(row: Body) -> dict[str, Any]:
@@ -68,48 +114,75 @@ def _metric_row(row: Body) -> dict[str, Any]:
     }
 
 
-def _rows(facts: Facts, other: Facts) -> Iterator[tuple[str, str, str, str]]:
-    values, other_values = ((run.metrics.get("candidate") or {}) for run in (facts, other))
-    for name in sorted(values.keys() | other_values.keys()):
-        yield _number_row(name, values.get(name), other_values.get(name))
+Cell = tuple[str, str]  # value and difference to the first run
+
+
+def _rows(facts: Facts, others: Sequence[Facts]) -> Iterator[tuple[str, list[Cell]]]:
+    """Yield the rows that at least one run has a value for."""
+    runs = (facts, *others)
+    names = sorted({name for run in runs for name in run.metrics.get("candidate") or {}})
+    readers: list[tuple[str, Callable[[Facts], float | None]]] = [
+        (name, lambda run, name=name: (run.metrics.get("candidate") or {}).get(name))  # type: ignore[misc]
+        for name in names
+    ]
     for key, name in (("best_step", "best step"), ("samples_per_second", "samples/s"), ("steps", "optimizer steps")):
-        yield _number_row(name, facts.summary.get(key), other.summary.get(key))
-    duration, other_duration = (run.summary.get("seconds") for run in (facts, other))
-    yield "training", seconds(duration), seconds(other_duration), _ratio(duration, other_duration)
-    duration, other_duration = ((run.deploy.get("latency_ms") or {}).get("p50") for run in (facts, other))
-    yield "latency, median", _milliseconds(duration), _milliseconds(other_duration), _ratio(duration, other_duration)
+        readers.append((name, lambda run, key=key: run.summary.get(key)))  # type: ignore[misc]
+    for name, read in readers:
+        values = [read(run) for run in runs]
+        yield from _row(name, values, number, _difference)
+    durations = [run.summary.get("seconds") for run in runs]
+    yield from _row("training", durations, seconds, _ratio)
+    latencies = [(run.deploy.get("latency_ms") or {}).get("p50") for run in runs]
+    yield from _row("latency, median", latencies, _milliseconds, _ratio)
 
 
-def _number_row(name: str, value: float | None, other_value: float | None) -> tuple[str, str, str, str]:
-    if not (is_number(value) and is_number(other_value)):
-        difference = "–"
-    elif abs(value - other_value) < 10:
-        difference = signed(value - other_value)
-    else:
-        difference = f"{'+' if value > other_value else '−'}{number(abs(value - other_value))}"
-    return name, number(value), number(other_value), difference
+def _row(
+    name: str,
+    values: Sequence[float | None],
+    text: Callable[[float | None], str],
+    difference: Callable[[float, float], str],
+) -> Iterator[tuple[str, list[Cell]]]:
+    numbers = [value if is_number(value) else None for value in values]
+    first = numbers[0]
+    if any(value is not None for value in numbers):
+        differences = ["" if value is None or first is None else difference(value, first) for value in numbers[1:]]
+        yield name, list(zip(map(text, numbers), ["", *differences], strict=True))
+
+
+def _difference(value: float, first: float) -> str:
+    return signed(value - first) if value != first else "the same"
 
 
 def _milliseconds(value: float | None) -> str:
     return "–" if value is None else f"{number(value, 3)} ms"
 
 
-def _ratio(value: float | None, other_value: float | None) -> str:
-    return f"× {value / other_value:.2f}" if value and other_value else "–"
+def _ratio(value: float, first: float) -> str:
+    return f"× {number(value / first, 3)}" if first else ""
 
 
-def _differing_parts(facts: Facts, other: Facts) -> dict[str, Any]:
-    """List each differing part of the step keys once, with its steps; steps that only one run reached are ignored."""
-    records, other_records = facts.file.steps, other.file.steps
-    common = records.keys() & other_records.keys()
-    steps: dict[tuple[str, str, str], list[str]] = {}
-    for row in record_differences(
-        {n: other_records[n] for n in other_records if n in common}, {n: records[n] for n in records if n in common}
-    ):
-        steps.setdefault((row["part"], row["after"], row["before"]), []).append(row["step"])
-    rows = [(*part, ", ".join(names)) for part, names in steps.items() if not part[0].startswith(_OWN_SOURCES)]
+def _differing_parts(facts: Facts, others: Sequence[Facts]) -> dict[str, Any]:
+    """List each part of the step keys that differs between this run and another once, with its steps."""
+    steps: dict[str, list[str]] = {}
+    for other in others:
+        common = facts.file.steps.keys() & other.file.steps.keys()  # steps that only one run reached are ignored
+        for row in record_differences(*({n: run.file.steps[n] for n in common} for run in (other, facts))):
+            names = steps.setdefault(row["part"], [])
+            names += [row["step"]] if row["step"] not in names else []
+    rows = [
+        (part, [_part(run, part, names) for run in (facts, *others)], ", ".join(names))
+        for part, names in steps.items()
+        if not part.startswith(_OWN_SOURCES)
+    ]
     return {
         "parts": rows[:_MAX_PARTS],
         "more_parts": max(len(rows) - _MAX_PARTS, 0),
         "own_sources": len(steps) - len(rows),
     }
+
+
+def _part(facts: Facts, part: str, steps: Sequence[str]) -> str:
+    """Return the value of a part in the first of these steps that the run has."""
+    records = (facts.file.steps[step] for step in steps if step in facts.file.steps)
+    value = next((record.parts[part] for record in records if part in record.parts), None)
+    return "absent" if value is None else short(value) if len(value) == _DIGEST_LENGTH else value

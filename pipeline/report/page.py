@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -18,17 +19,28 @@ from urllib.parse import quote
 
 from jinja2 import UndefinedError
 
-from pipeline.contract.facts import Facts, is_number, mappings, read_facts
+from pipeline.contract.facts import Body, Facts, is_number, mappings, read_facts
 from pipeline.contract.files import write_atomic
 from pipeline.contract.html import MISSING, Html, el, number, seconds, signed
 from pipeline.contract.run import STEPS, Run, StepRecord
-from pipeline.history import History
-from pipeline.report import comparison, evaluation, export, lineage, predictions, samples, training
+from pipeline.history import COMMIT, WORKING_TREE, History
+from pipeline.report import (
+    classification,
+    comparison,
+    evaluation,
+    export,
+    features,
+    lineage,
+    predictions,
+    samples,
+    training,
+)
 from pipeline.report.charts import parse_range
+from pipeline.report.features import read_champion_profile
 from pipeline.report.rendering import render, score
 
 _STYLE = Path(__file__).with_name("style.css")
-_SORT_SCRIPT = Path(__file__).with_name("sort.js")
+_INDEX_SCRIPT = Path(__file__).with_name("index.js")  # of the index; reports have no script
 _FINISHED = ("done", "rejected", "overridden")  # a step with one of these has written all its files
 _SHAPE_ERRORS = (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError, UndefinedError)
 _STATUS_SIGNS = {
@@ -53,24 +65,26 @@ class Section:
     absent: str = ""  # shown if the finished step has left nothing to draw; empty: then there is no section
 
 
-def write_report(run: Run, path: Path, other: Run | None = None) -> None:
-    """Write whatever the run has reached so far, compared with another run if there is one."""
-    facts = read_facts(run)
-    if other is None:
-        return write_atomic(path, render_report(facts))
-    other_facts = read_facts(other)
-    return write_atomic(path, render_report(facts, other_facts, comparison.compare(run, facts, other, other_facts)))
+def write_report(run: Run, path: Path, others: Sequence[Run] = ()) -> None:
+    """Write whatever the run has reached so far, next to other runs if there are any."""
+    facts, other_facts = read_facts(run), [read_facts(other) for other in others]
+    compared = [comparison.compare(run, facts, *pair) for pair in zip(others, other_facts, strict=True)]
+    labels = comparison.run_labels([run.id, *(other.id for other in others)])
+    runs = dict(zip(labels, [facts, *other_facts], strict=True))
+    sections = _sections(runs, comparison.adjust_p_values(compared), read_champion_profile(run, facts))
+    write_atomic(path, _render_report(facts, sections))
 
 
-def render_report(facts: Facts, other: Facts | None = None, compared: comparison.Comparison | None = None) -> str:
-    sections = [
+def _render_report(facts: Facts, sections: Iterable[Section]) -> str:
+    drawn = [
         {"title": section.title, "anchor": re.sub(r"[^a-z]+", "-", section.title.lower()), "content": content}
-        for section in _sections(facts, other, compared)
+        for section in sections
         if (content := _content(section, facts)) is not None
     ]
     return render(
         "report.html",
         facts=facts,
+        outcome=describe_outcome(facts),
         lead=_lead(facts),
         tiles=list(_tiles(facts)),
         steps=[_step(name, facts.step(name)) for name in STEPS],
@@ -79,27 +93,32 @@ def render_report(facts: Facts, other: Facts | None = None, compared: comparison
             for record in facts.file.steps.values()
             if record.current_status in ("failed", "rejected", "interrupted")
         ],
-        sections=sections,
+        sections=drawn,
         style=Html(_STYLE.read_text()),
         script="",
     )
 
 
-def _sections(facts: Facts, other: Facts | None, compared: comparison.Comparison | None) -> Iterator[Section]:
-    if other is not None and compared is not None:
-        yield Section("Compared with the other run", "", lambda: comparison.comparison(facts, other, compared))
+def _sections(
+    runs: training.Runs, compared: Sequence[comparison.Comparison], champion_profile: Body
+) -> Iterator[Section]:
+    facts = next(iter(runs.values()))
+    if compared:
+        title = "Compared with the other run" if len(compared) == 1 else "Compared with other runs"
+        yield Section(title, "", lambda: comparison.comparison(runs, compared))
     yield Section("Verdict", "evaluate", lambda: evaluation.verdict(facts), "The step has left no verdict.")
     yield Section("Slices", "evaluate", lambda: evaluation.slices(facts))
     no_log = "The training log has no lines."
-    yield Section("Learning curves", "train", lambda: training.curves(facts, other), no_log)
-    yield Section("Speed and time", "train", lambda: training.speed(facts, other))
+    yield Section("Learning curves", "train", lambda: training.curves(runs), no_log)
+    yield Section("Speed and time", "train", lambda: training.speed(runs))
     yield Section("Experts", "train", lambda: training.experts(facts))
     yield Section("Predicted against actual", "evaluate", lambda: predictions.regression(facts))
     yield Section("NDCG by query", "evaluate", lambda: predictions.ranking(facts))
-    yield Section("Confusion matrix", "evaluate", lambda: evaluation.confusion(facts))
-    yield Section("Per class", "evaluate", lambda: evaluation.per_class(facts))
+    yield Section("ROC and precision-recall", "evaluate", lambda: classification.curves(runs))
+    yield Section("Confusion matrix", "evaluate", lambda: classification.confusion(facts))
+    yield Section("Per class", "evaluate", lambda: classification.per_class(facts))
     no_probabilities = "Calibration is unknown: the task has no probabilities()." if facts.classes else ""
-    yield Section("Calibration", "evaluate", lambda: evaluation.calibration(facts), no_probabilities)
+    yield Section("Calibration", "evaluate", lambda: classification.calibration(facts), no_probabilities)
     yield Section("Worst samples", "evaluate", lambda: samples.worst_samples(facts))
     yield Section("Typical samples", "evaluate", lambda: samples.typical_samples(facts))
     yield Section("ONNX parity", "export", lambda: export.parity(facts), "The step has left no parity.json.")
@@ -108,6 +127,7 @@ def _sections(facts: Facts, other: Facts | None, compared: comparison.Comparison
     yield Section("Package", "package", lambda: export.package(facts), "The step has left no image.json.")
     yield Section("Service and latency", "deploy", lambda: export.latency(facts), "The step has left no deploy.json.")
     yield Section("Data", "prepare", lambda: lineage.data(facts), "The step has left no data.json.")
+    yield Section("Inputs by split", "prepare", lambda: features.histograms(facts, champion_profile))
     yield Section("Lineage", "", lambda: lineage.lineage(facts))
     yield Section("Environment", "", lambda: lineage.environment(facts))
     yield Section("Reproduce", "", lambda: lineage.reproduce(facts))
@@ -136,6 +156,34 @@ def _content(section: Section, facts: Facts) -> Html | None:
 def _lead(facts: Facts) -> str:
     summary = str(facts.verdict.get("summary") or "the evaluate step has not finished in this run.")
     return ". ".join(text[:1].upper() + text[1:] for text in (summary, facts.pass_reason) if text)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: the verdict of the gate, unless a step stopped it before or after that."""
+
+    verdict: str  # of the gate; empty before it
+    step: str = ""  # that failed, was interrupted or is running; empty: none
+    status: str = ""
+    kind: str = ""
+    sign: str = ""
+
+    @property
+    def text(self) -> str:
+        return f"{self.step.capitalize()} {'is running' if self.status == 'running' else self.status}"
+
+
+def describe_outcome(facts: Facts) -> Outcome:
+    """Return the first step that was stopped by something else than the gate, with the verdict."""
+    verdict = facts.effective_verdict
+    for name in STEPS:
+        record = facts.step(name)
+        if record is None or record.current_status in ("done", "overridden"):
+            continue
+        if name != "evaluate" or record.current_status != "rejected":
+            kind, sign = _STATUS_SIGNS[record.current_status]
+            return Outcome(verdict, name, record.current_status, kind, sign)
+    return Outcome(verdict)
 
 
 def _tiles(facts: Facts) -> Iterator[Tile]:
@@ -180,10 +228,26 @@ def write_index(history: History, path: Path) -> None:
 
 
 def render_index(rows: Sequence[dict[str, Any]]) -> str:
-    script = _SORT_SCRIPT.read_text()
+    script = _INDEX_SCRIPT.read_text()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    style = Html(_STYLE.read_text())
-    return render("index.html", rows=rows, style=style, script=Html(script), script_digest=digest)
+    names = sorted({name for row in rows for name in row["settings"]})
+    differing = [name for name in names if len({json.dumps(row["settings"].get(name)) for row in rows}) > 1]
+    for row in rows:
+        settings = {name: value for name, value in row["settings"].items() if name in differing}
+        row["filter_values"] = json.dumps(row["settings"] | row["results"])
+        row["settings"] = ", ".join(f"{name} {value}" for name, value in settings.items())
+    results = sorted({name for row in rows for name in row["results"]})
+    metric = next((row["metric"] for row in rows if row["metric"]), "accuracy")
+    return render(
+        "index.html",
+        rows=rows,
+        result_names=results,
+        setting_names=differing,
+        example=f"{metric}>0.9 {differing[0] if differing else 'train.lr'}=… passed",
+        style=Html(_STYLE.read_text()),
+        script=Html(script),
+        script_digest=digest,
+    )
 
 
 def _row(run: Run, folder: Path) -> dict[str, Any]:
@@ -194,6 +258,8 @@ def _row(run: Run, folder: Path) -> dict[str, Any]:
     difference = parse_range(facts.verdict.get("difference"))
     position, reached = _last_step(facts)
     report = run.path / "report.html"
+    environment = facts.file.environment
+    results = {name: value for name, value in (facts.metrics.get("candidate") or {}).items() if is_number(value)}
     return {
         "id": run.id,
         "link": quote(Path(os.path.relpath(report, folder)).as_posix()) if report.is_file() else "",
@@ -207,7 +273,21 @@ def _row(run: Run, folder: Path) -> dict[str, Any]:
         "place": position,
         "reached": reached,
         "bundle": facts.digests.get("manifest.json", ""),
+        "outcome": describe_outcome(facts),
+        "commit": environment.get(COMMIT, ""),
+        "changed": environment.get(WORKING_TREE, "clean") != "clean",
+        "settings": dict(_settings(facts.file.config, "")),
+        "results": results | {"name": facts.name, "verdict": facts.effective_verdict, "reached": reached},
     }
+
+
+def _settings(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """Yield the settings of a run by their full names; lists and mappings without names as JSON."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _settings(value, f"{prefix}{name}.")
+        elif value is not None and value != {} and value != [] and value != "":
+            yield f"{prefix}{name}", json.dumps(value) if isinstance(value, list) else value
 
 
 def _last_step(facts: Facts) -> tuple[float, str]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from pipeline.contract.facts import Body, Facts, is_number
 from pipeline.contract.html import Html, el, number, percent, seconds, size
-from pipeline.report.charts import Points, Series, drawing, label, line_chart, px
+from pipeline.report.charts import RUN_STYLES, Points, Series, drawing, label, line_chart, px
 from pipeline.report.rendering import render
+
+Runs: TypeAlias = Mapping[str, Facts]  # by their names in the report; first the run that it is about
 
 _BUDGET_WIDTH, _BUDGET_HEIGHT = 960, 30
 _MIN_LABELLED_WIDTH = 110  # of a part of the time budget
@@ -20,31 +22,52 @@ _MAX_PROCESSES = 6  # drawn; with more, only the largest and the smallest value 
 _MAX_EXPERTS = 64  # drawn, from the layers with the most uneven loads
 
 
-def curves(facts: Facts, other: Facts | None = None) -> Html | None:
+def curves(runs: Runs) -> Html | None:
+    """Draw the curves of a run, or one curve per run in each chart."""
+    facts = next(iter(runs.values()))
     if not facts.steps and not facts.validations:
         return None
-    runs = [run for run in (other, facts) if run is not None]  # later curves are drawn above earlier ones
     best = facts.summary.get("best_step")
     best_of_loss, best_of_metric = ((float(best), f"best at {best}"), (float(best), "")) if best else (None, None)
-    charts = [line_chart("Loss", [curve for run in runs for curve in _losses(run, run is other)], best_of_loss)]
-    for name in sorted({name for run in runs for line in run.validations for name in line["validation"]} - {"loss"}):
-        lines = [_series(name, _validation(run, name), "two", run is other, dots=True) for run in runs]
-        charts.append(line_chart(f"Validation {name}", lines, best_of_metric))
-    rates = [_series("lr", run.curve("lr"), "three", run is other) for run in runs]
-    norms = [_series("norm", run.curve("grad_norm"), "three", run is other, smooth=True) for run in runs]
-    charts += [line_chart("Learning rate", rates), line_chart("Gradient norm", norms)]
+    if len(runs) == 1:
+        charts = [line_chart("Loss", _losses(facts), "loss", best_of_loss)]
+    else:
+        charts = [
+            line_chart("Training loss", _series(runs, "one", lambda run: run.curve("loss"), smooth=True), "loss"),
+            line_chart(
+                "Validation loss", _series(runs, "two", lambda run: _validation(run, "loss"), dots=True), "loss"
+            ),
+        ]
+    for name in sorted({name for run in runs.values() for line in run.validations for name in line["validation"]}):
+        if name != "loss":
+            lines = _series(runs, "two", lambda run, name=name: _validation(run, name), name, dots=True)  # type: ignore[misc]
+            charts.append(line_chart(f"Validation {name}", lines, name, best_of_metric if len(runs) == 1 else None))
+    rates = _series(runs, "three", lambda run: run.curve("lr"), "learning rate")
+    norms = _series(runs, "three", lambda run: run.curve("grad_norm"), "norm", smooth=True)
+    charts += [
+        line_chart("Learning rate", rates, "learning rate"),
+        line_chart("Gradient norm", norms, "norm of the gradients"),
+    ]
     return render("curves.html", charts=charts, summary=list(_summary(facts.summary)))
 
 
-def _losses(run: Facts, other: bool) -> list[Series]:
+def _losses(run: Facts) -> list[Series]:
     return [
-        _series("training", run.curve("loss"), "one", other, smooth=True),
-        _series("validation", _validation(run, "loss"), "two", other, dots=True),
+        Series("training", run.curve("loss"), "one", smooth=True),
+        Series("validation", _validation(run, "loss"), "two", dots=True),
     ]
 
 
-def _series(name: str, points: Points, style: str, other: bool, dots: bool = False, smooth: bool = False) -> Series:
-    return Series(f"{name}, other run" if other else name, points, style, dots=dots, smooth=smooth, other=other)
+def _series(
+    runs: Runs, style: str, read: Callable[[Facts], Points], name: str = "", dots: bool = False, smooth: bool = False
+) -> list[Series]:
+    """Return one curve per run, named and coloured by run if there are several."""
+    if len(runs) == 1:
+        return [Series(name, read(run), style, dots, smooth) for run in runs.values()]
+    return [
+        Series(label, read(run), RUN_STYLES[place], dots, smooth, place)
+        for place, (label, run) in enumerate(runs.items())
+    ]
 
 
 def _validation(facts: Facts, name: str) -> Points:
@@ -142,9 +165,8 @@ def _values(facts: Facts, name: str) -> list[float]:
     return [value for _, value in facts.curve(name)]
 
 
-def render_time_budget(facts: Facts, other: Facts | None) -> Html | None:
-    runs = {"this run": facts, "other run": other}
-    budgets = {name: budget for name, run in runs.items() if run and (budget := time_budget(run))}
+def render_time_budget(runs: Runs) -> Html | None:
+    budgets = {name: budget for name, run in runs.items() if (budget := time_budget(run))}
     if not budgets:
         return None
     is_comparison = len(budgets) > 1
@@ -184,18 +206,21 @@ def _budget_bar(name: str, budget: Budget) -> Html:
     return drawing(f"Time budget of {name}", text, boxes, _BUDGET_WIDTH, _BUDGET_HEIGHT, "bar-chart")
 
 
-def speed(facts: Facts, other: Facts | None = None) -> Html | None:
+def speed(runs: Runs) -> Html | None:
+    facts = next(iter(runs.values()))
     if not facts.steps:
         return None
     timings = facts.batch_size.get("timed")
     fastest = max(entry["samples_per_second"] for entry in timings) if timings else 0.0
+    speeds = _series(runs, "one", lambda run: run.curve("samples_per_second"), "samples/s", smooth=True)
+    waits = _series(runs, "two", lambda run: run.curve("communication_share"), "share of time", smooth=True)
     return render(
         "speed.html",
-        budget=render_time_budget(facts, other),
+        budget=render_time_budget(runs),
         charts=[
-            line_chart("Throughput", _both(facts, other, "samples/s", "samples_per_second", "one")),
-            line_chart("Exposed communication", _both(facts, other, "share of time", "communication_share", "two")),
-            line_chart("Shares of a batch", _batch_shares(facts)),
+            line_chart("Throughput", speeds, "samples per second"),
+            line_chart("Exposed communication", waits, "share of time"),
+            line_chart("Shares of a batch", _batch_shares(facts), "share of the batch"),
         ],
         batch_sizes=[
             (
@@ -209,11 +234,6 @@ def speed(facts: Facts, other: Facts | None = None) -> Html | None:
         figures=list(_figures(facts)),
         timeline=facts.timeline,
     )
-
-
-def _both(facts: Facts, other: Facts | None, name: str, key: str, style: str) -> list[Series]:
-    runs = [run for run in (other, facts) if run is not None]
-    return [_series(name, run.curve(key), style, run is other, smooth=True) for run in runs]
 
 
 def _figures(facts: Facts) -> Iterator[tuple[str, str]]:
@@ -272,8 +292,8 @@ def experts(facts: Facts) -> Html | None:
     return render(
         "experts.html",
         charts=[
-            line_chart("Largest load over the mean", loads),
-            line_chart("Router entropy", [Series("1: uniform", entropy, "three", smooth=True)]),
+            line_chart("Largest load over the mean", loads, "load ÷ mean load"),
+            line_chart("Router entropy", [Series("1: uniform", entropy, "three", smooth=True)], "share of the maximum"),
         ],
         tokens=list(_expert_tokens(facts))[:_MAX_EXPERTS],
         figures=figures,

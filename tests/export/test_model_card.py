@@ -67,7 +67,7 @@ def test_verdict_rules_slices_and_calibration_are_on_it() -> None:
     text = made(verdict=VERDICT, metrics={"classes": ["0", "1"]})
     assert "Verdict: **fail**. accuracy 0.9889 against the baseline's 0.9639\n" in text
     assert "- FAILED: non-inferior (accuracy may be 0.05 below)" in text
-    assert "| ink=a¦b | 90 | 0.9000 | 0.8000 | +0.1000 (−0.0200 to +0.2000) | FAILED |" in text
+    assert "| ink=a¦b | 90 | 0.9 | 0.8 | +0.1 (−0.02 to +0.2) | FAILED |" in text
     assert "| expected calibration error | 0.0213 |" in text
     assert "It distinguishes 2 classes: `0`, `1`." in text
     assert "- The margin 0.01 is finer than what 360 samples show." in text
@@ -90,7 +90,7 @@ def test_variants_and_data_are_on_it_but_nothing_that_was_timed() -> None:
     checks = [{"check": "drift", "where": "image", "level": "warn", "detail": "PSI 0.3"}, {"check": "x", "level": "ok"}]
     data = {"splits": {"train": {"samples": 1077, "fingerprint": "f" * 64}}, "checks": checks}
     text = made(variants=tuple(variants), data=data, summary={"seconds": 271828})
-    assert "| fp32 | accuracy 0.9800 | – | 1.0×10⁻⁶ | 605,321 | passed |" in text
+    assert "| fp32 | accuracy 0.98 | – | 1×10⁻⁶ | 605,321 | passed |" in text
     assert "| fp16 (this bundle) |" in text
     assert f"| train | 1,077 | {'f' * 64} |" in text
     assert "- warn: drift of image, PSI 0.3" in text

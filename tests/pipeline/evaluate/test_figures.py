@@ -1,4 +1,4 @@
-"""Numbers that the report draws of regressors and rankers."""
+"""Numbers that the report draws of predictions."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 
 import numpy as np
 import pytest
+from sklearn.metrics import average_precision_score, precision_score, recall_score, roc_auc_score
 
 from pipeline.evaluate.figures import figures_body
 
@@ -58,6 +59,42 @@ def test_queries_are_listed_by_ndcg_without_those_that_have_no_relevant_item() -
     json.dumps(ranking, allow_nan=False)
 
 
-def test_classifiers_and_tasks_without_predictions_have_no_figures() -> None:
+def test_classifiers_without_probabilities_have_no_figures() -> None:
     columns = {"actual": np.zeros(3), "candidate.predicted": np.zeros(3)}
     assert figures_body(columns, ("a", "b")) == figures_body({"candidate.loss": np.zeros(3)}, None) == {}
+
+
+def test_curves_of_two_classes_agree_with_scikit_learn_for_both_models() -> None:
+    random = np.random.default_rng(0)
+    actual = (random.random(3000) < 0.2).astype(np.int64)
+    columns = {"actual": actual}
+    for owner, noise in (("candidate", 0.2), ("baseline", 0.5)):
+        positive = (actual * 0.4 + noise * random.random(3000)).clip(0, 1).round(2)  # with ties
+        columns[f"{owner}.probabilities"] = np.stack([1 - positive, positive], axis=1).astype(np.float32)
+        columns[f"{owner}.predicted"] = (positive > 0.3).astype(np.int64)
+    body = json.loads(json.dumps(figures_body(columns, ["no", "yes"])))["classification"]
+    assert [(curve["model"], curve["class"]) for curve in body["curves"]] == [("candidate", "yes"), ("baseline", "yes")]
+    for curve in body["curves"]:
+        scores = columns[f"{curve['model']}.probabilities"][:, 1]
+        predicted = columns[f"{curve['model']}.predicted"]
+        assert curve["auc"] == pytest.approx(roc_auc_score(actual, scores))
+        assert curve["average_precision"] == pytest.approx(average_precision_score(actual, scores))
+        assert curve["decision"]["tpr"] == pytest.approx(recall_score(actual, predicted))
+        assert curve["decision"]["precision"] == pytest.approx(precision_score(actual, predicted))
+        assert (curve["roc"][0], curve["roc"][-1]) == ([0, 0], [1, 1])
+        assert curve["roc"] == sorted(curve["roc"])
+        assert curve["pr"][-1] == [1, pytest.approx(actual.mean(), abs=1e-4)]
+        assert max(len(curve["roc"]), len(curve["pr"])) <= 152
+
+
+def test_most_frequent_classes_have_a_curve_against_the_rest() -> None:
+    actual = np.repeat(np.arange(14), np.arange(14) + 1)
+    probabilities = np.full((len(actual), 14), 0.01)
+    probabilities[np.arange(len(actual)), actual] = 0.87
+    columns = {"actual": actual, "candidate.predicted": actual, "candidate.probabilities": probabilities}
+    curves = figures_body(columns, [f"c{i}" for i in range(14)])["classification"]["curves"]
+    assert [curve["class"] for curve in curves] == [f"c{i}" for i in range(4, 14)]
+    assert {curve["auc"] for curve in curves} == {1.0}
+    one_class = {name: values[:1] for name, values in columns.items()}
+    assert figures_body(one_class, [f"c{i}" for i in range(14)]) == {}, "no curve of a single class"
+    assert figures_body({"actual": actual, "candidate.predicted": actual}, ["a", "b"]) == {}, "no probabilities"

@@ -157,10 +157,10 @@ def write_deploy(run: Run) -> None:
     write_json(run.output("deploy") / "deploy.json", body)
 
 
-def make_other_run(runs: Path, lr: float = 0.001) -> Run:
+def make_other_run(runs: Path, lr: float = 0.001, name: str = "20260101-010101-ef01") -> Run:
     """A second run on the same test set, with another learning rate and worse results."""
     run = make_run(runs / "other", reached=3)
-    path = run.path.rename(runs / "20260101-010101-ef01")
+    path = run.path.rename(runs / name)
     other = Run(path)
     file = other.read()
     steps = {name: step.model_copy(update={"parts": {"config:train.lr": str(lr)}}) for name, step in file.steps.items()}

@@ -9,9 +9,9 @@ from pipeline.contract.run import Run
 from pipeline.report.page import write_report
 
 
-def report(run: Run, other: Run | None = None) -> str:
+def report(run: Run, *others: Run) -> str:
     path = run.path / "report.html"
-    write_report(run, path, other)
+    write_report(run, path, others)
     page = path.read_text()
     assert "not in a format" not in page
     return page

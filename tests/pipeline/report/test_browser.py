@@ -35,7 +35,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     add_optional_files(run)
     for one, right in ((run, 356), (other, 345)):
         write_predictions(one, right)
-    write_report(run, run.path / "report.html", other)
+    write_report(run, run.path / "report.html", [other])
     write_index(load_history(folder), folder / "index.html")
     return folder
 
@@ -60,7 +60,7 @@ def test_pages_fit_the_window_in_both_color_schemes_without_errors(
         light = browser.value("getComputedStyle(document.body).backgroundColor.match(/\\d+/g).every(one => one > 127)")
         assert light is not dark
     shown = browser.value("document.body.innerText")
-    for number in ("Passed", "98.9%", "+0.0250", "+0.0306", "4.8×10⁻⁶", "2,411", "1.84 ms", "0.0213", "pipe repro"):
+    for number in ("Passed", "98.9%", "+0.025", "+0.03056", "4.8×10⁻⁶", "2,411", "1.84 ms", "0.0213", "pipe repro"):
         assert number in shown
     assert browser.value("[...document.images].every(one => one.complete && one.naturalWidth === 8)")
     graphs = "[...document.querySelectorAll('svg.graph')].filter(one => one.getClientRects().length).length"
@@ -97,10 +97,30 @@ def test_index_heading_sorts_both_ways_with_missing_values_last(browser: Browser
     assert browser.value(names) == ["abcd", "ef01"]
     place = "th:nth-child({})".format
     up, down = ["ef01", "abcd"], ["abcd", "ef01"]
-    for column, order in ((1, up), (1, down), (1, up), (11, down), (11, down)):
+    for column, order in ((1, up), (1, down), (1, up), (12, down), (12, down)):
         browser.press(f"{place(column)} button", "Enter")
         assert browser.value(names) == order
-    assert browser.value(f"document.querySelector('{place(11)}').getAttribute('aria-sort')") == "descending"
+    assert browser.value(f"document.querySelector('{place(12)}').getAttribute('aria-sort')") == "descending"
+
+
+def test_index_filters_by_words_settings_and_metrics(browser: Browser, runs: Path) -> None:
+    browser.open((runs / "index.html").as_uri())
+    rows = "[...document.querySelectorAll('tbody tr')].filter(row => !row.hidden)"
+    shown = f"{rows}.map(row => row.cells[0].textContent.slice(-4))"
+    for text, names in {
+        "": ["abcd", "ef01"],
+        "deploy": ["abcd"],
+        "accuracy>0.98 evaluate.margin=0.01": ["abcd", "ef01"],
+        "accuracy>0.99": [],
+        "verdict=pass reached!=deploy": ["ef01"],
+        "train.lr<1": [],
+    }.items():
+        browser.value(
+            f"(input => {{ input.value = {text!r}; input.dispatchEvent(new Event('input')); }})"
+            "(document.querySelector('.filter input'))"
+        )
+        assert browser.value(shown) == names, text
+    assert browser.complaints == []
 
 
 def test_printed_report_is_dark_on_white(browser: Browser, runs: Path) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import html
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from pipeline.contract.facts import read_facts
+from pipeline.contract.files import digest_file
 from pipeline.contract.run import Run
-from pipeline.report.comparison import compare
+from pipeline.report.comparison import adjust_p_values, compare, run_labels
 from pipeline.report.page import write_report
 
 from .example_runs import change, make_other_run, make_run, write_predictions
+from .pages import section
 
 
 @pytest.fixture
@@ -24,9 +27,16 @@ def two(tmp_path: Path) -> tuple[Run, Run]:
     return run, other
 
 
-def page(run: Run, other: Run) -> str:
+@pytest.fixture
+def three(two: tuple[Run, Run], tmp_path: Path) -> tuple[Run, Run, Run]:
+    third = make_other_run(tmp_path, 0.02, "20260101-010101-aa02")
+    write_predictions(third, 350)
+    return *two, third
+
+
+def page(run: Run, *others: Run) -> str:
     path = run.path / "comparison.html"
-    write_report(run, path, other)
+    write_report(run, path, others)
     text = path.read_text()
     assert "not in a format" not in text
     return text
@@ -45,22 +55,23 @@ def test_difference_is_computed_on_the_same_samples(two: tuple[Run, Run]) -> Non
     assert row["difference"]["estimate"] == pytest.approx(11 / 360)
     assert 0 < row["difference"]["low"] < 11 / 360 < row["difference"]["high"] < 0.06
     text = page(run, other)
-    assert "better than the other on the same 360 samples" in text
-    assert "11 samples only this run gets right, 0 only the other; McNemar’s exact p = 9.8×10⁻⁴" in text
-    assert "+0.0306 [" in text
+    assert "better than run ef01 on the same 360 samples" in text
+    assert "11 samples only this run gets right, 0 only run ef01; McNemar’s exact p = 0.0009766" in text
+    assert "+0.03056 [" in text
 
 
 def test_both_runs_share_every_chart_and_differ_without_colours(two: tuple[Run, Run]) -> None:
     text = page(*two)
     for names in (
-        "Loss: training, other run, validation, other run, training, validation by optimizer step",
-        "Validation accuracy: accuracy, other run, accuracy by optimizer step",
-        "Throughput: samples/s, other run, samples/s by optimizer step",
+        "Training loss: this run, run ef01 by optimizer step",
+        "Validation loss: this run, run ef01 by optimizer step",
+        "Validation accuracy: this run, run ef01 by optimizer step",
+        "Throughput: this run, run ef01 by optimizer step",
     ):
         assert names in text
     assert '<path d="M' in text
-    assert 'class="curve two other"' in text, "dashed"
-    assert 'class="dot two other"' in text, "square"
+    assert 'class="curve two other dash-1"' in text, "dashed"
+    assert 'class="dot two other dash-1"' in text, "square"
     assert text.count("<title>Time budget of ") == 2
 
 
@@ -107,3 +118,41 @@ def test_run_without_any_step_can_be_compared(tmp_path: Path) -> None:
     other = make_other_run(tmp_path)
     assert "Compared with the other run" in page(make_run(tmp_path, reached=0), other)
     assert "Compared with the other run" in page(other, Run(tmp_path / "20260102-030405-abcd"))
+
+
+def test_more_runs_have_a_column_a_curve_and_paired_differences_each(three: tuple[Run, Run, Run]) -> None:
+    text = page(*three)
+    shown = section(text, "Compared with other runs")
+    assert "Run ef01 is <code>20260101-010101-ef01</code>" in shown
+    heads = re.findall(r'<th scope="col"[^>]*>([^<]*)</th>', shown)
+    assert heads[:4] == ["", "this run", "run ef01", "run aa02"]
+    assert shown.count("<h3>This run and run ") == 2
+    assert "+0.03056 [" in shown
+    assert "+0.01667 [" in shown
+    assert "<td><code>absent</code></td><td><code>0.001</code></td><td><code>0.02</code></td>" in shown
+    assert "Training loss: this run, run ef01, run aa02 by optimizer step" in text
+    assert text.count("<title>Time budget of ") == 3
+
+
+def test_p_values_are_corrected_for_all_runs_of_a_report(three: tuple[Run, Run, Run]) -> None:
+    run, *others = three
+    compared = [compare(run, read_facts(run), other, read_facts(other)) for other in others]
+    (first,), (second,) = (each.metrics for each in adjust_p_values(compared))
+    raw = sorted(row["p_value"] for each in compared for row in each.metrics)
+    assert sorted((first["adjusted_p"], second["adjusted_p"])) == pytest.approx([2 * raw[0], max(2 * raw[0], raw[1])])
+
+
+def test_difference_to_the_champion_has_the_interval_of_the_verdict(two: tuple[Run, Run]) -> None:
+    run, other = two
+    other.bundle_path.mkdir(parents=True)
+    (other.bundle_path / "manifest.json").write_text("{}")
+    bundle = digest_file(other.bundle_path / "manifest.json")
+    change(run.output("evaluate") / "verdict.json", baseline={"kind": "champion", "bundle": bundle})
+    shown = section(page(run, other), "Compared with the other run")
+    assert "+0.025 [+0.00833, +0.04444]" in shown
+
+
+def test_runs_with_one_ending_are_shown_by_their_whole_names() -> None:
+    assert run_labels(["20260101-010101-aaaa", "20260101-010101-ef01", "20260102-010101-ef01", "nightly"]) == [
+        "this run", "run 20260101-010101-ef01", "run 20260102-010101-ef01", "run nightly"
+    ]  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 from pathlib import Path
@@ -36,9 +37,9 @@ def index(runs: Path, path: Path | None = None) -> str:
 
 def test_index_lists_runs_newest_first_with_their_numbers(runs: Path) -> None:
     page = index(runs)
-    rows = re.findall(r"<tr><td.*?</tr>", page)
+    rows = re.findall(r"<tr data-facts.*?</tr>", page)
     assert [("abcd" in row, "ef01" in row) for row in rows] == [(True, False), (False, True)]
-    for text in ("Passed", "98.9%", "+0.0250", "9.4 s", "2,411", "deploy"):
+    for text in ("Passed", "98.9%", "+0.025", "9.4 s", "2,411", "deploy"):
         assert text in rows[0]
     assert 'data-key="0.98889"' in rows[0]
     assert "<td>evaluate</td>" in re.sub(r' data-key="[^"]*"', "", rows[1]), "its last step"
@@ -90,7 +91,7 @@ def test_report_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
 
 def test_report_shows_the_main_numbers(tmp_path: Path) -> None:
     page = report(make_run(tmp_path))
-    for text in ("Passed", "98.9%", "+0.0250", "+0.0083", "4.8×10⁻⁶", "2,411", "1.84 ms", "360", "p = 0.0117"):
+    for text in ("Passed", "98.9%", "+0.025", "+0.0083", "4.8×10⁻⁶", "2,411", "1.84 ms", "360", "p = 0.0117"):
         assert text in page
     assert "pipe repro 20260102-030405-abcd" in page
     assert "8 taken for 1" in page
@@ -186,3 +187,47 @@ def test_ticks_are_few_and_within_the_range(low: float, high: float) -> None:
     values = ticks(low, high)
     assert 2 <= len(values) <= 6
     assert low - 1e-9 <= values[0] < values[-1] <= high * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("step", "status", "text"),
+    [
+        ("export", "failed", "Export failed"),
+        ("train", "interrupted", "Train interrupted"),
+        ("deploy", "failed", "Deploy failed"),
+    ],
+)
+def test_run_that_was_stopped_is_not_headed_by_its_verdict(runs: Path, step: str, status: str, text: str) -> None:
+    (run, body), *_ = load_history(runs)
+    steps = {**body.steps, step: body.steps[step].model_copy(update={"status": status, "reason": "no memory"})}
+    write_atomic(run.path / "run.json", body.model_copy(update={"steps": steps}).model_dump_json())
+    page = report(run)
+    (head,) = re.findall(r'<p class="decision">(.*?)</p>', page, re.DOTALL)
+    row = re.findall(r"<tr data-facts.*?</tr>", index(runs))[0]
+    for shown in (head, row):
+        assert text in shown
+        assert "gate: passed" in shown
+        assert "✓" not in shown
+
+
+def test_index_shows_commits_and_settings_that_differ(runs: Path) -> None:
+    (run, body), *_ = load_history(runs)
+    environment = {"git commit": "0123456789" * 4, "git working tree": "uncommitted changes"}
+    config = {**body.config, "train": {"lr": 0.5}}
+    changed = body.model_copy(update={"environment": environment, "config": config})
+    write_atomic(run.path / "run.json", changed.model_dump_json())
+    first, second = re.findall(r"<tr data-facts.*?</tr>", index(runs))
+    assert "<code>0123456</code><small>changed files</small>" in first
+    assert "train.lr 0.5" in first
+    assert "evaluate.margin" not in re.sub(r'data-facts="[^"]*"', "", first), "the same in both"
+    assert json.loads(html.unescape(re.findall(r'data-facts="([^"]*)"', first)[0]))["accuracy"] == 0.98889
+    assert "0123456" not in second
+
+
+def test_every_chart_with_scales_has_axis_titles(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    add_optional_files(run)
+    charts = re.findall(r"<svg.*?</svg>", report(run), re.DOTALL)
+    scaled = [chart for chart in charts if 'class="grid"' in chart]
+    assert len(scaled) > 5
+    assert {chart.count('class="axis-title"') for chart in scaled} == {2}

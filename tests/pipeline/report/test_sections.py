@@ -30,11 +30,11 @@ def page(rich: Run) -> str:
 
 def test_slices_are_one_table_with_failed_ones_first(page: str) -> None:
     shown = section(page, "Slices")
-    assert "4 slices of the test set, 3 large enough to be evaluated, 1 of them failed" in shown
+    assert "4 slices of the test set, 3 compared with the baseline, 1 of them failed" in shown
     names = ["thick", "thin", "plain", "none"]
     assert re.findall(r'scope="row">ink=(\w+)', shown) == names
     assert shown.count("<svg") == 3, "the small slice has no interval"
-    assert "−0.0600 [−0.0800, −0.0300]" in shown
+    assert "−0.06 [−0.08, −0.03]" in shown
     assert "ink=thick may be 0.0800 below" in shown
 
 
@@ -45,6 +45,28 @@ def test_slices_without_a_baseline_are_not_called_too_small(tmp_path: Path) -> N
     shown = section(report(run), "Slices")
     assert "1 slice of the test set, compared with no baseline" in shown
     assert "large enough" not in shown
+
+
+def test_slices_that_are_not_compared_are_not_called_small(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    detail = "accuracy 0.98 against 0.96; the baseline always answers 1: not evaluated"
+    slices = [
+        {"slice": f"ink={name}", "samples": 90, "candidate": 0.98, "baseline": 0.96, "judged": False, "detail": detail}
+        for name in ("thin", "thick")
+    ]
+    change(run.output("evaluate") / "verdict.json", slices=slices)
+    shown = section(report(run), "Slices")
+    assert "2 slices of the test set, none compared with the baseline: the baseline always answers 1." in shown
+    assert "0 compared" not in shown
+
+
+def test_one_difference_has_one_interval(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    narrow = {"estimate": 0.025, "low": 0.02, "high": 0.03}
+    change(run.output("evaluate") / "metrics.json", intervals={"difference": {"accuracy": narrow}})
+    shown = section(report(run), "Verdict")
+    assert "+0.025 [+0.00833, +0.04444]" in shown
+    assert "+0.02, +0.03" not in shown
 
 
 def test_metrics_have_intervals_and_name_the_better_direction(tmp_path: Path) -> None:
@@ -69,7 +91,7 @@ def test_metrics_have_intervals_and_name_the_better_direction(tmp_path: Path) ->
     assert "mae<small>lower is better</small>" in table
     assert "r2<small>undefined: all true values are equal</small>" in table
     assert '2.25<small class="beside"> [1.5, 2.5]</small>' in table
-    assert "+1.0000 [+0.5000, +1.5000]" in table
+    assert "+1 [+0.5, +1.5]" in table
     assert "is 1.5, predicted 2.25" in section(page, "Worst samples")
 
 
@@ -77,14 +99,14 @@ def test_calibration_is_drawn_for_candidate_and_baseline(page: str) -> None:
     shown = section(page, "Calibration")
     assert '<td class="number">0.0213</td><td class="number">0.0534</td>' in shown
     assert shown.count('class="curve one"') == shown.count('class="curve two other"') == 1
-    assert "candidate: 95.0% stated, 97.8% right, 326 answers" in shown
+    assert "candidate: 95.0% stated, 97.8% right (95.8% to 99.1%), 326 answers" in shown
 
 
 def test_worst_samples_are_images_texts_or_numbers(page: str) -> None:
     shown = section(page, "Worst samples")
     assert f'<img class="pixels" src="data:image/png;base64,{PNG}" alt="image of sample 0">' in shown
     assert "<blockquote>def first(row):\n    return row[0] …</blockquote>" in shown
-    assert "0.250, –, −1.5 …" in shown
+    assert "0.25, –, −1.5 …" in shown
     assert shown.count("is 8, taken for 1; baseline: 8") == 3
 
 
@@ -102,7 +124,7 @@ def test_variants_show_the_shipped_one_and_the_first_wrong_node(page: str) -> No
     assert "fp16<b>← shipped</b>" in shown
     assert "First wrong at /head/Gemm (MatMulInteger), error 3.25." in shown
     assert "295.9 KiB (50%)" in shown
-    assert "0.210 ms" in shown
+    assert "0.21 ms" in shown
     assert "onnx2tf is not installed" in section(page, "Formats")
 
 
@@ -115,7 +137,7 @@ def test_latency_of_the_file_is_shown_before_deployment(tmp_path: Path) -> None:
     add_optional_files(run)
     shown = section(report(run), "Service and latency")
     assert "the fp16 file itself took" in shown
-    assert "0.240 ms" in shown
+    assert "0.24 ms" in shown
 
 
 def test_data_checks_list_warnings_first(page: str) -> None:

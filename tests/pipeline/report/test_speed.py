@@ -22,7 +22,7 @@ def facts(*lines: dict[str, Any], **more: Any) -> Facts:
 
 
 def page(run: Facts) -> str:
-    return str(speed(run))
+    return str(speed({"this run": run}))
 
 
 def test_exposed_communication_is_read_from_the_timeline_or_the_log() -> None:
@@ -38,7 +38,7 @@ def test_unmeasured_figures_are_omitted() -> None:
     assert "2.0 KiB per step" in shown
     for name in ("exposed communication", "overflow", "GPU", "memory", "Batch sizes", "Shares of a batch", "Timeline"):
         assert name not in shown
-    assert speed(facts()) is None
+    assert speed({"this run": facts()}) is None
 
 
 def test_overflows_of_an_unfinished_run_are_the_last_logged() -> None:

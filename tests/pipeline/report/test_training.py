@@ -43,7 +43,7 @@ def test_budget_covers_only_the_steps_after_a_resume() -> None:
     assert found is not None
     assert not found.complete
     assert found.total == pytest.approx(10.0)
-    shown = render_time_budget(facts({"step": 10, "step_seconds": 1.0}), None)
+    shown = render_time_budget({"this run": facts({"step": 10, "step_seconds": 1.0})})
     assert shown is not None
     assert "the time between them is unknown" in shown
     for name in ("communication", "data", "checkpoints"):
@@ -66,4 +66,4 @@ def test_overlapping_waits_never_make_computing_negative() -> None:
 
 def test_no_budget_without_timed_steps() -> None:
     assert time_budget(facts({"step": 1})) is None
-    assert render_time_budget(facts(), None) is None
+    assert render_time_budget({"this run": facts()}) is None
