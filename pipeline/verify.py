@@ -13,7 +13,7 @@ from pipeline.contract.codec import FILES
 from pipeline.contract.errors import BundleError
 from pipeline.contract.files import digest_file
 from pipeline.contract.override import OVERRIDDEN, OVERRIDE_FILE
-from pipeline.contract.run import Run, RunFile
+from pipeline.contract.run import Run, RunFile, run_of_bundle
 from pipeline.contract.signing import Trust
 from pipeline.contract.task import KEY, shared_files_folder
 from pipeline.history import changed_folders, changed_outputs
@@ -34,6 +34,9 @@ def verify_bundle(path: Path, trust: Trust | None = None) -> Iterator[str]:
     yield f"bundle {bundle.digest[:12]}: {len(bundle.manifest.files)} files match the manifest"
     _check_golden(bundle)
     yield "golden requests are answered as at export"
+    if (run := run_of_bundle(path)) is not None:
+        run.bundle_to_serve()  # raises where it is not the one that was exported
+        yield f"it is the bundle that run {run.id} exported"
 
 
 def verify_run(run: Run, trust: Trust | None = None) -> Iterator[str]:
@@ -50,7 +53,6 @@ def verify_run(run: Run, trust: Trust | None = None) -> Iterator[str]:
     if "export" in complete_steps:
         yield from _verify_lineage(run)
         yield from verify_bundle(run.bundle_path, trust)
-        run.bundle_to_serve()  # raises where it is not the one that was exported
     elif trust is not None:
         raise BundleError(f"run {run.id} has no bundle, so nothing is signed; `pipe run --resume {run.id}` makes one")
     if "package" in complete_steps:

@@ -13,7 +13,7 @@ import typer
 from pipeline.cli.app import Output, OutputOption, app, emit, project_of
 from pipeline.cli.run import newest_bundle
 from pipeline.contract.errors import BundleError, ConfigError, InvalidPayload, StageError
-from pipeline.contract.run import Run
+from pipeline.contract.run import Run, run_of_bundle
 from pipeline.contract.settings.access import Access
 from pipeline.history import find_run, lock_runs
 from pipeline.service.process import LiveService, forget_token, read_live, send_request, stop_process, write_live
@@ -34,6 +34,8 @@ def serve(
     project = project_of(context)
     if target and (Path(target) / "manifest.json").is_file():
         path = Path(target)
+        if (owner := run_of_bundle(path)) is not None:
+            path = owner.bundle_to_serve()
     else:
         path = (find_run(project.runs, target) if target else newest_bundle(project)).bundle_to_serve()
     if "--require-signature" not in " ".join(options) and (

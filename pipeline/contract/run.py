@@ -304,6 +304,13 @@ def _schema_version(body: bytes) -> int:
     return version if isinstance(version, int) else 0
 
 
+def run_of_bundle(path: Path) -> Run | None:
+    """Return the run that a bundle's folder belongs to; None for a copy elsewhere."""
+    folder = path.resolve()
+    run = Run(folder.parent.parent)
+    return run if run.bundle_path == folder and (run.path / "run.json").is_file() else None
+
+
 # Outputs that no later step reads, or that are verified by what names them, as a manifest does its bundle.
 _NOT_INPUTS = ("checkpoints/", "bundle/", "context/", "modelcar/")
 

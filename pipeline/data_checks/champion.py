@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.contract.errors import PipelineError
+from pipeline.contract.errors import BundleError, PipelineError
+from pipeline.contract.files import digest_file
 from pipeline.contract.registry import CHAMPION, Entry, Registry
 from pipeline.contract.run import Run, RunFile
 
@@ -44,7 +45,15 @@ def recorded_champion(registry: Registry, runs: Path, run: Run) -> Entry | None:
 def champion_profile(entry: Entry, runs: Path) -> Profile | None:
     from pipeline.data_checks.profile import read_profile
 
-    return read_profile(_run_directory(entry, runs) / "prepare" / "profile.json")
+    path, body = _run_directory(entry, runs) / "prepare" / "profile.json", _read_run(entry, runs)
+    record = body.steps.get("prepare") if body else None
+    recorded = record.outputs.get(path.name) if record else None
+    if recorded is not None and path.is_file() and (actual := digest_file(path)) != recorded:
+        raise BundleError(
+            f"{path}: changed since it was recorded (recorded {recorded[:12]}, found {actual[:12]}); restore it, or "
+            "choose another champion with `pipe registry promote`"
+        )
+    return read_profile(path)
 
 
 def missing_champion_note(registry: Registry, runs: Path) -> str:

@@ -37,6 +37,7 @@ from pipeline.service.rollout import (
 def deploy(run: Run, root: Path) -> None:
     access = Access.from_settings(run.config.serve, root)
     bundle = run.bundle(access.trust)
+    _check_image(run, bundle)
     on_cluster = run.config.deploy.on_cluster
     record = _on_cluster(run, bundle, access) if on_cluster else _locally(run, bundle, access, root)
     write_json(run.partial("deploy") / "deploy.json", record)
@@ -52,15 +53,22 @@ def image_on_cluster(run: Run, config: Config, bundle: Bundle) -> str:
         raise ConfigError("serve.shadow: a pod on a cluster has only one bundle; this is for a local service")
     from k8s.objects.manifests import check_pinned  # slow to load
 
+    _check_image(run, bundle)
     record = json.loads((run.output("package") / "image.json").read_text())
-    if record["bundle"] != bundle.digest:
-        raise BundleError(
-            f"run {run.id}: its image has bundle {record['bundle'][:12]}, but the run has {bundle.digest[:12]}; "
-            f"`pipe run --resume {run.id}` makes the image again"
-        )
     image: str = config.deploy.image or record.get("reference") or record["image"]
     check_pinned(image, "deploy.image")
     return image
+
+
+def _check_image(run: Run, bundle: Bundle) -> None:
+    """Check that the image was made of this bundle, so that one that was replaced with its record is noticed, too."""
+    path = run.output("package") / "image.json"
+    record = json.loads(path.read_text()) if path.is_file() else {"bundle": bundle.digest}
+    if record["bundle"] != bundle.digest:
+        raise BundleError(
+            f"run {run.id}: its image has bundle {record['bundle'][:12]}, but the run has {bundle.digest[:12]}; "
+            "restore the files, or `pipe run all --force export` exports again"
+        )
 
 
 def _on_cluster(run: Run, bundle: Bundle, access: Access) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -142,6 +143,7 @@ def test_a_whole_chain_is_reported_link_by_link(run: Run) -> None:
         "the bundle descends from this data, this checkpoint and this verdict",
         f"bundle {run.bundle().digest[:12]}: 6 files match the manifest",
         "golden requests are answered as at export",
+        f"it is the bundle that run {run.id} exported",
         "the container image has this bundle",
     ]
 
@@ -195,6 +197,11 @@ def test_a_bundle_that_was_exchanged_as_a_whole_is_not_opened(run: Run) -> None:
     new_key(run.path / "key")
     with pytest.raises(BundleError, match=names_both):
         sign_run(run, private_key(run.path / "key"))
+    with pytest.raises(BundleError, match=names_both):
+        list(verify_bundle(run.bundle_path))
+    copy = run.path.parent.parent / "copy"
+    shutil.copytree(run.bundle_path, copy)
+    assert "golden requests are answered as at export" in list(verify_bundle(copy))
     with pytest.raises(BundleError, match="changed since the step was done"):
         list(verify_run(run))
 

@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 
 from pipeline.contract.config import Config, override_config
+from pipeline.contract.errors import BundleError
+from pipeline.contract.files import digest_tree
 from pipeline.contract.registry import CHAMPION, Entry, ProposedChange, Registry, change_registry, read_registry
 from pipeline.contract.run import Run, StepRecord
 from pipeline.data_checks.champion import (
     CHAMPION_PART,
     NO_CHAMPION,
+    champion_profile,
     comparable_champion,
     missing_champion_note,
     recorded_champion,
@@ -88,6 +91,20 @@ def test_step_uses_the_champion_in_its_key(runs: Path) -> None:
     promoted_run(runs, "b", {"data": "newer"})
     assert name_of(recorded_champion(read_registry(runs, ""), runs, run)) == "a"
     assert name_of(recorded_champion(read_registry(runs, ""), runs, new_run(runs.parent, "without"))) == "b"
+
+
+def test_a_champions_profile_that_was_replaced_is_refused(runs: Path, check: Check) -> None:
+    champion = promoted_run(runs, "champion", {"data": "old"})
+    champion.output("prepare").mkdir()
+    write_checks(check(TRAIN, TEST, classes="abc"), champion.output("prepare"))
+    body = champion.read()
+    record = body.steps["prepare"].model_copy(update={"outputs": digest_tree(champion.output("prepare"))})
+    (champion.path / "run.json").write_text(body.model_copy(update={"steps": {"prepare": record}}).model_dump_json())
+    promoted = read_registry(runs, "").names[CHAMPION]
+    assert champion_profile(promoted, runs) is not None
+    (champion.output("prepare") / "profile.json").write_text("{}")
+    with pytest.raises(BundleError, match=r"profile\.json: changed since it was recorded"):
+        champion_profile(promoted, runs)
 
 
 def check_with_champion(runs: Path, check: Check, train: Any, **words: Any) -> Any:

@@ -12,7 +12,7 @@ from k8s.cluster.cluster import Change
 from pipeline.cli import run
 from pipeline.cli.app import app
 from pipeline.contract.config import Config, override_config
-from pipeline.contract.errors import ConfigError
+from pipeline.contract.errors import BundleError, ConfigError
 from pipeline.contract.registry import CHAMPION, read_registry
 from pipeline.contract.run import Run
 from pipeline.contract.settings.access import OPEN_ACCESS
@@ -36,6 +36,17 @@ def test_a_bundle_that_went_past_the_gate_serves_but_is_no_champion(
     monkeypatch.setattr(deploy, "_locally", lambda *_: record)
     deploy.deploy(run, run.path)
     assert (CHAMPION in read_registry(run.runs, "").names) is promoted
+
+
+def test_a_bundle_that_the_image_was_not_made_of_is_not_deployed(
+    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run()
+    run.output("package").mkdir()
+    (run.output("package") / "image.json").write_text(json.dumps({"bundle": "a" * 64}))
+    monkeypatch.setattr(Run, "bundle", lambda self, trust=None: bundle_of(self, "b" * 64))
+    with pytest.raises(BundleError, match=r"its image has bundle a{12}, but the run has b{12}; restore the files"):
+        deploy.deploy(run, run.path)
 
 
 def test_manifests_that_were_only_rendered_promote_nothing(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> None:
