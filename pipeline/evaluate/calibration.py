@@ -13,7 +13,7 @@ from pipeline.contract.statistics.aggregates import CalibrationError, Floats, Me
 from pipeline.contract.statistics.intervals import Interval, difference_interval, metric_interval
 from pipeline.contract.statistics.scores import Array
 from pipeline.contract.statistics.significance import Bin, brier_scores, calibration_curve, expected_calibration_error
-from pipeline.evaluate.rules import GateRule, decide_inconclusive
+from pipeline.evaluate.rules import GateRule, decide_inconclusive, digits
 
 
 @dataclass(frozen=True)
@@ -77,13 +77,15 @@ def _limit_rule(config: Evaluate, name: str, value: float, interval: Interval | 
         f"{_LONG_NAMES[name]} of the candidate over the whole test set, at most {limit:g}; with its "
         f"{config.confidence:.0%} interval"
     )
-    bounds = f" ({config.confidence:.0%} interval {interval.low:.4f} to {interval.high:.4f})" if interval else ""
+    bounds = (
+        f" ({config.confidence:.0%} interval {digits(interval.low)} to {digits(interval.high)})" if interval else ""
+    )
     if value > limit:
-        text = f"{name} {value:.4f}{bounds} is {value - limit:.4g} above the {limit:g} allowed"
-        change = f"a limit of {value:.4f} or more would have passed it; temperature scaling of the logits may help"
+        text = f"{name} {digits(value)}{bounds} is {value - limit:.4g} above the {limit:g} allowed"
+        change = f"a limit of {digits(value)} or more would have passed it; temperature scaling of the logits may help"
         return GateRule(rule, False, text, value, limit, how, change)
-    text = f"{name} {value:.4f}{bounds} is within the {limit:g} allowed"
-    return GateRule(rule, True, text, value, limit, how, f"a limit below {value:.4f} would have stopped it")
+    text = f"{name} {digits(value)}{bounds} is within the {limit:g} allowed"
+    return GateRule(rule, True, text, value, limit, how, f"a limit below {digits(value)} would have stopped it")
 
 
 def _margin_rule(config: Evaluate, gain: Interval, margin: float) -> GateRule:
@@ -92,11 +94,12 @@ def _margin_rule(config: Evaluate, gain: Interval, margin: float) -> GateRule:
         f"its lower bound must lie above -{margin:g}"
     )
     is_passed = gain.low > -margin
-    text = f"the Brier score is better by {gain.estimate:+.4f} than the baseline's, at least {gain.low:+.4f}"
-    change = f"a margin above {-gain.low:.4f} would have passed it"
+    estimate, low = digits(gain.estimate, sign=True), digits(gain.low, sign=True)
+    text = f"the Brier score is better by {estimate} than the baseline's, at least {low}"
+    change = f"a margin above {digits(-gain.low)} would have passed it"
     if is_passed:
         change = (
-            f"a margin of {-gain.low:.4f} or less would have stopped it"
+            f"a margin of {digits(-gain.low)} or less would have stopped it"
             if gain.low <= 0
             else "no margin would have stopped it"
         )

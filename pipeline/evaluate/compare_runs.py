@@ -17,6 +17,7 @@ from pipeline.contract.settings.stages import Evaluate
 from pipeline.contract.statistics.metrics import Metric, compute_metrics
 from pipeline.contract.statistics.scores import ACTUAL, BASELINE, CANDIDATE, Columns
 from pipeline.contract.statistics.significance import detectable_difference, holm, mcnemar, permutation_p_value
+from pipeline.evaluate.rules import digits
 
 
 def compare_runs(first: Run, second: Run, config: Evaluate) -> dict[str, Any]:
@@ -57,10 +58,10 @@ def describe_comparison(comparison: Mapping[str, Any]) -> Iterator[str]:
 
 def _difference_text(row: Mapping[str, Any]) -> str:
     difference = row["difference"]
-    bounds = f"{difference['low']:+.4f} to {difference['high']:+.4f}"
+    bounds = f"{digits(difference['low'], sign=True)} to {digits(difference['high'], sign=True)}"
     return (
-        f"{row['metric']} {row['candidate']:.4f} against {row['baseline']:.4f}: {_direction(difference['estimate'])} "
-        f"({row['confidence']:.0%} interval {bounds})"
+        f"{row['metric']} {digits(row['candidate'])} against {digits(row['baseline'])}: "
+        f"{_direction(difference['estimate'])} ({row['confidence']:.0%} interval {bounds})"
     )
 
 
@@ -156,4 +157,4 @@ def _short(fingerprint: str) -> str:
 
 
 def _direction(estimate: float) -> str:
-    return f"{'better' if estimate > 0 else 'worse'} by {abs(estimate):.4f}" if estimate else "the same on average"
+    return f"{'better' if estimate > 0 else 'worse'} by {digits(abs(estimate))}" if estimate else "the same on average"

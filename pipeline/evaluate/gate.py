@@ -16,7 +16,9 @@ from pipeline.evaluate.rules import (
     Comparison,
     GateRule,
     comparison_rule,
+    decide_inconclusive,
     describe_level,
+    digits,
     finite_rule,
     requirement_rules,
 )
@@ -57,30 +59,77 @@ class Measurements:
     calibration: Calibration | None = None  # of the candidate
     baseline_calibration: Calibration | None = None
     brier_gain: Interval | None = None  # improvement over the baseline
+    near_duplicates: int = 0  # samples left out of `without_copies`
+    without_copies: Measurements | None = None  # without near copies of training samples; None if no sample is left
 
 
 def decide(config: Evaluate, measured: Measurements) -> Verdict:
     """Apply every rule."""
-    rules = [
-        finite_rule(measured.candidate),
-        *requirement_rules(config, measured.candidate, measured.lower, measured.undefined),
-    ]
-    if measured.baseline is not None:
-        rules.append(comparison_rule(config, measured.comparison, _incomparable_reason(config, measured)))
+    limits, calibration = _limit_rules(config, measured), _calibration_rules(config, measured)
+    rules = [finite_rule(measured.candidate), *limits]
     if measured.codec is not None:
         rules.append(measured.codec.rule())
     if measured.data is not None:
         rules.append(same_data_rule(config, measured.data))
     if (rule := slice_rule(config, measured.slices)) is not None:
         rules.append(rule)
-    if measured.calibration is not None:
-        rules += calibration_rules(config, measured.calibration, measured.brier_gain)
+    rules += calibration
+    if (rule := near_duplicates_rule(config, measured, [*limits, *calibration])) is not None:
+        rules.append(rule)
     kind = _verdict_kind(rules, has_baseline=measured.baseline is not None)
     unclear = next((rule for rule in rules if rule.inconclusive), None)
     summary = ("" if unclear is None else "inconclusive: ") + _summary(config, measured)
     if measured.doubts:
         summary += f"; warning: {'; '.join(measured.doubts)}"
     return Verdict(kind, tuple(rules), summary, tuple(_warnings(config, measured)), measured.number)
+
+
+def _limit_rules(config: Evaluate, measured: Measurements) -> list[GateRule]:
+    rules = list(requirement_rules(config, measured.candidate, measured.lower, measured.undefined))
+    if measured.baseline is not None:
+        rules.append(comparison_rule(config, measured.comparison, _incomparable_reason(config, measured)))
+    return rules
+
+
+def _calibration_rules(config: Evaluate, measured: Measurements) -> list[GateRule]:
+    if measured.calibration is None:
+        return []
+    return list(calibration_rules(config, measured.calibration, measured.brier_gain))
+
+
+def near_duplicates_rule(config: Evaluate, measured: Measurements, rules: list[GateRule]) -> GateRule | None:
+    """Fail if a decisive rule passes only because of near copies of training samples; None if nothing depends on them.
+
+    `rules`: the decisive ones, on all samples.
+    """
+    count, rest = measured.near_duplicates, measured.without_copies
+    if not count or not all(rule.passed for rule in rules):
+        return None
+    how = "the decisive rules, computed again without the test samples that have a near copy in the training data"
+    change = "remove the copies from the test or the training data"
+    copies = f"{count} of {measured.samples} test samples have a near copy in the training data"
+    if rest is None:
+        text = f"{copies}, so none is left to judge the candidate by"
+        return decide_inconclusive(config, GateRule("near_duplicates", False, text, how=how, change=change))
+    others = [*_limit_rules(config, rest), *_calibration_rules(config, rest)]
+    pairs = [(rule, other) for rule, other in zip(rules, others, strict=True) if not other.passed]
+    if not pairs:
+        return None
+    pairs.sort(key=lambda pair: _is_undecided(pair[1]))
+    rule, other = pairs[0]
+    text = f"{copies}; {_both_values(rule, other)} without them, so {rule.rule} passes only because of them"
+    result = GateRule("near_duplicates", False, text, other.value, rule.limit, how, change)
+    return decide_inconclusive(config, result) if _is_undecided(other) else result
+
+
+def _is_undecided(rule: GateRule) -> bool:
+    return rule.inconclusive or rule.value is None
+
+
+def _both_values(rule: GateRule, other: GateRule) -> str:
+    name = rule.rule.removeprefix("require.") if rule.rule.startswith("require.") else "the decisive bound"
+    values = ["undefined" if value is None else f"{value:.4g}" for value in (rule.value, other.value)]
+    return f"{name} is {values[0]} with and {values[1]}"
 
 
 def rejection_message(verdict: Verdict, run: str) -> str:
@@ -96,6 +145,8 @@ def _advice(verdict: Verdict) -> str:
     rules = {rule.rule for rule in verdict.failures}
     if "codec" in rules:
         return "correct the codec"
+    if rules == {"near_duplicates"}:
+        return "remove the copies from the test or the training data"
     if rules == {"test_set"}:
         return "use the champion's test set, or set evaluate.test_set_changed=allow if the change is meant"
     if all(rule.inconclusive for rule in verdict.failures):
@@ -139,13 +190,13 @@ def _summary(config: Evaluate, measured: Measurements) -> str:
     """Return the decisive numbers on one line."""
     if config.metric in measured.undefined:
         return f"{config.metric} is undefined: {measured.undefined[config.metric]}"
-    text = f"{config.metric} {measured.candidate.get(config.metric, math.nan):.4f}"
+    text = f"{config.metric} {digits(measured.candidate.get(config.metric, math.nan))}"
     if measured.baseline is not None:
-        text += f" against the baseline's {measured.baseline.get(config.metric, math.nan):.4f}"
+        text += f" against the baseline's {digits(measured.baseline.get(config.metric, math.nan))}"
     if measured.comparison is not None:
         difference = measured.comparison.difference
-        interval = f"{difference.low:+.4g} to {difference.high:+.4g}"
+        interval = f"{digits(difference.low, sign=True)} to {digits(difference.high, sign=True)}"
         label = "better by" if config.metric in measured.lower else "difference"
         level = describe_level(config.confidence, measured.number)
-        text += f", {label} {difference.estimate:+.4f} ({level} {interval})"
+        text += f", {label} {digits(difference.estimate, sign=True)} ({level} {interval})"
     return text

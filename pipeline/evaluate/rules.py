@@ -15,6 +15,7 @@ from pipeline.contract.statistics.intervals import Interval
 from pipeline.contract.statistics.significance import confidence_text, repeated_confidence
 
 _NONE: Mapping[str, str] = MappingProxyType({})
+_SMALL = 1e-3
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,12 @@ class Comparison:
     unit: str = "samples"
     number: int = 1  # of the comparisons on this test set
     single: Interval | None = None  # what the interval would be if this were the first comparison; None if it is
+
+
+def digits(value: float, *, sign: bool = False) -> str:
+    """Format with four decimals, a small number with four significant digits."""
+    is_small = 0 < abs(value) < _SMALL
+    return format(value, f"{'+' if sign else ''}{'.4g' if is_small else '.4f'}")
 
 
 def finite_rule(candidate: Mapping[str, float]) -> GateRule:
@@ -73,10 +80,12 @@ def _upper_limit_rule(name: str, limit: float, value: float) -> GateRule:
     if not math.isfinite(value):
         return GateRule(rule, False, f"{name} is not finite, allowed is {limit:g}", None, limit, how)
     if value > limit:
-        text = f"{name} {value:.4f} is {value - limit:.4g} above the {limit:g} allowed"
-        return GateRule(rule, False, text, value, limit, how, f"a limit of {value:.4f} or more would have passed it")
-    text = f"{name} {value:.4f} is within the {limit:g} allowed"
-    return GateRule(rule, True, text, value, limit, how, f"a limit below {value:.4f} would have stopped it")
+        text = f"{name} {digits(value)} is {value - limit:.4g} above the {limit:g} allowed"
+        return GateRule(
+            rule, False, text, value, limit, how, f"a limit of {digits(value)} or more would have passed it"
+        )
+    text = f"{name} {digits(value)} is within the {limit:g} allowed"
+    return GateRule(rule, True, text, value, limit, how, f"a limit below {digits(value)} would have stopped it")
 
 
 def _lower_limit_rule(name: str, limit: float, value: float) -> GateRule:
@@ -84,11 +93,11 @@ def _lower_limit_rule(name: str, limit: float, value: float) -> GateRule:
     if not math.isfinite(value):
         return GateRule(rule, False, f"{name} is not finite, required is {limit:g}", None, limit, how)
     if value < limit:
-        text = f"{name} {value:.4f} is {limit - value:.4g} below the required {limit:g}"
-        change = f"a limit of {value:.4f} or less would have passed it"
+        text = f"{name} {digits(value)} is {limit - value:.4g} below the required {limit:g}"
+        change = f"a limit of {digits(value)} or less would have passed it"
         return GateRule(rule, False, text, value, limit, how, change)
-    text = f"{name} {value:.4f} reaches the required {limit:g}"
-    return GateRule(rule, True, text, value, limit, how, f"a limit above {value:.4f} would have stopped it")
+    text = f"{name} {digits(value)} reaches the required {limit:g}"
+    return GateRule(rule, True, text, value, limit, how, f"a limit above {digits(value)} would have stopped it")
 
 
 def comparison_rule(config: Evaluate, comparison: Comparison | None, reason: str) -> GateRule:
@@ -103,11 +112,11 @@ def comparison_rule(config: Evaluate, comparison: Comparison | None, reason: str
     difference, how = comparison.difference, _describe_method(config, comparison, bound)
     low = difference.low
     if low > bound:
-        text = f"{config.metric} difference is at least {low:+.4g}, above {_format_bound(bound)}"
+        text = f"{config.metric} difference is at least {digits(low, sign=True)}, above {_format_bound(bound)}"
         return GateRule(name, True, text, low, bound, how, _would_fail(config, low))
     text = (
-        f"{config.metric} may be {_position(low)} the baseline's: the lower bound {low:+.4g} of the difference "
-        f"misses {_format_bound(bound)} by {bound - low:.4g}"
+        f"{config.metric} may be {_position(low)} the baseline's: the lower bound {digits(low, sign=True)} of the "
+        f"difference misses {_format_bound(bound)} by {bound - low:.4g}"
     )
     rule = GateRule(name, False, text, low, bound, how, _would_pass(config, comparison, bound))
     # A wider interval of a later comparison must not make a clear failure inconclusive.
@@ -146,24 +155,24 @@ def describe_level(confidence: float, number: int) -> str:
 
 def _would_fail(config: Evaluate, low: float) -> str:
     if config.rule == "superior":
-        return f"a margin of {low:.4f} or more would have stopped it"
+        return f"a margin of {digits(low)} or more would have stopped it"
     if low > 0:
         return "no margin would have stopped it: the whole interval is above the baseline"
-    return f"a margin of {-low:.4f} or less would have stopped it"
+    return f"a margin of {digits(-low)} or less would have stopped it"
 
 
 def _would_pass(config: Evaluate, comparison: Comparison, bound: float) -> str:
     difference = comparison.difference
     margin = difference.low if config.rule == "superior" else -difference.low
     margins = (
-        f"a margin {'below' if config.rule == 'superior' else 'above'} {margin:.4f} would have passed it"
+        f"a margin {'below' if config.rule == 'superior' else 'above'} {digits(margin)} would have passed it"
         if margin >= 0
         else "no margin would have passed it as `superior`"
     )
     distance, half_width = difference.estimate - bound, difference.estimate - difference.low
     required = samples_needed(comparison.samples, half_width, distance)
     if required is None:
-        estimate, limit = f"{difference.estimate:+.4f}", _format_bound(bound)
+        estimate, limit = f"{digits(difference.estimate, sign=True)}", _format_bound(bound)
         advice = f"more samples would not: the difference itself, {estimate}, is below {limit}"
     else:
         advice = f"so would about {required} test samples with the same difference and variance"
@@ -175,8 +184,8 @@ def _would_pass(config: Evaluate, comparison: Comparison, bound: float) -> str:
 
 
 def _position(low: float) -> str:
-    return f"{-low:.4f} below" if low < 0 else "no better than" if low == 0 else f"only {low:.4f} above"
+    return f"{digits(-low)} below" if low < 0 else "no better than" if low == 0 else f"only {digits(low)} above"
 
 
 def _format_bound(bound: float) -> str:
-    return f"{bound:+.4f}" if bound else "0"
+    return f"{digits(bound, sign=True)}" if bound else "0"

@@ -25,7 +25,7 @@ from pipeline.contract.statistics.scores import (
 )
 from pipeline.contract.statistics.significance import bonferroni_confidence, decrease_p_value, holm
 from pipeline.contract.task import HasSlices, Task
-from pipeline.evaluate.rules import GateRule
+from pipeline.evaluate.rules import GateRule, digits
 
 if TYPE_CHECKING:
     from pipeline.contract.task import Batch
@@ -120,10 +120,10 @@ def slice_rule(config: Evaluate, slices: Sequence[Slice]) -> GateRule | None:
     value = worst.change or 0.0
     if failed:
         text = "; ".join(slice_.detail for slice_ in failed)
-        change = f"an evaluate.margin of {-value:.4f} or more would have passed it"
+        change = f"an evaluate.margin of {digits(-value)} or more would have passed it"
         return GateRule("slices", False, text, value, -config.slice_allowance, how, change)
     text = f"none of {len(evaluated)} slices decreases significantly by more than {config.slice_allowance:g}"
-    change = f"the lowest is {worst.slice} with a difference of {value:+.4f}"
+    change = f"the lowest is {worst.slice} with a difference of {digits(value, sign=True)}"
     return GateRule("slices", True, text, value, -config.slice_allowance, how, change)
 
 
@@ -146,22 +146,22 @@ def _measure_slice(config: Evaluate, group: Group, candidate: Floats, baseline: 
         return replace(slice_, detail=f"{group.name} has no sample in the test set; not evaluated")
     if candidate_value is None or (baseline is not None and baseline_value is None):
         return replace(slice_, detail=f"{config.metric} is not a finite number in {group.name}; not evaluated")
-    text = f"{config.metric} {candidate_value:.4f}"
+    text = f"{config.metric} {digits(candidate_value)}"
     if count < MIN_SLICE_SAMPLES:
         return replace(slice_, detail=f"{text}; fewer than {MIN_SLICE_SAMPLES} samples, not evaluated")
     if baseline_value is None:
         return replace(slice_, detail=f"{text}; nothing to compare with, not evaluated")
-    return replace(slice_, judged=True, detail=f"{text} against {baseline_value:.4f}")
+    return replace(slice_, judged=True, detail=f"{text} against {digits(baseline_value)}")
 
 
 def _decide_slice(config: Evaluate, slice_: Slice, change: float, interval: Interval | None, p_value: float) -> Slice:
     significant = p_value < 1 - config.confidence
     is_decrease = change < -config.slice_allowance
     is_passed = not (significant and is_decrease)
-    text = f"{config.metric} in {slice_.slice} differs by {change:+.4f} from the baseline's"
+    text = f"{config.metric} in {slice_.slice} differs by {digits(change, sign=True)} from the baseline's"
     if not is_passed:
         text = (
-            f"{config.metric} in {slice_.slice} decreases by {-change:.4f}, more than "
+            f"{config.metric} in {slice_.slice} decreases by {digits(-change)}, more than "
             f"{config.slice_allowance:g} (adjusted p = {p_value:.2g}, {slice_.samples} samples)"
         )
     elif is_decrease:

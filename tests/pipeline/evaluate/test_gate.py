@@ -55,7 +55,7 @@ def later(single: Interval, wide: Interval, **evaluate: Any) -> Verdict:
 
 def test_a_later_comparison_states_its_level_and_what_the_first_would_have_shown() -> None:
     found = later(Interval(0.0, -0.009, 0.009), Interval(0.0, -0.012, 0.012))
-    assert "(comparison 3 on this test set, 99.17% interval -0.012 to +0.012)" in found.summary
+    assert "(comparison 3 on this test set, 99.17% interval -0.0120 to +0.0120)" in found.summary
     (rule,) = found.failures
     assert "comparison 3 on this test set, 99.17% interval; its lower bound" in rule.how
     assert rule.change.endswith("as the first comparison on a test set, at 95%, it would have passed")
@@ -184,3 +184,12 @@ def test_candidate_worse_by_the_margin_passes_at_the_nominal_rate() -> None:
         passed += verdict(config, difference=found).verdict == "pass"
     assert passed / 1000 <= 0.025 + 0.015, "the level of one side, and what 1,000 trials may stray"
     assert passed / 1000 >= 0.025 - 0.015
+
+
+def test_small_units_are_not_printed_as_zero() -> None:
+    rules = decide(
+        Evaluate(require={"mae": 4e-6}, margin=0.0),
+        Measurements(400, {"accuracy": 0.9, "mae": 3.2e-6}, None, None, lower=frozenset({"mae"})),
+    ).rules
+    assert "mae 3.2e-06 is within the 4e-06 allowed" in [rule.detail for rule in rules]
+    assert "-1.5e-06" in verdict(Evaluate(margin=0.0), difference=Interval(1e-6, -1.5e-6, 3e-6)).summary
