@@ -52,6 +52,14 @@ class Tiny:
     def metrics(self, outputs, batch):
         return {"closeness": -(outputs - batch["target"]).abs()[:, 0]}
 """
+CODEC = """
+class C:
+    def decode(self, instances):
+        raise NotImplementedError
+
+    def encode(self, outputs):
+        return outputs["y"].tolist()
+"""
 STATE = {
     "0.weight": torch.full((8, 3), 0.25),
     "0.bias": torch.linspace(-1, 1, 8),
@@ -66,6 +74,7 @@ class PretrainedProject:
     def __init__(self, root: Path) -> None:
         self.root = root
         (root / "task.py").write_text(TASK)
+        (root / "codec.py").write_text(CODEC)
         self.weights = write_folder(root / "tiny", STATE, config={"model_type": "llama", "hidden_size": 8})
         (self.weights / "tokenizer.json").write_text("{}")
 
