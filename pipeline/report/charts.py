@@ -51,7 +51,7 @@ def line_chart(
     named = sorted(lines, key=lambda line: line.place)
     ends = "; ".join(f"{line.name} ends at {number(line.points[-1][1])}" for line in named)
     text = f"{title}: {', '.join(line.name for line in named)} by optimizer step. {ends}."
-    legend = [(line.name, line.kind) for line in named]
+    legend = [(line.name, line.kind) for line in named] if len(named) > 1 else []
     return figure(title, drawing(title, text, parts, plot.width, plot.height), legend)
 
 
@@ -161,7 +161,7 @@ class Plot:
         return svg_line(self.x.start, self.y.start, self.x.stop, self.y.stop, "zero")
 
 
-_PLOT_LEFT, _PLOT_RIGHT, _PLOT_TOP, _PLOT_BOTTOM = 66, 12, 12, 46
+_PLOT_LEFT, _PLOT_RIGHT, _PLOT_TOP, _PLOT_BOTTOM = 76, 12, 12, 46
 
 
 def make_plot(

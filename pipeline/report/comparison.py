@@ -13,6 +13,7 @@ from pipeline.contract.facts import Body, Facts, is_number
 from pipeline.contract.html import Html, number, seconds, short, signed
 from pipeline.contract.run import Run
 from pipeline.report.charts import interval_chart, interval_text, parse_range, shared_axis, small_interval
+from pipeline.report.evaluation import describe_outcome
 from pipeline.report.rendering import render
 
 _MAX_PARTS = 40  # shown
@@ -79,7 +80,7 @@ def comparison(runs: Mapping[str, Facts], compared: Sequence[Comparison]) -> Htm
         "comparison.html",
         facts=facts,
         runs=[{"label": label, "facts": other} for label, other in zip(labels[1:], others, strict=True)],
-        stamps=[run.effective_verdict for run in runs.values()],
+        outcomes=[describe_outcome(run) for run in runs.values()],
         labels=labels,
         rows=list(_rows(facts, others)),
         paired=[_paired(facts, label, each) for label, each in zip(labels[1:], compared, strict=True)],
@@ -185,4 +186,6 @@ def _part(facts: Facts, part: str, steps: Sequence[str]) -> str:
     """Return the value of a part in the first of these steps that the run has."""
     records = (facts.file.steps[step] for step in steps if step in facts.file.steps)
     value = next((record.parts[part] for record in records if part in record.parts), None)
-    return "absent" if value is None else short(value) if len(value) == _DIGEST_LENGTH else value
+    if value is None:
+        return "default" if part.startswith("config:") else "absent"
+    return short(value) if len(value) == _DIGEST_LENGTH else value

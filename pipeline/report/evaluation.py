@@ -1,16 +1,57 @@
-"""Sections on the verdict of the gate: rules, differences to the baseline, and slices."""
+"""The outcome of a run, and sections on the verdict: rules, differences to the baseline, and slices."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pipeline.contract.facts import Facts, is_number, mappings
 from pipeline.contract.html import Html, short, signed
+from pipeline.contract.run import STEPS
 from pipeline.report.charts import Axis, Range, interval_chart, interval_text, parse_range, shared_axis, small_interval
 from pipeline.report.rendering import render
 
 _MAX_SLICES = 100  # shown
+
+STATUS_SIGNS = {
+    "done": ("good", "✓"),
+    "failed": ("bad", "✕"),
+    "rejected": ("bad", "✕"),
+    "overridden": ("warn", "✕"),
+    "interrupted": ("warn", "‖"),
+    "pruned": ("warn", "‖"),
+    "running": ("live", "•"),
+    "died": ("bad", "✕"),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended: the verdict of the gate, unless a step stopped it before or after that."""
+
+    verdict: str  # of the gate; empty before it
+    step: str = ""  # that failed, was interrupted or is running; empty: none
+    status: str = ""
+    kind: str = ""
+    sign: str = ""
+
+    @property
+    def text(self) -> str:
+        return f"{self.step.capitalize()} {'is running' if self.status == 'running' else self.status}"
+
+
+def describe_outcome(facts: Facts) -> Outcome:
+    """Return the first step that was stopped by something else than the gate, with the verdict."""
+    verdict = facts.effective_verdict
+    for name in STEPS:
+        record = facts.step(name)
+        if record is None or record.current_status in ("done", "overridden"):
+            continue
+        if name != "evaluate" or record.current_status != "rejected":
+            kind, sign = STATUS_SIGNS[record.current_status]
+            return Outcome(verdict, name, record.current_status, kind, sign)
+    return Outcome(verdict)
 
 
 def verdict(facts: Facts) -> Html | None:

@@ -10,25 +10,27 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from pipeline.contract.errors import PipelineError
 from pipeline.contract.facts import Body, Facts, is_number, mappings
-from pipeline.contract.html import Html, el, number, percent
+from pipeline.contract.html import Child, Html, el, number, percent
 from pipeline.contract.run import Run, all_runs
 from pipeline.contract.task import SPLITS
 from pipeline.data_checks.champion import CHAMPION_PART
-from pipeline.report.charts import Axis, Plot, drawing, figure, label, make_plot, px, svg_line, tick_text, ticks
+from pipeline.report.charts import WIDTH, Axis, Plot, drawing, figure, label, make_plot, px, svg_line, tick_text, ticks
 from pipeline.report.rendering import render
 
 _MAX_FEATURES = 12  # drawn
 _MAX_VALUES = 16  # of a category, drawn
 _MAX_DRIFTS = 24  # drawn
 _BINS = 24
+_MAX_INTEGERS = 40  # with a bin each
+_MAX_DISCRETE_EDGES = 6  # of a profile's bins; with fewer than its quantiles, the data have few values
 _STYLES = {"train": "one", "validation": "three", "test": "two"}
 _CHAMPION, _CHAMPION_STYLE = "champion’s training data", "four dash-1"
 _DIGEST_LENGTH = 64
 _HEIGHT = 230
+_DRIFT_ROW = 34
 
 
 def read_champion_profile(run: Run, facts: Facts) -> Body:
@@ -117,9 +119,9 @@ def _distribution(profile: Body, feature: Body, of_champion: Body | None) -> Dis
     name, is_input = str(feature["name"]), feature["column"] in profile.get("inputs", ())
     if feature["kind"] == "ids":
         return _categories(name, is_input, sets, "samples" if math.prod(shape) == 1 else "values")
-    low, high = _drawn_range(feature["edges"])
-    shares = {each: _rebin(of["edges"], histogram["bins"], low, high) for each, (of, histogram) in sets.items()}
-    return Distribution(name, is_input, shares, (), low, high)
+    bounds = _bounds(feature["edges"])
+    shares = {each: _rebin(of["edges"], histogram["bins"], bounds) for each, (of, histogram) in sets.items()}
+    return Distribution(name, is_input, shares, (), bounds[0], bounds[-1])
 
 
 def _categories(name: str, is_input: bool, sets: Mapping[str, tuple[Body, Body]], unit: str) -> Distribution:
@@ -140,22 +142,34 @@ def _categories(name: str, is_input: bool, sets: Mapping[str, tuple[Body, Body]]
     return Distribution(name, is_input, all_shares, tuple(values), unit=unit)
 
 
-def _drawn_range(edges: Sequence[float]) -> tuple[float, float]:
-    """Return a range without the tails far beyond the other values; they are counted in the outer bins."""
+def _bounds(edges: Sequence[float]) -> list[float]:
+    """Return the edges of the drawn bins: one bin for each of a few integers, or bins of equal width."""
+    if _are_integers(edges) and edges[-1] - edges[1] < _MAX_INTEGERS:
+        first = int(edges[1])
+        return [first - 0.5 + i for i in range(int(edges[-1]) - first + 2)]
     low, high = edges[0], edges[-1]
-    if len(edges) > 3 and (middle := edges[-2] - edges[1]) > 0:
+    if len(edges) > 3 and (middle := edges[-2] - edges[1]) > 0:  # without tails far beyond the other values
         low, high = max(low, edges[1] - middle), min(high, edges[-2] + middle)
     pad = 0.0 if high - low > abs(high) * 1e-9 else abs(high) * 0.1 or 1.0  # a constant
-    return low - pad, high + pad
+    low, high = low - pad, high + pad
+    return [low + (high - low) * (i / _BINS) for i in range(_BINS + 1)]
 
 
-def _rebin(edges: Sequence[float], counts: Sequence[int], low: float, high: float) -> list[float]:
-    """Spread the counts of the profile's bins over bins of equal width, as shares of all samples."""
-    bounds = [low + (high - low) * i / _BINS for i in range(_BINS + 1)]
-    shares, total = [0.0] * _BINS, sum(counts)
+def _are_integers(edges: Sequence[float]) -> bool:
+    """Whether the edges, which are values of the data except the first one, are integers."""
+    return len(edges) > 1 and all(float(edge).is_integer() for edge in edges[1:])
+
+
+def _rebin(edges: Sequence[float], counts: Sequence[int], bounds: Sequence[float]) -> list[float]:
+    """Spread the counts of the profile's bins over the drawn bins, as shares of all samples."""
+    shares, total = [0.0] * (len(bounds) - 1), sum(counts)
     for k, count in enumerate(counts):
         start = edges[k - 1] if k else edges[0]
         stop = edges[k] if k < len(edges) else edges[-1]
+        if _are_integers(edges):
+            start, stop = math.floor(start) + 0.5, stop + 0.5
+        elif len(edges) <= _MAX_DISCRETE_EDGES:  # a few values, each at the upper end of its bin
+            start = stop
         for i, part in _parts(bounds, start, stop):
             shares[i] += part * count / total
     return shares
@@ -166,9 +180,9 @@ def _parts(bounds: Sequence[float], start: float, stop: float) -> Iterator[tuple
     low, high = bounds[0], bounds[-1]
     a, b = min(max(start, low), high), min(max(stop, low), high)
     if b - a <= (high - low) * 1e-6:  # a single value, or all of it beyond the range
-        yield min(max(bisect.bisect_left(bounds, b) - 1, 0), _BINS - 1), 1.0
+        yield min(max(bisect.bisect_left(bounds, b) - 1, 0), len(bounds) - 2), 1.0
         return
-    first, last = max(bisect.bisect_right(bounds, a) - 1, 0), min(bisect.bisect_left(bounds, b) - 1, _BINS - 1)
+    first, last = max(bisect.bisect_right(bounds, a) - 1, 0), min(bisect.bisect_left(bounds, b) - 1, len(bounds) - 2)
     for i in range(first, last + 1):
         covered = min(bounds[i + 1], b) - max(bounds[i], a)
         if covered > 0:
@@ -245,21 +259,22 @@ def _drift_chart(checks: Sequence[Body]) -> Html | None:
         return None
     limit = rows[0]["limit"]
     top = max([limit, *(check["value"] for check in rows)]) * 1.1 or 1.0
-    height, row_height = 52 + 24 * len(rows), 24
-    plot = Plot(Axis(0, top, 250, 708), Axis(0, 1, height - 46, 6), width=720, height=height)
-    parts: list[Any] = [_drift_axis(plot), svg_line(plot.x.at(limit), 6, plot.x.at(limit), height - 46, "bound")]
+    height = 52 + _DRIFT_ROW * len(rows)
+    plot = Plot(Axis(0, top, 12, WIDTH - 12), Axis(0, 1, height - 46, 6), width=WIDTH, height=height)
+    x_limit = plot.x.at(limit)
+    parts: list[Child] = [*_drift_axis(plot), svg_line(x_limit, plot.y.stop, x_limit, plot.y.start, "bound")]
     for i, check in enumerate(rows):
-        y, kind = 6 + row_height * (i + 0.5), "bad" if check.get("level") in ("warn", "error") else "one"
-        name = _drift_name(check)
-        text = f"{name}: {number(check['value'])}"
+        name, end = _drift_name(check), plot.x.at(check["value"])
+        y, kind = plot.y.stop + _DRIFT_ROW * (i + 0.75), "bad" if check.get("level") in ("warn", "error") else "one"
+        tooltip = el("title", f"{name}: {number(check['value'])}")
         parts += [
-            label(240, y + 4, name if len(name) <= 36 else f"{name[:35]}…", "tick left"),
-            svg_line(plot.x.at(0), y, plot.x.at(check["value"]), y, f"stem {kind}"),
-            el("circle", el("title", text), cx=px(plot.x.at(check["value"])), cy=px(y), r=4, class_=f"point {kind}"),
+            label(plot.x.start, y - 8, name, "tick start"),
+            svg_line(plot.x.start, y, end, y, f"stem {kind}"),
+            el("circle", tooltip, cx=px(end), cy=px(y), r=4, class_=f"point {kind}"),
         ]
     text = "; ".join(f"{_drift_name(check)} {number(check['value'])}" for check in rows)
     note = f"the line is the limit, {number(limit)}"
-    return figure("Drift", drawing("Drift by column", text, parts, plot.width, plot.height, "wide drift"), (), note)
+    return figure("Drift", drawing("Drift by column", text, parts, plot.width, plot.height), (), note)
 
 
 def _drift_axis(plot: Plot) -> Iterator[Html]:

@@ -43,17 +43,6 @@ _STYLE = Path(__file__).with_name("style.css")
 _INDEX_SCRIPT = Path(__file__).with_name("index.js")  # of the index; reports have no script
 _FINISHED = ("done", "rejected", "overridden")  # a step with one of these has written all its files
 _SHAPE_ERRORS = (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError, UndefinedError)
-_STATUS_SIGNS = {
-    "done": ("good", "✓"),
-    "failed": ("bad", "✕"),
-    "rejected": ("bad", "✕"),
-    "overridden": ("warn", "✕"),
-    "interrupted": ("warn", "‖"),
-    "pruned": ("warn", "‖"),
-    "running": ("live", "•"),
-    "died": ("bad", "✕"),
-}
-
 Tile: TypeAlias = tuple[str, str, str]  # name, value, note
 
 
@@ -84,7 +73,7 @@ def _render_report(facts: Facts, sections: Iterable[Section]) -> str:
     return render(
         "report.html",
         facts=facts,
-        outcome=describe_outcome(facts),
+        outcome=evaluation.describe_outcome(facts),
         lead=_lead(facts),
         tiles=list(_tiles(facts)),
         steps=[_step(name, facts.step(name)) for name in STEPS],
@@ -158,34 +147,6 @@ def _lead(facts: Facts) -> str:
     return ". ".join(text[:1].upper() + text[1:] for text in (summary, facts.pass_reason) if text)
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """How a run ended: the verdict of the gate, unless a step stopped it before or after that."""
-
-    verdict: str  # of the gate; empty before it
-    step: str = ""  # that failed, was interrupted or is running; empty: none
-    status: str = ""
-    kind: str = ""
-    sign: str = ""
-
-    @property
-    def text(self) -> str:
-        return f"{self.step.capitalize()} {'is running' if self.status == 'running' else self.status}"
-
-
-def describe_outcome(facts: Facts) -> Outcome:
-    """Return the first step that was stopped by something else than the gate, with the verdict."""
-    verdict = facts.effective_verdict
-    for name in STEPS:
-        record = facts.step(name)
-        if record is None or record.current_status in ("done", "overridden"):
-            continue
-        if name != "evaluate" or record.current_status != "rejected":
-            kind, sign = _STATUS_SIGNS[record.current_status]
-            return Outcome(verdict, name, record.current_status, kind, sign)
-    return Outcome(verdict)
-
-
 def _tiles(facts: Facts) -> Iterator[Tile]:
     yield from _metric_tiles(facts)
     if facts.summary:
@@ -215,7 +176,7 @@ def _metric_tiles(facts: Facts) -> Iterator[Tile]:
 def _step(name: str, record: StepRecord | None) -> dict[str, str | None]:
     if record is None:
         return {"name": name, "kind": "none", "sign": "", "note": "not reached", "reason": None}
-    kind, sign = _STATUS_SIGNS[record.current_status]
+    kind, sign = evaluation.STATUS_SIGNS[record.current_status]
     note = f"reused from {record.reused_from}" if record.reused_from else seconds(record.seconds)
     if record.current_status != "done":
         note = f"{record.current_status} · {note}"
@@ -273,7 +234,7 @@ def _row(run: Run, folder: Path) -> dict[str, Any]:
         "place": position,
         "reached": reached,
         "bundle": facts.digests.get("manifest.json", ""),
-        "outcome": describe_outcome(facts),
+        "outcome": evaluation.describe_outcome(facts),
         "commit": environment.get(COMMIT, ""),
         "changed": environment.get(WORKING_TREE, "clean") != "clean",
         "settings": dict(_settings(facts.file.config, "")),

@@ -129,7 +129,7 @@ def test_more_runs_have_a_column_a_curve_and_paired_differences_each(three: tupl
     assert shown.count("<h3>This run and run ") == 2
     assert "+0.03056 [" in shown
     assert "+0.01667 [" in shown
-    assert "<td><code>absent</code></td><td><code>0.001</code></td><td><code>0.02</code></td>" in shown
+    assert "<td><code>default</code></td><td><code>0.001</code></td><td><code>0.02</code></td>" in shown
     assert "Training loss: this run, run ef01, run aa02 by optimizer step" in text
     assert text.count("<title>Time budget of ") == 3
 
@@ -156,3 +156,13 @@ def test_runs_with_one_ending_are_shown_by_their_whole_names() -> None:
     assert run_labels(["20260101-010101-aaaa", "20260101-010101-ef01", "20260102-010101-ef01", "nightly"]) == [
         "this run", "run 20260101-010101-ef01", "run 20260102-010101-ef01", "run nightly"
     ]  # fmt: skip
+
+
+def test_run_that_failed_after_the_gate_is_not_shown_as_passed(two: tuple[Run, Run]) -> None:
+    run, other = two
+    body = other.read()
+    failed = {**body.steps, "export": body.steps["evaluate"].model_copy(update={"step": "export", "status": "failed"})}
+    (other.path / "run.json").write_text(body.model_copy(update={"steps": failed}).model_dump_json())
+    shown = section(page(run, other), "Compared with the other run")
+    assert shown.count("Passed") == 1
+    assert "Export failed" in shown

@@ -12,7 +12,7 @@ import torch
 from pipeline.contract.files import digest_file, write_atomic, write_json
 from pipeline.contract.run import Run
 from pipeline.data_checks.profile import HistogramBuilder, Profile, SchemaBuilder, choose_features, write_profile
-from pipeline.report.features import _drawn_range, _rebin
+from pipeline.report.features import _bounds, _rebin
 from pipeline.report.page import write_report
 
 from .example_runs import change, make_other_run, make_run
@@ -90,11 +90,23 @@ def test_every_sample_is_in_a_bin_of_equal_width(values: list[float]) -> None:
     (feature,) = choose_features(column) if len(set(values)) > 1 else choose_features({"x": column["x"] * 1.5})
     builder = HistogramBuilder((feature,))
     builder.add(column)
-    low, high = _drawn_range(feature.edges)
-    shares = _rebin(feature.edges, builder.histograms()["x"].bins, low, high)
-    assert low < high
+    bounds = _bounds(feature.edges)
+    shares = _rebin(feature.edges, builder.histograms()["x"].bins, bounds)
+    assert bounds == sorted(set(bounds))
     assert min(shares) >= 0
     assert sum(shares) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("values", "shares"),
+    [([0.0] * 30 + [1.0] * 10, [0.75, 0.25]), ([1.0, 2.0, 2.0, 3.0], [0.25, 0.5, 0.25])],
+)
+def test_few_integers_have_a_bin_each(values: list[float], shares: list[float]) -> None:
+    column = {"x": torch.tensor(values)}
+    (feature,) = choose_features(column)
+    builder = HistogramBuilder((feature,))
+    builder.add(column)
+    assert _rebin(feature.edges, builder.histograms()["x"].bins, _bounds(feature.edges)) == pytest.approx(shares)
 
 
 def test_profile_of_another_version_leaves_the_other_sections_alone(tmp_path: Path) -> None:
