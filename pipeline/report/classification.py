@@ -88,9 +88,7 @@ def _roc_chart(curves: Sequence[Curve], axis_titles: tuple[str, str]) -> Html:
 
 def _precision_chart(curves: Sequence[Curve], axis_titles: tuple[str, str]) -> Html:
     names = [f"{name}: AP {number(row['average_precision'])}" for name, _, row in curves]
-    return _curve_chart(
-        "Precision and recall (AP: average precision)", curves, names, "pr", ("tpr", "precision"), axis_titles
-    )
+    return _curve_chart("Precision and recall", curves, names, "pr", ("tpr", "precision"), axis_titles)
 
 
 def _curve_chart(

@@ -288,4 +288,4 @@ def _drift_name(check: Body) -> str:
     """Return the column and the two data sets, as in `image: test, train`."""
     split, _, column = str(check.get("where", "")).partition(".")
     against = "champion" if check.get("against") == "champion" else "train"
-    return f"{column}: {split} against {against}"
+    return f"{column}: {split} against {against}" if column else f"{split} against {against}"

@@ -10,14 +10,14 @@ from typing import Any
 
 from pipeline.contract.facts import Body, Facts, is_number, mappings
 from pipeline.contract.html import MISSING, Html, el, number
-from pipeline.report.charts import Axis, drawing, label, px
+from pipeline.report.charts import Plot, drawing, label, make_plot, px
 from pipeline.report.rendering import render
 
 _BASE64 = re.compile(r"[A-Za-z0-9+/]+={0,2}")
 _PICTURES = ("picture", "boxes")
 _STYLES = ("one", "two", "three", "four", "five")
 _MIN_SMOOTH_PIXELS = 64  # pictures that are smaller show their pixels
-_CURVE_WIDTH, _CURVE_HEIGHT = 360, 64
+_CURVE_WIDTH, _CURVE_HEIGHT = 400, 150
 _BOXES_WIDTH = 210
 
 Styles = Mapping[str, str]  # of labels and tags
@@ -101,11 +101,11 @@ def _part(part: Body, parts: Sequence[Body], styles: Styles) -> Body:
             ]
             return {**body, "text": text, "neighbors": near}
         case "curve" if any(is_number(value) for curve in part["curves"] for value in curve["values"]):
-            low, high, chart = _curves_chart(part["curves"], [item for item in parts if item.get("kind") == "curve"])
+            chart = _curves_chart(part["curves"], [item for item in parts if item.get("kind") == "curve"])
             legend = [
                 (str(curve.get("name", "")), style) for curve, style in zip(part["curves"], _STYLES, strict=False)
             ]
-            return {**body, "chart": chart, "legend": legend, "range": f"{number(low)} to {number(high)}"}
+            return {**body, "chart": chart, "legend": legend}
     values = [number(value, 3) for value in part.get("values") or ()]
     more = " …" if part.get("count", 0) > len(values) else ""
     return {**body, "kind": "values", "values": ", ".join(values) + more}
@@ -198,29 +198,30 @@ def _box_label(box: Body, text: str, width: float, height: float, style: str) ->
     return label(left + 1, top - 3 if top > 13 else max(top, 0) + 11, text, f"start {style}")
 
 
-def _curves_chart(curves: Sequence[Body], all_curves: Sequence[Body]) -> tuple[float, float, Html]:
-    """Draw curves and return their range; all curves of a sample have one vertical scale."""
+def _curves_chart(curves: Sequence[Body], all_curves: Sequence[Body]) -> Html:
+    """Draw curves; all curves of a sample have one vertical scale."""
     numbers = [value for curve in all_curves for value in curve["values"] if is_number(value)]
     low, high = min(numbers), max(numbers)
     pad = (high - low) * 0.05 or abs(high) * 0.1 or 1.0
     count = len(curves[0]["values"])
-    x, y = Axis(0, max(count - 1, 1), 2, _CURVE_WIDTH - 2), Axis(low - pad, high + pad, _CURVE_HEIGHT - 2, 2)
+    plot = make_plot((0, max(count - 1, 1)), (low - pad, high + pad), _CURVE_WIDTH, _CURVE_HEIGHT)
     paths = [
-        el("path", d=_path(curve["values"], x, y), class_=f"curve {style}")
+        el("path", d=_path(curve["values"], plot), class_=f"curve {style}")
         for curve, style in zip(curves, _STYLES, strict=False)
     ]
     own = [value for curve in curves for value in curve["values"] if is_number(value)]
     name = ", ".join(str(curve.get("name", "")) for curve in curves)
     text = f"{count} points, from {number(min(own))} to {number(max(own))}"
-    return min(own), max(own), drawing(name, text, paths, _CURVE_WIDTH, _CURVE_HEIGHT, "curve-part")
+    parts = [plot.frame("position", "value", whole=True), paths]
+    return drawing(name, text, parts, _CURVE_WIDTH, _CURVE_HEIGHT, "curve-part")
 
 
-def _path(values: Sequence[float | None], x: Axis, y: Axis) -> str:
+def _path(values: Sequence[float | None], plot: Plot) -> str:
     """Return the curve as a path with gaps where there is no number."""
     path, pen = "", "M"
     for place, value in enumerate(values):
         if is_number(value):
-            path, pen = f"{path}{pen}{px(x.at(place))} {px(y.at(value))}", "L"
+            path, pen = f"{path}{pen}{px(plot.x.at(place))} {px(plot.y.at(value))}", "L"
         else:
             pen = "M"
     return path

@@ -91,10 +91,11 @@ def test_embeddings_list_their_neighbors_and_mark_their_own(pages: dict[str, str
     assert 0 < shown.count("✓ its own") <= 12
 
 
-def test_curves_of_one_length_share_a_drawing(pages: dict[str, str]) -> None:
+def test_curves_of_one_length_share_a_drawing_with_axes(pages: dict[str, str]) -> None:
     shown = section(pages["forecast"], "Worst samples")
     assert shown.count("<svg") == 12 * 2
     assert shown.count("<title>forecast, future</title>") == 12
+    assert shown.count('class="axis-title">position</text>') == 12 * 2
 
 
 def test_hostile_and_broken_parts_do_no_harm(tmp_path: Path) -> None:
