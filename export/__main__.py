@@ -24,6 +24,7 @@ from export.model_card import describe_codec, render_card
 from export.other_formats import FOLDER as FORMATS
 from export.other_formats import FORMATS_FILE, Original, require_formats, write_formats
 from export.padding import PaddingEffect
+from export.service_sizes import ServedSizes
 from export.to_onnx import tensor_specs
 from export.variants.choose import (
     FP32,
@@ -68,7 +69,8 @@ def export(run: Run, root: Path) -> None:
     check_columns(task, test)
     model = load_weights(build_model(task, run), weights)
     file = bundle / "model.onnx"
-    verification = verify_model(task, model, test, config.export, file)
+    served, limits = ServedSizes.from_settings(config.serve), config.evaluate.metric_limits
+    verification = verify_model(task, model, test, config.export, file, served, limits)
     write_json(run.partial("export") / "parity.json", _parity(run, verification, len(test), file))
     verification.require()
     print("\n".join(_describe_verification(verification, len(test))), flush=True)
@@ -177,6 +179,7 @@ def _parity(run: Run, verification: Verification, samples: int, model: Path, var
         **verification.file,
         **({"padding": asdict(verification.padding)} if verification.padding != PaddingEffect() else {}),
         "coverage": verification.coverage.rows,
+        "weights": {**asdict(verification.weights), "text": verification.weights.text},
         "left_out": verification.coverage.left_out,
         "versions": {"torch": torch.__version__, "onnx": onnx.__version__, "onnxruntime": onnxruntime.__version__},
     }

@@ -10,6 +10,7 @@ import os
 import re
 import shutil
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -187,18 +188,47 @@ def check_file(path: Path) -> None:
     check_inference(path)
 
 
+_RANDOM = {"RandomNormal", "RandomUniform", "RandomNormalLike", "RandomUniformLike", "Multinomial", "Bernoulli"}
+
+
 def check_inference(path: Path) -> None:
     """Refuse nodes in training mode: this ONNX Runtime accepts some of them, another may not."""
-    graph = onnx.load(path, load_external_data=False).graph
-    true_constants = {tensor.name for tensor in graph.initializer if _is_true(tensor)}
-    for node in graph.node:
-        is_dropping = node.op_type == "Dropout" and len(node.input) > 2 and node.input[2] in true_constants
-        is_training = any(attribute.name == "training_mode" and attribute.i for attribute in node.attribute)
-        if is_dropping or is_training:
-            raise StageError(
-                f"{path.name}: the node `{node.name or node.output[0]}` ({node.op_type}) is in training mode; call "
-                "eval() on the module it comes from, or give its function training=self.training"
-            )
+    true_constants: set[str] = set()
+    for nodes, tensors in _scopes(onnx.load(path, load_external_data=False)):
+        true_constants |= {tensor.name for tensor in tensors if _is_true(tensor)}
+        for node in nodes:
+            values = [attribute.t for attribute in node.attribute if attribute.name == "value"]
+            if node.op_type == "Constant" and any(map(_is_true, values)):
+                true_constants.add(node.output[0])
+            is_dropping = node.op_type == "Dropout" and len(node.input) > 2 and node.input[2] in true_constants
+            is_training = any(attribute.name == "training_mode" and attribute.i for attribute in node.attribute)
+            if is_dropping or is_training:
+                raise StageError(
+                    f"{path.name}: the node `{node.name or node.output[0]}` ({node.op_type}) is in training mode; call "
+                    "eval() on the module it comes from, or give its function training=self.training"
+                )
+
+
+def check_random(path: Path) -> None:
+    """Refuse nodes that draw random numbers; two runs with equal results prove nothing."""
+    for nodes, _ in _scopes(onnx.load(path, load_external_data=False)):
+        for node in nodes:
+            if node.op_type in _RANDOM:
+                raise StageError(
+                    f"{path.name}: the node `{node.name or node.output[0]}` ({node.op_type}) draws random numbers, so "
+                    "that equal requests get different answers; draw them in forward() only if self.training"
+                )
+
+
+def _scopes(model: onnx.ModelProto) -> Iterator[tuple[Any, Any]]:
+    """Yield the nodes and the stored tensors of the graph, of the graphs inside its nodes, and of functions."""
+    graphs = [model.graph]
+    bodies: list[tuple[Any, Any]] = [(function.node, ()) for function in model.functions]
+    while graphs or bodies:
+        nodes, tensors = bodies.pop() if bodies else (graphs[-1].node, graphs.pop().initializer)
+        for attribute in (attribute for node in nodes for attribute in node.attribute):
+            graphs += [attribute.g, *attribute.graphs] if attribute.HasField("g") else attribute.graphs
+        yield nodes, tensors
 
 
 def _is_true(tensor: onnx.TensorProto) -> bool:

@@ -14,9 +14,12 @@ import torch
 from torch import nn
 
 from export.to_onnx import UntracedBatch, untraced_batches
+from export.tolerance import Scales, allowed_error, is_within, measure_scale
 from pipeline.contract.data import Samples, as_task_outputs, forward, name_outputs
 from pipeline.contract.errors import StageError
 from pipeline.contract.settings.stages import Export
+from pipeline.contract.statistics.metrics import compute_metrics, lower_is_better
+from pipeline.contract.statistics.scores import CANDIDATE, actual_columns, score_batch
 from pipeline.contract.task import Classifier, Task
 
 Arrays = dict[str, np.ndarray[Any, Any]]
@@ -36,15 +39,18 @@ class Comparison:
     metrics: Mapping[str, float]
     seconds: float
     worst: str  # output and sample of the largest error
+    changed_metrics: tuple[str, ...] = ()  # a sentence for each that differs from torch's beyond rounding
 
     @property
     def equal(self) -> bool:
-        return self.beyond_tolerance == 0 and self.unexplained_flips == 0
+        return self.beyond_tolerance == 0 and self.unexplained_flips == 0 and not self.changed_metrics
 
 
-def open_session(path: Path) -> onnxruntime.InferenceSession:
+def open_session(path: Path, spinning: bool = True) -> onnxruntime.InferenceSession:
+    """Open the file as a service does; threads that do not spin while they wait take less of the processor."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
+    options.add_session_config_entry("session.intra_op.allow_spinning", "1" if spinning else "0")
     try:
         return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # ONNX Runtime raises a dozen types without a common base
@@ -54,16 +60,28 @@ def open_session(path: Path) -> onnxruntime.InferenceSession:
         ) from error
 
 
-def verify(task: Task, model: nn.Module, samples: Samples, path: Path, config: Export) -> list[dict[str, Any]]:
-    """Compare at every configured batch size; raises at the end, so that all sizes are reported."""
+def verify(
+    task: Task,
+    model: nn.Module,
+    samples: Samples,
+    path: Path,
+    config: Export,
+    reference: Arrays | None = None,
+    limits: MetricLimits | None = None,
+) -> list[dict[str, Any]]:
+    """Compare at every configured batch size; all sizes are reported. `reference`: torch's outputs, if known."""
     session = open_session(path)
-    reference = torch_outputs(task, model, samples, max(config.batch_sizes))
+    if reference is None:
+        reference = torch_outputs(task, model, samples, max(config.batch_sizes))
+    metrics = MetricReference(task, samples, reference, limits or {})
     comparisons = []
     for size in config.batch_sizes:
         started = time.perf_counter()
         outputs = onnx_outputs(task, session, samples, size)
         seconds = time.perf_counter() - started
-        comparisons.append(compare(task, samples, reference, outputs, config, size, seconds))
+        comparison = compare(task, samples, reference, outputs, config, size, seconds)
+        changed = metrics.changes(outputs, comparison.flips)
+        comparisons.append(replace(comparison, changed_metrics=changed))
     return [asdict(comparison) for comparison in comparisons]
 
 
@@ -96,13 +114,18 @@ def evaluated_outputs(task: Task, model: nn.Module, batch: Mapping[str, torch.Te
 def require_equal(comparisons: Sequence[Mapping[str, Any]], config: Export, why: str = "") -> None:
     """Raise for the first comparison that failed; `why` names the cause where it is known."""
     for row in comparisons:
-        if row["beyond_tolerance"] or row["unexplained_flips"]:
+        if is_different(row):
+            changed = row.get("changed_metrics") or ()
             raise StageError(
                 f"the ONNX file is not the model: at batch size {row['batch_size']}, {row['beyond_tolerance']} "
                 f"elements differ beyond rtol={config.rtol}, atol={config.atol} (worst {row['max_abs_error']:.3g} "
                 f"in {row['worst']}) and {row['unexplained_flips']} predictions flip without being ties"
-                + (f"; {why}" if why else "")
+                + "".join(f"; {sentence}" for sentence in (*changed, *([why] if why else [])))
             )
+
+
+def is_different(row: Mapping[str, Any]) -> bool:
+    return bool(row["beyond_tolerance"] or row["unexplained_flips"] or row.get("changed_metrics"))
 
 
 def compare(
@@ -117,7 +140,7 @@ def compare(
     for name, expected in reference.items():
         if actual[name].shape != expected.shape:
             raise StageError(f"the ONNX file returns `{name}` of shape {actual[name].shape}, torch {expected.shape}")
-        close = np.isclose(actual[name], expected, rtol=config.rtol, atol=config.atol)
+        close = is_within(actual[name], expected, allowed_error(expected, config))
         error = _distance(actual[name].astype(np.float64), expected.astype(np.float64))
         if undefined.any():
             same = np.isnan(expected) & np.isnan(actual[name])
@@ -177,10 +200,11 @@ def measure(
     chosen: str = "",
     *,
     equal_nan: bool = False,
+    scales: Scales | None = None,
 ) -> Comparison:
     """Compare one run that is not a pass over the test set; `chosen`: the output whose argmax is the prediction.
 
-    `equal_nan`: NaN equals NaN, as the inputs have missing numbers.
+    `equal_nan`: NaN equals NaN, as the inputs have missing numbers. `scales`: of the outputs for the test set.
     """
     beyond_tolerance, flips, unexplained, largest, relative, worst_place = 0, 0, 0, 0.0, 0.0, text
     for name, (expected, actual) in pairs.items():
@@ -188,7 +212,9 @@ def measure(
             raise StageError(
                 f"at {text}, the ONNX file returns `{name}` of shape {actual.shape}, torch {expected.shape}"
             )
-        close = np.isclose(actual, expected, rtol=config.rtol, atol=config.atol, equal_nan=equal_nan)
+        close = is_within(actual, expected, allowed_error(expected, config, (scales or {}).get(name)))
+        if equal_nan:
+            close |= np.isnan(actual) & np.isnan(expected)
         error = np.nan_to_num(_distance(actual.astype(np.float64), expected.astype(np.float64)), nan=np.inf)
         if equal_nan:
             error[np.isnan(actual) & np.isnan(expected)] = 0.0
@@ -244,7 +270,9 @@ def run(session: onnxruntime.InferenceSession, inputs: Mapping[str, np.ndarray[A
 
 
 @torch.no_grad()
-def verify_untraced(task: Task, model: nn.Module, samples: Samples, path: Path, config: Export) -> list[dict[str, Any]]:
+def verify_untraced(
+    task: Task, model: nn.Module, samples: Samples, path: Path, config: Export, scales: Scales | None = None
+) -> list[dict[str, Any]]:
     """Compare at lengths, batch sizes and paddings that were not traced."""
     session, comparisons = open_session(path), []
     for untraced in untraced_batches(task, samples):
@@ -253,7 +281,7 @@ def verify_untraced(task: Task, model: nn.Module, samples: Samples, path: Path, 
         except RuntimeError as error:  # a window that is longer than the text
             print(f"not compared at {untraced.text}: torch itself fails ({' '.join(str(error).split())[:160]})")
             continue
-        comparisons.append(asdict(_compare_untraced(task, session, untraced, expected, config)))
+        comparisons.append(asdict(_compare_untraced(task, session, untraced, expected, config, scales)))
     if len({comparison["worst"].rpartition(" at ")[2] for comparison in comparisons}) < 2:
         raise StageError(
             "fewer than two shapes other than the traced one could be compared; add longer samples to the test data"
@@ -262,7 +290,12 @@ def verify_untraced(task: Task, model: nn.Module, samples: Samples, path: Path, 
 
 
 def _compare_untraced(
-    task: Task, session: onnxruntime.InferenceSession, untraced: UntracedBatch, expected: Arrays, config: Export
+    task: Task,
+    session: onnxruntime.InferenceSession,
+    untraced: UntracedBatch,
+    expected: Arrays,
+    config: Export,
+    scales: Scales | None,
 ) -> Comparison:
     started = time.perf_counter()
     feed = {name: untraced.batch[name].numpy() for name in task.inputs}
@@ -271,7 +304,7 @@ def _compare_untraced(
     pairs = {
         name: tuple(unpadded(arrays[name], untraced.token_mask) for arrays in (expected, actual)) for name in expected
     }
-    return measure(pairs, config, untraced.rows, seconds, untraced.text, equal_nan=has_missing(feed))
+    return measure(pairs, config, untraced.rows, seconds, untraced.text, equal_nan=has_missing(feed), scales=scales)
 
 
 def unpadded(array: np.ndarray[Any, Any], mask: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:
@@ -316,3 +349,58 @@ def _tensors(arrays: Arrays) -> dict[str, torch.Tensor]:
 def _finite(value: float) -> float:
     """Replace infinity, which JSON cannot hold, by the largest double."""
     return float(np.nan_to_num(value, nan=np.finfo(np.float64).max))
+
+
+MetricLimits = Mapping[str, float]  # evaluate.require
+_METRIC_SHARE = 1e-3  # of a metric's value: a smaller change is rounding
+_NOISE_FACTOR = 10.0  # how far a metric may move beyond what rounding of torch's own outputs does to it
+
+
+class MetricReference:
+    """The metrics of torch's outputs on the test set, and how far rounding moves them."""
+
+    def __init__(self, task: Task, samples: Samples, reference: Arrays, limits: MetricLimits) -> None:
+        self._task, self._batch, self._limits = task, samples.batch(range(len(samples))), limits
+        self._count, self._actual = len(samples), actual_columns(task, self._batch, len(samples))
+        self._expected = self._metrics(reference)
+        rounded = self._metrics(_with_rounding(reference))
+        self._noise = {name: abs(rounded[name][0] - value) for name, (value, _) in self._expected.items()}
+
+    def changes(self, outputs: Arrays, flips: int) -> tuple[str, ...]:
+        """Return a sentence for each metric that is another, or that misses what evaluate.require has.
+
+        A prediction that flips at a tie may change the score of its sample.
+        """
+        sentences = []
+        actual = self._metrics(outputs)
+        for name, (expected, better) in self._expected.items():
+            value, limit = actual[name][0], self._limits.get(name)
+            allowed = _METRIC_SHARE * abs(expected) + _NOISE_FACTOR * self._noise[name] + flips / self._count
+            if np.isfinite(expected) and not abs(value - expected) <= allowed:
+                sentences.append(f"{name} is {value:.6g} on the test set, in torch {expected:.6g}")
+            elif limit is not None and better * (value - limit) < 0 <= better * (expected - limit):
+                sentences.append(f"{name} {value:.6g} misses evaluate.require {limit:g}, which torch's {expected:.6g} reaches")  # fmt: skip  # noqa: E501
+        return tuple(sentences)
+
+    def _metrics(self, outputs: Arrays) -> dict[str, tuple[float, int]]:
+        tensors = as_task_outputs(self._task, _tensors(outputs))
+        scores = score_batch(self._task, lambda _: tensors, self._batch)
+        columns = {**{CANDIDATE + name: values for name, values in scores.items()}, **self._actual}
+        classes = self._task.classes if isinstance(self._task, Classifier) else None
+        metrics = compute_metrics(columns, classes, compared=False, lower=lower_is_better(self._task))
+        return {name: (metric.value("candidate"), metric.better) for name, metric in metrics.items()}
+
+
+def _with_rounding(reference: Arrays) -> Arrays:
+    """Return the outputs with errors of the size of rounding."""
+    generator, rounded = np.random.default_rng(0), {}
+    for name, array in reference.items():
+        if array.dtype.kind == "f":
+            finite = np.where(np.isfinite(array), array, 0.0).astype(np.float64)
+            size = _ROUNDING * (np.abs(finite) + measure_scale(array).spread)
+            array = array + (size * generator.choice((-1.0, 1.0), array.shape)).astype(array.dtype)
+        rounded[name] = array
+    return rounded
+
+
+_ROUNDING = 2.0**-19  # sixteen times the rounding of one float32

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from export.padding import MASK
 from export.parity import Arrays, Comparison, has_missing, measure, named_arrays, run, unpadded
 from export.to_onnx import untraced_batches
+from export.tolerance import Scales, measure_scale
 from pipeline.contract.data import Samples, forward
 from pipeline.contract.errors import StageError
 from pipeline.contract.processes import cuda_problem
@@ -87,7 +88,9 @@ def runtime_setups() -> tuple[list[RuntimeSetup], list[str]]:
     return setups, left_out
 
 
-def verify_everywhere(task: Task, model: nn.Module, samples: Samples, path: Path, config: Export) -> Coverage:
+def verify_everywhere(
+    task: Task, model: nn.Module, samples: Samples, path: Path, config: Export, scales: Scales | None = None
+) -> Coverage:
     """Compare every size and shape with every setup; torch computes each once."""
     setups, left_out = runtime_setups()
     coverage = Coverage(left_out=left_out)
@@ -95,12 +98,17 @@ def verify_everywhere(task: Task, model: nn.Module, samples: Samples, path: Path
     for setup in setups:
         session = setup.open(path)
         for kind in dict.fromkeys(case.kind for case in cases):
-            coverage.rows.append(compare_at(setup, session, [case for case in cases if case.kind == kind], config))
+            cases_of_kind = [case for case in cases if case.kind == kind]
+            coverage.rows.append(compare_at(setup, session, cases_of_kind, config, scales))
     return coverage
 
 
 def compare_at(
-    setup: RuntimeSetup, session: onnxruntime.InferenceSession, cases: Sequence[Case], config: Export
+    setup: RuntimeSetup,
+    session: onnxruntime.InferenceSession,
+    cases: Sequence[Case],
+    config: Export,
+    scales: Scales | None = None,
 ) -> dict[str, Any]:
     """Combine all cases of one kind into one row that names the worst."""
     parts = []
@@ -108,35 +116,46 @@ def compare_at(
         started = time.perf_counter()
         outputs = run(session, case.feed)
         seconds = time.perf_counter() - started
-        parts.append(_compare_case(case, outputs, tolerance(setup, config, case.expected), seconds, f" ({setup.text})"))
-    return {**asdict(_combine(parts)), "inputs": cases[0].kind, "place": setup.text, "batches": len(parts)}
+        limits = tolerance(setup, config, case.expected)
+        parts.append(compare_case(case, outputs, limits, seconds, f" ({setup.text})", scales))
+    return combined_row(parts, cases[0].kind, setup.text)
+
+
+def combined_row(parts: Sequence[Comparison], kind: str, place: str) -> dict[str, Any]:
+    """Combine comparisons of one kind into a row for parity.json that names the worst."""
+    return {**asdict(_combine(parts)), "inputs": kind, "place": place, "batches": len(parts)}
 
 
 def compare_outputs(cases: Sequence[Case], outputs: Sequence[Arrays], config: Export) -> list[dict[str, Any]]:
     """Compare outputs that were computed elsewhere."""
     return [
-        asdict(_compare_case(case, case_outputs, config, 0.0))
-        for case, case_outputs in zip(cases, outputs, strict=True)
+        asdict(compare_case(case, case_outputs, config, 0.0)) for case, case_outputs in zip(cases, outputs, strict=True)
     ]
 
 
-def _compare_case(case: Case, outputs: Arrays, config: Export, seconds: float, suffix: str = "") -> Comparison:
+def compare_case(
+    case: Case, outputs: Arrays, config: Export, seconds: float, suffix: str = "", scales: Scales | None = None
+) -> Comparison:
     pairs = {
         name: tuple(unpadded(arrays[name], case.mask) for arrays in (case.expected, outputs)) for name in case.expected
     }
     rows = len(next(iter(case.feed.values())))
-    return measure(pairs, config, rows, seconds, f"{case.text}{suffix}", equal_nan=has_missing(case.feed))
+    equal_nan = has_missing(case.feed)
+    return measure(pairs, config, rows, seconds, f"{case.text}{suffix}", equal_nan=equal_nan, scales=scales)
 
 
 def tolerance(setup: RuntimeSetup, config: Export, expected: Arrays) -> Export:
-    """Return the tolerances of a setup: TF32 keeps 10 bits of each factor, so errors are relative to the spread."""
+    """Return the tolerances of a setup: TF32 keeps 10 bits of each factor."""
     if setup.exact:
         return config
-    spread = max(
-        (float(np.ptp(array)) for array in expected.values() if array.dtype.kind == "f" and array.size), default=0
-    )
-    spread = spread if np.isfinite(spread) else 0.0
-    return config.model_copy(update={"rtol": max(config.rtol, _TF32), "atol": max(config.atol, _TF32 * spread)})
+    shares = [
+        max(float(np.ptp(array[np.isfinite(array)])), scale.largest) / scale.spread
+        for array in expected.values()
+        if array.dtype.kind == "f" and np.isfinite(array).any()
+        for scale in [measure_scale(array)]
+    ]
+    share = max(shares, default=0.0)
+    return config.model_copy(update={"rtol": max(config.rtol, _TF32), "atol": max(config.atol, _TF32 * share)})
 
 
 def random_batch(task: Task, samples: Samples, rows: int, seed: int) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ be verified if torch's own outputs are NaN, differ between calls, or depend on t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -33,6 +34,7 @@ from export.names import name_output_axes
 from export.optimize import (
     Optimization,
     check_file,
+    check_random,
     fit_runtime,
     optimize_file,
     read_versions,
@@ -42,16 +44,20 @@ from export.optimize import (
 from export.padding import PaddingEffect, measure_padding
 from export.parity import (
     Arrays,
+    MetricLimits,
     evaluated_outputs,
+    is_different,
     named_arrays,
     open_session,
     require_equal,
     rows_with,
     run,
+    torch_outputs,
     verify,
     verify_untraced,
 )
 from export.parity_everywhere import Coverage, random_batch, runtime_setups, tolerance, verify_everywhere
+from export.service_sizes import ServedSizes, SizeComparison
 from export.to_onnx import (
     ExportResult,
     check_dynamic_axes,
@@ -61,6 +67,9 @@ from export.to_onnx import (
     tensor_specs,
     untraced_batches,
 )
+from export.tolerance import Scales, allowed_error, is_within, measure_scales
+from export.unseen_inputs import UnseenInputs
+from export.weights_check import WeightsComparison, compare_weights
 from pipeline.contract.data import Samples, example_batch, forward
 from pipeline.contract.errors import StageError
 from pipeline.contract.golden import Decoder
@@ -82,10 +91,11 @@ class Verification:
     coverage: Coverage = field(default_factory=Coverage)
     file: dict[str, Any] = field(default_factory=dict)  # properties of the file, for parity.json
     padding: PaddingEffect = field(default_factory=PaddingEffect)
+    weights: WeightsComparison = field(default_factory=WeightsComparison)
 
     @property
     def equal(self) -> bool:
-        return not self.nondeterminism and not _has_differences(self.all_rows)
+        return not self.nondeterminism and not _has_differences(self.all_rows) and not self.weights.different
 
     @property
     def all_rows(self) -> list[dict[str, Any]]:
@@ -96,10 +106,23 @@ class Verification:
         if self.nondeterminism:
             raise StageError(f"no ONNX file can be the model: {self.nondeterminism}")
         require_equal(self.all_rows, self.config, self.cause)
+        if self.weights.different:
+            raise StageError(f"the ONNX file is not the model: {'; '.join(self.weights.different[:3])}")
 
 
-def verify_model(task: Task, model: nn.Module, test: Samples, config: Export, path: Path) -> Verification:
-    """Write `path` and compare it with the model; fall back to the plain file if the optimized one differs."""
+def verify_model(
+    task: Task,
+    model: nn.Module,
+    test: Samples,
+    config: Export,
+    path: Path,
+    served: ServedSizes | None = None,
+    limits: MetricLimits | None = None,
+) -> Verification:
+    """Write `path` and compare it with the model; fall back to the plain file if the optimized one differs.
+
+    `served`: the batches of the service; the export step gives them. `limits`: `evaluate.require`.
+    """
     check_mode(model)
     check_positions(task, model)
     generation = None
@@ -112,7 +135,7 @@ def verify_model(task: Task, model: nn.Module, test: Samples, config: Export, pa
         if isinstance(task, HasAxes):
             name_output_axes(path, declared_axes(task), measure_shapes(task, model, test))
     properties = task_properties(task) if generation is None else language_model_properties(generation)
-    subject = Subject(task, model, test, config, path, written, properties)
+    subject = Subject(task, model, test, config, path, written, properties, served, limits or {})
     optimised = optimize_file(path, model, config)
     optimized_result, reason = _verify_optimized(subject, optimised)
     if reason and optimised is not None:
@@ -142,6 +165,8 @@ class Subject:
     path: Path
     written: ExportResult
     properties: ModelProperties
+    served: ServedSizes | None = None  # None: only export.batch_sizes and the test set are compared
+    limits: MetricLimits = field(default_factory=dict)
 
 
 def _verify_optimized(subject: Subject, optimised: Optimization | None) -> tuple[tuple[str, Verification] | None, str]:
@@ -162,18 +187,30 @@ def _verify_optimized(subject: Subject, optimised: Optimization | None) -> tuple
 def verify_file(subject: Subject) -> Verification:
     """Compare the file with the model in every way that applies to its kind."""
     check_file(subject.path)
-    return _verify_language_model(subject) if isinstance(subject.task, Generates) else _verify_samples(subject)
+    is_language_model = isinstance(subject.task, Generates)
+    verification = _verify_language_model(subject) if is_language_model else _verify_samples(subject)
+    if not verification.nondeterminism:  # that of torch itself is explained
+        check_random(subject.path)
+    return verification
 
 
 def _verify_samples(subject: Subject) -> Verification:
     task, model, test, config, path = subject.task, subject.model, subject.test, subject.config, subject.path
     check_dynamic_axes(tensor_specs(path)[0], task)  # report a fixed axis here, before other sizes fail on it
-    comparisons = verify(task, model, test, path, config)
+    reference = torch_outputs(task, model, test, max(config.batch_sizes))
+    scales, started = measure_scales(reference), time.perf_counter()
+    comparisons = verify(task, model, test, path, config, reference, subject.limits)
+    seconds = time.perf_counter() - started
     if isinstance(task, HasAxes):
-        comparisons += verify_untraced(task, model, test, path, config)
+        comparisons += verify_untraced(task, model, test, path, config, scales)
     verification = Verification(comparisons, subject.properties, "", config)
     if verification.equal:
-        verification = replace(verification, coverage=verify_everywhere(task, model, test, path, config))
+        coverage = verify_everywhere(task, model, test, path, config, scales)
+        verification = replace(verification, coverage=coverage, weights=_compare_weights(subject))
+    if verification.equal and subject.served is not None:
+        beyond = _verify_beyond(subject, subject.served, reference, scales, seconds)
+        rows, left_out = verification.coverage.rows + beyond.rows, verification.coverage.left_out + beyond.left_out
+        verification = replace(verification, coverage=Coverage(rows, left_out))
     if verification.equal:
         return verification
     nondeterminism = find_nondeterminism(task, model, test, config)
@@ -182,6 +219,22 @@ def _verify_samples(subject: Subject) -> Verification:
         nondeterminism=nondeterminism,
         cause="" if nondeterminism else explain_difference(subject.written, path, feeds(task, test), config),
     )
+
+
+def _compare_weights(subject: Subject) -> WeightsComparison:
+    return compare_weights(subject.path, subject.written.traced.module)
+
+
+def _verify_beyond(
+    subject: Subject, served: ServedSizes, reference: Arrays, scales: Scales, seconds: float
+) -> Coverage:
+    """Compare at the sizes of the service and on inputs that the test set lacks, each in about `seconds`."""
+    task, test, config, session = subject.task, subject.test, subject.config, open_session(subject.path, False)
+    sizes = SizeComparison(task, test, reference, config, served, scales)
+    sizes.first(partial(run, session), seconds)
+    unseen = UnseenInputs(task, subject.model, test, config, scales).verify(partial(run, session), seconds)
+    sizes.again(partial(run, open_session(subject.path, False)))
+    return Coverage([*sizes.rows(), *unseen.rows], [*sizes.left_out, *unseen.left_out])
 
 
 def _verify_language_model(subject: Subject) -> Verification:
@@ -208,7 +261,8 @@ def _verify_language_model(subject: Subject) -> Verification:
             setup_decoder = decoder_in(setup.open(subject.path))
             row = verify_random(model, setup_decoder, partial(tolerance, setup, config), setup.text)
             rows.append({**row, "inputs": "random inputs", "place": setup.text})
-        verification = replace(verification, coverage=Coverage(rows, left_out))
+        weights = _compare_weights(subject)
+        verification = replace(verification, coverage=Coverage(rows, left_out), weights=weights)
     if not verification.equal:  # no need to compare generated texts
         nondeterminism = find_nondeterminism(task, subject.model, test, config)
         cause = (
@@ -241,7 +295,7 @@ def _file_facts(path: Path, optimised: Optimization | None, lowered: str) -> dic
 
 
 def _has_differences(comparisons: Sequence[Mapping[str, Any]]) -> bool:
-    return any(row["beyond_tolerance"] or row["unexplained_flips"] for row in comparisons)
+    return any(map(is_different, comparisons))
 
 
 def _describe_worst(verification: Verification) -> str:
@@ -335,9 +389,11 @@ def _depends_on_batch(task: Task, model: nn.Module, test: Samples, config: Expor
 
 
 def _is_close(single: Sequence[Array], batched: Array, config: Export) -> bool:
-    return all(outputs.shape == (1, *batched.shape[1:]) for outputs in single) and bool(
-        np.allclose(np.concatenate(single), batched, rtol=config.rtol, atol=config.atol, equal_nan=True)
-    )
+    if any(outputs.shape != (1, *batched.shape[1:]) for outputs in single):
+        return False
+    joined = np.concatenate(single)
+    is_near = is_within(joined, batched, allowed_error(batched, config))
+    return bool((is_near | (np.isnan(joined) & np.isnan(batched))).all())
 
 
 @torch.no_grad()

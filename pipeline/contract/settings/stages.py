@@ -312,8 +312,17 @@ class Export(Section):
     """Conversion to ONNX, its verification, and model variants."""
 
     opset: Annotated[int, Field(ge=18, le=25)] = Field(20, description="ONNX opset version")
-    rtol: float = Field(1e-3, ge=0, description="relative tolerance of the comparison with torch")
-    atol: float = Field(1e-4, ge=0, description="absolute tolerance of the comparison with torch")
+    rtol: float = Field(
+        1e-3,
+        ge=0,
+        description="tolerance of the comparison with torch, relative to the distance from the mean of a column",
+    )
+    atol: float = Field(
+        1e-4,
+        ge=0,
+        description="tolerance of the comparison with torch for all values of an output, in its standard deviations on "
+        "the test set",
+    )
     batch_sizes: tuple[Positive, ...] = Field(
         (1, 2, 7, 256),
         min_length=1,

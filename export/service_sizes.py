@@ -1,0 +1,164 @@
+"""Compare the file with torch at the batch sizes that a service can form, several times and in another order.
+
+A service merges waiting requests up to `serve.batch_rows` and accepts requests up to `serve.max_batch_size`. Rows do
+not depend on each other, which export/parity.py shows at several sizes, so torch computes each row once.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from export.parity import Arrays, Comparison, has_missing, measure
+from export.parity_everywhere import combined_row
+from export.tolerance import Scales
+from pipeline.contract.data import Samples
+from pipeline.contract.errors import StageError
+from pipeline.contract.settings.stages import Export, Serve
+from pipeline.contract.task import Task
+
+_SMALL = 64  # every size up to here, if the service merges that many
+_MIN_SECONDS = 0.5  # of comparing sizes, however quick the test set was
+_LONGEST_BATCH_SECONDS = 60.0  # larger ones are left out: by their time, and before they take all memory
+_ROWS = 256  # of the test set that batches are made of
+Run = Callable[[Mapping[str, Any]], Arrays]
+
+
+@dataclass(frozen=True)
+class ServedSizes:
+    """The largest batch that is merged, and the largest request."""
+
+    merged: int
+    request: int
+
+    @classmethod
+    def from_settings(cls, serve: Serve) -> ServedSizes:
+        return cls(serve.batch_rows, serve.max_batch_size)
+
+    @property
+    def largest(self) -> list[int]:
+        """Return the limits and their neighbours, which are compared in any case."""
+        limits = {self.merged, self.request}
+        sizes = {size + step for size in limits for step in (-1, 0, 1)}
+        return sorted(size for size in sizes if 0 < size <= max(limits))
+
+    @property
+    def others(self) -> list[int]:
+        """Return all small sizes, and powers of two and their neighbours, that a service can form."""
+        top = max(self.merged, self.request)
+        powers = [1 << exponent for exponent in range(top.bit_length() + 1)]
+        near = {power + step for power in powers for step in (-1, 0, 1)}
+        small = range(1, min(self.merged, _SMALL) + 1)
+        return sorted(size for size in {*small, *near} - set(self.largest) if 0 < size <= top)
+
+
+class SizeComparison:
+    """Runs of one file at served sizes: `first` in ascending order, then in another, `again` after all other checks."""
+
+    def __init__(
+        self, task: Task, samples: Samples, reference: Arrays, config: Export, served: ServedSizes, scales: Scales
+    ) -> None:
+        rows = min(_ROWS, len(samples))
+        batch = samples.batch(range(rows))
+        self._inputs = {name: batch[name].numpy() for name in task.inputs}
+        self._expected = {name: array[:rows] for name, array in reference.items()}
+        self._rows, self._config, self._scales, self._served = rows, config, scales, served
+        self._parts: list[Comparison] = []
+        self._seconds_per_row = 0.0
+        self.sizes: set[int] = set()
+        self.left_out: list[str] = []
+
+    def first(self, run: Run, seconds: float) -> None:
+        """Compare every size, and once more in another order all but the neighbours of large powers of two.
+
+        Sizes that are not limits are compared only as long as `seconds` last.
+        """
+        self._warm(run)
+        chosen = self._affordable(seconds)
+        limits = {*self._served.largest, *(1 << exponent for exponent in range(max(chosen, default=1).bit_length()))}
+        order = [size for size in chosen if size <= _SMALL or size in limits]
+        random.Random(0).shuffle(order)
+        for number, size in enumerate((*chosen, *order)):
+            self._compare(run, size, number)
+
+    def again(self, run: Run) -> None:
+        """Compare some sizes once more, later and in another session."""
+        sizes = sorted(self.sizes)
+        for number, size in enumerate(reversed(sizes[:: max(1, len(sizes) // 8)])):
+            self._compare(run, size, number + 1)
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return one row for parity.json that names the worst size."""
+        return [combined_row(self._parts, "sizes of a service", _PLACE)] if self._parts else []
+
+    def _warm(self, run: Run) -> None:
+        size = max(1, min(self._rows, self._served.merged, max(self._config.batch_sizes)))
+        feed = self._feed(size, 0)[0]
+        run(feed)
+        started = time.perf_counter()
+        run(feed)
+        self._seconds_per_row = (time.perf_counter() - started) / size
+
+    def _affordable(self, seconds: float) -> list[int]:
+        """Return the limits that are not too long, and as many of the other sizes, small ones first, as fit."""
+        chosen = [size for size in self._served.largest if self._seconds(size) <= _LONGEST_BATCH_SECONDS]
+        if long := sorted(set(self._served.largest) - set(chosen)):
+            self.left_out.append(
+                f"batches of {_list_sizes(long)} test samples: one takes about {self._seconds(long[-1]):.0f} s here; "
+                "serve.max_batch_size can be lower"
+            )
+        left = 2 * sum(map(self._seconds, chosen))
+        budget, without = max(seconds, _MIN_SECONDS), list[int]()
+        for size in self._served.others:
+            left += 2 * self._seconds(size)
+            (chosen if left <= budget else without).append(size)
+        if without:
+            self.left_out.append(f"batches of {_list_sizes(without)} test samples: they would take longer than the test set")  # fmt: skip  # noqa: E501
+        return sorted(chosen)
+
+    def _seconds(self, size: int) -> float:
+        return self._seconds_per_row * size
+
+    def _feed(self, size: int, start: int) -> tuple[Arrays, Any]:
+        index = (np.arange(size) + start) % self._rows
+        return {name: array[index] for name, array in self._inputs.items()}, index
+
+    def _compare(self, run: Run, size: int, start: int) -> None:
+        feed, index = self._feed(size, start)
+        started = time.perf_counter()
+        try:
+            actual = run(feed)
+        except StageError as error:
+            if size <= max(self._config.batch_sizes) or not any(word in str(error).lower() for word in _MEMORY):
+                raise
+            self.left_out.append(f"batches of {size} test samples: too little memory here")
+            return
+        seconds = time.perf_counter() - started
+        pairs = {name: (array[index], actual[name]) for name, array in self._expected.items()}
+        self.sizes.add(size)
+        self._parts.append(
+            measure(
+                pairs,
+                self._config,
+                size,
+                seconds,
+                f"batch {size} of test samples",
+                equal_nan=has_missing(feed),
+                scales=self._scales,
+            )
+        )
+
+
+_PLACE = "CPU, all threads"
+_MEMORY = ("alloc", "memory")
+
+
+def _list_sizes(sizes: Sequence[int]) -> str:
+    if len(sizes) > 6:
+        return f"{sizes[0]} to {sizes[-1]} ({len(sizes)} sizes)"
+    return ", ".join(map(str, sizes))

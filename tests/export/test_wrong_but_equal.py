@@ -1,0 +1,302 @@
+"""Files that are wrong although they equal the model on most of what a comparison may look at, beside a whole file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+from torch import Tensor, nn
+
+from export.optimize import check_random
+from export.parity import MetricReference, compare
+from export.service_sizes import ServedSizes
+from export.to_onnx import convert
+from export.tolerance import allowed_error, is_within, measure_scale
+from export.unseen_inputs import UnseenInputs
+from export.verify import Subject, task_properties, verify_file
+from export.weights_check import compare_weights
+from pipeline.contract.data import Samples, open_split
+from pipeline.contract.errors import StageError
+from pipeline.contract.settings.stages import Export
+
+from .conftest import COUNT, Small, pairs
+
+VOCABULARY = 40
+SERVED = ServedSizes(merged=8, request=70)
+
+
+class Net(nn.Module):
+    """An embedding of words and a head whose numbers are tiny."""
+
+    def __init__(self, scale: float = 1e-5) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.words = nn.Embedding(VOCABULARY, 8)
+        self.head = nn.Linear(8, 1)
+        with torch.no_grad():
+            self.head.weight.mul_(scale)
+            self.head.bias.mul_(scale)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        found: Tensor = self.head(self.words(ids).mean(1)).squeeze(1)
+        return found
+
+
+@dataclass
+class Numbers(Small):
+    inputs: tuple[str, ...] = ("ids",)
+
+    def predicted(self, outputs: Tensor) -> Tensor:
+        return outputs
+
+    def actual(self, batch: dict[str, Tensor]) -> Tensor:
+        return batch["label"]
+
+    def metrics(self, outputs: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        return {"ones": torch.ones(len(batch["label"]))}
+
+
+def make_subject(net: nn.Module, folder: Path) -> Subject:
+    generator = np.random.default_rng(0)
+    ids = generator.integers(0, VOCABULARY // 2, (COUNT, 6))  # the other half is in no sample
+    label = net.eval()(torch.from_numpy(ids)).detach().numpy()
+    task: Any = Numbers(net, {"ids": ids, "label": label})
+    test, config, path = open_split(task, "test"), Export(batch_sizes=(1, 7)), folder / "model.onnx"
+    written = convert(net, task, test.batch(range(3)), config, path)
+    limits = {"r2": 0.8}
+    return Subject(task, net, test, config, path, written, task_properties(task), SERVED, limits)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Subject:
+    return make_subject(Net(), tmp_path_factory.mktemp("whole"))
+
+
+def refusal(subject: Subject, folder: Path, change: Callable[[onnx.ModelProto], None]) -> str:
+    model = onnx.load(subject.path)
+    change(model)
+    damaged = replace(subject, path=folder / "model.onnx")
+    damaged.path.write_bytes(model.SerializeToString())
+    with pytest.raises(StageError) as caught:
+        verify_file(damaged).require()
+    return str(caught.value)
+
+
+def weights(name: str, change: Callable[[Any], Any]) -> Callable[[onnx.ModelProto], None]:
+    def damage(model: onnx.ModelProto) -> None:
+        tensor = next(tensor for tensor in model.graph.initializer if tensor.name == name)
+        tensor.CopyFrom(numpy_helper.from_array(change(numpy_helper.to_array(tensor).copy()), name))
+
+    return damage
+
+
+def at_rows(count: int, add: str) -> Callable[[onnx.ModelProto], None]:
+    """Add 1 to the output of batches of `count` rows (Equal), or of more (Greater)."""
+
+    def damage(model: onnx.ModelProto) -> None:
+        graph = model.graph
+        producer = next(node for node in graph.node if "y" in node.output)
+        producer.output[:] = ["y_before" if name == "y" else name for name in producer.output]
+        graph.initializer.append(numpy_helper.from_array(np.array([count], np.int64), "size"))
+        for kind, given, made, attributes in (
+            ("Shape", ["ids"], "rows", {"start": 0, "end": 1}),
+            (add, ["rows", "size"], "hit", {}),
+            ("Cast", ["hit"], "one", {"to": TensorProto.FLOAT}),
+            ("Add", ["y_before", "one"], "y", {}),
+        ):
+            graph.node.append(helper.make_node(kind, given, [made], name=f"wrong_{made}", **attributes))
+
+    return damage
+
+
+def test_the_whole_file_passes_and_the_record_names_what_was_compared(whole: Subject) -> None:
+    verification = verify_file(whole)
+    verification.require()
+    assert verification.weights.not_compared == ()
+    assert verification.weights.text.startswith("3 of 3 tensors of the checkpoint are in the file")
+    kinds = [row["inputs"] for row in verification.coverage.rows]
+    assert kinds[-5:] == [
+        "sizes of a service", "train samples", "validation samples", "random inputs of whole ranges",
+        "every id of `ids`",
+    ]  # fmt: skip
+
+
+def test_a_tiny_head_that_is_zero_or_negated_is_stopped(whole: Subject, tmp_path: Path) -> None:
+    for change in (np.zeros_like, np.negative):
+        message = refusal(whole, tmp_path, weights("model.head.weight", change))
+        assert "elements differ beyond" in message
+        assert "r2 is" in message
+
+
+def test_rows_of_ids_without_a_sample_are_compared_by_value(whole: Subject, tmp_path: Path) -> None:
+    def zero_unseen(values: Any) -> Any:
+        values[VOCABULARY // 2 :] = 0
+        return values
+
+    assert "160 of 320 values of the weight `words.weight` are others" in refusal(
+        whole, tmp_path, weights("model.words.weight", zero_unseen)
+    )
+
+
+def test_ids_without_a_sample_are_compared_where_the_weight_has_another_name(whole: Subject, tmp_path: Path) -> None:
+    model = onnx.load(whole.path)
+    tensor = next(tensor for tensor in model.graph.initializer if tensor.name == "model.words.weight")
+    values = numpy_helper.to_array(tensor).copy()
+    values[VOCABULARY - 1] = 0
+    tensor.CopyFrom(numpy_helper.from_array(values, "folded"))
+    for node in model.graph.node:
+        node.input[:] = ["folded" if name == "model.words.weight" else name for name in node.input]
+    damaged = replace(whole, path=tmp_path / "model.onnx")
+    damaged.path.write_bytes(model.SerializeToString())
+    verification = verify_file(damaged)
+    assert verification.weights.not_compared == ("words.weight",)
+    wrong = {row["inputs"] for row in verification.coverage.rows if row["beyond_tolerance"]}
+    assert "every id of `ids`" in wrong
+
+
+@pytest.mark.parametrize(("count", "add"), [(5, "Equal"), (8, "Equal"), (70, "Equal"), (64, "Greater")])
+def test_a_file_that_is_wrong_at_one_size_of_the_service_is_stopped(
+    whole: Subject, tmp_path: Path, count: int, add: str
+) -> None:
+    message = refusal(whole, tmp_path, at_rows(count, add))
+    assert f"`y` at batch {count + (add == 'Greater')} of test samples" in message or "batch 70 of" in message
+
+
+def test_sizes_of_a_service_are_all_that_it_merges_and_the_limits_of_a_request() -> None:
+    served = ServedSizes(merged=32, request=1000)
+    sizes = {*served.largest, *served.others}
+    assert set(range(1, 34)) <= sizes
+    assert {63, 64, 65, 255, 256, 257, 511, 512, 513, 999, 1000} <= sizes
+    assert max(sizes) == 1000
+    assert {31, 32, 33, 999, 1000} == set(served.largest)
+
+
+@pytest.mark.parametrize("kind", ["RandomNormalLike", "RandomUniformLike", "Bernoulli"])
+def test_random_draws_are_refused_by_name(whole: Subject, tmp_path: Path, kind: str) -> None:
+    def draw(model: onnx.ModelProto) -> None:
+        model.graph.node.append(helper.make_node(kind, ["y"], ["noise"], name="draw"))
+
+    assert f"`draw` ({kind}) draws random numbers" in refusal(whole, tmp_path, draw)
+    check_random(whole.path)
+
+
+def within(expected: Any, actual: Any) -> bool:
+    scale = measure_scale(expected)
+    return bool(is_within(actual, expected, allowed_error(expected, Export(), scale)).all())
+
+
+@pytest.mark.parametrize("size", [1e-8, 1e-5, 1.0, 1e6])
+def test_rounding_passes_and_damage_does_not_at_any_scale(size: float) -> None:
+    generator = np.random.default_rng(0)
+    expected = (generator.normal(size=(64, 3)) * size).astype(np.float32)
+    rounded = (expected * (1 + generator.normal(size=(64, 3)) * 1e-6)).astype(np.float32)
+    assert within(expected, rounded)
+    assert not within(expected, np.zeros_like(expected))
+    assert not within(expected, -expected)
+    assert not within(expected, expected + np.float32(size * 0.01))
+
+
+def test_columns_of_mixed_scales_are_each_compared_with_their_own_spread() -> None:
+    generator = np.random.default_rng(0)
+    expected = (generator.normal(size=(64, 3)) * [1.0, 1e-3, 1e3]).astype(np.float32)
+    assert within(expected, (expected * (1 + 2e-6)).astype(np.float32))
+    damaged = expected.copy()
+    damaged[:, 1] = 0
+    assert not within(expected, damaged)
+
+
+def test_an_offset_does_not_hide_the_values_around_it() -> None:
+    expected = (1000 + np.random.default_rng(0).normal(size=64)).astype(np.float32).reshape(-1, 1)
+    assert within(expected, np.nextafter(expected, 2000))
+    assert not within(expected, np.full_like(expected, 1000))
+
+
+@pytest.mark.parametrize("mask", [-np.inf, -1e9, -1e4, float(np.finfo(np.float32).min)])
+def test_masked_scores_hide_no_damage(mask: float) -> None:
+    expected = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
+    expected[np.random.default_rng(1).random((64, 8)) < 0.6] = mask
+    expected[:, 7] = mask  # a column that is never free
+    is_free = expected > -100
+    rounded = expected.copy()
+    rounded[is_free] *= np.float32(1 + 1e-6)
+    assert within(expected, rounded)
+    assert not within(expected, np.where(is_free, 0, expected).astype(np.float32))
+
+
+def test_integers_truths_and_constants_are_compared_sensibly() -> None:
+    ids = np.arange(5000, 5064)
+    assert within(ids, ids.copy())
+    assert not within(ids, ids + 2)
+    flags = ids % 2 == 0
+    assert within(flags, flags.copy())
+    assert not within(flags, ~flags)
+    constant = np.full((64, 2), 0.25, np.float32)
+    assert within(constant, np.nextafter(constant, np.float32(1)))
+    assert not within(constant, constant + np.float32(0.01))
+    assert within(np.zeros((64, 2), np.float32), np.zeros((64, 2), np.float32))
+
+
+def test_a_metric_that_only_torch_reaches_is_named() -> None:
+    generator = np.random.default_rng(0)
+    truth = generator.normal(size=COUNT).astype(np.float32)
+    task: Any = Numbers(nn.Identity(), {"ids": truth, "label": truth})
+    samples = Samples("test", {"ids": truth, "label": truth})
+    reference = {"y": (truth + generator.normal(size=COUNT) * 0.1).astype(np.float32)}
+    metrics = MetricReference(task, samples, reference, {"r2": 0.8})
+    assert metrics.changes({"y": reference["y"] * np.float32(1 + 1e-6)}, 0) == ()
+    (*_, sentence) = metrics.changes({"y": np.zeros(COUNT, np.float32)}, 0)
+    assert sentence.split(" is ")[0] in ("mae", "rmse", "r2", "spearman")
+    assert compare(task, samples, reference, reference, Export(), 1, 0.0).equal
+
+
+class Joined(nn.Module):
+    """A convolution and a batch norm, which exporters may join into one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pixels, self.norm = nn.Conv1d(1, 2, 3), nn.BatchNorm1d(2)
+        self.norm.running_mean = torch.tensor([0.3, -1.0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.norm(self.pixels(x[:, None])).flatten(1)
+        return found
+
+
+def test_a_batch_norm_that_the_exporter_joins_with_a_layer_is_compared(tmp_path: Path) -> None:
+    net = Joined().eval()
+    task: Any = Small(net, pairs())
+    path, test = tmp_path / "model.onnx", open_split(task, "test")
+    written = convert(net, task, test.batch(range(3)), Export(), path)
+    result = compare_weights(path, written.traced.module)
+    assert (result.different, result.not_compared, result.equal) == ((), (), 6)
+    model = onnx.load(path)
+    weights("model.pixels.weight", np.zeros_like)(model)
+    path.write_bytes(model.SerializeToString())
+    (sentence,) = compare_weights(path, written.traced.module).different
+    assert "6 of 6 values of the weight `pixels.weight`" in sentence
+
+
+def test_columns_with_categories_are_found_by_what_the_embeddings_get() -> None:
+    class Columns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Embedding(7, 2), nn.Embedding(9, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([self.first(x[:, 0].long()), self.second(x[:, 1].long())], 1)
+
+    generator = np.random.default_rng(0)
+    columns = {"x": np.stack([generator.integers(0, 5, COUNT), generator.integers(0, 3, COUNT)], 1).astype(np.float32)}
+    task: Any = Small(Columns().eval(), columns)
+    unseen = UnseenInputs(task, task.net, open_split(task, "test"), Export(), {})
+    assert [(each.text, each.size) for each in unseen.vocabularies] == [
+        ("column 0 of `x`", 7),
+        ("column 1 of `x`", 9),
+    ]
