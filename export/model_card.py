@@ -87,9 +87,9 @@ def _limits(facts: Facts, signature: Signature) -> Iterator[str]:
         yield f"- Evaluated on {number(samples)} test samples; nothing is known about other kinds of data."
     for text in (*(facts.verdict.get("warnings") or ()), *_notes(facts)):
         yield f"- {text[:1].upper()}{_cell(text[1:])}."
-    if small_slices := [slice_ for slice_ in facts.slices if not slice_.get("judged")]:
-        names = ", ".join(_cell(slice_.get("slice")) for slice_ in small_slices[:_CLASSES])
-        yield f"- Too few samples for a verdict of their own: {names}."
+    if other_slices := [slice_ for slice_ in facts.slices if not slice_.get("judged")]:
+        names = ", ".join(_cell(slice_.get("slice")) for slice_ in other_slices[:_CLASSES])
+        yield f"- Not compared with the baseline by themselves: {names}."
 
 
 def _notes(facts: Facts) -> Iterator[str]:

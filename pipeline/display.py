@@ -197,7 +197,7 @@ def describe_metrics(values: Mapping[str, Any], seconds_left: float | None) -> t
     """Return the facts of a metrics line, and shorter versions: the bar shows the step, too."""
     of = f"/{values['total_steps']}" if "total_steps" in values else ""
     facts = {"epoch": f"epoch {values['epoch'] + 1}", "step": f"step {values['step']}{of}"}
-    facts["loss"] = f"loss {values['loss']:.4f}"
+    facts["loss"] = f"loss {values['loss']:#.4g}"
     if "samples_per_second" in values:
         facts["speed"] = f"{values['samples_per_second']:,.0f} samples/s"
     if seconds_left is not None:

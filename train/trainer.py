@@ -256,7 +256,7 @@ class Trainer:
         )
         if log:
             log.record(progress.step, epoch, {"validation": means})
-            numbers = ", ".join(f"{name} {value:.4f}" for name, value in means.items())
+            numbers = ", ".join(f"{name} {value:#.4g}" for name, value in means.items())
             print(f"epoch {epoch + 1}/{self.config.epochs}: validation {numbers}", flush=True)
         self._window.started = time.perf_counter()
         return update_best(progress, means)

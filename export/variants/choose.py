@@ -359,7 +359,7 @@ def explanations(entries: Sequence[VariantResult], reasons: Mapping[str, str]) -
 
 
 def _interval(interval: Interval | None) -> str:
-    return "-" if interval is None else f"{interval.estimate:+.4f}, {interval.low:+.4f} to {interval.high:+.4f}"
+    return "-" if interval is None else f"{interval.estimate:+#.4g}, {interval.low:+#.4g} to {interval.high:+#.4g}"
 
 
 def _row(entry: VariantResult, reason: str, chosen: bool, metric: str) -> dict[str, Any]:
@@ -400,7 +400,7 @@ def _row(entry: VariantResult, reason: str, chosen: bool, metric: str) -> dict[s
 def _metric(entry: VariantResult) -> tuple[str, str]:
     if entry.outcome is None:
         return "-", "-"
-    return f"{entry.outcome.value:.4f}", _interval(entry.outcome.difference)
+    return f"{entry.outcome.value:#.4g}", _interval(entry.outcome.difference)
 
 
 def _milliseconds(entry: VariantResult) -> tuple[str, ...]:

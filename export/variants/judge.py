@@ -288,8 +288,8 @@ def _metric_faults(config: Evaluate, margin: float, result: MetricResult) -> Ite
         yield f"{config.metric} differs in too few of {result.samples} test samples to estimate how large a loss can be"
     elif result.difference.low <= -margin:
         yield (
-            f"{config.metric} is {result.value:.4f} at batch size {result.size}, in torch {result.reference:.4f}: the "
-            f"lower bound {result.difference.low:+.4f} of the difference misses the margin of {-margin:+.4g}"
+            f"{config.metric} is {result.value:#.4g} at batch size {result.size}, in torch {result.reference:#.4g}: the "
+            f"lower bound {result.difference.low:+#.4g} of the difference misses the margin of {-margin:+.4g}"
         )
 
 
@@ -302,7 +302,7 @@ def _limit_faults(config: Evaluate, answers: Sequence[BatchSizeResult]) -> Itera
         worst = min(metric.better * metric.value("candidate") for metric in metrics) * metrics[0].better
         if metrics[0].better * (worst - limit) < 0:
             direction = "above" if metrics[0].lower else "below"
-            yield f"{name} {worst:.4f} is {direction} the required {limit:g}, which torch's answers reach"
+            yield f"{name} {worst:#.4g} is {direction} the required {limit:g}, which torch's answers reach"
 
 
 def _deviation_faults(name: str, deviation: Deviation, location: str) -> Iterator[str]:

@@ -174,7 +174,9 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
 def _cell(value: object) -> str:
     if value is None:
         return "-"
-    return f"{value:.4f}".rstrip("0").rstrip(".") if isinstance(value, float) else str(value)
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:.4g}" if abs(value) < 10_000 else f"{value:.0f}"
 
 
 def split_overrides(words: list[str] | None) -> tuple[list[str], list[str]]:

@@ -176,7 +176,7 @@ def describe_trial(claim: Claim, result: TrialResult, run: Run | None, seconds: 
     """Return the line that is printed for a trial."""
     parts = [f"trial {claim.number}: {result.state}"]
     if result.value is not None:
-        parts.append(f"{result.value:.4f}" + (", the best so far" if best and best.number == claim.number else ""))
+        parts.append(f"{result.value:#.4g}" + (", the best so far" if best and best.number == claim.number else ""))
     settings = " ".join(as_overrides({name: round_float(value) for name, value in claim.values.items()}))
     parts.append(f"({settings}; {seconds:.1f} s{f', run {run.id}' if run else ''})")
     return " ".join(parts) + (f": {result.reason}" if result.reason else "")

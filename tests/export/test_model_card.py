@@ -71,7 +71,7 @@ def test_verdict_rules_slices_and_calibration_are_on_it() -> None:
     assert "| expected calibration error | 0.0213 |" in text
     assert "It distinguishes 2 classes: `0`, `1`." in text
     assert "- The margin 0.01 is finer than what 360 samples show." in text
-    assert "- Too few samples for a verdict of their own: ink=none." in text
+    assert "- Not compared with the baseline by themselves: ink=none." in text
 
 
 def test_a_person_who_overrode_the_gate_is_named() -> None:

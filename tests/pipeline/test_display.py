@@ -161,7 +161,7 @@ def test_progress_includes_the_remaining_time_where_known() -> None:
     assert describe_metrics(LINE, None)[0] == "epoch 2, step 20, loss 0.5000, 12,346 samples/s"
     whole = {**LINE, "total_steps": 500}
     assert describe_metrics(whole, 65.4)[0] == "epoch 2, step 20/500, loss 0.5000, 12,346 samples/s, 1:05 left"
-    assert describe_metrics({"step": 1, "epoch": 0, "loss": 2.0}, None)[0] == "epoch 1, step 1, loss 2.0000"
+    assert describe_metrics({"step": 1, "epoch": 0, "loss": 2.0}, None)[0] == "epoch 1, step 1, loss 2.000"
 
 
 def test_shorter_versions_leave_out_the_least_important_facts() -> None:

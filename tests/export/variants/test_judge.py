@@ -51,7 +51,7 @@ def error(values: Array) -> BatchSizeResult:
 def test_the_batch_size_at_which_the_metric_may_be_worst_decides() -> None:
     assert message("int8-dynamic", of(RIGHT), of(few_wrong(1), 7)) == []
     (fault,) = message("int8-dynamic", of(RIGHT), of(few_wrong(9), 7), of(few_wrong(1), 256))
-    assert fault.startswith("accuracy is 0.9100 at batch size 7, in torch 1.0000: the lower bound -0.1")
+    assert fault.startswith("accuracy is 0.9100 at batch size 7, in torch 1.000: the lower bound -0.1")
     assert fault.endswith("of the difference misses the margin of -0.08")
 
 
@@ -59,8 +59,8 @@ def test_a_larger_error_fails_and_a_smaller_one_passes() -> None:
     evaluate = Evaluate(metric="mae", margin=0.08, require={"mae": 1.05})
     assert message("int8-dynamic", error(RIGHT - 0.5), evaluate=evaluate) == []
     margin, limit = message("int8-dynamic", error(RIGHT + 0.1), evaluate=evaluate)
-    assert margin.startswith("mae is 1.1000 at batch size 1, in torch 1.0000: the lower bound -0.1")
-    assert limit == "mae 1.1000 is above the required 1.05, which torch's answers reach"
+    assert margin.startswith("mae is 1.100 at batch size 1, in torch 1.000: the lower bound -0.1")
+    assert limit == "mae 1.100 is above the required 1.05, which torch's answers reach"
 
 
 def test_a_margin_own_is_what_a_variant_may_cost() -> None:
