@@ -18,6 +18,7 @@ from packaging.version import Version
 
 from pipeline.contract.config import Config
 from pipeline.contract.errors import ConfigError
+from pipeline.contract.facts import NEAR_COPIES
 from pipeline.contract.files import digest_mapping
 from pipeline.contract.override import OVERRIDE_FILE as OVERRIDE
 from pipeline.contract.registry import read_registry
@@ -77,7 +78,7 @@ STEP_KINDS = {
         StepKind(
             "prepare",
             "pipeline.steps.prepare",
-            version=2,
+            version=3,
             settings=("task", "codec", "prepare", "model"),
             packages=("torch", "numpy"),
             unused=_REPORTED | {"parallelize"},
@@ -96,7 +97,7 @@ STEP_KINDS = {
             "pipeline.evaluate",
             version=3,
             settings=("task", "codec", "evaluate", "train.device"),
-            inputs=("prepare/data.json", "train/model.safetensors"),
+            inputs=("prepare/data.json", f"prepare/{NEAR_COPIES}", "train/model.safetensors"),
             packages=("torch", "numpy"),
             unused=frozenset({"prompting", "language_model", "parallelize"}),
         ),

@@ -129,7 +129,8 @@ def _check_drift(
 ) -> Iterator[CheckResult]:
     inputs = tuple(feature for feature in features if feature.column in profile.inputs)
     labels = tuple(feature for feature in features if feature.column not in profile.inputs)
-    yield from check_ranges(inputs, pair.before, pair.after, pair.where, config.drift, pair.against)
+    unit_severity = config.columns if pair.against == SPLITS else None
+    yield from check_ranges(inputs, pair.before, pair.after, pair.where, config.drift, pair.against, unit_severity)
     for check, group in (("drift", inputs), ("labels", labels)):
         by_column: dict[str, list[Feature]] = {}
         for feature in group:

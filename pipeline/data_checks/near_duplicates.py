@@ -110,7 +110,7 @@ def count_different_tables(a: Codes, b: Codes) -> Integers:
     return np.asarray((a != b).sum(axis=1, dtype=np.int64))
 
 
-_MIN_NUMBERS = 10  # per sample; with fewer, close neighbors are coincidence
+_MIN_NUMBERS = 10  # per sample; rows of fewer are compared by `copies.py`
 _IMAGE_SIDE = 32  # pixels of the greyscale image that is compared
 _FREQUENCIES = 8  # lowest frequencies of the cosine transform per axis that are hashed
 _MAX_NUMBERS = 1024  # per vector; longer ones are projected
@@ -131,8 +131,7 @@ class FeatureSpace:
 
     @property
     def name(self) -> str:
-        more = f" and {len(self.columns) - 1} more" if len(self.columns) > 1 else ""
-        return self.columns[0] + more
+        return group_name(self.columns)
 
     @property
     def bits(self) -> int:
@@ -162,22 +161,28 @@ class FeatureSpace:
         return np.asarray(np.sqrt((gap**2).sum(axis=1)) / self.neighbor_distance)
 
 
-def find_spaces(pilot: Mapping[str, Tensor], inputs: Sequence[str], total: int) -> tuple[list[FeatureSpace], list[str]]:
-    """Return a space per image and vector and one for all scalars, and notes on columns without one."""
+def group_name(columns: Sequence[str]) -> str:
+    return columns[0] + (f" and {len(columns) - 1} more" if len(columns) > 1 else "")
+
+
+def find_spaces(
+    pilot: Mapping[str, Tensor], inputs: Sequence[str], total: int
+) -> tuple[list[FeatureSpace], list[tuple[str, ...]], list[str]]:
+    """Return a space per image and vector and one for all scalars, columns with too few numbers for one, and notes."""
     dense = [name for name in inputs if _is_dense(pilot[name])]
     arrays = [name for name in dense if math.prod(pilot[name].shape[1:]) > 1]
     single = tuple(name for name in dense if name not in arrays)
     groups = [(name,) for name in arrays] + ([single] if single else [])
-    spaces, notes = [], []
+    spaces, short, notes = [], [], []
     for columns in groups:
         space = _build_space(pilot, columns, total)
         if space is None:
-            notes.append(f"{', '.join(columns)}: too few numbers to distinguish near-duplicates from neighbors")
+            short.append(columns)
         elif not space.neighbor_distance:
             notes.append(f"{space.name}: samples of train do not differ, so near-duplicates cannot be detected")
         else:
             spaces.append(space)
-    return spaces, notes
+    return spaces, short, notes
 
 
 def is_image(column: Tensor) -> bool:
@@ -245,11 +250,15 @@ def _neighbor_distance(points: Floats, total: int) -> float:
     return float(np.median(nearest[:, 0]) * min(1.0, len(points) / total) ** growth)
 
 
+def number_rows(batch: Mapping[str, Tensor], columns: Sequence[str]) -> Floats:
+    rows = np.concatenate([as_floats(batch[name]) for name in columns], axis=1)
+    return np.asarray(np.nan_to_num(rows, nan=0.0, posinf=0.0, neginf=0.0))
+
+
 def _raw_values(batch: Mapping[str, Tensor], columns: Sequence[str], image: bool) -> Floats:
     if image:
         return _normalized_image(batch[columns[0]])
-    rows = np.concatenate([as_floats(batch[name]) for name in columns], axis=1)
-    rows = np.asarray(np.nan_to_num(rows, nan=0.0, posinf=0.0, neginf=0.0))
+    rows = number_rows(batch, columns)
     if rows.shape[1] <= _MAX_NUMBERS:
         return rows
     signs = np.random.Generator(np.random.PCG64(2)).integers(0, 2, (rows.shape[1], 256)) * 2.0 - 1
@@ -258,13 +267,16 @@ def _raw_values(batch: Mapping[str, Tensor], columns: Sequence[str], image: bool
 
 def _normalized_image(column: Tensor) -> Floats:
     """Return a small greyscale image, normalized for brightness and contrast."""
-    grey, side = _greyscale(column), _image_side(column)
-    if grey.shape[1:] != side:
-        grey = functional.adaptive_avg_pool2d(grey[:, None], side)
-    pixels = grey.flatten(1).double().numpy()
+    pixels = small_pictures(column).flatten(1).double().numpy()
     pixels = pixels - pixels.mean(axis=1, keepdims=True)
     length = np.sqrt((pixels**2).sum(axis=1, keepdims=True))
     return np.asarray(pixels / np.where(length > 0, length, 1.0))
+
+
+def small_pictures(column: Tensor) -> Tensor:
+    """Return small greyscale images."""
+    grey, side = _greyscale(column), _image_side(column)
+    return grey if grey.shape[1:] == side else functional.adaptive_avg_pool2d(grey[:, None], side)[:, 0]
 
 
 def _image_side(column: Tensor) -> tuple[int, int]:

@@ -157,6 +157,9 @@ def round_value(value: float | None) -> float | None:
 
 
 _MAX_OUTSIDE = 0.5  # fraction of values outside the known range; fewer are outliers
+_MIN_UNIT_FACTOR = 2.0  # between the numbers of two units
+_MAX_UNIT_ERROR = 1.5  # between the factors of mean and spread, which agree for another unit
+_MIN_UNIT_VALUES = 20  # in each split; fewer have a small range by chance
 
 
 def check_missing(
@@ -283,8 +286,12 @@ def check_ranges(
     where: str,
     severity: Severity,
     against: Reference = SPLITS,
+    unit_severity: Severity | None = None,
 ) -> Iterator[CheckResult]:
-    """Yield results for columns whose values are mostly outside the known range, as after a change of units."""
+    """Yield results for columns whose values are mostly outside the known range.
+
+    `unit_severity` is for values that another unit explains: mean and spread are larger or smaller by one factor.
+    """
     shares: dict[str, dict[str, float]] = {}  # column → feature
     left: set[str] = set()  # features of which known values are outside the new range
     for feature in features:
@@ -311,10 +318,25 @@ def check_ranges(
             )
             location = f"{where}.{outside[0] if len(fractions) == 1 else column}"
             text = detail if location.endswith(outside[0]) else f"{outside[0]}: {detail}"
-            yield CheckResult("range", location, severity, False, text, share, _MAX_OUTSIDE, against)
+            action = severity
+            if unit_severity is not None and any(_is_other_unit(before[name], after[name]) for name in outside):
+                action = unit_severity
+            yield CheckResult("range", location, action, False, text, share, _MAX_OUTSIDE, against)
     if worst <= _MAX_OUTSIDE:
         detail = f"at most {worst:.0%} of a feature's values are outside the known range"
         yield CheckResult("range", where, severity, True, detail, worst, _MAX_OUTSIDE, against)
+
+
+def _is_other_unit(before: Histogram, after: Histogram) -> bool:
+    """Whether one factor explains mean and spread; a trend, such as time in later data, changes only one of them."""
+    if min(sum(before.bins), sum(after.bins)) < _MIN_UNIT_VALUES or not before.spread or not after.spread:
+        return False
+    if before.mean is None or after.mean is None:
+        return False
+    factor = after.spread / before.spread
+    sizes = [math.hypot(side.mean or 0.0, side.spread or 0.0) for side in (before, after)]
+    ratio = sizes[1] / sizes[0] / factor
+    return max(factor, 1 / factor) >= _MIN_UNIT_FACTOR and max(ratio, 1 / ratio) <= _MAX_UNIT_ERROR
 
 
 def _fraction_outside(after: Histogram) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,12 +11,22 @@ import numpy as np
 
 from pipeline.contract.data import Samples
 from pipeline.contract.errors import DataError
+from pipeline.contract.facts import NEAR_COPIES
 from pipeline.contract.files import write_json
 from pipeline.contract.registry import Entry, read_registry
 from pipeline.contract.run import Run
+from pipeline.contract.settings.stages import Prepare
 from pipeline.contract.task import Classifier, HasAxes, HasCollate, Task
 from pipeline.data_checks.champion import champion_profile, missing_champion_note, recorded_champion
 from pipeline.data_checks.comparison import check_near_duplicates, compare_profiles
+from pipeline.data_checks.copies import (
+    MIN_TRAINING_SAMPLES,
+    Matches,
+    count_comparable,
+    find_picture_copies,
+    find_row_copies,
+)
+from pipeline.data_checks.labels import MAX_PROBES, check_label_sets, check_leaking_columns, check_numbering
 from pipeline.data_checks.near_duplicates import (
     NEAR_DUPLICATE_DISTANCE,
     CandidateSearch,
@@ -24,10 +34,21 @@ from pipeline.data_checks.near_duplicates import (
     TextColumn,
     count_different_bits,
     count_different_tables,
+    group_name,
+    small_pictures,
 )
 from pipeline.data_checks.profile import Floats, Integers, Profile, write_profile
 from pipeline.data_checks.rules import CheckResult
-from pipeline.data_checks.scan import ScanPlan, SimilaritySpace, SplitSummary, load_rows, plan_scan, scan_split
+from pipeline.data_checks.scan import (
+    ScanPlan,
+    SimilaritySpace,
+    SplitSummary,
+    load_rows,
+    plan_scan,
+    random_samples,
+    scan_split,
+    with_label,
+)
 
 _MAX_PAIRS = 100  # near-duplicates that are written; all are counted
 _MAX_PRINTED = 5  # results on the terminal; all are written
@@ -60,13 +81,20 @@ def check_data(run: Run, task: Task, splits: Mapping[str, Samples]) -> CheckedDa
     near_duplicates = {
         space.name: _find_near_duplicates(space, plan, summaries, splits, NEAR_DUPLICATE_DISTANCE)
         for space in plan.spaces
-    }
+    } | _find_row_copies(plan, summaries)
+    copy_notes = _add_picture_copies(near_duplicates, plan, summaries, splits)
     results = [
         *compare_profiles(profile, isinstance(task, HasAxes | HasCollate), config, champion_data),
         *check_near_duplicates(near_duplicates, config),
+        *_check_labels(task, plan, summaries, splits["test"], config),
     ]
     missing = missing_champion_note(registry, run.runs)
-    notes = [*plan.notes, *_constant_feature_notes(profile), *_champion_notes(missing, champion, champion_scan)]
+    notes = [
+        *plan.notes,
+        *copy_notes,
+        *_constant_feature_notes(profile),
+        *_champion_notes(missing, champion, champion_scan),
+    ]
     return CheckedData(summaries, profile, results, near_duplicates, champion if champion_scan else None, notes)
 
 
@@ -84,6 +112,9 @@ def write_checks(data: CheckedData, directory: Path, lower: Collection[str] = ()
         "lower_is_better": sorted(lower),  # metrics of the task, for `pipe tune`
     }
     write_json(directory / "checks.json", body)
+    listed = [pair for pairs in data.near_duplicates.values() for pair in pairs]
+    copies = {pair.b[1] for pair in listed if pair.a[0] == "train" and pair.b[0] == "test"}
+    write_json(directory / NEAR_COPIES, {"test": sorted(copies)})
 
 
 def report_results(data: CheckedData) -> None:
@@ -147,6 +178,68 @@ def _find_near_duplicates(
     else:
         rows = search.candidates(count_different_bits, space.max_difference(plan.pilot, limit))
     return search.confirm(rows, distances, limit)
+
+
+def _check_labels(
+    task: Task, plan: ScanPlan, summaries: Mapping[str, SplitSummary], test: Samples, config: Prepare
+) -> Iterator[CheckResult]:
+    inputs = [name for name in task.inputs if name not in config.ignore and not plan.pilot[name].is_complex()]
+    yield from check_leaking_columns(plan.pilot, inputs, config.leaks)
+    if config.columns == "off":
+        return
+    yield from check_label_sets({split: summary.classes for split, summary in summaries.items()}, config.columns)
+    if isinstance(task, Classifier):
+        probes = with_label(task, random_samples(test, min(len(test), MAX_PROBES)))
+        yield from check_numbering(plan.pilot, probes, inputs, config.columns)
+
+
+def _find_row_copies(plan: ScanPlan, summaries: Mapping[str, SplitSummary]) -> dict[str, list[Pair]]:
+    """Return near copies among rows of few numbers, between training and test data."""
+    pairs = {}
+    for name in map(group_name, plan.short):
+        train, test = (summaries[split].short[name] for split in ("train", "test"))
+        if train.shape[1:] == test.shape[1:]:  # else the schema check reports it
+            places = np.arange(len(test))
+            pairs[name] = _new_pairs(summaries, places, find_row_copies(train, test))
+    return pairs
+
+
+def _add_picture_copies(
+    near_duplicates: dict[str, list[Pair]],
+    plan: ScanPlan,
+    summaries: Mapping[str, SplitSummary],
+    splits: Mapping[str, Samples],
+) -> list[str]:
+    """Add test pictures that are a transformed training picture; return notes on pictures that were not compared."""
+    notes = []
+    for space in plan.pictures:
+        train, test = summaries["train"].pictures[space.name], splits["test"]
+        if len(train) < MIN_TRAINING_SAMPLES:
+            continue
+        count, column = count_comparable(len(train), len(test)), space.columns[0]
+        if count < len(test):
+            notes.append(
+                f"{space.name}: mirrored, rotated and shifted copies were searched for {count} of {len(test)} test "
+                "pictures, chosen at random"
+            )
+        places = np.sort(np.random.Generator(np.random.PCG64(7)).choice(len(test), count, replace=False))
+        pictures = (small_pictures(batch[column]) for batch in load_rows(test, places, [column], plan.rows))
+        matches = find_picture_copies(train, pictures)
+        listed = {(pair.a, pair.b) for pair in near_duplicates[space.name]}
+        new = [pair for pair in _new_pairs(summaries, places, matches) if (pair.a, pair.b) not in listed]
+        near_duplicates[space.name] += new
+    return notes
+
+
+def _new_pairs(summaries: Mapping[str, SplitSummary], places: Integers, matches: Matches) -> list[Pair]:
+    """Return the matches as pairs; a test sample with an exact copy in training is reported by the leak check."""
+    test, train = summaries["test"].digests, summaries["train"].digests
+    pairs = [
+        Pair(("train", int(original)), ("test", int(places[copy])), float(distance))
+        for copy, original, distance in zip(*matches, strict=True)
+    ]
+    known = set(train.tolist())
+    return [pair for pair in pairs if test[pair.b[1]] not in known]
 
 
 def _constant_feature_notes(profile: Profile) -> list[str]:

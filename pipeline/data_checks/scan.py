@@ -13,13 +13,25 @@ from torch import Tensor
 from pipeline.contract.data import Fingerprint, Samples, batch_digests
 from pipeline.contract.errors import DataError
 from pipeline.contract.task import Classifier, Regressor, Task
-from pipeline.data_checks.near_duplicates import Codes, Digests, FeatureSpace, TextColumn, find_spaces, find_texts
+from pipeline.data_checks.copies import describe_pictures
+from pipeline.data_checks.near_duplicates import (
+    Codes,
+    Digests,
+    FeatureSpace,
+    TextColumn,
+    find_spaces,
+    find_texts,
+    group_name,
+    number_rows,
+    small_pictures,
+)
 from pipeline.data_checks.profile import (
     LABEL,
     MAX_IDS,
     VALUE,
     ColumnSummary,
     Feature,
+    Floats,
     Histogram,
     HistogramBuilder,
     Integers,
@@ -44,6 +56,11 @@ class ScanPlan:
     pilot: Mapping[str, Tensor]
     rows: int  # in a batch
     notes: tuple[str, ...]
+    short: tuple[tuple[str, ...], ...] = ()  # columns of which each sample has few numbers in all
+
+    @property
+    def pictures(self) -> list[FeatureSpace]:
+        return [space for space in self.spaces if isinstance(space, FeatureSpace) and space.image]
 
 
 @dataclass(frozen=True)
@@ -58,28 +75,31 @@ class SplitSummary:
     histograms: Mapping[str, Histogram]
     champion_histograms: Mapping[str, Histogram]  # of the champion's features
     codes: Mapping[str, Codes] = field(default_factory=dict)  # by the name of the space
+    pictures: Mapping[str, Tensor] = field(default_factory=dict)  # descriptions of training pictures, by space
+    short: Mapping[str, Floats] = field(default_factory=dict)  # rows of few numbers, by the name of the columns
 
 
 def plan_scan(task: Task, train: Samples, ignored: Sequence[str], near_duplicates: bool) -> ScanPlan:
     first_sample = train.batch([0])
     size = sum(column.nbytes for column in first_sample.values())
     rows = max(1, min(_PILOT_SAMPLES, _BATCH_BYTES // max(size, 1)))
-    pilot = _with_label(task, _random_samples(train, min(len(train), max(rows, _MIN_PILOT_SAMPLES))))
+    pilot = with_label(task, random_samples(train, min(len(train), max(rows, _MIN_PILOT_SAMPLES))))
     columns = _columns_to_check(task, pilot, ignored)
     inputs = [name for name in task.inputs if name not in ignored]
     spaces: list[SimilaritySpace] = []
+    short: list[tuple[str, ...]] = []
     notes: list[str] = []
     if near_duplicates:
         if train.has_collate:
             notes = ["near-duplicates are searched in columns of texts only, as collate() may change other shapes"]
         else:
-            points, notes = find_spaces(pilot, inputs, len(train))
+            points, short, notes = find_spaces(pilot, inputs, len(train))
             spaces += points
         spaces += find_texts(pilot, inputs)
     features = tuple(
         _with_classes(task, feature) for feature in choose_features({name: pilot[name] for name in columns})
     )
-    return ScanPlan(features, tuple(spaces), pilot, rows, tuple(notes))
+    return ScanPlan(features, tuple(spaces), pilot, rows, tuple(notes), tuple(short))
 
 
 def scan_split(task: Task, samples: Samples, plan: ScanPlan, champion_features: Sequence[Feature] = ()) -> SplitSummary:
@@ -87,19 +107,25 @@ def scan_split(task: Task, samples: Samples, plan: ScanPlan, champion_features: 
     histograms, champion_histograms = HistogramBuilder(plan.features), HistogramBuilder(champion_features)
     digests: list[Digests] = []
     codes: dict[str, list[Codes]] = {space.name: [] for space in plan.spaces}
+    pictures: dict[str, list[Tensor]] = {space.name: [] for space in plan.pictures if samples.split == "train"}
+    short: dict[str, list[Floats]] = {group_name(columns): [] for columns in plan.short}
     counts = np.zeros(len(task.classes), np.int64) if isinstance(task, Classifier) else None
     for batch, rows in _batches(samples, plan.rows):
         for row in rows:
             fingerprint.add(row)
             digests.append(batch_digests(row, task.inputs))
         schema.add(batch)
-        labelled = _with_label(task, batch)
+        labelled = with_label(task, batch)
         if counts is not None:
             counts += _count_labels(labelled[LABEL], len(counts), samples.split)
         histograms.add(labelled)
         champion_histograms.add(labelled)
         for space in plan.spaces:
             codes[space.name].append(space.codes(batch))
+            if space.name in pictures:
+                pictures[space.name].append(describe_pictures(small_pictures(batch[space.columns[0]])))
+        for columns in plan.short:
+            short[group_name(columns)].append(number_rows(batch, columns))
     return SplitSummary(
         samples=len(samples),
         fingerprint=fingerprint.hexdigest(),
@@ -109,6 +135,8 @@ def scan_split(task: Task, samples: Samples, plan: ScanPlan, champion_features: 
         histograms=histograms.histograms(),
         champion_histograms=champion_histograms.histograms(),
         codes={name: np.concatenate(parts) for name, parts in codes.items()},
+        pictures={name: torch.cat(parts) for name, parts in pictures.items()},
+        short={name: np.concatenate(parts) for name, parts in short.items()},
     )
 
 
@@ -134,13 +162,13 @@ def load_rows(samples: Samples, indices: Integers, columns: Sequence[str], rows:
         yield {name: batch[name] for name in columns}
 
 
-def _random_samples(samples: Samples, count: int) -> dict[str, Tensor]:
+def random_samples(samples: Samples, count: int) -> dict[str, Tensor]:
     """Return a fixed random choice of samples, in order, as the split may be sorted."""
     chosen = np.random.Generator(np.random.PCG64(0)).choice(len(samples), count, replace=False)
     return samples.batch(np.sort(chosen))
 
 
-def _with_label(task: Task, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def with_label(task: Task, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the batch with the label of each sample, if the task has actual()."""
     if isinstance(task, Classifier):
         return {**batch, LABEL: task.actual(batch).reshape(-1)}

@@ -41,7 +41,13 @@ from pipeline.contract.task import FOLDER, Classifier, Generates, Task, build_mo
 from pipeline.contract.weights import load_weights
 from pipeline.evaluate.baseline import Baseline, find_baseline
 from pipeline.evaluate.codec_check import CodecCheck, check_codec
-from pipeline.evaluate.compared_data import SAMPLES_FILE, DataOfTest, compare_with_champion, read_test_data
+from pipeline.evaluate.compared_data import (
+    SAMPLES_FILE,
+    DataOfTest,
+    compare_with_champion,
+    read_near_copies,
+    read_test_data,
+)
 from pipeline.evaluate.figures import figures_body
 from pipeline.evaluate.gate import Verdict, decide, rejection_message
 from pipeline.evaluate.results import Results, metrics_body, verdict_body
@@ -71,7 +77,8 @@ def evaluate(run: Run, root: Path) -> None:
     # The other processes are done, so reading the whole split again delays none of them.
     data = _verify_test_data(run, samples)
     codec = _check_codec(run, root, task, samples, candidate)
-    results = replace(_results(task, columns, baseline, data, run.runs), codec=codec)
+    results = _results(task, columns, baseline, data, run.runs)
+    results = replace(results, codec=codec, copies=read_near_copies(run.output("prepare")))
     verdict = _decide_and_write(run, results, data, checkpoint)
     if baseline is not None and baseline.champion is not None:
         write_json(run.partial("evaluate") / CHAMPION, baseline.champion)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.contract.data import Fingerprint, Samples
+from pipeline.contract.facts import NEAR_COPIES
 from pipeline.contract.settings.stages import Evaluate
 from pipeline.evaluate.rules import GateRule
 
@@ -46,6 +48,12 @@ def read_test_data(samples: Samples) -> DataOfTest:
     for batch in samples.single_rows(range(len(samples))):
         digests += digest.add(batch)
     return DataOfTest(digest.hexdigest(), np.array([int(text[:16], 16) for text in digests], dtype=np.uint64))
+
+
+def read_near_copies(prepared: Path) -> tuple[int, ...]:
+    """Return the test samples with a near copy in training that prepare recorded; none where it did not run."""
+    path = prepared / NEAR_COPIES
+    return tuple(json.loads(path.read_text())["test"]) if path.is_file() else ()
 
 
 def compare_with_champion(own: DataOfTest, champion: str, run: Path) -> DataChange | None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
+
+import numpy as np
 
 from pipeline.contract.errors import ConfigError, DataError
 from pipeline.contract.settings.stages import Evaluate
@@ -18,6 +20,7 @@ from pipeline.contract.statistics.scores import (
     CANDIDATE,
     PREDICTED,
     PROBABILITIES,
+    QUERY,
     SLICE,
     Array,
     Columns,
@@ -48,6 +51,7 @@ class Results:
     lower: frozenset[str] = frozenset()  # metrics of the task where lower is better
     data: DataChange | None = None  # against the champion's test set
     codec: CodecCheck | None = None  # None for a language model
+    copies: tuple[int, ...] = ()  # test samples with a near copy in the training data
 
     @cached_property
     def candidate(self) -> Columns:
@@ -103,7 +107,23 @@ class Results:
             calibration=calibration.get("candidate"),
             baseline_calibration=calibration.get("baseline"),
             brier_gain=self._brier_gain(config) if "baseline" in calibration else None,
+            near_duplicates=len(self.copies),
+            without_copies=self._without_copies(config, number),
         )
+
+    @cached_property
+    def _distinct(self) -> Array:
+        """Return which samples have no near copy in the training data, nor one in their query."""
+        is_copy = np.zeros(self.samples, dtype=bool)
+        is_copy[list(self.copies)] = True
+        query = self.columns.get(QUERY)
+        return ~(is_copy if query is None else np.isin(query, query[is_copy]))
+
+    def _without_copies(self, config: Evaluate, number: int) -> Measurements | None:
+        if self._distinct.all() or not self._distinct.any():
+            return None
+        columns = {name: values[self._distinct] for name, values in self.columns.items()}
+        return replace(self, columns=columns, copies=()).measurements(config, number)
 
     def comparison(self, config: Evaluate, number: int = 1) -> Comparison | None:
         """Return None without a baseline, or if a value is undefined or not finite: the gate then reports why."""
@@ -221,8 +241,23 @@ def verdict_body(
         "checkpoint": checkpoint,
         "test_fingerprint": test_fingerprint,
         "test_set": None if results.data is None else results.data.body(),
+        "near_duplicates": _near_duplicates_body(measurements),
         "summary": verdict.summary,
     }
+
+
+def _near_duplicates_body(measurements: Measurements) -> dict[str, Any] | None:
+    """Return how many samples have a near copy in the training data, and the metrics without them."""
+    if not measurements.near_duplicates:
+        return None
+    rest = measurements.without_copies
+    sides = {} if rest is None else {"candidate": rest.candidate, "baseline": rest.baseline}
+    values = {
+        side: {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        for side, metrics in sides.items()
+        if metrics is not None
+    }
+    return {"samples": measurements.near_duplicates, "without": values}
 
 
 def _comparison_body(config: Evaluate, number: int) -> dict[str, Any]:

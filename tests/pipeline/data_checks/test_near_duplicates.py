@@ -1,13 +1,17 @@
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from scipy import ndimage  # type: ignore[import-untyped]
 from sklearn.datasets import load_digits, load_wine
 
 from pipeline.data_checks.near_duplicates import count_different_bits, jaccard, shingle_hashes
+from pipeline.data_checks.run_checks import write_checks
 
 from .conftest import Check, Columns, alarms, alarms_of, normal
 
@@ -112,7 +116,6 @@ def test_scalars_are_compared_as_one_vector(check: Check) -> None:
 @pytest.mark.parametrize(
     ("values", "note"),
     [
-        (normal(100, 3), "x: too few numbers to distinguish near-duplicates from neighbors"),
         (np.ones((100, 20), np.float32), "x: samples of train do not differ, so near-duplicates cannot be detected"),
     ],
 )
@@ -169,3 +172,54 @@ def test_images_may_have_channels_last_and_be_bytes(check: Check) -> None:
     noisy = train[-COPIES:] + generator.integers(0, 12, train[-COPIES:].shape).astype(np.uint8)
     assert pairs(check({"x": train}, {"x": test})) == set()
     assert pairs(check(*with_copies(train, test, noisy))) == planted(train)
+
+
+def rotated(pictures: Any) -> Any:
+    return np.stack([ndimage.rotate(picture, 7, axes=(2, 1), reshape=False, order=1) for picture in pictures])
+
+
+@pytest.mark.parametrize(
+    "copy",
+    [
+        lambda x: x[..., ::-1].copy(),
+        lambda x: x[..., ::-1, :].copy(),
+        rotated,
+        lambda x: np.roll(x, (2, -3), axis=(2, 3)),
+        lambda x: moved(x, 0.05),
+    ],
+    ids=["mirrored left to right", "mirrored top to bottom", "rotated", "shifted", "noise of 5 percent"],
+)
+def test_transformed_pictures_are_found(check: Check, tmp_path: Path, copy: Any) -> None:
+    train, test = (
+        torch.nn.functional.interpolate(torch.from_numpy(side), 28, mode="bilinear").numpy() for side in pictures()
+    )
+    found = check(*with_copies(train, test, copy(train[-COPIES:])))
+    assert pairs(found) == planted(train)
+    write_checks(found, tmp_path)
+    assert json.loads((tmp_path / "near_copies.json").read_text()) == {"test": list(range(COPIES))}
+
+
+def test_only_some_test_pictures_are_compared_with_many_training_pictures(
+    check: Check, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train, test = pictures()
+    monkeypatch.setattr("pipeline.data_checks.copies._MAX_PAIRS", 700 * 50)
+    notes = check({"x": train}, {"x": test}).notes
+    assert any("searched for 50 of 200 test pictures, chosen at random" in note for note in notes)
+
+
+@pytest.mark.parametrize("columns", [1, 4], ids=["vectors", "scalars"])
+def test_short_rows_are_copies_if_much_closer_than_neighbors(check: Check, columns: int) -> None:
+    """Skewed numbers: rows in their dense region are close to each other, and no copies."""
+    train, test = np.exp(2 * normal(600, 4)), np.exp(2 * normal(200, 4, seed=1))
+
+    def split(values: Any) -> Columns:
+        return {"x": values} if columns == 1 else {f"c{i}": values[:, i] for i in range(4)}
+
+    assert pairs(check(split(train), split(test))) == set()
+    copies = train[-COPIES:] * (1 + 1e-4 * normal(COPIES, 4, seed=2))
+    assert pairs(check(split(train), split(np.concatenate([copies, test])))) == planted(train)
+
+
+def test_one_number_close_to_another_is_no_copy(check: Check) -> None:
+    assert pairs(check({"x": normal(500)}, {"x": normal(300, seed=1)})) == set()

@@ -152,7 +152,7 @@ FEWER = {"x": normal(120, 4, seed=1), "label": np.arange(120) % 3}
 def test_good_data_passes_every_check(check: Check) -> None:
     found = check(GOOD, FEWER, classes="abc")
     assert alarms(found) == []
-    assert {one.check for one in found.results} == {"schema", "missing", "range", "drift", "labels"}
+    assert {one.check for one in found.results} == {"schema", "missing", "range", "drift", "labels", "near"}
     report_results(found)
 
 

@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits, load_iris, load_wine
+
+from pipeline.contract.errors import DataError
+from pipeline.data_checks.run_checks import report_results
+
+from .conftest import Check, alarms_of, normal
+
+
+def split(rows: Any, labels: Any, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    """Split at random into 60 % training, 20 % validation and 20 % test."""
+    order = np.random.default_rng(seed).permutation(len(rows))
+    cuts = np.split(order, [int(0.6 * len(rows)), int(0.8 * len(rows))])
+    train, validation, test = ({"x": rows[cut], "label": labels[cut]} for cut in cuts)
+    return train, test, validation
+
+
+def digits(seed: int = 0) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+    data = load_digits()
+    return split((data.images[:, None] / 16).astype(np.float32), data.target, seed)
+
+
+def clusters(count: int = 600, seed: int = 0) -> tuple[Any, Any]:
+    labels = np.random.default_rng(seed).integers(0, 3, count)
+    return normal(count, 6, seed=seed + 1) + 2 * np.eye(6, dtype=np.float32)[labels], labels
+
+
+ORDERS = {
+    "shifted by one": lambda labels: (labels + 1) % 10,
+    "two swapped": lambda labels: np.array([0, 1, 2, 8, 4, 5, 6, 7, 3, 9])[labels],
+    "reversed": lambda labels: 9 - labels,
+}
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_another_numbering_of_the_classes_stops(check: Check, order: Any) -> None:
+    train, test, validation = digits()
+    assert alarms_of(check(train, test, validation, classes="0123456789"), "label_set") == []
+    found = check(train, {**test, "label": order(test["label"])}, validation, classes="0123456789")
+    (finding,) = alarms_of(found, "label_set")
+    assert (finding.level, finding.where) == ("error", "test.labels")
+    assert "by their inputs, the test labels are numbered differently than in training" in finding.detail
+    with pytest.raises(DataError, match="number the labels alike in all splits"):
+        report_results(found)
+
+
+def test_labels_that_training_lacks_stop(check: Check) -> None:
+    train, test, validation = split(*clusters())
+    kept = train["label"] != 2
+    found = check({name: side[kept] for name, side in train.items()}, test, validation, classes="abc")
+    assert {(one.where, one.level) for one in alarms_of(found, "label_set")} >= {
+        ("validation.labels", "error"),
+        ("test.labels", "error"),
+    }
+    assert "have a label that no training sample has (c)" in alarms_of(found, "label_set")[0].detail
+
+
+def test_a_rare_class_may_miss_in_training(check: Check) -> None:
+    train, test, validation = split(*clusters())
+    test["label"][0] = 3
+    assert alarms_of(check(train, test, validation, classes="abcd"), "label_set") == []
+
+
+@pytest.mark.parametrize("factor", [1000, 57.29578, 255, 1 / 255, 0.001], ids=str)
+def test_another_unit_stops(check: Check, factor: float) -> None:
+    train, test, validation = split(*clusters())
+    rows = test["x"].copy()
+    rows[:, 2] *= factor
+    found = alarms_of(check(train, {**test, "x": rows}, validation, classes="abc"), "range")
+    assert [(one.where, one.level) for one in found] == [("test.x", "error")]
+    assert "look for a change of unit, scale or encoding" in found[0].detail
+
+
+def test_a_trend_is_drift_and_no_other_unit(check: Check) -> None:
+    time = np.arange(600, dtype=np.float32)[:, None]
+    rows = np.concatenate([normal(600, 12), time], axis=1)
+    found = check({"x": rows[:400]}, {"x": rows[500:]}, {"x": rows[400:500]})
+    assert {one.level for one in alarms_of(found, "range")} == {"warn"}
+
+
+def leaky(labels: Any, noise: float = 0.0) -> Any:
+    return (labels + noise * normal(len(labels), seed=9)).astype(np.float32)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+def test_a_column_that_holds_the_label_stops(check: Check, noise: float) -> None:
+    rows, labels = clusters()
+    rows = np.column_stack([0.2 * rows, leaky(labels, noise)]).astype(np.float32)
+    (finding,) = alarms_of(check(*split(rows, labels), classes="abc"), "leak")
+    assert (finding.where, finding.level) == ("train.x[6]", "error")
+    assert "this column alone predicts the label with a score of 1.000" in finding.detail
+    assert "prepare.leaks=warn" in finding.detail
+    (warning,) = alarms_of(check(*split(rows, labels), classes="abc", leaks="warn"), "leak")
+    assert warning.level == "warn"
+
+
+def test_separable_data_are_no_leak(check: Check) -> None:
+    iris = load_iris()
+    is_setosa = (iris.target == 0).astype(np.int64)
+    assert alarms_of(check(*split(iris.data, is_setosa), classes="ab", leaks="warn"), "leak") == []
+    only = (normal(600) > 0).astype(np.int64)
+    assert alarms_of(check(*split(normal(600, 1), only), classes="ab"), "leak") == [], "a task of one column"
+    rows = normal(900, 5)
+    threshold = (rows[:, 0] > 0.4).astype(np.int64)
+    assert alarms_of(check(*split(rows, threshold), classes="ab"), "leak") == [], "a threshold of one column"
+
+
+def clean_sets() -> dict[str, Any]:
+    generator = np.random.default_rng(3)
+    skewed = np.exp(1.5 * generator.standard_normal((800, 6))).astype(np.float32)
+    topic = generator.integers(0, 4, 700)
+    words = np.minimum(generator.zipf(1.3, (700, 40)), 900) + np.where(
+        generator.random((700, 40)) < 0.3, 1000 + 50 * topic[:, None], 0
+    )
+    sound = np.sin(np.arange(800) * generator.uniform(0.01, 0.1, (500, 1))) + generator.standard_normal((500, 800))
+    pictures = np.repeat(np.repeat(generator.random((600, 8, 8)), 3, 1), 3, 2).astype(np.float32)
+    flags = generator.integers(0, 2, (600, 8)).astype(np.float32)
+    bunch = {"iris": load_iris(), "wine": load_wine(), "cancer": load_breast_cancer(), "digits": load_digits()}
+    return {
+        **{name: (data.data.astype(np.float32), data.target) for name, data in bunch.items()},
+        "diabetes": (load_diabetes().data.astype(np.float32), None),
+        "skewed": (skewed, (skewed[:, 0] * skewed[:, 1] > 1).astype(np.int64)),
+        "text": (words.astype(np.int64), topic),
+        "sequence": (sound.astype(np.float32), generator.integers(0, 2, 500)),
+        "pictures": (pictures, (pictures.mean((1, 2)) > 0.5).astype(np.int64)),
+        "flags and a number": (
+            np.column_stack([flags, generator.standard_normal(600)]).astype(np.float32),
+            flags.sum(1).astype(np.int64),
+        ),
+    }
+
+
+def stops(check: Check, seeds: range) -> tuple[dict[str, int], dict[str, int]]:
+    """Return how many splits of each clean data set have a stopping result, or a near copy."""
+    stopped, copies = {}, {}
+    for name, (rows, labels) in clean_sets().items():
+        classes = None if labels is None else [str(i) for i in range(int(labels.max()) + 1)]
+        stopped[name] = copies[name] = 0
+        for seed in seeds:
+            sides = split(rows, np.zeros(len(rows), np.int64) if labels is None else labels, seed)
+            if labels is None:
+                sides = tuple({"x": side["x"]} for side in sides)  # type: ignore[assignment]
+            found = check(*sides, classes=classes, leaks="warn")
+            stopped[name] += any(
+                one.level == "error" or (one.check == "leak" and one.level != "ok") for one in found.results
+            )
+            copies[name] += bool(alarms_of(found, "near"))
+    return stopped, copies
+
+
+def test_clean_data_sets_do_not_stop(check: Check) -> None:
+    stopped, _ = stops(check, range(1))
+    assert not any(stopped.values()), stopped
+
+
+@pytest.mark.long
+def test_clean_data_sets_stop_in_less_than_a_hundredth_of_the_splits(check: Check) -> None:
+    stopped, copies = stops(check, range(20))
+    print(stopped, copies)
+    assert sum(stopped.values()) < 2, stopped
+    assert sum(copies.values()) < 4, copies
