@@ -69,6 +69,7 @@ def verdict(facts: Facts) -> Html | None:
         chart=_interval(body, difference, bound) if difference else "",
         rules=mappings(body.get("rules")),
         metrics=_metric_rows(facts),
+        other_level=_other_level(facts),
         mcnemar=body.get("mcnemar"),
         p_value=body.get("p_value") if is_number(body.get("p_value")) else None,
     )
@@ -87,6 +88,12 @@ def _level(verdict: Mapping[str, Any]) -> str:
     return f"{comparison.get('level')} interval" + (
         f" ({comparison.get('text')})" if comparison.get("number") != 1 else ""
     )
+
+
+def _other_level(facts: Facts) -> str:
+    """Return the level of the intervals of the other metrics where it is not that of the verdict."""
+    level, verdict = (facts.metrics.get("intervals") or {}).get("confidence"), facts.verdict.get("confidence")
+    return f"{level:.0%}" if is_number(level) and is_number(verdict) and abs(level - verdict) > 1e-9 else ""
 
 
 def margin_bound(verdict: Mapping[str, Any]) -> float:

@@ -63,10 +63,14 @@ def test_slices_that_are_not_compared_are_not_called_small(tmp_path: Path) -> No
 def test_one_difference_has_one_interval(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     narrow = {"estimate": 0.025, "low": 0.02, "high": 0.03}
-    change(run.output("evaluate") / "metrics.json", intervals={"difference": {"accuracy": narrow}})
+    change(run.output("evaluate") / "metrics.json", intervals={"confidence": 0.95, "difference": {"accuracy": narrow}})
+    assert "all other intervals" not in report(run)
+    level = {"number": 2, "level": "98.3%", "text": "comparison 2 on this test set, interval at 98.3% instead of 95%"}
+    change(run.output("evaluate") / "verdict.json", confidence=0.98333, comparison=level)
     shown = section(report(run), "Verdict")
     assert "+0.025 [+0.00833, +0.04444]" in shown
     assert "+0.02, +0.03" not in shown
+    assert "has the interval of the verdict; all other intervals are at 95%." in shown
 
 
 def test_metrics_have_intervals_and_name_the_better_direction(tmp_path: Path) -> None:
