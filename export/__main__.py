@@ -98,6 +98,7 @@ def _describe_verification(verification: Verification, samples: int) -> Iterator
     worst = max(row["max_abs_error"] for row in verification.all_rows)
     sizes = sorted({row["batch_size"] for row in verification.comparisons})
     yield f"equal to torch on {samples} test samples at batch sizes {sizes}; largest difference {worst:.2g}"
+    yield verification.weights.text
     if verification.padding.padding and not verification.padding.differing:
         yield f"equal with and without padding, {verification.padding.samples} padded test samples"
     if verification.padding.text:

@@ -47,7 +47,7 @@ class WeightsComparison:
             return sentence
         names = ", ".join(f"`{name}`" for name in self.not_compared[:_NAMED])
         more = f" and {len(self.not_compared) - _NAMED} more" if len(self.not_compared) > _NAMED else ""
-        return f"{sentence}; not found, so compared by outputs only: {names}{more}"
+        return f"{sentence}; compared by outputs only: {names}{more}"
 
 
 def compare_weights(path: Path, module: nn.Module) -> WeightsComparison:

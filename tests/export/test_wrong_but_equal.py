@@ -300,3 +300,55 @@ def test_columns_with_categories_are_found_by_what_the_embeddings_get() -> None:
         ("column 0 of `x`", 7),
         ("column 1 of `x`", 9),
     ]
+
+
+class Scales(nn.Module):
+    """Outputs of all scales and types from one body."""
+
+    sizes: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body = nn.Sequential(nn.Linear(4, 32), nn.GELU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 6))
+        self.register_buffer("sizes", torch.tensor([1e6, 1.0, 1e-3, 1e-6, 1e3, 1e-1]))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        found = self.body(x)
+        masked = x[:, :1] > torch.arange(6) / 3 - 1
+        return (
+            found * 1e6,
+            found * 1e-8,
+            found * self.sizes,
+            found * 1e-3 + 1000,
+            found.masked_fill(masked, -torch.inf),
+            found.masked_fill(masked, -1e9),
+            found * 8 + masked * -1e9,
+            found.mul(30).softmax(1),
+            torch.nn.functional.gelu(found * 10),
+            found.argmax(1),
+            found > found.flip(1) + 10,
+            torch.zeros_like(found) + self.sizes,
+        )
+
+
+def test_a_whole_file_with_outputs_of_all_scales_and_types_passes(tmp_path: Path) -> None:
+    net, path = Scales().eval(), tmp_path / "model.onnx"
+    names = (
+        "big",
+        "tiny",
+        "mixed",
+        "offset",
+        "infinite",
+        "low",
+        "added",
+        "shares",
+        "bent",
+        "best",
+        "flags",
+        "constant",
+    )
+    task: Any = Small(net, pairs(), outputs=names)
+    test, config = open_split(task, "test"), Export(batch_sizes=(1, 7))
+    written = convert(net, task, test.batch(range(3)), config, path)
+    verify_file(Subject(task, net, test, config, path, written, task_properties(task), SERVED)).require()
