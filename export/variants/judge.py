@@ -222,7 +222,7 @@ def _lower_bound(result: MetricResult) -> float:
 
 
 def variant_margin(export: Export, evaluate: Evaluate) -> float:
-    return evaluate.margin if export.variant_margin == "evaluate.margin" else export.variant_margin
+    return evaluate.accepted_loss if export.variant_margin == "evaluate.margin" else export.variant_margin
 
 
 FP16_TOLERANCE = 0.05  # largest error of fp16, in standard deviations of the output
@@ -243,7 +243,8 @@ def find_faults(
     """
     yield from _not_finite(answers)
     if name != "fp32":
-        yield from _metric_faults(evaluate, variant_margin(export, evaluate), result)
+        scaled = evaluate.in_units_of(answers[0].metrics[evaluate.metric].unit_size)
+        yield from _metric_faults(evaluate, variant_margin(export, scaled), result)
     yield from _limit_faults(evaluate, answers)
     yield from _deviation_faults(name, Deviation.worst(*(answer.deviation for answer in answers)), "the test set")
     if shapes:
@@ -288,8 +289,8 @@ def _metric_faults(config: Evaluate, margin: float, result: MetricResult) -> Ite
         yield f"{config.metric} differs in too few of {result.samples} test samples to estimate how large a loss can be"
     elif result.difference.low <= -margin:
         yield (
-            f"{config.metric} is {result.value:#.4g} at batch size {result.size}, in torch {result.reference:#.4g}: the "
-            f"lower bound {result.difference.low:+#.4g} of the difference misses the margin of {-margin:+.4g}"
+            f"{config.metric} is {result.value:#.4g} at batch size {result.size}, in torch {result.reference:#.4g}: "
+            f"the lower bound {result.difference.low:+#.4g} of the difference misses the margin of {-margin:+.4g}"
         )
 
 

@@ -174,11 +174,11 @@ def _verdict_kind(rules: list[GateRule], has_baseline: bool) -> Kind:
 def _warnings(config: Evaluate, measured: Measurements) -> Iterator[str]:
     """Yield what the test set is too small to show; these do not decide."""
     comparison = measured.comparison
-    if comparison is not None and config.margin < comparison.detectable < math.inf:
+    if comparison is not None and config.accepted_loss < comparison.detectable < math.inf:
         yield (
-            f"the margin {config.margin:g} is smaller than what {comparison.samples} test {comparison.unit} can show: "
-            f"the smallest detectable difference in {config.metric} is about {comparison.detectable:.2g}; to fix it: "
-            f"use more {comparison.unit} or a wider margin"
+            f"the margin {config.accepted_loss:.4g} is smaller than what {comparison.samples} test {comparison.unit} "
+            f"can show: the smallest detectable difference in {config.metric} is about {comparison.detectable:.2g}; to "
+            f"fix it: use more {comparison.unit} or a wider margin"
         )
     yield from (f"{name} is undefined: {reason}" for name, reason in measured.undefined.items())
     yield from measured.notes

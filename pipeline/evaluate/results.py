@@ -225,7 +225,7 @@ def verdict_body(
         "verdict": verdict.verdict,
         "metric": config.metric,
         "rule": config.rule,
-        "margin": config.margin,
+        "margin": config.accepted_loss,
         "confidence": repeated_confidence(config.confidence, measurements.number),
         "comparison": None if results.kind is None else _comparison_body(config, measurements.number),
         "samples": results.samples,

@@ -137,7 +137,7 @@ def samples_needed(samples: int, half_width: float, distance: float) -> int | No
 
 
 def _bound(config: Evaluate) -> float:
-    return config.margin if config.rule == "superior" else -config.margin
+    return config.accepted_loss if config.rule == "superior" else -config.accepted_loss
 
 
 def _describe_method(config: Evaluate, comparison: Comparison, bound: float) -> str:

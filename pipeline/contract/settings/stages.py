@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeAlias
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, PrivateAttr, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from pipeline.contract.settings.cluster import ServingPods
@@ -250,6 +250,7 @@ class Evaluate(Section):
 
     OPERATIONAL: ClassVar = frozenset({"processes"})
 
+    _unit: float = PrivateAttr(1.0)  # of the compared metric
     metric: str = Field(
         "accuracy",
         description="metric that is compared with the baseline: a name from metrics(), or a built-in one such as r2 or "
@@ -260,11 +261,11 @@ class Evaluate(Section):
         description="`non-inferior`: not worse than the baseline by more than the margin; `superior`: better by at "
         "least the margin",
     )
-    margin: float = Field(
-        0.01,
-        ge=0,
-        description="margin of the rule; the whole confidence interval of the difference must be on the right side of "
-        "it",
+    margin: Annotated[float, Field(ge=0)] | None = Field(
+        None,
+        description="margin of the rule, in units of the metric; the whole confidence interval of the difference must "
+        "be on the right side of it; by default 0.01, and 1 % of the baseline's value for a metric without limits, "
+        "such as mae",
     )
     confidence: float = Field(0.95, gt=0.5, lt=1, description="confidence level of the interval of the difference")
     inconclusive: Literal["fail", "pass"] = Field(
@@ -297,9 +298,20 @@ class Evaluate(Section):
         return {name: limit for name, limit in self.require.items() if name in _CALIBRATION}
 
     @property
+    def accepted_loss(self) -> float:
+        """The margin in units of the metric."""
+        return 0.01 * self._unit if self.margin is None else self.margin
+
+    @property
     def slice_allowance(self) -> float:
         """Return how far a slice may fall: a margin that is wide for the whole is wide for its parts."""
-        return max(0.05, self.margin)
+        return max(0.05 * self._unit, self.accepted_loss)
+
+    def in_units_of(self, size: float) -> Evaluate:
+        """Return these settings for a metric without limits, whose values are about this large."""
+        scaled = self.model_copy()
+        scaled._unit = size
+        return scaled
 
 
 VariantName = Literal["fp32", "fp16", "int8-dynamic", "int8-static"]

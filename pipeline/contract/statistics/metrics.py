@@ -75,6 +75,16 @@ class Metric:
         return difference_interval(self.candidate, self.baseline, confidence)
 
     @property
+    def unit_size(self) -> float:
+        """Return 1 for a metric with limits, such as accuracy or r2, else how large the baseline's value is."""
+        statistic = self.baseline or self.candidate
+        if statistic is None or isinstance(statistic, ExplainedVariance | Spearman) or statistic.limits is not None:
+            return 1.0
+        if isinstance(statistic, Mean) and np.isin(statistic.column, (0.0, 1.0)).all():
+            return 1.0
+        return abs(statistic.estimate) if math.isfinite(statistic.estimate) and statistic.estimate else 1.0
+
+    @property
     def differing(self) -> int:
         """Number of samples or queries in which candidate and baseline differ."""
         return 0 if self.candidate is None else self.candidate.informative(self.baseline)

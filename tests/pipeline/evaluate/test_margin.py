@@ -1,0 +1,51 @@
+"""The margin of a metric in units of the data follows how large its values are."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from pipeline.contract.settings.stages import Evaluate
+from pipeline.contract.statistics.scores import Columns
+from pipeline.evaluate.gate import Verdict, decide
+from pipeline.evaluate.results import Results
+
+
+def _regressor(unit: float, loss: float, samples: int = 4000) -> Columns:
+    """A candidate whose error is larger than the baseline's by a share, in one slice twice as large."""
+    generator = np.random.default_rng(0)
+    actual, error = generator.normal(size=samples), generator.normal(size=samples)
+    worse = np.where(np.arange(samples) < 200, 2.0, 1.0) if loss < 0 else np.full(samples, 1 + loss)
+    return {
+        "candidate.closeness": np.zeros(samples),
+        "candidate.predicted": unit * (actual + worse * error),
+        "baseline.closeness": np.zeros(samples),
+        "baseline.predicted": unit * (actual + error),
+        "actual": unit * actual,
+        "slice.region": np.where(np.arange(samples) < 200, "north", "south"),
+    }
+
+
+def _decide(columns: Columns, metric: str, **settings: float) -> Verdict:
+    results = Results(columns, "task", None, None)
+    config = Evaluate(metric=metric, **settings).in_units_of(results.metrics[metric].unit_size)
+    return decide(config, results.measurements(config))
+
+
+@pytest.mark.parametrize("unit", [1e-5, 1.0, 1e6])
+@pytest.mark.parametrize("metric", ["mae", "rmse"])
+def test_an_error_may_grow_by_a_hundredth_in_any_unit(unit: float, metric: str) -> None:
+    assert _decide(_regressor(unit, 0.005), metric).verdict == "pass"
+    assert [rule.rule for rule in _decide(_regressor(unit, 0.02), metric).failures] == ["non-inferior", "slices"][:1]
+
+
+@pytest.mark.parametrize("unit", [1e-5, 1.0, 1e6])
+def test_a_slice_may_not_lose_a_twentieth_in_any_unit(unit: float) -> None:
+    verdict = _decide(_regressor(unit, -1), "mae", margin=0.08 * unit)
+    assert [rule.rule for rule in verdict.failures] == ["slices"]
+
+
+def test_the_margin_of_shares_is_a_hundredth() -> None:
+    assert Evaluate().accepted_loss == 0.01
+    results = Results(_regressor(1e-5, 0.0), "task", None, None)
+    assert results.metrics["r2"].unit_size == results.metrics["spearman"].unit_size == 1.0
