@@ -150,6 +150,7 @@ def _check_codec(run: Run, root: Path, task: Task, samples: Samples, predict: Pr
 def _decide_and_write(run: Run, results: Results, data: DataOfTest, checkpoint: str) -> Verdict:
     config, directory = run.config.evaluate, run.partial("evaluate")
     results.check(config)
+    config = config.in_units_of(results.metrics[config.metric].unit_size)
     check_slice_labels(results.columns)
     measurements = results.measurements(config, *_count_comparison(run, results, data.fingerprint))
     verdict = decide(config, measurements)
