@@ -24,11 +24,13 @@ MIN_TRAINING_SAMPLES = 100
 _MAX_PAIRS = 150_000_000  # of a test and a training picture that are compared
 _PICTURE_NEIGHBOR = 20  # whose distance is the usual one
 _PICTURE_RATIO = 0.18
+_PICTURE_GAP = 4.0  # between copies and others; in drawings of a few parameters, distances grow without one
 _WAVES = 8  # per axis; lowest frequencies of the cosine transform
 _ANGLES = (-10.0, -7.5, -5.0, -2.5, 2.5, 5.0, 7.5, 10.0)
 _MAX_SHIFT = 3  # pixels of the small picture
 _ROW_NEIGHBOR = 10
 _ROW_RATIO = 0.25
+_TAIL = 0.1  # share of training rows with the smallest ratios
 _HUGE = 1e150
 _FALSE_ALARMS = 0.002  # expected among all test rows of clean data
 
@@ -58,11 +60,13 @@ def find_picture_copies(train: Tensor, test: Iterable[Tensor]) -> Matches:
                 torch.maximum(similarity, describe_pictures(variant) @ train.T, out=similarity)
             top = similarity.topk(min(_PICTURE_NEIGHBOR, len(train)), dim=1)
             distance = (2 - 2 * top.values.double()).clamp(min=0).sqrt()
-            ratios.append((distance[:, 0] / distance[:, -1].clamp(min=1e-9)).numpy())
+            gap = (distance[:, 1:] / distance[:, :-1].clamp(min=1e-6)).amax(dim=1)
+            ratio = distance[:, 0] / distance[:, -1].clamp(min=1e-9)
+            ratios.append(torch.where(gap > _PICTURE_GAP, ratio, torch.ones_like(ratio)).numpy())
             nearest.append(top.indices[:, 0].numpy())
-    ratio, index = np.concatenate(ratios), np.concatenate(nearest)
-    matches = np.flatnonzero(ratio < _PICTURE_RATIO)
-    return matches, index[matches], ratio[matches]
+    relative, index = np.concatenate(ratios), np.concatenate(nearest)
+    matches = np.flatnonzero(relative < _PICTURE_RATIO)
+    return matches, index[matches], relative[matches]
 
 
 def _variants(pictures: Tensor) -> Iterator[Tensor]:
@@ -111,12 +115,13 @@ def find_row_copies(train: Floats, test: Floats) -> Matches:
     tree = cKDTree(points)
     own = tree.query(_choose(points), k=_ROW_NEIGHBOR + 1)[0][:, 1:]
     own = own[own[:, 0] > 0]
-    growth = np.log(own[:, -1:] / own[:, :-1]).mean() if len(own) else 0.0
-    if not growth > 0:
+    if not len(own):
         return none
-    dimension = min(1 / float(growth), float(points.shape[1]))
-    usual = float(np.quantile(own[:, 0] / own[:, -1], 0.01))
-    limit = min(_ROW_RATIO, usual * (100 * _FALSE_ALARMS / max(len(test), 1)) ** (1 / dimension))
+    ratios = np.sort(own[:, 0] / own[:, -1])
+    usual = float(np.quantile(ratios, _TAIL))
+    growth = np.log(usual / ratios[ratios <= usual]).mean()  # the smallest ratios show the dimension (Hill)
+    power = max(float(growth), 1 / points.shape[1])
+    limit = min(_ROW_RATIO, usual * (_FALSE_ALARMS / (_TAIL * len(test))) ** power)
     distances, indices = tree.query(test[:, spread > 0] / spread[spread > 0], k=_ROW_NEIGHBOR)
     ratio = distances[:, 0] / np.maximum(distances[:, -1], 1e-300)
     matches = np.flatnonzero((ratio < limit) & (distances[:, 0] > 0))

@@ -10,6 +10,7 @@ import torch
 from scipy import ndimage  # type: ignore[import-untyped]
 from sklearn.datasets import load_digits, load_wine
 
+from pipeline.data_checks.copies import describe_pictures, find_picture_copies
 from pipeline.data_checks.near_duplicates import count_different_bits, jaccard, shingle_hashes
 from pipeline.data_checks.run_checks import write_checks
 
@@ -219,6 +220,24 @@ def test_short_rows_are_copies_if_much_closer_than_neighbors(check: Check, colum
     assert pairs(check(split(train), split(test))) == set()
     copies = train[-COPIES:] * (1 + 1e-4 * normal(COPIES, 4, seed=2))
     assert pairs(check(split(train), split(np.concatenate([copies, test])))) == planted(train)
+
+
+def test_drawings_of_a_few_parameters_are_no_transformed_copies() -> None:
+    """After a shift, a shape of some size is nearly another one; only a few of 200 are taken for copies."""
+    place, size = np.random.default_rng(0).integers(6, 20, (900, 2)), np.random.default_rng(1).uniform(2, 5, (900, 2))
+    grid = np.arange(26)
+    bars = np.exp(-(((grid - place[:, :1]) / size[:, :1]) ** 4))[:, :, None]
+    drawn = torch.from_numpy(bars * np.exp(-(((grid - place[:, 1:]) / size[:, 1:]) ** 4))[:, None]).float()
+    copies, _, _ = find_picture_copies(describe_pictures(drawn[:700]), [drawn[700:]])
+    assert len(copies) <= 10
+
+
+def test_flags_and_one_number_are_no_copies(check: Check) -> None:
+    def rows(count: int, seed: int) -> Any:
+        flags = np.random.default_rng(seed).integers(0, 2, (count, 8))
+        return np.column_stack([flags, normal(count, seed=seed)]).astype(np.float32)
+
+    assert pairs(check({"x": rows(360, 0)}, {"x": rows(240, 1)})) == set()
 
 
 def test_one_number_close_to_another_is_no_copy(check: Check) -> None:
