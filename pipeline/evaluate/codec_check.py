@@ -19,7 +19,7 @@ from torch import Tensor
 from pipeline.contract.codec import Arrays, Codec, encode_method
 from pipeline.contract.data import Samples
 from pipeline.contract.errors import InvalidPayload
-from pipeline.contract.task import Classifier, HasAnswer, HasExample, HasInstances, Regressor, Task
+from pipeline.contract.task import Classifier, HasAnswer, HasAxes, HasExample, HasInstances, Regressor, Task
 from pipeline.evaluate.rules import GateRule
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def check_codec(task: Task, codec: Codec, reference: str, samples: Samples, pred
         faults = [*encode.faults(batch)]
         checked = [f"encode() gives {len(rows)} test samples the same predictions alone and in company"]
         checked += encode.checked
-        decoded_faults, decoded, notes = _check_decode(task, codec, samples, batch)
+        decoded_faults, decoded, notes = _check_decode(task, codec, samples, batch, encode)
     except InvalidPayload as error:
         return CodecCheck((f"decode() refuses an instance of the task: {error}",), ())
     except Exception as error:  # the user's code may raise anything
@@ -80,10 +80,7 @@ class _Encode:
 
     def faults(self, batch: Batch) -> Iterator[str]:
         inputs = {name: batch[name].numpy() for name in self._task.inputs}
-        outputs = {
-            name: tensor.detach().float().numpy() if tensor.is_floating_point() else tensor.numpy()
-            for name, tensor in _by_name(self._task, self._predict(batch)).items()
-        }
+        outputs = _as_arrays(_by_name(self._task, self._predict(batch)))
         count = len(next(iter(inputs.values())))
         predictions = list(self._encode(outputs, inputs))
         if len(predictions) != count:
@@ -95,6 +92,24 @@ class _Encode:
                 yield "encode() gives a sample another prediction alone than in company"
                 break
         yield from self._wrong_answers(batch, predictions)
+
+    def depends_on_company(self, alone: Arrays, company: Arrays, index: int) -> bool:
+        """Return True if encode() gives an instance another prediction where only padding was added.
+
+        Where the model's own outputs depend on padding, the service computes instances of other lengths apart.
+        """
+        is_padded = any(np.shape(alone[name])[1:] != np.shape(company[name])[1:] for name in self._task.inputs)
+        if not is_padded or not isinstance(self._task, HasAxes):
+            return False  # instances of one length are compared above, on the data
+        outputs, together = self._run(alone), self._run(company)
+        if not all(_is_padded(outputs[name][0], together[name][index]) for name in outputs):
+            return False
+        own = self._encode(outputs, alone)
+        return not _same(own[0], self._encode(together, company)[index])
+
+    def _run(self, arrays: Arrays) -> Arrays:
+        batch = {name: torch.from_numpy(np.asarray(arrays[name])) for name in self._task.inputs}
+        return _as_arrays(_by_name(self._task, self._predict(batch)))
 
     def _wrong_answers(self, batch: Batch, predictions: Sequence[Any]) -> Iterator[str]:
         """Compare the answers that predictions contain with predicted(), for classifiers and regressors."""
@@ -124,6 +139,13 @@ class _Encode:
 
 def _by_name(task: Task, outputs: Outputs) -> Mapping[str, Tensor]:
     return {task.outputs[0]: outputs} if isinstance(outputs, Tensor) else outputs
+
+
+def _as_arrays(outputs: Mapping[str, Tensor]) -> dict[str, Array]:
+    return {
+        name: tensor.detach().float().cpu().numpy() if tensor.is_floating_point() else tensor.cpu().numpy()
+        for name, tensor in outputs.items()
+    }
 
 
 def _answer(task: Task, prediction: Any) -> float | None:
@@ -162,18 +184,20 @@ def _class_of(task: Classifier, value: Any) -> int | None:
     return int(np.argmax(value)) if abs(sum(value) - 1) < 1e-2 else None
 
 
-def _check_decode(task: Task, codec: Codec, samples: Samples, batch: Batch) -> tuple[list[str], list[str], list[str]]:
+def _check_decode(
+    task: Task, codec: Codec, samples: Samples, batch: Batch, encode: _Encode
+) -> tuple[list[str], list[str], list[str]]:
     """Return faults, what was checked, and what could not be."""
     if isinstance(task, HasInstances):
         instances = list(task.instances(batch))
         decoded = codec.decode(instances)
-        faults = [*_alone_faults(codec, instances, decoded), *_column_faults(task, decoded, batch)]
+        faults = [*_alone_faults(codec, instances, decoded, encode), *_column_faults(task, decoded, batch)]
         return faults, [f"decode() makes the data's columns of {len(instances)} raw test instances"], []
     instances = list(task.example()) if isinstance(task, HasExample) else []
     if not instances:
         return [], [], ["decode() is not compared with the data; to have it checked: add instances(batch) to the task"]
     decoded = codec.decode(instances)
-    faults = _alone_faults(codec, instances, decoded)
+    faults = _alone_faults(codec, instances, decoded, encode)
     found, altered = _find_in_data(task, decoded, samples)
     if altered:
         faults.append(altered)
@@ -182,13 +206,15 @@ def _check_decode(task: Task, codec: Codec, samples: Samples, batch: Batch) -> t
     return faults, [], ["no instance of example() is a test sample; to have decode() checked: add instances(batch)"]
 
 
-def _alone_faults(codec: Codec, instances: Sequence[Any], decoded: Arrays) -> list[str]:
+def _alone_faults(codec: Codec, instances: Sequence[Any], decoded: Arrays, encode: _Encode) -> list[str]:
     """Decode instances one by one: what others are in the request must not matter, but for padding."""
     for i, instance in enumerate(instances[:_ALONE]):
         alone = codec.decode([instance])
         for name, array in decoded.items():
             if not _is_padded(np.asarray(alone[name])[0], np.asarray(array)[i]):
                 return [f"decode() makes other values of an instance alone than in company (`{name}`)"]
+        if encode.depends_on_company(alone, decoded, i):
+            return ["encode() gives an instance another prediction alone than beside a longer one, by its padding"]
     return []
 
 

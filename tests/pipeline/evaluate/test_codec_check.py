@@ -174,6 +174,49 @@ def test_texts_may_be_padded_to_the_longest_of_a_request() -> None:
     assert "decode() makes test samples of 3 of 3 instances of example()" in found.checked
 
 
+class Lengths:
+    """Texts padded with 0; the model gives each position its id."""
+
+    inputs, outputs = ("ids",), ("tags",)
+    axes = {"ids": ("batch", "sequence")}  # noqa: RUF012
+    longest = {"sequence": 4}  # noqa: RUF012
+
+    def example(self) -> list[list[int]]:
+        return [[5, 7], [5, 7, 8, 9], [3]]
+
+
+class CutCodec:
+    def decode(self, instances: Sequence[list[int]]) -> dict[str, Array]:
+        width = max(map(len, instances))
+        return {"ids": np.array([[*ids, *[0] * (width - len(ids))] for ids in instances], np.int64)}
+
+    def encode(self, outputs: dict[str, Array], inputs: dict[str, Array]) -> list[Any]:
+        return [row[ids > 0].tolist() for row, ids in zip(outputs["tags"], inputs["ids"], strict=True)]
+
+
+class PaddedCodec(CutCodec):
+    def encode(self, outputs: dict[str, Array], inputs: dict[str, Array]) -> list[Any]:
+        return outputs["tags"].tolist()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize(("codec", "is_sound"), [(CutCodec, True), (PaddedCodec, False)])
+@pytest.mark.parametrize("reads_padding", [False, True])
+def test_answers_for_padding_are_stopped_unless_the_model_reads_it(
+    codec: Callable[[], Codec], is_sound: bool, reads_padding: bool
+) -> None:
+    ids = torch.tensor([[5, 7, 0, 0], [5, 7, 8, 9], [3, 0, 0, 0]])
+    found = check_codec(
+        Lengths(),  # type: ignore[arg-type]  # only what the check uses
+        codec(),
+        "codec.py:Codec",
+        Samples("test", {"ids": ids}),
+        lambda batch: batch["ids"].float() + 10.0 * reads_padding * batch["ids"].shape[1],
+    )
+    is_passed = is_sound or reads_padding
+    assert found.rule().passed == is_passed
+    assert is_passed or "another prediction alone than beside a longer one" in found.rule().detail
+
+
 def test_numbers_are_compared_through_answer() -> None:
     class Prices:
         inputs, outputs = ("pair",), ("price",)
