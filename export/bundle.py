@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -155,15 +155,31 @@ def make_golden(
         batch = test.batch(choose_samples(test, task.inputs, signature.missing_inputs))
         inputs, generated = {name: batch[name].numpy() for name in task.inputs}, []
     instances, predictions = _run_codec(session, task, codec, signature, test)
+    outputs = run(session, inputs)
     return Golden(
         inputs=inputs,
-        outputs=run(session, inputs),
+        outputs=outputs,
         instances=instances,
         predictions=predictions,
         rtol=config.export.rtol,
-        atol=max(config.export.atol, error),
+        atol=max(config.export.atol * _unit([*outputs.values(), *_numbers(predictions)]), error),
         generated=generated,
     )
+
+
+def _unit(values: Sequence[Any]) -> float:
+    """Return the largest magnitude, 1 at most: an absolute tolerance must be small beside answers that are small."""
+    finite = [np.abs(part[np.isfinite(part)]) for part in map(np.asarray, values) if part.dtype.kind == "f"]
+    largest = max((float(part.max()) for part in finite if part.size), default=1.0)
+    return min(largest or 1.0, 1.0)
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    if isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _numbers(item)
+    elif isinstance(value, float):
+        yield value
 
 
 def choose_samples(test: Samples, inputs: Sequence[str], missing: Sequence[str]) -> list[int]:

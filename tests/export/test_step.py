@@ -329,3 +329,16 @@ def test_a_file_altered_since_prepare_stops_the_export(root: Path) -> None:
     run = fed(root)
     (run.output("prepare") / "files" / "scale.txt").write_text("2.6")
     assert "scale.txt: changed since prepare" in refusal(run, root, DataError)
+
+
+@pytest.mark.parametrize("unit", [1e-6, 1.0, 1e6])
+def test_golden_requests_notice_another_model_in_any_unit(root: Path, unit: float) -> None:
+    edit(root / "sums_task.py", "nn.Linear(3, 1)", "Scaled(3, 1)")
+    scaled = f"class Scaled(nn.Linear):\n    def forward(self, x):\n        return super().forward(x) * {unit}\n\n\n"
+    edit(root / "sums_task.py", "class Sums", f"{scaled}class Sums")
+    run = evaluated_run(root)
+    export(run, root)
+    golden = open_bundle(run.partial("export") / "bundle").golden()
+    changed = [{"sum": 1.01 * prediction["sum"]} for prediction in golden.predictions]
+    assert difference(golden.predictions, changed, golden.rtol, golden.atol) is not None
+    assert golden.atol == pytest.approx(1e-4 * min(1.0, unit), rel=3)
