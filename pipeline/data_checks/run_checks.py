@@ -71,7 +71,9 @@ def check_data(run: Run, task: Task, splits: Mapping[str, Samples]) -> CheckedDa
     registry = read_registry(run.runs, run.config.registry)
     champion = recorded_champion(registry, run.runs, run)
     champion_scan = champion_profile(champion, run.runs) if champion else None
-    plan = plan_scan(task, splits["train"], config.ignore, config.near_duplicates != "off")
+    is_flexible = isinstance(task, HasAxes | HasCollate)
+    is_comparable = is_flexible or _have_equal_shapes(task, splits)  # if not, `columns` reports it
+    plan = plan_scan(task, splits["train"], config.ignore, config.near_duplicates != "off" and is_comparable)
     features = champion_scan.features if champion_scan else ()
     summaries = {
         name: scan_split(task, samples, plan, features if name == "train" else ()) for name, samples in splits.items()
@@ -84,7 +86,7 @@ def check_data(run: Run, task: Task, splits: Mapping[str, Samples]) -> CheckedDa
     } | _find_row_copies(plan, summaries)
     copy_notes = _add_picture_copies(near_duplicates, plan, summaries, splits)
     results = [
-        *compare_profiles(profile, isinstance(task, HasAxes | HasCollate), config, champion_data),
+        *compare_profiles(profile, is_flexible, config, champion_data),
         *check_near_duplicates(near_duplicates, config),
         *_check_labels(task, plan, summaries, splits["test"], config),
     ]
@@ -96,6 +98,11 @@ def check_data(run: Run, task: Task, splits: Mapping[str, Samples]) -> CheckedDa
         *_champion_notes(missing, champion, champion_scan),
     ]
     return CheckedData(summaries, profile, results, near_duplicates, champion if champion_scan else None, notes)
+
+
+def _have_equal_shapes(task: Task, splits: Mapping[str, Samples]) -> bool:
+    first = [samples.batch([0]) for samples in splits.values()]
+    return all(len({batch[name].shape for batch in first}) == 1 for name in task.inputs)
 
 
 def write_checks(data: CheckedData, directory: Path, lower: Collection[str] = ()) -> None:

@@ -165,3 +165,8 @@ def test_missing_or_old_champion_run_is_noted(runs: Path, check: Check) -> None:
     assert missing_champion_note(registry, runs) in check(TRAIN, TEST, classes="abc").notes
     assert "the champion's run champion is not here" in missing_champion_note(registry, runs)
     assert missing_champion_note(Registry(), runs) == ""
+
+
+def test_splits_of_unequal_widths_are_reported(check: Check) -> None:
+    data = check({"x": normal(300, 12)}, {"x": normal(120, 11, seed=1)}, near_duplicates="error")
+    assert [result.where for result in alarms_of(data, "schema")] == ["validation.x", "test.x"]
