@@ -169,6 +169,7 @@ def _ndcg(columns: Columns, owner: str) -> Array:
 
 def _first_relevant_ranks(place: Array, scores: Array, relevance: Array) -> Array:
     """Return the rank of each query's first relevant item, from 1; the last one of tied scores."""
+    scores = np.nan_to_num(scores, nan=-np.inf, posinf=np.inf, neginf=-np.inf)
     best = np.full(place.max() + 1, -np.inf)
     np.maximum.at(best, place[relevance > 0], scores[relevance > 0])
     ranks: Array = np.bincount(place, weights=(scores >= best[place]) & (relevance <= 0)).astype(int) + 1

@@ -34,6 +34,16 @@ def test_few_samples_and_values_that_are_not_finite_are_drawn(predicted: list[fl
     assert len(regression["points"]) == len(regression["deciles"]) == 3 - regression["not_finite"]
 
 
+def test_queries_with_scores_that_are_not_finite_are_left_out() -> None:
+    columns = {
+        "query": np.array([1, 1, 2, 2]),
+        "actual": np.array([0.0, 1, 0, 1]),
+        "candidate.predicted": np.array([3.0, np.nan, 2.0, 1.0]),
+    }
+    ranking = figures_body(columns, None)["ranking"]
+    assert [(row["query"], row["first_relevant_rank"]) for row in ranking["worst"]] == [(2, 2)]
+
+
 def test_extreme_residuals_are_counted_in_the_outer_bins() -> None:
     actual = np.zeros(1000)
     predicted = np.random.default_rng(0).normal(size=1000)
