@@ -80,9 +80,18 @@ def verify(
         outputs = onnx_outputs(task, session, samples, size)
         seconds = time.perf_counter() - started
         comparison = compare(task, samples, reference, outputs, config, size, seconds)
-        changed = metrics.changes(outputs, comparison.flips)
+        changed = metrics.changes(outputs, comparison.flips) if _is_finite_as(outputs, reference) else ()
         comparisons.append(replace(comparison, changed_metrics=changed))
     return [asdict(comparison) for comparison in comparisons]
+
+
+def _is_finite_as(outputs: Arrays, reference: Arrays) -> bool:
+    """Return False where NaN or infinity took the place of numbers, of which metrics() may make an error."""
+    return all(
+        bool((np.isfinite(outputs[name]) | ~np.isfinite(array)).all())
+        for name, array in reference.items()
+        if array.dtype.kind == "f" and outputs[name].shape == array.shape
+    )
 
 
 def compare_all(
