@@ -54,7 +54,9 @@ def check_numbering(
     train: Mapping[str, Tensor], test: Mapping[str, Tensor], inputs: Sequence[str], severity: Severity
 ) -> Iterator[CheckResult]:
     """Yield a failure if a linear model of the training data fits the test labels only in another order."""
-    if LABEL not in train or len(test[LABEL]) < _MIN_PROBES or len(train[LABEL]) < 2 * _MIN_PROBES:
+    if not _has_single_labels(train, LABEL) or not _has_single_labels(test, LABEL) or len(test[LABEL]) < _MIN_PROBES:
+        return
+    if len(train[LABEL]) < 2 * _MIN_PROBES:
         return
     labels, actual = (as_ids(side[LABEL])[:, 0] for side in (train, test))
     classes = np.unique(labels)
@@ -89,7 +91,7 @@ def check_leaking_columns(
 ) -> Iterator[CheckResult]:
     """Yield a failure for a column that alone predicts the label while all others together are far worse."""
     name = LABEL if LABEL in train else VALUE
-    if name not in train or len(train[name]) < 2 * _MIN_PROBES:
+    if not _has_single_labels(train, name) or len(train[name]) < 2 * _MIN_PROBES:
         return
     is_class = name == LABEL
     values = as_ids(train[name])[:, 0] if is_class else as_floats(train[name])[:, 0]
@@ -118,6 +120,11 @@ def check_leaking_columns(
                 "or set prepare.leaks=warn if it is known before the answer"
             )
             yield CheckResult("leak", f"train.{column}", severity, False, detail, score, limit)
+
+
+def _has_single_labels(batch: Mapping[str, Tensor], name: str) -> bool:
+    """Whether each sample has one label; those of a tagger or of a picture have many."""
+    return name in batch and all(len(column) == len(batch[name]) for column in batch.values())
 
 
 def _halves(count: int) -> tuple[Integers, Integers]:

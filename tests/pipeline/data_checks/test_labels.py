@@ -110,6 +110,12 @@ def test_separable_data_are_no_leak(check: Check) -> None:
     assert alarms_of(check(*split(rows, threshold), classes="ab"), "leak") == [], "a threshold of one column"
 
 
+def test_samples_with_many_labels_are_not_compared_with_their_inputs(check: Check) -> None:
+    words = np.random.default_rng(0).integers(1, 90, (300, 12))
+    found = check(*split(words, words % 3), classes="abc")
+    assert alarms_of(found, "label_set") == alarms_of(found, "leak") == []
+
+
 def clean_sets() -> dict[str, Any]:
     generator = np.random.default_rng(3)
     skewed = np.exp(1.5 * generator.standard_normal((800, 6))).astype(np.float32)
