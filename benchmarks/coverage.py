@@ -83,7 +83,7 @@ def simulated_coverage(draw: Draw, samples: int, difference: float, trials: int,
     covered = false_passes = 0
     for _ in range(trials):
         interval = difference_interval(*draw(generator, samples), CONFIDENCE)
-        covered += interval is None or _contains(interval, difference)  # None: the gate cannot decide, and does not pass
+        covered += interval is None or _contains(interval, difference)  # None: the gate cannot decide
         false_passes += interval is not None and interval.low > difference
     return Coverage(covered / trials, false_passes / trials)
 
