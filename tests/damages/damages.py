@@ -34,6 +34,11 @@ NUMBERS = (CLASSIFIER, SMALL, LARGE, RANKER, EMBEDDING)  # kinds whose input is 
 OUTPUTS = {CLASSIFIER: "scores", SMALL: "y", LARGE: "y", RANKER: "score", TAGGER: "tags", EMBEDDING: "embedding"}
 
 
+# Why some damages are not stopped.
+SHORT_TEXTS = "one word is in three of eight shingles, so that the texts differ by more than near copies do"
+REPEATED = "samples that are repeated within the test set count as independent"
+
+
 @dataclass(frozen=True)
 class Damage:
     """`apply` changes the splits, the weights, the ONNX model or the files; of code it is what replaces methods."""
@@ -78,12 +83,26 @@ def data() -> Iterator[Damage]:
     for kind in (TAGGER, LANGUAGE):
         yield Damage(kind, "training texts in the test set", "data", copied, "prepare.leaks")
         yield Damage(kind, "other ids in the test set", "data", other_words, "prepare.drift")
+    yield Damage(
+        LANGUAGE, "training texts with another word in the test set", "data", other_word(4, 40), "prepare.near"
+    )
+    yield Damage(
+        LANGUAGE,
+        "training texts of ten words, one of them another",
+        "data",
+        other_word(4, 10),
+        "prepare.near",
+        SHORT_TEXTS,
+    )
     for kind in (CLASSIFIER, SMALL):
         yield Damage(kind, "NaN in the training data", "data", missing("train"), "prepare.missing")
         yield Damage(kind, "infinity in the test data", "data", missing("test", np.inf), "prepare.missing")
     for kind in (CLASSIFIER, RANKER):
         yield Damage(kind, "a test column in thousandths", "data", scaled(1000), "prepare.range")
         yield Damage(kind, "a test column in thousands", "data", scaled(0.001), "prepare.drift")
+    for kind, label in ((CLASSIFIER, "label"), (SMALL, "target"), (LARGE, "target")):
+        yield Damage(kind, "a column that holds the label", "data", leaking(label), "prepare.leak")
+    yield Damage(CLASSIFIER, "each test sample twice", "data", repeated, "repeated samples", REPEATED)
     yield Damage(LARGE, "two test columns swapped", "data", swapped_columns, "prepare.drift")
     yield Damage(EMBEDDING, "a test column shifted by one deviation", "data", shifted, "prepare.drift")
     yield Damage(SMALL, "a test column that is constant", "data", constant, "prepare.drift")
@@ -102,6 +121,28 @@ def nearly_copied(splits: Splits) -> None:
     copied(splits)
     noise = np.random.default_rng(1).normal(size=(40, 12)) * 0.005
     splits["test"]["x"][:40] += noise.astype(np.float32)
+
+
+def other_word(place: int, length: int) -> Callable[[Splits], None]:
+    def apply(splits: Splits) -> None:
+        for split, columns in KINDS[LANGUAGE].splits(samples=600).items():
+            splits[split] = {name: column.reshape(-1, length) for name, column in columns.items()}
+        copied(splits)
+        splits["test"]["input_ids"][:40, place] = splits["test"]["input_ids"][:40, place] % 39 + 1
+
+    return apply
+
+
+def leaking(label: str) -> Callable[[Splits], None]:
+    def apply(splits: Splits) -> None:
+        for columns in splits.values():
+            columns["x"][:, 3] = columns[label] / np.abs(splits["train"][label]).max()
+
+    return apply
+
+
+def repeated(splits: Splits) -> None:
+    splits["test"] = {name: np.concatenate([column[:200]] * 2) for name, column in splits["test"].items()}
 
 
 def other_words(splits: Splits) -> None:
@@ -156,6 +197,7 @@ def labels() -> Iterator[Damage]:
     yield Damage(CLASSIFIER, "shuffled in training", "labels", shuffled("train", "label"), "require.accuracy")
     yield Damage(CLASSIFIER, "shuffled in the test set", "labels", shuffled("test", "label"), "require.accuracy")
     yield Damage(CLASSIFIER, "numbered from one in the test set", "labels", renumbered, "prepare.label_set")
+    yield Damage(CLASSIFIER, "two classes swapped in the test set", "labels", swapped_labels, "prepare.label_set")
     yield Damage(CLASSIFIER, "a class missing in the test set", "labels", one_class_less, "prepare.labels")
     for kind in (SMALL, LARGE):
         yield Damage(kind, "shuffled in training", "labels", shuffled("train", "target"), "require.error")
@@ -179,6 +221,10 @@ def shuffled(split: str, name: str) -> Callable[[Splits], None]:
 
 def renumbered(splits: Splits) -> None:
     splits["test"]["label"] = (splits["test"]["label"] + 1) % 3
+
+
+def swapped_labels(splits: Splits) -> None:
+    splits["test"]["label"] = np.array([1, 0, 2])[splits["test"]["label"]]
 
 
 def one_class_less(splits: Splits) -> None:
@@ -222,6 +268,7 @@ def weights() -> Iterator[Damage]:
         yield Damage(kind, "NaN in the head", "weights", weight(head, lambda w: w * np.nan), check)
         yield Damage(kind, "the opposite sign", "weights", weight(head, lambda w: -w), rule)
         yield Damage(kind, "never trained", "weights", weight(head, untrained), rule)
+        yield Damage(kind, "one answer for everything", "weights", weight(head, lambda w: w * 0), rule)
     for kind in (CLASSIFIER, SMALL, LARGE, TAGGER):
         yield Damage(kind, "a little noise", "weights", weight(heads[kind], noisy), "non-inferior")
     for kind in (SMALL, LARGE):
@@ -375,6 +422,9 @@ def graph() -> Iterator[Damage]:
         yield Damage(kind, "zeroed head", place, after(name, ("Mul", 0.0)), "parity")
         yield Damage(kind, "flipped sign", place, after(name, ("Neg", None)), "parity")
         yield Damage(kind, "everything 1% larger", place, after(name, ("Mul", 1.01)), "parity")
+        yield Damage(kind, "zero beyond batch size 300", place, at_batch_size(name, 301, "Less"), "batch sizes")
+        yield Damage(kind, "weights rounded to fp16", place, initializer(2, halved), "parity")
+        yield Damage(kind, "weights rounded to 8 bits", place, initializer(2, quantized), "parity")
         yield Damage(kind, "rounded to bfloat16", place, after(name, ("Cast", "BFLOAT16"), ("Cast", "FLOAT")), "parity")
         yield Damage(kind, "noise", place, after(name, ("RandomNormalLike", None)), "random operators")
         yield Damage(kind, "zero at batch size 13", place, at_batch_size(name, 13), "batch sizes")
@@ -394,6 +444,7 @@ def graph() -> Iterator[Damage]:
         TAGGER, "embeddings of words that do not occur", place, initializer(2, unseen_rows, 40), "initializers"
     )
     yield Damage(TAGGER, "words that do not occur taken for another", place, clipped_ids, "unseen ids")
+    yield Damage(TAGGER, "the mask ignored", place, constant_input("attention_mask", "Max", 1), "parity")
     yield Damage(TAGGER, "tags shifted by a word", place, shifted_output, "parity")
     yield Damage(EMBEDDING, "a small constant added", place, after("embedding", ("Add", 0.003)), "parity")
 
@@ -405,6 +456,9 @@ def language_graph() -> Iterator[Damage]:
     yield Damage(LANGUAGE, "noise", place, after("logits", ("RandomNormalLike", None)), "random operators")
     yield Damage(LANGUAGE, "cached keys zeroed", place, after("present.0.key", ("Mul", 0.0)), "parity")
     yield Damage(LANGUAGE, "cached values 1% larger", place, after("present.0.value", ("Mul", 1.01)), "parity")
+    yield Damage(LANGUAGE, "cached keys and values swapped", place, swapped_caches, "parity")
+    yield Damage(LANGUAGE, "positions ignored", place, constant_input("position_ids", "Min", 0), "parity")
+    yield Damage(LANGUAGE, "the mask ignored", place, constant_input("attention_mask", "Max", 1), "parity")
     yield Damage(LANGUAGE, "a word's embedding changed", place, initializer(2, one_row, 40), "parity")
 
 
@@ -448,12 +502,27 @@ def add(model: onnx.ModelProto, operator: str, inputs: list[str], output: str, *
     return output
 
 
-def at_batch_size(output: str, size: int) -> Change:
+def halved(values: Any) -> Any:
+    return values.astype(np.float16)
+
+
+def quantized(values: Any) -> Any:
+    step = np.abs(values).max() / 127
+    return np.round(values / step) * step
+
+
+def at_batch_size(output: str, size: int, keeps: str = "") -> Change:
+    """Return zeros at a batch size; `keeps` is an operator that compares it with the sizes that stay as they are."""
+
     def apply(model: onnx.ModelProto) -> None:
         values = renamed(model, output)
         rows = add(model, "Shape", [values], "rows", start=0, end=1)
-        is_size = add(model, "Equal", [rows, constant_tensor(model, "wrong_size", np.array([size]))], "is_wrong_size")
-        keep = add(model, "Not", [is_size], "keep")
+        compared = [rows, constant_tensor(model, "size", np.array([size]))]
+        keep = (
+            add(model, keeps, compared, "keep")
+            if keeps
+            else add(model, "Not", [add(model, "Equal", compared, "is")], "keep")
+        )
         add(model, "Mul", [values, add(model, "Cast", [keep], "factor", to=onnx.TensorProto.FLOAT)], output)
 
     return apply
@@ -503,6 +572,25 @@ def clipped_ids(model: onnx.ModelProto) -> None:
     for node in model.graph.node:
         node.input[:] = ["clipped_ids" if name == "input_ids" else name for name in node.input]
     insert_first(model, helper.make_node("Clip", ["input_ids", "", last], ["clipped_ids"], name="damage_ids"))
+
+
+def constant_input(name: str, operator: str, value: int) -> Change:
+    """Let all nodes read an input of one value."""
+
+    def apply(model: onnx.ModelProto) -> None:
+        limit = constant_tensor(model, f"{name}_limit", np.int64(value))
+        for node in model.graph.node:
+            node.input[:] = [f"{name}_damaged" if each == name else each for each in node.input]
+        insert_first(model, helper.make_node(operator, [name, limit], [f"{name}_damaged"], name="damage_input"))
+
+    return apply
+
+
+def swapped_caches(model: onnx.ModelProto) -> None:
+    names = {"present.0.key": "present.0.value", "present.0.value": "present.0.key"}
+    for node in model.graph.node:
+        node.output[:] = [names.get(name, name) for name in node.output]
+        node.input[:] = [names.get(name, name) for name in node.input]
 
 
 def swapped_classes(output: str) -> Change:
@@ -699,6 +787,7 @@ def test_sets() -> Iterator[Damage]:
     for kind in (CLASSIFIER, LARGE, EMBEDDING):
         yield Damage(kind, "hard samples removed", place, filtered, "test_set")
         yield Damage(kind, "one sample changed", place, one_changed, "test_set")
+        yield Damage(kind, "a column in thousandths since the champion", place, other_units, "prepare.range")
     yield Damage(CLASSIFIER, "twelve samples", place, few, "non-inferior")
 
 
@@ -708,6 +797,11 @@ def filtered(splits: Splits) -> None:
 
 def one_changed(splits: Splits) -> None:
     splits["test"]["x"][0, 0] += 0.01
+
+
+def other_units(splits: Splits) -> None:
+    for columns in splits.values():
+        columns["x"][:, 2] *= 1000
 
 
 def few(splits: Splits) -> None:

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 import export.verify
 from export.__main__ import export as export_step
 from pipeline.contract.errors import PipelineError
-from pipeline.contract.files import digest_bytes, write_json
+from pipeline.contract.files import digest_bytes, digest_file, write_json
 from pipeline.contract.registry import (
     CHAMPION,
     Entry,
@@ -148,10 +148,12 @@ class Project:
 
     def _step(self, step: str, work: Callable[[Run], None]) -> None:
         run = self.run
+        parts = {f"file:{path.name}": digest_file(path) for path in sorted(self.root.glob("*.npz"))}
+        record = write_record(run, StepRecord(step=step, status="running", key=run.id, parts=parts))
         run.partial(step).mkdir()
         work(run)
         outputs, digest = seal_step(run, step)
-        write_record(run, StepRecord(step=step, status="done", key="k", parts={}, outputs=outputs, digest=digest))
+        write_record(run, record.model_copy(update={"status": "done", "outputs": outputs, "digest": digest}))
 
     def promote(self) -> None:
         """Make the run's bundle the champion, in two changes of the registry."""
@@ -297,8 +299,8 @@ def _damaged_test_set(damage: Damage, workplace: Workplace, root: Path) -> set[s
     damage.apply(splits)
     project.write_data(splits)
     project.begin("two")
-    project.prepare()
-    project.train()
+    if checks := stopped(project.prepare, project) or stopped(project.train, project):
+        return checks
     project.change_weights(lambda state: state.update({name: tensor * 1.0001 for name, tensor in state.items()}))
     return stopped(project.evaluate, project)
 
