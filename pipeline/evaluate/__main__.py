@@ -78,7 +78,7 @@ def evaluate(run: Run, root: Path) -> None:
     data = _verify_test_data(run, samples)
     codec = _check_codec(run, root, task, samples, candidate)
     results = _results(task, columns, baseline, data, run.runs)
-    results = replace(results, codec=codec, copies=read_near_copies(run.output("prepare")))
+    results = replace(results, codec=codec, copies=read_near_copies(run.output("prepare")), repeated=data.repeated)
     verdict = _decide_and_write(run, results, data, checkpoint)
     if baseline is not None and baseline.champion is not None:
         write_json(run.partial("evaluate") / CHAMPION, baseline.champion)

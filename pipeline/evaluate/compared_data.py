@@ -24,6 +24,11 @@ class DataOfTest:
     fingerprint: str
     samples: Digests
 
+    @property
+    def repeated(self) -> int:
+        """Number of samples that equal an earlier one."""
+        return len(self.samples) - len(np.unique(self.samples))
+
 
 @dataclass(frozen=True)
 class DataChange:

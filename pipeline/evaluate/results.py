@@ -52,6 +52,7 @@ class Results:
     data: DataChange | None = None  # against the champion's test set
     codec: CodecCheck | None = None  # None for a language model
     copies: tuple[int, ...] = ()  # test samples with a near copy in the training data
+    repeated: int = 0  # test samples that equal an earlier one
 
     @cached_property
     def candidate(self) -> Columns:
@@ -103,7 +104,9 @@ class Results:
             slices=slices,
             data=self.data,
             codec=self.codec,
-            doubts=tuple(find_doubts(config, self.columns, self.classes, metrics, slices, self.kind is not None)),
+            doubts=tuple(
+                find_doubts(config, self.columns, self.classes, metrics, slices, self.kind is not None, self.repeated)
+            ),
             calibration=calibration.get("candidate"),
             baseline_calibration=calibration.get("baseline"),
             brier_gain=self._brier_gain(config) if "baseline" in calibration else None,

@@ -36,7 +36,7 @@ OUTPUTS = {CLASSIFIER: "scores", SMALL: "y", LARGE: "y", RANKER: "score", TAGGER
 
 # Why some damages are not stopped.
 SHORT_TEXTS = "one word is in three of eight shingles, so that the texts differ by more than near copies do"
-REPEATED = "samples that are repeated within the test set count as independent"
+REPEATED = "the verdict's first line warns of it, as equal samples can be independent draws"
 
 
 @dataclass(frozen=True)

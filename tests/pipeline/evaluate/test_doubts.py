@@ -85,3 +85,11 @@ def test_a_small_slice_that_is_all_wrong_is_named_in_the_first_line() -> None:
     columns = _columns(predicted) | {"slice.region": labels}
     summary = _decide(columns, require={"accuracy": 0.5}).summary
     assert "every sample is wrong in region=north, which is too small to be judged" in summary
+
+
+@pytest.mark.parametrize(("repeated", "warns"), [(0, False), (10, False), (150, True)])
+def test_repeated_test_samples_are_stated_in_the_first_line(repeated: int, warns: bool) -> None:
+    config = Evaluate(require={"accuracy": 0.5})
+    results = Results(_columns(_mostly_right(0.8)), None, None, CLASSES, repeated=repeated)
+    summary = decide(config, results.measurements(config)).summary
+    assert ("150 of 300 test samples repeat another one" in summary) == warns
