@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -49,6 +49,7 @@ class Damage:
     apply: Any
     stopped_by: str
     not_stopped: str = ""  # why nothing stops it today
+    prepare: Mapping[str, Any] = field(default_factory=dict)  # settings
 
     @property
     def id(self) -> str:
@@ -102,6 +103,8 @@ def data() -> Iterator[Damage]:
         yield Damage(kind, "a test column in thousands", "data", scaled(0.001), "prepare.drift")
     for kind, label in ((CLASSIFIER, "label"), (SMALL, "target"), (LARGE, "target")):
         yield Damage(kind, "a column that holds the label", "data", leaking(label), "prepare.leak")
+    warn = {"near_duplicates": "warn"}
+    yield Damage(CLASSIFIER, "a verdict by near copies", "data", judged_by_copies, "near_duplicates", prepare=warn)
     yield Damage(CLASSIFIER, "each test sample twice", "data", repeated, "repeated samples", REPEATED)
     yield Damage(LARGE, "two test columns swapped", "data", swapped_columns, "prepare.drift")
     yield Damage(EMBEDDING, "a test column shifted by one deviation", "data", shifted, "prepare.drift")
@@ -121,6 +124,15 @@ def nearly_copied(splits: Splits) -> None:
     copied(splits)
     noise = np.random.default_rng(1).normal(size=(40, 12)) * 0.005
     splits["test"]["x"][:40] += noise.astype(np.float32)
+
+
+def judged_by_copies(splits: Splits) -> None:
+    """Leave few samples that the model has not seen, with labels that it gets wrong."""
+    rng = np.random.default_rng(2)
+    splits["test"]["label"] = rng.permutation(splits["test"]["label"])
+    for name, column in splits["test"].items():
+        column[:360] = splits["train"][name][:360]
+    splits["test"]["x"][:360] += (rng.normal(size=(360, 12)) * 0.005).astype(np.float32)
 
 
 def other_word(place: int, length: int) -> Callable[[Splits], None]:

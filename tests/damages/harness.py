@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -73,13 +73,14 @@ class Project:
 
     kind: Kind
     root: Path
+    prepare_settings: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def make(cls, kind: Kind, root: Path, splits: Splits, task: str = "", codec: str = "") -> Project:
-        project = cls(kind, root)
+    def make(cls, kind: Kind, root: Path, splits: Splits, prepare_settings: Mapping[str, Any] | None = None) -> Project:
+        project = cls(kind, root, prepare_settings or {})
         root.mkdir(parents=True)
         project.write_data(splits)
-        project.write_code(task, codec)
+        project.write_code()
         project.begin("one")
         return project
 
@@ -109,7 +110,7 @@ class Project:
             "name": "damaged",
             "task": "task.py:Own",
             "codec": "codec.py:Own",
-            "prepare": {"near_duplicates": "error", "drift": "error"},
+            "prepare": {"near_duplicates": "error", "drift": "error", **self.prepare_settings},
             "train": {"batch_size": 100_000},
             "evaluate": dict(self.kind.evaluate),
             "export": {"batch_sizes": [1, 2, 7]},
@@ -226,7 +227,7 @@ def stopping_checks(damage: Damage, workplace: Workplace, folder: Path) -> set[s
 def _damaged_data(damage: Damage, workplace: Workplace, root: Path) -> set[str]:
     splits = KINDS[damage.kind].splits()
     damage.apply(splits)
-    project = Project.make(KINDS[damage.kind], root, splits)
+    project = Project.make(KINDS[damage.kind], root, splits, damage.prepare)
     return stopped(project.prepare, project) or stopped(project.train, project) or stopped(project.evaluate, project)
 
 
