@@ -49,6 +49,7 @@ from pipeline.data_checks.scan import (
     scan_split,
     with_label,
 )
+from pipeline.data_checks.time_order import check_time_order
 
 _MAX_PAIRS = 100  # near-duplicates that are written; all are counted
 _MAX_PRINTED = 5  # results on the terminal; all are written
@@ -89,6 +90,7 @@ def check_data(run: Run, task: Task, splits: Mapping[str, Samples]) -> CheckedDa
         *compare_profiles(profile, is_flexible, config, champion_data),
         *check_near_duplicates(near_duplicates, config),
         *_check_labels(task, plan, summaries, splits["test"], config),
+        *check_time_order(splits, config.time_column, config.leaks),
     ]
     missing = missing_champion_note(registry, run.runs)
     notes = [

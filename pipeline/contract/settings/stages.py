@@ -47,6 +47,9 @@ class Prepare(Section):
         description="action when feature values or labels are distributed differently than in training or in the "
         "champion's training data",
     )
+    time_column: str = Field(
+        "", description="column with the time of each sample: no test sample may be earlier than a training sample"
+    )
     ignore: tuple[str, ...] = Field((), description="columns excluded from these checks")
     files: tuple[str, ...] = Field(
         (), description="globs of data files that the task reads, or folders; a change in one reruns the pipeline"
