@@ -48,8 +48,9 @@ unit: $(VENV)/.dev
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder \
 	  -m "not long and not gpu"
 
-docs: $(VENV)/.dev  ## write docs/config.md from the settings in pipeline/contract/settings
+docs: $(VENV)/.dev  ## write docs/config.md from the settings, and docs/damages.md from tests/damages
 	$(BIN)/pipe explain > docs/config.md
+	$(BIN)/python -m tests.damages
 
 format: $(VENV)/.dev  ## format and fix with ruff
 	$(BIN)/ruff format .

@@ -103,6 +103,9 @@ def data() -> Iterator[Damage]:
         yield Damage(kind, "a test column in thousands", "data", scaled(0.001), "prepare.drift")
     for kind, label in ((CLASSIFIER, "label"), (SMALL, "target"), (LARGE, "target")):
         yield Damage(kind, "a column that holds the label", "data", leaking(label), "prepare.leak")
+    for kind in (CLASSIFIER, LARGE):
+        late = {"time_column": "day"}
+        yield Damage(kind, "test samples of earlier days", "data", earlier_days, "prepare.time_order", prepare=late)
     warn = {"near_duplicates": "warn"}
     yield Damage(CLASSIFIER, "a verdict by near copies", "data", judged_by_copies, "near_duplicates", prepare=warn)
     yield Damage(CLASSIFIER, "each test sample twice", "data", repeated, "repeated samples", REPEATED)
@@ -124,6 +127,19 @@ def nearly_copied(splits: Splits) -> None:
     copied(splits)
     noise = np.random.default_rng(1).normal(size=(40, 12)) * 0.005
     splits["test"]["x"][:40] += noise.astype(np.float32)
+
+
+def ordered_days(splits: Splits) -> None:
+    days = 0
+    for columns in splits.values():
+        count = len(next(iter(columns.values())))
+        columns["day"] = np.arange(days, days + count)
+        days += count
+
+
+def earlier_days(splits: Splits) -> None:
+    ordered_days(splits)
+    splits["test"]["day"][:50] = 10
 
 
 def judged_by_copies(splits: Splits) -> None:
