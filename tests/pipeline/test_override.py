@@ -79,7 +79,7 @@ def test_a_verdict_that_changed_on_disk_is_not_overridden(new_run: NewRun) -> No
 def test_an_override_reuses_the_evaluation_and_reruns_the_export(
     new_run: NewRun, config: Config, project: Project
 ) -> None:
-    before = {"prepare": {"data.json": "1"}, "train": {"model.safetensors": "2"}}
+    before = {"prepare": {"data.json": "1", "near_copies.json": "3"}, "train": {"model.safetensors": "2"}}
     run = new_run()
     key = digest_key(key_parts("evaluate", config, project, before))
     run = evaluated(run, key=key)
