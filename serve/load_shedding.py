@@ -41,7 +41,7 @@ def check_capacity(batcher: Batcher, deadline: float, arriving: int = 0) -> None
     """Raise Busy or DeadlineExceeded if the queue is full or too slow; `arriving` requests are not in it yet."""
     now = time.monotonic()
     if now >= deadline:
-        raise DeadlineExceeded("the deadline passed before the request could be computed")
+        raise DeadlineExceeded("the deadline passed before the request was queued; it was not computed")
     limit, waiting = batcher.options.max_waiting, batcher.waiting + arriving
     if waiting >= limit:
         batcher.remove_abandoned(now)

@@ -129,7 +129,7 @@ class Batcher:
         key, rows = batch_key(inputs, request.output_names)
         request.batch_key, request.rows, request.queued_at = key, rows, time.monotonic()
         if request.queued_at >= request.deadline:
-            raise DeadlineExceeded("the deadline passed before the request could be computed")
+            raise DeadlineExceeded("the deadline passed before the request was queued; it was not computed")
         answer: asyncio.Future[dict[str, Array]] = asyncio.get_running_loop().create_future()
         request.outputs = answer
         if is_only and not self.waiting and not self._running and self._estimate.is_quick(input_size((request,))):

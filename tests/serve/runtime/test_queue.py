@@ -41,6 +41,8 @@ run = Session.run
 
 def run_when_released(self, inputs, outputs=None):
     end = time.thread_time() + 0.1
+    if (inputs["x"] >= 1).any():
+        open({path!r} + ".runs", "w").close()
     while (inputs["x"] >= 1).any() and (os.path.exists({path!r}) or time.thread_time() < end):
         hashlib.sha256(bytes(1 << 20)).digest()  # without the interpreter's lock, as ONNX Runtime computes
     return run(self, inputs, outputs)
@@ -88,9 +90,11 @@ class Service:
 
     def start_held(self, headers: dict[str, str] | None = None) -> Future[httpx.Response]:
         """Start a request that runs until `release`, and wait until it runs."""
+        runs = self.hold.with_name(self.hold.name + ".runs")
+        runs.unlink(missing_ok=True)
         self.hold.touch()
         future = self.threads.submit(self.request, HELD, headers)
-        self.wait_until(lambda: self.value("pipe_requests_in_flight") == 1 and self.value("pipe_queue_length") == 0)
+        self.wait_until(runs.exists)
         return future
 
     def release(self) -> None:
