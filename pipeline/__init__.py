@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     )
     from pipeline.contract.errors import ConfigError, DataError, InvalidPayload, PipelineError
     from pipeline.contract.run import Run
-    from pipeline.contract.show import Boxes, Embedding, TaggedText
     from pipeline.contract.signature import Drawing, Prompting
-    from pipeline.contract.task import Batch, Outputs, Split, Task
+    from pipeline.contract.task import Batch, Boxes, Embedding, Outputs, Split, TaggedText, Task
     from pipeline.history import open_run
     from pipeline.readers import read_dataset, read_images, read_jsonl, read_shards, read_table
 
@@ -63,9 +62,8 @@ _MODULES = {
     "contract.data": ("PackedRows", "Samples", "cut_texts", "mask_between_texts", "one_text_per_row", "pack_texts"),
     "contract.errors": ("ConfigError", "DataError", "InvalidPayload", "PipelineError"),
     "contract.run": ("Run",),
-    "contract.show": ("Boxes", "Embedding", "TaggedText"),
     "contract.signature": ("Drawing", "Prompting"),
-    "contract.task": ("Batch", "Outputs", "Split", "Task"),
+    "contract.task": ("Batch", "Boxes", "Embedding", "Outputs", "Split", "TaggedText", "Task"),
     "history": ("open_run",),
     "readers": ("read_dataset", "read_images", "read_jsonl", "read_shards", "read_table"),
 }

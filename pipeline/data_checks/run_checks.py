@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.contract.data import Samples
-from pipeline.contract.errors import DataError
+from pipeline.contract.errors import ConfigError, DataError
 from pipeline.contract.facts import NEAR_COPIES
 from pipeline.contract.files import write_json
 from pipeline.contract.registry import Entry, read_registry
@@ -38,7 +38,7 @@ from pipeline.data_checks.near_duplicates import (
     small_pictures,
 )
 from pipeline.data_checks.profile import Floats, Integers, Profile, write_profile
-from pipeline.data_checks.rules import CheckResult
+from pipeline.data_checks.rules import CheckResult, Severity
 from pipeline.data_checks.scan import (
     ScanPlan,
     SimilaritySpace,
@@ -49,10 +49,10 @@ from pipeline.data_checks.scan import (
     scan_split,
     with_label,
 )
-from pipeline.data_checks.time_order import check_time_order
 
 _MAX_PAIRS = 100  # near-duplicates that are written; all are counted
 _MAX_PRINTED = 5  # results on the terminal; all are written
+_TIME_ROWS = 4096  # read at once
 
 
 @dataclass(frozen=True)
@@ -187,6 +187,35 @@ def _find_near_duplicates(
     else:
         rows = search.candidates(count_different_bits, space.max_difference(plan.pilot, limit))
     return search.confirm(rows, distances, limit)
+
+
+def check_time_order(splits: Mapping[str, Samples], column: str, severity: Severity) -> Iterator[CheckResult]:
+    """Yield a failure for each split with samples from before the newest training sample."""
+    if not column:
+        return
+    newest = float(np.nanmax(_read_times(splits["train"], column)))
+    for split in (name for name in splits if name != "train"):
+        times = _read_times(splits[split], column)
+        early = int((times < newest).sum())
+        if early:
+            detail = (
+                f"{early} of {len(times)} samples are earlier than the newest training sample ({newest:.10g}); to fix "
+                "it: split by time, so that training ends before the others begin, or set prepare.leaks=warn"
+            )
+            yield CheckResult("time_order", f"{split}.{column}", severity, False, detail, float(early), 0.0)
+
+
+def _read_times(samples: Samples, column: str) -> Floats:
+    parts = []
+    for batch in samples.batches(range(len(samples)), _TIME_ROWS):
+        if column not in batch:
+            raise ConfigError(
+                f"prepare.time_column: data({samples.split!r}) has no column {column} ({', '.join(batch)})"
+            )
+        if batch[column].ndim != 1:
+            raise ConfigError(f"prepare.time_column: {column} must be one number per sample")
+        parts.append(batch[column].to("cpu").double().numpy())
+    return np.concatenate(parts)
 
 
 def _check_labels(

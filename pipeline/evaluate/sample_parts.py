@@ -16,8 +16,8 @@ import numpy as np
 from torch import Tensor
 
 from pipeline.contract.errors import DataError
-from pipeline.contract.show import Boxes, Embedding, TaggedText
 from pipeline.contract.statistics.scores import Array
+from pipeline.contract.task import Boxes, Embedding, TaggedText
 
 Part: TypeAlias = dict[str, Any]  # one value with its `name` and `kind`
 Range: TypeAlias = tuple[float, float]

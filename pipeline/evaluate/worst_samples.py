@@ -18,9 +18,8 @@ import torch
 from pipeline.contract.data import Samples
 from pipeline.contract.errors import DataError
 from pipeline.contract.run import Run
-from pipeline.contract.show import Embedding
 from pipeline.contract.statistics.scores import ACTUAL, BASELINE, CANDIDATE, PREDICTED, Array, Columns
-from pipeline.contract.task import FOLDER, HasShow, HasText, Task
+from pipeline.contract.task import FOLDER, Embedding, HasShow, HasText, Task
 from pipeline.evaluate.results import Results
 from pipeline.evaluate.sample_parts import Part, array_part, row_part, shown_parts, text_part
 

@@ -15,9 +15,8 @@ from pipeline.cli.project import TEMPLATES
 from pipeline.contract.codec import encode_method, load_codec
 from pipeline.contract.config import load_config
 from pipeline.contract.data import forward, open_split
-from pipeline.contract.show import Boxes, Embedding, TaggedText
 from pipeline.contract.sources import SOURCE_ROOT
-from pipeline.contract.task import load_task, make_shared_files
+from pipeline.contract.task import Boxes, Embedding, TaggedText, load_task, make_shared_files
 
 
 def test_every_template_has_a_folder() -> None:

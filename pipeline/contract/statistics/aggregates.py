@@ -105,10 +105,8 @@ class Mean(Statistic):
 
 
 @dataclass(frozen=True)
-class RootMean(Statistic):
-    """Root of the mean of squared errors (RMSE)."""
-
-    squares: Floats
+class _OfSquares(Statistic):
+    squares: Floats  # of the errors
 
     def features(self) -> Floats:
         return self.squares[:, None]
@@ -116,6 +114,10 @@ class RootMean(Statistic):
     @property
     def units(self) -> int:
         return len(self.squares)
+
+
+class RootMean(_OfSquares):
+    """Root of the mean of squared errors (RMSE)."""
 
     def values(self, weights: Floats) -> Floats:
         roots: Floats = np.sqrt(weights @ self.squares / weights.sum(axis=1))
@@ -128,18 +130,10 @@ class RootMean(Statistic):
 
 
 @dataclass(frozen=True)
-class ExplainedVariance(Statistic):
+class ExplainedVariance(_OfSquares):
     """Explained fraction of the variance of the labels (R²); undefined if all labels are equal."""
 
-    squares: Floats  # of the errors
     actual: Floats
-
-    def features(self) -> Floats:
-        return self.squares[:, None]
-
-    @property
-    def units(self) -> int:
-        return len(self.squares)
 
     def values(self, weights: Floats) -> Floats:
         total, centred = weights.sum(axis=1), self.actual - self.actual.mean()

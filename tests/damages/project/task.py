@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,18 +19,18 @@ HERE = Path(__file__).parent
 Batch = Mapping[str, Tensor]
 
 
-class Kind:
+class Kind(ABC):
     """What all tasks share: data in files, training to the minimum, and a baseline of half the data."""
 
     inputs: tuple[str, ...] = ("x",)
     outputs: tuple[str, ...] = ("y",)
     steps = 40
 
-    def model(self) -> nn.Module:
-        raise NotImplementedError
+    @abstractmethod
+    def model(self) -> nn.Module: ...
 
-    def loss(self, outputs: Tensor, batch: Batch) -> Tensor:
-        raise NotImplementedError
+    @abstractmethod
+    def loss(self, outputs: Tensor, batch: Batch) -> Tensor: ...
 
     def data(self, split: str) -> dict[str, np.ndarray[Any, Any]]:
         with np.load(HERE / f"{split}.npz") as file:

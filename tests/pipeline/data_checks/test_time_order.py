@@ -5,7 +5,7 @@ import torch
 
 from pipeline.contract.data import Samples
 from pipeline.contract.errors import ConfigError
-from pipeline.data_checks.time_order import check_time_order
+from pipeline.data_checks.run_checks import check_time_order
 
 
 def _splits(**first: int) -> dict[str, Samples]:
