@@ -24,6 +24,7 @@ from packaging.version import Version
 from export.language_model import choose_prompts, stable_answer
 from export.parity import Arrays, open_session, rows_with, run
 from export.to_onnx import tensor_specs
+from export.tolerance import absolute_tolerance
 from pipeline.contract.codec import (
     FILES,
     Codec,
@@ -162,16 +163,9 @@ def make_golden(
         instances=instances,
         predictions=predictions,
         rtol=config.export.rtol,
-        atol=max(config.export.atol * _unit([*outputs.values(), *_numbers(predictions)]), error),
+        atol=max(absolute_tolerance(config.export, [*outputs.values(), *_numbers(predictions)]), error),
         generated=generated,
     )
-
-
-def _unit(values: Sequence[Any]) -> float:
-    """Return the largest magnitude, 1 at most: an absolute tolerance must be small beside answers that are small."""
-    finite = [np.abs(part[np.isfinite(part)]) for part in map(np.asarray, values) if part.dtype.kind == "f"]
-    largest = max((float(part.max()) for part in finite if part.size), default=1.0)
-    return min(largest or 1.0, 1.0)
 
 
 def _numbers(value: Any) -> Iterator[float]:

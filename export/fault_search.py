@@ -25,6 +25,7 @@ from torch.fx import Interpreter, Node
 from torch.utils import _pytree as pytree
 
 from export.to_onnx import ExportResult
+from export.tolerance import absolute_tolerance
 from export.trace import describe_module, module_name, source_location
 from pipeline.contract.errors import StageError
 from pipeline.contract.settings.stages import Export
@@ -350,11 +351,12 @@ def explain_difference(written: ExportResult, path: Path, feeds: Iterable[Feed],
 
 def _explain_for_feed(written: ExportResult, path: Path, feed: Feed, config: Export) -> str:
     steps = record_steps(written, feed)
+    atol = absolute_tolerance(config, [steps[name].value for name in written.traced.outputs if name in steps])
     wrong = find_first_wrong_by_values(
-        {name: step.value for name, step in steps.items()}, path, feed, config.rtol, config.atol
+        {name: step.value for name, step in steps.items()}, path, feed, config.rtol, atol
     )
     if wrong is None:
-        return _explain_trace(written, steps, feed, config)
+        return _explain_trace(written, steps, feed, config.rtol, atol)
     wrong_node = next(node for node in Graph(path).nodes if wrong.node in (node.name, *node.output))
     step = next((steps[name] for name in wrong_node.output if name in steps), None)
     return f"{wrong}" + (f", of {step.location}" if step else "")
@@ -391,13 +393,13 @@ class _Recorder(Interpreter):
         return value
 
 
-def _explain_trace(written: ExportResult, steps: Mapping[str, Step], feed: Feed, config: Export) -> str:
+def _explain_trace(written: ExportResult, steps: Mapping[str, Step], feed: Feed, rtol: float, atol: float) -> str:
     """Explain where the trace differs from the model, for a file that equals the trace."""
     expected = _module_outputs(written, feed)
     traced = _traced_outputs(steps)
     untraced: list[str] = []  # modules after the last right one that have no step in the trace
     for name, value in expected.items():
-        error = tensor_error(value, traced[name].value, config.rtol, config.atol) if name in traced else None
+        error = tensor_error(value, traced[name].value, rtol, atol) if name in traced else None
         if error is None:
             untraced.append(name)
         elif error == 0:

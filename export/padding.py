@@ -1,7 +1,7 @@
 """Whether padding changes answers: each test sample by itself, and beside longer samples that it is padded for.
 
 The task's collate() pads, or the columns of the data are padded already. Then the padding is found in the data: where
-all inputs have, at the same end, values that stand nowhere else. Where that is not clear, the result states it.
+all inputs have, at the same end, values that are nowhere else. Where that is not clear, the result states it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from export.tolerance import allowed_error, is_within, measure_scale
 from pipeline.contract.data import Samples, open_split
 from pipeline.contract.settings.stages import Export
 from pipeline.contract.task import HasCollate, Task, input_axes
@@ -98,7 +99,8 @@ def measure_padding(
                 shapes = f"{list(own.shape[1:])} for a sample by itself, {list(actual[name].shape[1:])} if padded"
                 why = f"`{name}` is {shapes}"
                 return PaddingEffect(text, dict.fromkeys(text, why))
-            far = ~np.isclose(own, part, rtol=config.rtol, atol=config.atol, equal_nan=True)
+            allowed = allowed_error(own, config, measure_scale(actual[name]))
+            far = ~(is_within(part, own, allowed) | ((own != own) & (part != part)))  # NaN is equal to NaN here
             differs |= far.reshape(len(far), -1).any(axis=1)
             error = np.where(far, np.abs(own.astype(np.float64) - part.astype(np.float64)), 0.0)
             of_row = (
@@ -213,7 +215,7 @@ def find_padding(task: Task, columns: Mapping[str, Tensor], axis: str) -> Paddin
             padding = _padding_at_end({name: arrays[name] for name in names}, side)
             if padding is not None and (len(names) == len(arrays) or _is_mask(names[0], padding, arrays)):
                 return padding
-    return "the test samples show none: in no sample do all inputs end with values that stand nowhere else"
+    return "the test samples show none: in no sample do all inputs end with values that are nowhere else"
 
 
 def _may_be_padded(array: Array) -> bool:

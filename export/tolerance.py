@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,6 +113,13 @@ def _larger(own: Scale, reference: Scale, shape: tuple[int, ...]) -> Scale:
 
 def _fits(row: tuple[int, ...], shape: tuple[int, ...]) -> bool:
     return all(size in (1, other) for size, other in zip(row, shape, strict=True))
+
+
+def absolute_tolerance(config: Export, values: Iterable[Any]) -> float:
+    """Return one limit for all values of an answer: export.atol, times the largest value if all are below 1."""
+    finite = [np.abs(part[np.isfinite(part)]) for part in map(np.asarray, values) if part.dtype.kind == "f"]
+    largest = max((float(part.max()) for part in finite if part.size), default=1.0)
+    return config.atol * min(largest or 1.0, 1.0)
 
 
 def is_within(actual: Array, expected: Array, allowed: Array) -> Array:

@@ -67,6 +67,22 @@ def test_a_model_that_ignores_padding_is_not_accused() -> None:
     assert (found.samples, found.differing, found.text) == (PADDED, 0, "")
 
 
+class Scaled(nn.Module):
+    def __init__(self, net: nn.Module, unit: float) -> None:
+        super().__init__()
+        self.net, self.unit = net, unit
+
+    def forward(self, letters: Tensor, real: Tensor) -> Tensor:
+        scaled: Tensor = self.net(letters, real) * self.unit
+        return scaled
+
+
+@pytest.mark.parametrize("unit", [1e-6, 1e6])
+def test_the_unit_of_the_outputs_does_not_matter(unit: float) -> None:
+    assert effect(Tags(Scaled(Tagger(), unit))).differing == PADDED
+    assert effect(Tags(Scaled(Mean(), unit))).differing == 0
+
+
 def test_samples_that_the_model_cannot_compute_by_themselves_are_counted_with_the_reason() -> None:
     class Window(Mean):
         def forward(self, letters: Tensor, real: Tensor) -> Tensor:
