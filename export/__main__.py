@@ -69,7 +69,7 @@ def export(run: Run, root: Path) -> None:
     check_columns(task, test)
     model = load_weights(build_model(task, run), weights)
     file = bundle / "model.onnx"
-    served, limits = ServedSizes.from_settings(config.serve), config.evaluate.metric_limits
+    served, limits = ServedSizes.from_settings(config.serve), config.evaluate.require
     verification = verify_model(task, model, test, config.export, file, served, limits)
     write_json(run.partial("export") / "parity.json", _parity(run, verification, len(test), file))
     verification.require()

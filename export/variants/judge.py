@@ -23,7 +23,13 @@ from pipeline.contract.data import Samples, as_task_outputs, forward
 from pipeline.contract.errors import StageError
 from pipeline.contract.settings.stages import Cost, Evaluate, Export
 from pipeline.contract.statistics.intervals import Interval
-from pipeline.contract.statistics.metrics import Metric, builtin_metrics, compute_metrics, lower_is_better
+from pipeline.contract.statistics.metrics import (
+    Metric,
+    builtin_metrics,
+    calibration_metrics,
+    compute_metrics,
+    lower_is_better,
+)
 from pipeline.contract.statistics.scores import (
     ACTUAL,
     BASELINE,
@@ -105,7 +111,8 @@ def _compare_metrics(task: Task, test: Samples, reference: Reference, outputs: A
         **{name: reference.columns[name] for name in (ACTUAL, QUERY) if name in reference.columns},
     }
     classes = task.classes if isinstance(task, Classifier) else None
-    return compute_metrics(columns, classes, compared=True, lower=lower_is_better(task))
+    metrics = compute_metrics(columns, classes, compared=True, lower=lower_is_better(task))
+    return {**metrics, **{metric.name: metric for metric in calibration_metrics(columns, compared=True)}}
 
 
 def _score(task: Task, batch: Batch, outputs: Arrays) -> Columns:
@@ -296,7 +303,7 @@ def _metric_faults(config: Evaluate, margin: float, result: MetricResult) -> Ite
 
 def _limit_faults(config: Evaluate, answers: Sequence[BatchSizeResult]) -> Iterator[str]:
     """Yield required metrics that only torch reaches; one that torch misses, too, was overridden by a person."""
-    for name, limit in sorted(config.metric_limits.items()):
+    for name, limit in sorted(config.require.items()):
         metrics = [answer.metrics[name] for answer in answers if name in answer.metrics]
         if not metrics or metrics[0].better * (metrics[0].value("baseline") - limit) < 0:
             continue

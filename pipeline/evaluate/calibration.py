@@ -9,10 +9,17 @@ from typing import Any
 import numpy as np
 
 from pipeline.contract.settings.stages import Evaluate
-from pipeline.contract.statistics.aggregates import CalibrationError, Floats, Mean
+from pipeline.contract.statistics.aggregates import CalibrationError, Mean
 from pipeline.contract.statistics.intervals import Interval, difference_interval, metric_interval
+from pipeline.contract.statistics.metrics import BRIER_RANGE
 from pipeline.contract.statistics.scores import Array
-from pipeline.contract.statistics.significance import Bin, brier_scores, calibration_curve, expected_calibration_error
+from pipeline.contract.statistics.significance import (
+    Bin,
+    brier_scores,
+    calibration_curve,
+    confidences_and_hits,
+    expected_calibration_error,
+)
 from pipeline.evaluate.rules import GateRule, decide_inconclusive, digits
 
 
@@ -43,11 +50,11 @@ class Calibration:
 
 
 def measure_calibration(config: Evaluate, probabilities: Array, actual: Array) -> Calibration:
-    confidences, hits = _confidences_and_hits(probabilities, actual)
+    confidences, hits = confidences_and_hits(probabilities, actual)
     scores = brier_scores(probabilities.astype(np.float64), actual)
     bins = calibration_curve(confidences, hits)
     ece = metric_interval(CalibrationError(confidences, hits), config.confidence)
-    brier = metric_interval(Mean(scores, _BRIER_RANGE), config.confidence)
+    brier = metric_interval(Mean(scores, BRIER_RANGE), config.confidence)
     return Calibration(expected_calibration_error(bins), ece, float(scores.mean()), brier, bins)
 
 
@@ -57,7 +64,7 @@ def _bounds(interval: Interval | None) -> list[float] | None:
 
 def brier_gain(config: Evaluate, candidate: Array, baseline: Array, actual: Array) -> Interval | None:
     """Return how much lower the candidate's Brier score is on the same samples; positive is better."""
-    scores = [Mean(brier_scores(rows.astype(np.float64), actual), _BRIER_RANGE) for rows in (baseline, candidate)]
+    scores = [Mean(brier_scores(rows.astype(np.float64), actual), BRIER_RANGE) for rows in (baseline, candidate)]
     return difference_interval(scores[0], scores[1], config.confidence)
 
 
@@ -91,7 +98,7 @@ def _limit_rule(config: Evaluate, name: str, value: float, interval: Interval | 
 def _margin_rule(config: Evaluate, gain: Interval, margin: float) -> GateRule:
     how = (
         f"the baseline's Brier score less the candidate's on the same samples, {config.confidence:.0%} interval; "
-        f"its lower bound must lie above -{margin:g}"
+        f"its lower bound must be above -{margin:g}"
     )
     is_passed = gain.low > -margin
     estimate, low = digits(gain.estimate, sign=True), digits(gain.low, sign=True)
@@ -107,11 +114,4 @@ def _margin_rule(config: Evaluate, gain: Interval, margin: float) -> GateRule:
     return rule if is_passed or gain.high <= -margin else decide_inconclusive(config, rule)
 
 
-def _confidences_and_hits(probabilities: Array, actual: Array) -> tuple[Floats, Floats]:
-    """Return the probability of the likeliest class, and 1 where that class is the true one."""
-    wide = probabilities.astype(np.float64)
-    return np.minimum(wide.max(axis=1), 1.0), (wide.argmax(axis=1) == actual).astype(np.float64)
-
-
-_BRIER_RANGE = (0.0, 2.0)
 _LONG_NAMES = {"ece": "expected calibration error (15 bins)", "brier": "Brier score (0 is perfect, 2 the worst)"}

@@ -256,6 +256,34 @@ def test_a_metric_that_only_torch_reaches_is_named() -> None:
     assert compare(task, samples, reference, reference, Export(), 1, 0.0).equal
 
 
+@dataclass
+class Sure(Numbers):
+    """Its outputs are logits, whose size decides how sure it is."""
+
+    classes = ("no", "yes")
+
+    def predicted(self, outputs: Tensor) -> Tensor:
+        return outputs.argmax(dim=1)
+
+    def probabilities(self, outputs: Tensor) -> Tensor:
+        return outputs.softmax(dim=1)
+
+
+def test_limits_of_calibration_are_judged_by_the_file_s_probabilities() -> None:
+    generator = np.random.default_rng(0)
+    logits = generator.normal(size=(2000, 2)).astype(np.float32)
+    shares = np.exp(logits[:, 1]) / np.exp(logits).sum(axis=1)
+    label = (generator.random(2000) < shares).astype(np.int64)
+    samples = Samples("test", {"ids": logits, "label": label})
+    reference = {"y": logits}
+    task: Any = Sure(nn.Identity(), {"ids": logits, "label": label})
+    metrics = MetricReference(task, samples, reference, {"ece": 0.2})
+    assert metrics.changes({"y": logits * np.float32(1 + 1e-6)}, 0) == ()
+    sentences = metrics.changes({"y": logits * 20}, 0)
+    assert any(sentence.startswith("brier is ") for sentence in sentences)
+    assert any("misses evaluate.require 0.2, which torch's" in sentence for sentence in sentences), sentences
+
+
 class Joined(nn.Module):
     """A convolution and a batch norm, which exporters may join into one."""
 

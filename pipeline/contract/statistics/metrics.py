@@ -16,6 +16,7 @@ import numpy as np
 from pipeline.contract.statistics.aggregates import (
     Auc,
     Average,
+    CalibrationError,
     ExplainedVariance,
     Floats,
     Mean,
@@ -26,8 +27,10 @@ from pipeline.contract.statistics.aggregates import (
 )
 from pipeline.contract.statistics.intervals import Interval, difference_interval, metric_interval
 from pipeline.contract.statistics.scores import ACTUAL, BASELINE, CANDIDATE, PREDICTED, PROBABILITIES, QUERY, Array
+from pipeline.contract.statistics.significance import brier_scores, confidences_and_hits
 from pipeline.contract.task import Classifier, HasDirections, HasProbabilities, Ranker, Regressor, Task
 
+BRIER_RANGE = (0.0, 2.0)
 _REGRESSION, _RANKING = ("mae", "rmse", "r2", "spearman"), ("ndcg", "mrr", "auc")
 _LOWER_IS_BETTER = ("mae", "rmse")
 # Words in the names of metrics where lower usually is better.
@@ -133,6 +136,17 @@ def compute_metrics(
     for metric in _builtin_metrics(columns, classes, compared):
         metrics.setdefault(metric.name, metric)
     return metrics
+
+
+def calibration_metrics(columns: Mapping[str, Array], compared: bool) -> Iterator[Metric]:
+    """Yield what `evaluate.require` can limit besides metrics, if the task has probabilities: brier and ece."""
+    if ACTUAL not in columns or CANDIDATE + PROBABILITIES not in columns:
+        return
+    actual = columns[ACTUAL]
+    owners = (CANDIDATE, BASELINE) if compared else (CANDIDATE,)
+    rows = [columns[owner + PROBABILITIES].astype(np.float64) for owner in owners]
+    yield Metric("brier", *_pair([Mean(brier_scores(row, actual), BRIER_RANGE) for row in rows]), lower=True)
+    yield Metric("ece", *_pair([CalibrationError(*confidences_and_hits(row, actual)) for row in rows]), lower=True)
 
 
 def _task_metrics(columns: Mapping[str, Array], compared: bool, lower: Collection[str]) -> Iterator[Metric]:

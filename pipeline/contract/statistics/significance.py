@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
+from typing import Any
 
 import numpy as np
 from scipy.special import bdtr, bdtrc  # type: ignore[import-untyped]
@@ -190,6 +191,12 @@ def brier_scores(probabilities: Floats, actual: np.ndarray[tuple[int], np.dtype[
     of_label = probabilities[np.arange(len(actual)), actual]
     scores: Floats = (probabilities**2).sum(axis=1) - 2 * of_label + 1
     return scores
+
+
+def confidences_and_hits(probabilities: Floats, actual: np.ndarray[Any, Any]) -> tuple[Floats, Floats]:
+    """Return the probability of the likeliest class, and 1 where that class is the true one."""
+    wide = probabilities.astype(np.float64)
+    return np.minimum(wide.max(axis=1), 1.0), (wide.argmax(axis=1) == actual).astype(np.float64)
 
 
 def calibration_curve(confidences: Floats, is_right: Floats, bins: int = _BINS) -> tuple[Bin, ...]:

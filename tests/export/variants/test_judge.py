@@ -63,6 +63,17 @@ def test_a_larger_error_fails_and_a_smaller_one_passes() -> None:
     assert limit == "mae 1.100 is above the required 1.05, which torch's answers reach"
 
 
+def test_limits_of_calibration_hold_for_variants() -> None:
+    def brier(value: float) -> Metric:
+        return Metric("brier", Mean(RIGHT * value), Mean(RIGHT * 0.1), lower=True)
+
+    metrics = {"accuracy": Metric("accuracy", Mean(RIGHT), Mean(RIGHT))}
+    evaluate = Evaluate(margin=0.08, require={"brier": 0.2})
+    assert message("int8", BatchSizeResult(1, NEAR, {**metrics, "brier": brier(0.15)}), evaluate=evaluate) == []
+    (fault,) = message("int8", BatchSizeResult(1, NEAR, {**metrics, "brier": brier(0.3)}), evaluate=evaluate)
+    assert fault == "brier 0.3000 is above the required 0.2, which torch's answers reach"
+
+
 def test_a_margin_own_is_what_a_variant_may_cost() -> None:
     wrong = of(few_wrong(4))
     assert message("int8-static", wrong, evaluate=Evaluate(margin=0.2)) == []
