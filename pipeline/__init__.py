@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         PackedRows,
         Samples,
         cut_texts,
+        fill_rows,
         mask_between_texts,
         one_text_per_row,
         pack_texts,
@@ -24,9 +25,18 @@ if TYPE_CHECKING:
     from pipeline.contract.signature import Drawing, Prompting
     from pipeline.contract.task import Batch, Boxes, Embedding, Outputs, Split, TaggedText, Task
     from pipeline.history import open_run
+    from pipeline.post_training import (
+        IGNORED,
+        answer_log_probs,
+        chat_labels,
+        completion_labels,
+        dpo_loss,
+        token_log_probs,
+    )
     from pipeline.readers import read_dataset, read_images, read_jsonl, read_shards, read_table
 
 __all__ = [
+    "IGNORED",
     "Arrays",
     "Batch",
     "Boxes",
@@ -45,7 +55,12 @@ __all__ = [
     "Split",
     "TaggedText",
     "Task",
+    "answer_log_probs",
+    "chat_labels",
+    "completion_labels",
     "cut_texts",
+    "dpo_loss",
+    "fill_rows",
     "mask_between_texts",
     "one_text_per_row",
     "open_run",
@@ -55,16 +70,33 @@ __all__ = [
     "read_jsonl",
     "read_shards",
     "read_table",
+    "token_log_probs",
 ]
 
 _MODULES = {
     "contract.codec": ("Arrays", "Codec"),
-    "contract.data": ("PackedRows", "Samples", "cut_texts", "mask_between_texts", "one_text_per_row", "pack_texts"),
+    "contract.data": (
+        "PackedRows",
+        "Samples",
+        "cut_texts",
+        "fill_rows",
+        "mask_between_texts",
+        "one_text_per_row",
+        "pack_texts",
+    ),
     "contract.errors": ("ConfigError", "DataError", "InvalidPayload", "PipelineError"),
     "contract.run": ("Run",),
     "contract.signature": ("Drawing", "Prompting"),
     "contract.task": ("Batch", "Boxes", "Embedding", "Outputs", "Split", "TaggedText", "Task"),
     "history": ("open_run",),
+    "post_training": (
+        "IGNORED",
+        "answer_log_probs",
+        "chat_labels",
+        "completion_labels",
+        "dpo_loss",
+        "token_log_probs",
+    ),
     "readers": ("read_dataset", "read_images", "read_jsonl", "read_shards", "read_table"),
 }
 

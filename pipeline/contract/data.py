@@ -576,7 +576,7 @@ def pack_texts(texts: Sequence[Sequence[int]], length: int, pad: int) -> PackedR
     free: list[int] = []
     first_row_with = [0] * (length + 1)  # lower bound of the first row with this much room
     for text in texts:
-        text_length = min(len(text), length)  # a longer text is rejected by _fill
+        text_length = min(len(text), length)  # a longer text is rejected by fill_rows
         row_index = next(
             (i for i in range(first_row_with[text_length], len(rows)) if free[i] >= text_length), len(rows)
         )
@@ -587,18 +587,20 @@ def pack_texts(texts: Sequence[Sequence[int]], length: int, pad: int) -> PackedR
         free[row_index] -= text_length
         for size in range(text_length, length + 1):  # no earlier row has that much room
             first_row_with[size] = max(first_row_with[size], row_index)
-    return _fill(rows, length, pad)
+    return fill_rows(rows, length, pad)
 
 
 def one_text_per_row(texts: Sequence[Sequence[int]], length: int, pad: int) -> PackedRows:
     """Put each text into a row without packing, as requests arrive; for evaluation."""
-    return _fill([[text] for text in texts], length, pad)
+    return fill_rows([[text] for text in texts], length, pad)
 
 
-def _fill(rows: Sequence[Sequence[Sequence[int]]], length: int, pad: int) -> PackedRows:
-    longest = max((sum(map(len, row)) for row in rows), default=0)
-    if longest > length:
-        raise DataError(f"a text of {longest} tokens is longer than a row of {length}; call cut_texts() first")
+def fill_rows(rows: Sequence[Sequence[Sequence[int]]], length: int, pad: int) -> PackedRows:
+    """Put the texts of each list into one row, such as the two answers of a preference pair."""
+    for row in rows:
+        if (size := sum(map(len, row))) > length:
+            text = f"a text of {size} tokens is" if len(row) == 1 else f"{len(row)} texts of {size} tokens are"
+            raise DataError(f"{text} longer than a row of {length}; call cut_texts() first, or make rows longer")
     ids = np.full((len(rows), length), pad, np.int64)
     segments, positions = np.zeros_like(ids), np.zeros_like(ids)
     for index, row in enumerate(rows):
