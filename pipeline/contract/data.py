@@ -599,8 +599,8 @@ def fill_rows(rows: Sequence[Sequence[Sequence[int]]], length: int, pad: int) ->
     """Put the texts of each list into one row, such as the two answers of a preference pair."""
     for row in rows:
         if (size := sum(map(len, row))) > length:
-            text = f"a text of {size} tokens is" if len(row) == 1 else f"{len(row)} texts of {size} tokens are"
-            raise DataError(f"{text} longer than a row of {length}; call cut_texts() first, or make rows longer")
+            size_text = f"a text of {size} tokens is" if len(row) == 1 else f"{len(row)} texts of {size} tokens are"
+            raise DataError(f"{size_text} longer than a row of {length}; call cut_texts() first, or make rows longer")
     ids = np.full((len(rows), length), pad, np.int64)
     segments, positions = np.zeros_like(ids), np.zeros_like(ids)
     for index, row in enumerate(rows):
