@@ -23,6 +23,7 @@ from export.trace import ExportInput
 from pipeline.contract.data import Samples
 from pipeline.contract.errors import StageError
 from pipeline.contract.golden import Answer, Decoder, empty_past, greedy, inputs_of
+from pipeline.contract.prompting import check_prompting
 from pipeline.contract.settings.stages import Export
 from pipeline.contract.signature import Cache, Generation, Prompting
 from pipeline.contract.task import Generates
@@ -66,6 +67,7 @@ def empty_cache(model: nn.Module) -> Any:
 
 def make_generation(task: Generates, model: nn.Module) -> Generation:
     """Return the generation section of the signature, from the model and its task."""
+    check_prompting(task)
     properties, maximum = task.prompting(), max_positions(model)
     if properties.positions_limit > maximum:
         raise StageError(

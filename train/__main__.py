@@ -23,6 +23,7 @@ from pipeline.contract.data import Samples, check_columns, fingerprint, open_spl
 from pipeline.contract.errors import BundleError, DataError, StageError
 from pipeline.contract.files import digest_parts, write_json
 from pipeline.contract.processes import Rank
+from pipeline.contract.prompting import check_prompting
 from pipeline.contract.restarts import read_attempts
 from pipeline.contract.run import Run, run_step
 from pipeline.contract.task import Task, build_model, open_task
@@ -61,6 +62,7 @@ def train(run: Run, root: Path) -> None:
         if folder := os.environ.get(CHAOS_VARIABLE):
             install_chaos_hook(ChaosHook(Path(folder), group))
         task = open_task(run, root)
+        check_prompting(task)  # it is no part of prepare's key, so prepare may be an older one
         prepared = run.output("prepare")
         splits = [open_split(task, name, prepared) for name in ("train", "validation")]
         check_splits(task, splits, group)

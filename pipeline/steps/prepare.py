@@ -20,6 +20,7 @@ from pipeline.contract.files import write_json
 from pipeline.contract.pretrained import (
     Pretrained,
 )
+from pipeline.contract.prompting import check_prompting
 from pipeline.contract.run import Run, run_step
 from pipeline.contract.statistics.metrics import check_directions, lower_is_better
 from pipeline.contract.task import (
@@ -57,6 +58,7 @@ def prepare(run: Run, root: Path) -> None:
     if pretrained:
         copy_small_files(pretrained, files)
     make_shared_files(task, files)
+    check_prompting(task)
     digest, check_texts = _check_pretrained(pretrained, task, run) if pretrained else ("", None)
     pretrained_part = {PRETRAINED_KEY: digest} if pretrained else {}
     splits = {name: open_split(task, name) for name in SPLITS}

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
-
-from jinja2 import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing import Any
 
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.errors import BundleError, InvalidPayload, ResourceError, install_command
+from pipeline.contract.errors import BundleError, ConfigError, InvalidPayload, ResourceError, install_command
+from pipeline.contract.prompting import ChatTemplate
 from pipeline.contract.signature import Generation
 
 try:
@@ -32,9 +28,7 @@ class ModelTokenizer:
     ) -> None:
         self._tokenizer, self.generation, self.vocabulary = tokenizer, generation, vocabulary
         self._max_characters = generation.positions_limit * max_token_characters
-        begin = self.text(generation.begin, special=True)
-        end = self.text(generation.end[:1], special=True)
-        self._chat_template = ChatTemplate(generation.template, begin, end) if generation.template else None
+        self._chat_template = self._load_template()
 
     @classmethod
     def open(cls, bundle: Bundle) -> ModelTokenizer:
@@ -61,6 +55,16 @@ class ModelTokenizer:
                 f"signature.json: token id {wrong[0]} in generation is not in the vocabulary of {vocabulary} tokens"
             )
         return cls(tokenizer, generation, vocabulary, max(map(len, token_ids), default=1))
+
+    def _load_template(self) -> ChatTemplate | None:
+        generation = self.generation
+        if not generation.template:
+            return None
+        begin, end = (self.text(ids, special=True) for ids in (generation.begin, generation.end[:1]))
+        try:
+            return ChatTemplate(generation.template, {"bos_token": begin, "eos_token": end})
+        except ConfigError as error:
+            raise BundleError(f"signature.json: {error}; export again") from error
 
     def encode(self, text: str, field: str = "prompt") -> list[int]:
         """Return the ids of a prompt, with the model's begin tokens."""
@@ -94,40 +98,3 @@ def _read(path: Path) -> Any:
     tokenizer.no_padding()
     tokenizer.no_truncation()
     return tokenizer
-
-
-class ChatTemplate:
-    """A Jinja template from the bundle, rendered in a sandbox with the environment that transformers provides."""
-
-    def __init__(self, template: str, begin: str, end: str) -> None:
-        """`begin` and `end` are the texts of the special tokens."""
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
-        environment.filters["tojson"] = _json
-        environment.globals |= {"raise_exception": _raise_exception, "strftime_now": _now}
-        try:
-            self._template = environment.from_string(template)
-        except TemplateError as error:
-            raise BundleError(f"signature.json: the chat template is not valid Jinja: {error}; export again") from error
-        self._tokens = {"bos_token": begin, "eos_token": end}
-
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """Return the prompt, up to where the model's answer begins."""
-        try:
-            return self._template.render(messages=messages, tools=None, add_generation_prompt=True, **self._tokens)
-        except (TemplateError, TypeError, ValueError, KeyError) as error:  # raised by the template
-            raise InvalidPayload(f"messages: the model's chat template rejects them: {error}") from error
-
-
-def _json(value: Any, indent: int | None = None) -> str:
-    """Replace Jinja's `tojson`, which escapes HTML."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-def _raise_exception(text: str) -> NoReturn:
-    raise InvalidPayload(f"messages: {text}")
-
-
-def _now(date_format: str) -> str:
-    return datetime.now(UTC).strftime(date_format)

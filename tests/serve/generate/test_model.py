@@ -37,7 +37,7 @@ def test_rows_that_influence_each_other_disable_batching(tmp_path: Path, caplog:
 @pytest.fixture
 def spoiled(tiny_path: Path, tmp_path: Path, seal: Callable[[Path], str]) -> Callable[..., Path]:
     def spoil(file: str, change: Callable[[Any], Any]) -> Path:
-        path = Path(shutil.copytree(tiny_path, tmp_path / "bundle"))
+        path = Path(shutil.copytree(tiny_path, tmp_path / "bundle", dirs_exist_ok=True))
         (path / file).write_text(change((path / file).read_text()))
         seal(path)
         return path
@@ -77,6 +77,19 @@ def test_tokenizer_that_does_not_fit_the_model_is_rejected(
     bundle = open_bundle(spoiled(file, change))
     with pytest.raises(BundleError, match=sentence):
         ModelTokenizer.open(bundle)
+
+
+def test_generation_blocks_render_their_content(spoiled: Callable[..., Path]) -> None:
+    marked = tiny.TEMPLATE.replace(
+        "{{ message['content'] }}", "{% generation %}{{ message.content }}{% endgeneration %}"
+    )
+    plain, blocks = (
+        ModelTokenizer.open(open_bundle(spoiled("signature.json", _generation(template=template)))).encode_chat(
+            [{"role": "user", "content": "hello"}]
+        )
+        for template in (tiny.TEMPLATE, marked)
+    )
+    assert blocks == plain
 
 
 def test_prompts_begin_with_the_begin_tokens_once(language_model: LanguageModel) -> None:
