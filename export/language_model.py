@@ -189,7 +189,8 @@ class TorchDecoder:
         """Generate without cache, padding or batching."""
         ids = list(prompt)
         while len(ids) - len(prompt) < most and (ids[-1] not in self.generation.end or len(ids) == len(prompt)):
-            logits = self.cached.model(input_ids=torch.tensor([ids]), use_cache=False).logits
+            positions = torch.arange(len(ids))[None]  # which a model needs that keeps packed texts apart
+            logits = self.cached.model(input_ids=torch.tensor([ids]), position_ids=positions, use_cache=False).logits
             ids.append(int(logits[0, -1].argmax()))
         return ids[len(prompt) :]
 

@@ -14,6 +14,7 @@ from onnx import numpy_helper
 
 from export.bundle import Sources, fill_bundle
 from export.language_model import (
+    TorchDecoder,
     _count_tie,
     choose_prompts,
     list_cache_tensors,
@@ -25,7 +26,7 @@ from export.model_card import render_card
 from export.parity import require_equal
 from pipeline.contract.bundle import Ancestors, Bundle, open_bundle, write_manifest
 from pipeline.contract.config import Config
-from pipeline.contract.data import open_split
+from pipeline.contract.data import mask_between_texts, open_split
 from pipeline.contract.errors import BundleError, ConfigError, StageError
 from pipeline.contract.facts import Facts
 from pipeline.contract.files import digest_file
@@ -165,6 +166,14 @@ def test_answers_that_are_not_torchs_are_reported_with_both(deepseek: Made) -> N
 
     with pytest.raises(StageError, match=r"does not generate what torch does \(each prompt alone\): .* ONNX Runtime's"):
         verify_greedy(deepseek.task.net, replace(honest, run=lying), PROMPTS[:1], Export())
+
+
+def test_torch_answers_alike_where_a_model_keeps_packed_texts_apart() -> None:
+    model = causal("Qwen2")
+    decoder = TorchDecoder(model, make_generation(Language(model), model))
+    expected = decoder.greedy(PROMPTS[0], 5)
+    mask_between_texts(model)
+    assert decoder.greedy(PROMPTS[0], 5) == expected
 
 
 def test_answers_may_part_at_a_tie_and_nowhere_else() -> None:
