@@ -6,6 +6,7 @@ An InferenceService runs our container, or a ServingRuntime with KServe's storag
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 from k8s.objects import network, training
@@ -53,9 +54,9 @@ def serving_objects(config: Config, bundle: Bundle, image: str, access: Access =
     parts["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"] = identity_labels(config.name, "serving")
     runtime = parts.pop("ServingRuntime", None)
     if config.deploy.by_kserve:
-        _fill_inference_service(parts, config, image, access)
+        _fill_inference_service(parts, config, bundle, image, access)
     else:
-        _fill_deployment(parts, config, image, access)
+        _fill_deployment(parts, config, bundle, image, access)
     if runtime is not None:
         use_storage(parts, runtime, config.deploy, bundle.path.absolute().parents[1].name)
     if config.deploy.by_kserve and config.deploy.render and config.rollout.canary_percent:
@@ -80,13 +81,13 @@ def _load_parts(config: Config) -> dict[str, Object]:
     return parts
 
 
-def _fill_deployment(parts: dict[str, Object], config: Config, image: str, access: Access) -> None:
+def _fill_deployment(parts: dict[str, Object], config: Config, bundle: Bundle, image: str, access: Access) -> None:
     selector = identity_labels(config.name, "serving")
     deployment, autoscaler = parts["Deployment"], parts["HorizontalPodAutoscaler"]["spec"]
     deployment["spec"]["selector"]["matchLabels"] = selector
     template = deployment["spec"]["template"]
     template["metadata"] = _pod_metadata(template["metadata"], deployment, parts["ConfigMap"])
-    _fill_pod(template["spec"], config, image, access)
+    _fill_pod(template["spec"], config, bundle, image, access)
     parts["Service"]["spec"]["selector"] = selector
     network.fill_security(parts, config.deploy, access)
     autoscaler["scaleTargetRef"]["name"] = config.name
@@ -97,12 +98,14 @@ def _fill_deployment(parts: dict[str, Object], config: Config, image: str, acces
             metric["pods"]["target"]["averageValue"] = str(config.deploy.target_concurrency)
 
 
-def _fill_inference_service(parts: dict[str, Object], config: Config, image: str, access: Access) -> None:
+def _fill_inference_service(
+    parts: dict[str, Object], config: Config, bundle: Bundle, image: str, access: Access
+) -> None:
     service = parts["InferenceService"]
     predictor = service["spec"]["predictor"]
     predictor.update(_pod_metadata(predictor, service, parts["ConfigMap"]))
     set_replicas(service, config.deploy)
-    _fill_pod(predictor, config, image, access)
+    _fill_pod(predictor, config, bundle, image, access)
 
 
 def _pod_metadata(template_metadata: Object, owner: Object, settings: Object) -> Object:
@@ -115,20 +118,45 @@ def _pod_metadata(template_metadata: Object, owner: Object, settings: Object) ->
     return {"labels": {**template_metadata["labels"], **metadata["labels"]}, "annotations": annotations}
 
 
-def _fill_pod(pod: Object, config: Config, image: str, access: Access) -> None:
+def _fill_pod(pod: Object, config: Config, bundle: Bundle, image: str, access: Access) -> None:
     deploy = config.deploy
+    memory = deploy.memory or default_memory(bundle)
     pod["serviceAccountName"] = config.name
     for constraint in pod.get("topologySpreadConstraints", []):
         constraint["labelSelector"]["matchLabels"] = identity_labels(config.name, "serving")
     container = pod["containers"][0]
     container["image"] = image
     container["resources"] = {
-        "requests": {"cpu": deploy.cpu, "memory": deploy.memory},
-        "limits": {"memory": deploy.memory},
+        "requests": {"cpu": deploy.cpu, "memory": memory},
+        "limits": {"memory": memory},
     }
     training.set_node_placement(pod, container, deploy.gpus, deploy, deploy.image_pull_secret)
     refer_to_config_map(container, config_map_name(config), config)
     network.mount_access(pod, config, access)
+
+
+_MEMORY_STEP = 64 << 20
+_MIN_MEMORY = 512 << 20
+_SERVICE_MEMORY = 256 << 20  # the service itself takes 96 MiB; the rest is for batches and requests
+_INLINE_COPIES = 2  # ONNX Runtime holds weights in model.onnx twice while it reads the file
+_FILE_COPIES = 1.25  # of the other files; it reads external weights once
+_PREFILL_TOKENS = 512  # positions whose logits a run of a language model returns
+_LOGIT_BYTES = 4
+
+
+def default_memory(bundle: Bundle) -> str:
+    """Return the memory of a pod that loads and serves this bundle, where `deploy.memory` is not set."""
+    files = bundle.manifest.files
+    inline = files[bundle.model.name].bytes
+    other_files = sum(entry.bytes for entry in files.values()) - inline
+    size = _SERVICE_MEMORY + _INLINE_COPIES * inline + _FILE_COPIES * other_files
+    signature = bundle.signature
+    if signature.generation is not None:
+        vocabulary = next(spec.shape[-1] for spec in signature.outputs if spec.name == signature.generation.logits)
+        tokens = vocabulary if isinstance(vocabulary, int) else 0
+        size += signature.limits.max_cache_bytes + _PREFILL_TOKENS * tokens * _LOGIT_BYTES
+    steps = math.ceil(max(size, _MIN_MEMORY) / _MEMORY_STEP)
+    return f"{steps * _MEMORY_STEP >> 20}Mi"
 
 
 def _check_settings(config: Config) -> None:

@@ -96,12 +96,6 @@ def _check_egress(text: str) -> str:
     return text
 
 
-def _check_set(text: str) -> str:
-    if not text:
-        raise _invalid(text, "a quantity, as in 500m or 512Mi")
-    return text
-
-
 _CPU = (r"\d+(\.\d{1,3})?|\d+m", "CPUs or thousandths of one, as in 2 or 500m")
 _TAINT = rf"{_KEY}(=[\w.-]*)?(:(NoSchedule|PreferNoSchedule|NoExecute))?"
 
@@ -110,7 +104,6 @@ Text = Annotated[str, _AsText]
 Cpu = Annotated[str, _AsText, AfterValidator(_matches(*_CPU, unset=True))]
 CpuRequest = Annotated[str, _AsText, AfterValidator(_matches(*_CPU))]
 Bytes = Annotated[str, _AsText, AfterValidator(_whole_bytes)]
-BytesRequest = Annotated[Bytes, AfterValidator(_check_set)]
 Label = Annotated[
     str,
     _AsText,

@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 from pipeline.contract.settings.cluster import ServingPods
 from pipeline.contract.settings.conflicts import find_conflict
 from pipeline.contract.settings.section import (
-    BytesRequest,
+    Bytes,
     CpuRequest,
     Fraction,
     Namespace,
@@ -479,7 +479,7 @@ class Deploy(ServingPods):
     min_replicas: Positive = Field(2, description="minimum replicas of the autoscaler")
     max_replicas: Positive = Field(6, description="maximum replicas of the autoscaler")
     cpu: CpuRequest = Field("500m", description="CPU request of a serving pod")
-    memory: BytesRequest = Field("512Mi", description="memory request and limit of a serving pod")
+    memory: Bytes = Field("", description="memory request and limit of a serving pod; empty: by the bundle's size")
     gpus: Natural = Field(0, description="GPUs per serving pod")
 
     @property

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from k8s.objects import serving
 from k8s.objects.manifests import BUNDLE_ANNOTATION
-from pipeline.contract.bundle import Bundle
+from pipeline.contract.bundle import Bundle, FileEntry
 from pipeline.contract.errors import ConfigError
+from pipeline.contract.signature import Signature
 from serve.prometheus import Metrics
+from tests.serve.generate import tiny
 
 from ..conftest import Configure
 from ..invariants import check
@@ -159,6 +162,39 @@ def test_a_bundle_image_by_movable_tag_is_refused(tag: str, configure: Configure
         deploy = {"target": "kserve", "storage_uri": storage, "stable_storage_uri": stable}
         with pytest.raises(ConfigError, match="another image"):
             serving.serving_objects(configure(deploy), bundle, IMAGE)
+
+
+MIB = 1 << 20
+
+
+def _with_files(bundle: Bundle, sizes: dict[str, int], signature: Signature | None = None) -> Bundle:
+    """Return a bundle whose manifest has files of these sizes in MiB, by the beginning of their names."""
+    entries = {f"{name}.onnx": FileEntry(sha256="0" * 64, bytes=size * MIB) for name, size in sizes.items()}
+    manifest = bundle.manifest.model_copy(update={"files": entries})
+    return replace(bundle, manifest=manifest, signature=signature or bundle.signature)
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    ("sizes", "memory"),
+    [({"model": 1}, "512Mi"), ({"model": 300}, "896Mi"), ({"model": 1, "weights": 16_000}, "20288Mi")],
+)
+def test_memory_follows_the_size_of_the_bundle(
+    sizes: dict[str, int], memory: str, target: str, configure: Configure, bundle: Bundle
+) -> None:
+    spec = pod_of(objects(configure({"target": target}), _with_files(bundle, sizes)))[1]
+    assert spec["containers"][0]["resources"] == {
+        "requests": {"cpu": "500m", "memory": memory},
+        "limits": {"memory": memory},
+    }
+
+
+def test_memory_of_a_language_model_includes_its_cache(configure: Configure, bundle: Bundle) -> None:
+    language_model = _with_files(bundle, {"model": 300}, tiny.signature(max_cache_bytes=2048 * MIB))
+    spec = pod_of(objects(configure(), language_model))[1]
+    assert spec["containers"][0]["resources"]["limits"] == {"memory": "2944Mi"}
+    spec = pod_of(objects(configure({"memory": "9Gi"}), language_model))[1]
+    assert spec["containers"][0]["resources"]["limits"] == {"memory": "9Gi"}
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,11 @@ def test_a_record_with_every_old_setting_gives_the_defaults_of_today() -> None:
     assert {name for name in OLD_SETTINGS if name != "evaluate.force_reason"} - {
         f"{section}.{name}" for section, values in recorded.items() if isinstance(values, dict) for name in values
     } == set()
-    defaults_of_then = {"tune": {"metric": "accuracy"}, "evaluate": {"margin": 0.01}}
+    defaults_of_then = {
+        "tune": {"metric": "accuracy"},
+        "evaluate": {"margin": 0.01},
+        "deploy": {"memory": "512Mi"},
+    }
     today = {**MINIMAL, **defaults_of_then}
     assert parse_recorded(recorded, "run.json") == parse_config(today, "pipe.yaml")
 

@@ -45,7 +45,6 @@ def test_what_kubernetes_takes_is_taken_as_text(form: Any, given: Any, taken: st
         (section.Bytes, "512m"),
         (section.Bytes, "0.1Gi"),
         (section.Bytes, "512Mi "),
-        (section.BytesRequest, ""),
         (section.Label, "a b"),
         (section.Label, "a" * 64),
         (section.LabelKey, "a key"),
