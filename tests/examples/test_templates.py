@@ -17,6 +17,7 @@ from pipeline.contract.config import load_config
 from pipeline.contract.data import forward, open_split
 from pipeline.contract.sources import SOURCE_ROOT
 from pipeline.contract.task import Boxes, Embedding, TaggedText, load_task, make_shared_files
+from pipeline.steps.pretrained import copy_small_files, find_pretrained
 
 
 def test_every_template_has_a_folder() -> None:
@@ -37,6 +38,8 @@ def test_template_can_be_planned_and_its_parts_fit(name: str, tmp_path: Path, mo
     monkeypatch.chdir(folder)  # as the steps do, for the files in data/
     config = load_config(folder / "pipe.yaml")
     task: Any = load_task(config.task, folder)
+    if pretrained := find_pretrained(config, folder):
+        copy_small_files(pretrained, tmp_path / "files")
     make_shared_files(task, files := tmp_path / "files")
     codec = load_codec(config.codec, folder, files=files)
     batch = open_split(task, "test").batch(range(8))
@@ -48,7 +51,7 @@ def test_template_can_be_planned_and_its_parts_fit(name: str, tmp_path: Path, mo
         assert task.metrics(task.baseline()(batch), batch).keys() == task.metrics(outputs, batch).keys()
         instances = task.example()
         arrays = codec.decode(instances)
-        answers = model(*(torch.from_numpy(arrays[input_name]) for input_name in task.inputs))
+        answers = forward(model, task, {name: torch.from_numpy(array) for name, array in arrays.items()})
     predictions = encode_method(codec, config.codec)({task.outputs[0]: answers.numpy()}, arrays)
     assert len(json.loads(json.dumps(predictions))) == len(instances)
     if hasattr(task, "show"):

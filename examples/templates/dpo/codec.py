@@ -1,0 +1,58 @@
+"""Text in, the likeliest next token out; chats go to the service's /openai/v1. No torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from pipeline import InvalidPayload
+
+
+class Codec:
+    """An instance is a text that the model continues; a prediction is the next token with its probability."""
+
+    files = ("tokenizer.json", "config.json")  # of model.pretrained; they travel in the bundle
+    requires = ("tokenizers",)  # packages besides numpy that the service needs
+
+    def __init__(self, folder: Path) -> None:
+        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        self._config = json.loads((folder / "config.json").read_text())
+
+    def decode(self, instances: Any) -> dict[str, np.ndarray[Any, Any]]:
+        rows = [self._read(text) for text in instances]
+        width = max(map(len, rows))
+        ids, mask, positions = np.zeros((3, len(rows), width), np.int64)
+        for index, row in enumerate(rows):  # padding is on the left, so the last column is the end of each text
+            columns = slice(width - len(row), width)
+            ids[index, columns], mask[index, columns], positions[index, columns] = row, 1, np.arange(len(row))
+        return {"input_ids": ids, "attention_mask": mask, "position_ids": positions, **self._empty_cache(len(rows))}
+
+    def encode(self, outputs: dict[str, np.ndarray[Any, Any]]) -> list[Any]:
+        scores = outputs["logits"][:, -1].astype(np.float64)
+        probabilities = np.exp(scores - scores.max(axis=1, keepdims=True))
+        probabilities /= probabilities.sum(axis=1, keepdims=True)
+        return [{"next": self._text(row.argmax()), "probability": float(row.max())} for row in probabilities]
+
+    def _read(self, text: Any) -> list[int]:
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids if isinstance(text, str) else []
+        longest = self._config["max_position_embeddings"]
+        if not 0 < len(ids) <= longest:
+            raise InvalidPayload(f"instances: each must be a text of 1 to {longest} tokens")
+        return list(ids)
+
+    def _text(self, token: Any) -> str:
+        return str(self._tokenizer.decode([int(token)], skip_special_tokens=False))
+
+    def _empty_cache(self, rows: int) -> dict[str, np.ndarray[Any, Any]]:
+        """Return caches without positions, which the exported model takes."""
+        heads = self._config["num_key_value_heads"]
+        width = self._config.get("head_dim") or self._config["hidden_size"] // self._config["num_attention_heads"]
+        names = [f"past.{layer}.{kind}" for layer in range(self._config["num_hidden_layers"]) for kind in _KINDS]
+        return {name: np.zeros((rows, heads, 0, width), np.float32) for name in names}
+
+
+_KINDS = ("key", "value")
