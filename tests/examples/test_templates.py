@@ -51,7 +51,7 @@ def test_template_can_be_planned_and_its_parts_fit(name: str, tmp_path: Path, mo
         assert task.metrics(task.baseline()(batch), batch).keys() == task.metrics(outputs, batch).keys()
         instances = task.example()
         arrays = codec.decode(instances)
-        answers = forward(model, task, {name: torch.from_numpy(array) for name, array in arrays.items()})
+        answers: Any = forward(model, task, {name: torch.from_numpy(array) for name, array in arrays.items()})
     predictions = encode_method(codec, config.codec)({task.outputs[0]: answers.numpy()}, arrays)
     assert len(json.loads(json.dumps(predictions))) == len(instances)
     if hasattr(task, "show"):
