@@ -47,6 +47,7 @@ from pipeline.contract.facts import read_facts
 from pipeline.contract.files import digest_file, digest_mapping, write_json
 from pipeline.contract.override import OVERRIDDEN, Override, passed_gate, write_override
 from pipeline.contract.override import OVERRIDE_FILE as OVERRIDE
+from pipeline.contract.prompting import check_prompting
 from pipeline.contract.run import Run, run_step
 from pipeline.contract.signature import BUNDLED_SETTINGS, Signature
 from pipeline.contract.sources import code_digest, package_sources
@@ -63,6 +64,7 @@ def export(run: Run, root: Path) -> None:
     for name in ("torch.onnx", "onnx_ir"):  # they log every missing optional package
         logging.getLogger(name).setLevel(logging.ERROR)
     task = open_task(run, root)
+    check_prompting(task, run.output("prepare") / FOLDER)
     check_variants(task, config)
     check_format_names(task, config.export.formats)
     test = open_split(task, "test").collated()

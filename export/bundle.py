@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from export.language_model import choose_prompts, stable_answer
+from export.language_model import choose_prompts, complete_generation, stable_answer
 from export.parity import Arrays, open_session, rows_with, run
 from export.to_onnx import tensor_specs
 from export.tolerance import absolute_tolerance
@@ -84,6 +84,9 @@ def fill_bundle(
     kind = codec_class(config.codec, sources.root)
     requires = check_requirements(config.codec, sources.root, required_packages(kind, config.codec))
     codec_name = _bundled_name(config.codec, sources.root)
+    if properties.generation is not None and isinstance(task, Generates):
+        generation = complete_generation(properties.generation, task, sources.files)
+        properties = replace(properties, generation=generation)
     signature = _signature(bundle, config, properties, requires).model_copy(update={"codec": codec_name})
     (bundle / "signature.json").write_text(signature.model_dump_json(indent=2) + "\n")
     _copy_codec(bundle, codec_name, config.codec, sources.root)

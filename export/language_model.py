@@ -23,7 +23,7 @@ from export.trace import ExportInput
 from pipeline.contract.data import Samples
 from pipeline.contract.errors import StageError
 from pipeline.contract.golden import Answer, Decoder, empty_past, greedy, inputs_of
-from pipeline.contract.prompting import check_prompting
+from pipeline.contract.prompting import read_prompting
 from pipeline.contract.settings.stages import Export
 from pipeline.contract.signature import Cache, Generation, Prompting
 from pipeline.contract.task import Generates
@@ -67,7 +67,6 @@ def empty_cache(model: nn.Module) -> Any:
 
 def make_generation(task: Generates, model: nn.Module) -> Generation:
     """Return the generation section of the signature, from the model and its task."""
-    check_prompting(task)
     properties, maximum = task.prompting(), max_positions(model)
     if properties.positions_limit > maximum:
         raise StageError(
@@ -136,6 +135,12 @@ def language_export_input(model: nn.Module, generation: Generation) -> ExportInp
         (generation.logits, *(cache.output for cache in generation.caches)),
         (ids_axes, mask_axes, positions_axes, [{0: "batch", 2: "past"} for _ in past]),
     )
+
+
+def complete_generation(generation: Generation, task: Generates, files: Path) -> Generation:
+    """Add what the task does not declare, from the files that model, data and codec share."""
+    completed = read_prompting(task.prompting(), files).model_dump(include=_PROMPTING_FIELDS)
+    return Generation.model_validate({**generation.model_dump(), **completed})
 
 
 _PROMPTING_FIELDS = set(Prompting.model_fields) & set(Generation.model_fields) - {"positions_limit"}

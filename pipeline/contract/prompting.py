@@ -1,18 +1,26 @@
-"""How a language model is prompted: its chat template, in the environment that transformers provides."""
+"""How a language model is prompted: its chat template, special tokens and defaults of sampling.
+
+They come from the task or, as in transformers, from the files of the model and its tokenizer.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import takewhile
+from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from pydantic import ValidationError
 
-from pipeline.contract.errors import ConfigError, InvalidPayload
+from pipeline.contract.errors import ConfigError, DataError, InvalidPayload
+from pipeline.contract.files import TOKENIZER_FILE
+from pipeline.contract.signature import Prompting, SamplingDefaults
 from pipeline.contract.task import Generates
 
 Messages: TypeAlias = "Sequence[Mapping[str, str]]"
@@ -55,10 +63,88 @@ class ChatTemplate:
             raise InvalidPayload(f"messages: {_REJECTS}{error}") from error
 
 
-def check_prompting(task: object) -> None:
-    """Refuse a language model that cannot be served with its chat template, before it is trained."""
-    if isinstance(task, Generates) and (template := task.prompting().template):
-        check_chat_template(template, {})
+def check_prompting(task: object, folder: Path) -> None:
+    """Refuse a language model that cannot be served as its task and files state, before it is trained."""
+    if isinstance(task, Generates):
+        prompting = read_prompting(task.prompting(), folder)
+        if prompting.template:
+            check_chat_template(prompting.template, prompting.special_tokens)
+
+
+def read_prompting(declared: Prompting, folder: Path) -> Prompting:
+    """Return what the task declares, completed from the shared files as transformers reads them."""
+    config, tokenizer_config = _read_object(folder / "config.json"), _read_object(folder / "tokenizer_config.json")
+    generation = _read_object(folder / "generation_config.json")
+    tokenizer = _read_object(folder / TOKENIZER_FILE)
+    texts = _special_tokens({**_read_object(folder / "special_tokens_map.json"), **tokenizer_config})
+    ids = {str(token["content"]): int(token["id"]) for token in tokenizer.get("added_tokens") or []}
+    found: dict[str, Any] = {
+        "template": _read_template(folder / "chat_template.jinja", tokenizer_config),
+        "begin": _begin_ids(tokenizer, tokenizer_config, ids.get(texts.get("bos_token", ""))),
+        "end": _end_ids(generation, config, ids.get(texts.get("eos_token", ""))),
+        "special_tokens": texts,
+        "sampling": {
+            name: generation[name] for name in SamplingDefaults.model_fields if generation.get(name) is not None
+        },
+    }
+    declared_fields = {name: value for name, value in declared if name in declared.model_fields_set}
+    try:
+        return Prompting.model_validate({**found, **declared_fields})
+    except ValidationError as error:
+        problem = error.errors()[0]
+        name = ".".join(map(str, problem["loc"]))
+        raise DataError(f"{folder}: {name.removeprefix('sampling.')}: {problem['msg']}") from error
+
+
+def _read_template(path: Path, tokenizer_config: Mapping[str, Any]) -> str:
+    """Return the chat template of a tokenizer; the one called `default` of several."""
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    template = tokenizer_config.get("chat_template") or ""
+    if isinstance(template, str):
+        return template
+    return next((str(entry["template"]) for entry in template if entry.get("name") == "default"), "")
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Return the texts of the special tokens by name; some files describe them as objects with their content."""
+    named = {**settings, **(extra if isinstance(extra := settings.get("extra_special_tokens"), dict) else {})}
+    texts = {
+        name: value["content"] if isinstance(value, dict) and "content" in value else value
+        for name, value in named.items()
+    }
+    return {name: text for name, text in texts.items() if name.endswith("_token") and isinstance(text, str)}
+
+
+def _begin_ids(tokenizer: Mapping[str, Any], tokenizer_config: Mapping[str, Any], bos: int | None) -> list[int]:
+    """Return the ids that the tokenizer puts before a text."""
+    if isinstance(added := tokenizer_config.get("add_bos_token"), bool):
+        return [bos] if added and bos is not None else []
+    processor = tokenizer.get("post_processor") or {}
+    for step in processor.get("processors") or [processor]:
+        if step.get("type") == "TemplateProcessing":
+            pieces = takewhile(lambda piece: "SpecialToken" in piece, step["single"])
+            return [token for piece in pieces for token in step["special_tokens"][piece["SpecialToken"]["id"]]["ids"]]
+    return []
+
+
+def _end_ids(generation: Mapping[str, Any], config: Mapping[str, Any], eos: int | None) -> list[int]:
+    """Return all ids that end a text: those of generation_config.json or else config.json, and the tokenizer's."""
+    ids = generation.get("eos_token_id", config.get("eos_token_id"))
+    listed = ids if isinstance(ids, list) else [] if ids is None else [ids]
+    return listed if eos is None or eos in listed else [*listed, eos]
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{path}: not valid JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise DataError(f"{path}: must hold a mapping, found {type(body).__name__}")
+    return body
 
 
 def check_chat_template(template: str, special_tokens: Mapping[str, str]) -> None:

@@ -47,12 +47,24 @@ class Cache(Frozen):
     output: str  # of the graph, as `present.0.key`: the input followed by the new positions
 
 
+class SamplingDefaults(Frozen):
+    """How the service chooses tokens where a request does not state it."""
+
+    temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)  # 0: no limit
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, gt=0, allow_inf_nan=False)
+
+
 class Prompting(Frozen):
-    """What a task declares about its language model; everything else follows from the model."""
+    """What a task declares about its language model. The rest follows from the model and the shared files."""
 
     template: str = ""
     begin: tuple[int, ...] = ()
     end: tuple[int, ...] = ()
+    special_tokens: Mapping[str, str] = {}  # texts for the template, as `bos_token`
+    sampling: SamplingDefaults = SamplingDefaults()
     prompts: tuple[
         tuple[int, ...], ...
     ] = ()  # ids of prompts whose greedy answers are verified; none: from the test split
@@ -74,6 +86,8 @@ class Generation(Frozen):
     template: str = ""  # Jinja; empty: the model completes prompts, without chat
     begin: tuple[int, ...] = ()  # ids before a prompt
     end: tuple[int, ...] = ()  # ids that end an answer
+    special_tokens: Mapping[str, str] = {}  # texts for the template; empty: those of `begin` and `end`
+    sampling: SamplingDefaults = SamplingDefaults()
     positions_limit: int = Field(ge=1)  # maximum positions of a prompt and its answer together
 
     def missing_tensors(self, inputs: Collection[str], outputs: Collection[str]) -> Iterator[str]:

@@ -58,7 +58,7 @@ def prepare(run: Run, root: Path) -> None:
     if pretrained:
         copy_small_files(pretrained, files)
     make_shared_files(task, files)
-    check_prompting(task)
+    check_prompting(task, files)
     digest, check_texts = _check_pretrained(pretrained, task, run) if pretrained else ("", None)
     pretrained_part = {PRETRAINED_KEY: digest} if pretrained else {}
     splits = {name: open_split(task, name) for name in SPLITS}

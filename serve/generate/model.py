@@ -68,7 +68,8 @@ class TextGenerator:
         if longest > limit - (request.token_limit != 0):
             field = "prompt" if isinstance(request, CompletionRequest) else "messages"
             raise InvalidPayload(f"{field}: {longest} tokens; the model has {limit} positions for them and its answer")
-        options = generation_options(request, max(1, min(limit, self.engine.max_positions) - longest))
+        room = max(1, min(limit, self.engine.max_positions) - longest)
+        options = generation_options(request, room, self.tokenizer.generation.sampling)
         if longest + options.max_tokens > limit:
             raise InvalidPayload(
                 f"max_tokens: {longest} tokens of the prompt and {options.max_tokens} of the answer "

@@ -15,6 +15,7 @@ import msgspec
 import orjson
 
 from pipeline.contract.errors import InvalidPayload
+from pipeline.contract.signature import SamplingDefaults
 from serve.errors import NotFound, RequestError, Unauthorized
 from serve.generate.sampling import Sampling, TokenLogprob
 from serve.generate.sequence import Chunk, GenerationOptions, Logprobs
@@ -208,6 +209,7 @@ _DEFAULT_MAX_TOKENS = 16  # of a completion, as with OpenAI
 _MAX_STOP_STRINGS = 16
 
 # OpenAI's fields that have no effect here, and fields that are rejected unless they have one of these values.
+_NO_DEFAULTS = SamplingDefaults()  # OpenAI's own
 _IGNORED = frozenset({"user", "store", "metadata", "service_tier", "prompt_cache_key", "safety_identifier"})
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -239,9 +241,10 @@ class _TextRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """The common fields. JSON null is treated like a missing field."""
 
     model: str
-    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] = 1.0
-    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, msgspec.Meta(ge=-1)] = 0
+    # None: the model's own defaults.
+    temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
+    top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = None
     n: _Count = 1
     seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: _Stop = None
@@ -320,7 +323,9 @@ class ChatRequest(_TextRequest, forbid_unknown_fields=True, kw_only=True):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-def generation_options(request: CompletionRequest | ChatRequest, room: int) -> GenerationOptions:
+def generation_options(
+    request: CompletionRequest | ChatRequest, room: int, defaults: SamplingDefaults = _NO_DEFAULTS
+) -> GenerationOptions:
     """Validate a request. `room` is the number of positions after the longest prompt; a chat may use all of it."""
     limit, echo = request.token_limit, isinstance(request, CompletionRequest) and request.echo
     if limit == 0 and not echo:
@@ -334,7 +339,7 @@ def generation_options(request: CompletionRequest | ChatRequest, room: int) -> G
         limit = min(room, _DEFAULT_MAX_TOKENS) if isinstance(request, CompletionRequest) else room
     return GenerationOptions(
         max_tokens=limit,
-        sampling=Sampling(request.temperature, request.top_p, max(0, request.top_k)),
+        sampling=_sampling(request, defaults),
         stop=tuple(stop),
         seed=None if request.seed is None else request.seed % 2**64,
         top_logprobs=request.logprob_count,
@@ -344,6 +349,12 @@ def generation_options(request: CompletionRequest | ChatRequest, room: int) -> G
 
 def parse_completion(body: bytes) -> CompletionRequest:
     return _convert(parse_object(body), CompletionRequest)
+def _sampling(request: _TextRequest, defaults: SamplingDefaults) -> Sampling:
+    """Return how tokens are chosen: as the request states, otherwise by the model's defaults."""
+    values = {name: default if (value := getattr(request, name, None)) is None else value for name, default in defaults}
+    return Sampling(**{**values, "top_k": max(0, values["top_k"])})
+
+
 
 
 def parse_chat(body: bytes) -> ChatRequest:

@@ -62,24 +62,28 @@ class ModelTokenizer:
             return None
         begin, end = (self.text(ids, special=True) for ids in (generation.begin, generation.end[:1]))
         try:
-            return ChatTemplate(generation.template, {"bos_token": begin, "eos_token": end})
+            special_tokens = generation.special_tokens or {"bos_token": begin, "eos_token": end}
+            return ChatTemplate(generation.template, special_tokens)
         except ConfigError as error:
             raise BundleError(f"signature.json: {error}; export again") from error
 
-    def encode(self, text: str, field: str = "prompt") -> list[int]:
+    def encode(self, text: str) -> list[int]:
         """Return the ids of a prompt, with the model's begin tokens."""
+        ids, begin = self._encode(text, "prompt"), list(self.generation.begin)
+        return ids if ids[: len(begin)] == begin else [*begin, *ids]
+
+    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+        """Return the ids of a chat; only its template adds special tokens, as in transformers."""
+        if self._chat_template is None:
+            raise InvalidPayload("this model has no chat template; use /openai/v1/completions")
+        return self._encode(self._chat_template.render(messages), "messages")
+
+    def _encode(self, text: str, field: str) -> list[int]:
         if len(text) > self._max_characters:
             raise InvalidPayload(
                 f"{field}: {len(text)} characters do not fit in the model's {self.generation.positions_limit} positions"
             )
-        ids = list(self._tokenizer.encode(text, add_special_tokens=False).ids)
-        begin = list(self.generation.begin)
-        return ids if ids[: len(begin)] == begin else [*begin, *ids]  # chat templates include them
-
-    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
-        if self._chat_template is None:
-            raise InvalidPayload("this model has no chat template; use /openai/v1/completions")
-        return self.encode(self._chat_template.render(messages), "messages")
+        return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
 
     def text(self, ids: Sequence[int], *, special: bool = False) -> str:
         """Decode ids; `special` includes special tokens."""

@@ -33,7 +33,7 @@ from pipeline.contract.files import digest_file
 from pipeline.contract.golden import Answer, greedy
 from pipeline.contract.run import RunFile
 from pipeline.contract.settings.stages import Export
-from pipeline.contract.signature import Prompting
+from pipeline.contract.signature import Prompting, SamplingDefaults
 from serve.runtime.selfcheck import check_golden_requests
 from serve.runtime.session import Session
 
@@ -63,6 +63,23 @@ def seal(made: Made, folder: Path, root: Path) -> Bundle:
     onnx_digest = digest_file(folder / "model.onnx")
     write_manifest(folder, "talk", "pass", Ancestors(code="c", data="d", checkpoint="k", verdict="v", onnx=onnx_digest))
     return open_bundle(folder)
+
+
+def test_a_bundle_has_the_template_and_the_defaults_of_the_models_files(
+    deepseek: Made, bundle: Bundle, tmp_path: Path
+) -> None:
+    assert bundle.signature.generation is not None
+    assert bundle.signature.generation.sampling == SamplingDefaults()
+    (tmp_path / "files" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    (tmp_path / "files" / "generation_config.json").write_text('{"temperature": 0.6, "eos_token_id": [5, 6]}')
+    generation = seal(deepseek, bundle.path, tmp_path).signature.generation
+    assert generation is not None
+    assert (generation.template, generation.sampling) == (
+        "{{ messages[0].content }}",
+        SamplingDefaults(temperature=0.6),
+    )
+    assert (generation.begin, generation.end) == ((1,), (2,)), "the task declares them"
+    assert generation.caches == deepseek.generation.caches
 
 
 def test_prompt_and_past_are_free_in_length_and_the_latent_is_what_is_cached(deepseek: Made) -> None:

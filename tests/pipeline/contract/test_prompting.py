@@ -1,9 +1,15 @@
 from __future__ import annotations
 
-import pytest
+import json
+from pathlib import Path
+from typing import Any
 
-from pipeline.contract.errors import ConfigError, InvalidPayload
-from pipeline.contract.prompting import ChatTemplate, check_chat_template
+import pytest
+from tokenizers import Tokenizer, processors
+
+from pipeline.contract.errors import ConfigError, DataError, InvalidPayload
+from pipeline.contract.prompting import ChatTemplate, check_chat_template, read_prompting
+from pipeline.contract.signature import Prompting, SamplingDefaults
 from tests.serve.generate import tiny
 
 USER = {"role": "user", "content": "x"}
@@ -100,3 +106,88 @@ def test_template_that_cannot_work_is_refused(template: str, sentence: str) -> N
 )
 def test_template_that_renders_some_conversation_is_accepted(template: str) -> None:
     check_chat_template(template, TOKENS)
+
+
+@pytest.fixture(scope="module")
+def official(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The small files of a model, as transformers saves them."""
+    import transformers
+
+    folder = tmp_path_factory.mktemp("official")
+    body: Tokenizer = tiny.tokenizer()
+    body.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", tiny.BEGIN)])
+    tokenizer: Any = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=body, bos_token="<s>", eos_token="</s>", pad_token="<|user|>", chat_template=MARKED
+    )
+    tokenizer.save_pretrained(folder)
+    generation = transformers.GenerationConfig(
+        eos_token_id=[tiny.ANSWER, tiny.USER], temperature=0.6, top_p=0.95, top_k=20, do_sample=True
+    )
+    generation.save_pretrained(folder)
+    return folder
+
+
+def test_prompting_is_read_from_the_files_as_by_transformers(official: Path) -> None:
+    import transformers
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(official)
+    found = read_prompting(Prompting(), official)
+    assert found.template == tokenizer.chat_template == MARKED
+    assert found.special_tokens == tokenizer.special_tokens_map
+    assert [*found.begin, *tokenizer("x", add_special_tokens=False).input_ids] == tokenizer("x").input_ids
+    assert found.end == (tiny.ANSWER, tiny.USER, tiny.END)
+    assert found.sampling == SamplingDefaults(temperature=0.6, top_p=0.95, top_k=20)
+    rendered = tokenizer.apply_chat_template(CHAT, add_generation_prompt=True, tokenize=False)
+    assert ChatTemplate(found.template, found.special_tokens).render(CHAT) == rendered
+
+
+def test_what_the_task_declares_comes_first(official: Path) -> None:
+    declared = Prompting(begin=(), end=(7,), template="{{ messages }}", sampling=SamplingDefaults(top_k=3))
+    found = read_prompting(declared, official)
+    assert (found.begin, found.end, found.template, found.sampling) == ((), (7,), "{{ messages }}", declared.sampling)
+
+
+def test_without_files_there_is_what_the_task_declares(tmp_path: Path) -> None:
+    declared = Prompting(begin=(1,), prompts=((3,),), positions_limit=9)
+    assert read_prompting(declared, tmp_path / "files") == declared
+    assert read_prompting(Prompting(), tmp_path) == Prompting()
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"generation_config": {"eos_token_id": 5}}, {"end": (5,)}),
+        ({"config": {"eos_token_id": [5, 6]}}, {"end": (5, 6)}),
+        ({"config": {"eos_token_id": 5}, "generation_config": {"eos_token_id": [6]}}, {"end": (6,)}),
+        ({"generation_config": {"temperature": None, "top_k": None, "min_p": 0.1, "repetition_penalty": 1.05}},
+         {"sampling": SamplingDefaults(min_p=0.1, repetition_penalty=1.05)}),
+        ({"tokenizer_config": {"chat_template": [{"name": "t", "template": ""}, {"name": "default", "template": "d"}]}},
+         {"template": "d"}),
+        ({"tokenizer_config": {"bos_token": {"content": "<b>"}, "add_bos_token": True, "eos_token": "<e>"},
+          "tokenizer": {"added_tokens": [{"id": 8, "content": "<b>"}, {"id": 9, "content": "<e>"}]}},
+         {"begin": (8,), "end": (9,), "special_tokens": {"bos_token": "<b>", "eos_token": "<e>"}}),
+        ({"special_tokens_map": {"bos_token": "<a>"},
+          "tokenizer_config": {"extra_special_tokens": {"image_token": "<i>"}}},
+         {"special_tokens": {"bos_token": "<a>", "image_token": "<i>"}}),
+    ],
+)  # fmt: skip
+def test_other_forms_of_the_files(files: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
+    for name, body in files.items():
+        (tmp_path / f"{name}.json").write_text(json.dumps(body))
+    found = read_prompting(Prompting(), tmp_path)
+    assert {name: getattr(found, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("{", "generation_config.json: not valid JSON"),
+        ("[]", "generation_config.json: must hold a mapping, found list"),
+        ('{"temperature": -1}', "temperature: Input should be greater than or equal to 0"),
+        ('{"eos_token_id": "x"}', r"end.0: Input should be a valid integer"),
+    ],
+)
+def test_invalid_files_are_named(text: str, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(DataError, match=sentence):
+        read_prompting(Prompting(), tmp_path)

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from pipeline.contract.errors import InvalidPayload
+from pipeline.contract.signature import SamplingDefaults
 from serve.errors import Busy, DeadlineExceeded, NotFound, RequestError, Unauthorized
 from serve.generate.openai_api import (
     DONE,
@@ -16,7 +17,7 @@ from serve.generate.openai_api import (
     parse_chat,
     parse_completion,
 )
-from serve.generate.sampling import TokenLogprob
+from serve.generate.sampling import Sampling, TokenLogprob
 from serve.generate.sequence import Chunk, Detokenizer
 from tests.serve.generate import tiny
 
@@ -145,6 +146,13 @@ def test_chat_may_use_all_positions_by_default() -> None:
     assert generation_options(_chat(), room=100).max_tokens == 100
     assert generation_options(_chat(max_tokens=7), room=100).max_tokens == 7
     assert generation_options(_chat(max_completion_tokens=8, max_tokens=7), room=100).max_tokens == 8
+
+def test_sampling_defaults_of_the_model_apply_where_the_request_has_none() -> None:
+    defaults = SamplingDefaults(temperature=0.6, top_p=0.95, top_k=20, min_p=0.1, repetition_penalty=1.1)
+    assert generation_options(_chat(), 9, defaults).sampling == Sampling(0.6, 0.95, 20, 0.1, 1.1)
+    found = generation_options(_chat(temperature=1, top_k=-1, top_p=None), 9, defaults).sampling
+    assert found == Sampling(1.0, 0.95, 0, 0.1, 1.1)
+
 
 
 @pytest.mark.parametrize(

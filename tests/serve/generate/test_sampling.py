@@ -1,9 +1,20 @@
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
-from serve.generate.sampling import Sampling, log_softmax, nucleus, pick, sample_token, token_logprob
+from serve.generate.sampling import (
+    Sampling,
+    adjust_logits,
+    log_softmax,
+    nucleus,
+    pick,
+    sample_token,
+    token_logprob,
+    token_probabilities,
+)
 
 LOGITS = np.log(np.array([0.1, 0.5, 0.15, 0.25], np.float32))
 
@@ -85,3 +96,59 @@ def test_logprobs_are_those_of_the_model() -> None:
 
 def test_large_logits_do_not_overflow() -> None:
     assert np.exp(log_softmax(np.array([[800.0, 800.0]]))).tolist() == [[0.5, 0.5]]
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(temperature=0.7),
+        Sampling(top_k=5),
+        Sampling(top_p=0.8),
+        Sampling(min_p=0.1),
+        Sampling(repetition_penalty=1.3),
+        Sampling(repetition_penalty=0.8),
+        Sampling(logit_bias={3: 2.5, 7: -100.0, 0: 1.0}),
+        Sampling(0.6, 0.9, 12, 0.05, 1.2, {2: 4.0, 9: -3.0}),
+        Sampling(1.7, 0.5, 3, 0.5, 1.05),
+    ],
+)
+def test_probabilities_equal_those_of_transformers(sampling: Sampling) -> None:
+    import torch
+    from transformers.generation import logits_process
+
+    random = np.random.default_rng(4)
+    processors: list[Any] = [
+        logits_process.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty),
+        logits_process.TemperatureLogitsWarper(sampling.temperature),
+        *([logits_process.TopKLogitsWarper(sampling.top_k)] if sampling.top_k else []),
+        *([logits_process.TopPLogitsWarper(sampling.top_p)] if sampling.top_p < 1 else []),
+        *([logits_process.MinPLogitsWarper(sampling.min_p)] if sampling.min_p else []),
+    ]
+    if sampling.logit_bias:
+        biases = [[[token], bias] for token, bias in sampling.logit_bias.items()]
+        processors.insert(0, logits_process.SequenceBiasLogitsProcessor(biases))
+    for _ in range(20):
+        logits = (3 * random.standard_normal(32)).astype(np.float32)
+        context = random.integers(0, 32, 12).tolist()
+        scores = torch.from_numpy(logits.astype(np.float64))[None]
+        for processor in processors:
+            scores = processor(torch.tensor([context]), scores)
+        tokens, probabilities = token_probabilities(adjust_logits(logits, sampling, context), sampling)
+        found = np.zeros(32)
+        found[slice(None) if tokens is None else tokens] = probabilities
+        np.testing.assert_allclose(found, scores.softmax(-1)[0].numpy(), rtol=1e-6, atol=1e-12)
+
+
+def test_bias_and_penalty_change_the_greedy_token() -> None:
+    def draw() -> float:
+        raise AssertionError("greedy decoding draws nothing")
+
+    assert sample_token(LOGITS, Sampling(0, logit_bias={0: 5.0}), draw) == 0
+    assert sample_token(LOGITS, Sampling(0, repetition_penalty=3.0), draw, [1, 1]) == 3
+    assert sample_token(LOGITS, Sampling(0, repetition_penalty=3.0), draw) == 1
+
+
+def test_equal_logits_at_the_limit_of_top_k_all_stay() -> None:
+    tokens, probabilities = token_probabilities(np.array([1.0, 2.0, 1.0, 0.0]), Sampling(top_k=2))
+    assert tokens is not None
+    assert (tokens.tolist(), probabilities[0]) == ([0, 1, 2], probabilities[2])
