@@ -96,6 +96,8 @@ class TokenMetrics:
 
     def __init__(self) -> None:
         self.tokens_in = self.tokens_out = 0
+        self.prefix_queries = self.prefix_hits = 0  # tokens of prompts, and those found in the prefix cache
+        self.preemptions = 0
         self.first_seconds, self.between_seconds = Histogram(_PROMPT_SECONDS), Histogram(SECONDS)
 
     def record_token(self, now: float, received_at: float, previous_at: float) -> None:

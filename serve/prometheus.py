@@ -162,14 +162,22 @@ def _token_families(versions: Iterable[ModelVersion]) -> Iterator[Metric]:
     tokens = CounterMetricFamily("pipe_tokens", "Tokens read and written.", labels=(*_MODEL, "direction"))
     texts = GaugeMetricFamily("pipe_sequences", "Texts being written, or waiting to be.", labels=(*_MODEL, "state"))
     memory = GaugeMetricFamily(
-        "pipe_cache_bytes", "Memory for keys and values: reserved, and the limit.", labels=(*_MODEL, "kind")
+        "pipe_cache_bytes", "Memory for keys and values: used by texts, and the limit.", labels=(*_MODEL, "kind")
     )
     first = HistogramMetricFamily(
         "pipe_first_token_seconds", "From a request's head to a text's first token.", labels=_MODEL
     )
     between = HistogramMetricFamily("pipe_between_tokens_seconds", "From a text's token to its next.", labels=_MODEL)
+    preemptions = CounterMetricFamily("pipe_preemptions", "Texts that had to give their memory back.", labels=_MODEL)
+    queries = CounterMetricFamily("pipe_prefix_cache_queries", "Tokens of prompts that were searched.", labels=_MODEL)
+    hits = CounterMetricFamily("pipe_prefix_cache_hits", "Tokens of prompts that were found.", labels=_MODEL)
+    prefixes = GaugeMetricFamily("pipe_prefix_cache_bytes", "Memory of the beginnings of earlier texts.", labels=_MODEL)
     for model, engine in engines:
         metrics = engine.metrics
+        preemptions.add_metric(model, metrics.preemptions)
+        queries.add_metric(model, metrics.prefix_queries)
+        hits.add_metric(model, metrics.prefix_hits)
+        prefixes.add_metric(model, engine.prefix.bytes)
         tokens.add_metric((*model, "in"), metrics.tokens_in)
         tokens.add_metric((*model, "out"), metrics.tokens_out)
         texts.add_metric((*model, "running"), engine.running)
@@ -178,7 +186,7 @@ def _token_families(versions: Iterable[ModelVersion]) -> Iterator[Metric]:
         memory.add_metric((*model, "limit"), engine.limits.cache_bytes)
         _add_histogram(first, model, metrics.first_seconds)
         _add_histogram(between, model, metrics.between_seconds)
-    yield from (tokens, texts, memory, first, between)
+    yield from (tokens, texts, memory, preemptions, queries, hits, prefixes, first, between)
 
 
 def _add_histogram(family: HistogramMetricFamily, labels: Sequence[str], histogram: Histogram) -> None:

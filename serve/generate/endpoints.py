@@ -106,13 +106,15 @@ def _response_builder(
 ) -> ResponseBuilder:
     tokenizer = _generator(version).tokenizer
     contexts = [() if options.echo else sequence.prompt for sequence in sequences]
+    prompts = sequences[:: parsed.n]
     return ResponseBuilder(
         chat=isinstance(parsed, ChatRequest),
         request_id=request.id.decode(),
         model=parsed.model,
         digest=version.bundle.digest,
         token=tokenizer.token,
-        prompt_tokens=sum(len(sequence.prompt) for sequence in sequences[:: parsed.n]),
+        prompt_tokens=sum(len(sequence.prompt) for sequence in prompts),
+        cached_tokens=lambda: sum(sequence.cached_tokens for sequence in prompts),
         choices=[Choice(Detokenizer(tokenizer.text, context).feed) for context in contexts],
         with_logprobs=options.top_logprobs is not None,
     )

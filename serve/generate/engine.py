@@ -2,18 +2,22 @@
 
 The engine admits sequences as far as the cache's memory allows, reads their prompts (prefill) in parts between the
 tokens of the others, and generates one token of each sequence per step (decoding). Every step runs in a thread.
+
+Memory is used as texts grow. Where it runs out, the youngest sequence is preempted: its cache is freed, it waits, and
+its prompt and answer are read again. Memory that no sequence needs keeps the beginnings of earlier texts.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import logging
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -22,23 +26,27 @@ import numpy as np
 from pipeline.contract.errors import InvalidPayload
 from serve.errors import Busy, ClientDisconnected, DeadlineExceeded
 from serve.generate.kv_cache import CacheBudget, DecoderGraph, KVCache
+from serve.generate.prefix_cache import BLOCK_TOKENS, PrefixCache, copy_blocks
 from serve.generate.sampling import TokenLogprob
 from serve.generate.sequence import Chunk, TextSequence, prompt_logprobs
 from serve.metrics import TokenMetrics
 
 Array = np.ndarray[Any, Any]
-Prompt = tuple[int, ...]
+Tokens = tuple[int, ...]
 StepResults = list[tuple[TextSequence, Chunk | Exception]]
 TimedResults = list[tuple[float, StepResults]]  # of several steps, each with its time
 
 _MIN_FILL = 0.75  # of a prefill batch; the rest is padding, computed for nothing
 _MAX_PREFILL_TOKENS = 2048  # of prompts that are read as one batch: the next ones wait for all of them
+_MIN_LENGTH = 0.5  # of a text, of the longest in its batch, where memory is short; the rest is padding
 _SMOOTHING = 0.8  # weight of the past in the average time of a text
 
 # Tokens generated without returning to the event loop while nothing waits for admission: the way to the loop and back
 # takes as long as a good part of a small model's step. Limited, since other models may need the thread, and the loop
 # has to notice clients that left.
 _STEPS_PER_RUN, _RUN_SECONDS = 8, 0.05
+
+_ROOM_SHARE = 0.25  # of the longest text: room for at least so many tokens, as `room_tokens` below
 
 log = logging.getLogger(__name__)
 
@@ -50,6 +58,7 @@ class EngineLimits:
     cache_bytes: int  # for the keys and values of all sequences
     prefill_tokens: int = 512  # in one run, while no sequence is decoded
     prefill_tokens_while_decoding: int = 128  # between two tokens
+    room_tokens: int = 64  # that fit when a sequence is admitted: else it would soon be preempted, and read again
 
     def prefill_part(self, reading: int, decoding: int) -> int:
         """Return the prompt tokens of one run: one sequence that is decoded does not delay many that are read."""
@@ -59,94 +68,134 @@ class EngineLimits:
 
 
 class Prefill:
-    """Prompts that are read together, in parts. Each different prompt is a row, padded on the left to the longest."""
+    """Texts that are read together, in parts. Each different text is a row, padded on the left to the longest.
 
-    def __init__(self, graph: DecoderGraph, sequences: Sequence[TextSequence]) -> None:
+    A text is a prompt, or the prompt and answer of a sequence that was preempted.
+    """
+
+    def __init__(self, batch: Batch, sequences: Sequence[TextSequence]) -> None:
+        """The sequences will join `batch`."""
+        self.batch = batch
         self.sequences = [sequence for sequence in sequences if not sequence.group.closed]
-        self._graph = graph
-        self._prompts = list(dict.fromkeys(sequence.prompt for sequence in self.sequences))
-        self.longest = max(map(len, self._prompts), default=0)
-        pads = [self.longest - len(prompt) for prompt in self._prompts]
-        rows = [[0] * pad + list(prompt) for pad, prompt in zip(pads, self._prompts, strict=True)]
-        self._ids = np.array(rows, np.int64)
-        self.cache: KVCache = graph.empty_cache(pads)
+        texts = [tuple(sequence.tokens) for sequence in self.sequences]
+        self._texts = list(dict.fromkeys(texts))
+        self._rows = {sequence: self._texts.index(text) for sequence, text in zip(self.sequences, texts, strict=True)}
+        self.longest = max(map(len, self._texts), default=0)
+        self._pads = np.array([self.longest - len(text) for text in self._texts], np.int64)
+        self._ids = np.array(
+            [[0] * pad + list(text) for pad, text in zip(self._pads, self._texts, strict=True)], np.int64
+        )
+        self._tops = self._requested_logprobs()
+        self._blocks = [[] if text in self._tops else batch.prefix.find(text) for text in self._texts]
+        filled = [pad + len(blocks) * BLOCK_TOKENS for pad, blocks in zip(self._pads, self._blocks, strict=True)]
+        self._start = int(min(filled, default=0))  # all rows are read from this column on
+        self.cache: KVCache | None = None
         self._last_logits: Array = np.zeros(0)
-        self._logprobs: dict[Prompt, list[TokenLogprob | int]] = {prompt: [prompt[0]] for prompt in self._prompts}
+        self._logprobs: dict[Tokens, list[TokenLogprob | int]] = {text: [text[0]] for text in self._texts}
+        for sequence in self.sequences:
+            if not sequence.generated:
+                sequence.cached_tokens = max(0, self._start - int(self._pads[self._rows[sequence]]))
 
     @property
     def done(self) -> bool:
-        return self.cache.past >= self.longest
+        return self.cache is not None and self.cache.past >= self.longest
 
     def advance(self, tokens: int) -> None:
         """Read about so many more tokens, of all rows together."""
-        start = self.cache.past
-        ids = self._ids[:, start : start + max(1, tokens // len(self._ids))]
-        logits, self.cache = self._graph.run(self.cache, ids)
+        cache = self.cache or self._first_cache()
+        ids = self._ids[:, cache.past : cache.past + max(1, tokens // len(self._ids))]
+        logits, self.cache = self.batch.graph.run(cache, ids)
         self._last_logits = logits[:, -1]
-        for prompt, top in self._prompts_with_logprobs().items():
-            self._add_logprobs(prompt, top, start, logits[self._prompts.index(prompt)])
+        for text, top in self._tops.items():
+            self._add_logprobs(text, top, cache.past, logits[self._texts.index(text)])
 
     def next_logits(self, sequence: TextSequence) -> Array:
-        """Return the logits of the first token after the prompt."""
-        logits: Array = self._last_logits[self._prompts.index(sequence.prompt)]
+        """Return the logits of the first token after the text."""
+        logits: Array = self._last_logits[self._rows[sequence]]
         return logits
 
     def logprobs(self, sequence: TextSequence) -> list[TokenLogprob | int]:
-        options = sequence.group.options
-        return self._logprobs[sequence.prompt] if options.echo and options.top_logprobs is not None else []
+        return self._logprobs[self._texts[self._rows[sequence]]] if sequence.needs_prompt_logits else []
 
     def rows(self, sequences: Iterable[TextSequence]) -> list[int]:
-        return [self._prompts.index(sequence.prompt) for sequence in sequences]
+        return [self._rows[sequence] for sequence in sequences]
 
-    def _prompts_with_logprobs(self) -> dict[Prompt, int]:
+    def store_prefixes(self) -> None:
+        failed = set(self.rows(sequence for sequence in self.sequences if sequence.failed))
+        for row, text in enumerate(self._texts):
+            if self.cache is not None and row not in failed:
+                self.batch.prefix.store(text, self.cache, row)
+
+    def _first_cache(self) -> KVCache:
+        graph = self.batch.graph
+        if not self._start:
+            return graph.empty_cache(self._pads.tolist())
+        values = copy_blocks(graph.layers, self._blocks, self._pads, self._start)
+        self._blocks = []  # their memory may be needed
+        return graph.filled_cache(self._pads, values)
+
+    def _requested_logprobs(self) -> dict[Tokens, int]:
         """Return the prompts whose log probabilities are requested, each with the largest number of alternatives."""
-        prompts: dict[Prompt, int] = {}
+        tops: dict[Tokens, int] = {}
         for sequence in self.sequences:
-            options = sequence.group.options
-            if options.echo and options.top_logprobs is not None:
-                prompts[sequence.prompt] = max(options.top_logprobs, prompts.get(sequence.prompt, 0))
-        return prompts
+            if sequence.needs_prompt_logits:
+                text = self._texts[self._rows[sequence]]
+                tops[text] = max(sequence.group.options.top_logprobs or 0, tops.get(text, 0))
+        return tops
 
-    def _add_logprobs(self, prompt: Prompt, top: int, first_column: int, logits: Array) -> None:
+    def _add_logprobs(self, text: Tokens, top: int, first_column: int, logits: Array) -> None:
         """Add what these columns of logits say: each is about the token of the next column."""
-        pad = self.longest - len(prompt)
+        pad = self.longest - len(text)
         start, stop = max(first_column, pad), min(first_column + len(logits), self.longest - 1)
         if start < stop:
-            next_tokens = prompt[start + 1 - pad : stop + 1 - pad]
+            next_tokens = text[start + 1 - pad : stop + 1 - pad]
             part = logits[start - first_column : stop - first_column]
-            self._logprobs[prompt] += prompt_logprobs(part, next_tokens, top)
+            self._logprobs[text] += prompt_logprobs(part, next_tokens, top)
 
 
-def prefill_batch_size(waiting: Iterable[TextSequence], max_tokens: int, max_sequences: int) -> int:
-    """Return how many of the waiting sequences, from the first on, are worth reading as one batch."""
-    prompts: set[Prompt] = set()
-    count = longest = total = 0
+def prefill_batch_size(
+    waiting: Iterable[TextSequence],
+    max_tokens: int,
+    max_sequences: int,
+    cached: Callable[[Tokens], int] = lambda _: 0,
+) -> int:
+    """Return how many of the waiting sequences, from the first on, are worth reading as one batch.
+
+    `cached` returns the tokens of a text that need not be read.
+    """
+    texts: dict[Tokens, int] = {}
+    count = 0
     for sequence in islice(waiting, max_sequences):
-        if sequence.prompt not in prompts:
-            length = max(longest, len(sequence.prompt))
-            tokens = length * (len(prompts) + 1)
-            if prompts and (tokens > max_tokens or total + len(sequence.prompt) < _MIN_FILL * tokens):
+        text = tuple(sequence.tokens)
+        if text not in texts:
+            more = {**texts, text: 0 if sequence.needs_prompt_logits else cached(text)}
+            longest = max(map(len, more))
+            start = min(longest - len(other) + known for other, known in more.items())
+            tokens = len(more) * (longest - start)
+            unread = sum(len(other) - known for other, known in more.items())
+            if texts and (tokens > max_tokens or unread < _MIN_FILL * tokens):
                 break
-            prompts.add(sequence.prompt)
-            longest, total = length, total + len(sequence.prompt)
+            texts = more
         count += 1
     return count
 
 
-@dataclass
+@dataclass(eq=False)
 class Batch:
-    """The sequences that are decoded; row i of `cache` belongs to sequence i."""
+    """Sequences that are decoded together; row i of `cache` belongs to sequence i."""
 
     graph: DecoderGraph
+    prefix: PrefixCache
     cache: KVCache | None = None
     sequences: tuple[TextSequence, ...] = ()
+    preempted: set[TextSequence] = field(default_factory=set)  # leave before the next step
 
     def decode(self) -> StepResults:
         """Generate one token of each active sequence."""
         self._remove_inactive()
         if not self.sequences or self.cache is None:
             return []
-        ids = np.array([[sequence.last_token] for sequence in self.sequences], np.int64)
+        ids = np.array([[sequence.tokens[-1]] for sequence in self.sequences], np.int64)
         try:
             logits, self.cache = self.graph.run(self.cache, ids)
         except Exception as error:  # out of memory, or a failing model: the state of the cache is unknown
@@ -155,7 +204,7 @@ class Batch:
         return [_extend(sequence, row) for sequence, row in zip(self.sequences, logits[:, -1], strict=True)]
 
     def read(self, prefill: Prefill, tokens: int) -> StepResults:
-        """Read a part of the prompts; with the last part, generate the first tokens and join the batch."""
+        """Read a part of the texts; with the last part, generate the next tokens and join the batch."""
         try:
             prefill.advance(tokens)
         except Exception as error:  # as above, but only these sequences are affected
@@ -164,30 +213,53 @@ class Batch:
             return []
         results: StepResults = []
         for sequence in prefill.sequences:
-            if (chunk := sequence.echo_prompt(prefill.logprobs(sequence))) is not None:
+            chunk = None if sequence.generated else sequence.echo_prompt(prefill.logprobs(sequence))
+            if chunk is not None:
                 results.append((sequence, chunk))
             if not sequence.finished:
                 results.append(_extend(sequence, prefill.next_logits(sequence)))
+        prefill.store_prefixes()
         self._join(prefill)
         return results
 
+    def active(self) -> list[TextSequence]:
+        return [self.sequences[row] for row in self._active_rows()]
+
+    def held_positions(self) -> int:
+        """Return the positions of the cache, and of the copy without the rows that leave."""
+        return self.cache.past * (self.cache.rows + len(self._active_rows())) if self.cache else 0
+
     def _active_rows(self) -> list[int]:
-        return [row for row, sequence in enumerate(self.sequences) if sequence.is_active]
+        return [
+            row for row, sequence in enumerate(self.sequences) if sequence.is_active and sequence not in self.preempted
+        ]
 
     def _remove_inactive(self) -> None:
         """Copy the cache of the active sequences; without inactive ones nothing is copied."""
         rows = self._active_rows()
         if len(rows) == len(self.sequences):
             return
+        self._store_prefixes(rows)
         self.sequences = tuple(self.sequences[row] for row in rows)
         self.cache = self.graph.gather([(self.cache, rows)]) if rows and self.cache else None
+        self.preempted.clear()
+
+    def _store_prefixes(self, stay: list[int]) -> None:
+        """Keep what was computed for the sequences that leave: the next turn of a chat begins with it."""
+        for row in set(range(len(self.sequences))).difference(stay):
+            sequence = self.sequences[row]
+            if self.cache is not None and not sequence.failed and sequence not in self.preempted:
+                self.prefix.store(sequence.tokens[: self.cache.past - int(self.cache.pads[row])], self.cache, row)
 
     def _join(self, prefill: Prefill) -> None:
         rows, joining = self._active_rows(), [sequence for sequence in prefill.sequences if sequence.is_active]
+        self._store_prefixes(rows)
         parts: list[Any] = [(self.cache, rows)] if rows else []
+        assert prefill.cache is not None, "read at least once"
         if joining:
             parts.append((prefill.cache, prefill.rows(joining)))
         self.sequences = (*(self.sequences[row] for row in rows), *joining)
+        self.preempted.clear()
         if len(parts) == 1 and not rows and prefill.rows(joining) == list(range(prefill.cache.rows)):
             self.cache = prefill.cache  # the same rows: no copy is needed
         else:
@@ -200,7 +272,7 @@ def _extend(sequence: TextSequence, logits: Any) -> tuple[TextSequence, Chunk | 
     try:
         return sequence, sequence.extend(logits)
     except Exception as error:  # of this sequence only
-        sequence.finished = True
+        sequence.finished = sequence.failed = True
         return sequence, error
 
 
@@ -212,8 +284,12 @@ class Engine:
     ) -> None:
         self.limits, self.metrics = limits, metrics or TokenMetrics()
         self.cache_budget = CacheBudget(graph.position_bytes, limits.cache_bytes)
-        self._graph, self._pool, self._batch = graph, pool, Batch(graph)
-        self._waiting: deque[TextSequence] = deque()
+        self.prefix = PrefixCache(graph.layers)
+        self.prefix.limit(limits.cache_bytes)
+        self._graph, self._pool = graph, pool
+        self._batches: list[Batch] = []  # one, except where memory is short and lengths differ
+        self._arrivals = itertools.count()
+        self._waiting: deque[TextSequence] = deque()  # the oldest first
         self._prefill: Prefill | None = None
         self._task: asyncio.Task[None] | None = None
         self._text_seconds = 0.0  # average time of a text
@@ -228,17 +304,17 @@ class Engine:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes that are reserved."""
-        return self._required_bytes(self._admitted())
+        """Bytes of the sequences that are not finished."""
+        return self._required_bytes(self._groups(), 0)
 
     @property
     def max_positions(self) -> int:
         """Positions of one sequence that fit in the cache's memory."""
-        return self.limits.cache_bytes // max(1, self.cache_budget.bytes(1, 1))
+        return self.cache_budget.max_positions
 
     def check_fits(self, positions: int) -> None:
         """Raise InvalidPayload for a sequence that would never fit."""
-        if not self.cache_budget.fits(1, positions):
+        if positions > self.max_positions:
             raise InvalidPayload(
                 f"prompt and answer may take {positions} positions; the service has memory for {self.max_positions} "
                 "of one text; ask for fewer tokens (max_tokens)"
@@ -259,6 +335,8 @@ class Engine:
         """Yield the chunks of one group. Closing the generator removes its sequences from the batch."""
         group = sequences[0].group
         self.admit(len(sequences), group.request.deadline)
+        for sequence in sequences:
+            sequence.arrival = next(self._arrivals)
         self._waiting.extend(sequences)
         if self._task is None:
             self._task = asyncio.get_running_loop().create_task(self._run())
@@ -276,8 +354,9 @@ class Engine:
         try:
             while self._remove_abandoned():
                 self._start_prefill()
-                if self._batch.sequences:
-                    await self._step(functools.partial(self._decode, self._batch, asyncio.get_running_loop()))
+                steps = self._make_room()
+                if any(batch.sequences for batch in self._batches):
+                    await self._step(functools.partial(self._decode, steps, asyncio.get_running_loop()))
                 if self._prefill is not None:
                     await self._read(self._prefill)
         except Exception as error:  # a bug: clients must not wait for ever
@@ -292,7 +371,8 @@ class Engine:
     def _fail_all(self, error: Exception) -> None:
         for sequence in (*self._admitted(), *self._waiting):
             sequence.group.fail(error)
-        self._batch, self._prefill = Batch(self._graph), None
+        self._batches, self._prefill = [], None
+        self.prefix.limit(0)
 
     def _remove_abandoned(self) -> bool:
         """Fail groups whose client is gone or whose deadline has passed. Return whether any sequence is left."""
@@ -306,40 +386,94 @@ class Engine:
         self._waiting = deque(sequence for sequence in self._waiting if not sequence.group.closed)
         if self._prefill is not None and not _active(self._prefill.sequences):
             self._prefill = None
-        return bool(self._waiting or self._prefill or self._batch.sequences)
+        joining = self._prefill.batch if self._prefill else None
+        self._batches = [batch for batch in self._batches if batch.sequences or batch is joining]
+        return bool(self._waiting or self._batches)
 
     def _start_prefill(self) -> None:
         """Admit the next waiting sequences, as far as there is room."""
         if self._prefill is not None or not self._waiting:
             return
-        decoding = _active(self._batch.sequences)
-        admitted: list[TextSequence] = []
-        free = self.limits.sequences - len(decoding)
-        for _ in range(prefill_batch_size(self._waiting, _MAX_PREFILL_TOKENS, free)):
-            if self._required_bytes([*decoding, *admitted, self._waiting[0]]) > self.limits.cache_bytes:
-                break
+        running = self.running
+        free = self.limits.sequences - running
+        if not free or (batch := self._batch_with_room([self._waiting[0]])) is None:
+            return
+        admitted = [self._waiting.popleft()]
+        candidates = itertools.chain(admitted, self._waiting)
+        size = prefill_batch_size(candidates, _MAX_PREFILL_TOKENS, free, self._cached_tokens)
+        while len(admitted) < size and (joined := self._batch_with_room([*admitted, self._waiting[0]])) is not None:
+            batch = joined
             admitted.append(self._waiting.popleft())
         now = time.monotonic()
         for sequence in admitted:
             request = sequence.group.request
             request.run_started_at = request.run_started_at or now
-        if admitted:
-            self._prefill = Prefill(self._graph, admitted)
-            self.metrics.tokens_in += sum(len(sequence.prompt) for sequence in admitted)
+        if batch not in self._batches:
+            self._batches.append(batch)
+        self._prefill = Prefill(batch, admitted)
+        self.metrics.prefix_queries += sum(len(sequence.prompt) for sequence in admitted if not sequence.preemptions)
+        self.metrics.tokens_in += sum(len(sequence.prompt) for sequence in admitted if not sequence.preemptions)
+        self.metrics.prefix_hits += sum(sequence.cached_tokens for sequence in admitted if not sequence.preemptions)
+
+    def _cached_tokens(self, text: Tokens) -> int:
+        return len(self.prefix.find(text)) * BLOCK_TOKENS
+
+    def _batch_with_room(self, joining: list[TextSequence]) -> Batch | None:
+        """Return the batch for these sequences, or None where they have to wait for memory.
+
+        Texts of different lengths share a batch, which is faster, unless its padding takes memory that is short.
+        """
+        groups, limit = self._groups(), self.limits.cache_bytes
+        batch, bytes_required = Batch(self._graph, self.prefix), self._required_bytes([*groups, joining])
+        options: list[tuple[int, Batch]] = []
+        for index, group in enumerate(groups):
+            joined = [*group, *joining]
+            lengths = [len(sequence.tokens) for sequence in joined]
+            total = self._required_bytes([*groups[:index], joined, *groups[index + 1 :]])
+            if total <= limit // 2 or min(lengths) >= _MIN_LENGTH * max(lengths):
+                options.append((total, self._batches[index]))
+        if options:
+            bytes_required, batch = min(options, key=lambda option: option[0])
+        alone = len(joining) == 1 and not any(groups)  # fits at its full length, as was checked
+        return batch if alone or bytes_required <= limit else None
+
+    def _make_room(self) -> int:
+        """Preempt sequences until the others can have a token each. Return how many steps the memory allows."""
+        limit = self.limits.cache_bytes
+        while self.running > 1 and self._required_bytes(self._groups(), 1) > limit:
+            self._preempt_youngest()
+        groups = self._groups()
+        steps = next((n for n in range(_STEPS_PER_RUN, 1, -1) if self._required_bytes(groups, n) <= limit), 1)
+        held = sum(batch.held_positions() for batch in self._batches) * self.cache_budget.position_bytes
+        self.prefix.limit(limit - max(held, self._required_bytes(groups, steps)))
+        return steps
+
+    def _preempt_youngest(self) -> None:
+        if self._prefill is not None:  # read after all others were admitted
+            preempted, self._prefill = _active(self._prefill.sequences), None
+        else:
+            preempted = [max(self._admitted(), key=lambda sequence: sequence.arrival)]
+            for batch in self._batches:
+                batch.preempted.update(preempted)
+        for sequence in preempted:
+            sequence.preemptions += 1
+        self.metrics.preemptions += len(preempted)
+        self._waiting.extendleft(reversed(preempted))
 
     async def _read(self, prefill: Prefill) -> None:
-        batch = self._batch
-        tokens = self.limits.prefill_part(len(prefill.sequences), len(_active(batch.sequences)))
+        batch = prefill.batch
+        decoding = sum(len(group.active()) for group in self._batches)
+        tokens = self.limits.prefill_part(len(prefill.sequences), decoding)
         timed = await self._step(lambda: [(time.monotonic(), batch.read(prefill, tokens))])
         if prefill.done or any(results for _, results in timed):
             self._prefill = None
 
-    def _decode(self, batch: Batch, loop: asyncio.AbstractEventLoop) -> TimedResults:
+    def _decode(self, steps: int, loop: asyncio.AbstractEventLoop) -> TimedResults:
         """Run several steps in the thread. Streams get each token at once, the others at the end."""
         timed: TimedResults = []
         until = time.monotonic() + _RUN_SECONDS
-        for _ in range(_STEPS_PER_RUN):
-            results = batch.decode()
+        for _ in range(steps):
+            results = [result for batch in self._batches for result in batch.decode()]
             timed.append((time.monotonic(), results))
             if not results or self._waiting or self._prefill is not None or timed[-1][0] >= until:
                 break
@@ -380,13 +514,26 @@ class Engine:
         group.put(result)
 
     def _admitted(self) -> list[TextSequence]:
-        reading = self._prefill.sequences if self._prefill else []  # for a moment they are in the batch as well
-        return list(dict.fromkeys(_active((*self._batch.sequences, *reading))))
+        return [sequence for group in self._groups() for sequence in group]
 
-    def _required_bytes(self, sequences: Sequence[TextSequence]) -> int:
-        """Return the bytes at their final length, so that no sequence has to be evicted."""
-        longest = max((sequence.max_positions for sequence in sequences), default=0)
-        return self.cache_budget.bytes(len(sequences), longest)
+    def _groups(self) -> list[list[TextSequence]]:
+        """Return the sequences of each batch, with those that will join it."""
+        groups = []
+        for batch in self._batches:
+            joining = self._prefill.sequences if self._prefill and self._prefill.batch is batch else []
+            groups.append(list(dict.fromkeys((*batch.active(), *_active(joining)))))  # both, for a moment
+        return groups
+
+    def _required_bytes(self, groups: Iterable[Sequence[TextSequence]], steps: int | None = None) -> int:
+        """Return the bytes after so many more tokens of each sequence; None: as many as a new one needs room for."""
+        return self.cache_budget.bytes(self._positions(group, steps) for group in groups)
+
+    def _positions(self, group: Sequence[TextSequence], steps: int | None) -> int:
+        if steps is None:
+            longest = max((len(sequence.tokens) for sequence in group), default=0)
+            steps = max(self.limits.room_tokens, int(_ROOM_SHARE * longest))
+        ends = (min(sequence.max_positions, len(sequence.tokens) + steps) for sequence in group)
+        return len(group) * max(ends, default=0)
 
 
 def _active(sequences: Iterable[TextSequence]) -> list[TextSequence]:

@@ -1,11 +1,13 @@
 """Keys and values of sequences that run together, and the ONNX graph that reads and extends them.
 
-The cache of a batch is one rectangle per layer, padded on the left, and stays on the device between runs.
+The cache of a batch is one rectangle per layer, padded on the left, and stays on the device between runs. A run reads
+the old cache and writes a new one with one position more, and a sequence that joins copies the cache: for a moment it
+exists twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,10 +19,6 @@ from pipeline.contract.signature import NUMPY_TYPES, Generation, Signature
 from serve.runtime.session import Session
 
 Array = np.ndarray[Any, Any]
-
-# A run reads the old cache and writes a new one with one position more, and a sequence that joins copies the cache:
-# for a moment it exists twice.
-_COPIES = 2
 
 
 @dataclass(frozen=True)
@@ -60,12 +58,15 @@ class CacheBudget:
     position_bytes: int  # of one position of one row, in all layers
     max_bytes: int
 
-    def bytes(self, rows: int, positions: int) -> int:
-        """Return the bytes of so many rows, all of which take the positions of the longest."""
-        return _COPIES * rows * positions * self.position_bytes
+    def bytes(self, sizes: Iterable[int]) -> int:
+        """Return the bytes of caches with so many positions, padding included: one of them runs at a time."""
+        positions = list(sizes)
+        return (sum(positions) + max(positions, default=0)) * self.position_bytes
 
-    def fits(self, rows: int, positions: int) -> bool:
-        return self.bytes(rows, positions) <= self.max_bytes
+    @property
+    def max_positions(self) -> int:
+        """Positions of one sequence that fit while no other one runs."""
+        return self.max_bytes // max(1, self.bytes([1]))
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,10 @@ class DecoderGraph:
 
     def empty_cache(self, pads: list[int]) -> KVCache:
         return empty_cache(self.layers, pads, self._session.device)
+
+    def filled_cache(self, pads: Array, values: Sequence[Array]) -> KVCache:
+        """Return a cache with these arrays, each [rows, heads, past, width]."""
+        return KVCache(pads, values[0].shape[2], tuple(to_device(value, self._session.device) for value in values))
 
     def gather(self, parts: list[tuple[KVCache, list[int]]]) -> KVCache:
         return gather(self.layers, parts, self._session.device)

@@ -55,6 +55,7 @@ class ResponseBuilder:
     digest: str
     token: TokenText
     prompt_tokens: int
+    cached_tokens: Callable[[], int]  # of the prompts; known when they were read
     choices: list[Choice]
     with_logprobs: bool
     completion_tokens: int = 0
@@ -65,11 +66,12 @@ class ResponseBuilder:
         self.completion_tokens += chunk.tokens
 
     @property
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens()},
         }
 
     def body(self) -> bytes:

@@ -54,6 +54,7 @@ class GenerationOptions:
     max_tokens: int
     sampling: Sampling
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()  # end the text like the model's own
     seed: int | None = None
     top_logprobs: int | None = None  # alternatives reported with each token; None: no log probabilities
     echo: bool = False  # return the prompt before the answer, with its log probabilities
@@ -108,9 +109,10 @@ class TextSequence:
         self, group: SequenceGroup, index: int, prompt: Sequence[int], end: Sequence[int], decode: Decode
     ) -> None:
         self.group, self.index, self.prompt = group, index, tuple(prompt)
-        self.last_token = 0  # chosen, but not yet an input of the model
-        self.generated = 0  # tokens
-        self.finished = False
+        self.tokens = list(prompt)  # and those generated; the last one is not yet an input of the model
+        self.arrival = self.preemptions = 0  # number of the sequence, and how often it had to give its memory back
+        self.cached_tokens = 0  # of the prompt, which were not computed again
+        self.finished = self.failed = False
         self.last_token_at = 0.0
         self._end = frozenset(end)
         self._decode, self._detokenizer = decode, Detokenizer(decode, prompt)
@@ -130,8 +132,18 @@ class TextSequence:
         return not self.finished and not self.group.closed
 
     @property
+    def generated(self) -> int:
+        return len(self.tokens) - len(self.prompt)
+
+    @property
     def max_positions(self) -> int:
         return len(self.prompt) + self.group.options.max_tokens
+
+    @property
+    def needs_prompt_logits(self) -> bool:
+        """Return whether the log probabilities of the prompt are requested, and not computed yet."""
+        options = self.group.options
+        return options.echo and options.top_logprobs is not None and not self.generated
 
     def echo_prompt(self, logprobs: Logprobs) -> Chunk | None:
         """Return the prompt where the request echoes it, or the end of a sequence without tokens to generate."""
@@ -146,10 +158,9 @@ class TextSequence:
         if not np.isfinite(logits.max()):  # max returns NaN if there is one
             raise ArithmeticError("the model returned NaN or infinite logits")
         options = self.group.options
-        token = sample_token(logits, options.sampling, self._draw)
+        token = sample_token(logits, options.sampling, self._draw, self.tokens)
         logprobs = () if options.top_logprobs is None else (token_logprob(logits, token, options.top_logprobs),)
-        self.last_token = token
-        self.generated += 1
+        self.tokens.append(token)
         text, reason = self._new_text(token)
         self.finished = bool(reason)
         return Chunk(self.index, text, logprobs, reason, tokens=1)

@@ -551,7 +551,12 @@ def _request(names: Sequence[str], own: Schema, required: Sequence[str]) -> Sche
 
 def _answer(kind: str, own: Schema) -> Schema:
     choice = {"index": _COUNT, **own, "logprobs": {"type": ["object", "null"]}, "finish_reason": {"enum": ["stop", "length"]}}  # fmt: skip  # noqa: E501
-    usage = {"prompt_tokens": _COUNT, "completion_tokens": _COUNT, "total_tokens": _COUNT}
+    usage = {
+        "prompt_tokens": _COUNT,
+        "completion_tokens": _COUNT,
+        "total_tokens": _COUNT,
+        "prompt_tokens_details": _object({"cached_tokens": _COUNT}),
+    }
     return _object(
         {
             "id": _TEXT,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import threading
 import time
@@ -150,7 +151,112 @@ def test_memory_limits_how_many_sequences_run(language_model: LanguageModel, poo
     found = _run(language_model, pool, scenario, EngineLimits(8, 64, engine_bytes))
     assert found == [tiny.greedy_tokens(tiny_path, PROMPTS[3], 10)] * 5
     assert max(running for running, _ in seen) == 2
-    assert max(held for _, held in seen) == engine_bytes
+    assert engine_bytes / 2 < max(held for _, held in seen) <= engine_bytes
+
+
+def _limits_for(language_model: LanguageModel, positions: int, **limits: Any) -> EngineLimits:
+    """Return limits with memory for one text of so many positions."""
+    engine_bytes = 2 * positions * language_model.graph.position_bytes
+    return EngineLimits(**{"sequences": 8, "waiting": 64, "cache_bytes": engine_bytes, "room_tokens": 4, **limits})
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(temperature=0.7)])
+def test_texts_are_complete_when_memory_runs_out(
+    language_model: LanguageModel, pool: Executor, tiny_path: Path, sampling: Sampling
+) -> None:
+    """Eight texts that may take all positions, and memory for one at full length."""
+    prompts = [[*PROMPTS[2], token] for token in range(4, 10)] + PROMPTS[:2]
+    held = []
+
+    def text(harness: EngineHarness, prompt: Sequence[int]) -> Any:
+        return harness.tokens(prompt, tiny.POSITIONS - len(prompt), sampling=sampling, seed=5)
+
+    async def together(harness: EngineHarness) -> Any:
+        texts = asyncio.gather(*(text(harness, prompt) for prompt in prompts))
+        running = 0
+        while not texts.done():
+            running = max(running, harness.engine.running)
+            held.append(harness.engine.cache_bytes + harness.engine.prefix.bytes)
+            await asyncio.sleep(0)
+        return await texts, running, harness.engine.metrics
+
+    limits = _limits_for(language_model, tiny.POSITIONS)
+    found, running, metrics = _run(language_model, pool, together, limits)
+    alone = [_run(language_model, pool, functools.partial(text, prompt=prompt)) for prompt in prompts]
+    assert found == alone
+    assert running >= 6
+    assert metrics.preemptions > 0
+    assert metrics.tokens_out == sum(map(len, found))
+    assert metrics.tokens_in == sum(map(len, prompts)), "reading again is not counted"
+    assert max(held) <= limits.cache_bytes
+
+
+def test_prompt_is_echoed_once_although_its_sequence_is_preempted(
+    language_model: LanguageModel, pool: Executor
+) -> None:
+    options = GenerationOptions(max_tokens=50, sampling=GREEDY, echo=True, top_logprobs=0)
+
+    async def together(harness: EngineHarness) -> Any:
+        echoes = [harness.sequences(PROMPTS[3], 50, options=options) for _ in range(4)]
+        chunks = await asyncio.gather(*map(harness.chunks, echoes))
+        return chunks, [sequence.preemptions for (sequence,) in echoes]
+
+    chunks, preemptions = _run(language_model, pool, together, _limits_for(language_model, 80))
+    assert max(preemptions) > 0
+    for found in chunks:
+        tokens = [entry if isinstance(entry, int) else entry.token for chunk in found for entry in chunk.logprobs]
+        assert tokens[: len(PROMPTS[3])] == PROMPTS[3]
+        assert tokens == [
+            entry if isinstance(entry, int) else entry.token for chunk in chunks[0] for entry in chunk.logprobs
+        ]
+
+
+def test_youngest_sequence_is_preempted(language_model: LanguageModel, pool: Executor) -> None:
+    async def together(harness: EngineHarness) -> Any:
+        texts = [harness.sequences(PROMPTS[3], 70) for _ in range(4)]
+        await asyncio.gather(*map(harness.chunks, texts))
+        return [sequence.preemptions for (sequence,) in texts]
+
+    first, *_, last = _run(language_model, pool, together, _limits_for(language_model, 90))
+    assert (first, last > 0) == (0, True)
+
+
+def test_short_texts_run_beside_one_that_takes_most_of_the_memory(
+    language_model: LanguageModel, pool: Executor, tiny_path: Path
+) -> None:
+    """In one batch, the padding of the short texts would need twice the memory that there is."""
+
+    async def together(harness: EngineHarness) -> Any:
+        (long,), *short = [harness.sequences(prompt, most) for prompt, most in cases]
+        chunks = harness.engine.generate([long])
+        await anext(chunks)
+        await asyncio.gather(*(harness.chunks(sequences) for sequences in short))
+        await _all(chunks)
+        return [long, *(sequence for (sequence,) in short)], harness.engine.metrics.preemptions
+
+    cases = [(PROMPTS[1], 55), *[(PROMPTS[0], 8)] * 3]
+    (long, *short), preemptions = _run(language_model, pool, together, _limits_for(language_model, 110))
+    assert preemptions == 0
+    assert max(sequence.last_token_at for sequence in short) < long.last_token_at, "they did not wait for it"
+    assert [sequence.tokens[len(sequence.prompt) :] for sequence in (long, *short)] == [
+        tiny.greedy_tokens(tiny_path, prompt, most) for prompt, most in cases
+    ]
+
+
+def test_preempted_text_stops_when_its_client_is_gone(language_model: LanguageModel, pool: Executor) -> None:
+    left: list[bool] = []
+
+    async def leaving(harness: EngineHarness) -> Any:
+        texts = [harness.sequences(PROMPTS[3], 70, gone=lambda: bool(left)) for _ in range(3)]
+        tasks = [asyncio.create_task(harness.chunks(text)) for text in texts]
+        while not harness.engine.metrics.preemptions:
+            await asyncio.sleep(0)
+        left.append(True)
+        found = await asyncio.gather(*tasks, return_exceptions=True)
+        return [type(error) for error in found]
+
+    found = _run(language_model, pool, leaving, _limits_for(language_model, 90))
+    assert found == [ClientDisconnected] * 3
 
 
 def test_sequence_that_never_fits_is_rejected(language_model: LanguageModel, pool: Executor) -> None:
@@ -349,11 +455,9 @@ def test_long_text_gives_the_thread_to_others(language_model: LanguageModel) -> 
 
     async def requests(harness: EngineHarness, one: Executor) -> int:
         text = asyncio.create_task(harness.chunks(harness.sequences(PROMPTS[2], 70)))
-        while not harness.engine._batch.sequences:
+        while not any(batch.sequences for batch in harness.engine._batches):
             await asyncio.sleep(0)
-        before = await asyncio.get_running_loop().run_in_executor(
-            one, lambda: harness.engine._batch.sequences[0].generated
-        )
+        before = await asyncio.get_running_loop().run_in_executor(one, lambda: harness.engine._admitted()[0].generated)
         assert len(await text) == 70
         return before
 

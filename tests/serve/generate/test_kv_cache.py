@@ -50,11 +50,12 @@ def test_padding_is_masked_and_positions_start_after_it() -> None:
     assert unread.positions(3).tolist() == [[0, 1, 2], [0, 0, 0]]
 
 
-def test_budget_counts_the_cache_twice() -> None:
+def test_budget_counts_the_cache_that_runs_twice() -> None:
     budget = CacheBudget(position_bytes=10, max_bytes=400)
-    assert budget.bytes(2, 10) == 400
-    assert budget.fits(2, 10)
-    assert not budget.fits(2, 11)
+    assert budget.bytes([20]) == 400
+    assert budget.bytes([20, 10, 0]) == 500, "only one of several caches runs at a time"
+    assert budget.bytes([]) == 0
+    assert budget.max_positions == 20
 
 
 @pytest.mark.parametrize("shape", [("batch", "heads", "past", 8), ("batch", 2, "past"), ("batch", 2, "past", "width")])

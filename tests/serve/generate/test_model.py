@@ -111,7 +111,7 @@ REQUEST = parse_chat(b'{"model": "tiny", "messages": [{"role": "user", "content"
 def generator(language_model: LanguageModel, tiny_path: Path, pool: Executor) -> TextGenerator:
     """A generator with memory for one sequence of 20 positions."""
     made = TextGenerator(language_model, open_bundle(tiny_path), pool)
-    limits = replace(made.engine.limits, cache_bytes=made.engine.cache_budget.bytes(1, 20))
+    limits = replace(made.engine.limits, cache_bytes=made.engine.cache_budget.bytes([20]))
     made.engine = Engine(language_model.graph, limits, pool)
     return made
 

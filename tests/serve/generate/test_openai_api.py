@@ -26,8 +26,8 @@ def _reply(*, chat: bool = False, with_logprobs: bool = False, choices: int = 1)
     words = {1: "he", 2: "llo", 3: "<s>", 4: "\ufffd", 5: "\ufffd"}
     return ResponseBuilder(
         chat=chat, request_id="r", model="m", digest="d" * 64, token=words.__getitem__,
-        prompt_tokens=3, choices=[Choice(lambda one: "" if one == 3 else words[one]) for _ in range(choices)],
-        with_logprobs=with_logprobs, created=5,
+        prompt_tokens=3, cached_tokens=lambda: 2, with_logprobs=with_logprobs, created=5,
+        choices=[Choice(lambda one: "" if one == 3 else words[one]) for _ in range(choices)],
     )  # fmt: skip
 
 
@@ -44,7 +44,12 @@ def test_chunks_of_one_text_become_one_choice() -> None:
         (0, "x", None),
         (1, "ab", "stop"),
     ]
-    assert body["usage"] == {"prompt_tokens": 3, "completion_tokens": 3, "total_tokens": 6}
+    assert body["usage"] == {
+        "prompt_tokens": 3,
+        "completion_tokens": 3,
+        "total_tokens": 6,
+        "prompt_tokens_details": {"cached_tokens": 2},
+    }
     assert (body["id"], body["object"], body["created"]) == ("cmpl-r", "text_completion", 5)
 
 

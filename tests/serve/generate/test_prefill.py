@@ -3,8 +3,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from serve.generate.engine import Prefill, prefill_batch_size
+from serve.generate.engine import Batch, Prefill, prefill_batch_size
 from serve.generate.model import LanguageModel
+from serve.generate.prefix_cache import PrefixCache
 from serve.generate.sampling import Sampling, TokenLogprob
 from serve.generate.sequence import GenerationOptions, SequenceGroup, TextSequence
 from tests.serve.generate import tiny
@@ -33,13 +34,20 @@ def test_equal_prompts_take_one_row() -> None:
     assert prefill_batch_size([_writing([1] * 60)] * 9, max_tokens=100, max_sequences=4) == 4
 
 
+def _batch(language_model: LanguageModel) -> Batch:
+    prefix = PrefixCache(language_model.graph.layers)
+    prefix.limit(1 << 20)
+    return Batch(language_model.graph, prefix)
+
+
 @pytest.mark.parametrize("part", [1, 5, 100])
 def test_prefill_result_does_not_depend_on_the_parts(language_model: LanguageModel, part: int) -> None:
     prompts = [list(range(10, 22)), list(range(40, 49)), list(range(10, 22))]
     sequences = [_writing(one, top=1, echo=True) for one in prompts]
-    prefill = Prefill(language_model.graph, sequences)
+    prefill = Prefill(_batch(language_model), sequences)
     while not prefill.done:
         prefill.advance(part)
+    assert prefill.cache is not None
     assert prefill.cache.rows == 2
     assert prefill.rows(sequences) == [0, 1, 0]
     for one in sequences:
@@ -60,7 +68,7 @@ def _logprob(logits: np.ndarray[tuple[int], np.dtype[np.float32]], token: int) -
 
 def test_prompt_logprobs_only_on_request(language_model: LanguageModel) -> None:
     sequence = _writing([4, 5], top=1)
-    prefill = Prefill(language_model.graph, [sequence])
+    prefill = Prefill(_batch(language_model), [sequence])
     prefill.advance(10)
     assert prefill.logprobs(sequence) == []
     assert tiny.POSITIONS > prefill.longest == 2
