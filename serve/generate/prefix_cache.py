@@ -47,7 +47,7 @@ class PrefixCache:
         self._remove(self._capacity)
 
     def find(self, tokens: Sequence[int]) -> list[Block]:
-        """Return the blocks of the beginning; at least one token is left, whose logits somebody needs."""
+        """Return the blocks of the beginning; at least one token is left, whose logits are needed."""
         keys = self._stored_keys(tokens[:-1])
         self._touch(keys)
         return [self._blocks[key] for key in keys]
