@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import takewhile
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn, TypeAlias
 
 from jinja2 import TemplateError, nodes
@@ -51,12 +52,13 @@ class ChatTemplate:
             raise ConfigError(f"the chat template is not valid Jinja: {error}") from error
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Messages) -> str:
-        """Return the prompt, up to where the model's answer begins."""
+    def render(self, messages: Messages, variables: Mapping[str, Any] = MappingProxyType({})) -> str:
+        """Return the prompt, up to where the model's answer begins. `variables` are further ones of the template."""
+        context = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
+        if reserved := sorted(variables.keys() & context.keys()):
+            raise InvalidPayload(f"chat_template_kwargs: {reserved[0]} cannot be set; leave it out")
         try:
-            return self._template.render(
-                **self._special_tokens, messages=messages, tools=None, documents=None, add_generation_prompt=True
-            )
+            return self._template.render({**self._special_tokens, **variables, **context})
         except InvalidPayload:
             raise
         except Exception as error:  # whatever the template's code raises

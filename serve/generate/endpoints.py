@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
 from serve.errors import NotFound, RequestError
@@ -18,7 +18,9 @@ from serve.generate.openai_api import (
     parse_chat,
     parse_completion,
 )
+from serve.generate.reasoning import ReasoningParser, opens_reasoning
 from serve.generate.sequence import Chunk, Detokenizer, GenerationOptions, SequenceGroup, TextSequence
+from serve.generate.tokenizer import ModelTokenizer
 from serve.http1.connection import HttpRequest
 from serve.load_shedding import set_deadline
 from serve.model_version import ModelVersion
@@ -28,6 +30,7 @@ from serve.routes import JSON, Response, Route, Stream, check_content_type, json
 
 OPENAI_ROUTES = ("completions", "chat")  # routes that generate text
 _VERSION = re.compile(r"(?P<name>[^/]{1,200})/versions/(?P<version>[0-9A-Za-z]{1,64})")
+_TAG_TOKENS = 12  # at the end of a prompt, in which `<think>` is searched
 _EVENT_STREAM_HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store"))
 
 
@@ -115,9 +118,16 @@ def _response_builder(
         token=tokenizer.token,
         prompt_tokens=sum(len(sequence.prompt) for sequence in prompts),
         cached_tokens=lambda: sum(sequence.cached_tokens for sequence in prompts),
-        choices=[Choice(Detokenizer(tokenizer.text, context).feed) for context in contexts],
+        choices=[
+            Choice(Detokenizer(tokenizer.text, context).feed, reasoning=_reasoning_parser(tokenizer, sequence.prompt))
+            for context, sequence in zip(contexts, sequences, strict=True)
+        ],
         with_logprobs=options.top_logprobs is not None,
     )
+
+
+def _reasoning_parser(tokenizer: ModelTokenizer, prompt: Sequence[int]) -> ReasoningParser:
+    return ReasoningParser(opened=opens_reasoning(tokenizer.text(prompt[-_TAG_TOKENS:], special=True)))
 
 
 async def _collect(chunks: AsyncGenerator[Chunk, None], builder: ResponseBuilder, request: HttpRequest) -> Response:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +70,8 @@ class TextGenerator:
             raise InvalidPayload(f"{field}: {longest} tokens; the model has {limit} positions for them and its answer")
         room = max(1, min(limit, self.engine.max_positions) - longest)
         options = generation_options(request, room, self.tokenizer.generation.sampling)
+        self._check_ids("logit_bias", options.sampling.logit_bias)
+        self._check_ids("stop_token_ids", options.stop_token_ids)
         if longest + options.max_tokens > limit:
             raise InvalidPayload(
                 f"max_tokens: {longest} tokens of the prompt and {options.max_tokens} of the answer "
@@ -80,22 +82,25 @@ class TextGenerator:
 
     def sequences(self, group: SequenceGroup, prompts: Sequence[Sequence[int]], count: int) -> list[TextSequence]:
         """Return `count` sequences of each prompt, in OpenAI's order."""
-        end, decode = self.tokenizer.generation.end, self.tokenizer.text
+        end, decode = (*self.tokenizer.generation.end, *group.options.stop_token_ids), self.tokenizer.text
         repeated = [prompt for prompt in prompts for _ in range(count)]
         return [TextSequence(group, index, prompt, end, decode) for index, prompt in enumerate(repeated)]
 
     def _encode(self, request: CompletionRequest | ChatRequest) -> list[list[int]]:
         if isinstance(request, ChatRequest):
-            prompts = [self.tokenizer.encode_chat(request.template_messages)]
+            prompts = [self.tokenizer.encode_chat(request.template_messages, request.chat_template_kwargs)]
         else:
             prompts = [self.tokenizer.encode(p) if isinstance(p, str) else p for p in request.prompts]
-        vocabulary = self.tokenizer.vocabulary
         for ids in prompts:
             if not ids:
                 raise InvalidPayload("prompt: must have at least one token; give a text")
-            if wrong := [token for token in ids if not 0 <= token < vocabulary]:
-                raise InvalidPayload(f"prompt: {wrong[0]} is not a token id; the model's are 0 to {vocabulary - 1}")
+            self._check_ids("prompt", ids)
         return prompts
+
+    def _check_ids(self, field: str, ids: Iterable[int]) -> None:
+        vocabulary = self.tokenizer.vocabulary
+        if wrong := [token for token in ids if not 0 <= token < vocabulary]:
+            raise InvalidPayload(f"{field}: {wrong[0]} is not a token id; the model's are 0 to {vocabulary - 1}")
 
 
 def _engine_limits(signature: Signature, unbatched_reason: str) -> EngineLimits:

@@ -5,6 +5,7 @@ Fields that are not supported are rejected by name.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ import orjson
 from pipeline.contract.errors import InvalidPayload
 from pipeline.contract.signature import SamplingDefaults
 from serve.errors import NotFound, RequestError, Unauthorized
+from serve.generate.reasoning import ReasoningParser
 from serve.generate.sampling import Sampling, TokenLogprob
 from serve.generate.sequence import Chunk, GenerationOptions, Logprobs
 from serve.request_body import parse_object
@@ -38,6 +40,7 @@ class Choice:
     logprobs: list[TokenLogprob | int] = field(default_factory=list)
     offset: int = 0  # characters of the tokens with log probabilities
     finish_reason: str | None = None
+    reasoning: ReasoningParser = field(default_factory=ReasoningParser)  # of a chat
 
     def add(self, chunk: Chunk) -> None:
         self.text += chunk.text
@@ -79,7 +82,7 @@ class ResponseBuilder:
         for index, choice in enumerate(self.choices):
             content: dict[str, Any] = {"text": choice.text}
             if self.chat:
-                content = {"message": {"role": "assistant", "content": choice.text, "refusal": None}}
+                content = {"message": _message(choice)}
             choices.append(self._choice(index, content, choice.logprobs, choice.finish_reason))
         return orjson.dumps({**self._head(stream=False), "choices": choices, "usage": self.usage})
 
@@ -96,7 +99,10 @@ class ResponseBuilder:
             return b""
         content: dict[str, Any] = {"text": chunk.text}
         if self.chat:
-            content = {"delta": {"content": chunk.text} if chunk.text or not chunk.finish_reason else {}}
+            delta = _delta(self.choices[chunk.index], chunk)
+            if not (delta or chunk.logprobs or chunk.finish_reason):
+                return b""
+            content = {"delta": delta or ({} if chunk.finish_reason else {"content": ""})}
         return self._event(
             [self._choice(chunk.index, content, chunk.logprobs, chunk.finish_reason or None)], usage=usage
         )
@@ -129,6 +135,19 @@ class ResponseBuilder:
             else:
                 rendered = _completion_logprobs(logprobs, self.token, self.choices[index])
         return {"index": index, **content, "logprobs": rendered, "finish_reason": finish_reason}
+
+
+def _message(choice: Choice) -> dict[str, Any]:
+    """Return the assistant's message; its content is null where the answer ended within the reasoning."""
+    reasoning, content = choice.reasoning.feed(choice.text, last=True)
+    message = {"role": "assistant", "content": content, "refusal": None}
+    return {**message, "content": content or None, "reasoning_content": reasoning} if reasoning else message
+
+
+def _delta(choice: Choice, chunk: Chunk) -> dict[str, str]:
+    reasoning, content = choice.reasoning.feed(chunk.text, last=bool(chunk.finish_reason))
+    parts = {"reasoning_content": reasoning, "content": content}
+    return {name: text for name, text in parts.items() if text}
 
 
 def event(body: Any) -> bytes:
@@ -201,6 +220,7 @@ def error_body(refusal: RequestError | None) -> dict[str, Any]:
 
 
 MAX_TOP_LOGPROBS = 20  # OpenAI's limit
+MAX_REPETITION_PENALTY = 100.0  # beyond it logits overflow
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
 _TopCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)]
@@ -209,14 +229,14 @@ _Stop = str | list[str] | None
 
 _DEFAULT_MAX_TOKENS = 16  # of a completion, as with OpenAI
 _MAX_STOP_STRINGS = 16
+_TOKEN_ID = re.compile(r"[0-9]{1,18}")
+_NO_DEFAULTS = SamplingDefaults()  # OpenAI's own
 
 # OpenAI's fields that have no effect here, and fields that are rejected unless they have one of these values.
-_NO_DEFAULTS = SamplingDefaults()  # OpenAI's own
 _IGNORED = frozenset({"user", "store", "metadata", "service_tier", "prompt_cache_key", "safety_identifier"})
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "suffix": ("",),
-    "logit_bias": ({},),
     "presence_penalty": (0,),
     "frequency_penalty": (0,),
     "tools": ([],),
@@ -247,6 +267,10 @@ class _TextRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = None
+    min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
+    repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=MAX_REPETITION_PENALTY)] | None = None
+    logit_bias: Mapping[str, Annotated[float, msgspec.Meta(ge=-100, le=100)]] = {}  # by token id
+    stop_token_ids: list[_Natural] = []
     n: _Count = 1
     seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
     stop: _Stop = None
@@ -292,15 +316,19 @@ class Part(msgspec.Struct, forbid_unknown_fields=True):
 
 class Message(msgspec.Struct, forbid_unknown_fields=True):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Part]
+    content: str | list[Part] | None = None
     name: str | None = None
+    reasoning_content: str | None = None  # of an earlier answer, which clients send back
 
-    @property
-    def for_template(self) -> dict[str, str]:
+    def for_template(self, position: int) -> dict[str, str]:
         """Return the message with the fields and roles that chat templates know."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        if self.content is None and not (self.role == "assistant" and self.reasoning_content):
+            raise InvalidPayload(f"messages[{position}].content: is missing")
+        parts = [] if self.content is None else self.content
+        text = parts if isinstance(parts, str) else "".join(part.text for part in parts)
         role = "system" if self.role == "developer" else self.role  # OpenAI's newer name
-        return {"role": role, "content": text} | ({"name": self.name} if self.name else {})
+        optional = {"name": self.name, "reasoning_content": self.reasoning_content}
+        return {"role": role, "content": text} | {name: value for name, value in optional.items() if value}
 
 
 class ChatRequest(_TextRequest, forbid_unknown_fields=True, kw_only=True):
@@ -311,10 +339,11 @@ class ChatRequest(_TextRequest, forbid_unknown_fields=True, kw_only=True):
     max_completion_tokens: _Count | None = None
     logprobs: bool = False
     top_logprobs: _TopCount | None = None
+    chat_template_kwargs: dict[str, Any] = {}
 
     @property
     def template_messages(self) -> list[dict[str, str]]:
-        return [message.for_template for message in self.messages]
+        return [message.for_template(position) for position, message in enumerate(self.messages)]
 
     @property
     def token_limit(self) -> int | None:
@@ -343,24 +372,37 @@ def generation_options(
         max_tokens=limit,
         sampling=_sampling(request, defaults),
         stop=tuple(stop),
+        stop_token_ids=tuple(request.stop_token_ids),
         seed=None if request.seed is None else request.seed % 2**64,
         top_logprobs=request.logprob_count,
         echo=echo,
     )
 
 
-def parse_completion(body: bytes) -> CompletionRequest:
-    return _convert(parse_object(body), CompletionRequest)
 def _sampling(request: _TextRequest, defaults: SamplingDefaults) -> Sampling:
     """Return how tokens are chosen: as the request states, otherwise by the model's defaults."""
     values = {name: default if (value := getattr(request, name, None)) is None else value for name, default in defaults}
-    return Sampling(**{**values, "top_k": max(0, values["top_k"])})
+    if wrong := [name for name in request.logit_bias if not _TOKEN_ID.fullmatch(name)]:
+        raise InvalidPayload(f"logit_bias: {wrong[0][:100]!r} is not a token id")
+    biases = {int(name): bias for name, bias in request.logit_bias.items()}
+    return Sampling(**{**values, "top_k": max(0, values["top_k"])}, logit_bias=biases)
 
 
+def parse_completion(body: bytes) -> CompletionRequest:
+    return _convert(parse_object(body), CompletionRequest)
 
 
 def parse_chat(body: bytes) -> ChatRequest:
-    return _convert(parse_object(body), ChatRequest)
+    """Parse a request. In messages null is like a missing field, too: clients send answers back as they got them."""
+    fields = parse_object(body)
+    if isinstance(messages := fields.get("messages"), list):
+        fields["messages"] = [
+            {name: value for name, value in message.items() if value is not None}
+            if isinstance(message, dict)
+            else message
+            for message in messages
+        ]
+    return _convert(fields, ChatRequest)
 
 
 def _convert(fields: dict[str, Any], kind: type[_Request]) -> _Request:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from pipeline.contract.bundle import Bundle
@@ -72,11 +73,13 @@ class ModelTokenizer:
         ids, begin = self._encode(text, "prompt"), list(self.generation.begin)
         return ids if ids[: len(begin)] == begin else [*begin, *ids]
 
-    def encode_chat(self, messages: Sequence[dict[str, str]]) -> list[int]:
+    def encode_chat(
+        self, messages: Sequence[dict[str, str]], variables: Mapping[str, Any] = MappingProxyType({})
+    ) -> list[int]:
         """Return the ids of a chat; only its template adds special tokens, as in transformers."""
         if self._chat_template is None:
             raise InvalidPayload("this model has no chat template; use /openai/v1/completions")
-        return self._encode(self._chat_template.render(messages), "messages")
+        return self._encode(self._chat_template.render(messages, variables), "messages")
 
     def _encode(self, text: str, field: str) -> list[int]:
         if len(text) > self._max_characters:

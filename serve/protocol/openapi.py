@@ -481,6 +481,7 @@ def chat_request(names: Sequence[str]) -> Schema:
         "role": {"enum": ["system", "developer", "user", "assistant"]},
         "content": {"anyOf": [_TEXT, {"type": "array", "items": part}]},
         "name": {"type": ["string", "null"]},
+        "reasoning_content": {"type": ["string", "null"], "description": "of an earlier answer"},
     }
     return _request(
         names,
@@ -490,6 +491,7 @@ def chat_request(names: Sequence[str]) -> Schema:
             "max_completion_tokens": _nullable(1, description="newer name of max_tokens"),
             "logprobs": _NULLABLE_BOOLEAN,
             "top_logprobs": _nullable(0, 20, "number of alternatives to report for each token"),
+            "chat_template_kwargs": {"type": ["object", "null"], "description": "variables of the chat template"},
         },
         ["messages"],
     )
@@ -500,7 +502,9 @@ def completion_answer() -> Schema:
 
 
 def chat_answer() -> Schema:
-    message = _object({"role": {"const": "assistant"}, "content": _TEXT, "refusal": {"type": "null"}})
+    content = {"type": ["string", "null"], "description": "null: the answer ended within the reasoning"}
+    message = _object({"role": {"const": "assistant"}, "content": content, "refusal": {"type": "null"}})
+    message["properties"]["reasoning_content"] = {"type": "string", "description": "the text in <think>…</think>"}
     return _answer("chat.completion", {"message": message})
 
 
@@ -535,6 +539,14 @@ def _request(names: Sequence[str], own: Schema, required: Sequence[str]) -> Sche
         "temperature": {"type": ["number", "null"], "minimum": 0, "maximum": 2},
         "top_p": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 1},
         "top_k": _nullable(-1, description="0 and -1: no limit"),
+        "min_p": {"type": ["number", "null"], "minimum": 0, "maximum": 1},
+        "repetition_penalty": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 100},
+        "logit_bias": {
+            "type": ["object", "null"],
+            "propertyNames": {"pattern": "^[0-9]{1,6}$"},
+            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
+        },
+        "stop_token_ids": {"type": ["array", "null"], "items": _COUNT},
         "n": _nullable(1, description="texts for each prompt"),
         "seed": _nullable(-(2**63), 2**63 - 1, "equal seeds give equal samples"),
         "stop": {"anyOf": stop},

@@ -47,6 +47,14 @@ def test_templates_render_as_in_transformers() -> None:
         assert ChatTemplate(template, TOKENS).render(CHAT) == rendered[0][0]
 
 
+def test_variables_of_the_request_reach_the_template() -> None:
+    chat = ChatTemplate("{{ bos_token }}{% if thinking %}<think>{% endif %}", TOKENS)
+    assert chat.render([USER], {"thinking": True}) == "<s><think>"
+    assert chat.render([USER], {"thinking": False}) == "<s>"
+    with pytest.raises(InvalidPayload, match="chat_template_kwargs: messages cannot be set"):
+        chat.render([USER], {"messages": []})
+
+
 def test_template_errors_are_client_errors() -> None:
     chat = ChatTemplate(tiny.TEMPLATE, {})
     with pytest.raises(InvalidPayload, match="messages: system comes first"):

@@ -32,7 +32,8 @@ TEXTS = ["hello world", "the quick brown fox jumps over", "x", "print('hello'", 
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model without an end token."""
-    return tiny.build(tmp_path_factory.mktemp("texts") / "bundle", positions=LONG, end=())
+    template = tiny.TEMPLATE + "{% if enable_thinking %}<think>\n{% endif %}"
+    return tiny.build(tmp_path_factory.mktemp("texts") / "bundle", positions=LONG, end=(), template=template)
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +115,37 @@ def test_chat_uses_the_template(client: openai.OpenAI, bundle: Path) -> None:
     assert "".join(part.content or "" for part in parts) == wanted
 
 
+def test_reasoning_that_the_template_begins_is_no_content(client: openai.OpenAI, bundle: Path) -> None:
+    fields: dict[str, Any] = {
+        "model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 15, "temperature": 0,
+        "extra_body": {"chat_template_kwargs": {"enable_thinking": True}},
+    }  # fmt: skip
+    ids = [tiny.BEGIN, tiny.USER, *TOKENIZER.encode("hi").ids, tiny.ANSWER, *TOKENIZER.encode("<think>\n").ids]
+    wanted = TOKENIZER.decode(tiny.greedy_tokens(bundle, ids, 15)).strip()
+    message: Any = client.chat.completions.create(**fields).choices[0].message
+    assert (message.content, message.reasoning_content) == (None, wanted)
+    parts: list[Any] = [part.choices[0].delta for part in client.chat.completions.create(**fields, stream=True)]
+    assert "".join(getattr(part, "reasoning_content", None) or "" for part in parts) == wanted
+    assert "".join(part.content or "" for part in parts) == ""
+    earlier = [*fields["messages"], message.model_dump(), {"role": "user", "content": "and"}]
+    again: Any = client.chat.completions.create(**{**fields, "messages": earlier, "extra_body": {}})
+    assert again.choices[0].message.content
+
+
+def test_biases_penalties_and_stop_tokens_decide_the_text(client: openai.OpenAI) -> None:
+    (x,) = TOKENIZER.encode("x").ids
+    assert _text(client, "a", most=5, logit_bias={str(x): 100}) == "xxxxx"
+    stopped = client.completions.create(
+        model="tiny", prompt="a", temperature=0, logit_bias={str(x): 100}, extra_body={"stop_token_ids": [x]}
+    )
+    assert (stopped.choices[0].text, stopped.choices[0].finish_reason) == ("", "stop")
+    plain = _text(client, TEXTS[0], most=40)
+    varied = _text(client, TEXTS[0], most=40, extra_body={"repetition_penalty": 50.0})
+    assert len(set(TOKENIZER.encode(varied).ids)) > len(set(TOKENIZER.encode(plain).ids))
+    single = client.completions.create(model="tiny", prompt=TEXTS[0], max_tokens=12, extra_body={"min_p": 1.0})
+    assert single.choices[0].text == _text(client, TEXTS[0])
+
+
 def test_several_prompts_and_choices_come_in_order(client: openai.OpenAI, bundle: Path) -> None:
     ids = [tiny.BEGIN, *TOKENIZER.encode(TEXTS[1]).ids]
     found = client.completions.create(model="tiny", prompt=[TEXTS[0], TEXTS[2]], n=2, max_tokens=6, temperature=0)
@@ -167,6 +199,10 @@ def test_models_are_listed_and_named_by_version(client: openai.OpenAI) -> None:
     [
         ({"model": "no"}, openai.NotFoundError, None, "no model 'no'; there are tiny"),
         ({"suffix": "x"}, openai.BadRequestError, "suffix", "is not supported by this service"),
+        ({"logit_bias": {"288": 1}}, openai.BadRequestError, "logit_bias", "288 is not a token id"),
+        ({"logit_bias": {"x": 1}}, openai.BadRequestError, "logit_bias", "'x' is not a token id"),
+        ({"extra_body": {"stop_token_ids": [288]}}, openai.BadRequestError, "stop_token_ids", "288 is not a token id"),
+        ({"extra_body": {"min_p": 2}}, openai.BadRequestError, "min_p", "expected `float` <= 1"),
         ({"prompt": ""}, None, None, ""),
         (
             {"prompt": [9999]},

@@ -147,17 +147,17 @@ def test_defaults_of_a_completion() -> None:
     assert generation_options(_completion(), room=5).max_tokens == 5
 
 
-def test_chat_may_use_all_positions_by_default() -> None:
-    assert generation_options(_chat(), room=100).max_tokens == 100
-    assert generation_options(_chat(max_tokens=7), room=100).max_tokens == 7
-    assert generation_options(_chat(max_completion_tokens=8, max_tokens=7), room=100).max_tokens == 8
-
 def test_sampling_defaults_of_the_model_apply_where_the_request_has_none() -> None:
     defaults = SamplingDefaults(temperature=0.6, top_p=0.95, top_k=20, min_p=0.1, repetition_penalty=1.1)
     assert generation_options(_chat(), 9, defaults).sampling == Sampling(0.6, 0.95, 20, 0.1, 1.1)
     found = generation_options(_chat(temperature=1, top_k=-1, top_p=None), 9, defaults).sampling
     assert found == Sampling(1.0, 0.95, 0, 0.1, 1.1)
 
+
+def test_chat_may_use_all_positions_by_default() -> None:
+    assert generation_options(_chat(), room=100).max_tokens == 100
+    assert generation_options(_chat(max_tokens=7), room=100).max_tokens == 7
+    assert generation_options(_chat(max_completion_tokens=8, max_tokens=7), room=100).max_tokens == 8
 
 
 @pytest.mark.parametrize(
@@ -183,12 +183,42 @@ def test_messages_accept_text_or_parts() -> None:
     ]
 
 
+def test_answers_may_be_sent_back_with_their_reasoning() -> None:
+    answer = {"role": "assistant", "content": None, "reasoning_content": "so", "refusal": None, "tool_calls": None}
+    found = _chat(messages=[{"role": "user", "content": "x"}, {**answer, "content": "a"}, answer])
+    assert found.template_messages == [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": "a", "reasoning_content": "so"},
+        {"role": "assistant", "content": "", "reasoning_content": "so"},
+    ]
+    with pytest.raises(InvalidPayload, match=r"messages\[0\]\.content: is missing"):
+        _ = _chat(messages=[{"role": "user", "content": None}]).template_messages
+
+
+def test_reasoning_is_apart_from_the_content() -> None:
+    reply = _reply(chat=True)
+    chunks = [Chunk(0, "<think>\nso", tokens=1), Chunk(0, " it</thi", tokens=1), Chunk(0, "nk>\n\n", tokens=1)]
+    chunks.append(Chunk(0, "four", finish_reason="stop", tokens=1))
+    deltas = [event["choices"][0]["delta"] for chunk in chunks for event in _events(reply.event(chunk, usage=False))]
+    assert deltas == [{"reasoning_content": "so"}, {"reasoning_content": " it"}, {"content": "four"}]
+    whole = _reply(chat=True)
+    for chunk in chunks:
+        whole.add(chunk)
+    (choice,) = json.loads(whole.body())["choices"]
+    message = {"role": "assistant", "content": "four", "refusal": None, "reasoning_content": "so it"}
+    assert choice["message"] == message
+
+
 @pytest.mark.parametrize(
     ("fields", "sentence"),
     [
         ({"suffix": "x"}, "suffix: is not supported"),
         ({"best_of": 3}, "best_of: is not supported"),
-        ({"logit_bias": {"5": 1}}, "logit_bias: is not supported"),
+        ({"logit_bias": {"5": 101}}, r"logit_bias\[\.\.\.\]: expected `float` <= 100"),
+        ({"repetition_penalty": 0}, "repetition_penalty: expected `float` > 0"),
+        ({"min_p": 1.5}, "min_p: expected `float` <= 1"),
+        ({"stop_token_ids": [-1]}, r"stop_token_ids\[0\]: expected `int` >= 0"),
+        ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs: is not supported"),
         ({"presence_penalty": 0.5}, "presence_penalty: is not supported"),
         ({"made_up": None, "other": 1}, "other: is not supported"),
         ({"n": 0}, "n: expected `int` >= 1"),
@@ -235,6 +265,7 @@ def test_invalid_utf8_is_rejected(given: bytes, sentence: str) -> None:
         ({"response_format": {"type": "json_object"}}, "response_format: is not supported"),
         ({"audio": {}}, "audio: is not supported"),
         ({"messages": []}, "messages: expected `array` of length >= 1"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs: expected `object`, got `array`"),
         ({"messages": [{"role": "tool", "content": "x"}]}, r"messages\[0\]\.role: invalid enum value 'tool'"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content"),
         ({"max_tokens": 0}, "max_tokens: expected `int` >= 1"),
