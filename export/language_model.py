@@ -271,7 +271,7 @@ def choose_prompts(requested: Sequence[Sequence[int]], samples: Samples, generat
             )
         return [list(prompt) for prompt in requested]
     count = min(4, len(samples))
-    rows = _token_ids(samples.batch(range(count)), generation).tolist()
+    rows = _real_tokens(samples.batch(range(count)), generation)
     return [row[: max(1, min(3 + 4 * index, longest))] for index, row in enumerate(rows)]
 
 
@@ -302,6 +302,15 @@ def _token_ids(batch: Mapping[str, torch.Tensor], generation: Generation) -> Arr
     return ids.astype(np.int64)
 
 
+def _real_tokens(batch: Mapping[str, torch.Tensor], generation: Generation) -> list[list[int]]:
+    """Return the ids of each row without its padding, whose equal logits would leave nothing to compare."""
+    ids = _token_ids(batch, generation)
+    mask = batch[generation.mask].numpy() if generation.mask in batch else np.ones_like(ids)
+    if mask.shape != ids.shape:
+        mask = np.ones_like(ids)
+    return [row[real != 0].tolist() or row.tolist() for row, real in zip(ids, mask, strict=True)]
+
+
 def _test_set_cases(decoder: Decoder, samples: Samples, size: int, evaluated: Evaluated) -> Iterator[Case]:
     """Yield the test set; packed rows, whose mask numbers their texts, are read as one text each by both sides."""
     generation = decoder.generation
@@ -320,9 +329,8 @@ def _test_set_cases(decoder: Decoder, samples: Samples, size: int, evaluated: Ev
 
 
 def _untraced_cases(reference: TorchDecoder, decoder: Decoder, samples: Samples) -> Iterator[Case]:
-    yield from _cases_of_shapes(
-        reference, decoder, _token_ids(samples.batch(range(min(8, len(samples)))), decoder.generation).ravel()
-    )
+    rows = _real_tokens(samples.batch(range(min(8, len(samples)))), decoder.generation)
+    yield from _cases_of_shapes(reference, decoder, np.concatenate([np.asarray(row, np.int64) for row in rows]))
 
 
 def _cases_of_shapes(reference: TorchDecoder, decoder: Decoder, tokens: Array) -> Iterator[Case]:

@@ -37,7 +37,7 @@ from pipeline.contract.signature import Prompting, SamplingDefaults
 from serve.runtime.selfcheck import check_golden_requests
 from serve.runtime.session import Session
 
-from .languages import CODEC, LENGTH, POSITIONS, PROMPTS, WORDS, Language, Made, causal, make, tokenizer
+from .languages import CODEC, LENGTH, MASKED, POSITIONS, PROMPTS, WORDS, Language, Made, causal, make, tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -191,6 +191,13 @@ def test_torch_answers_alike_where_a_model_keeps_packed_texts_apart() -> None:
     expected = decoder.greedy(PROMPTS[0], 5)
     mask_between_texts(model)
     assert decoder.greedy(PROMPTS[0], 5) == expected
+
+
+def test_prompts_from_the_test_set_have_no_padding() -> None:
+    task: Any = Language(causal("Qwen2"), inputs=MASKED)
+    ids = task.data("test")["input_ids"].tolist()
+    prompts = choose_prompts((), open_split(task, "test"), make_generation(task, task.net))
+    assert prompts == [ids[row][row:][: 3 + 4 * row] for row in range(4)]  # row N has N ids of padding
 
 
 def test_answers_may_part_at_a_tie_and_nowhere_else() -> None:
