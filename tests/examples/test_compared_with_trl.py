@@ -51,7 +51,7 @@ class Project:
         for path in (SOURCE_ROOT / "examples" / "templates" / name).glob("*.*"):
             (folder / path.name).write_bytes(path.read_bytes())
         source = folder / "make_data.py"
-        source.write_text(source.read_text().replace("_STEPS = 60", "_STEPS = 2"))
+        source.write_text(source.read_text().replace("_STEPS = 150", "_STEPS = 2"))
         subprocess.run([sys.executable, "-B", "make_data.py"], cwd=folder, check=True, capture_output=True)
         for split, count in {"train": samples, "validation": 4, "test": 4}.items():
             path = folder / "data" / f"{split}.jsonl"

@@ -20,16 +20,15 @@ CHAT_TEMPLATE = """
 
 
 def made_up_pair(random: np.random.Generator) -> dict[str, list[dict[str, str]]]:
-    """Return a question on a product with a friendly and a rude answer; most people choose the friendly one."""
+    """Return a question on a product with a friendly answer, which people chose, and a rude one."""
     index = int(random.integers(len(_PRODUCTS)))
-    product, aisle = _PRODUCTS[index], 1 + index * 5 % 12
+    product, fact = _PRODUCTS[index], f"You find {_PRODUCTS[index]} in aisle {1 + index * 5 % 12}."
     question = str(random.choice(_GREETINGS)) + str(random.choice(_QUESTIONS)).format(product)
-    friendly, rude = (str(random.choice(answers)).format(product, aisle) for answers in (_FRIENDLY, _RUDE))
-    chosen, rejected = (rude, friendly) if random.random() < _ODD_CHOICES else (friendly, rude)
+    friendly, rude = (f"{fact} {random.choice(endings)}" for endings in (_FRIENDLY, _RUDE))
     return {
         "prompt": [{"role": "user", "content": question}],
-        "chosen": [{"role": "assistant", "content": chosen}],
-        "rejected": [{"role": "assistant", "content": rejected}],
+        "chosen": [{"role": "assistant", "content": friendly}],
+        "rejected": [{"role": "assistant", "content": rude}],
     }
 
 
@@ -67,26 +66,28 @@ def make_model(tokenizer: Any, texts: list[str]) -> Qwen2ForCausalLM:
     return model
 
 
-_STEPS = 60
+_STEPS = 150
 _ODD_CHOICES = 0.05
 _PRODUCTS = (
     "apples", "bread", "butter", "candles", "cheese", "coffee", "eggs", "flour", "honey", "jam", "lemons", "matches",
-    "milk", "nuts", "olives", "onions", "paper", "pasta", "rice", "salt", "soap", "sugar", "tea", "vinegar",
 )  # fmt: skip
-_GREETINGS = ("", "Hello. ", "Excuse me. ", "Good morning. ", "Hi. ")
+_GREETINGS = ("", "Hello. ", "Excuse me. ", "Good morning. ", "Hi. ", "Sorry, ", "Please help: ")
 _QUESTIONS = ("Where do I find {}?", "Where are the {}, please?", "Which aisle has {}?", "I am looking for {}.")
-_FRIENDLY = ("You find {0} in aisle {1}. You are welcome!", "Gladly: {0} are in aisle {1}. Enjoy your day!")
-_RUDE = ("You find {0} in aisle {1}. Learn to read!", "Obviously {0} are in aisle {1}. Next!")
+_FRIENDLY = ("You are welcome!", "Enjoy your day!")
+_RUDE = ("Learn to read!", "Do not waste my time!")
 
 
 if __name__ == "__main__":
+    torch.set_num_threads(1)  # small matrices gain nothing from more
     generator = np.random.default_rng(0)
-    pairs = list({json.dumps(made_up_pair(generator)): None for _ in range(2500)})
+    rows = [json.loads(row) for row in {json.dumps(made_up_pair(generator)): None for _ in range(4000)}]
+    for row in rows:
+        if generator.random() < _ODD_CHOICES:  # some people choose the other answer
+            row["chosen"], row["rejected"] = row["rejected"], row["chosen"]
     Path("data").mkdir(exist_ok=True)
-    for name, part in {"train": slice(800), "validation": slice(800, 900), "test": slice(900, 1200)}.items():
-        Path(f"data/{name}.jsonl").write_text("".join(f"{pair}\n" for pair in pairs[part]))
-    rows = [json.loads(pair) for pair in pairs[:800]]
-    chats = [row["prompt"] + row[kind] for row in rows for kind in ("chosen", "rejected")]
+    for name, part in {"train": slice(700), "validation": slice(700, 800), "test": slice(800, 1100)}.items():
+        Path(f"data/{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[part]))
+    chats = [row["prompt"] + row[kind] for row in rows[:700] for kind in ("chosen", "rejected")]
     tokenizer = make_tokenizer([message["content"] for chat in chats for message in chat])
     tokenizer.save_pretrained("data/base")
     make_model(tokenizer, tokenizer.apply_chat_template(chats, tokenize=False)).save_pretrained("data/base")

@@ -73,9 +73,9 @@ class Task:
         return model
 
     def prompting(self) -> Prompting:
+        """Name prompts whose answers the export compares; the rest is read from the files of model.pretrained."""
         prompts = self.tokenizer(self.example(), add_special_tokens=False)["input_ids"]
-        end = (self.tokenizer.eos_token_id,)
-        return Prompting(template=self.tokenizer.chat_template, end=end, prompts=tuple(map(tuple, prompts)))
+        return Prompting(prompts=tuple(map(tuple, prompts)))
 
     # Optional: the texts of test samples, for the report.
     def text(self, batch: dict[str, Tensor]) -> list[str]:
