@@ -69,6 +69,7 @@ class App:
             "texts_model": texts.model,
             "completions": texts.complete,
             "chat": texts.chat,
+            "embeddings": texts.embed,
         }
 
     # One request

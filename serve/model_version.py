@@ -68,6 +68,7 @@ class ModelVersion:
         self.name, self.version, self.bundle, self.predictor = name, version, bundle, predictor
         self.pool = pool
         self.digest = bundle.digest
+        self.created = int(time.time())
         self.headers: Headers = ((b"x-bundle-digest", bundle.digest.encode()),)
         self.max_body_bytes = limits.max_body_bytes
         self.default_timeout_seconds = limits.deadline_seconds or math.inf
@@ -80,6 +81,12 @@ class ModelVersion:
         self.arriving = 0  # no task has begun with them
         self.decoding = 0  # their codec runs in a thread, or waits for one
         self._decode_pace, self._encode_pace = RunTimeEstimate(), RunTimeEstimate()
+
+    @property
+    def openai_kinds(self) -> frozenset[str]:
+        """Return the routes of OpenAI's API that this model answers."""
+        texts = () if self.generator is None else ("completions", "chat")
+        return frozenset((*texts, *(() if self.predictor.embedding_sizes is None else ("embeddings",))))
 
     async def predict(self, request: RequestContext, payload: Payload) -> Any:
         """Decode an admitted request, run it together with those that arrive at the same moment, and encode."""

@@ -48,6 +48,7 @@ PATHS: dict[str, tuple[str, tuple[str, ...]]] = {
     "texts_model": ("/openai/v1/models/{model_name}", _READ),
     "completions": ("/openai/v1/completions", _POST),
     "chat": ("/openai/v1/chat/completions", _POST),
+    "embeddings": ("/openai/v1/embeddings", _POST),
 }
 # Paths of these protocols that the service does not offer, and why.
 _ABSENT = {
@@ -55,8 +56,8 @@ _ABSENT = {
     rf"/v2/repository/models/{MODEL_NAME}/(un)?load": (
         "models are loaded by the operator (`pipe deploy`), never by clients"
     ),
-    r"/openai/v1/(embeddings|rerank|responses|moderations|edits|images/.*|audio/.*|files|batches)": (
-        "of OpenAI's API there are completions, chat/completions and models"
+    r"/openai/v1/(rerank|responses|moderations|edits|images/.*|audio/.*|files|batches)": (
+        "of OpenAI's API there are completions, chat/completions, embeddings and models"
     ),
 }
 _PROBED = frozenset({"live", "ready", "model_ready"})

@@ -25,7 +25,9 @@ class Codec(Protocol):
 
     A class may also have `page = pipeline.Drawing(...)`: then instances can be drawn on the service's page. With
     `files = ("tokenizer.json",)` it is created with the folder of these files, which its task's `make_files` wrote;
-    they travel in the bundle. With `requires = ("tokenizers",)` it may import these packages besides numpy.
+    they travel in the bundle. With `requires = ("tokenizers",)` it may import these packages besides numpy. With
+    `embeddings = True` a prediction is the vector of a text, and the service has OpenAI's endpoint for them; a model
+    whose vectors may be cut to smaller sizes names these, as in `dimensions = (64, 256)`.
     """
 
     def decode(self, instances: Any) -> Arrays:
@@ -85,6 +87,7 @@ def codec_class(reference: str, root: Path, package: str = "") -> Any:
         if not callable(getattr(kind, method.partition("(")[0], None)):
             raise ConfigError(f"{reference}: has no method {method}; every codec needs it")
     codec_drawing(kind, reference)
+    embedding_sizes(kind, reference)
     return kind
 
 
@@ -114,6 +117,16 @@ def encode_method(codec: Codec, reference: str) -> Encode:
     if [one for one in parameters if one not in positional[:2] and _is_required(one)]:
         raise ConfigError(f"{reference}: encode() must take (outputs) or (outputs, inputs), no other argument")
     return encode if takes_inputs else lambda outputs, _inputs: encode(outputs)
+
+
+def embedding_sizes(codec: object, reference: str) -> tuple[int, ...] | None:
+    """Return the sizes to which vectors may be cut, besides the whole one; None if the codec embeds no texts."""
+    embeds, sizes = getattr(codec, "embeddings", False), getattr(codec, "dimensions", ())
+    if not isinstance(embeds, bool):
+        raise ConfigError(f"{reference}: write `embeddings = True`, found {embeds!r}")
+    if not isinstance(sizes, list | tuple) or not all(type(size) is int and size > 0 for size in sizes):
+        raise ConfigError(f"{reference}: write `dimensions = (64, 256)`, found {sizes!r}")
+    return tuple(sizes) if embeds else None
 
 
 def _is_required(parameter: inspect.Parameter) -> bool:

@@ -22,13 +22,14 @@ from serve.generate.reasoning import ReasoningParser, opens_reasoning
 from serve.generate.sequence import Chunk, Detokenizer, GenerationOptions, SequenceGroup, TextSequence
 from serve.generate.tokenizer import ModelTokenizer
 from serve.http1.connection import HttpRequest
-from serve.load_shedding import set_deadline
+from serve.load_shedding import admit, set_deadline
 from serve.model_version import ModelVersion
 from serve.models import ModelRepository
+from serve.protocol import embeddings
 from serve.request_body import MemoryBudget, read_body
 from serve.routes import JSON, Response, Route, Stream, check_content_type, json_response
 
-OPENAI_ROUTES = ("completions", "chat")  # routes that generate text
+OPENAI_ROUTES = ("completions", "chat", "embeddings")
 _VERSION = re.compile(r"(?P<name>[^/]{1,200})/versions/(?P<version>[0-9A-Za-z]{1,64})")
 _TAG_TOKENS = 12  # at the end of a prompt, in which `<think>` is searched
 _EVENT_STREAM_HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store"))
@@ -43,18 +44,29 @@ class OpenAIEndpoints:
     async def models(self, _request: HttpRequest, _route: Route) -> Response:
         current = [version for version, is_current in self._repository.loaded_versions() if is_current]
         return json_response(
-            openai_api.models((version.name, version.generator.created) for version in current if version.generator)
+            openai_api.models((version.name, version.created) for version in current if version.openai_kinds)
         )
 
     async def model(self, request: HttpRequest, route: Route) -> Response:
         version = request.model_version = self._repository.find_version(route.model, route.version)
-        return json_response(openai_api.model(version.name, _generator(version).created))
+        if not version.openai_kinds:
+            raise _no_texts(version)
+        return json_response(openai_api.model(version.name, version.created))
 
     async def complete(self, request: HttpRequest, _route: Route) -> Response | Stream:
         return await self._generate(request, parse_completion)
 
     async def chat(self, request: HttpRequest, _route: Route) -> Response | Stream:
         return await self._generate(request, parse_chat)
+
+    async def embed(self, request: HttpRequest, _route: Route) -> Response:
+        check_content_type(request.headers.get(b"content-type"), "application/json")
+        parsed = embeddings.parse(await read_body(request, self._max_body_bytes(), self._budget))
+        version = request.model_version = self._version(parsed.model, request.id)
+        if version.predictor.embedding_sizes is None:
+            raise NotFound(f"model {version.name!r} computes no embeddings")
+        admit(request, version)
+        return Response(await version.predict(request, embeddings.Payload(parsed)))
 
     async def _generate(
         self, request: HttpRequest, parse: Callable[[bytes], CompletionRequest | ChatRequest]
@@ -79,7 +91,7 @@ class OpenAIEndpoints:
 
     def _max_body_bytes(self) -> int:
         """Return the largest limit: which model's limit applies is known only after the body was read."""
-        limits = [version.max_body_bytes for version, _ in self._repository.loaded_versions() if version.generator]
+        limits = [version.max_body_bytes for version, _ in self._repository.loaded_versions() if version.openai_kinds]
         return max(limits, default=0) or max(
             version.max_body_bytes for version, _ in self._repository.loaded_versions()
         )
@@ -93,11 +105,15 @@ class OpenAIEndpoints:
 
 def _generator(version: ModelVersion) -> TextGenerator:
     if version.generator is None:
-        raise NotFound(
-            f"model {version.name!r} does not generate text; use /v1/models/{version.name}:predict "
-            f"or /v2/models/{version.name}/infer"
-        )
+        raise _no_texts(version)
     return version.generator
+
+
+def _no_texts(version: ModelVersion) -> NotFound:
+    return NotFound(
+        f"model {version.name!r} does not generate text; use /v1/models/{version.name}:predict "
+        f"or /v2/models/{version.name}/infer"
+    )
 
 
 def _response_builder(

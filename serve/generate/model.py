@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -48,7 +47,6 @@ class TextGenerator:
         limits = bundle.signature.limits
         self.tokenizer, self._pool = model.tokenizer, pool
         self.engine = Engine(model.graph, _engine_limits(bundle.signature, model.unbatched_reason), pool)
-        self.created = int(time.time())
         reason = model.unbatched_reason
         self.batching = f"one by one: {reason}" if reason else "together"  # shown in the model's metadata
         self._max_sequences = min(MAX_SEQUENCES, limits.max_batch_size)

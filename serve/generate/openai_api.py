@@ -224,7 +224,7 @@ MAX_REPETITION_PENALTY = 100.0  # beyond it logits overflow
 _Count = Annotated[int, msgspec.Meta(ge=1)]
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
 _TopCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)]
-_Request = TypeVar("_Request", bound="_TextRequest")
+_Request = TypeVar("_Request", bound=msgspec.Struct)
 _Stop = str | list[str] | None
 
 _DEFAULT_MAX_TOKENS = 16  # of a completion, as with OpenAI
@@ -389,7 +389,7 @@ def _sampling(request: _TextRequest, defaults: SamplingDefaults) -> Sampling:
 
 
 def parse_completion(body: bytes) -> CompletionRequest:
-    return _convert(parse_object(body), CompletionRequest)
+    return convert_fields(parse_object(body), CompletionRequest)
 
 
 def parse_chat(body: bytes) -> ChatRequest:
@@ -402,10 +402,10 @@ def parse_chat(body: bytes) -> ChatRequest:
             else message
             for message in messages
         ]
-    return _convert(fields, ChatRequest)
+    return convert_fields(fields, ChatRequest)
 
 
-def _convert(fields: dict[str, Any], kind: type[_Request]) -> _Request:
+def convert_fields(fields: dict[str, Any], kind: type[_Request]) -> _Request:
     present = {name: value for name, value in fields.items() if value is not None and name not in _IGNORED}
     for name in present.keys() & _NEUTRAL.keys():
         if not any(present[name] == neutral for neutral in _NEUTRAL[name]):

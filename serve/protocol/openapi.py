@@ -6,7 +6,7 @@ The schemas of requests and answers are derived from the model's signature. Open
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -71,8 +71,9 @@ _SUMMARIES = {
     "texts_model": "One language model",
     "completions": "Completions of prompts, optionally as a stream of events",
     "chat": "Chat completions, optionally as a stream of events",
+    "embeddings": "Vectors of texts",
 }
-_OPENAI_KINDS = ("texts_models", "texts_model", "completions", "chat")
+_OPENAI_KINDS = ("texts_models", "texts_model", "completions", "chat", "embeddings")
 _METRICS = ("text/plain", "application/openmetrics-text")
 _TIMEOUT_HEADER = {
     "name": "x-request-timeout",
@@ -96,13 +97,14 @@ def document(repository: ModelRepository, server_version: str, *, keys: bool) ->
     """Return the document for the loaded models; `keys`: whether the service requires an API key."""
     paths: Schema = {}
     schemas: Schema = {"Error": _object({"error": _TEXT})}
-    generators = [
-        version.name for version, current in repository.loaded_versions() if current and version.generator is not None
-    ]
-    if generators:
-        schemas |= _openai_schemas(generators)
+    by_kind: dict[str, list[str]] = {}  # names of the models that answer each route of OpenAI's API
+    for version, current in repository.loaded_versions():
+        for kind in version.openai_kinds if current else ():
+            by_kind.setdefault(kind, []).append(version.name)
+    offered = {*by_kind, *(("texts_models", "texts_model") if by_kind else ())}
+    schemas |= _openai_schemas(by_kind)
     for kind, (path, methods) in PATHS.items():
-        if kind in _OPENAI_KINDS and not generators:
+        if kind in _OPENAI_KINDS and kind not in offered:
             continue
         if _MODEL not in path:
             paths[path] = _path_item(kind, methods, "", _server_operation(kind))
@@ -141,7 +143,7 @@ def _add_api_key(document: Schema) -> Schema:
 def _model_paths(repository: ModelRepository, path: str) -> Iterable[tuple[str, str, ModelVersion]]:
     """Yield each path of a template with a suffix for its operation ids: by model, and by version."""
     for version, current in repository.loaded_versions():
-        if version.generator is None and path.startswith("/openai"):
+        if not version.openai_kinds and path.startswith("/openai"):
             continue
         model = _MODEL.replace("{model_name}", version.name)
         if current:
@@ -213,7 +215,8 @@ def _openai_operation(kind: str) -> Schema:
         return _responses(answer)
     if kind == "texts_model":
         return _responses(answer, "404", error="texts.Error")
-    answer["content"]["text/event-stream"] = {"schema": _TEXT}
+    if kind != "embeddings":
+        answer["content"]["text/event-stream"] = {"schema": _TEXT}
     request = _json({"$ref": f"#/components/schemas/texts.{kind}.Request"})
     responses = _responses(answer, *(code for code in _ERROR_DESCRIPTIONS if code != "401"), error="texts.Error")
     return {"parameters": [_TIMEOUT_HEADER], "requestBody": {"required": True, **request}, **responses}
@@ -266,16 +269,20 @@ def _model_schemas(version: ModelVersion) -> Schema:
     return {f"{version.name}.{version.version}.{name}": schema for name, schema in schemas.items()}
 
 
-def _openai_schemas(names: list[str]) -> Schema:
-    return {
-        "texts.Error": error_response(),
-        "texts.texts_models.Answer": models(),
-        "texts.texts_model.Answer": model(),
-        "texts.completions.Request": completion_request(names),
-        "texts.completions.Answer": completion_answer(),
-        "texts.chat.Request": chat_request(names),
-        "texts.chat.Answer": chat_answer(),
+def _openai_schemas(by_kind: Mapping[str, Sequence[str]]) -> Schema:
+    """Return the schemas of the routes that some model answers."""
+    schemas = {
+        "completions": (completion_request, completion_answer),
+        "chat": (chat_request, chat_answer),
+        "embeddings": (embedding_request, embedding_answer),
     }
+    result: Schema = {"texts.Error": error_response()} if by_kind else {}
+    if by_kind:
+        result |= {"texts.texts_models.Answer": models(), "texts.texts_model.Answer": model()}
+    for kind, names in by_kind.items():
+        request, answer = schemas[kind]
+        result |= {f"texts.{kind}.Request": request(names), f"texts.{kind}.Answer": answer()}
+    return result
 
 
 def metadata(signature: Signature, name: str) -> Schema:
@@ -497,6 +504,34 @@ def chat_request(names: Sequence[str]) -> Schema:
     )
 
 
+def embedding_request(names: Sequence[str]) -> Schema:
+    ids = {"type": "array", "items": _COUNT, "minItems": 1}
+    texts: list[Schema] = [_TEXT, {"type": "array", "items": _TEXT, "minItems": 1}, ids]
+    return _object(
+        {
+            "model": _model_name(names),
+            "input": {"anyOf": [*texts, {"type": "array", "items": ids, "minItems": 1}]},
+            "encoding_format": {"enum": ["float", "base64", None]},
+            "dimensions": _nullable(1, description="sizes for which the model was trained"),
+            "user": {"description": "ignored"},
+        },
+        ["model", "input"],
+    )
+
+
+def embedding_answer() -> Schema:
+    vector = {"anyOf": [{"type": "array", "items": {"type": ["number", "null"]}}, _TEXT]}
+    entry = _object({"object": {"const": "embedding"}, "index": _COUNT, "embedding": vector})
+    usage = _object({"prompt_tokens": _COUNT, "total_tokens": _COUNT})
+    return _object(
+        {"object": {"const": "list"}, "data": {"type": "array", "items": entry}, "model": _TEXT, "usage": usage}
+    )
+
+
+def _model_name(names: Sequence[str]) -> Schema:
+    return {"anyOf": [{"enum": list(names)}, {"type": "string", "pattern": "^[^/]+/versions/[0-9A-Za-z]{1,64}$"}]}
+
+
 def completion_answer() -> Schema:
     return _answer("text_completion", {"text": _TEXT})
 
@@ -533,9 +568,7 @@ def _request(names: Sequence[str], own: Schema, required: Sequence[str]) -> Sche
         {"type": "null"},
     ]
     known: Schema = {
-        "model": {
-            "anyOf": [{"enum": list(names)}, {"type": "string", "pattern": "^[^/]+/versions/[0-9A-Za-z]{1,64}$"}]
-        },
+        "model": _model_name(names),
         "temperature": {"type": ["number", "null"], "minimum": 0, "maximum": 2},
         "top_p": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 1},
         "top_k": _nullable(-1, description="0 and -1: no limit"),

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.codec import Codec, Encode, Part, encode_method, in_order, join_equal_shapes, load_bundled_codec
+from pipeline.contract.codec import (
+    Codec,
+    Encode,
+    Part,
+    embedding_sizes,
+    encode_method,
+    in_order,
+    join_equal_shapes,
+    load_bundled_codec,
+)
 from pipeline.contract.errors import BundleError, InvalidPayload
 from pipeline.contract.signature import Drawing, codec_drawing
 from serve.protocol.validate import check_arrays, check_missing
@@ -46,11 +55,13 @@ class Predictor:
         self._codec: Codec | None = None  # optional for language models, which have a tokenizer
         self._encode: Encode | None = None
         self.drawing: Drawing | None = None
+        self.embedding_sizes: tuple[int, ...] | None = None  # None: it embeds no texts
         if bundle.signature.codec:
             with no_bytecode():
                 self._codec = load_bundled_codec(bundle.path, bundle.signature, f"_codec_{bundle.digest}")
             self._encode = encode_method(self._codec, reference)
             self.drawing = codec_drawing(self._codec, reference)
+            self.embedding_sizes = embedding_sizes(self._codec, reference)
         self.language_model: LanguageModel | None = None
         self.text_signature: Signature | None = None  # for V2 and gRPC, where the codec's instances are strings
 

@@ -24,6 +24,7 @@ from pipeline.contract.sources import SOURCE_ROOT
 from serve.errors import RequestError
 from serve.options import parse_options
 from serve.routes import PATHS
+from tests.serve import embedder
 from tests.serve.generate import tiny
 
 from .conftest import Launcher, Running
@@ -84,7 +85,9 @@ def outputs(
     (admin_port,) = free_ports(1)
     server = module_launcher(bundle_path, options=["--name", "digits", *_admin(folder, admin_port)])
     story = module_launcher(tiny.build(folder / "story"), options=["--name", "story"])
+    search = module_launcher(embedder.build(folder / "search"), options=["--name", "search"])
     places = {
+        "localhost:8060": f"localhost:{search.port}",
         "localhost:8070": f"localhost:{story.port}",
         "localhost:8080": f"localhost:{server.port}",
         "localhost:8081": f"localhost:{server.grpc_port}",
@@ -151,7 +154,7 @@ def _same_lines(ran: Ran) -> None:
 
 
 def test_every_endpoint_is_requested_by_a_curl_line() -> None:
-    sent = set(re.findall(r"curl [^\n]*?localhost:80[78]0(\S*)", DOCUMENT))
+    sent = set(re.findall(r"curl [^\n]*?localhost:80[678]0(\S*)", DOCUMENT))
     named = {path: "story" if "openai" in path else "digits" for path, _ in PATHS.values()}
     missing = [path for path, name in named.items() if path.replace("{model_name}", name) not in sent]
     assert missing == []

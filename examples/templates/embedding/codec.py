@@ -17,6 +17,8 @@ VOCABULARY = 4096  # rows of the embedding; 0 is padding
 class Codec:
     """An instance is a text, such as a query or a document; a prediction is its vector of length 1."""
 
+    embeddings = True  # the service has OpenAI's endpoint for them
+
     def decode(self, instances: Any) -> dict[str, np.ndarray[Any, Any]]:
         return self.rows([[text] for text in instances])
 

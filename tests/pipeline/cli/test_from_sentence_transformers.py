@@ -16,8 +16,9 @@ from transformers import AutoModel, BertConfig, BertModel
 from typer.testing import CliRunner
 
 from pipeline.cli import app
-from pipeline.contract.codec import load_codec
+from pipeline.contract.codec import embedding_sizes, load_codec
 from pipeline.contract.config import load_config
+from pipeline.contract.errors import InvalidPayload
 from pipeline.contract.task import load_task
 
 TEXTS = ["Yes", "A dog runs across the meadow.", "a very long text, " * 9]
@@ -102,6 +103,14 @@ def test_vectors_of_a_padded_batch_are_those_of_transformers(
         Tokenizer.from_file(str(encoder / "tokenizer.json")),
     )
     tokenizer.enable_truncation(LONGEST)
+    assert embedding_sizes(codec, config.codec) == ()
+    by_ids = codec.decode([tokenizer.encode(text.strip()).ids for text in TEXTS])
+    assert {name: array.tolist() for name, array in by_ids.items()} == {
+        name: array.tolist() for name, array in arrays.items()
+    }
+    for ids in ([], [-1], [True], [10**9], ["1"]):
+        with pytest.raises(InvalidPayload, match="instances: token ids must be whole numbers from 0 to"):
+            codec.decode([ids])
     with torch.no_grad():
         outputs = model(*(torch.from_numpy(arrays[name]) for name in task.inputs))
         for vector, text in zip(codec.encode({"vectors": outputs.numpy()}), TEXTS, strict=True):

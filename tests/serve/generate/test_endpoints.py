@@ -231,9 +231,12 @@ def test_errors_have_openais_types(
 
 
 def test_unsupported_paths_name_the_supported_ones(server: Running) -> None:
-    missing = httpx.post(f"{server.url}/openai/v1/embeddings", json={})
+    missing = httpx.post(f"{server.url}/openai/v1/responses", json={})
     assert missing.status_code == 404
-    assert "completions, chat/completions and models" in missing.json()["error"]["message"]
+    assert "completions, chat/completions, embeddings and models" in missing.json()["error"]["message"]
+    fields = {"model": "tiny", "input": "x"}
+    vectors = httpx.post(f"{server.url}/openai/v1/embeddings", json=fields)
+    assert (vectors.status_code, vectors.json()["error"]["message"]) == (404, "model 'tiny' computes no embeddings")
     v1 = httpx.post(f"{server.url}/v1/models/tiny:predict", json={"instances": ["x"]})
     assert v1.status_code == 400
     assert "use /openai/v1/completions for texts" in v1.json()["error"]
@@ -256,7 +259,7 @@ def test_graph_serves_raw_tensors_over_v2(server: Running) -> None:
 def test_openapi_document_describes_every_route(server: Running) -> None:
     document = httpx.get(f"{server.url}/openapi.json", timeout=60).json()
     named = {find_route(path, method.upper()).kind for path, item in document["paths"].items() for method in item}
-    assert named == set(PATHS)
+    assert named == set(PATHS) - {"embeddings"}
     fields = {"model": "tiny", "prompt": "x", "max_tokens": 3, "stop": ["q"], "seed": None}
     answer = httpx.post(f"{server.url}/openai/v1/completions", json=fields)
     refusal = httpx.post(f"{server.url}/openai/v1/completions", json={**fields, "n": 0})

@@ -1,0 +1,116 @@
+"""OpenAI's embeddings: texts in, vectors out, through the codec of a bundle that embeds texts."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+import numpy as np
+import orjson
+
+from pipeline.contract.codec import Arrays, Part
+from pipeline.contract.errors import InvalidPayload
+from serve.generate.openai_api import convert_fields
+from serve.request_body import parse_object
+from serve.runtime.predictor import Predictor
+
+Vector = np.ndarray[Any, Any]
+
+_MASK, _IDS = "attention_mask", "input_ids"  # inputs that show how many tokens a text has
+_UNIT_TOLERANCE = 1e-3  # of the length of a vector that the model normalizes
+
+
+class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    """`POST /openai/v1/embeddings`."""
+
+    model: str
+    input: str | list[str | int | list[int]]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: Annotated[int, msgspec.Meta(ge=1)] | None = None
+
+    @property
+    def instances(self) -> list[str | list[int]]:
+        """Return each text, or its token ids; a list of numbers is one text."""
+        if isinstance(self.input, str):
+            return [self.input]
+        ids = [item for item in self.input if isinstance(item, int)]
+        if not self.input or (ids and len(ids) != len(self.input)):
+            raise InvalidPayload("input: give a text, a list of texts, token ids, or a list of lists of token ids")
+        return [ids] if ids else [item for item in self.input if not isinstance(item, int)]
+
+
+def parse(body: bytes) -> EmbeddingRequest:
+    return convert_fields(parse_object(body), EmbeddingRequest)
+
+
+@dataclass(slots=True)
+class Payload:
+    """A parsed request. Its codec is user code, which may block."""
+
+    request: EmbeddingRequest
+    _parts: Sequence[Part] = ()
+    is_quick: ClassVar[bool] = False
+    timeout_seconds: ClassVar[float] = math.inf
+
+    def request_id(self) -> str:
+        """Return no id, since the protocol has none."""
+        return ""
+
+    def decode(self, predictor: Predictor) -> tuple[Sequence[Part], Sequence[str]]:
+        check_dimensions(self.request.dimensions, predictor.embedding_sizes or ())
+        try:
+            self._parts = predictor.decode(self.request.instances)
+        except InvalidPayload as error:
+            raise type(error)(f"input: {str(error).removeprefix('instances: ')}") from error
+        return self._parts, predictor.session.outputs
+
+    def encode(self, predictor: Predictor, outputs: Sequence[Arrays], version: str) -> bytes:  # noqa: ARG002
+        vectors = [self._cut(_vector(prediction)) for prediction in predictor.encode(outputs, self._parts)]
+        tokens = sum(count_tokens(part.arrays) for part in self._parts)
+        data = [
+            {"object": "embedding", "index": index, "embedding": self._written(vector)}
+            for index, vector in enumerate(vectors)
+        ]
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        body = {"object": "list", "data": data, "model": self.request.model, "usage": usage}
+        return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+
+    def _cut(self, vector: Vector) -> Vector:
+        """Cut a vector to the requested size; one of length 1 has length 1 afterwards, too."""
+        size = self.request.dimensions
+        if size is None or size >= len(vector):
+            return vector
+        cut = vector[:size]
+        is_unit = abs(float(np.linalg.norm(vector)) - 1) < _UNIT_TOLERANCE
+        return cut / max(float(np.linalg.norm(cut)), np.finfo(np.float32).tiny) if is_unit else cut
+
+    def _written(self, vector: Vector) -> Any:
+        if self.request.encoding_format == "float":
+            return vector
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+
+
+def check_dimensions(requested: int | None, sizes: Sequence[int]) -> None:
+    if requested is None or requested in sizes:
+        return
+    if not sizes:
+        raise InvalidPayload("dimensions: this model was not trained for vectors of other sizes; leave it out")
+    raise InvalidPayload(f"dimensions: {requested} is none of the sizes of this model: {', '.join(map(str, sizes))}")
+
+
+def count_tokens(arrays: Arrays) -> int:
+    """Return the tokens of decoded texts, without padding where the model has a mask."""
+    if _MASK in arrays:
+        return int(np.count_nonzero(arrays[_MASK]))
+    return int(arrays[_IDS].size) if _IDS in arrays else 0
+
+
+def _vector(prediction: Any) -> Vector:
+    vector = np.asarray(prediction, np.float32)
+    if vector.ndim != 1:
+        raise ValueError(f"codec.encode returned an array of shape {list(vector.shape)}, not a list of numbers")
+    return vector
