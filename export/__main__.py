@@ -21,6 +21,7 @@ import torch
 
 from export.bundle import Sources, columns_with_nan, fill_bundle
 from export.model_card import describe_codec, render_card
+from export.official_weights import write_official_weights
 from export.other_formats import FOLDER as FORMATS
 from export.other_formats import FORMATS_FILE, Original, require_formats, write_formats
 from export.padding import PaddingEffect
@@ -54,6 +55,8 @@ from pipeline.contract.sources import code_digest, package_sources
 from pipeline.contract.task import FOLDER, build_model, check_format_names, open_task
 from pipeline.contract.weights import load_weights
 
+WEIGHTS = "weights"  # folder of the official ones
+
 
 def export(run: Run, root: Path) -> None:
     config, weights = run.config, run.output("train") / "model.safetensors"
@@ -70,6 +73,9 @@ def export(run: Run, root: Path) -> None:
     test = open_split(task, "test").collated()
     check_columns(task, test)
     model = load_weights(build_model(task, run), weights)
+    files = run.output("prepare") / FOLDER
+    if config.export.adapter == "merged" and write_official_weights(model, files, run.partial("export") / WEIGHTS):
+        print(f"weights with the names of transformers: export/{WEIGHTS}", flush=True)
     file = bundle / "model.onnx"
     served, limits = ServedSizes.from_settings(config.serve), config.evaluate.require
     verification = verify_model(task, model, test, config.export, file, served, limits)
@@ -83,7 +89,7 @@ def export(run: Run, root: Path) -> None:
     write_json(run.partial("export") / "parity.json", _parity(run, verification, len(test), file, variant.name))
     missing = columns_with_nan(run.output("prepare") / "profile.json")
     properties = replace(verification.properties, variant=variant.name, error=variant.rounding, missing=missing)
-    signature = fill_bundle(bundle, task, test, config, Sources(root, run.output("prepare") / FOLDER), properties)
+    signature = fill_bundle(bundle, task, test, config, Sources(root, files), properties)
     if override is not None:
         write_override(bundle, override)
     ancestors = _ancestors(run, root, weights, bundle)

@@ -87,7 +87,10 @@ STEP_KINDS = {
             "train",
             "train",
             version=1,
-            settings=("task", "train", "model.allow_mismatch"),
+            settings=(
+                *("task", "train", "model.allow_mismatch"),
+                *(f"model.{name}" for name in ("adapter", "rank", "alpha", "targets")),
+            ),
             inputs=("prepare/data.json",),
             packages=("torch", "numpy"),
             unused=_REPORTED | _PREDICTED | {"directions"},

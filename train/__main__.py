@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from torch import Tensor, nn
 
 from pipeline.contract.data import Samples, check_columns, fingerprint, open_split, sample_digests
 from pipeline.contract.errors import BundleError, DataError, StageError
@@ -41,7 +42,9 @@ from train.ledger import LEDGER_FILE, Ledger, read_lines
 from train.metrics import MetricsLog
 from train.optim import freeze_garbage_collector, sample_rng, set_determinism, tune_malloc
 from train.parameter_server import ParameterServerTrainer
+from train.pretrained.adapter import ADAPTER_FOLDER, add_adapter, merge_adapter
 from train.pretrained.load import open_recorded_weights
+from train.pretrained.materialize import BuildModel
 from train.process_group import ProcessGroup, join_process_group
 from train.profiling import FIRST_TRACED_STEP, TRACED_STEPS, StepTracer, traced_steps
 from train.state import Progress
@@ -69,7 +72,7 @@ def train(run: Run, root: Path) -> None:
         if group.rank.first:
             _check_matches_prepare(run, splits)
         splits[0] = splits[0].first(config.max_samples)
-        make_model = partial(build_model, task, run)
+        make_model = partial(_make_model, task, run)
         probed = _longest_first(splits[0], prepared)
         batch_size = decide_batch_size(task, config, group, probed, run.partial("train"), make_model)
         order = read_order(prepared, batch_size, config.seed, config.max_samples)
@@ -89,7 +92,12 @@ def train(run: Run, root: Path) -> None:
             trainer = trainer_class(task, run.config, group, splits[0], splits[1], batch_size, create_model, order)
         trainer.snapshots = snapshots
         check_metrics(task, trainer.strategy, splits[1], group, run.config.evaluate)
-        _fit(trainer, run, group, store, resume_point)
+        _fit(trainer, run, group, store, resume_point, make_model)
+
+
+def _make_model(task: Task, run: Run) -> nn.Module:
+    model, settings = build_model(task, run), run.config.model
+    return model if settings.adapter == "none" else add_adapter(model, settings)
 
 
 def _longest_first(samples: Samples, prepared: Path) -> Samples:
@@ -112,7 +120,14 @@ def _identity(run: Run, samples: int, batch_size: int) -> dict[str, Any]:
     return identity
 
 
-def _fit(trainer: Trainer, run: Run, group: ProcessGroup, store: CheckpointStore, resume_point: ResumePoint) -> None:
+def _fit(
+    trainer: Trainer,
+    run: Run,
+    group: ProcessGroup,
+    store: CheckpointStore,
+    resume_point: ResumePoint,
+    make_model: BuildModel,
+) -> None:
     directory = run.partial("train")
     progress = resume(trainer, resume_point, group)
     log = MetricsLog(directory, progress.step, "tensorboard" in run.config.track) if group.rank.first else None
@@ -128,7 +143,9 @@ def _fit(trainer: Trainer, run: Run, group: ProcessGroup, store: CheckpointStore
         if log:
             log.close()
     if group.rank.first:
-        weights = store.load(progress.best_step).read_all("weights.")
+        weights: Mapping[str, Tensor] = store.load(progress.best_step).read_all("weights.")
+        if run.config.model.adapter != "none":  # later steps know only the model without adapters
+            weights = merge_adapter(make_model, weights, run.config.model, directory / ADAPTER_FOLDER)
         save_weights(weights, directory / "model.safetensors", progress.best_step)
         summary = summarize(trainer, group, progress, first_step, time.perf_counter() - started)
         attempts = read_attempts(run.path)

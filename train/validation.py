@@ -22,10 +22,10 @@ from pipeline.contract.files import TOKENIZER_FILE, tokenizer_ids
 from pipeline.contract.processes import Rank
 from pipeline.contract.statistics.metrics import builtin_metrics, check_directions, lower_is_better
 from pipeline.contract.task import HasProbabilities, HasSampleGroups, Task
+from pipeline.contract.weights import transformers_model
 from train.batch_order import check_order_values
 from train.optim import Precision
 from train.parallel.base import Strategy
-from train.pretrained.matching import transformers_model
 from train.process_group import ProcessGroup
 
 if TYPE_CHECKING:

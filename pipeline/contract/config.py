@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, get_args
 
 import yaml
-from pydantic import Field, ValidationError
+from pydantic import Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from pipeline.contract.errors import ConfigError, ConflictError
 from pipeline.contract.settings.cluster import Cluster, Rollout
@@ -54,6 +55,20 @@ class Config(Section):
     cluster: Cluster = Field(default_factory=Cluster, description="the steps as pods on a cluster")
     rollout: Rollout = Field(default_factory=Rollout, description="how a new bundle replaces the one that serves")
     tune: Tune = Field(default_factory=Tune, description="the search for better settings")
+
+    @model_validator(mode="after")
+    def _adapter_goes_with_other_sections(self) -> Config:
+        problem = ""
+        if self.model.adapter == "dora" and self.train.tensor_parallel > 1:
+            problem = (
+                f"model.adapter=dora does not go with train.tensor_parallel={self.train.tensor_parallel}: its norms "
+                "need whole layers; use model.adapter=lora or train.strategy=fsdp"
+            )
+        if self.model.adapter == "none" and self.export.adapter == "separate":
+            problem = "export.adapter=separate has no effect without model.adapter; set model.adapter, or leave it out"
+        if problem:
+            raise PydanticCustomError("conflict", "{problem}", {"problem": problem})
+        return self
 
     @property
     def external_trackers(self) -> tuple[TrackerName, ...]:
@@ -150,7 +165,8 @@ def _sentences(error: ValidationError) -> list[str]:
     """Return one sentence for each key: a key that takes a number or a text fails as both."""
     errors: dict[tuple[int | str, ...], dict[str, Any]] = {}
     for item in error.errors():
-        location = item["loc"][:-1] if str(item["loc"][-1]).startswith(("constrained-", "literal[")) else item["loc"]
+        is_union = item["loc"] and str(item["loc"][-1]).startswith(("constrained-", "literal["))
+        location = item["loc"][:-1] if is_union else item["loc"]
         if location in errors:
             errors[location]["msg"] += f" or {item['msg'].removeprefix('Input should be ')}"
         else:
@@ -172,6 +188,8 @@ def _sentence(item: dict[str, Any]) -> str:
         }
         pattern = patterns.get(setting, f"what fits {item['ctx']['pattern']}")
         return f"`{setting}`: write it as {pattern} (found {item['input']!r})"
+    if item["type"] == "conflict" and not item["loc"]:  # between two sections
+        return str(item["msg"])
     if item["type"] in ("conflict", "form"):
         return f"`{setting}`: {item['msg']}"
     value = repr(item["input"])

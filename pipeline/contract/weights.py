@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -26,3 +27,12 @@ def load_weights(model: nn.Module, path: Path, device: torch.device | str = "cpu
     except (SafetensorError, RuntimeError, OSError) as error:
         raise StageError(f"{path}: does not fit the task's model: {' '.join(str(error).split())[:400]}") from error
     return model.to(device).eval()
+
+
+def transformers_model(model: nn.Module) -> tuple[str, nn.Module] | None:
+    """Return the name and module of the outermost transformers model, if there is one."""
+    if "transformers" not in sys.modules:  # then no task has built one
+        return None
+    from transformers import PreTrainedModel
+
+    return next(((name, module) for name, module in model.named_modules() if isinstance(module, PreTrainedModel)), None)

@@ -112,7 +112,8 @@ def _check_pretrained(pretrained: Pretrained, task: Task, run: Run) -> tuple[str
 
     Done here, so that a mistake is found before many processes start.
     """
-    from train.pretrained.load import match_weights  # transformers is slow to load
+    from train.pretrained.adapter import add_adapter  # transformers is slow to load
+    from train.pretrained.load import match_weights
     from train.validation import check_texts, check_tokenizer
 
     config, directory = run.config, run.partial("prepare")
@@ -120,6 +121,8 @@ def _check_pretrained(pretrained: Pretrained, task: Task, run: Run) -> tuple[str
         partial(require_adapt(task, config.task).adapt, directory / FOLDER), pretrained, config.model.allow_mismatch
     )
     check_tokenizer(directory / FOLDER, skeleton.model)
+    if config.model.adapter != "none":
+        add_adapter(skeleton.model, config.model)
     digest = record(pretrained, directory)
     if match.left_out:
         print(f"left out: {len(match.left_out)} weights that this kind of model does not use, as {match.left_out[0]}")

@@ -22,8 +22,10 @@ from pipeline.contract.errors import ConfigError, DataError
 from pipeline.contract.files import digest_file
 from pipeline.contract.pretrained import PRETRAINED_RECORD, Pretrained, locate_pretrained, open_pretrained
 from pipeline.contract.run import Run
+from pipeline.contract.weights import transformers_model
 from train.optim import seed_step
-from train.pretrained.matching import Matching, match, transformers_model
+from train.pretrained.adapter import ADAPTER_WEIGHTS, adapter_sources
+from train.pretrained.matching import Matching, match
 from train.pretrained.materialize import BuildModel, Materializer, MetaModel
 from train.pretrained.source import (
     Concatenated,
@@ -43,20 +45,20 @@ class PretrainedModel(NamedTuple):
     """A model whose parameters have no memory yet, and the reader of their values."""
 
     model: nn.Module
-    materializer: Materializer
+    materializer: Materializer | None  # None: the model has its weights
 
 
 @contextlib.contextmanager
 def open_recorded_weights(
     run: Run, root: Path, build: BuildModel, group: ProcessGroup, resumes: bool
 ) -> Iterator[Callable[[], PretrainedModel] | None]:
-    """Yield a function that builds the pretrained model within the context; None if the task initializes its own.
+    """Yield a function that builds the model within the context; None if the task initializes its own.
 
     A resumed run takes all weights from its checkpoint: the pretrained files may be gone by then.
     """
     config = run.config
     if not config.model.pretrained:
-        yield None
+        yield (lambda: PretrainedModel(build(), None)) if config.model.adapter != "none" else None
         return
     if resumes:
         yield partial(load_placeholder, build)
@@ -67,7 +69,9 @@ def open_recorded_weights(
     states_before = _file_states(pretrained)
     check_recorded(pretrained, recorded["files"], group)
     seed = partial(seed_step, config.train.seed, -1, 0)
-    yield partial(load_from_files, build, pretrained, config.model.allow_mismatch, seed)
+    yield partial(
+        load_from_files, build, pretrained, config.model.allow_mismatch, seed, adapter=config.model.adapter != "none"
+    )
     if _file_states(pretrained) != states_before:
         raise DataError(
             f"{pretrained.folder}: its files changed while they were read; "
@@ -78,14 +82,25 @@ def open_recorded_weights(
 
 
 def load_from_files(
-    build: BuildModel, pretrained: Pretrained, allow: tuple[str, ...], seed: Callable[[], None]
+    build: BuildModel,
+    pretrained: Pretrained,
+    allow: tuple[str, ...],
+    seed: Callable[[], None],
+    *,
+    adapter: bool = False,
 ) -> PretrainedModel:
-    """Build the model and match it with the files; `seed` seeds weights that no file has, alike on every process."""
-    meta, matching = match_weights(build, pretrained, allow)
-    names = [name for name in matching.missing if name in dict(meta.model.named_parameters())]
+    """Build the model and match it with the files; `seed` seeds weights that no file has, alike on every process.
+
+    `adapter`: `build` adds the one of `model.adapter`, which no file has.
+    """
+    meta, matching = match_weights(build, pretrained, (*allow, ADAPTER_WEIGHTS) if adapter else allow)
+    adapters = adapter_sources(meta.model, matching.missing, matching.sources, seed) if adapter else {}
+    parameters = dict(meta.model.named_parameters())
+    names = [name for name in matching.missing if name in parameters and name not in adapters]
     initialized: Mapping[str, nn.Parameter] = meta.initialize(names, seed) if names else {}
     sources: dict[str, Source] = {
         **matching.sources,
+        **adapters,
         **{name: Initialized(p.detach()) for name, p in initialized.items()},
     }
     return PretrainedModel(meta.model, Materializer(_add_tied_names(meta.model, sources)))

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.contract.errors import DataError
+from pipeline.contract.weights import transformers_model
 from train.pretrained.source import Duplicates, Entry, Source
 
 _LISTED = 8  # problems of each kind in the error; the log has all
@@ -96,15 +97,6 @@ def match(model: nn.Module, offers: Mapping[str, Source], config: Mapping[str, A
 def alias(name: str) -> str:
     """Return the name the weight had before peft wrapped its layer."""
     return _PEFT_NAMES.sub("", name)
-
-
-def transformers_model(model: nn.Module) -> tuple[str, nn.Module] | None:
-    """Return the name and module of the outermost transformers model, if there is one."""
-    if "transformers" not in sys.modules:  # then no task has built one
-        return None
-    from transformers import PreTrainedModel
-
-    return next(((name, module) for name, module in model.named_modules() if isinstance(module, PreTrainedModel)), None)
 
 
 def _names_by_tensor(model: nn.Module) -> dict[int, list[str]]:

@@ -244,6 +244,27 @@ class Duplicates:
 
 
 @dataclass(frozen=True)
+class RowNorms:
+    """The norm of each row of a matrix, with which DoRA's magnitudes begin."""
+
+    matrix: Source
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.matrix.shape[:1]
+
+    @property
+    def entries(self) -> Sequence[Entry]:
+        return self.matrix.entries
+
+    def fill(self, box: Box, out: Tensor, read: Read) -> None:
+        width = self.matrix.shape[1]
+        rows = torch.empty((len(out), width), dtype=out.dtype, device=out.device)
+        self.matrix.fill((box[0], (0, width)), rows, read)
+        out.copy_(torch.linalg.norm(rows, dim=1))
+
+
+@dataclass(frozen=True)
 class Initialized:
     """A weight that no file has, as the task initialized it."""
 

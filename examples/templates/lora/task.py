@@ -9,8 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 from codec import CLASSES, LONGEST, Codec
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.tuners_utils import BaseTunerLayer
 from sklearn.feature_extraction.text import CountVectorizer
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
@@ -23,28 +21,18 @@ from pipeline import read_jsonl
 
 
 class Net(nn.Module):
-    """A transformer of Hugging Face, whose attention LoRA changes, and a head over the mean of its hidden states."""
+    """A transformer of Hugging Face, to which model.adapter adds LoRA, and a head over the mean of its states."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
-        body = AutoModel.from_config(config, dtype=torch.float32)
-        attention = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
-        self.model = inject_adapter_in_model(attention, body)  # freezes all other weights
+        self.model = AutoModel.from_config(config, dtype=torch.float32)
         self.score = nn.Linear(config.hidden_size, len(CLASSES))
-        self.register_load_state_dict_post_hook(_merge)  # type: ignore[no-untyped-call]
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         hidden = self.model(input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
         mask = attention_mask[..., None].to(hidden.dtype)
         logits: Tensor = self.score((hidden * mask).sum(dim=1) / mask.sum(dim=1).clamp(min=1))
         return logits
-
-
-def _merge(module: nn.Module, _keys: Any) -> None:
-    """Add the adapters to the weights when finished weights are loaded, for evaluation and export."""
-    for layer in module.modules():
-        if isinstance(layer, BaseTunerLayer):
-            layer.merge()
 
 
 class Task:

@@ -63,7 +63,7 @@ class Prepare(Section):
 
 
 class Model(Section):
-    """Pretrained weights to start from; without them the task builds its own model."""
+    """Pretrained weights to start from; without them the task builds its own model. Adapters on top of the weights."""
 
     pretrained: str = Field(
         "",
@@ -78,6 +78,22 @@ class Model(Section):
         description="globs of weights that may be missing, unexpected or of another shape; missing ones are initialized"
         " from the seed",
     )
+    adapter: Literal["none", "lora", "dora"] = Field(
+        "none", description="train adapters of peft in the linear layers of the transformer, whose weights stay frozen"
+    )
+    rank: Positive = Field(8, description="rank of the adapters")
+    alpha: Annotated[float, Field(gt=0)] = Field(16.0, description="adapters are scaled by alpha / rank")
+    targets: tuple[str, ...] = Field(
+        (), description="layers with adapters, such as `[q_proj, v_proj]`; empty: every linear layer except the head"
+    )
+
+    @model_validator(mode="after")
+    def _needs_adapter(self) -> Model:
+        changed = self.model_fields_set & {"rank", "alpha", "targets"} if self.adapter == "none" else set()
+        if any(getattr(self, name) != type(self).model_fields[name].default for name in changed):
+            setting = min(changed)
+            _conflict(f"{setting} has no effect without `adapter`; set adapter=lora, or leave {setting} out")
+        return self
 
     @model_validator(mode="after")
     def _needs_pretrained(self) -> Model:
@@ -350,6 +366,11 @@ class Export(Section):
     )
     formats: tuple[FormatName, ...] = Field(
         ("onnx",), description="additional formats next to ONNX: pt2 (torch.export) and savedmodel (TensorFlow)"
+    )
+    adapter: Literal["merged", "separate"] = Field(
+        "merged",
+        description="with model.adapter: write merged weights to `export/weights`, or keep only `train/adapter`; the "
+        "ONNX file always has the merged ones",
     )
     variants: tuple[VariantName, ...] = Field(
         ("fp32",), description="model variants to build and evaluate; fp32 is always built"
