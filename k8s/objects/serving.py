@@ -87,6 +87,7 @@ def _fill_deployment(parts: dict[str, Object], config: Config, bundle: Bundle, i
     deployment["spec"]["selector"]["matchLabels"] = selector
     template = deployment["spec"]["template"]
     template["metadata"] = _pod_metadata(template["metadata"], deployment, parts["ConfigMap"])
+    deployment["spec"]["progressDeadlineSeconds"] += loading_seconds(bundle)
     _fill_pod(template["spec"], config, bundle, image, access)
     parts["Service"]["spec"]["selector"] = selector
     network.fill_security(parts, config.deploy, access)
@@ -105,6 +106,8 @@ def _fill_inference_service(
     predictor = service["spec"]["predictor"]
     predictor.update(_pod_metadata(predictor, service, parts["ConfigMap"]))
     set_replicas(service, config.deploy)
+    if config.deploy.by_knative and (seconds := loading_seconds(bundle)):
+        predictor["annotations"]["serving.knative.dev/progress-deadline"] = f"{_KNATIVE_DEADLINE_SECONDS + seconds}s"
     _fill_pod(predictor, config, bundle, image, access)
 
 
@@ -126,6 +129,7 @@ def _fill_pod(pod: Object, config: Config, bundle: Bundle, image: str, access: A
         constraint["labelSelector"]["matchLabels"] = identity_labels(config.name, "serving")
     container = pod["containers"][0]
     container["image"] = image
+    _allow_for_loading(container, loading_seconds(bundle))
     container["resources"] = {
         "requests": {"cpu": deploy.cpu, "memory": memory},
         "limits": {"memory": memory},
@@ -159,6 +163,17 @@ def default_memory(bundle: Bundle) -> str:
     return f"{steps * _MEMORY_STEP >> 20}Mi"
 
 
+def loading_seconds(bundle: Bundle) -> int:
+    """Return the time to verify and load a large bundle, beyond the ten minutes of every model: a minute per GiB."""
+    return 60 * (sum(entry.bytes for entry in bundle.manifest.files.values()) >> 30)
+
+
+def _allow_for_loading(container: Object, seconds: int) -> None:
+    """Give the probe that waits for the start so much longer; on Knative that is the liveness probe."""
+    probe: Object = container["startupProbe" if "startupProbe" in container else "livenessProbe"]
+    probe["failureThreshold"] += math.ceil(seconds / probe["periodSeconds"])
+
+
 def _check_settings(config: Config) -> None:
     deploy = config.deploy
     if deploy.max_replicas < deploy.min_replicas:
@@ -183,6 +198,7 @@ def _check_local_settings(serve: Serve) -> None:
         raise ConfigError("serve.shadow: is for the local service; leave it out: on a cluster a mesh mirrors requests")
 
 
+_KNATIVE_DEADLINE_SECONDS = 900  # as of a Deployment
 _KNATIVE_CONCURRENCY = 8  # requests in flight per pod, where `deploy.target_concurrency` is not set
 _MODEL_FOLDER = "/mnt/models"  # where KServe mounts the files of `storageUri`
 _COMMAND = ["python", "-m", "serve", _MODEL_FOLDER, "--host=0.0.0.0", "--port=8080", "--grpc-port=8081"]
