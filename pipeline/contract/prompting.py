@@ -69,8 +69,14 @@ def check_prompting(task: object, folder: Path) -> None:
     """Refuse a language model that cannot be served as its task and files state, before it is trained."""
     if isinstance(task, Generates):
         prompting = read_prompting(task.prompting(), folder)
-        if prompting.template:
-            check_chat_template(prompting.template, prompting.special_tokens)
+        try:
+            if prompting.template:
+                check_chat_template(prompting.template, prompting.special_tokens)
+        except ConfigError as error:
+            raise ConfigError(
+                f"prompting(): {error}; to fix it: return Prompting(template=...) with a template that works, or with "
+                "an empty one for a model without chat"
+            ) from error
 
 
 def read_prompting(declared: Prompting, folder: Path) -> Prompting:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -11,6 +12,7 @@ from pipeline.contract.bundle import Bundle
 from pipeline.contract.errors import BundleError, ConfigError, InvalidPayload, ResourceError, install_command
 from pipeline.contract.prompting import ChatTemplate
 from pipeline.contract.signature import Generation
+from serve.generate.reasoning import BEGIN, END
 
 try:
     from tokenizers import Tokenizer
@@ -99,7 +101,10 @@ class ModelTokenizer:
 
 def _read(path: Path) -> Any:
     try:
-        tokenizer = Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        body = json.loads(path.read_text(encoding="utf-8"))
+        for token in body.get("added_tokens") or []:  # special tokens are left out of texts
+            token["special"] = token["special"] and token["content"] not in (BEGIN, END)
+        tokenizer = Tokenizer.from_str(json.dumps(body))
     except Exception as error:  # tokenizers raises plain Exceptions
         raise BundleError(f"{path}: not a file of the package tokenizers: {error}; export again") from error
     tokenizer.no_padding()

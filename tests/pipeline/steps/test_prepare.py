@@ -363,5 +363,5 @@ def test_chat_template_that_cannot_work_is_refused(root: Path) -> None:
         "        return Prompting(template='{% generation %}{{ messages[0].text.parts }}{% endgeneration %}')\n"
         "    def data(self, split):",
     )
-    with pytest.raises(ConfigError, match=r"renders no message of a user: .*has no attribute 'text'"):
+    with pytest.raises(ConfigError, match=r"renders no message of a user: .*has no attribute 'text'; to fix it: "):
         prepare(new_run(root), root)

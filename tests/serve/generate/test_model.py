@@ -92,6 +92,15 @@ def test_generation_blocks_render_their_content(spoiled: Callable[..., Path]) ->
     assert blocks == plain
 
 
+def test_reasoning_tags_are_text_also_where_they_are_special_tokens(spoiled: Callable[..., Path]) -> None:
+    def rename(text: str) -> str:
+        return text.replace("<|user|>", "<think>").replace("<|answer|>", "</think>")
+
+    tokenizer = ModelTokenizer.open(open_bundle(spoiled("files/tokenizer.json", rename)))
+    assert tokenizer.encode("<think>")[1:] == [tiny.USER]
+    assert tokenizer.text(tokenizer.encode("<think>x</think>y")) == "<think>x</think>y"
+
+
 def test_prompts_begin_with_the_begin_tokens_once(language_model: LanguageModel) -> None:
     plain = language_model.tokenizer.encode("hello")
     assert plain[0] == tiny.BEGIN
