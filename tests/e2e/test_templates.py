@@ -1,4 +1,4 @@
-"""Each template of `pipe init` runs the whole pipeline as it is."""
+"""Each template of `pipe init` runs the whole pipeline as it is; those of docs/language-models.md do in its test."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .project_folder import PIPE, ProjectFolder, environment
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name not in ("lora", "sft", "dpo")])
 def test_template_runs_the_whole_pipeline(name: str, tmp_path: Path) -> None:
     command = [*PIPE, "init", "project", "--template", name]
     subprocess.run(command, cwd=tmp_path, env=environment({}), check=True, capture_output=True)
