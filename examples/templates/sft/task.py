@@ -57,6 +57,7 @@ class Task:
         }  # fmt: skip
 
     def loss(self, outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+        """Return the mean over the tokens of all answers, so that long answers count more than short ones."""
         losses, counted = self._losses(outputs, batch)
         return losses.sum() / counted.sum().clamp(min=1)
 
