@@ -175,7 +175,7 @@ def test_a_distilled_model_is_loaded_adapted_trained_exported_and_served(
 ) -> None:
     weights, classify = official(tmp_path / kind, kind), projects[1]
     one_step = ("train.max_samples=8", "train.batch_size=8", "train.epochs=1")
-    words = (f"model.pretrained={weights}", "task=task.py:LowRank", f"deploy.port={classify.port}", *LITTLE, *one_step)
+    words = (f"model.pretrained={weights}", "model.adapter=lora", f"deploy.port={classify.port}", *LITTLE, *one_step)
     classify.pipe("run", "all", *words, seconds=_SECONDS)
     run = classify.latest
     assert json.loads((run.output("train") / "summary.json").read_text())["steps"] == 1

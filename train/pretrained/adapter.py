@@ -176,5 +176,6 @@ def _write_adapter(transformer: Any, settings: Model, folder: Path) -> None:
     config = transformer.peft_config["default"]
     config.inference_mode, config.modules_to_save = True, heads or None
     config.base_model_name_or_path = settings.pretrained or None
+    config.target_modules = sorted(config.target_modules)  # a set has another order in each process
     config.task_type = "CAUSAL_LM" if type(transformer).__name__.endswith("ForCausalLM") else None
     config.save_pretrained(str(folder))

@@ -1,4 +1,4 @@
-"""Fine-tune a pretrained model to classify which package a snippet comes from: fully, only the head, or by LoRA."""
+"""Fine-tune a pretrained model to classify which package a snippet comes from: all of it, or only the head."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ import torch
 from bag import Bag
 from codec import LONGEST, PACKAGES, SnippetCodec
 from language import mask_between_documents
-from peft import LoraConfig, inject_adapter_in_model
-from peft.tuners.tuners_utils import BaseTunerLayer
 from tfidf import fit_best
 from torch import Tensor, nn
 from torch.nn import functional
@@ -146,29 +144,7 @@ class Frozen(Classify):
         return model
 
 
-class LowRank(Classify):
-    """Train the head, and the attention by LoRA (peft)."""
-
-    rank = 8
-
-    def adapt(self, folder: Path) -> nn.Module:
-        model: Any = super().adapt(folder)
-        body = model.get_submodule("model")
-        inject_adapter_in_model(LoraConfig(r=self.rank, lora_alpha=2 * self.rank, target_modules=_ATTENTION), body)
-        # Evaluation and export load finished weights, which training never does, and use merged matrices.
-        model.register_load_state_dict_post_hook(_merge)
-        adapted: nn.Module = model
-        return adapted
-
-
 _NEVER = -100.0
-_ATTENTION = r".*\.(q|q_a|q_b|k|v|kv_a|kv_b|o)_proj(_with_mqa)?"  # names in DeepSeek, Qwen2 and Llama
-
-
-def _merge(module: nn.Module, _keys: Any) -> None:
-    for layer in module.modules():
-        if isinstance(layer, BaseTunerLayer):
-            layer.merge()
 
 
 def _snippets_of(definition: str) -> Iterator[str]:
