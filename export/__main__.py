@@ -74,8 +74,10 @@ def export(run: Run, root: Path) -> None:
     check_columns(task, test)
     model = load_weights(build_model(task, run), weights)
     files = run.output("prepare") / FOLDER
-    if config.export.adapter == "merged" and write_official_weights(model, files, run.partial("export") / WEIGHTS):
-        print(f"weights with the names of transformers: export/{WEIGHTS}", flush=True)
+    if config.export.adapter == "merged" and (
+        line := write_official_weights(model, files, run.partial("export") / WEIGHTS)
+    ):
+        print(line, flush=True)
     file = bundle / "model.onnx"
     served, limits = ServedSizes.from_settings(config.serve), config.evaluate.require
     verification = verify_model(task, model, test, config.export, file, served, limits)

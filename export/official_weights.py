@@ -22,14 +22,24 @@ _SHARD_SIZE = "5GB"
 _CONFIG = "config.json"
 
 
-def write_official_weights(model: nn.Module, files: Path, folder: Path) -> bool:
-    """Write the transformer in a model; False if there is none, or if its layers are not those of its configuration."""
+def write_official_weights(model: nn.Module, files: Path, folder: Path) -> str:
+    """Write the transformer in a model; return a line for the log, empty if there is no transformer.
+
+    A transformer that the task has changed, so that it is no longer the one of its configuration, is not written: the
+    bundle does not need it.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     located = transformers_model(model)
-    if located is None or _has_adapters(located[1]):
-        return False
+    if located is None:
+        return ""
     transformer: Any = located[1]
-    transformer.save_pretrained(folder, max_shard_size=_SHARD_SIZE)
+    if _has_adapters(transformer):
+        return f"warning: {folder.name} not written: the task adds adapters by itself; use model.adapter instead"
+    try:
+        transformer.save_pretrained(folder, max_shard_size=_SHARD_SIZE)
+    except (RuntimeError, ValueError) as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        return f"warning: {folder.name} not written: {' '.join(str(error).split())[:300]}"
     for pattern in SMALL_FILES:
         for path in files.glob(pattern):
             target = folder / path.relative_to(files)
@@ -39,7 +49,7 @@ def write_official_weights(model: nn.Module, files: Path, folder: Path) -> bool:
     config = json.loads((folder / _CONFIG).read_text())
     if config.pop("quantization_config", None):  # of the pretrained files; these weights are not quantized
         write_json(folder / _CONFIG, config)
-    return True
+    return f"{folder.name}: the transformer's weights, as transformers reads them"
 
 
 def _has_adapters(transformer: nn.Module) -> bool:

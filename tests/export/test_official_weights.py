@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
@@ -49,7 +50,7 @@ def test_folder_is_read_bit_for_bit(source: Path, tmp_path: Path, monkeypatch: p
     model = Wrapped(source)
     trained = model.inner if not wrap else model
     folder = tmp_path / "weights"
-    assert write_official_weights(trained, source, folder)
+    assert write_official_weights(trained, source, folder).startswith("weights: ")
 
     index = json.loads((folder / "model.safetensors.index.json").read_text())["weight_map"]
     assert len(set(index.values())) > 1
@@ -75,6 +76,19 @@ def test_body_alone_is_written_under_its_own_class(source: Path, tmp_path: Path)
 def test_other_models_have_no_official_names(tmp_path: Path) -> None:
     assert not write_official_weights(nn.Linear(2, 2), tmp_path, tmp_path / "weights")
     assert not (tmp_path / "weights").exists()
+
+
+def test_transformers_that_a_task_has_changed_are_not_written(tmp_path: Path) -> None:
+    source, folder = write_official(tmp_path / "source", "qwen2"), tmp_path / "weights"
+    shared = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
+    shared.model.layers[1].mlp = shared.model.layers[0].mlp
+    assert "weights not written: The weights trying to be saved contained shared" in write_official_weights(
+        shared, source, folder
+    )
+    adapted = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj"]), adapted)
+    assert "the task adds adapters by itself" in write_official_weights(adapted, source, folder)
+    assert not folder.exists()
 
 
 def _names(path: Path) -> list[str]:
