@@ -394,16 +394,13 @@ class Engine:
         """Admit the next waiting sequences, as far as there is room."""
         if self._prefill is not None or not self._waiting:
             return
-        running = self.running
-        free = self.limits.sequences - running
-        if not free or (batch := self._batch_with_room([self._waiting[0]])) is None:
+        free = self.limits.sequences - self.running
+        if not free or self._batch_with_room([self._waiting[0]]) is None:
             return
-        admitted = [self._waiting.popleft()]
-        candidates = itertools.chain(admitted, self._waiting)
-        size = prefill_batch_size(candidates, _MAX_PREFILL_TOKENS, free, self._cached_tokens)
-        while len(admitted) < size and (joined := self._batch_with_room([*admitted, self._waiting[0]])) is not None:
-            batch = joined
-            admitted.append(self._waiting.popleft())
+        size = prefill_batch_size(self._waiting, _MAX_PREFILL_TOKENS, free, self._cached_tokens)
+        while (batch := self._batch_with_room(list(itertools.islice(self._waiting, size)))) is None:
+            size //= 2  # 1 has room, as seen above
+        admitted = [self._waiting.popleft() for _ in range(size)]
         now = time.monotonic()
         for sequence in admitted:
             request = sequence.group.request
@@ -476,6 +473,8 @@ class Engine:
             results = [result for batch in self._batches for result in batch.decode()]
             timed.append((time.monotonic(), results))
             if not results or self._waiting or self._prefill is not None or timed[-1][0] >= until:
+                break
+            if not all(sequence.is_active for sequence, _ in results):  # the memory of those that leave is free now
                 break
             if not all(sequence.group.buffered for sequence, _ in results):
                 loop.call_soon_threadsafe(self._deliver, timed)

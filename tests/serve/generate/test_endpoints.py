@@ -343,10 +343,10 @@ def test_version_switch_and_shutdown_let_texts_finish(
 
 def test_chats_without_max_tokens_share_memory_for_one(start: Launcher, tmp_path: Path) -> None:
     """Each may take all positions of the model; a common system prompt is read once."""
-    positions, position_bytes = 400, 4 * tiny.SIZE * len(tiny.CACHES)
+    positions, position_bytes = 320, 4 * tiny.SIZE * len(tiny.CACHES)
     bundle = tiny.build(tmp_path / "bundle", positions=positions, end=())
     server = start(bundle, options=["--max-cache-bytes", str(2 * positions * position_bytes)])
-    system = {"role": "system", "content": "the quick brown fox jumps over the lazy dog, " * 2}
+    system = {"role": "system", "content": "the quick brown fox jumps over the lazy dog"}
 
     def chat(number: int) -> tuple[str, Any, str | None]:
         messages: Any = [system, {"role": "user", "content": f"hello {number}"}]
@@ -358,6 +358,7 @@ def test_chats_without_max_tokens_share_memory_for_one(start: Launcher, tmp_path
     with _client(server) as client, ThreadPoolExecutor(8) as pool:
         alone = [chat(number) for number in range(8)]
         assert _metric(server, "pipe_preemptions_total") == 0
+        _wait_until(lambda: 0 < _metric(server, "pipe_prefix_cache_bytes") <= 2 * positions * position_bytes)
         together = list(pool.map(chat, range(8)))
     assert [(text, reason) for text, _, reason in together] == [(text, "length") for text, _, _ in alone]
     assert {usage.total_tokens for _, usage, _ in together} == {positions}
@@ -366,4 +367,3 @@ def test_chats_without_max_tokens_share_memory_for_one(start: Launcher, tmp_path
     assert details[0] == 0
     assert 0 < _metric(server, "pipe_prefix_cache_hits_total") < _metric(server, "pipe_prefix_cache_queries_total")
     assert min(details[1:]) > 0
-    _wait_until(lambda: 0 < _metric(server, "pipe_prefix_cache_bytes") <= 2 * positions * position_bytes)
