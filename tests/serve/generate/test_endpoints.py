@@ -351,11 +351,11 @@ def test_chats_without_max_tokens_share_memory_for_one(start: Launcher, tmp_path
     def chat(number: int) -> tuple[str, Any, str | None]:
         messages: Any = [system, {"role": "user", "content": f"hello {number}"}]
         fields: dict[str, Any] = {"model": "tiny", "messages": messages, "temperature": 0, "stream": True}
-        parts = list(client.chat.completions.create(**fields, stream_options={"include_usage": True}))
+        parts = list(caller.chat.completions.create(**fields, stream_options={"include_usage": True}))
         text = "".join(part.choices[0].delta.content or "" for part in parts[:-1])
         return text, parts[-1].usage, parts[-2].choices[0].finish_reason
 
-    with _client(server) as client, ThreadPoolExecutor(8) as pool:
+    with _client(server) as caller, ThreadPoolExecutor(8) as pool:
         alone = [chat(number) for number in range(8)]
         assert _metric(server, "pipe_preemptions_total") == 0
         _wait_until(lambda: 0 < _metric(server, "pipe_prefix_cache_bytes") <= 2 * positions * position_bytes)
