@@ -61,7 +61,7 @@ def measure(course: Course, intervals: Sequence[float], folder: Path) -> dict[st
         attack.train()
         ended = time.time()
         step_seconds = step_seconds or median_step(run)
-        rows.append(row_of(seconds, run, attack.log.events(), ended, step_seconds, attack.by_hand))
+        rows.append(row_of(seconds, run, attack.log.events(), ended, step_seconds, len(attack.by_hand)))
         print(line(rows[-1]), file=sys.stderr, flush=True)
     return {"course": asdict(course), "step_ms": 1e3 * step_seconds, "rows": [asdict(row) for row in rows]}
 

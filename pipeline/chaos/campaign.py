@@ -57,7 +57,7 @@ class Attack:
     next_kill: NextKill
     hang_seconds: float
     on_events: Callable[[Sequence[ChaosEvent]], None]
-    by_hand: int = 0  # resumes that should not have been necessary
+    by_hand: list[str] = field(default_factory=list)  # why training ended each time, without need
     _events: list[ChaosEvent] = field(default_factory=list)
     _read: int = 0  # bytes of the log
 
@@ -70,7 +70,8 @@ class Attack:
                 return
             if len(kill_events(self._events)) == kills_before:
                 raise StageError(f"training ended without a kill: {self._last_lines()}")
-            self.by_hand += not excused
+            if not excused:
+                self.by_hand.append(self._last_lines())
 
     def _run_command(self) -> tuple[int, bool]:
         """Run one command; return its exit status and whether one of our kills explains it."""
@@ -384,7 +385,7 @@ class Campaign:
             fault = str(error)
         events = attack.log.events()
         results = tuple(kill_results(kills, events, None if fault else time.time()))
-        return compare_training(run, reference.run, results, attack.by_hand, fault)
+        return compare_training(run, reference.run, results, tuple(attack.by_hand), fault)
 
     def new_run(self, prepared: Run, config: Config) -> Run:
         run = create_run(self.folder, config, ("prepare", "train"), parent=prepared.id)

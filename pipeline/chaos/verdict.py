@@ -55,7 +55,7 @@ class Training:
 
     run: str  # its path
     made: tuple[KillResult, ...]
-    by_hand: int  # resumes that should not have been necessary
+    by_hand: tuple[str, ...]  # why training ended and had to be resumed by hand, each time
     fault: str  # why it did not finish
     lost: int
     repeated: int
@@ -185,7 +185,7 @@ class Verdict:
     def _complaints(self) -> Iterator[str]:
         for training in self.trainings:
             if training.by_hand:
-                yield f"training had to be resumed by hand {training.by_hand} times"
+                yield f"training had to be resumed by hand {len(training.by_hand)} times: {training.by_hand[0]}"
             if training.lost or training.repeated:
                 yield f"{training.lost} samples were lost and {training.repeated} repeated"
             yield from filter(None, (training.fault, training.ledger, training.differs))
@@ -200,7 +200,9 @@ def _short(value: Any) -> Any:
 _COMPARED = ("step", "loss", "grad_norm", "lr", "validation")  # of the training log; without values that depend on time
 
 
-def compare_training(run: Run, reference: Run, results: tuple[KillResult, ...], by_hand: int, fault: str) -> Training:
+def compare_training(
+    run: Run, reference: Run, results: tuple[KillResult, ...], by_hand: tuple[str, ...], fault: str
+) -> Training:
     """Count samples from the ledger and compare the training with the reference."""
     lost = repeated = 0
     ledger = weights = differs = ""
