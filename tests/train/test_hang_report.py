@@ -102,7 +102,9 @@ from train.hang_report import enable_flight_recorder, unfinished_collectives
 enable_flight_recorder()
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 2), rank=int(sys.argv[2]), world_size=2)
 dist.all_reduce(torch.ones(3))
-before = unfinished_collectives()
+end = time.monotonic() + 300
+while (before := unfinished_collectives()) and time.monotonic() < end:  # it is recorded as done a little later
+    time.sleep(0.01)
 if sys.argv[2] == "0":
     threading.Thread(target=dist.all_reduce, args=(torch.ones(5),), daemon=True).start()
     while not (found := unfinished_collectives()):
