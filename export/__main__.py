@@ -31,7 +31,6 @@ from export.variants.choose import (
     FP32,
     VariantEvaluation,
     VariantResult,
-    check_variants,
     decide,
     explanations,
     rows,
@@ -52,7 +51,7 @@ from pipeline.contract.prompting import check_prompting
 from pipeline.contract.run import Run, run_step
 from pipeline.contract.signature import BUNDLED_SETTINGS, Signature
 from pipeline.contract.sources import code_digest, package_sources
-from pipeline.contract.task import FOLDER, build_model, check_format_names, open_task
+from pipeline.contract.task import FOLDER, build_model, check_export, open_task
 from pipeline.contract.weights import load_weights
 
 WEIGHTS = "weights"  # folder of the official ones
@@ -68,8 +67,7 @@ def export(run: Run, root: Path) -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     task = open_task(run, root)
     check_prompting(task, run.output("prepare") / FOLDER)
-    check_variants(task, config)
-    check_format_names(task, config.export.formats)
+    check_export(task, config.export)
     test = open_split(task, "test").collated()
     check_columns(task, test)
     model = load_weights(build_model(task, run), weights)

@@ -27,7 +27,7 @@ from pipeline.contract.processes import Rank
 from pipeline.contract.prompting import check_prompting
 from pipeline.contract.restarts import read_attempts
 from pipeline.contract.run import Run, run_step
-from pipeline.contract.task import FOLDER, Task, build_model, open_task
+from pipeline.contract.task import FOLDER, Task, build_model, check_export, open_task
 from pipeline.contract.weights import save_weights
 from train.batch_order import order_identity, read_order
 from train.batch_size import decide_batch_size
@@ -66,7 +66,8 @@ def train(run: Run, root: Path) -> None:
             install_chaos_hook(ChaosHook(Path(folder), group))
         task = open_task(run, root)
         prepared = run.output("prepare")
-        check_prompting(task, prepared / FOLDER)  # it is no part of prepare's key, so prepare may be an older one
+        check_export(task, run.config.export)  # these are no part of prepare's key, so prepare may be an older one
+        check_prompting(task, prepared / FOLDER)
         splits = [open_split(task, name, prepared) for name in ("train", "validation")]
         check_splits(task, splits, group)
         if group.rank.first:

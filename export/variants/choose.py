@@ -194,23 +194,6 @@ class VariantEvaluation:
         return find_first_wrong(self.path, entry.path, feed, rtol=0.0, atol=atol)
 
 
-def check_variants(task: Task, config: Config) -> None:
-    """Reject variants that a language model cannot have, before the work begins."""
-    if not isinstance(task, Generates):
-        return
-    export = config.export
-    if others := [name for name in export.built_variants if name != FP32]:
-        raise ConfigError(
-            f"export.variants: {', '.join(others)} of a language model is refused: its decoder is proven token by "
-            "token against torch, and no rounding keeps every token; write variants: [fp32]"
-        )
-    if times := [cost for cost in export.budget if cost != "megabytes"]:
-        raise ConfigError(
-            f"export.budget: {', '.join(times)} of a language model depends on the text; of its costs "
-            "only megabytes is checked here; `python -m benchmarks.serve` measures its time"
-        )
-
-
 def to_candidates(entries: Sequence[VariantResult]) -> list[Candidate]:
     return [Candidate(entry.name, entry.faults, entry.timing.share if entry.timing else None) for entry in entries]
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.utils.data import Dataset
 
+    from pipeline.contract.settings.stages import Export
     from pipeline.contract.signature import Prompting
 
 # Quoted, because they name torch, which only a task needs.
@@ -342,10 +343,26 @@ def _check_names(reference: str, task: Task) -> None:
         )
 
 
-def check_format_names(task: Task, formats: Sequence[str]) -> None:
-    """Check that a requested SavedModel can have the names of the task: TensorFlow takes only identifiers."""
-    if "savedmodel" not in formats:
+def check_export(task: Task, export: Export) -> None:
+    """Reject settings that no export of this task can meet, before anything is trained."""
+    if "savedmodel" in export.formats:
+        _check_savedmodel_names(task)
+    if not isinstance(task, Generates):
         return
+    if others := [name for name in export.built_variants if name != "fp32"]:
+        raise ConfigError(
+            f"export.variants: {', '.join(others)} of a language model is refused: its decoder is proven token by "
+            "token against torch, and no rounding keeps every token; write variants: [fp32]"
+        )
+    if times := [cost for cost in export.budget if cost != "megabytes"]:
+        raise ConfigError(
+            f"export.budget: {', '.join(times)} of a language model depends on the text; of its costs "
+            "only megabytes is checked here; `python -m benchmarks.serve` measures its time"
+        )
+
+
+def _check_savedmodel_names(task: Task) -> None:
+    """Check the names of inputs and outputs: TensorFlow takes only identifiers."""
     if wrong := [name for name in (*task.inputs, *task.outputs) if not (name.isascii() and name.isidentifier())]:
         raise ConfigError(
             f"export.formats: a SavedModel cannot have a tensor called `{wrong[0]}`; name it in the task with letters, "

@@ -31,7 +31,7 @@ from pipeline.contract.task import (
     HasSampleLengths,
     HasSampleWeights,
     Task,
-    check_format_names,
+    check_export,
     load_task,
     make_shared_files,
     misspelled_members,
@@ -51,7 +51,7 @@ _MAX_LISTED = 100  # duplicates in data.json; all are counted
 def prepare(run: Run, root: Path) -> None:
     config = run.config
     task = load_task(config.task, root)
-    check_format_names(task, config.export.formats)
+    check_export(task, config.export)
     files = run.partial("prepare") / FOLDER
     shutil.rmtree(files, ignore_errors=True)  # of an interrupted attempt
     pretrained = find_pretrained(config, root)

@@ -16,7 +16,6 @@ from export.to_onnx import save_stripped
 from export.variants.choose import (
     VariantEvaluation,
     VariantResult,
-    check_variants,
     decide,
     explanations,
     rows,
@@ -28,6 +27,7 @@ from export.variants.quantize import CONVERTERS, Converter, VariantInputs
 from pipeline.contract.data import open_split
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.files import digest_file
+from pipeline.contract.task import check_export
 
 from .net import CLASSES, Hills, config, write
 
@@ -256,10 +256,10 @@ class Talk(Hills):
 
 def test_a_language_model_is_fp32_and_has_no_budget_of_time(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"fp16 of a language model is refused.*write variants: \[fp32\]"):
-        check_variants(Talk(), config(variants=["fp16"]))
+        check_export(Talk(), config(variants=["fp16"]).export)
     with pytest.raises(ConfigError, match=r"export.budget: p50_ms of a language model depends on the text"):
-        check_variants(Talk(), config(budget={"p50_ms": 1}))
+        check_export(Talk(), config(budget={"p50_ms": 1}).export)
     (entry,) = contest(tmp_path, task=Talk(), variants=["fp32"], budget={"megabytes": 1e-6}).entries()
     assert entry.faults[0].endswith("MB exceed export.budget megabytes=1e-06")
     assert entry.outcome is None
-    check_variants(Hills(), config(variants=ALL))
+    check_export(Hills(), config(variants=ALL).export)

@@ -14,11 +14,12 @@ import train
 from pipeline.contract.errors import ConfigError, DataError
 from pipeline.contract.files import write_json
 from pipeline.contract.run import Run, RunFile
+from pipeline.contract.settings.stages import Export
 from pipeline.contract.task import (
     Classifier,
     HasBaseline,
     HasExample,
-    check_format_names,
+    check_export,
     declared_axes,
     load_class,
     load_task,
@@ -279,6 +280,6 @@ def test_outputs_may_repeat_an_axis_and_inputs_may_have_fixed_ones(root: Path) -
 def test_a_saved_model_needs_names_that_tensorflow_takes(root: Path) -> None:
     write(root, {**WHOLE, "outputs": "    outputs = ('größe', 'a.b')"})
     task = load_task("some_task.py:Net", root)
-    check_format_names(task, ("onnx", "pt2"))
+    check_export(task, Export(formats=("onnx", "pt2")))
     with pytest.raises(ConfigError, match="a SavedModel cannot have a tensor called `größe`"):
-        check_format_names(task, ("onnx", "savedmodel"))
+        check_export(task, Export(formats=("onnx", "savedmodel")))
