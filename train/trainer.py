@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -32,7 +32,7 @@ from train.metrics import StepMeter, StepWindow
 from train.optim import Precision, learning_rate, make_optimizer, seed_step
 from train.parallel import make_strategy
 from train.parallel.base import MicroBatch, Objective, Strategy
-from train.pretrained.load import PretrainedModel
+from train.pretrained.load import MakeModel
 from train.process_group import ProcessGroup
 from train.profiling import StepTracer, phase
 from train.state import Progress
@@ -56,7 +56,7 @@ class Trainer:
         train: Samples,
         validation: Samples,
         batch_size: int,
-        create_model: Callable[[], PretrainedModel] | None = None,
+        create_model: MakeModel | None = None,
         order: BatchOrder | None = None,
     ) -> None:
         self._task, self._group, self.config = task, group, config.train

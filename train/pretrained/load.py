@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import nn
 
@@ -45,20 +45,23 @@ class PretrainedModel(NamedTuple):
     """A model whose parameters have no memory yet, and the reader of their values."""
 
     model: nn.Module
-    materializer: Materializer | None  # None: the model has its weights
+    materializer: Materializer
+
+
+MakeModel: TypeAlias = Callable[[], tuple[nn.Module, Materializer | None]]  # None: the model has its weights
 
 
 @contextlib.contextmanager
 def open_recorded_weights(
     run: Run, root: Path, build: BuildModel, group: ProcessGroup, resumes: bool
-) -> Iterator[Callable[[], PretrainedModel] | None]:
+) -> Iterator[MakeModel | None]:
     """Yield a function that builds the model within the context; None if the task initializes its own.
 
     A resumed run takes all weights from its checkpoint: the pretrained files may be gone by then.
     """
     config = run.config
     if not config.model.pretrained:
-        yield (lambda: PretrainedModel(build(), None)) if config.model.adapter != "none" else None
+        yield (lambda: (build(), None)) if config.model.adapter != "none" else None
         return
     if resumes:
         yield partial(load_placeholder, build)
