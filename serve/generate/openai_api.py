@@ -300,13 +300,17 @@ class CompletionRequest(_TextRequest, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def prompts(self) -> list[str | list[int]]:
-        """Return each prompt as text or as token ids; a list of numbers is one prompt."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        ids = [item for item in self.prompt if isinstance(item, int)]
-        if not self.prompt or (ids and len(ids) != len(self.prompt)):
-            raise InvalidPayload("prompt: give a text, a list of texts, token ids, or a list of lists of token ids")
-        return [ids] if ids else [item for item in self.prompt if not isinstance(item, int)]
+        return split_texts(self.prompt, "prompt")
+
+
+def split_texts(value: str | list[str | int | list[int]], name: str) -> list[str | list[int]]:
+    """Return each text of a request's field, or its token ids; a list of numbers is one text."""
+    if isinstance(value, str):
+        return [value]
+    ids = [item for item in value if isinstance(item, int)]
+    if not value or (ids and len(ids) != len(value)):
+        raise InvalidPayload(f"{name}: give a text, a list of texts, token ids, or a list of lists of token ids")
+    return [ids] if ids else [item for item in value if not isinstance(item, int)]
 
 
 class Part(msgspec.Struct, forbid_unknown_fields=True):

@@ -14,7 +14,7 @@ import orjson
 
 from pipeline.contract.codec import Arrays, Part
 from pipeline.contract.errors import InvalidPayload
-from serve.generate.openai_api import convert_fields
+from serve.generate.openai_api import convert_fields, split_texts
 from serve.request_body import parse_object
 from serve.runtime.predictor import Predictor
 
@@ -34,13 +34,7 @@ class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
 
     @property
     def instances(self) -> list[str | list[int]]:
-        """Return each text, or its token ids; a list of numbers is one text."""
-        if isinstance(self.input, str):
-            return [self.input]
-        ids = [item for item in self.input if isinstance(item, int)]
-        if not self.input or (ids and len(ids) != len(self.input)):
-            raise InvalidPayload("input: give a text, a list of texts, token ids, or a list of lists of token ids")
-        return [ids] if ids else [item for item in self.input if not isinstance(item, int)]
+        return split_texts(self.input, "input")
 
 
 def parse(body: bytes) -> EmbeddingRequest:
