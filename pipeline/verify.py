@@ -138,7 +138,7 @@ def verify_run_ledger(run: Run) -> Iterator[str]:
         count = f" ({lost} samples lost, {repeated} repeated)" if lost or repeated else ""
         raise BundleError(f"{directory / LEDGER_FILE}, {verification.fault}{count}")
     if (directory / "summary.json").exists():
-        _check_end(directory, verification, batch_order(run, directory))
+        _check_end(directory, verification, batch_order(run, directory), run.config.train.validate_every)
         yield f"ledger: {describe_ledger(verification)}"
     elif verification.steps:
         yield f"ledger: training is unfinished, verified up to {describe_ledger(verification)}"
@@ -178,13 +178,16 @@ def describe_ledger(verification: LedgerVerification) -> str:
     steps, epochs = _count(verification.steps, "step"), _count(verification.epochs, "epoch")
     samples, attempts = _count(verification.samples, "sample"), _count(verification.attempts, "attempt")
     uses = f"{samples} drawn by weight" if verification.drawn else f"every one of {samples} exactly once"
-    return f"{steps}, {epochs}, {uses} in each; {attempts}, {processes}"
+    each = "each" if verification.epochs % 1 == 0 else "each complete epoch"
+    return f"{steps}, {epochs}, {uses} in {each}; {attempts}, {processes}"
 
 
-def _check_end(directory: Path, verification: LedgerVerification, order: BatchOrder) -> None:
-    """Check that the ledger ends with a complete epoch and that the model's step is the best of the summary."""
+def _check_end(directory: Path, verification: LedgerVerification, order: BatchOrder, validate_every: int) -> None:
+    """Check that the ledger ends with a validation and that the model's step is the best of the summary."""
     summary = json.loads((directory / "summary.json").read_text())
-    if verification.steps % order.steps_per_epoch:
+    intervals = [order.steps_per_epoch, *filter(None, [validate_every])]
+    is_end = verification.steps == summary.get("total_steps")
+    if not is_end and all(verification.steps % interval for interval in intervals):
         raise BundleError(
             f"{directory / LEDGER_FILE}: ends with step {verification.steps}, "
             f"in the middle of an epoch of {order.steps_per_epoch}"
@@ -206,5 +209,5 @@ def read_step(weights: Path) -> int:
         raise BundleError(f"{weights}: has no training step in its header ({error})") from error
 
 
-def _count(count: int, noun: str, plural: str = "s") -> str:
-    return f"{count} {noun}{'' if count == 1 else plural}"
+def _count(count: float, noun: str, plural: str = "s") -> str:
+    return f"{count:.12g} {noun}{'' if count == 1 else plural}"

@@ -184,7 +184,8 @@ def summarize(
     epochs = (progress.step - first_step) / trainer.order.steps_per_epoch
     return {
         "steps": progress.step,
-        "epochs": progress.step // trainer.order.steps_per_epoch,
+        "total_steps": trainer.total_steps,
+        "epochs": round(progress.step / trainer.order.steps_per_epoch, 2),
         "best_step": progress.best_step,
         "best_validation": dict(progress.best_validation),
         "stopped_early": progress.step < trainer.total_steps,

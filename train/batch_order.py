@@ -17,6 +17,7 @@ import numpy as np
 
 from pipeline.contract.errors import ConfigError, DataError
 from pipeline.contract.files import digest_file
+from pipeline.contract.settings.stages import Train
 
 ORDER_FILE = "order.npy"  # of the prepare step: the weight, group or length of each training sample
 ORDER_KEY = "order"  # in data.json
@@ -136,6 +137,17 @@ def _bucketed(lengths: np.ndarray[Any, Any], steps: int, generator: np.random.Ge
         samples[part] = samples[part][np.argsort(lengths[samples[part]], kind="stable")]
     batches = [samples[bounds[i] : bounds[i + 1]] for i in generator.permutation(steps)]
     return _Epoch(np.concatenate(batches), np.cumsum([0, *(len(batch) for batch in batches)]))
+
+
+def count_steps(config: Train, order: BatchOrder, tokens_per_sample: int = 0) -> int:
+    """Return the number of optimizer steps after which training is complete: the smallest of its limits."""
+    limits = [config.epochs * order.steps_per_epoch]
+    if config.max_steps:
+        limits.append(config.max_steps)
+    if config.max_tokens:
+        epochs, rest = divmod(-(-config.max_tokens // tokens_per_sample), order.samples)
+        limits.append(epochs * order.steps_per_epoch - (-rest * order.steps_per_epoch // order.samples))
+    return min(limits)
 
 
 def check_order_values(kind: Kind, values: Any, count: int) -> np.ndarray[Any, Any]:

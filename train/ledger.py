@@ -47,7 +47,7 @@ class LedgerVerification:
     """Result of comparing a ledger with the plan. `fault` is empty when every line is the planned one."""
 
     steps: int
-    epochs: int  # complete ones
+    epochs: float
     samples: int  # of the split
     lost: int  # uses of a sample that are missing in an epoch, over all epochs
     repeated: int  # and those there are too many of
@@ -87,7 +87,7 @@ def verify_ledger(lines: Sequence[LedgerLine], order: BatchOrder, steps: int) ->
     process_counts = [line.processes for line in lines] or [0]
     return LedgerVerification(
         steps=steps,
-        epochs=steps // order.steps_per_epoch,
+        epochs=round(steps / order.steps_per_epoch, 2),
         samples=order.samples,
         lost=lost,
         repeated=repeated,

@@ -1,8 +1,8 @@
 """Training with a parameter server: the weights live in the first process, which applies gradients as they come.
 
 Every process computes whole global batches on its own copy of the weights, and none waits for the slowest. The server
-hands out the steps of an epoch and applies each gradient unless it is too old. It talks to each worker over a gloo
-group of these two processes.
+hands out the steps up to the next validation and applies each gradient unless it is too old. It talks to each worker
+over a gloo group of these two processes.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from train.trainer import Trainer, not_finite_message
 class ParameterServerTrainer(Trainer):
     """A trainer whose unit of work is one global step, computed by one process and applied by the server.
 
-    All processes meet at the end of each epoch, for validation and a checkpoint. There is none within an epoch: it
-    would have to contain which steps are in progress, and from which weights.
+    All processes meet for validation, at least at the end of each epoch, and save a checkpoint. There is none between:
+    it would have to contain which steps are in progress, and from which weights.
     """
 
     MAX_STALENESS = 8  # updates that a gradient may lag behind before it is computed again
@@ -67,10 +67,10 @@ class ParameterServerTrainer(Trainer):
         server = Server(parameters, self._optimizer, self._learning_rate, self.MAX_STALENESS, self._after_update)
         with store, preemption_handler(self._group, self._weights_server.next_sync_step, progress.step) as preemption:
             while progress.step < self.total_steps and not self._is_stale(progress):
-                steps = range(progress.step, progress.step + self.order.steps_per_epoch)
-                with self._open_epoch(server, links, steps) as source:
+                steps = range(progress.step, self._next_validation(progress.step))
+                with self._hand_out(server, links, steps) as source:
                     self._compute_steps(source)
-                progress = self._end_epoch(replace(progress, step=steps.stop), log)
+                progress = self._validate(replace(progress, step=steps.stop), log)
                 self._save(progress, store)
                 if preemption.due_at_barrier(progress.step) and progress.step < self.total_steps:
                     store.wait()
@@ -78,8 +78,8 @@ class ParameterServerTrainer(Trainer):
         return progress
 
     @contextlib.contextmanager
-    def _open_epoch(self, server: Server, links: list[WorkerLink], steps: range) -> Iterator[StepSource]:
-        """Hand out the steps of one epoch; on the first process it closes when all workers have finished."""
+    def _hand_out(self, server: Server, links: list[WorkerLink], steps: range) -> Iterator[StepSource]:
+        """Hand out steps up to a validation; on the first process it closes when all workers have finished."""
         if not self._group.rank.first:
             yield links[0]
             return
@@ -126,7 +126,7 @@ class ParameterServerTrainer(Trainer):
         """Log if a line is due, and return whether it was. Any thread of the server calls this, one at a time."""
         if self.attempt:
             self.attempt.step_done(updates)
-        if updates % self.config.log_every and updates % self.order.steps_per_epoch:
+        if updates % self.config.log_every and updates != self._next_validation(updates - 1):
             return False
         if self._metrics_log:
             self._metrics_log.record(updates, self.order.epoch_of(updates - 1), self._log_values(updates, tally))
@@ -189,7 +189,7 @@ class Tally:
 class Server:
     """Hands out steps and applies gradients; the threads of the workers use it one at a time.
 
-    Every step of an epoch is handed out once, and again to the same worker, with fresh weights, whenever its gradient
+    Every step is handed out once, and again to the same worker, with fresh weights, whenever its gradient
     comes back more than `staleness` updates old. So every step is applied exactly once.
     """
 
@@ -211,11 +211,11 @@ class Server:
         self.updates = 0
 
     def open(self, steps: range) -> None:
-        """Start an epoch with these steps; all before them are applied."""
+        """Start to hand out these steps; all before them are applied."""
         self._steps, self.updates = iter(steps), steps.start
 
     def exchange(self, rank: int, result: Result | None) -> Work | None:
-        """Take a result and return the next step; None when all steps of the epoch are handed out."""
+        """Take a result and return the next step; None when all steps are handed out."""
         with self._lock:
             if self._failure is not None:
                 raise self._failure
@@ -290,7 +290,7 @@ class WorkerLink:
         return None if weights is None else Work(int(head[0]), int(head[1]), weights)
 
     def serve(self, server: Server) -> None:
-        """Serve the worker for one epoch; runs in a thread of its own."""
+        """Serve the worker up to a validation; runs in a thread of its own."""
         try:
             while True:
                 head, gradient = self._receive()

@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch._C._distributed_c10d import Store, TCPStore  # torch.distributed hands them on, unseen by type checkers
 from torch.distributed import DistError
 
@@ -164,6 +164,12 @@ class ProcessGroup:
         dist.all_reduce(tensor)
         totals: list[float] = tensor.tolist()
         return totals
+
+    def maximum(self, tensor: Tensor) -> Tensor:
+        """Take the element-wise maximum over all processes, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return tensor
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all processes, by rank, on every process."""

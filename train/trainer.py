@@ -22,8 +22,8 @@ from pipeline.contract.config import Config
 from pipeline.contract.data import Samples, check_call
 from pipeline.contract.errors import ConfigError, DataError
 from pipeline.contract.settings.stages import Train
-from pipeline.contract.task import Task
-from train.batch_order import BatchOrder, check_order
+from pipeline.contract.task import HasLossWeight, Task
+from train.batch_order import BatchOrder, check_order, count_steps
 from train.chaos_hooks import run_chaos_hook
 from train.data import BatchLoader, LoadRequest
 from train.elastic.preemption import preemption_handler
@@ -36,7 +36,7 @@ from train.pretrained.load import MakeModel
 from train.process_group import ProcessGroup
 from train.profiling import StepTracer, phase
 from train.state import Progress
-from train.validation import check_texts, validate, whole_groups
+from train.validation import IDS, check_loss_weight, check_texts, loss_weight, validate, whole_groups
 
 if TYPE_CHECKING:
     from train.checkpoint.in_memory import MemorySnapshots
@@ -62,8 +62,8 @@ class Trainer:
         self._task, self._group, self.config = task, group, config.train
         self._validation, self._validation_cuts = whole_groups(task, validation)
         self.order = order or BatchOrder(len(train), batch_size, self.config.seed)
-        self.total_steps = self.config.epochs * self.order.steps_per_epoch
-        slices = _slices(self.config, group, self.order)
+        self.total_steps = count_steps(self.config, self.order, _tokens_per_sample(self.config, train))
+        self._slices = slices = _count_slices(self.config, group, self.order)
         if self.config.compile:
             check_compiler(group.device)
         self._any_length = train.has_collate
@@ -74,6 +74,7 @@ class Trainer:
         model, materializer = create_model() if create_model else (task.model(), None)
         check_call(task, model)
         check_texts(task, model, (train, validation))
+        check_loss_weight(task, train)
         self.strategy = make_strategy(model, Objective(task, self._precision), group, self.config, train, materializer)
         optimizer = make_optimizer(self.strategy.model, self.config.optimizer, self.config.weight_decay)
         self._optimizer = self.strategy.wrap_optimizer(optimizer)
@@ -131,13 +132,13 @@ class Trainer:
             if self.attempt and progress.step == first_step:
                 self.attempt.step_done(progress.step)
             run_chaos_hook("step")
-            ends_epoch = progress.step % self.order.steps_per_epoch == 0
-            if ends_epoch or progress.step % self.config.log_every == 0:
+            validates = progress.step == self._next_validation(progress.step - 1)
+            if validates or progress.step % self.config.log_every == 0:
                 self._log(progress.step, log)
-            if ends_epoch:
-                progress = self._end_epoch(progress, log)
+            if validates:
+                progress = self._validate(progress, log)
             evicted = self._preemption.is_due(progress.step) and progress.step < self.total_steps
-            if evicted or ends_epoch or _is_multiple(self.config.checkpoint_every, progress.step):
+            if evicted or validates or _is_multiple(self.config.checkpoint_every, progress.step):
                 self._save(progress, store)
             elif self.snapshots and _is_multiple(self.config.snapshot_every, progress.step):
                 self._save_snapshot(progress, self.snapshots)
@@ -148,12 +149,17 @@ class Trainer:
             tracer.end(progress.step)
         return progress
 
+    def _next_validation(self, step: int) -> int:
+        """Return the first step after `step` that is followed by validation and a checkpoint."""
+        intervals = [self.order.steps_per_epoch, *filter(None, [self.config.validate_every])]
+        return min(self.total_steps, *((step // interval + 1) * interval for interval in intervals))
+
     def _step(self, step: int) -> None:
         """Run one global batch: forward and backward over this process's slice, exchange, update."""
         loss = self.strategy.backward(self._micro_batches(step))
         self.heartbeat.at(step, "update")
         with phase("update"):
-            self._update(step, loss)
+            self._update(step, loss * self.order.size(step))
         self._balance.observe(len(self.order.cuts(step)) - 1)
 
     def _update(self, step: int, loss: Tensor) -> None:
@@ -175,21 +181,42 @@ class Trainer:
     def _micro_batches(self, step: int) -> Iterator[MicroBatch]:
         """Yield the micro-batches of this process's slices; each slice has its own random numbers."""
         requests = self._requests(step)
-        for i, request in enumerate(requests):
-            self.heartbeat.at(step, "data")
-            with phase("data"):
-                batch = self._loader.fetch(request)
-            if self._any_size:
-                mark_batch_dynamic(batch, self._any_length)
+        for i, (request, batch, fraction) in enumerate(self._load_weighted(step, requests)):
             self.heartbeat.at(step, "forward and backward")
             if self._ledger:
                 self._ledger.record(step, request.indices)
             if request.part == 0:
                 seed_step(self.config.seed, step, request.slice)
-            count = len(request.indices)
-            yield MicroBatch(
-                batch, count, count / self.order.size(step), last=i == len(requests) - 1, slice=request.slice
-            )
+            last = i == len(requests) - 1
+            yield MicroBatch(batch, len(request.indices), fraction, last, slice=request.slice)
+
+    def _load_weighted(
+        self, step: int, requests: list[LoadRequest]
+    ) -> Iterator[tuple[LoadRequest, Mapping[str, Tensor], float | Tensor]]:
+        """Yield each batch with its fraction of the global batch: of its samples, or of the weight of its loss."""
+        size = self.order.size(step)
+        if not isinstance(self._task, HasLossWeight):
+            yield from ((request, self._load(request), len(request.indices) / size) for request in requests)
+            return
+        batches = [self._load(request) for request in requests]  # all of them, since their weights are divided by a sum
+        weights = [loss_weight(self._task, batch) for batch in batches]
+        by_slice = torch.zeros(self._slices, dtype=torch.float64, device=self._group.device)
+        for request, weight in zip(requests, weights, strict=True):
+            by_slice[request.slice] += weight
+        if self.strategy.lockstep:
+            total = self._group.maximum(by_slice).sum()  # in one order of slices, however many processes there are
+        else:
+            total = by_slice.sum() * self._group.data_size  # each process makes its own steps
+        fractions = (torch.where(total > 0, weight / total, 0.0) for weight in weights)
+        yield from zip(requests, batches, fractions, strict=True)
+
+    def _load(self, request: LoadRequest) -> Mapping[str, Tensor]:
+        self.heartbeat.at(request.step, "data")
+        with phase("data"):
+            batch = self._loader.fetch(request)
+        if self._any_size:
+            mark_batch_dynamic(batch, self._any_length)
+        return batch
 
     def _requests(self, step: int) -> list[LoadRequest]:
         indices, allowed, epoch = self.order.batch(step), self.order.cuts(step), self.order.epoch_of(step)
@@ -248,7 +275,7 @@ class Trainer:
         self._meter.restart()
         self._checked_steps = 0
 
-    def _end_epoch(self, progress: Progress, log: MetricsLog | None) -> Progress:
+    def _validate(self, progress: Progress, log: MetricsLog | None) -> Progress:
         self.heartbeat.at(progress.step - 1, "validation")
         epoch = self.order.epoch_of(progress.step - 1)
         means = validate(
@@ -256,8 +283,11 @@ class Trainer:
         )
         if log:
             log.record(progress.step, epoch, {"validation": means})
+            place = f"step {progress.step}/{self.total_steps}"
+            if progress.step % self.order.steps_per_epoch == 0:
+                place = f"epoch {epoch + 1}/{self.config.epochs}"
             numbers = ", ".join(f"{name} {value:#.4g}" for name, value in means.items())
-            print(f"epoch {epoch + 1}/{self.config.epochs}: validation {numbers}", flush=True)
+            print(f"{place}: validation {numbers}", flush=True)
         self._window.started = time.perf_counter()
         return update_best(progress, means)
 
@@ -281,7 +311,7 @@ class Trainer:
         return 0 < self.config.early_stopping_patience <= progress.stale_epochs
 
 
-def _slices(config: Train, group: ProcessGroup, order: BatchOrder) -> int:
+def _count_slices(config: Train, group: ProcessGroup, order: BatchOrder) -> int:
     """Return the number of slices of each batch; none may be empty."""
     is_exact = config.elastic_shards > 0
     slices = config.elastic_shards if is_exact else group.data_size
@@ -289,12 +319,25 @@ def _slices(config: Train, group: ProcessGroup, order: BatchOrder) -> int:
     return slices
 
 
+def _tokens_per_sample(config: Train, samples: Samples) -> int:
+    """Return the length of the rows of `input_ids`; it is needed only for a budget of tokens."""
+    if not config.max_tokens:
+        return 0
+    ids = samples.batch([0]).get(IDS)
+    if ids is None or ids.ndim != 2 or samples.has_collate:
+        raise ConfigError(
+            f"train.max_tokens={config.max_tokens} needs a column `{IDS}` whose rows have one length; to fix it, pack "
+            "texts into rows (`pipeline.pack_texts`), or set train.max_steps instead"
+        )
+    return ids.shape[1]
+
+
 def _is_multiple(steps: int, step: int) -> bool:
     return steps > 0 and step % steps == 0
 
 
 def update_best(progress: Progress, validation: dict[str, float]) -> Progress:
-    """Record the best epoch so far, or one more without improvement."""
+    """Record the best validation so far, or one more without improvement."""
     if progress.best_loss is not None and validation["loss"] >= progress.best_loss:
         return replace(progress, stale_epochs=progress.stale_epochs + 1)
     return replace(

@@ -21,7 +21,7 @@ from pipeline.contract.errors import ConfigError, DataError
 from pipeline.contract.files import TOKENIZER_FILE, tokenizer_ids
 from pipeline.contract.processes import Rank
 from pipeline.contract.statistics.metrics import builtin_metrics, check_directions, lower_is_better
-from pipeline.contract.task import HasProbabilities, HasSampleGroups, Task
+from pipeline.contract.task import HasLossWeight, HasProbabilities, HasSampleGroups, Task
 from pipeline.contract.weights import transformers_model
 from train.batch_order import check_order_values
 from train.optim import Precision
@@ -54,7 +54,11 @@ def validate(
         for number, parts in strategy.slices(len(cuts) - 1).items()
     }
     strategy.model.train()
-    means = {name: total / len(samples) for name, total in _add_slices(sums, group).items()}
+    totals = _add_slices(sums, group)
+    weight = totals.pop(_WEIGHT)
+    if not weight:
+        raise DataError("loss_weight() is 0 for the whole validation split, so that it has no loss; check its labels")
+    means = {name: total / (weight if name == "loss" else len(samples)) for name, total in totals.items()}
     if not math.isfinite(means["loss"]):
         raise DataError(f"the validation loss is {means['loss']}; lower train.lr or look for bad samples")
     if group.rank.first and (nonfinite := [name for name, mean in means.items() if not math.isfinite(mean)]):
@@ -63,6 +67,9 @@ def validate(
             flush=True,
         )
     return {name: mean for name, mean in means.items() if math.isfinite(mean)}
+
+
+_WEIGHT = ""  # the sum of the weights of the loss; no metric has this name
 
 
 def _slice_sums(
@@ -122,8 +129,9 @@ def whole_groups(task: Task, samples: Samples) -> tuple[Samples, Sequence[int]]:
 
 
 def _batch_sums(task: Task, precision: Precision, outputs: Outputs, batch: Batch, count: int) -> dict[str, float]:
+    weight = float(loss_weight(task, batch)) if isinstance(task, HasLossWeight) else count
     with precision.autocast():
-        sums = {"loss": float(task.loss(outputs, batch)) * count}
+        sums = {"loss": float(task.loss(outputs, batch)) * weight, _WEIGHT: weight}
     for name, values in task.metrics(outputs, batch).items():
         if values.shape != (count,):
             raise DataError(f"metrics(): {name} must have one value per sample, but has shape {tuple(values.shape)}")
@@ -139,6 +147,19 @@ def _add_slices(sums: dict[int, dict[str, float]], group: ProcessGroup) -> dict[
         for name, value in slice_sums.items():
             totals[name] = totals.get(name, 0.0) + value
     return totals
+
+
+def loss_weight(task: HasLossWeight, batch: Batch) -> Tensor:
+    return torch.as_tensor(task.loss_weight(batch), dtype=torch.float64)
+
+
+def check_loss_weight(task: Task, samples: Samples) -> None:
+    """Check with two samples that the weight of the loss is one number that can be one."""
+    if not isinstance(task, HasLossWeight):
+        return
+    weight = loss_weight(task, samples.batch(samples.ends))
+    if weight.ndim or not 0 <= weight.item() < math.inf:
+        raise DataError(f"loss_weight(): must return one finite number for a batch, not below 0; returned {weight}")
 
 
 @torch.no_grad()

@@ -60,7 +60,7 @@ class Task(Protocol):
         """Return a split (`train`, `validation`, `test`): columns of equal length, a map-style data set or a stream."""
 
     def loss(self, outputs: Outputs, batch: Batch) -> Tensor:
-        """Return the mean over the samples of the batch."""
+        """Return the mean over the batch: over its samples, or what `loss_weight` counts."""
 
     def metrics(self, outputs: Outputs, batch: Batch) -> Mapping[str, Tensor]:
         """Return one value per sample for each metric; higher is better, unless `directions` declares otherwise."""
@@ -70,6 +70,16 @@ class Task(Protocol):
 class HasCollate(Protocol):
     def collate(self, samples: Sequence[Mapping[str, Any]]) -> Batch:
         """Return samples as one batch: each column a tensor with one row per sample, such as texts that are padded."""
+
+
+@runtime_checkable
+class HasLossWeight(Protocol):
+    def loss_weight(self, batch: Batch) -> Tensor | float:
+        """Return what the batch counts for in a mean of losses, such as its number of answer tokens; default: samples.
+
+        Slices of a batch are combined by it, so that loss() is the mean over the whole global batch. Where it is 0,
+        loss() must be finite.
+        """
 
 
 @runtime_checkable
@@ -423,7 +433,7 @@ _OPTIONAL_ATTRIBUTES = {"directions", "classes", "axes", "longest"}
 _OPTIONAL_METHODS = {
     *("predicted", "actual", "queries", "probabilities", "slices", "baseline", "example", "text", "show", "collate"),
     *("sample_lengths", "sample_groups", "sample_weights", "adapt", "make_files", "use_files", "language_model"),
-    *("prompting", "parallelize"),
+    *("prompting", "parallelize", "loss_weight"),
 }
 _METHODS = {
     "model": "model()",

@@ -375,7 +375,7 @@ class Study:
 
 
 def make_pruner(tune: Tune) -> BasePruner:
-    """Return the pruner; its steps are epochs, counted from one."""
+    """Return the pruner; its steps are validations, counted from one."""
     if tune.pruner == "median":
         return MedianPruner(n_startup_trials=STARTUP_TRIALS, n_warmup_steps=WARMUP_EPOCHS)
     if tune.pruner == "halving":

@@ -36,7 +36,7 @@ from pipeline.tune.search import TRIAL_STEPS, Claim, Study, TrialResult, as_over
 
 
 class TrialMonitor(Display):
-    """A display without output that reports each epoch's value to the study and prunes the trial."""
+    """A display without output that reports the value of each validation to the study and prunes the trial."""
 
     def __init__(self, trial: optuna.Trial, metric: str) -> None:
         super().__init__(live=False)
@@ -52,26 +52,26 @@ class TrialMonitor(Display):
         """Ignored: the reason is part of the trial's line."""
 
     def end(self, text: str) -> None:
-        """Ignored: the last epochs are reported when the step is complete."""
+        """Ignored: the last validations are reported when the step is complete."""
 
     def tick(self) -> None:
         assert self._run is not None
-        if self._step == "train" and self.report_epochs(self._run.partial("train")) and self._trial.should_prune():
-            raise Pruned(f"after epoch {max(self._reported)}")
+        if self._step == "train" and self.report_validations(self._run.partial("train")) and self._trial.should_prune():
+            raise Pruned(f"after validation {max(self._reported)}")
 
-    def report_epochs(self, directory: Path) -> bool:
-        """Report new epochs; return whether there were any."""
+    def report_validations(self, directory: Path) -> bool:
+        """Report new validations; return whether there were any."""
         has_new = False
-        for epoch, value in self._reader.read(directory / "metrics.jsonl"):
+        for number, value in self._reader.read(directory / "metrics.jsonl"):
             if value is None:
                 names = ", ".join(self._reader.names)
                 raise Pruned(
                     f"validation has no finite `{self._metric}` (it has {names}); "
                     "to fix it: name one of these as tune.metric"
                 )
-            if epoch not in self._reported:
-                self._reported.add(epoch)
-                self._trial.report(value, epoch)
+            if number not in self._reported:
+                self._reported.add(number)
+                self._trial.report(value, number)
                 has_new = True
         return has_new
 
@@ -112,9 +112,9 @@ def _train_trial(
         return TrialResult("pruned", reason="before its worker was stopped"), run
     else:
         resume_run(project, run, replace(request, on_changes="restart"), monitor)
-    monitor.report_epochs(run.output("train"))
+    monitor.report_validations(run.output("train"))
     value = trial_value(run, tuned_metric(config))
-    assert value is not None, "an epoch without the metric prunes the trial"
+    assert value is not None, "a validation without the metric prunes the trial"
     return TrialResult("done", value), run
 
 
@@ -124,25 +124,25 @@ def _was_pruned(run: Run) -> bool:
 
 
 class MetricReader:
-    """Reads each epoch's value once, although a resumed training rewrites the file."""
+    """Reads the value of each validation once, although a resumed training rewrites the file."""
 
     def __init__(self, metric: str) -> None:
         self._metric = metric
         self._lines = NewLines()
-        self._seen: set[int] = set()
-        self.names: tuple[str, ...] = ()  # of all values of an epoch
+        self._seen: set[int] = set()  # steps
+        self.names: tuple[str, ...] = ()  # of all values of a validation
 
     def read(self, path: Path) -> Iterator[tuple[int, float | None]]:
-        """Yield new epochs, counted from one, with their values; None if the metric is missing or not finite."""
+        """Yield new validations, counted from one, with the value; None if the metric is missing or not finite."""
         for line in self._lines.read(path):
-            if "validation" in line and line["epoch"] not in self._seen:
-                self._seen.add(line["epoch"])
+            if "validation" in line and line["step"] not in self._seen:
+                self._seen.add(line["step"])
                 self.names = tuple(line["validation"])
-                yield line["epoch"] + 1, line["validation"].get(self._metric)
+                yield len(self._seen), line["validation"].get(self._metric)
 
 
 _POLL_SECONDS = 0.5
-_MAX_UNMEASURED_TRIALS = 3  # trials without a single measured epoch
+_MAX_UNMEASURED_TRIALS = 3  # trials without a single validation
 
 
 def run_worker(
@@ -163,11 +163,11 @@ def run_worker(
         study.record_result(claim, result)
         report(describe_trial(claim, result, run, time.monotonic() - started, study.best()))
         if result.state == "failed" and nothing_was_measured(study.trials):
-            raise StageError(f"no trial finished its first epoch in {len(study.trials)} trials: {result.reason}")
+            raise StageError(f"no trial reached its first validation in {len(study.trials)} trials: {result.reason}")
 
 
 def nothing_was_measured(trials: list[FrozenTrial]) -> bool:
-    """Whether several trials were trained without a measured epoch, so that not their settings are the cause."""
+    """Whether several trials were trained without a validation, so that not their settings are the cause."""
     trained = [trial for trial in trials if trial.user_attrs.get("state") not in (None, "refused")]
     return len(trained) >= _MAX_UNMEASURED_TRIALS and not any(trial.intermediate_values for trial in trials)
 

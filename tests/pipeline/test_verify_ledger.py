@@ -93,7 +93,9 @@ def test_an_unfinished_training_is_proven_as_far_as_its_lines_go(run: Run) -> No
     run.output("train").rename(run.partial("train"))
     (run.partial("train") / "summary.json").unlink()
     write(run.partial("train"), [row(step) for step in range(1, 5)] + ['{"step": 5'])
-    summary = "4 steps, 1 epoch, every one of 150 samples exactly once in each; 1 attempt, 2 processes"
+    summary = (
+        "4 steps, 1.33 epochs, every one of 150 samples exactly once in each complete epoch; 1 attempt, 2 processes"
+    )
     assert list(verify_run_ledger(run)) == [f"ledger: training is unfinished, verified up to {summary}"]
     write(run.partial("train"), [])
     assert list(verify_run_ledger(run)) == []
@@ -144,6 +146,12 @@ def test_training_that_ended_in_the_midst_of_an_epoch_is_raised(run: Run) -> Non
     write_json(run.output("train") / "summary.json", {"steps": 5, "best_step": 3})
     with pytest.raises(BundleError, match="ends with step 5, in the middle of an epoch of 3"):
         list(verify_run_ledger(run))
+
+
+def test_training_may_end_within_an_epoch_at_its_limit(run: Run) -> None:
+    write(run.output("train"), [row(step) for step in range(1, 6)])
+    write_json(run.output("train") / "summary.json", {"steps": 5, "total_steps": 5, "best_step": 3})
+    assert "5 steps, 1.67 epochs" in next(iter(verify_run_ledger(run)))
 
 
 @pytest.mark.parametrize(("step", "best"), [(6, 3), (3, 6), (9, 9)])

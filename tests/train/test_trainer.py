@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from pipeline.contract.config import Config, parse_config
 from pipeline.contract.data import Samples
-from pipeline.contract.errors import DataError
+from pipeline.contract.errors import ConfigError, DataError
 from pipeline.contract.processes import Rank
+from train.batch_order import BatchOrder, count_steps
 from train.checkpoint.store import CheckpointStore
 from train.optim import make_optimizer
 from train.process_group import ProcessGroup
@@ -148,6 +149,56 @@ def test_early_stopping_after_patience_epochs(tmp_path: Path) -> None:
 def test_going_on_after_patience_ran_out_does_nothing(tmp_path: Path) -> None:
     made, progress = fit(tmp_path, Line(), epochs=50, early_stopping_patience=2, lr=1e-30)
     assert made.fit(progress, CheckpointStore(tmp_path, 2, {}), None) == progress
+
+
+def test_training_ends_within_an_epoch_after_max_steps(tmp_path: Path) -> None:
+    made, progress = fit(tmp_path, Line(), max_steps=6)  # of 4 steps per epoch
+    assert progress.step == made.total_steps == 6
+    assert progress.best_step in (4, 6)
+    assert CheckpointStore(tmp_path, 2, {}).steps() == [4, 6], "the last step is validated and saved"
+
+
+def test_validation_within_an_epoch_can_find_the_best_weights(tmp_path: Path) -> None:
+    task = Line()
+    made = trainer(task, config(validate_every=3, epochs=2, checkpoint_every=0))
+    lines: list[int] = []
+
+    class Log:
+        def record(self, step: int, epoch: int, values: dict[str, Any]) -> None:
+            lines.extend([step] * ("validation" in values))
+
+    log: Any = Log()
+    progress = made.fit(Progress(), CheckpointStore(tmp_path, 9, {}), log)
+    assert lines == CheckpointStore(tmp_path, 9, {}).steps() == [3, 4, 6, 8]
+    assert progress.best_step in lines
+
+
+def test_patience_counts_validations(tmp_path: Path) -> None:
+    _, progress = fit(tmp_path, Line(), epochs=50, early_stopping_patience=2, validate_every=1, lr=1e-30)
+    assert progress.step == 3
+
+
+@pytest.mark.parametrize(
+    ("limits", "steps"),
+    [
+        ({}, 40),  # 10 epochs of 4 steps
+        ({"max_steps": 7}, 7),
+        ({"max_steps": 70}, 40),
+        ({"max_tokens": 1}, 1),
+        ({"max_tokens": 20 * 8}, 4),  # an epoch has 20 samples of 8 tokens
+        ({"max_tokens": 20 * 8 + 1}, 5),
+        ({"max_tokens": 30 * 8, "max_steps": 5}, 5),
+        ({"max_tokens": 30 * 8}, 6),
+    ],
+)
+def test_training_ends_at_the_first_of_its_limits(limits: dict[str, int], steps: int) -> None:
+    settings = config(epochs=10, **limits).train
+    assert count_steps(settings, BatchOrder(20, 6, 0), tokens_per_sample=8) == steps
+
+
+def test_token_budget_needs_rows_of_token_ids() -> None:
+    with pytest.raises(ConfigError, match="max_tokens=100 needs a column `input_ids`"):
+        trainer(Line(), config(max_tokens=100))
 
 
 def test_a_better_epoch_becomes_the_best_and_patience_starts_anew() -> None:

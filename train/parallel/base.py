@@ -41,7 +41,7 @@ class MicroBatch:
 
     batch: Mapping[str, Tensor]
     count: int  # samples in it
-    fraction: float  # its part of the samples of the global batch
+    fraction: float | Tensor  # what its loss counts for in the mean of the global batch
     last: bool  # the last one of this step
     slice: int = 0  # number of the slice of the batch it belongs to
 
@@ -81,7 +81,7 @@ class Strategy:
         return {self.group.data_rank: self.group.slice_of(count)}
 
     def backward(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
-        """Leave the gradient of the global batch's mean loss; return the sum of the losses over this slice."""
+        """Leave the gradient of the global batch's mean loss; return this slice's part of that loss."""
         total = torch.zeros((), dtype=torch.float64, device=self.group.device)
         self.stopwatch.start()
         for micro_batch in micro_batches:
@@ -89,9 +89,8 @@ class Strategy:
                 loss = self.objective.loss(self.module, micro_batch.batch)
                 if micro_batch.last and self.group.size > 1:
                     self.stopwatch.expect_last_backward(loss)
-                weight = micro_batch.fraction * self.group.data_size  # gradients of processes are averaged
-                self.objective.backward(loss if weight == 1 else loss * weight)
-            total += loss.detach() * micro_batch.count
+                self.objective.backward(loss * micro_batch.fraction * self.group.data_size)  # processes are averaged
+            total += loss.detach().double() * micro_batch.fraction
         self.stopwatch.stop()
         return total
 
@@ -265,7 +264,7 @@ class Objective:
             return forward(module, self.task, batch)
 
     def loss(self, module: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Return the mean over the samples of the batch."""
+        """Return the mean over the batch."""
         with phase("forward"), self.precision.autocast():
             return self.task.loss(forward(module, self.task, batch), batch)
 

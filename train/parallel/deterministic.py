@@ -87,8 +87,8 @@ class DeterministicStrategy(Strategy):
             total = torch.zeros((), dtype=torch.float64, device=self.group.device)
             for micro_batch in shard_batches:
                 loss = self.objective.loss(self.module, micro_batch.batch)
-                self.objective.backward(loss if micro_batch.fraction == 1 else loss * micro_batch.fraction)
-                total += loss.detach() * micro_batch.count
+                self.objective.backward(loss * micro_batch.fraction)
+                total += loss.detach().double() * micro_batch.fraction
             if shard == 0:
                 self._buffers_after_shard_0.take()
             yield PartialSum(self._take_gradients(), [total.to(self._dtype)])
@@ -141,7 +141,7 @@ class PartialSum:
     """Gradients and losses, summed over some consecutive shards."""
 
     gradient: Gradient
-    losses: list[Tensor]  # of each shard, summed over its samples
+    losses: list[Tensor]  # each shard's part of the loss of the global batch
 
 
 @dataclass(frozen=True)

@@ -229,8 +229,8 @@ class _StageModule(nn.Module):
         result = self._stage.run(received, batch.count, lambda: self._objective.loss(self._model, batch.batch))
         if not self._stage.is_last:
             return result
-        self._total += result.detach() * batch.count
-        return (result.float() * (batch.fraction * self._group.data_size))[None]  # copies are averaged
+        self._total += result.detach().double() * batch.fraction
+        return (result.float() * batch.fraction * self._group.data_size)[None]  # copies are averaged
 
 
 def _meta_tensors(shapes: Iterable[ScalingShape], count: int) -> tuple[Tensor, ...]:

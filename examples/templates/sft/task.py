@@ -61,6 +61,10 @@ class Task:
         losses, counted = self._losses(outputs, batch)
         return losses.sum() / counted.sum().clamp(min=1)
 
+    # Optional: what a part of a batch counts for, so that the loss is the mean over the tokens of the whole batch.
+    def loss_weight(self, batch: dict[str, Tensor]) -> Tensor:
+        return (batch["labels"][:, 1:] != IGNORED).sum()
+
     def metrics(self, outputs: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         losses, counted = self._losses(outputs, batch)
         tokens = counted.sum(dim=1).clamp(min=1)

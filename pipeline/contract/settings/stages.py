@@ -128,6 +128,10 @@ class Train(Section):
         description="global batch size: samples per optimizer step over all processes; `auto` measures the fastest size"
         " that fits into memory",
     )
+    max_steps: Natural = Field(0, description="maximum optimizer steps, even within an epoch; 0: only `epochs` counts")
+    max_tokens: Natural = Field(
+        0, description="maximum training tokens: positions of `input_ids`, with padding; 0: only `epochs` counts"
+    )
     max_samples: Natural = Field(0, description="use only the first N training samples; 0: all")
     accumulate: Positive = Field(1, description="gradient accumulation: micro-batches per process and optimizer step")
     optimizer: Literal["adamw", "sgd"] = Field("adamw", description="`adamw`, or `sgd` with momentum 0.9")
@@ -143,7 +147,10 @@ class Train(Section):
     )
     compile: bool = Field(False, description="compile the model with torch.compile; on CPU this needs a C++ compiler")
     early_stopping_patience: Natural = Field(
-        0, description="epochs without a better validation loss before training stops; 0: never"
+        0, description="validations without a better loss before training stops; 0: never"
+    )
+    validate_every: Natural = Field(
+        0, description="optimizer steps between two validations; 0: only at the end of an epoch"
     )
     seed: Seed = Field(0, description="seed of weight initialization, data order and augmentation")
     deterministic: bool = Field(True, description="use torch's deterministic algorithms")

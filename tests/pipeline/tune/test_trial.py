@@ -77,7 +77,7 @@ def run_one(study: Study, project: Project, config: Config) -> tuple[TrialResult
 
 
 def validation(epoch: int, **values: float) -> str:
-    return json.dumps({"step": 1, "epoch": epoch, "validation": values}) + "\n"
+    return json.dumps({"step": epoch + 1, "epoch": epoch, "validation": values}) + "\n"
 
 
 @pytest.mark.long
@@ -159,7 +159,7 @@ def test_missing_metric_prunes_the_trial(tmp_path: Path, study: Study) -> None:
     assert claim is not None
     (tmp_path / "metrics.jsonl").write_text(validation(0, loss=1.0))
     with pytest.raises(Pruned, match=r"no finite `accurracy` \(it has loss\)"):
-        TrialMonitor(claim.trial, "accurracy").report_epochs(tmp_path)
+        TrialMonitor(claim.trial, "accurracy").report_validations(tmp_path)
     study.record_result(claim, TrialResult("pruned"))
 
 
@@ -169,8 +169,8 @@ def test_values_of_an_earlier_worker_are_not_reported_again(tmp_path: Path, stud
     claim.trial.report(0.5, 1)
     (tmp_path / "metrics.jsonl").write_text(validation(0, accuracy=0.5) + validation(1, accuracy=0.75))
     watch = TrialMonitor(claim.trial, "accuracy")
-    assert watch.report_epochs(tmp_path)
-    assert not watch.report_epochs(tmp_path)
+    assert watch.report_validations(tmp_path)
+    assert not watch.report_validations(tmp_path)
     assert study.trials[0].intermediate_values == {1: 0.5, 2: 0.75}
     study.record_result(claim, TrialResult("pruned"))
 
@@ -210,7 +210,9 @@ def test_an_error_that_every_trial_has_stops_the_search(
     monkeypatch.setattr("pipeline.tune.trial.run_pipeline", fail)
     config, lines = make_config(), list[str]()
     study = read_study(project.runs, begin(project, config))
-    with pytest.raises(StageError, match="no trial finished its first epoch in 3 trials: prepare: the task is broken"):
+    with pytest.raises(
+        StageError, match="no trial reached its first validation in 3 trials: prepare: the task is broken"
+    ):
         run_worker(study, project, lambda: config, 1, lines.append)
     assert [line.partition(" (")[0] for line in lines] == [f"trial {number}: failed" for number in range(3)]
 
@@ -222,7 +224,7 @@ def test_broken_task_stops_the_search(project: Project, make_config: MakeConfig)
     config = make_config()
     name = begin(project, config)
     lines: list[str] = []
-    with pytest.raises(StageError, match=r"no trial finished its first epoch in 3 trials: prepare: task\.py:Sides"):
+    with pytest.raises(StageError, match=r"no trial reached its first validation in 3 trials: prepare: task\.py:Sides"):
         run_worker(read_study(project.runs, name), project, lambda: config, 1, lines.append)
     assert [line.partition(" (")[0] for line in lines] == [f"trial {number}: failed" for number in range(3)]
 
