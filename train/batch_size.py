@@ -173,7 +173,7 @@ class StepProbe:
         seed_step(config.seed, -1, 0)
         self._objective = Objective(task, Precision(config.precision, device))
         self.model = (make or task.model)().to(device).train()
-        self._optimizer = make_optimizer(self.model, config.optimizer, config.weight_decay)
+        self._optimizer = make_optimizer(self.model, config, task)
         self._samples, self._device = samples, device
         self._measured: dict[int, int] = {}
 

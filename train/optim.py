@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import gc
 import hashlib
+import inspect
 import math
 import random
 import sys
@@ -20,29 +21,122 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from pipeline.contract.errors import ConfigError
 from pipeline.contract.settings.stages import Train
+from pipeline.contract.task import HasOptimizer
 
 
-def make_optimizer(model: nn.Module, kind: str, weight_decay: float) -> torch.optim.Optimizer:
-    """Create the optimizer; parameters with one axis, biases and norms, get no weight decay."""
+def make_optimizer(model: nn.Module, settings: Train, task: object = None) -> torch.optim.Optimizer:
+    """Create the optimizer of the settings, or the task's own; the schedule scales the learning rate of each group."""
+    optimizer: torch.optim.Optimizer
+    if isinstance(task, HasOptimizer):
+        optimizer = task.optimizer(model, settings)
+        _check_optimizer(optimizer, model)
+    elif settings.optimizer == "muon":
+        optimizer = MuonWithAdamW(model, settings)
+    else:
+        optimizer = _elementwise_optimizer(list(model.parameters()), settings)
+    for group in optimizer.param_groups:
+        group[_LR_SHARE] = group["lr"] / settings.lr
+    return optimizer
+
+
+_LR_SHARE = "lr_share"  # a group's learning rate as a multiple of train.lr
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group[_LR_SHARE]
+
+
+def _check_optimizer(optimizer: object, model: nn.Module) -> None:
+    """Check what a task's optimizer(model, settings) returned."""
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"optimizer(): must return a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    if (
+        inspect.signature(optimizer.step).parameters.get("closure", inspect.Parameter).default
+        is inspect.Parameter.empty
+    ):
+        raise ConfigError(
+            f"optimizer(): {type(optimizer).__name__} computes the loss several times in a step, which training does "
+            "not support; use an optimizer whose step() needs no closure"
+        )
+    own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    if missing := [name for name, p in model.named_parameters() if p.requires_grad and p not in own]:
+        raise ConfigError(
+            f"optimizer(): leaves out {len(missing)} trained parameters, such as {missing[0]}; to fix it, add them, or "
+            "freeze them in model() with requires_grad_(False)"
+        )
+
+
+def check_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
+    """Check after the first step that a checkpoint can contain the state: tensors by name."""
+    for state in optimizer.state.values():
+        if others := [str(key) for key, value in state.items() if not isinstance(value, Tensor)]:
+            raise ConfigError(
+                f"optimizer(): the state `{others[0]}` of {type(optimizer).__name__} is no tensor, so that no "
+                "checkpoint can contain it; use an optimizer that keeps tensors, as those of torch do"
+            )
+
+
+def _elementwise_optimizer(parameters: list[nn.Parameter], settings: Train) -> torch.optim.Optimizer:
+    """Create AdamW or SGD; parameters with one axis, biases and norms, get no weight decay."""
     parameters_by_kind: dict[tuple[bool, Any], list[nn.Parameter]] = {}
-    for parameter in model.parameters():
+    for parameter in parameters:
         if parameter.requires_grad:
             mesh = getattr(parameter, "device_mesh", None)  # fused kernels cannot mix sharded and whole parameters
             parameters_by_kind.setdefault((parameter.ndim > 1, mesh), []).append(parameter)
     groups = [
-        {"params": parameters, "weight_decay": weight_decay if decayed else 0.0}
+        {"params": parameters, "weight_decay": settings.weight_decay if decayed else 0.0}
         for (decayed, _), parameters in sorted(parameters_by_kind.items(), key=lambda row: not row[0][0])
     ]
     is_unsharded = all(
         type(parameter) is nn.Parameter for parameters in parameters_by_kind.values() for parameter in parameters
     )
-    if kind == "sgd":
-        return torch.optim.SGD(
-            groups, lr=0.0, momentum=0.9, fused=is_unsharded
-        )  # torch has no fused SGD for sharded parameters
+    if settings.optimizer == "sgd":
+        momentum = 0.9 if settings.momentum is None else settings.momentum
+        # torch has no fused SGD for sharded parameters
+        return torch.optim.SGD(groups, lr=settings.lr, momentum=momentum, fused=is_unsharded)
     is_uniform = len({(p.dtype, p.device) for parameters in parameters_by_kind.values() for p in parameters}) == 1
-    return (FusedAdamW if is_unsharded and is_uniform else torch.optim.AdamW)(groups, lr=0.0, fused=True)
+    kind = FusedAdamW if is_unsharded and is_uniform else torch.optim.AdamW
+    return kind(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Muon for the weights of all linear layers except the last one, AdamW for everything else.
+
+    Muon's updates are scaled to the size of AdamW's, so that one learning rate suits both.
+    """
+
+    def __init__(self, model: nn.Module, settings: Train) -> None:
+        linear = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
+        embeddings = [module.weight for module in model.modules() if isinstance(module, nn.Embedding)]
+        others = {id(weight) for weight in (*linear[-1:], *embeddings)}  # an embedding may be tied to a linear layer
+        hidden = {id(w): w for w in linear if w.requires_grad and id(w) not in others}
+        rest = [p for p in model.parameters() if p.requires_grad and id(p) not in hidden]
+        self._parts: list[torch.optim.Optimizer] = []
+        if hidden:
+            momentum = 0.95 if settings.momentum is None else settings.momentum
+            self._parts.append(
+                torch.optim.Muon(
+                    hidden.values(),
+                    lr=settings.lr,
+                    weight_decay=settings.weight_decay,
+                    momentum=momentum,
+                    adjust_lr_fn="match_rms_adamw",
+                )
+            )
+        if rest:
+            self._parts.append(_elementwise_optimizer(rest, settings))
+        super().__init__([group for part in self._parts for group in part.param_groups], {})
+        for part in self._parts:  # one state and the same groups, which the trainer and checkpoints see
+            part.state = self.state
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        assert closure is None, "gradients are computed already"
+        for part in self._parts:
+            part.step()
 
 
 class FusedAdamW(torch.optim.AdamW):
@@ -91,14 +185,16 @@ class FusedAdamW(torch.optim.AdamW):
             torch._foreach_sub_(steps, [overflow] * len(steps))
 
 
-def learning_rate(step: int, total: int, peak: float, warmup: float, kind: Literal["cosine", "constant"]) -> float:
-    """Rise linearly over the first `warmup` share of all steps, then stay constant or follow a cosine to zero."""
-    warmup_steps = round(total * warmup)
+def learning_rate(step: int, total: int, settings: Train) -> float:
+    """Rise linearly during warm-up, then follow the schedule down to the share `min_lr_ratio` of the peak."""
+    warmup_steps = round(total * settings.warmup_ratio)
     if step < warmup_steps:
-        return peak * (step + 1) / warmup_steps
-    if kind == "constant":
-        return peak
-    return peak * (1 + math.cos(math.pi * (step - warmup_steps) / max(1, total - warmup_steps))) / 2
+        return settings.lr * (step + 1) / warmup_steps
+    decay_steps = round(total * settings.decay_ratio) if settings.schedule == "wsd" else total - warmup_steps
+    decayed = max(0, step - (total - decay_steps)) / max(1, decay_steps)
+    shares = {"constant": 1.0, "cosine": (1 + math.cos(math.pi * decayed)) / 2}
+    share = shares.get(settings.schedule, 1 - decayed)
+    return settings.lr * (settings.min_lr_ratio + (1 - settings.min_lr_ratio) * share)
 
 
 _TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

@@ -27,7 +27,7 @@ from train.data import LoadRequest
 from train.elastic.preemption import preemption_handler
 from train.ledger import Ledger
 from train.metrics import MetricsLog, memory_mb
-from train.optim import learning_rate, seed_step
+from train.optim import learning_rate, seed_step, set_learning_rate
 from train.parallel.base import Traffic
 from train.parallel.local_sgd import flatten
 from train.parallel.parameter_server import ParameterServerStrategy
@@ -120,7 +120,7 @@ class ParameterServerTrainer(Trainer):
         return result
 
     def _learning_rate(self, updates: int) -> float:
-        return learning_rate(updates, self.total_steps, self.config.lr, self.config.warmup_ratio, self.config.schedule)
+        return learning_rate(updates, self.total_steps, self.config)
 
     def _after_update(self, updates: int, tally: Tally) -> bool:
         """Log if a line is due, and return whether it was. Any thread of the server calls this, one at a time."""
@@ -237,8 +237,7 @@ class Server:
             raise self._failure
 
     def _apply(self, rank: int, result: Result) -> None:
-        for group in self._optimizer.param_groups:
-            group["lr"] = self._learning_rate(self.updates)
+        set_learning_rate(self._optimizer, self._learning_rate(self.updates))
         sizes = [parameter.numel() for parameter in self._parameters]
         for parameter, part in zip(self._parameters, torch.split(result.gradient, sizes), strict=True):
             parameter.grad = part.view_as(parameter).to(parameter)

@@ -29,8 +29,8 @@ from train.data import BatchLoader, LoadRequest
 from train.elastic.preemption import preemption_handler
 from train.expert_balance import ExpertBalance
 from train.metrics import StepMeter, StepWindow
-from train.optim import Precision, learning_rate, make_optimizer, seed_step
-from train.parallel import make_strategy
+from train.optim import Precision, check_optimizer_state, learning_rate, make_optimizer, seed_step, set_learning_rate
+from train.parallel import make_strategy, recompute_blocks
 from train.parallel.base import MicroBatch, Objective, Strategy
 from train.pretrained.load import MakeModel
 from train.process_group import ProcessGroup
@@ -75,8 +75,10 @@ class Trainer:
         check_call(task, model)
         check_texts(task, model, (train, validation))
         check_loss_weight(task, train)
+        if self.config.recompute == "blocks":
+            recompute_blocks(model)
         self.strategy = make_strategy(model, Objective(task, self._precision), group, self.config, train, materializer)
-        optimizer = make_optimizer(self.strategy.model, self.config.optimizer, self.config.weight_decay)
+        optimizer = make_optimizer(self.strategy.model, self.config, task)
         self._optimizer = self.strategy.wrap_optimizer(optimizer)
         self.expert_balance = ExpertBalance(self.strategy, group)
         self._trained = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
@@ -129,8 +131,8 @@ class Trainer:
                 tracer.before(progress.step)
             self._step(progress.step)
             progress = replace(progress, step=progress.step + 1)
-            if self.attempt and progress.step == first_step:
-                self.attempt.step_done(progress.step)
+            if progress.step == first_step:
+                self._end_first_step(progress.step)
             run_chaos_hook("step")
             validates = progress.step == self._next_validation(progress.step - 1)
             if validates or progress.step % self.config.log_every == 0:
@@ -149,6 +151,11 @@ class Trainer:
             tracer.end(progress.step)
         return progress
 
+    def _end_first_step(self, step: int) -> None:
+        check_optimizer_state(self._optimizer)
+        if self.attempt:
+            self.attempt.step_done(step)
+
     def _next_validation(self, step: int) -> int:
         """Return the first step after `step` that is followed by validation and a checkpoint."""
         intervals = [self.order.steps_per_epoch, *filter(None, [self.config.validate_every])]
@@ -163,9 +170,7 @@ class Trainer:
         self._balance.observe(len(self.order.cuts(step)) - 1)
 
     def _update(self, step: int, loss: Tensor) -> None:
-        lr = learning_rate(step, self.total_steps, self.config.lr, self.config.warmup_ratio, self.config.schedule)
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
+        set_learning_rate(self._optimizer, learning_rate(step, self.total_steps, self.config))
         self._precision.unscale(self._optimizer)
         norm = self.strategy.clip(self.config.clip_norm)
         self._window.add(loss, norm, self.order.size(step))
@@ -261,7 +266,7 @@ class Trainer:
             values = {
                 "total_steps": self.total_steps,
                 "batch_size": self.order.batch_size,
-                "lr": self._optimizer.param_groups[0]["lr"],
+                "lr": learning_rate(step - 1, self.total_steps, self.config),
                 **measured.values,
                 **self._balance.metrics(),
                 **expert_metrics,

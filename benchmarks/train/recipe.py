@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.contract.processes import Rank
+from pipeline.contract.settings.stages import Train
 from pipeline.contract.task import Task
 from train.batch_order import BatchOrder
 from train.optim import learning_rate
@@ -55,7 +56,7 @@ class Plan:
             yield {name: column[index] for name, column in self._columns.items()}
 
     def rate(self, step: int) -> float:
-        return learning_rate(step, EPOCHS * self._order.steps_per_epoch, PEAK, WARMUP, "cosine")
+        return learning_rate(step, EPOCHS * self._order.steps_per_epoch, Train(lr=PEAK, warmup_ratio=WARMUP))
 
 
 def decay_groups(model: nn.Module) -> list[dict[str, Any]]:

@@ -23,9 +23,10 @@ from pipeline.contract.run import Run
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.optim import Optimizer
     from torch.utils.data import Dataset
 
-    from pipeline.contract.settings.stages import Export
+    from pipeline.contract.settings.stages import Export, Train
     from pipeline.contract.signature import Prompting
 
 # Quoted, because they name torch, which only a task needs.
@@ -79,6 +80,15 @@ class HasLossWeight(Protocol):
 
         Slices of a batch are combined by it, so that loss() is the mean over the whole global batch. Where it is 0,
         loss() must be finite.
+        """
+
+
+@runtime_checkable
+class HasOptimizer(Protocol):
+    def optimizer(self, model: nn.Module, settings: Train) -> Optimizer:
+        """Return an optimizer of all trained parameters; `settings` are those of the section train.
+
+        The schedule multiplies the learning rate of each group: it is the peak.
         """
 
 
@@ -433,7 +443,7 @@ _OPTIONAL_ATTRIBUTES = {"directions", "classes", "axes", "longest"}
 _OPTIONAL_METHODS = {
     *("predicted", "actual", "queries", "probabilities", "slices", "baseline", "example", "text", "show", "collate"),
     *("sample_lengths", "sample_groups", "sample_weights", "adapt", "make_files", "use_files", "language_model"),
-    *("prompting", "parallelize", "loss_weight"),
+    *("prompting", "parallelize", "loss_weight", "optimizer"),
 }
 _METHODS = {
     "model": "model()",

@@ -172,7 +172,7 @@ def test_saved_activations_grow_per_sample_without_weights() -> None:
 
 def test_model_bytes_include_gradients_and_adam_moments() -> None:
     model = nn.Linear(100, 10)
-    optimizer = make_optimizer(model, "adamw", 0.0)
+    optimizer = make_optimizer(model, Train(weight_decay=0))
     torch.autograd.backward(model(torch.ones(2, 100)).sum())
     optimizer.step()
     assert model_bytes(model, optimizer) == pytest.approx(4 * 4 * 1010, abs=32)  # and a counter for each parameter

@@ -1,19 +1,42 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import os
 import random
+import re
+import shutil
 import subprocess
 import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import pytest
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 
-from train.optim import FusedAdamW, Precision, learning_rate, make_optimizer, seed_step
+from pipeline.contract.errors import ConfigError
+from pipeline.contract.processes import Rank
+from pipeline.contract.settings.stages import Train
+from train.checkpoint.store import CheckpointStore
+from train.optim import (
+    FusedAdamW,
+    Precision,
+    check_optimizer_state,
+    learning_rate,
+    make_optimizer,
+    seed_step,
+    set_learning_rate,
+)
+from train.process_group import ProcessGroup
 
+from .distributed import resumed, run_distributed, trained
+from .parallel.transformer import Tiny
+
+ONE = ProcessGroup(Rank(), torch.device("cpu"))
 FAULTS = """
 import resource, sys, torch
 from train.optim import tune_malloc
@@ -117,8 +140,8 @@ def test_an_overflow_that_a_scaler_found_changes_nothing() -> None:
 def test_parameters_of_several_types_are_left_to_torch() -> None:
     mixed = model()
     mixed[2].to(torch.bfloat16)  # type: ignore[index]
-    assert type(make_optimizer(mixed, "adamw", 0.1)) is torch.optim.AdamW
-    assert type(make_optimizer(model(), "adamw", 0.1)) is FusedAdamW
+    assert type(make_optimizer(mixed, Train())) is torch.optim.AdamW
+    assert type(make_optimizer(model(), Train())) is FusedAdamW
 
 
 CPU = torch.device("cpu")
@@ -127,7 +150,7 @@ CPU = torch.device("cpu")
 def test_resume_keeps_loss_scale_and_overflow_count() -> None:
     first, second = Precision("fp16", CPU), Precision("fp16", CPU)
     model = nn.Linear(2, 1)
-    optimizer = make_optimizer(model, "sgd", 0.0)
+    optimizer = make_optimizer(model, Train(optimizer="sgd", weight_decay=0))
     first.backward(model(torch.full((1, 2), 1e36)).sum())  # times the loss scale: more than a float holds
     first.unscale(optimizer)
     first.step(optimizer)
@@ -142,8 +165,9 @@ def test_without_fp16_there_is_no_scaler_state(kind: str) -> None:
     assert made.state() == made.metrics() == {}
 
 
-def rates(total: int, warmup: float, kind: Literal["cosine", "constant"] = "cosine") -> list[float]:
-    return [learning_rate(step, total, peak=2.0, warmup=warmup, kind=kind) for step in range(total)]
+def rates(total: int, warmup: float, kind: str = "cosine", **settings: float) -> list[float]:
+    train = Train.model_validate({"lr": 2.0, "warmup_ratio": warmup, "schedule": kind, **settings})
+    return [learning_rate(step, total, train) for step in range(total)]
 
 
 def test_it_rises_in_equal_steps_to_the_peak_and_never_starts_at_zero() -> None:
@@ -189,3 +213,158 @@ def test_seed_step_and_rank_each_draw_something_else() -> None:
     found = [drawn(*place) for place in ((1, 2, 3), (0, 2, 3), (1, 0, 3), (1, 2, 0), (12, 3, 0), (1, 23, 0))]
     for generator in zip(*found, strict=True):
         assert len(set(generator)) == len(found)
+
+
+def test_schedules_fall_to_the_floor_at_their_end() -> None:
+    for kind in ("cosine", "linear", "wsd"):
+        values = rates(100, 0.1, kind, min_lr_ratio=0.1)
+        assert values[9] == values[10] == 2.0
+        assert 0.2 < values[-1] < 0.3 and values[10:] == sorted(values[10:], reverse=True)
+    assert rates(100, 0.1, "linear")[55] == pytest.approx(1.0)
+
+
+def test_wsd_is_constant_until_its_decay() -> None:
+    values = rates(100, 0.1, "wsd", decay_ratio=0.3)
+    assert set(values[10:71]) == {2.0}
+    assert values[85] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "options"),
+    [
+        ("cosine", "get_cosine_schedule_with_warmup", {}),
+        ("linear", "get_linear_schedule_with_warmup", {}),
+        ("cosine", "get_cosine_with_min_lr_schedule_with_warmup", {"min_lr_rate": 0.1}),
+        ("wsd", "get_wsd_schedule", {"num_decay_steps": 20, "decay_type": "linear", "min_lr_ratio": 0.1}),
+    ],
+)
+def test_schedules_are_those_of_transformers(kind: str, name: str, options: dict[str, Any]) -> None:
+    """Except during warm-up, which starts at zero there."""
+    schedules = importlib.import_module("transformers.optimization")
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=2.0)
+    steps = {"num_training_steps": 100, **options}
+    scheduler = getattr(schedules, name)(optimizer, num_warmup_steps=10, **steps)
+    expected = []
+    for _ in range(100):
+        expected.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    floor = options.get("min_lr_rate", options.get("min_lr_ratio", 0.0))
+    assert rates(100, 0.1, kind, min_lr_ratio=floor)[10:] == pytest.approx(expected[10:])
+
+
+def test_muon_updates_hidden_matrices_and_adamw_the_rest() -> None:
+    torch.manual_seed(0)
+    made: Any = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 6), nn.LayerNorm(6), nn.Linear(6, 6), nn.Linear(6, 5))
+    optimizer = make_optimizer(made, Train(optimizer="muon", lr=0.01, momentum=0.5, betas=(0.8, 0.9)))
+    assert [tuple(p.shape) for p in optimizer.param_groups[0]["params"]] == [(6, 4), (6, 6)]
+    assert optimizer.param_groups[0]["momentum"] == 0.5
+    assert all(group["betas"] == (0.8, 0.9) for group in optimizer.param_groups[1:])
+    before = made[3].weight.detach().clone()
+    made(torch.arange(5)).square().sum().backward()
+    set_learning_rate(optimizer, 0.02)
+    optimizer.step()
+    change = (made[3].weight.detach() - before * (1 - 0.02 * 0.01)) / 0.02
+    assert float(change.square().mean().sqrt()) == pytest.approx(0.2, rel=0.25), "as large as AdamW's"
+    singular = torch.linalg.svdvals(change)
+    assert float(singular.max() / singular.min()) < 5, "nearly orthogonal"
+    assert set(optimizer.state) == set(made.parameters())
+
+
+class OwnOptimizer:
+    """A task with an optimizer of its own; only what make_optimizer needs."""
+
+    def __init__(self, make: Any) -> None:
+        self._make = make
+
+    def optimizer(self, model: nn.Module, settings: Train) -> Any:
+        return self._make(model, settings)
+
+
+def test_schedule_scales_the_rate_of_each_group_of_the_tasks_optimizer() -> None:
+    def make(model: nn.Module, settings: Train) -> torch.optim.Optimizer:
+        first, *rest = model.parameters()
+        groups: list[dict[str, Any]] = [{"params": [first], "lr": settings.lr / 10}, {"params": rest}]
+        return torch.optim.RMSprop(groups, lr=settings.lr)
+
+    optimizer = make_optimizer(model(), Train(lr=0.5), OwnOptimizer(make))
+    set_learning_rate(optimizer, 0.1)
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.01, 0.1])
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda *_: "adam", "must return a torch.optim.Optimizer, not str"),
+        (lambda model, _: torch.optim.LBFGS(model.parameters()), "computes the loss several times"),
+        (lambda model, _: torch.optim.SGD([model[0].weight]), "leaves out 3 trained parameters, such as 0.bias"),
+    ],
+)
+def test_optimizer_that_cannot_be_used_is_refused(make: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        make_optimizer(model(), Train(), OwnOptimizer(make))
+
+
+def test_optimizer_state_that_no_checkpoint_can_contain_is_refused() -> None:
+    made: Any = model()
+    optimizer = torch.optim.SGD(made.parameters())
+    optimizer.state[made[0].weight]["count"] = 3
+    with pytest.raises(ConfigError, match="the state `count` of SGD is no tensor"):
+        check_optimizer_state(optimizer)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"optimizer": "sgd", "betas": [0.9, 0.95]},
+        {"momentum": 0.8},
+        {"schedule": "constant", "min_lr_ratio": 0.1},
+        {"decay_ratio": 0.3},
+        {"schedule": "wsd", "decay_ratio": 0.5, "warmup_ratio": 0.6},
+        {"optimizer": "muon", "strategy": "fsdp"},
+        {"optimizer": "muon", "tensor_parallel": 2},
+    ],
+)
+def test_settings_of_the_optimizer_without_effect_are_refused(settings: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        Train.model_validate(settings)
+
+
+class NesterovTiny(Tiny):
+    def optimizer(self, model: nn.Module, settings: Train) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=settings.lr, momentum=0.8, nesterov=True)
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "ddp": {"optimizer": "muon"},
+    "elastic": {"optimizer": "muon", "elastic_shards": 4},
+    "pipeline": {"optimizer": "muon", "pipeline_parallel": 2, "accumulate": 2},
+    "parameter server": {"optimizer": "muon", "strategy": "parameter_server"},
+    "own fsdp": {"strategy": "fsdp", "task": NesterovTiny()},
+}
+
+
+def train_in_two(group: ProcessGroup, folder: Path) -> None:
+    for name, settings in CASES.items():
+        sized = replace(group, model_size=settings.get("pipeline_parallel", 1))
+        words = {"epochs": 1, "batch_size": 9, "checkpoint_every": 2, "clip_norm": 0, **settings}
+        trained(sized, folder / name, **{"task": Tiny(), **words})
+        if name == "own fsdp":
+            shutil.copytree(folder / name, folder / name / str(group.rank.rank))
+            resumed(group, folder / name, 2, **words)
+        if group.rank.first:
+            alone = {"strategy": "ddp", "pipeline_parallel": 1, "accumulate": 1}
+            trained(ONE, folder / f"{name} alone", **{"task": Tiny(), **words, **alone})
+
+
+def test_optimizers_give_the_weights_of_one_process(tmp_path: Path) -> None:
+    run_distributed(train_in_two, 2, tmp_path)
+    for name in CASES:
+        two, one = (CheckpointStore(tmp_path / case, 9, {}).load(5).read_all("") for case in (name, f"{name} alone"))
+        tolerance = 0 if name == "elastic" else 5e-4  # Muon computes in bf16
+        if name != "parameter server":  # its gradients may be old
+            torch.testing.assert_close(two, one, rtol=0, atol=tolerance)
+    whole, after_resume = (
+        CheckpointStore(path, 9, {}) for path in (tmp_path / "own fsdp" / "0", tmp_path / "own fsdp")
+    )
+    torch.testing.assert_close(after_resume.load(5).read_all(""), whole.load(5).read_all(""), rtol=0, atol=0)

@@ -14,6 +14,7 @@ from pipeline.contract.config import Config, parse_config
 from pipeline.contract.data import Samples
 from pipeline.contract.errors import ConfigError, DataError
 from pipeline.contract.processes import Rank
+from pipeline.contract.settings.stages import Train
 from train.batch_order import BatchOrder, count_steps
 from train.checkpoint.store import CheckpointStore
 from train.optim import make_optimizer
@@ -220,7 +221,7 @@ def test_the_first_epoch_is_the_best_so_far_however_bad() -> None:
 def test_biases_and_norms_do_not_decay_and_frozen_weights_are_left_out(kind: str) -> None:
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
     model[2].requires_grad_(False)
-    decayed, plain = make_optimizer(model, kind, weight_decay=0.3).param_groups
+    decayed, plain = make_optimizer(model, Train.model_validate({"optimizer": kind, "weight_decay": 0.3})).param_groups
     assert [tuple(parameter.shape) for parameter in decayed["params"]] == [(3, 2)]
     assert [tuple(parameter.shape) for parameter in plain["params"]] == [(3,), (3,), (3,)]
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.3, 0.0)

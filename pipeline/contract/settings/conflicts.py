@@ -44,6 +44,7 @@ LOCAL = {"local_sgd", "diloco"}
 WEIGHTS_DIFFER = {*LOCAL, "parameter_server"}  # processes do not have the same weights at every step
 NEXT_STEP_KNOWN = {"ddp", "fsdp", "horovod", *LOCAL}  # every process knows its next step
 NEEDS_WHOLE_GRADIENT = "it needs the whole gradient in every process"
+NEEDS_WHOLE_WEIGHTS = "it needs the whole gradient of each matrix"
 NUMBER = "use batch_size=64, or another number"
 HOROVOD_EXCHANGES = "Horovod exchanges the gradients itself"
 SHARDS = "it adds up whole gradients of shards"
@@ -155,6 +156,9 @@ CONFLICTS = (
     Conflict(
         "strategy", {"horovod"}, "compress", {"none", "fp16"}, "Horovod compresses to fp16 or not", "use compress=fp16"
     ),
+    Conflict("batch_size", {"auto"}, "recompute", {"none"}, "its trials keep all activations", NUMBER),
+    Conflict("optimizer", {"muon"}, "strategy", {"ddp", *LOCAL, "parameter_server"}, NEEDS_WHOLE_WEIGHTS, DDP),
+    Conflict("optimizer", {"muon"}, "tensor_parallel", {1}, NEEDS_WHOLE_WEIGHTS, "use optimizer=adamw"),
     Conflict("nodes", {RANGE}, "launcher", {"torchrun"}, "others start a fixed number of processes", "use nodes=2"),
     Conflict("elastic_shards", {1}, "strategy", {"ddp"}, SHARDS, DDP),
     Conflict("elastic_shards", {1}, "tensor_parallel", {1}, SHARDS, "use tensor_parallel=1"),

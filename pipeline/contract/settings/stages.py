@@ -103,6 +103,9 @@ class Model(Section):
         return self
 
 
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+
 class Train(Section):
     """Training: optimization, distribution over processes and machines, checkpoints."""
 
@@ -134,16 +137,31 @@ class Train(Section):
     )
     max_samples: Natural = Field(0, description="use only the first N training samples; 0: all")
     accumulate: Positive = Field(1, description="gradient accumulation: micro-batches per process and optimizer step")
-    optimizer: Literal["adamw", "sgd"] = Field("adamw", description="`adamw`, or `sgd` with momentum 0.9")
+    optimizer: Literal["adamw", "sgd", "muon"] = Field(
+        "adamw",
+        description="`adamw`, `sgd`, or `muon`: Muon for linear layers except the last one, AdamW for the rest",
+    )
+    betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="AdamW's decay rates of the two moments")
+    eps: Annotated[float, Field(gt=0)] = Field(1e-8, description="AdamW's term for numerical stability")
+    momentum: Decay | None = Field(None, description="momentum of sgd (by default 0.9) or muon (0.95)")
     lr: float = Field(1e-3, gt=0, description="peak learning rate")
     weight_decay: float = Field(0.01, ge=0, description="decoupled weight decay (L2 for sgd)")
-    schedule: Literal["cosine", "constant"] = Field("cosine", description="learning rate schedule after warm-up")
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = Field(
+        "cosine", description="learning rate schedule after warm-up; `wsd`: constant, then linear decay at the end"
+    )
+    min_lr_ratio: Fraction = Field(0.0, description="learning rate at the end of the decay, as a fraction of the peak")
+    decay_ratio: Fraction = Field(0.2, description="schedule=wsd: fraction of all steps in which the rate decays")
     warmup_ratio: Fraction = Field(
         0.05, description="fraction of all steps over which the learning rate rises from zero"
     )
     clip_norm: float = Field(1.0, ge=0, description="maximum gradient norm; 0: no clipping")
     precision: Literal["fp32", "bf16", "fp16"] = Field(
         "fp32", description="autocast precision; fp16 uses gradient scaling"
+    )
+    recompute: Literal["none", "blocks"] = Field(
+        "none",
+        description="`blocks`: activation checkpointing; the backward pass computes repeated blocks again instead of "
+        "keeping their activations",
     )
     compile: bool = Field(False, description="compile the model with torch.compile; on CPU this needs a C++ compiler")
     early_stopping_patience: Natural = Field(
@@ -259,6 +277,23 @@ class Train(Section):
     def _fewest_before_most(self) -> Train:
         if self.fewest_nodes > self.most_nodes:
             _conflict(f"nodes={self.nodes}: write the fewest first, as in nodes={self.most_nodes}:{self.fewest_nodes}")
+        return self
+
+    @model_validator(mode="after")
+    def _settings_have_an_effect(self) -> Train:
+        effects = {
+            "betas": self.optimizer != "sgd",
+            "eps": self.optimizer != "sgd",
+            "momentum": self.optimizer != "adamw",
+            "min_lr_ratio": self.schedule != "constant",
+            "decay_ratio": self.schedule == "wsd",
+        }
+        for name, has_effect in effects.items():
+            if not has_effect and getattr(self, name) != type(self).model_fields[name].default:
+                by = "schedule" if name.endswith("ratio") else "optimizer"
+                _conflict(f"{name} has no effect with {by}={getattr(self, by)}; leave it out")
+        if self.schedule == "wsd" and self.warmup_ratio + self.decay_ratio > 1:
+            _conflict(f"warmup_ratio={self.warmup_ratio} and decay_ratio={self.decay_ratio} are more than all steps")
         return self
 
     @model_validator(mode="after")

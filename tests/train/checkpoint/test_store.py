@@ -26,7 +26,7 @@ from .conftest import flip, names, save, state, store
 def trained(optimizer_name: str, steps: int = 3) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-    optimizer = make_optimizer(model, optimizer_name, weight_decay=0.1)
+    optimizer = make_optimizer(model, Train.model_validate({"optimizer": optimizer_name, "weight_decay": 0.1}))
     for _ in range(steps):
         step(model, optimizer)
     return model, optimizer
@@ -47,7 +47,7 @@ def alone(model: nn.Module) -> Strategy:
     return Strategy(model, objective, ProcessGroup(Rank(), torch.device("cpu")), Train())
 
 
-@pytest.mark.parametrize("optimizer_name", ["adamw", "sgd"])
+@pytest.mark.parametrize("optimizer_name", ["adamw", "sgd", "muon"])
 def test_training_resumes_bit_for_bit_from_a_checkpoint(tmp_path: Path, optimizer_name: str) -> None:
     model, optimizer = trained(optimizer_name)
     progress = Progress(3, 2, 0.1 + 0.2, {"loss": 0.1 + 0.2, "accuracy": 1 / 3}, 1)

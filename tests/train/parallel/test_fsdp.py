@@ -69,7 +69,7 @@ torch.distributed.init_process_group("gloo")
 group = ProcessGroup(Rank.from_env(), torch.device("cpu"))
 task = load_task("task.py:Tiny", Path.cwd())
 strategy = make_strategy(task.model(), Objective(task, Precision("fp32", group.device)), group, config)
-optimizer = make_optimizer(strategy.model, "adamw", 0.0)
+optimizer = make_optimizer(strategy.model, Train(weight_decay=0))
 batch = {name: torch.as_tensor(column)[:4] for name, column in task.data("train").items()}
 strategy.backward([MicroBatch(batch, 4, 0.5, True)])
 optimizer.step()
