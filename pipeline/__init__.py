@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         token_log_probs,
     )
     from pipeline.readers import read_dataset, read_images, read_jsonl, read_shards, read_table
+    from pipeline.token_shards import read_token_shards, write_token_shards
 
 __all__ = [
     "IGNORED",
@@ -70,7 +71,9 @@ __all__ = [
     "read_jsonl",
     "read_shards",
     "read_table",
+    "read_token_shards",
     "token_log_probs",
+    "write_token_shards",
 ]
 
 _MODULES = {
@@ -98,6 +101,7 @@ _MODULES = {
         "token_log_probs",
     ),
     "readers": ("read_dataset", "read_images", "read_jsonl", "read_shards", "read_table"),
+    "token_shards": ("read_token_shards", "write_token_shards"),
 }
 
 
