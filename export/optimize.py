@@ -2,6 +2,10 @@
 
 The plain file is kept until the optimized one is verified, and replaces it if that fails. A file with a newer IR or
 operator set than the installed runtime supports is lowered first. The serving image pins the runtime installed here.
+
+A language model is not rewritten but exported again, with ONNX's own operators for attention, norms and rotary
+embeddings. ONNX Runtime's GroupQueryAttention was slower, does not continue several prompts at once, and is outside
+the ONNX standard.
 """
 
 from __future__ import annotations
@@ -11,17 +15,20 @@ import re
 import shutil
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import onnx
 import onnxruntime
+import torch
 from google.protobuf.message import DecodeError
 from onnx import ModelProto, helper, numpy_helper, version_converter
-from torch import nn
+from torch import Tensor, nn
 
-from export.to_onnx import check_external_data, strip_file
+from export.to_onnx import check_external_data, strip_file, write_onnx
+from export.trace import ExportInput
 from pipeline.contract.errors import StageError
 from pipeline.contract.settings.stages import Export
 
@@ -44,8 +51,13 @@ class Optimization:
     reason: str = ""  # why less was used than requested
 
 
-def optimize_file(path: Path, model: nn.Module, config: Export) -> Optimization | None:
-    """Write the optimized file to `path`. Return None if none is requested; the result has the reason for a failure."""
+def optimize_file(
+    path: Path, model: nn.Module, config: Export, decoder: ExportInput | None = None
+) -> Optimization | None:
+    """Write the optimized file to `path`. Return None if none is requested; the result has the reason for a failure.
+
+    `decoder`: the export input of a language model.
+    """
     if config.optimize == "none":
         return None
     counts_before, plain_folder, optimized_folder = (
@@ -57,10 +69,13 @@ def optimize_file(path: Path, model: nn.Module, config: Export) -> Optimization 
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
     try:
-        _optimize_by_runtime(path, optimized_folder / path.name, config.optimize)
-        if config.optimize == "transformers":
-            _fuse(optimized_folder / path.name, model_type(model))
-        strip_file(optimized_folder / path.name)
+        if config.optimize == "transformers" and decoder is not None:
+            _write_fused(decoder, config, optimized_folder / path.name)
+        else:
+            _optimize_by_runtime(path, optimized_folder / path.name, config.optimize)
+            if config.optimize == "transformers":
+                _fuse(optimized_folder / path.name, model_type(model))
+            strip_file(optimized_folder / path.name)
         _replace_files(path, optimized_folder, plain_folder)
     except StageError as error:  # the file is as it was
         remove_plain(path)
@@ -134,6 +149,51 @@ def _fuse(path: Path, kind: str) -> None:
     for file in _model_files(path):
         file.unlink()
     fused.save_model_to_file(str(path), use_external_data_format=external)
+
+
+_FUSED_OPSET = 23  # the first with Attention, RMSNormalization and RotaryEmbedding
+_FUSED_ATTENTION = "onnx_attention"  # our name among the attention functions of `transformers`
+
+
+def _write_fused(decoder: ExportInput, config: Export, path: Path) -> None:
+    with _fused_attention(decoder.module):
+        write_onnx(decoder, config.model_copy(update={"opset": max(config.opset, _FUSED_OPSET)}), path)
+
+
+@contextmanager
+def _fused_attention(model: nn.Module) -> Iterator[None]:
+    """Compute attention by one operator of ONNX within the context, and restore the previous way."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(_FUSED_ATTENTION, _attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(_FUSED_ATTENTION, sdpa_mask)
+    every_config = (getattr(module, "config", None) for module in model.modules())
+    configs: list[Any] = [config for config in every_config if hasattr(config, "_attn_implementation")]
+    implementations = [config._attn_implementation for config in configs]
+    try:
+        for config in configs:
+            config._attn_implementation = _FUSED_ATTENTION
+        yield
+    finally:
+        for config, implementation in zip(configs, implementations, strict=True):
+            config._attn_implementation = implementation
+
+
+def _attend(
+    _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **settings: Any
+) -> tuple[Tensor, None]:
+    """Attend as `transformers` expects it; the heads of keys and values are not repeated for those of the queries."""
+    names = {"scaling": "scale", "softcap": "softcap"}
+    attended = torch.onnx.ops.symbolic(  # torch.onnx.ops.attention takes the width of queries for that of values
+        "Attention",
+        (query, key, value, mask),
+        {names[name]: float(setting) for name, setting in settings.items() if name in names and setting is not None},
+        dtype=query.dtype,
+        shape=(*query.shape[:3], value.shape[3]),
+        version=_FUSED_OPSET,
+    )
+    return attended.transpose(1, 2), None
 
 
 def _replace_files(path: Path, optimized_folder: Path, plain_folder: Path) -> None:

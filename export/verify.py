@@ -136,7 +136,7 @@ def verify_model(
             name_output_axes(path, declared_axes(task), measure_shapes(task, model, test))
     properties = task_properties(task) if generation is None else language_model_properties(generation)
     subject = Subject(task, model, test, config, path, written, properties, served, limits or {})
-    optimised = optimize_file(path, model, config)
+    optimised = optimize_file(path, model, config, None if generation is None else written.traced)
     optimized_result, reason = _verify_optimized(subject, optimised)
     if reason and optimised is not None:
         print(f"export.optimize={config.optimize} is not used: {reason}")

@@ -107,7 +107,7 @@ STEP_KINDS = {
         StepKind(
             "export",
             "export",
-            version=3,
+            version=4,
             settings=(
                 "name",
                 "task",

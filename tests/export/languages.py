@@ -123,11 +123,11 @@ class Made:
         return Decoder(lambda feed: run(session, feed), self.generation, {spec.name: spec for spec in specs})
 
 
-def make(kind: str, folder: Path, **settings: Any) -> Made:
+def make(kind: str, folder: Path, config: Export | None = None, **settings: Any) -> Made:
     prompting = Prompting(begin=(1,), end=(2,), prompts=PROMPTS)
     task: Any = Language(causal(kind, **settings), inputs=MASKED, settings=prompting)
     test, path = open_split(task, "test"), folder / "model.onnx"
-    return Made(task, test, path, verify_model(task, task.model(), test, Export(), path))
+    return Made(task, test, path, verify_model(task, task.model(), test, config or Export(), path))
 
 
 def tokenizer(folder: Path, words: int = WORDS) -> None:

@@ -18,6 +18,7 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
 from export import verify
+from export.language_model import TorchDecoder, language_export_input, make_generation, verify_greedy
 from export.optimize import (
     Optimization,
     check_file,
@@ -30,13 +31,16 @@ from export.optimize import (
     remove_plain,
     restore_plain,
 )
-from export.parity import open_session
+from export.parity import open_session, run
+from export.to_onnx import tensor_specs
 from pipeline.contract.data import open_split
 from pipeline.contract.errors import StageError
 from pipeline.contract.files import digest_file
+from pipeline.contract.golden import Decoder, empty_past, inputs_of
 from pipeline.contract.settings.stages import Export
 
 from .conftest import Small, pairs
+from .languages import PROMPTS, Language, causal, make
 
 FEED = {"x": np.random.default_rng(0).normal(size=(3, 16)).astype(np.float32)}
 
@@ -107,6 +111,40 @@ def test_fusions_of_transformers_are_reported_by_what_they_made(tmp_path: Path) 
     assert np.allclose(answer(path), expected, atol=1e-5)
 
 
+def test_a_decoder_has_one_operator_for_attention_and_gives_torchs_logits(tmp_path: Path) -> None:
+    """Rows of several lengths continue a past by several tokens, which GroupQueryAttention refuses."""
+    model = causal("Qwen2", num_hidden_layers=2)
+    before = model.config._attn_implementation
+    generation = make_generation(Language(model), model)
+    path = network(tmp_path / "bundle")  # is replaced
+    result = optimize_file(path, model, Export(optimize="transformers"), language_export_input(model, generation))
+    assert result is not None
+    assert (result.used, result.reason) == ("transformers", "")
+    assert (result.fused["Attention"], result.fused["RMSNormalization"], result.fused["RotaryEmbedding"]) == (2, 5, 4)
+    assert "Softmax" not in operators(path)
+    assert model.config._attn_implementation == before
+    check_file(path)
+    reference, session = TorchDecoder(model, generation), open_session(path)
+    specs = {spec.name: spec for spec in tensor_specs(path)[0]}
+    decoder = Decoder(lambda feed: run(session, feed), generation, specs)
+    assert verify_greedy(model, decoder, PROMPTS, Export()).ties == 0
+    ids, mask = np.arange(33).reshape(3, 11), np.ones((3, 11), np.int64)
+    mask[1, :3] = 0
+    first = inputs_of(generation, ids[:, :4], mask[:, :4], empty_past(decoder, 3))
+    past = {cache.input: decoder.run(first)[cache.output] for cache in generation.caches}
+    feed = inputs_of(generation, ids[:, 4:], mask, past)
+    assert np.allclose(decoder.run(feed)["logits"], reference.run(feed)["logits"], atol=1e-4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["Llama", "DeepseekV3"])
+def test_fused_decoders_are_verified_and_used(tmp_path: Path, kind: str) -> None:
+    made = make(kind, tmp_path, Export(optimize="transformers"))
+    made.proven.require()
+    assert made.proven.file["optimize"]["used"] == "transformers"
+    assert made.proven.file["optimize"]["fused"]["Attention"] == 1
+
+
 def test_the_same_file_is_optimised_to_the_same_bytes(tmp_path: Path) -> None:
     digests = set()
     for name in ("a", "b"):
@@ -148,7 +186,7 @@ def test_the_fusions_are_those_of_the_models_kind() -> None:
 def test_an_optimised_file_that_is_another_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def spoilt(path: Path, model: nn.Module, config: Export) -> Optimization | None:
+    def spoilt(path: Path, model: nn.Module, config: Export, _decoder: None) -> Optimization | None:
         found = optimize_file(path, model, config)
         proto = onnx.load(path)
         weight = next(one for one in proto.graph.initializer if one.dims[:] == [3, 4] or one.dims[:] == [4, 3])
@@ -175,7 +213,7 @@ def test_an_optimised_file_that_is_another_is_not_used(
 def test_an_optimised_file_that_is_not_sound_is_not_used_either(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fused(path: Path, model: nn.Module, config: Export) -> Optimization | None:
+    def fused(path: Path, model: nn.Module, config: Export, _decoder: None) -> Optimization | None:
         found = optimize_file(path, model, config)
         proto = onnx.load(path)
         proto.graph.node[-1].op_type = "SimplifiedLayerNormalization"  # the runtime's own, under ONNX's name
