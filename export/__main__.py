@@ -63,6 +63,7 @@ def export(run: Run, root: Path) -> None:
     bundle = run.partial("export") / "bundle"
     shutil.rmtree(bundle, ignore_errors=True)
     bundle.mkdir(parents=True)
+    logging.getLogger().setLevel(logging.WARNING)  # a quantizer of ONNX Runtime sets INFO when it is imported
     for name in ("torch.onnx", "onnx_ir"):  # they log every missing optional package
         logging.getLogger(name).setLevel(logging.ERROR)
     task = open_task(run, root)
@@ -83,7 +84,8 @@ def export(run: Run, root: Path) -> None:
     verification.require()
     print("\n".join(_describe_verification(verification, len(test))), flush=True)
     _write_other_formats(
-        run, Original(task, model, test, config.export, file, {spec.name: spec for spec in tensor_specs(file)[0]})
+        run,
+        Original(task, model, test, config.export, file, {spec.name: spec for spec in tensor_specs(file)[0]}, files),
     )
     variant = _ship_variant(run, VariantEvaluation(task, model, test, config, file, run.partial("export") / "variants"))
     write_json(run.partial("export") / "parity.json", _parity(run, verification, len(test), file, variant.name))

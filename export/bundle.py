@@ -154,7 +154,9 @@ def make_golden(
     if decoder is not None and isinstance(task, Generates):
         prompts = choose_prompts(task.prompting().prompts, test, decoder.generation)[:GOLDEN_REQUESTS]
         inputs = _with_past(decoder, prompts)
-        generated = [{"prompt": prompt, "answer": stable_answer(decoder, prompt, config.export)} for prompt in prompts]
+        generated = [
+            {"prompt": prompt, "answer": stable_answer(decoder, prompt, config.export, error)} for prompt in prompts
+        ]
     else:
         batch = test.batch(choose_samples(test, task.inputs, signature.missing_inputs))
         inputs, generated = {name: batch[name].numpy() for name in task.inputs}, []

@@ -162,6 +162,8 @@ class Case:
     is_real: Array
     text: str
     evaluated_outputs: Arrays = field(default_factory=dict)  # outputs of the model as it was evaluated, if known
+    batch: Mapping[str, Tensor] = field(default_factory=dict)  # the samples, for those of the test set
+    segments: Array = field(default_factory=lambda: np.empty(0, np.int64))  # their texts, numbered from 1
 
 
 @dataclass
@@ -208,7 +210,7 @@ def verify_language(
 ) -> list[dict[str, Any]]:
     """Compare on the whole test set, with the outputs of the evaluation, and at untraced shapes."""
     reference = TorchDecoder(model, decoder.generation)
-    cases = _test_set_cases(decoder, samples, max(config.batch_sizes), evaluated)
+    cases = read_test_set(decoder, samples, max(config.batch_sizes), evaluated)
     data = combine(list(_compare(reference, decoder, cases, config)))
     shapes = _compare(reference, decoder, _untraced_cases(reference, decoder, samples), config)
     return [asdict(comparison) for comparison in (data, *shapes)]
@@ -236,7 +238,7 @@ def language_feeds(model: nn.Module, decoder: Decoder, samples: Samples) -> Iter
     """Yield the inputs for the fault search."""
     reference = TorchDecoder(model, decoder.generation)
     yield from (cases.feed for cases in _untraced_cases(reference, decoder, samples))
-    yield from (cases.feed for cases in _test_set_cases(decoder, samples, 4, lambda _: {}))
+    yield from (cases.feed for cases in read_test_set(decoder, samples, 4))
 
 
 def verify_greedy(
@@ -275,11 +277,13 @@ def choose_prompts(requested: Sequence[Sequence[int]], samples: Samples, generat
     return [row[: max(1, min(3 + 4 * index, longest))] for index, row in enumerate(rows)]
 
 
-def stable_answer(decoder: Decoder, prompt: Sequence[int], config: Export) -> list[int]:
-    """Return the greedy answer up to the first token that another machine's rounding could change."""
+def stable_answer(decoder: Decoder, prompt: Sequence[int], config: Export, error: float = 0.0) -> list[int]:
+    """Return the greedy answer up to the first token that another machine's rounding, or `error`, could change."""
     count = min(TOKENS, decoder.generation.positions_limit - len(prompt))
     answer = greedy(decoder, [prompt], count)[0]
-    is_tie = [lead <= _tie_margin(top, config) for lead, top in zip(answer.leads, answer.highest, strict=True)]
+    is_tie = [
+        lead <= max(_tie_margin(top, config), 2 * error) for lead, top in zip(answer.leads, answer.highest, strict=True)
+    ]
     return answer.tokens[: is_tie.index(True)] if True in is_tie else answer.tokens
 
 
@@ -311,7 +315,7 @@ def _real_tokens(batch: Mapping[str, torch.Tensor], generation: Generation) -> l
     return [row[real != 0].tolist() or row.tolist() for row, real in zip(ids, mask, strict=True)]
 
 
-def _test_set_cases(decoder: Decoder, samples: Samples, size: int, evaluated: Evaluated) -> Iterator[Case]:
+def read_test_set(decoder: Decoder, samples: Samples, size: int, evaluated: Evaluated = lambda _: {}) -> Iterator[Case]:
     """Yield the test set; packed rows, whose mask numbers their texts, are read as one text each by both sides."""
     generation = decoder.generation
     width = _token_ids(samples.batch([0]), generation).shape[1] * _vocabulary_size(decoder)
@@ -325,7 +329,7 @@ def _test_set_cases(decoder: Decoder, samples: Samples, size: int, evaluated: Ev
             if has_one_text
             else {}
         )
-        yield Case(feed, feed[generation.mask] == 1, "the test set", evaluated_logits)
+        yield Case(feed, feed[generation.mask] == 1, "the test set", evaluated_logits, batch, mask)
 
 
 def _untraced_cases(reference: TorchDecoder, decoder: Decoder, samples: Samples) -> Iterator[Case]:

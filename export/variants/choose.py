@@ -9,6 +9,7 @@ import math
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from export.variants.judge import (
     MetricResult,
     Reference,
     budget_faults,
+    check_metric,
     compute_reference,
     evaluate_batch_size,
     evaluate_variant,
@@ -31,13 +33,15 @@ from export.variants.judge import (
     rounding_tolerance,
     untraced_deviations,
 )
-from export.variants.quantize import CONVERTERS, Converter, VariantInputs, calibration_feeds
+from export.variants.language import DecoderComparison, Perplexity, perplexity_faults
+from export.variants.quantize import CONVERTERS, Converter, Feed, VariantInputs, calibration_feeds
 from export.variants.timing import SIZES, Timing, measure_times
 from pipeline.contract.config import Config
 from pipeline.contract.data import Samples
-from pipeline.contract.errors import ConfigError, PipelineError, StageError
+from pipeline.contract.errors import PipelineError, StageError
 from pipeline.contract.files import digest_file
 from pipeline.contract.settings.stages import FASTEST, Export
+from pipeline.contract.signature import TensorSpec
 from pipeline.contract.statistics.intervals import Interval
 from pipeline.contract.task import Generates, Task
 
@@ -57,6 +61,7 @@ class VariantResult:
     outcome: MetricResult | None = None
     timing: Timing | None = None
     first_wrong: FirstWrong | None = None
+    perplexity: Perplexity | None = None  # of a language model
     rounding: float = 0.0  # largest difference expected on other processors
 
     @property
@@ -83,12 +88,17 @@ class VariantEvaluation:
 
     def entries(self) -> list[VariantResult]:
         """Return the results of all variants, fp32 first; a failure is recorded, not raised."""
-        if isinstance(self.task, Generates):
-            return [self._language_model_result()]
-        reference = self._reference()
-        results = [self._entry(name, reference) for name in self.config.export.built_variants]
+        is_only_sized = self.config.export.built_variants == (FP32,) and not set(self.config.export.budget) - {
+            "megabytes"
+        }
+        if isinstance(self.task, Generates) and is_only_sized:  # it was verified token by token
+            entry = VariantResult(FP32, self.path)
+            return [replace(entry, faults=tuple(budget_faults(self.config.export.budget, entry.bytes, None)))]
+        columns = self._decoders.reference.columns if self._decoders else self._reference.columns
+        check_metric(self.task, columns, self.config.evaluate.metric)
+        results = [self._entry(name) for name in self.config.export.built_variants]
         timings = self._measure_times([result for result in results if result.deviation is not None])
-        return [self._with_result(replace(result, timing=timings.get(result.name)), reference) for result in results]
+        return [self._with_result(replace(result, timing=timings.get(result.name))) for result in results]
 
     def rounding(self, entry: VariantResult) -> float:
         """Return the largest difference expected on other processors; fp32 needs only the tolerances of the export."""
@@ -96,33 +106,27 @@ class VariantEvaluation:
             return 0.0
         if entry.name == "fp16":
             return entry.deviation.largest
-        if (
-            entry.name == "int8-dynamic"
-        ):  # has one kind of kernel: a few roundings that fall otherwise, of all there are
-            return entry.deviation.largest / 4
+        if entry.name == "int8-dynamic" or isinstance(self.task, Generates):
+            return entry.deviation.largest / 4  # one kind of kernel: a few roundings fall otherwise, of all there are
         return rounding_tolerance(self.task, self.test, entry.path, max(self.config.export.batch_sizes))
 
+    @cached_property
     def _reference(self) -> Reference:
-        reference = compute_reference(self.task, self.model, self.test, max(self.config.export.batch_sizes))
-        metric, names = self.config.evaluate.metric, reference.metric_names(self.task)
-        if metric not in names:
-            raise ConfigError(
-                f"evaluate.metric: the task has no metric {metric} (it has {', '.join(names)}), so that its exported "
-                "file cannot be compared"
-            )
-        return reference
+        return compute_reference(self.task, self.model, self.test, max(self.config.export.batch_sizes))
 
-    def _language_model_result(self) -> VariantResult:
-        """Check only the size: a language model is verified token by token, and its time depends on the text."""
-        entry = VariantResult(FP32, self.path)
-        return replace(entry, faults=tuple(budget_faults(self.config.export.budget, entry.bytes, None)))
+    @cached_property
+    def _decoders(self) -> DecoderComparison | None:
+        """Return the comparison for a language model; None for other models."""
+        if not isinstance(self.task, Generates):
+            return None
+        return DecoderComparison(self.task, self.model, self.test, self.path, max(self.config.export.batch_sizes))
 
-    def _entry(self, name: str, reference: Reference) -> VariantResult:
+    def _entry(self, name: str) -> VariantResult:
         """Make and run the variant; whatever goes wrong is recorded as a fault of this variant."""
         entry = VariantResult(name, self.path if name == FP32 else self.folder / name / self.path.name)
         try:
             entry = replace(entry, note=self._make(name, entry.path))
-            return self._evaluate(entry, reference)
+            return self._evaluate(entry)
         except PipelineError as error:
             return replace(entry, faults=(str(error),))
         except Exception as error:  # quantisers and ONNX Runtime raise a dozen types without a common base
@@ -138,7 +142,7 @@ class VariantEvaluation:
             reference=self.path,
             external=self.path.with_name(f"{self.path.name}.data").exists(),
             weight_bits=INT8_WEIGHT_BITS,
-            calibration=lambda: calibration_feeds(self.task, specs[0], CALIBRATION_SAMPLES),
+            calibration=lambda: self._calibration_feeds(specs[0]),
         )
         note = self.converters[name](material, path)
         check_file(path)
@@ -146,34 +150,49 @@ class VariantEvaluation:
             raise StageError("its inputs and outputs are others than those of fp32, which codec and clients know")
         return note
 
-    def _evaluate(self, entry: VariantResult, reference: Reference) -> VariantResult:
-        """Compare with torch on the test set; fp32 was verified at every size and shape already."""
-        sizes = self.config.export.batch_sizes
-        batch_sizes = [max(sizes)] if entry.name == FP32 else sizes
-        answers = [evaluate_batch_size(self.task, self.test, entry.path, reference, size) for size in batch_sizes]
-        shapes = (
-            untraced_deviations(self.task, self.model, self.test, entry.path, reference) if entry.name != FP32 else []
-        )
-        result = evaluate_variant(self.config.evaluate, answers)
-        message = find_faults(entry.name, self.config.export, self.config.evaluate, result, answers, shapes)
+    def _calibration_feeds(self, specs: Sequence[TensorSpec]) -> Sequence[Feed]:
+        if self._decoders:
+            return self._decoders.calibration_feeds(CALIBRATION_SAMPLES)
+        return calibration_feeds(self.task, specs, CALIBRATION_SAMPLES)
+
+    def _evaluate(self, entry: VariantResult) -> VariantResult:
+        """Compare on the test set with torch, or with the verified file of a language model."""
+        export, gate, perplexity = self.config.export, self.config.evaluate, None
+        if self._decoders:
+            answer, shapes, perplexity = self._decoders.evaluate(entry.path, gate.confidence)
+            answers = [answer]
+        else:  # fp32 was verified at every size and shape already
+            sizes = [max(export.batch_sizes)] if entry.name == FP32 else export.batch_sizes
+            answers = [evaluate_batch_size(self.task, self.test, entry.path, self._reference, size) for size in sizes]
+            shapes = (
+                untraced_deviations(self.task, self.model, self.test, entry.path, self._reference)
+                if entry.name != FP32
+                else []
+            )
+        result = evaluate_variant(gate, answers)
+        faults = [*find_faults(entry.name, export, gate, result, answers, shapes)]
+        if perplexity and entry.name != FP32:
+            faults += perplexity_faults(perplexity, export.budget)
         worst = Deviation.worst(*(answer.deviation for answer in answers), *shapes)
-        return replace(entry, deviation=worst, outcome=result, faults=tuple(message))
+        return replace(entry, deviation=worst, outcome=result, faults=tuple(faults), perplexity=perplexity)
 
     def _measure_times(self, entries: Sequence[VariantResult]) -> dict[str, Timing]:
         if not entries:
             return {}
         config = self.config
         is_only_reported = len(entries) == 1 and not config.export.budget  # no decision depends on it
-        feeds = {
-            size: {name: batch[name].numpy() for name in self.task.inputs}
-            for size in SIZES
-            for batch in [self.test.batch([index % len(self.test) for index in range(size)])]
-        }
+        feeds = {size: self._timed_feed(size) for size in SIZES}
         seconds = min(TIMING_SECONDS, _SHORT_TIMING_SECONDS) if is_only_reported else TIMING_SECONDS
         paths = {entry.name: entry.path for entry in entries}
         return measure_times(paths, feeds, seconds, config.serve.threads, config.evaluate.confidence)
 
-    def _with_result(self, entry: VariantResult, reference: Reference) -> VariantResult:
+    def _timed_feed(self, size: int) -> Feed:
+        if self._decoders:
+            return self._decoders.next_token_feed(size)
+        batch = self.test.batch([index % len(self.test) for index in range(size)])
+        return {name: batch[name].numpy() for name in self.task.inputs}
+
+    def _with_result(self, entry: VariantResult) -> VariantResult:
         """Add the cost and, for a variant that failed, its first wrong node."""
         if entry.timing is not None:
             costs = budget_faults(self.config.export.budget, entry.bytes, entry.timing)
@@ -181,16 +200,20 @@ class VariantEvaluation:
         if not entry.faults or entry.deviation is None or entry.name == FP32:
             return entry
         try:
-            return replace(entry, first_wrong=self._first_wrong(entry, entry.deviation, reference))
+            return replace(entry, first_wrong=self._first_wrong(entry, entry.deviation))
         except PipelineError as error:
             return replace(entry, note=f"{entry.note}; the place of the error is unknown: {error}".removeprefix("; "))
 
-    def _first_wrong(self, entry: VariantResult, worst: Deviation, reference: Reference) -> FirstWrong | None:
+    def _first_wrong(self, entry: VariantResult, worst: Deviation) -> FirstWrong | None:
         """Search with the bound of this variant, or with half of its largest error if that is smaller."""
         bound = FP16_TOLERANCE if entry.name == "fp16" else INT8_NOISE
-        atol = min(bound * max(reference.scale.values(), default=1.0), worst.largest / 2)
-        batch = self.test.batch(range(min(_FAULT_SEARCH_SAMPLES, len(self.test))))
-        feed = {name: batch[name].numpy() for name in self.task.inputs}
+        scale = self._decoders.scale if self._decoders else self._reference.scale
+        atol = min(bound * max(scale.values(), default=1.0), worst.largest / 2)
+        if self._decoders:
+            feed = self._decoders.text_feed()
+        else:
+            batch = self.test.batch(range(min(_FAULT_SEARCH_SAMPLES, len(self.test))))
+            feed = {name: batch[name].numpy() for name in self.task.inputs}
         return find_first_wrong(self.path, entry.path, feed, rtol=0.0, atol=atol)
 
 
@@ -218,7 +241,7 @@ CALIBRATION_SAMPLES = 256  # of the training split, for the ranges of int8-stati
 _SHORT_TIMING_SECONDS = 0.1  # seconds, if the time is only reported
 
 
-_EXACTNESS = ("fp32", "fp16", "int8-static", "int8-dynamic")
+_EXACTNESS = ("fp32", "fp16", "int8", "int8-static", "int8-dynamic", "int4-gptq", "int4", "int4-128")
 
 
 @dataclass(frozen=True)
@@ -337,7 +360,10 @@ def table(entries: Sequence[VariantResult], chosen: str, metric: str) -> list[st
 
 def explanations(entries: Sequence[VariantResult], reasons: Mapping[str, str]) -> list[str]:
     """Return a line for each variant for the log: why it is or is not shipped, and how it was built."""
-    notes = {entry.name: "; ".join(filter(None, (str(entry.first_wrong or ""), entry.note))) for entry in entries}
+    notes = {
+        entry.name: "; ".join(filter(None, (str(entry.first_wrong or ""), str(entry.perplexity or ""), entry.note)))
+        for entry in entries
+    }
     return [f"{name}: {reason}" + (f" [{notes[name]}]" if notes[name] else "") for name, reason in reasons.items()]
 
 
@@ -372,6 +398,7 @@ def _row(entry: VariantResult, reason: str, chosen: bool, metric: str) -> dict[s
         "batch_size": None if result is None else result.size,
         "max_abs_error": None if entry.deviation is None else entry.deviation.largest,
         "noise": None if entry.deviation is None else entry.deviation.noise,
+        "perplexity": None if entry.perplexity is None else asdict(entry.perplexity),
         "first_wrong": None if entry.first_wrong is None else asdict(entry.first_wrong),
     }
     if result is not None:

@@ -20,7 +20,7 @@ from export.parity import Arrays, named_arrays, onnx_outputs, open_session, run,
 from export.to_onnx import untraced_batches
 from export.variants.timing import Timing
 from pipeline.contract.data import Samples, as_task_outputs, forward
-from pipeline.contract.errors import StageError
+from pipeline.contract.errors import ConfigError, StageError
 from pipeline.contract.settings.stages import Cost, Evaluate, Export
 from pipeline.contract.statistics.intervals import Interval
 from pipeline.contract.statistics.metrics import (
@@ -72,10 +72,6 @@ class Reference:
     scale: Mapping[str, float]  # the standard deviation of each float output
     columns: Columns  # scores of torch's outputs, and the labels
 
-    def metric_names(self, task: Task) -> list[str]:
-        own = [name for name in self.columns if name not in (PREDICTED, PROBABILITIES, ACTUAL, QUERY)]
-        return [*own, *(name for name in builtin_metrics(task) if name not in own)]
-
 
 @dataclass(frozen=True)
 class BatchSizeResult:
@@ -84,6 +80,17 @@ class BatchSizeResult:
     size: int
     deviation: Deviation
     metrics: Mapping[str, Metric]  # of the file, with torch as the baseline
+
+
+def check_metric(task: Task, columns: Columns, metric: str) -> None:
+    """Check that a file can be judged by `evaluate.metric`."""
+    own = [name for name in columns if name not in (PREDICTED, PROBABILITIES, ACTUAL, QUERY)]
+    names = [*own, *(name for name in builtin_metrics(task) if name not in own)]
+    if metric not in names:
+        raise ConfigError(
+            f"evaluate.metric: the task has no metric {metric} (it has {', '.join(names)}), so that its exported "
+            "file cannot be compared"
+        )
 
 
 @torch.no_grad()
@@ -99,16 +106,16 @@ def compute_reference(task: Task, model: nn.Module, test: Samples, size: int) ->
 def evaluate_batch_size(task: Task, test: Samples, path: Path, reference: Reference, size: int) -> BatchSizeResult:
     outputs = onnx_outputs(task, open_session(path), test, size)
     deviation = measure_deviation(reference.outputs, outputs, reference.scale)
-    return BatchSizeResult(size, deviation, _compare_metrics(task, test, reference, outputs))
-
-
-def _compare_metrics(task: Task, test: Samples, reference: Reference, outputs: Arrays) -> dict[str, Metric]:
-    """Return the gate's metrics of a file, with torch's outputs as the baseline."""
     scores = _score(task, test.batch(range(len(test))), outputs)
+    return BatchSizeResult(size, deviation, compare_scores(task, scores, reference.columns))
+
+
+def compare_scores(task: Task, scores: Columns, reference: Columns) -> dict[str, Metric]:
+    """Return the gate's metrics of a file, with the reference's scores as the baseline."""
     columns = {
         **{CANDIDATE + name: values for name, values in scores.items()},
-        **{BASELINE + name: reference.columns[name] for name in scores},
-        **{name: reference.columns[name] for name in (ACTUAL, QUERY) if name in reference.columns},
+        **{BASELINE + name: reference[name] for name in scores},
+        **{name: reference[name] for name in (ACTUAL, QUERY) if name in reference},
     }
     classes = task.classes if isinstance(task, Classifier) else None
     metrics = compute_metrics(columns, classes, compared=True, lower=lower_is_better(task))
@@ -261,6 +268,8 @@ def find_faults(
 def budget_faults(budget: Mapping[Cost, float], size_bytes: int, timing: Timing | None) -> Iterator[str]:
     """Yield each exceeded budget; one for the time is kept if the whole interval is within it."""
     for cost, limit in budget.items():
+        if cost == "perplexity":
+            continue  # judged with the answers
         if cost == "megabytes":
             if size_bytes > limit * 1e6:
                 yield f"{size_bytes / 1e6:.3g} MB exceed export.budget megabytes={limit:g}"
@@ -319,7 +328,7 @@ def _deviation_faults(name: str, deviation: Deviation, location: str) -> Iterato
         yield (
             f"on {location}, an answer is {deviation.share:.3g} standard deviations off; {FP16_TOLERANCE:g} are allowed"
         )
-    if name.startswith("int8") and deviation.noise > INT8_NOISE:
+    if name.startswith("int") and deviation.noise > INT8_NOISE:
         yield (
             f"on {location}, answers are off by {deviation.noise:.3g} standard deviations (root mean square); "
             f"{INT8_NOISE:g} are allowed"

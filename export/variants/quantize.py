@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch import Tensor
 from export.fault_search import input_names
 from export.names import name_tensors, set_output_axes
 from export.to_onnx import save_stripped, tensor_specs, untraced_batches
+from export.variants.weight_only import DOMAIN, collect_moments, round_graph
 from pipeline.contract.data import Samples, check_columns, open_split
 from pipeline.contract.errors import DataError, StageError
 from pipeline.contract.signature import NUMPY_TYPES, TensorSpec
@@ -117,9 +119,7 @@ def with_neutral_names(converter: Converter) -> Converter:
     @functools.wraps(converter)
     def convert(material: VariantInputs, path: Path) -> str:
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            for file in material.reference.parent.glob(f"{material.reference.name}*"):  # with weights outside the file
-                shutil.copyfile(file, Path(folder) / file.name)
-            copy = Path(folder) / material.reference.name
+            copy = _copy(material.reference, Path(folder))
             specs = tensor_specs(copy)
             names, output_names = ([spec.name for spec in side] for side in specs)
             sizes = (("input", len(names)), ("output", len(output_names)))
@@ -212,7 +212,34 @@ def int8_static(material: VariantInputs, path: Path) -> str:
     return f"ranges from {sum(_rows(feed) for feed in feeds)} rows of training samples"
 
 
-CONVERTERS: dict[str, Converter] = {"fp16": fp16, "int8-dynamic": int8_dynamic, "int8-static": int8_static}
+def round_weights(material: VariantInputs, path: Path, bits: int, block: int = 32, is_calibrated: bool = False) -> str:
+    """Round only weights, for language models."""
+    notes = []
+    moments: dict[str, Array] = {}
+    if is_calibrated:
+        feeds = material.calibration()
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            moments = collect_moments(_copy(material.reference, Path(folder)), feeds)
+        notes.append(f"calibrated on {len(feeds)} training texts")
+    model = onnx.load(material.reference)
+    round_graph(model.graph, bits, block, moments)
+    model.opset_import.append(onnx.helper.make_opsetid(DOMAIN, 1))
+    floats = sum(array.nbytes for name, array in _weights(model.graph) if array.ndim > 1 and ".scale" not in name)
+    if floats > model.ByteSize() / 10:
+        notes.append(f"{floats / 1e6:.3g} MB of weights stay in fp32")
+    _write(model, material, path)
+    return "; ".join(notes)
+
+
+CONVERTERS: dict[str, Converter] = {
+    "fp16": fp16,
+    "int8-dynamic": int8_dynamic,
+    "int8-static": int8_static,
+    "int8": partial(round_weights, bits=8),
+    "int4": partial(round_weights, bits=4),
+    "int4-128": partial(round_weights, bits=4, block=128),
+    "int4-gptq": partial(round_weights, bits=4, is_calibrated=True),
+}
 
 
 def static_operators(model: onnx.ModelProto) -> tuple[str, ...]:
@@ -237,6 +264,13 @@ def _lacks_fp16(node: onnx.NodeProto, versions: Mapping[str, int]) -> bool:
         for name in parameter.types
     }
     return "tensor(float)" in types and "tensor(float16)" not in types
+
+
+def _copy(path: Path, folder: Path) -> Path:
+    """Copy a file with its external weights."""
+    for file in path.parent.glob(f"{path.name}*"):
+        shutil.copyfile(file, folder / file.name)
+    return folder / path.name
 
 
 class _Reader(CalibrationDataReader):  # type: ignore[misc]  # published without types

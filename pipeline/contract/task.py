@@ -367,17 +367,24 @@ def check_export(task: Task, export: Export) -> None:
     """Reject settings that no export of this task can meet, before anything is trained."""
     if "savedmodel" in export.formats:
         _check_savedmodel_names(task)
-    if not isinstance(task, Generates):
-        return
-    if others := [name for name in export.built_variants if name != "fp32"]:
+    if "genai" in export.formats and not isinstance(task, Generates):
+        raise ConfigError("export.formats: genai is for language models; leave it out")
+    generates = isinstance(task, Generates)
+    others = {"int8-dynamic", "int8-static"} if generates else {"int8", "int4", "int4-128", "int4-gptq"}
+    if names := sorted(others.intersection(export.built_variants)):
+        kind, fix = ("a language model", "int8 or int4") if generates else ("this model", "int8-dynamic or int8-static")
+        raise ConfigError(f"export.variants: {', '.join(names)} is not for {kind}; use {fix}")
+    if "perplexity" in export.budget and not generates:
+        raise ConfigError("export.budget: perplexity is only known of language models; leave it out")
+
+
+def check_cache(model: nn.Module, export: Export) -> None:
+    """Reject the format `genai` for a model that caches no keys and values."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    if "genai" in export.formats and any(getattr(config, "kv_lora_rank", None) for config in configs):
         raise ConfigError(
-            f"export.variants: {', '.join(others)} of a language model is refused: its decoder is proven token by "
-            "token against torch, and no rounding keeps every token; write variants: [fp32]"
-        )
-    if times := [cost for cost in export.budget if cost != "megabytes"]:
-        raise ConfigError(
-            f"export.budget: {', '.join(times)} of a language model depends on the text; of its costs "
-            "only megabytes is checked here; `python -m benchmarks.serve` measures its time"
+            "export.formats: onnxruntime-genai reads caches of keys and values, and this model caches what they are "
+            "computed from (kv_lora_rank); leave genai out"
         )
 
 

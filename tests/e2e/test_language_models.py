@@ -28,7 +28,7 @@ ANSWERS = {
 
 
 def test_the_document_has_its_recipes() -> None:
-    assert [name.partition(" ")[0] for name in RECIPES] == ["Supervised", "Direct", "LoRA"]
+    assert [name.partition(" ")[0] for name in RECIPES] == ["Supervised", "Direct", "LoRA", "From"]
     assert RECIPES.keys() - ANSWERS.keys() == {"LoRA"}
 
 
@@ -40,7 +40,7 @@ def test_a_recipe_works_as_it_is_written(name: str, tmp_path: Path) -> None:
     try:
         for program, *words in commands:
             arguments = [word.replace("localhost:8080", f"127.0.0.1:{port}") for word in words]
-            settings = ["package.builder=none", f"deploy.port={port}"] if words[-2:] == ["run", "all"] else []
+            settings = ["package.builder=none", f"deploy.port={port}"] if words[2:4] == ["run", "all"] else []
             command = [*(PIPE if program == "pipe" else (program,)), *arguments, *settings]
             done = subprocess.run(
                 command, cwd=tmp_path, env=environment({}), capture_output=True, text=True, timeout=600, check=False

@@ -375,9 +375,9 @@ class Evaluate(Section):
         return scaled
 
 
-VariantName = Literal["fp32", "fp16", "int8-dynamic", "int8-static"]
-FormatName = Literal["onnx", "pt2", "savedmodel"]
-Cost = Literal["p50_ms", "p99_ms", "megabytes"]
+VariantName = Literal["fp32", "fp16", "int8-dynamic", "int8-static", "int8", "int4", "int4-128", "int4-gptq"]
+FormatName = Literal["onnx", "pt2", "savedmodel", "genai"]
+Cost = Literal["p50_ms", "p99_ms", "megabytes", "perplexity"]
 FASTEST: Literal["fastest-that-passes"] = "fastest-that-passes"
 
 
@@ -407,7 +407,9 @@ class Export(Section):
         "`transformers` fusions; a graph that fails verification is not used",
     )
     formats: tuple[FormatName, ...] = Field(
-        ("onnx",), description="additional formats next to ONNX: pt2 (torch.export) and savedmodel (TensorFlow)"
+        ("onnx",),
+        description="additional formats next to ONNX: pt2 (torch.export), savedmodel (TensorFlow), and genai "
+        "(language models, onnxruntime-genai)",
     )
     adapter: Literal["merged", "separate"] = Field(
         "merged",
@@ -415,7 +417,9 @@ class Export(Section):
         "ONNX file always has the merged ones",
     )
     variants: tuple[VariantName, ...] = Field(
-        ("fp32",), description="model variants to build and evaluate; fp32 is always built"
+        ("fp32",),
+        description="model variants to build and evaluate; fp32 is always built; int8 and int4 (blocks of 32 or 128 "
+        "weights) are for language models, int8-dynamic and int8-static for others",
     )
     choose: VariantName | Literal["fastest-that-passes"] = Field(
         "fp32", description="variant to ship; `fastest-that-passes` selects by measured time"
@@ -426,7 +430,7 @@ class Export(Section):
     budget: dict[Cost, Annotated[float, Field(gt=0)]] = Field(
         {},
         description="limits for the shipped variant, as in `{p50_ms: 2, p99_ms: 5, megabytes: 20}`; latencies are for "
-        "one instance",
+        "one instance, or a token of a language model; perplexity: increase that a variant may have, by default 0.01",
     )
 
     @model_validator(mode="after")

@@ -254,12 +254,12 @@ class Talk(Hills):
         raise AssertionError("it must not be run")
 
 
-def test_a_language_model_is_fp32_and_has_no_budget_of_time(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"fp16 of a language model is refused.*write variants: \[fp32\]"):
-        check_export(Talk(), config(variants=["fp16"]).export)
-    with pytest.raises(ConfigError, match=r"export.budget: p50_ms of a language model depends on the text"):
-        check_export(Talk(), config(budget={"p50_ms": 1}).export)
+def test_the_size_of_a_language_model_needs_no_comparison(tmp_path: Path) -> None:
     (entry,) = contest(tmp_path, task=Talk(), variants=["fp32"], budget={"megabytes": 1e-6}).entries()
     assert entry.faults[0].endswith("MB exceed export.budget megabytes=1e-06")
     assert entry.outcome is None
     check_export(Hills(), config(variants=ALL).export)
+    with pytest.raises(ConfigError, match="int4 is not for this model; use int8-dynamic or int8-static"):
+        check_export(Hills(), config(variants=["int4"]).export)
+    with pytest.raises(ConfigError, match="perplexity is only known of language models"):
+        check_export(Hills(), config(budget={"perplexity": 0.1}).export)

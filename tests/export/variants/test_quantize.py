@@ -90,7 +90,7 @@ def run(path: Path, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return found
 
 
-@pytest.mark.parametrize("name", list(CONVERTERS))
+@pytest.mark.parametrize("name", ["fp16", "int8-dynamic", "int8-static"])
 def test_a_variant_is_smaller_states_nearly_the_same_and_is_the_same_bytes_again(name: str, tmp_path: Path) -> None:
     reference = write(tmp_path / "model.onnx")
     paths = [tmp_path / f"{name}{turn}.onnx" for turn in range(2)]
@@ -127,7 +127,7 @@ def test_static_answers_beyond_what_calibration_saw_are_not_cut_off(tmp_path: Pa
     assert run(tmp_path / "static.onnx", far).max() > run(tmp_path / "static.onnx", seen).max()
 
 
-@pytest.mark.parametrize("name", list(CONVERTERS))
+@pytest.mark.parametrize("name", ["fp16", "int8-dynamic", "int8-static"])
 def test_weights_that_lay_outside_the_file_stay_outside(name: str, tmp_path: Path) -> None:
     reference = write(tmp_path / "reference" / "model.onnx", external=True)
     path = tmp_path / "other" / "model.onnx"
