@@ -70,5 +70,5 @@ $(VENV)/.run: $(VENV)/bin/python pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(INSTALL_TORCH)
-	$(PIP) -e '.[all$(GPU),dev]'
+	$(PIP) -e '.[all$(GPU),dev$(if $(GPU),,,genai)]'
 	touch $@ $(VENV)/.run

@@ -1,4 +1,6 @@
-"""Write other formats: torch.export's pt2 and TensorFlow's SavedModel, each loaded again and compared with torch.
+"""Write other formats, each loaded again and compared with torch.
+
+They are torch.export's pt2, TensorFlow's SavedModel, and the folder of a language model for onnxruntime-genai.
 
 onnx2tf converts ONNX to a SavedModel. It pins another version of onnx, and TensorFlow conflicts with packages torch
 needs, so both run in a process and, if configured, an environment of their own. Their outputs come back as arrays.
@@ -15,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,17 +27,25 @@ import numpy as np
 import torch
 from torch import nn
 
-from export.language_model import language_export_input, make_generation, verify_language
-from export.parity import Arrays, compare_all, evaluated_outputs
+from export.language_model import (
+    TOKENS,
+    TorchDecoder,
+    choose_prompts,
+    complete_generation,
+    language_export_input,
+    make_generation,
+    verify_language,
+)
+from export.parity import Arrays, compare_all, evaluated_outputs, measure
 from export.parity_everywhere import case_inputs, compare_outputs, make_cases
 from export.to_onnx import export_input
 from export.trace import ExportInput, trace
 from pipeline.contract.data import Samples, example_batch
-from pipeline.contract.errors import StageError
-from pipeline.contract.files import digest_tree
-from pipeline.contract.golden import Decoder
+from pipeline.contract.errors import StageError, install_command
+from pipeline.contract.files import digest_tree, write_json
+from pipeline.contract.golden import Decoder, empty_past, inputs_of
 from pipeline.contract.settings.stages import Export
-from pipeline.contract.signature import TensorSpec
+from pipeline.contract.signature import Generation, TensorSpec
 from pipeline.contract.task import Generates, Task
 
 FORMATS_FILE, FOLDER = "formats.json", "formats"
@@ -52,6 +62,7 @@ class Original:
     config: Export
     path: Path
     inputs: Mapping[str, TensorSpec]
+    files: Path | None = None  # what model, data and codec share: the tokenizer
 
 
 class Skipped(Exception):
@@ -137,6 +148,112 @@ def _write_saved_model(original: Original, folder: Path) -> tuple[Path, list[dic
     return folder, _verify(original, answers)
 
 
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+def _write_genai(original: Original, folder: Path) -> tuple[Path, list[dict[str, Any]]]:
+    """Write what onnxruntime-genai runs: the ONNX file, genai_config.json and the files of the tokenizer."""
+    if find_spec("onnxruntime_genai") is None:
+        raise Skipped(f"onnxruntime_genai is not installed here; to install it: {install_command('genai')}")
+    task: Any = original.task
+    assert original.files is not None, "of a language model"
+    model = task.language_model(original.model)
+    generation = complete_generation(make_generation(task, model), task, original.files)
+    write_json(folder / "genai_config.json", _genai_config(model.config, generation, original.inputs))
+    for file in original.path.parent.glob(f"{original.path.name}*"):
+        shutil.copyfile(file, folder / file.name)
+    for file in filter(Path.is_file, (original.files / name for name in _TOKENIZER_FILES)):
+        shutil.copyfile(file, folder / file.name)
+    if not (folder / "tokenizer_config.json").exists():
+        tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": generation.template}
+        write_json(folder / "tokenizer_config.json", tokenizer)
+    reference, decoder = TorchDecoder(model, generation), Decoder(dict, generation, original.inputs)
+    prompts = choose_prompts(task.prompting().prompts, original.test, generation)
+    return folder, _compare_genai(folder, reference, decoder, prompts, original.config)
+
+
+def _genai_config(config: Any, generation: Generation, inputs: Mapping[str, TensorSpec]) -> dict[str, Any]:
+    specs = [inputs[cache.input] for cache in generation.caches]
+    kinds = [cache.input.rpartition(".")[2] for cache in generation.caches]
+    if kinds != ["key", "value"] * (len(kinds) // 2) or len({spec.shape[1::2] for spec in specs}) > 1:
+        raise StageError("onnxruntime-genai reads caches of keys and values of one shape, and this model has others")
+    _, heads, _, width = specs[0].shape
+    sampling = generation.sampling
+    return {
+        "model": {
+            "type": "decoder",
+            "vocab_size": config.vocab_size,
+            "context_length": generation.positions_limit,
+            "bos_token_id": next(iter(generation.begin), 0),
+            "eos_token_id": list(generation.end) or [-1],
+            "pad_token_id": next(iter(generation.end), 0),
+            "decoder": {
+                "filename": "model.onnx",
+                "session_options": {},
+                "hidden_size": config.hidden_size,
+                "head_size": width,
+                "num_attention_heads": config.num_attention_heads,
+                "num_key_value_heads": heads,
+                "num_hidden_layers": len(specs) // 2,
+                "inputs": {
+                    "input_ids": generation.ids,
+                    "attention_mask": generation.mask,
+                    "position_ids": generation.positions,
+                    "past_key_names": "past.%d.key",
+                    "past_value_names": "past.%d.value",
+                },
+                "outputs": {
+                    "logits": generation.logits,
+                    "present_key_names": "present.%d.key",
+                    "present_value_names": "present.%d.value",
+                },
+            },
+        },
+        "search": {
+            "max_length": generation.positions_limit,
+            "past_present_share_buffer": False,
+            "do_sample": sampling.temperature > 0,
+            "temperature": sampling.temperature or 1.0,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "repetition_penalty": sampling.repetition_penalty,
+        },
+    }
+
+
+def _compare_genai(
+    folder: Path, reference: TorchDecoder, decoder: Decoder, prompts: Sequence[Sequence[int]], config: Export
+) -> list[dict[str, Any]]:
+    """Compare the logits of the prompts and of each token of torch's greedy answers."""
+    import onnxruntime_genai
+
+    generation = reference.generation
+    model = onnxruntime_genai.Model(str(folder))
+    onnxruntime_genai.Tokenizer(model)  # refuses a tokenizer of another kind
+    parameters = onnxruntime_genai.GeneratorParams(model)
+    rows = []
+    for prompt in prompts:
+        answer = reference.greedy(prompt, min(TOKENS, generation.positions_limit - len(prompt)))
+        ids = np.array([[*prompt, *answer[:-1]]])
+        feed = inputs_of(generation, ids, np.ones_like(ids), empty_past(decoder, 1))
+        expected = reference.run(feed)[generation.logits][0, len(prompt) - 1 :]
+        started, generator, actual = time.perf_counter(), onnxruntime_genai.Generator(model, parameters), []
+        for tokens in (prompt, *([token] for token in answer[:-1])):
+            generator.append_tokens(np.array([tokens], np.int32))
+            actual.append(generator.get_logits()[0, -1])
+        seconds = time.perf_counter() - started
+        text = f"a prompt of {len(prompt)} tokens, run by onnxruntime-genai"
+        pairs = {generation.logits: (expected, np.array(actual))}
+        rows.append(asdict(measure(pairs, config, 1, seconds, text, generation.logits)))
+    return rows
+
+
 def _export_input(original: Original) -> ExportInput:
     if isinstance(original.task, Generates):
         model = original.task.language_model(original.model)
@@ -182,6 +299,7 @@ def _verify(original: Original, answers: RunFeeds) -> list[dict[str, Any]]:
 _WRITERS: dict[str, Callable[[Original, Path], tuple[Path, list[dict[str, Any]]]]] = {
     "pt2": _write_pt2,
     "savedmodel": _write_saved_model,
+    "genai": _write_genai,
 }
 
 

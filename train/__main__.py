@@ -27,7 +27,7 @@ from pipeline.contract.processes import Rank
 from pipeline.contract.prompting import check_prompting
 from pipeline.contract.restarts import read_attempts
 from pipeline.contract.run import Run, run_step
-from pipeline.contract.task import FOLDER, Task, build_model, check_export, open_task
+from pipeline.contract.task import FOLDER, Task, build_model, check_cache, check_export, open_task
 from pipeline.contract.weights import save_weights
 from train.batch_order import order_identity, read_order
 from train.batch_size import decide_batch_size
@@ -98,6 +98,7 @@ def train(run: Run, root: Path) -> None:
 
 def _make_model(task: Task, run: Run) -> nn.Module:
     model, settings = build_model(task, run), run.config.model
+    check_cache(model, run.config.export)
     return model if settings.adapter == "none" else add_adapter(model, settings)
 
 

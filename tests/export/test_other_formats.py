@@ -14,13 +14,17 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from export import other_formats
+from export.language_model import TorchDecoder, convert_language, make_generation
 from export.other_formats import Original, require_formats, saved_model_problem, write_formats
+from export.to_onnx import tensor_specs
 from pipeline.contract.data import open_split
 from pipeline.contract.errors import StageError
-from pipeline.contract.files import digest_file
+from pipeline.contract.files import digest_file, write_json
 from pipeline.contract.settings.stages import Export
+from pipeline.contract.signature import Prompting, TensorSpec
 
 from .conftest import Classes, linear, pairs
+from .languages import PROMPTS, WORDS, Language, causal
 from .recurrent import Tags
 
 
@@ -91,6 +95,62 @@ def test_an_environment_for_it_that_is_not_there_is_named() -> None:
 def test_what_its_converter_states_is_reported_where_it_fails(tmp_path: Path) -> None:
     with pytest.raises(StageError, match=r"onnx2tf does not convert the file: .*Error"):
         other_formats.run_saved_model(sys.executable, tmp_path / "gone.onnx", tmp_path, ("y",), [pairs()])
+
+
+BYTES = {  # a tokenizer whose tokens are the bytes of ASCII letters
+    "model": {"type": "BPE", "vocab": {chr(65 + number): number for number in range(WORDS)}, "merges": []},
+    "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
+    "decoder": {"type": "ByteLevel"},
+}
+
+
+def decoder(folder: Path, kind: str) -> Original:
+    """A language model with its plain file, which is not verified here."""
+    prompting = Prompting(begin=(1,), end=(2,), prompts=PROMPTS)
+    task: Any = Language(causal(kind), settings=prompting)
+    write_json(folder / "tokenizer.json", BYTES)
+    path, generation = folder / "model.onnx", make_generation(task, task.net)
+    convert_language(task.net, generation, Export(), path)
+    inputs = {spec.name: spec for spec in tensor_specs(path)[0]}
+    config = Export(formats=("onnx", "genai"))
+    return Original(task, task.net, open_split(task, "test"), config, path, inputs, folder)
+
+
+def test_onnxruntime_genai_generates_torchs_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    genai = pytest.importorskip("onnxruntime_genai", reason="the extra `genai` is not installed")
+    one = decoder(tmp_path, "Qwen2")
+    (row,) = write_formats(one, tmp_path / "formats")
+    assert (row["passed"], row["reason"], row["path"]) == (True, "equal to torch", "formats/genai")
+    names = ["genai_config.json", "model.onnx", "tokenizer.json", "tokenizer_config.json"]
+    assert sorted(row["sha256"]) == names
+    assert row["max_abs_error"] < 1e-4
+    model = genai.Model(str(tmp_path / row["path"]))
+    assert list(genai.Tokenizer(model).encode("DBE")) == [3, 1, 4]
+    reference = TorchDecoder(one.model, make_generation(one.task, one.model))  # type: ignore[arg-type]
+    for prompt in PROMPTS:
+        expected = [*prompt, *reference.greedy(prompt, 6)]
+        parameters = genai.GeneratorParams(model)
+        parameters.set_search_options(do_sample=False, max_length=len(prompt) + 6)
+        generator = genai.Generator(model, parameters)
+        generator.append_tokens(np.array([prompt], np.int32))
+        while not generator.is_done():
+            generator.generate_next_token()
+        sequence = [*generator.get_sequence(0).tolist(), 2]  # the end is not part of it
+        assert sequence[: len(expected)] == expected
+    layer: Any = one.model.get_submodule("model.layers.0.self_attn")
+    monkeypatch.setattr(layer, "scaling", 1.0)
+    (row,) = write_formats(one, tmp_path / "formats")
+    assert "it is not the model" in row["reason"]
+    assert not (tmp_path / "formats/genai").exists()
+
+
+def test_a_cache_of_latents_has_no_folder_for_onnxruntime_genai(tmp_path: Path) -> None:
+    made = causal("DeepseekV3")
+    caches = [f"past.0.{name}" for name in ("latent", "rope")]
+    specs = {name: TensorSpec(name=name, datatype="FP32", shape=("batch", 1, "past", 4)) for name in caches}
+    generation = make_generation(Language(made), made)
+    with pytest.raises(StageError, match="reads caches of keys and values of one shape"):
+        other_formats._genai_config(made.config, generation, specs)
 
 
 @pytest.mark.parametrize("formats", [("pt2",), ("onnx", "pt2", "pt2")])
