@@ -13,14 +13,13 @@ import numpy as np
 import torch
 from bag import Bag
 from codec import LONGEST, PACKAGES, SnippetCodec
-from language import mask_between_documents
 from tfidf import fit_best
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModel
 from vocabulary import read_tokenizer, require_loaded
 
-from pipeline import ConfigError
+from pipeline import ConfigError, mask_between_texts
 
 LINES = 8  # of a snippet
 
@@ -36,7 +35,7 @@ class SnippetClassifier(nn.Module):
         body = AutoModel.from_config(config, dtype=torch.float32)
         if hasattr(config, "n_routed_experts"):
             body.set_experts_implementation("eager")  # the fastest on CPU; the export replaces it
-        self.model = mask_between_documents(body)
+        self.model = mask_between_texts(body)
         self.score = nn.Linear(config.hidden_size, len(PACKAGES))
         self.bag = Bag(config.vocab_size, len(PACKAGES))
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+from transformers.masking_utils import create_causal_mask
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RMSNorm
 
 
@@ -39,11 +40,11 @@ class MultiTokenModel(DeepseekV3ForCausalLM):  # type: ignore[misc]
         self.model.layers.append(MultiTokenLayer(config))  # the body ends before it, at num_hidden_layers
         self.post_init()
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
-        """`attention_mask` is [batch, 1, from, to], as `language.document_mask` makes it."""
+    def forward(self, input_ids: Tensor, attention_mask: None, position_ids: Tensor, use_cache: bool = False) -> Tensor:
+        """Return both logits; `mask_between_texts` removes the mask, and transformers builds it from the positions."""
         body = self.model
         hidden = body(
-            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=use_cache
         ).last_hidden_state
         logits: Tensor = self.lm_head(hidden)
         if self.next_token_only:
@@ -52,7 +53,9 @@ class MultiTokenModel(DeepseekV3ForCausalLM):  # type: ignore[misc]
         second = body.layers[-1](
             hidden_before,
             body.embed_tokens(input_ids[:, 1:]),
-            attention_mask=attention_mask[:, :, :-1, :-1],
+            attention_mask=create_causal_mask(
+                self.config, hidden_before, attention_mask, None, position_ids=position_ids[:, :-1]
+            ),
             position_embeddings=body.rotary_emb(hidden_before, position_ids[:, :-1]),
         )
         return torch.cat([logits, self.lm_head(second)], dim=1)

@@ -9,7 +9,6 @@ from typing import Any
 import corpus
 import numpy as np
 import torch
-from language import mask_between_documents
 from multi_token import MultiTokenModel, without_multi_token
 from ngram import NGram
 from tokenizers import Tokenizer
@@ -18,7 +17,7 @@ from torch.nn import functional
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 from vocabulary import BEGIN, END, PAD, bytes_of, encode, read_tokenizer, require_loaded, train_tokenizer
 
-from pipeline import Prompting, Samples, cut_texts, one_text_per_row, pack_texts
+from pipeline import Prompting, Samples, cut_texts, mask_between_texts, one_text_per_row, pack_texts
 
 
 class Pretrain:
@@ -79,7 +78,7 @@ class Pretrain:
         config = DeepseekV3Config.from_pretrained(require_loaded(self._folder))
         model = self.model_class(config)
         model.set_experts_implementation("eager")  # the fastest on CPU; the export replaces it
-        return mask_between_documents(model)
+        return mask_between_texts(model)
 
     def data(self, split: str) -> dict[str, np.ndarray[Any, Any]]:
         """Pack documents for training; for evaluation, put one into each row, as in requests."""
