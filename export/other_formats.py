@@ -191,7 +191,7 @@ def _genai_config(config: Any, generation: Generation, inputs: Mapping[str, Tens
             "vocab_size": config.vocab_size,
             "context_length": generation.positions_limit,
             "bos_token_id": next(iter(generation.begin), 0),
-            "eos_token_id": list(generation.end) or [-1],
+            "eos_token_id": list(generation.end),
             "pad_token_id": next(iter(generation.end), 0),
             "decoder": {
                 "filename": "model.onnx",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import zipfile
 from pathlib import Path
@@ -124,6 +125,7 @@ def test_onnxruntime_genai_generates_torchs_tokens(tmp_path: Path, monkeypatch: 
     names = ["genai_config.json", "model.onnx", "tokenizer.json", "tokenizer_config.json"]
     assert sorted(row["sha256"]) == names
     assert row["max_abs_error"] < 1e-4
+    assert json.loads((tmp_path / row["path"] / "genai_config.json").read_text())["model"]["eos_token_id"] == [2]
     model = genai.Model(str(tmp_path / row["path"]))
     assert list(genai.Tokenizer(model).encode("DBE")) == [3, 1, 4]
     reference = TorchDecoder(one.model, make_generation(one.task, one.model))  # type: ignore[arg-type]

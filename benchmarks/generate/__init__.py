@@ -1,0 +1,1 @@
+"""Greedy decoding of one decoder by the service's engine and by other libraries."""
