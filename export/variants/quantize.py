@@ -24,7 +24,7 @@ from torch import Tensor
 from export.fault_search import input_names
 from export.names import name_tensors, set_output_axes
 from export.to_onnx import save_stripped, tensor_specs, untraced_batches
-from export.variants.weight_only import DOMAIN, collect_moments, round_graph
+from export.variants.weight_only import DOMAIN, collect_moments, nested_nodes, round_graph, subgraphs
 from pipeline.contract.data import Samples, check_columns, open_split
 from pipeline.contract.errors import DataError, StageError
 from pipeline.contract.signature import NUMPY_TYPES, TensorSpec
@@ -244,14 +244,14 @@ CONVERTERS: dict[str, Converter] = {
 
 def static_operators(model: onnx.ModelProto) -> tuple[str, ...]:
     """Return the operators that int8-static quantizes."""
-    convolves = any(node.op_type == "Conv" for node in _nodes(model.graph))
+    convolves = any(node.op_type == "Conv" for node in nested_nodes(model.graph))
     return (*_STATIC, *_RESIDUAL) if convolves else _STATIC
 
 
 def operators_without_fp16(model: onnx.ModelProto) -> set[str]:
     """Return the operators that take floats but, by ONNX's rules, no fp16."""
     versions = {opset.domain: opset.version for opset in model.opset_import}
-    return {node.op_type for node in _nodes(model.graph) if _lacks_fp16(node, versions)}
+    return {node.op_type for node in nested_nodes(model.graph) if _lacks_fp16(node, versions)}
 
 
 def _lacks_fp16(node: onnx.NodeProto, versions: Mapping[str, int]) -> bool:
@@ -295,7 +295,7 @@ def _prepare(material: VariantInputs, folder: Path) -> Path:
 
 def _load_quantized(path: Path, operators: str) -> onnx.ModelProto:
     model = onnx.load(path)
-    if not any(node.op_type in _INTEGER for node in _nodes(model.graph)):
+    if not any(node.op_type in _INTEGER for node in nested_nodes(model.graph)):
         raise StageError(f"the graph has no {operators} with constant weights: there is nothing to quantise")
     return model
 
@@ -309,13 +309,13 @@ def _keep_outputs_in_float(graph: onnx.GraphProto) -> None:
         if rounding is None or rounding.op_type != "QuantizeLinear" or rounding.input[0] not in makers:
             continue
         float_name = rounding.input[0]
-        if sum(name in (float_name, rounding.output[0]) for node in _nodes(graph) for name in node.input) > 2:
+        if sum(name in (float_name, rounding.output[0]) for node in nested_nodes(graph) for name in node.input) > 2:
             continue  # another node reads it
         maker = makers[float_name]
         maker.output[list(maker.output).index(float_name)] = output.name
         graph.node.remove(last)
         graph.node.remove(rounding)
-    read = {name for node in _nodes(graph) for name in node.input} | {output.name for output in graph.output}
+    read = {name for node in nested_nodes(graph) for name in node.input} | {output.name for output in graph.output}
     for tensor in [tensor for tensor in graph.initializer if tensor.name not in read]:
         graph.initializer.remove(tensor)
 
@@ -323,7 +323,7 @@ def _keep_outputs_in_float(graph: onnx.GraphProto) -> None:
 def _write(model: onnx.ModelProto, material: VariantInputs, path: Path) -> None:
     """Sort the nodes, drop domains that the converters left behind, and save."""
     sort_nodes(model.graph)
-    used = {node.domain for node in _nodes(model.graph)} | {function.domain for function in model.functions}
+    used = {node.domain for node in nested_nodes(model.graph)} | {function.domain for function in model.functions}
     opsets = [opset for opset in model.opset_import if opset.domain in used or opset.domain == ""]
     del model.opset_import[:]
     model.opset_import.extend(opsets)
@@ -349,7 +349,7 @@ def sort_nodes(graph: onnx.GraphProto) -> None:
     copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
     del graph.node[:]
     graph.node.extend(copies)
-    for inner in _subgraphs(graph):
+    for inner in subgraphs(graph):
         sort_nodes(inner)
 
 
@@ -361,23 +361,8 @@ def _weights(graph: onnx.GraphProto) -> Iterator[tuple[str, np.ndarray[Any, Any]
 
 def _initializers(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
     yield from graph.initializer
-    for inner in _subgraphs(graph):
+    for inner in subgraphs(graph):
         yield from _initializers(inner)
-
-
-def _nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
-    yield from graph.node
-    for inner in _subgraphs(graph):
-        yield from _nodes(inner)
-
-
-def _subgraphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """Yield the branches of an `If` and the bodies of a `Loop`."""
-    for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.type == onnx.AttributeProto.GRAPH:
-                yield attribute.g
-            yield from attribute.graphs
 
 
 def _rows(feed: Feed) -> int:

@@ -18,6 +18,7 @@ import onnx
 import torch
 from onnx import helper, numpy_helper
 
+from export.fault_search import input_names
 from export.parity import open_session
 from pipeline.contract.errors import StageError
 
@@ -64,6 +65,10 @@ def round_graph(graph: onnx.GraphProto, bits: int, block: int, moments: Mapping[
         if table is not None and table.data_type == onnx.TensorProto.FLOAT and table.dims[1] % _EMBEDDING_BLOCK == 0:
             rounded = round_blocks(numpy_helper.to_array(table), 8, _EMBEDDING_BLOCK)
             _replace_lookup(graph, node, rounded, ranks[node.input[1]])
+    for node in [node for node in nested_nodes(graph) if node.op_type == "Gather"]:
+        stack = arrays.get(node.input[0])
+        if stack is not None and len(stack.dims) == 3 and stack.dims[2] % _EMBEDDING_BLOCK == 0:
+            _replace_experts(graph, node, numpy_helper.to_array(stack), bits)
     _remove_unused(graph)
 
 
@@ -219,6 +224,21 @@ def _replace_lookup(graph: onnx.GraphProto, node: onnx.NodeProto, rounded: Round
     )
 
 
+def _replace_experts(graph: onnx.GraphProto, node: onnx.NodeProto, stack: Array, bits: int) -> None:
+    """Restore the weights of an expert when the loop over experts takes them from [experts, inputs, outputs]."""
+    name, indices = node.input
+    rounded = round_blocks(stack.reshape(-1, stack.shape[2]), bits, _EMBEDDING_BLOCK)
+    integers, zero = (_pack(part) if bits == 4 else part for part in (rounded.integers, rounded.zero))
+    parts = {f"{name}.int{bits}": integers, f"{name}.scale": rounded.scale, f"{name}.zero": zero}
+    _add_constants(graph, {part: array.reshape(*stack.shape[:2], -1) for part, array in parts.items()})
+    sizes: dict[str, Any] = {"gather_axis": 0, "quantize_axis": 2, "block_size": _EMBEDDING_BLOCK, "bits": bits}
+    lookup = helper.make_node(
+        "GatherBlockQuantized", [f"{name}.int{bits}", indices, f"{name}.scale", f"{name}.zero"], node.output, node.name,
+        domain=DOMAIN, **sizes,
+    )  # fmt: skip
+    node.CopyFrom(lookup)
+
+
 def _add_constants(graph: onnx.GraphProto, constants: Mapping[str, Array]) -> None:
     present = {tensor.name for tensor in graph.initializer}
     new = {name: array for name, array in constants.items() if name not in present}
@@ -239,6 +259,21 @@ def _remove_unused(graph: onnx.GraphProto) -> None:
         (graph.node, lambda node, read: read & {*node.output}),
         (graph.initializer, lambda tensor, read: tensor.name in read),
     ):
-        read = {name for node in graph.node for name in node.input} | outputs
+        read = {name for node in graph.node for name in input_names(node)} | outputs
         for item in [item for item in kept if not is_used(item, read)]:
             kept.remove(item)
+
+
+def nested_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    yield from graph.node
+    for inner in subgraphs(graph):
+        yield from nested_nodes(inner)
+
+
+def subgraphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """Yield the branches of an `If` and the bodies of a `Loop`."""
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                yield attribute.g
+            yield from attribute.graphs

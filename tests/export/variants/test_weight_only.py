@@ -96,6 +96,52 @@ def test_file_with_rounded_weights_answers_nearly_the_same(tmp_path: Path, name:
     assert shares_table == tied
 
 
+def mixture(folder: Path) -> Path:
+    """Write a graph whose loop multiplies by one expert after the other, as `grouped_mm` is exported."""
+    stack = np.random.default_rng(0).normal(size=(2, WIDTH, INNER)).astype(np.float32)
+    body = helper.make_graph(
+        [
+            helper.make_node("Gather", ["stack", "index"], ["weight"], "expert"),
+            helper.make_node("MatMul", ["hidden", "weight"], ["product"], "product"),
+            helper.make_node("Add", ["sum", "product"], ["sum_out"], "add"),
+            helper.make_node("Identity", ["continues"], ["continues_out"], "continue"),
+        ],
+        "body",
+        [
+            helper.make_tensor_value_info("index", TensorProto.INT64, []),
+            helper.make_tensor_value_info("continues", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("sum", TensorProto.FLOAT, None),
+        ],
+        [
+            helper.make_tensor_value_info("continues_out", TensorProto.BOOL, []),
+            helper.make_tensor_value_info("sum_out", TensorProto.FLOAT, None),
+        ],
+    )
+    path = network(folder, tied=True)
+    model = onnx.load(path)
+    nodes = {node.name: node for node in model.graph.node}
+    nodes["first"].input[1], nodes["first"].output[0] = "square", "hidden"
+    loop = helper.make_node("Loop", ["count", "", "start"], ["wide"], "loop", body=body)
+    model.graph.node.insert(2, loop)
+    square = np.eye(WIDTH, dtype=np.float32)
+    constants = {"stack": stack, "square": square, "count": np.array(2), "start": np.zeros((), np.float32)}
+    model.graph.initializer.extend(numpy_helper.from_array(array, name) for name, array in constants.items())
+    onnx.save(model, path)
+    return path
+
+
+@pytest.mark.parametrize(("name", "share", "limit"), [("int8", 0.3, 0.02), ("int4", 0.2, 0.2)])
+def test_experts_that_a_loop_reads_are_rounded(tmp_path: Path, name: str, share: float, limit: float) -> None:
+    path, ids = mixture(tmp_path), np.arange(40).reshape(4, 10)
+    (tmp_path / name).mkdir()
+    rounded = tmp_path / name / "model.onnx"
+    CONVERTERS[name](VariantInputs(path, False, 7, list), rounded)
+    expected, actual = answer(path, ids), answer(rounded, ids)
+    assert np.sqrt(((expected - actual) ** 2).mean()) < limit * expected.std()
+    sizes = {one.name: len(one.raw_data) for file in (path, rounded) for one in onnx.load(file).graph.initializer}
+    assert sum(size for tensor, size in sizes.items() if tensor.startswith("stack.")) < share * sizes["stack"]
+
+
 def test_moments_are_those_of_the_layers_inputs(tmp_path: Path) -> None:
     path, ids = network(tmp_path, tied=True), np.array([[3, 5, 8]])
     table = next(numpy_helper.to_array(one) for one in onnx.load(path).graph.initializer if one.name == "table")
