@@ -88,7 +88,7 @@ def write_onnx(traced: ExportInput, config: Export, path: Path) -> ExportResult:
         try:
             # torch.onnx itself would take the trace with fixed sizes before it tries a strict one.
             program = torch.onnx.export(
-                result.program if result.strict and result.program is not None else traced.module,
+                result.program if result.is_final and result.program is not None else traced.module,
                 traced.arguments,
                 dynamo=True,
                 verbose=False,

@@ -11,7 +11,7 @@ import re
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,11 +43,14 @@ class Trace:
 
     program: torch.export.ExportedProgram | None
     limits: str  # the sizes to which torch's guards limit the trace
-    strict: bool = False  # traced from the bytecode of forward, because running it did not work
+    is_final: bool = False  # torch.onnx would trace the model in the same way, or in a worse one
 
 
 def trace(traced: ExportInput) -> Trace:
     """Trace with torch.export; refuse a Python branch on data and an operator without a fake implementation."""
+    no_special_sizes = torch.fx.experimental._config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
+    with suppress(Exception), no_special_sizes:  # as torch.onnx does; other errors are reported without it
+        return Trace(_export_program(traced, strict=False), "", is_final=True)
     try:
         return Trace(_export_program(traced, strict=False), "")
     except Exception as error:  # torch raises its own types and any that the model raises
@@ -55,8 +58,8 @@ def trace(traced: ExportInput) -> Trace:
         _refuse_branch(error)
         _refuse_unknown_operator(error)
         limits = _limits(str(error))
-    try:  # when forward runs, Python makes `len(x)` a number that is the same for all batches
-        return Trace(_export_program(traced, strict=True), "", strict=True)
+    try:  # from the bytecode of forward: when it runs, Python makes `len(x)` a number that is the same for all batches
+        return Trace(_export_program(traced, strict=True), "", is_final=True)
     except Exception:  # the first error was the better one
         return Trace(None, limits)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -204,6 +205,13 @@ def test_a_model_with_texts_of_any_length_is_traced_as_well() -> None:
     batch = {name: torch.as_tensor(column[:3]) for name, column in task.columns.items()}
     with pytest.raises(StageError, match="dropout stays on in eval mode"):
         inspect(export_input(task.net.eval(), task, batch))
+
+
+def test_a_model_is_traced_once(exported: Exporter, monkeypatch: pytest.MonkeyPatch) -> None:
+    export = Mock(wraps=torch.export.export)
+    monkeypatch.setattr(torch.export, "export", export)
+    exported(Small(linear(), pairs()))
+    assert export.call_count == 1
 
 
 class Packed(Tagger):
