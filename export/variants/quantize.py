@@ -97,6 +97,11 @@ _STATIC = (
 _RESIDUAL = (
     "Add",
 )  # beside convolutions; without them it may add a mask, whose lowest float leaves no range for scores
+# Operators that compare or select: what follows from their results does not depend on small errors of activations.
+_DECISIONS = {
+    *("Equal", "Less", "Greater", "LessOrEqual", "GreaterOrEqual", "IsNaN"),
+    *("TopK", "ArgMax", "NonZero", "Shape"),
+}
 _INTEGER = {"MatMulInteger", "DynamicQuantizeLSTM", "QAttention", "DequantizeLinear"}
 
 
@@ -159,7 +164,10 @@ def fp16(material: VariantInputs, path: Path) -> str:
             raise StageError(f"the weight {name} goes beyond {_LARGEST_HALF:g}, the largest number that fp16 has")
     unsupported = sorted(operators_without_fp16(model))
     blocked = [*DEFAULT_OP_BLOCK_LIST, *unsupported]
-    half = convert_float_to_float16(model, keep_io_types=True, op_block_list=blocked)
+    half = convert_float_to_float16(
+        model, keep_io_types=True, op_block_list=blocked, node_block_list=_name_exact_nodes(model.graph)
+    )
+    _join_casts(half.graph)
     if not any(tensor.data_type == onnx.TensorProto.FLOAT16 for tensor in _initializers(half.graph)):
         raise StageError(
             f"no operator with weights has a form in fp16 ({', '.join(unsupported)}): there is nothing to convert"
@@ -271,6 +279,47 @@ def _copy(path: Path, folder: Path) -> Path:
     for file in path.parent.glob(f"{path.name}*"):
         shutil.copyfile(file, folder / file.name)
     return folder / path.name
+
+
+def _name_exact_nodes(graph: onnx.GraphProto) -> list[str]:
+    """Return the nodes that compute angles of positions, and counts: above 2048, fp16 leaves integers out."""
+    integers = (onnx.TensorProto.INT32, onnx.TensorProto.INT64)
+    makers = {name: node for node in graph.node for name in node.output}
+    pending = [
+        node
+        for node in graph.node
+        if node.op_type in ("Sin", "Cos")
+        or (node.op_type == "Cast" and any(attribute.i in integers for attribute in node.attribute))
+    ]
+    names: dict[str, None] = {}
+    while pending:
+        node = pending.pop()
+        if node.name in names:
+            continue
+        node.name = node.name or f"exact_{len(names)}"
+        names[node.name] = None
+        if node.op_type not in _DECISIONS:
+            pending += [makers[name] for name in node.input if name in makers]
+    return list(names)
+
+
+def _join_casts(graph: onnx.GraphProto) -> None:
+    """Remove casts to fp16 and back between nodes in fp32; the converter also repeats a cast for every reader."""
+    floats = {
+        node.output[0]: node.input[0]
+        for node in graph.node
+        if node.name.startswith("graph_input_cast") or node.name.endswith("_cast_to_fp16_node")
+    }
+    back = {node.output[0]: node for node in graph.node if node.name.endswith("_cast_to_fp32_node")}
+    kept = [node for node in graph.node if node.output[0] not in back]
+    joined = {name: floats[node.input[0]] for name, node in back.items() if node.input[0] in floats}
+    kept += [node for name, node in back.items() if name not in joined]
+    for node in nested_nodes(graph):
+        node.input[:] = [joined.get(name, name) for name in node.input]
+    copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in kept]
+    del graph.node[:]
+    graph.node.extend(copies)
+    del graph.value_info[:]  # the converter lists constants that stay in fp32 as fp16
 
 
 class _Reader(CalibrationDataReader):  # type: ignore[misc]  # published without types

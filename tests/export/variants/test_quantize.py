@@ -179,6 +179,31 @@ def test_the_lowest_float_of_a_mask_becomes_the_lowest_half(tmp_path: Path) -> N
     assert np.allclose(run(tmp_path / "made.onnx", x), run(reference, x), atol=0.002)
 
 
+def test_angles_and_counts_above_2048_are_not_rounded_to_fp16(tmp_path: Path) -> None:
+    """As the rotary positions of a decoder, and the number of tokens of each expert by `torch.histc`."""
+    edge = np.nextafter(np.float32(3), np.float32(4))
+    constants = {"edge": edge, "weight": np.eye(WIDE, dtype=np.float32), "three": np.float32(3)}
+    nodes = [
+        helper.make_node("Cast", ["x"], ["whole"], to=TensorProto.INT64),
+        helper.make_node("Cast", ["whole"], ["number"], to=TensorProto.FLOAT),
+        helper.make_node("Cos", ["number"], ["angle"], "angle"),
+        helper.make_node("Min", ["number", "three"], ["expert"]),
+        helper.make_node("Less", ["expert", "edge"], ["below"], "below"),
+        helper.make_node("Cast", ["below"], ["counted"], "counted", to=TensorProto.FLOAT),
+        helper.make_node("Mul", ["counted", "number"], ["many"], "many"),
+        helper.make_node("Cast", ["many"], ["count"], to=TensorProto.INT64),
+        helper.make_node("Cast", ["count"], ["exact"], to=TensorProto.FLOAT),
+        helper.make_node("Sub", ["exact", "number"], ["lost"]),
+        helper.make_node("Add", ["angle", "lost"], ["sum"]),
+        helper.make_node("MatMul", ["sum", "weight"], ["y"]),
+    ]
+    tensors = [numpy_helper.from_array(np.asarray(array), name) for name, array in constants.items()]
+    reference = graph(tmp_path / "model.onnx", nodes, tensors, WIDE, WIDE)
+    CONVERTERS["fp16"](material(reference), tmp_path / "made.onnx")
+    x = np.arange(4001, 4001 + 2 * WIDE, dtype=np.float32).reshape(2, WIDE)
+    assert np.allclose(run(tmp_path / "made.onnx", x), run(reference, x), atol=0.002)
+
+
 def test_an_operator_without_a_form_in_fp16_stays_in_fp32_and_is_reported(tmp_path: Path) -> None:
     nodes = [
         helper.make_node("DynamicQuantizeLinear", ["x"], ["whole", "scale", "zero"], name="rounding"),
