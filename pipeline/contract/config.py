@@ -64,6 +64,11 @@ class Config(Section):
                 f"model.adapter=dora does not go with train.tensor_parallel={self.train.tensor_parallel}: its norms "
                 "need whole layers; use model.adapter=lora or train.strategy=fsdp"
             )
+        train = self.train
+        if self.model.adapter == "qlora" and (
+            train.strategy != "ddp" or max(train.tensor_parallel, train.pipeline_parallel, train.expert_parallel) > 1
+        ):
+            problem = "model.adapter=qlora goes only with train.strategy=ddp without parallel layers; or use lora"
         if self.model.adapter == "none" and self.export.adapter == "separate":
             problem = "export.adapter=separate has no effect without model.adapter; set model.adapter, or leave it out"
         if problem:

@@ -149,6 +149,7 @@ EXTRAS = {  # extra: the modules it installs, by the names they are imported by
     "examples": ("sklearn",),
     "genai": ("onnxruntime_genai",),
     "mlflow": ("alembic", "mlflow", "sqlalchemy"),
+    "qlora": ("bitsandbytes",),
     "registry": ("fsspec", "s3fs"),
     "savedmodel": ("ai_edge_litert", "onnx2tf", "onnx_graphsurgeon", "sng4onnx", "tensorflow", "tf_keras"),
     "sign": ("cryptography",),

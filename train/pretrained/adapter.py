@@ -1,4 +1,4 @@
-"""Adapters of `model.adapter`: LoRA and DoRA layers of peft in a task's transformer.
+"""Adapters of `model.adapter`: LoRA, QLoRA and DoRA layers of peft in a task's transformer.
 
 They are added to the model before it is split over processes. After training they are merged into its weights, so that
 all later steps know only the task's own model; the adapter itself is kept as peft writes it.
@@ -19,6 +19,7 @@ from pipeline.contract.errors import ConfigError, ResourceError
 from pipeline.contract.settings.stages import Model
 from pipeline.contract.weights import transformers_model
 from train.pretrained.materialize import BuildModel, MetaModel
+from train.pretrained.qlora import require_bitsandbytes, restore_whole_weights
 from train.pretrained.source import Initialized, RowNorms, Source
 
 if TYPE_CHECKING:
@@ -39,6 +40,8 @@ def add_adapter(model: nn.Module, settings: Model) -> nn.Module:
         raise ResourceError(
             f"model.adapter={settings.adapter}: `peft` is not installed; to fix it: `pip install pipe-road[deepseek]`"
         ) from None
+    if settings.adapter == "qlora":
+        require_bitsandbytes()
     located = transformers_model(model)
     if located is None:
         raise ConfigError(
@@ -107,7 +110,7 @@ def _check_targets(transformer: nn.Module, kind: str, targets: list[str]) -> Non
                 f"model.targets: the transformer has no layer {target}; linear layers: {_linear_layers(transformer)}"
             )
         for name, layer in layers.items():
-            if not _is_linear(layer) or (kind == "dora" and not isinstance(layer, nn.Linear)):
+            if not _is_linear(layer) or (kind != "lora" and not isinstance(layer, nn.Linear)):
                 raise ConfigError(
                     f"model.targets: {name} is of type {type(layer).__name__}, but model.adapter={kind} is for linear "
                     "layers; to fix it: leave it out"
@@ -152,6 +155,8 @@ def adapter_sources(
 def merge_adapter(build: BuildModel, weights: Mapping[str, Tensor], settings: Model, folder: Path) -> dict[str, Tensor]:
     """Write the adapter to a folder as peft does; return the weights of the task's model, with the adapter merged."""
     model = MetaModel(build).model
+    if settings.adapter == "qlora":
+        weights = restore_whole_weights(weights, model)
     model.load_state_dict(dict(weights), assign=True)
     located = transformers_model(model)
     assert located is not None

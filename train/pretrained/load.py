@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import nn
 
 from pipeline.contract.errors import ConfigError, DataError
@@ -27,6 +28,7 @@ from train.optim import seed_step
 from train.pretrained.adapter import ADAPTER_WEIGHTS, adapter_sources
 from train.pretrained.matching import Matching, match
 from train.pretrained.materialize import BuildModel, Materializer, MetaModel
+from train.pretrained.qlora import round_base_layers
 from train.pretrained.source import (
     Concatenated,
     Dequantized,
@@ -59,6 +61,25 @@ def open_recorded_weights(
 
     A resumed run takes all weights from its checkpoint: the pretrained files may be gone by then.
     """
+    config = run.config
+    with _open_whole_weights(run, root, build, group, resumes) as create_model:
+        if config.model.adapter == "qlora" and create_model:
+            yield partial(create_rounded, create_model, group.device)
+        else:
+            yield create_model
+
+
+def create_rounded(create_model: MakeModel, device: torch.device) -> tuple[nn.Module, Materializer | None]:
+    """Create a model whose weights below the adapters are rounded to 4 bits."""
+    model, materializer = create_model()
+    round_base_layers(model, materializer, device)
+    return model, materializer
+
+
+@contextlib.contextmanager
+def _open_whole_weights(
+    run: Run, root: Path, build: BuildModel, group: ProcessGroup, resumes: bool
+) -> Iterator[MakeModel | None]:
     config = run.config
     if not config.model.pretrained:
         yield (lambda: (build(), None)) if config.model.adapter != "none" else None

@@ -78,8 +78,10 @@ class Model(Section):
         description="globs of weights that may be missing, unexpected or of another shape; missing ones are initialized"
         " from the seed",
     )
-    adapter: Literal["none", "lora", "dora"] = Field(
-        "none", description="train adapters of peft in the linear layers of the transformer, whose weights stay frozen"
+    adapter: Literal["none", "lora", "dora", "qlora"] = Field(
+        "none",
+        description="train adapters of peft in the linear layers of the transformer, whose weights stay frozen; "
+        "`qlora`: in 4 bits",
     )
     rank: Positive = Field(8, description="rank of the adapters")
     alpha: Annotated[float, Field(gt=0)] = Field(16.0, description="adapters are scaled by alpha / rank")

@@ -13,6 +13,7 @@ DISTRIBUTIONS = {  # of modules with another name
     "ai_edge_litert": "ai-edge-litert",
     "mlflow": "mlflow-skinny",
     "onnx_graphsurgeon": "onnx-graphsurgeon",
+    "onnxruntime_genai": "onnxruntime-genai",
     "simdjson": "pysimdjson",
     "sklearn": "scikit-learn",
     "tensorflow": "tensorflow-cpu",

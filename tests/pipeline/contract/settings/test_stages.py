@@ -24,10 +24,10 @@ def test_fp32_is_always_made_and_first() -> None:
     [
         ({"choose": "int8-static"}, r"choose=int8-static is not made: add it to variants=\['fp32'\]"),
         ({"variants": ["fp16", "fp16"]}, "a variant is named twice"),
-        ({"variants": ["int4"]}, "export.variants.0"),
+        ({"variants": ["int3"]}, "export.variants.0"),
         ({"choose": "fastest"}, "'fastest-that-passes'"),
         ({"variant_margin": -1}, "export.variant_margin"),
-        ({"budget": {"p95_ms": 3}}, "'p50_ms', 'p99_ms' or 'megabytes'"),
+        ({"budget": {"p95_ms": 3}}, "'p50_ms', 'p99_ms', 'megabytes' or 'perplexity'"),
         ({"budget": {"megabytes": 0}}, "greater than 0"),
     ],
 )
