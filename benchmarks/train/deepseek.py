@@ -121,7 +121,7 @@ def padding() -> float:
 
 
 @cache
-def pieces() -> list[Sequence[int]]:
+def pieces(vocabulary: int = VOCABULARY, length: int = LENGTH) -> list[Sequence[int]]:
     """Return definitions of the standard library as tokens of a tokenizer that was trained on some of them."""
     texts = [piece for path in _library() for piece in _definitions(path.read_text(encoding="utf-8", errors="replace"))]
     tokenizer = Tokenizer(models.BPE())
@@ -129,10 +129,10 @@ def pieces() -> list[Sequence[int]]:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=["<pad>"], initial_alphabet=alphabet, show_progress=False
+        vocab_size=vocabulary, special_tokens=["<pad>"], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(texts[::4], trainer)
-    rows = cut_texts([encoding.ids for encoding in tokenizer.encode_batch(texts)], LENGTH)
+    rows = cut_texts([encoding.ids for encoding in tokenizer.encode_batch(texts)], length)
     return [rows[index] for index in np.random.default_rng(0).permutation(len(rows))]
 
 
