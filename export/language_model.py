@@ -23,12 +23,20 @@ from export.trace import ExportInput
 from pipeline.contract.data import Samples
 from pipeline.contract.errors import StageError
 from pipeline.contract.golden import Answer, Decoder, empty_past, greedy, inputs_of
-from pipeline.contract.prompting import read_prompting
+from pipeline.contract.prompting import (
+    ANSWER_TOKENS,
+    LEAST_POSITIONS,
+    check_ids,
+    empty_cache,
+    positions_limit,
+    read_prompting,
+)
 from pipeline.contract.settings.stages import Export
 from pipeline.contract.signature import Cache, Generation, Prompting
 from pipeline.contract.task import Generates
 
-_ROWS, _SEQUENCE, _PAST = 3, 5, 7  # unequal and above 1, so that no axis is taken for another or for a constant
+# Unequal and above 1, so that no axis is taken for another or for a constant.
+_ROWS, _SEQUENCE, _PAST = 3, 5, LEAST_POSITIONS - 5
 
 
 @dataclass(frozen=True)
@@ -58,38 +66,16 @@ class CachedModel(nn.Module):
         return result.logits, *cache_tensors
 
 
-def empty_cache(model: nn.Module) -> Any:
-    """Return a cache without positions. The import is here because only language models need the package."""
-    from transformers import DynamicCache
-
-    return DynamicCache(config=model.config)
-
-
 def make_generation(task: Generates, model: nn.Module) -> Generation:
     """Return the generation section of the signature, from the model and its task."""
-    properties, maximum = task.prompting(), max_positions(model)
-    if properties.positions_limit > maximum:
-        raise StageError(
-            f"prompting() allows {properties.positions_limit} positions, but the model's configuration ends at "
-            f"{maximum} (max_position_embeddings): beyond it the model was never trained"
-        )
+    properties = task.prompting()
     return Generation(
+        positions_limit=positions_limit(properties, model),
         caches=tuple(
             Cache(input=f"past.{tensor.name}", output=f"present.{tensor.name}") for tensor in list_cache_tensors(model)
         ),
-        positions_limit=properties.positions_limit or maximum,
         **properties.model_dump(include=_PROMPTING_FIELDS),
     )
-
-
-def max_positions(model: nn.Module) -> int:
-    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    if not isinstance(positions, int):
-        raise StageError(
-            f"language_model() gives a {type(model).__name__} without config.max_position_embeddings; "
-            "give the causal model of `transformers` itself"
-        )
-    return positions
 
 
 @torch.no_grad()
@@ -100,8 +86,6 @@ def list_cache_tensors(model: nn.Module) -> tuple[CacheTensor, ...]:
     latent = getattr(model.config, "kv_lora_rank", None) is not None  # DeepSeek caches what keys and values come from
     tensors = []
     for index, layer in enumerate(layers):
-        if (kind := type(layer).__name__) != "DynamicLayer":
-            raise StageError(f"layer {index} of the model keeps a {kind}; only caches of all positions can be exported")
         for name, tensor in zip(
             ("latent", "rope") if latent else ("key", "value"), (layer.keys, layer.values), strict=True
         ):
@@ -119,11 +103,8 @@ def convert_language(model: nn.Module, generation: Generation, config: Export, p
 def language_export_input(model: nn.Module, generation: Generation) -> ExportInput:
     """Return the export input: ids, mask, positions and past in; logits and the longer past out."""
     caches = list_cache_tensors(model)
-    total = _SEQUENCE + _PAST
-    if generation.positions_limit < total:
-        raise StageError(f"a language model of {generation.positions_limit} positions is too short; {total} at least")
     ids = torch.arange(_ROWS * _SEQUENCE).reshape(_ROWS, _SEQUENCE) % 2
-    mask = torch.ones((_ROWS, total), dtype=torch.long)
+    mask = torch.ones((_ROWS, _SEQUENCE + _PAST), dtype=torch.long)
     mask[0, :2] = 0
     positions = (mask.cumsum(1) - 1).clamp(min=0)[:, _PAST:]
     past = [torch.zeros(_ROWS, tensor.heads, _PAST, tensor.width) for tensor in caches]
@@ -148,7 +129,6 @@ _PROMPTING_FIELDS = set(Prompting.model_fields) & set(Generation.model_fields) -
 
 Array = np.ndarray[Any, Any]
 
-TOKENS = 16  # of each greedy answer that is compared
 _MAX_LOGITS = 1 << 24  # compared at once; a vocabulary is wide
 _SHORT_SHAPES = 5  # the first shapes below, which cost little
 _MAX_POSITIONS = 2048  # of the longest past that is compared; the model's limit may be far higher
@@ -246,7 +226,7 @@ def verify_greedy(
 ) -> GreedyComparison:
     """Check that each prompt gets torch's tokens: run alone, in one batch, and read in chunks."""
     reference, result = TorchDecoder(model, decoder.generation), GreedyComparison(prompts=len(prompts))
-    count = min(TOKENS, decoder.generation.positions_limit - max(map(len, prompts)))
+    count = min(ANSWER_TOKENS, decoder.generation.positions_limit - max(map(len, prompts)))
     expected = [reference.greedy(prompt, count) for prompt in prompts]
     result.tokens = sum(map(len, expected))
     one_by_one = [greedy(decoder, [prompt], count)[0] for prompt in prompts]
@@ -265,13 +245,9 @@ def verify_greedy(
 
 def choose_prompts(requested: Sequence[Sequence[int]], samples: Samples, generation: Generation) -> list[list[int]]:
     """Return the task's prompts, or else beginnings of test samples of unequal lengths."""
-    longest = generation.positions_limit - TOKENS
     if requested:
-        if too_long := next((prompt for prompt in requested if not 0 < len(prompt) <= longest), None):
-            raise StageError(
-                f"prompting() has a prompt of {len(too_long)} ids; give 1 to {longest}, so that an answer fits"
-            )
         return [list(prompt) for prompt in requested]
+    longest = generation.positions_limit - ANSWER_TOKENS
     count = min(4, len(samples))
     rows = _real_tokens(samples.batch(range(count)), generation)
     return [row[: max(1, min(3 + 4 * index, longest))] for index, row in enumerate(rows)]
@@ -279,7 +255,7 @@ def choose_prompts(requested: Sequence[Sequence[int]], samples: Samples, generat
 
 def stable_answer(decoder: Decoder, prompt: Sequence[int], config: Export, error: float = 0.0) -> list[int]:
     """Return the greedy answer up to the first token that another machine's rounding, or `error`, could change."""
-    count = min(TOKENS, decoder.generation.positions_limit - len(prompt))
+    count = min(ANSWER_TOKENS, decoder.generation.positions_limit - len(prompt))
     answer = greedy(decoder, [prompt], count)[0]
     is_tie = [
         lead <= max(_tie_margin(top, config), 2 * error) for lead, top in zip(answer.leads, answer.highest, strict=True)
@@ -293,16 +269,8 @@ def _tie_margin(logit: float, config: Export) -> float:
 
 
 def _token_ids(batch: Mapping[str, torch.Tensor], generation: Generation) -> Array:
-    if generation.ids not in batch:
-        raise StageError(
-            f"the test data of a language model need a column `{generation.ids}`; found {', '.join(batch)}"
-        )
+    check_ids(batch, generation.ids, generation.positions_limit, "test")
     ids: Array = batch[generation.ids].numpy()
-    if ids.ndim != 2 or ids.shape[1] > generation.positions_limit:
-        raise StageError(
-            f"the test data's `{generation.ids}` has shape {list(ids.shape)}, the model takes [batch, sequence] of "
-            f"{generation.positions_limit} positions at most"
-        )
     return ids.astype(np.int64)
 
 
@@ -332,9 +300,25 @@ def read_test_set(decoder: Decoder, samples: Samples, size: int, evaluated: Eval
         yield Case(feed, feed[generation.mask] == 1, "the test set", evaluated_logits, batch, mask)
 
 
+def _beyond_window(reference: TorchDecoder, decoder: Decoder) -> Iterator[Case]:
+    """Yield one more position after a past that is longer than the model's sliding window; the past is random."""
+    generation, window = decoder.generation, getattr(reference.cached.model.config, "sliding_window", None)
+    if not window or window + 2 > generation.positions_limit:
+        return
+    past_length, random = window + 1, np.random.default_rng(0)
+    past = {
+        name: random.normal(size=(2, array.shape[1], past_length, array.shape[3])).astype(np.float32)
+        for name, array in empty_past(decoder, 2).items()
+    }
+    ids, mask = np.zeros((2, 1), np.int64), np.ones((2, past_length + 1), np.int64)
+    mask[0, :2] = 0
+    yield Case(inputs_of(generation, ids, mask, past), mask[:, past_length:] == 1, f"past {past_length}, random")
+
+
 def _untraced_cases(reference: TorchDecoder, decoder: Decoder, samples: Samples) -> Iterator[Case]:
     rows = _real_tokens(samples.batch(range(min(8, len(samples)))), decoder.generation)
     yield from _cases_of_shapes(reference, decoder, np.concatenate([np.asarray(row, np.int64) for row in rows]))
+    yield from _beyond_window(reference, decoder)
 
 
 def _cases_of_shapes(reference: TorchDecoder, decoder: Decoder, tokens: Array) -> Iterator[Case]:

@@ -28,7 +28,6 @@ import torch
 from torch import nn
 
 from export.language_model import (
-    TOKENS,
     TorchDecoder,
     choose_prompts,
     complete_generation,
@@ -44,6 +43,7 @@ from pipeline.contract.data import Samples, example_batch
 from pipeline.contract.errors import StageError, install_command
 from pipeline.contract.files import digest_tree, write_json
 from pipeline.contract.golden import Decoder, empty_past, inputs_of
+from pipeline.contract.prompting import ANSWER_TOKENS
 from pipeline.contract.settings.stages import Export
 from pipeline.contract.signature import Generation, TensorSpec
 from pipeline.contract.task import Generates, Task
@@ -239,7 +239,7 @@ def _compare_genai(
     parameters = onnxruntime_genai.GeneratorParams(model)
     rows = []
     for prompt in prompts:
-        answer = reference.greedy(prompt, min(TOKENS, generation.positions_limit - len(prompt)))
+        answer = reference.greedy(prompt, min(ANSWER_TOKENS, generation.positions_limit - len(prompt)))
         ids = np.array([[*prompt, *answer[:-1]]])
         feed = inputs_of(generation, ids, np.ones_like(ids), empty_past(decoder, 1))
         expected = reference.run(feed)[generation.logits][0, len(prompt) - 1 :]

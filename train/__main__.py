@@ -24,10 +24,10 @@ from pipeline.contract.data import Samples, check_columns, fingerprint, open_spl
 from pipeline.contract.errors import BundleError, DataError, StageError
 from pipeline.contract.files import digest_parts, write_json
 from pipeline.contract.processes import Rank
-from pipeline.contract.prompting import check_prompting
+from pipeline.contract.prompting import check_decoder, check_prompting
 from pipeline.contract.restarts import read_attempts
 from pipeline.contract.run import Run, run_step
-from pipeline.contract.task import FOLDER, Task, build_model, check_cache, check_export, open_task
+from pipeline.contract.task import FOLDER, Task, build_model, check_export, open_task
 from pipeline.contract.weights import save_weights
 from train.batch_order import order_identity, read_order
 from train.batch_size import decide_batch_size
@@ -92,13 +92,13 @@ def train(run: Run, root: Path) -> None:
         ) as create_model:
             trainer = trainer_class(task, run.config, group, splits[0], splits[1], batch_size, create_model, order)
         trainer.snapshots = snapshots
+        check_decoder(task, trainer.strategy.model, run.config.export, splits[1:])  # training rows may be packed
         check_metrics(task, trainer.strategy, splits[1], group, run.config.evaluate)
         _fit(trainer, run, group, store, resume_point, make_model)
 
 
 def _make_model(task: Task, run: Run) -> nn.Module:
     model, settings = build_model(task, run), run.config.model
-    check_cache(model, run.config.export)
     return model if settings.adapter == "none" else add_adapter(model, settings)
 
 

@@ -6,12 +6,12 @@ They come from the task or, as in transformers, from the files of the model and 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import takewhile
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 from jinja2 import TemplateError, nodes
 from jinja2.ext import Extension
@@ -21,10 +21,19 @@ from pydantic import ValidationError
 
 from pipeline.contract.errors import ConfigError, DataError, InvalidPayload
 from pipeline.contract.files import TOKENIZER_FILE
-from pipeline.contract.signature import Prompting, SamplingDefaults
+from pipeline.contract.signature import Generation, Prompting, SamplingDefaults
 from pipeline.contract.task import Generates
 
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from pipeline.contract.data import Samples
+    from pipeline.contract.settings.stages import Export
+
 Messages: TypeAlias = "Sequence[Mapping[str, str]]"
+
+ANSWER_TOKENS = 16  # of each greedy answer that the export compares
+LEAST_POSITIONS = 12  # which the export traces
 
 _REJECTS = "the model's chat template rejects them: "
 _USER = {"role": "user", "content": "hello"}
@@ -77,6 +86,77 @@ def check_prompting(task: object, folder: Path) -> None:
                 f"prompting(): {error}; to fix it: return Prompting(template=...) with a template that works, or with "
                 "an empty one for a model without chat"
             ) from error
+
+
+def check_decoder(task: object, model: nn.Module, export: Export, splits: Iterable[Samples]) -> None:
+    """Refuse a language model that cannot be exported as a decoder with a cache, before it is trained."""
+    from pipeline.contract.weights import transformers_model  # needs torch, which the service does not have
+
+    located = transformers_model(model)
+    if not isinstance(task, Generates) or located is None:
+        return
+    core: Any = located[1]
+    limit = positions_limit(task.prompting(), core)
+    empty_cache(core)
+    if str(dtype := core.get_input_embeddings().weight.dtype) != "torch.float32":
+        raise ConfigError(f"the language model has weights of {dtype}; build it with dtype=torch.float32")
+    if "genai" in export.formats and getattr(core.config, "kv_lora_rank", None):
+        raise ConfigError(
+            "export.formats: onnxruntime-genai reads caches of keys and values, and this model caches what they are "
+            "computed from (kv_lora_rank); leave genai out"
+        )
+    for samples in splits:
+        check_ids(samples.batch([0]), Generation.model_fields["ids"].default, limit, samples.split)
+
+
+def positions_limit(declared: Prompting, model: nn.Module) -> int:
+    """Return the longest text of the exported model, in which every prompt to compare has room for its answer."""
+    maximum = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if not isinstance(maximum, int):
+        raise ConfigError(
+            f"language_model() gives a {type(model).__name__} without config.max_position_embeddings; "
+            "give the causal model of `transformers` itself"
+        )
+    if declared.positions_limit > maximum:
+        raise ConfigError(
+            f"prompting() allows {declared.positions_limit} positions, but the model's configuration ends at "
+            f"{maximum} (max_position_embeddings): beyond it the model was never trained"
+        )
+    if (limit := declared.positions_limit or maximum) < LEAST_POSITIONS:
+        raise ConfigError(f"a language model of {limit} positions is too short; {LEAST_POSITIONS} at least")
+    longest = limit - ANSWER_TOKENS
+    if too_long := next((prompt for prompt in declared.prompts if not 0 < len(prompt) <= longest), None):
+        raise ConfigError(
+            f"prompting() has a prompt of {len(too_long)} ids; give 1 to {longest}, so that an answer fits"
+        )
+    return limit
+
+
+def empty_cache(model: nn.Module) -> Any:
+    """Return a cache of all positions; layers with a sliding window mask what is before it."""
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+    cache = DynamicCache(config=model.config)
+    sliding = () if getattr(model.config, "attention_chunk_size", None) else (DynamicSlidingWindowLayer,)
+    for index, layer in enumerate(cache.layers):
+        if type(layer) not in (DynamicLayer, *sliding):
+            raise ConfigError(
+                f"layer {index} of the language model keeps a {type(layer).__name__}, which cannot be exported; choose "
+                "a model whose layers cache the keys and values of all positions or of a sliding window"
+            )
+        cache.layers[index] = DynamicLayer()
+    return cache
+
+
+def check_ids(batch: Mapping[str, Tensor], name: str, limit: int, split: str) -> None:
+    """Check that samples have ids of texts that the exported model can read."""
+    if name not in batch:
+        raise DataError(f"the {split} data of a language model need a column `{name}`; found {', '.join(batch)}")
+    if batch[name].ndim != 2 or batch[name].shape[1] > limit:
+        raise DataError(
+            f"the {split} data's `{name}` has shape {list(batch[name].shape)}, the model takes [batch, sequence] of "
+            f"{limit} positions at most"
+        )
 
 
 def read_prompting(declared: Prompting, folder: Path) -> Prompting:

@@ -378,16 +378,6 @@ def check_export(task: Task, export: Export) -> None:
         raise ConfigError("export.budget: perplexity is only known of language models; leave it out")
 
 
-def check_cache(model: nn.Module, export: Export) -> None:
-    """Reject the format `genai` for a model that caches no keys and values."""
-    configs = (getattr(module, "config", None) for module in model.modules())
-    if "genai" in export.formats and any(getattr(config, "kv_lora_rank", None) for config in configs):
-        raise ConfigError(
-            "export.formats: onnxruntime-genai reads caches of keys and values, and this model caches what they are "
-            "computed from (kv_lora_rank); leave genai out"
-        )
-
-
 def _check_savedmodel_names(task: Task) -> None:
     """Check the names of inputs and outputs: TensorFlow takes only identifiers."""
     if wrong := [name for name in (*task.inputs, *task.outputs) if not (name.isascii() and name.isidentifier())]:

@@ -94,7 +94,9 @@ def causal(kind: str, head: str = "CausalLM", **settings: Any) -> Any:
 
     torch.manual_seed(0)
     size = {"vocab_size": WORDS, "hidden_size": 16, "num_attention_heads": 4, "max_position_embeddings": POSITIONS}
-    body = getattr(transformers, f"{kind}Config")(**{**size, **_KINDS[kind], **settings})
+    body = getattr(transformers, f"{kind}{'Text' if kind == 'Gemma3' else ''}Config")(
+        **{**size, **_KINDS[kind], **settings}
+    )
     net = getattr(transformers, f"{kind}For{head}")(body).eval()
     for weight in net.parameters():
         if weight.ndim > 1:
@@ -137,24 +139,36 @@ def tokenizer(folder: Path, words: int = WORDS) -> None:
 
 
 _DENSE = {"intermediate_size": 24, "num_hidden_layers": 1, "num_key_value_heads": 2}
+_LATENT = {
+    "intermediate_size": 24,
+    "moe_intermediate_size": 8,
+    "num_hidden_layers": 1,
+    "first_k_dense_replace": 0,
+    "num_key_value_heads": 4,
+    "n_shared_experts": 1,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 6,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 4,
+    "v_head_dim": 4,
+}
+_TWO_LAYERS = {**_DENSE, "num_hidden_layers": 2, "head_dim": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_SLIDING = {**_TWO_LAYERS, "sliding_window": 6}
 _KINDS: dict[str, dict[str, Any]] = {
     "Qwen2": _DENSE,
     "Llama": _DENSE,
-    "DeepseekV3": {
-        "intermediate_size": 24,
-        "moe_intermediate_size": 8,
-        "num_hidden_layers": 1,
-        "first_k_dense_replace": 0,
-        "num_key_value_heads": 4,
-        "n_shared_experts": 1,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "q_lora_rank": 8,
-        "kv_lora_rank": 6,
-        "qk_rope_head_dim": 4,
-        "qk_nope_head_dim": 4,
-        "v_head_dim": 4,
-    },
+    "Mistral": _SLIDING,
+    "Mixtral": {**_SLIDING, "num_local_experts": 4},
+    "Qwen3Moe": {**_TWO_LAYERS, "moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2},
+    "Phi3": {name: value for name, value in _SLIDING.items() if name != "head_dim"},
+    "Gemma": _TWO_LAYERS,
+    "Gemma2": _SLIDING,
+    "Gemma3": _SLIDING,
+    "GptOss": {**_SLIDING, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "DeepseekV32": {**_LATENT, "index_n_heads": 2, "index_head_dim": 8, "index_topk": 4, "pad_token_id": 0},
+    "DeepseekV3": _LATENT,
 }

@@ -11,13 +11,13 @@ import onnx
 import pytest
 import torch
 from onnx import numpy_helper
+from transformers import DynamicCache
 
 from export.bundle import Sources, fill_bundle
 from export.language_model import (
     TorchDecoder,
     _count_tie,
     choose_prompts,
-    list_cache_tensors,
     make_generation,
     verify_greedy,
     verify_language,
@@ -26,18 +26,19 @@ from export.model_card import render_card
 from export.parity import require_equal
 from pipeline.contract.bundle import Ancestors, Bundle, open_bundle, write_manifest
 from pipeline.contract.config import Config
-from pipeline.contract.data import mask_between_texts, open_split
-from pipeline.contract.errors import BundleError, ConfigError, StageError
+from pipeline.contract.data import Samples, mask_between_texts, open_split
+from pipeline.contract.errors import BundleError, ConfigError, DataError, StageError
 from pipeline.contract.facts import Facts
 from pipeline.contract.files import digest_file
-from pipeline.contract.golden import Answer, greedy
+from pipeline.contract.golden import Answer, empty_past, greedy, inputs_of
+from pipeline.contract.prompting import check_decoder
 from pipeline.contract.run import RunFile
 from pipeline.contract.settings.stages import Export
 from pipeline.contract.signature import Prompting, SamplingDefaults
 from serve.runtime.selfcheck import check_golden_requests
 from serve.runtime.session import Session
 
-from .languages import CODEC, LENGTH, MASKED, POSITIONS, PROMPTS, WORDS, Language, Made, causal, make, tokenizer
+from .languages import CODEC, LENGTH, MASKED, POSITIONS, PROMPTS, WORDS, Language, Made, Text, causal, make, tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -258,23 +259,89 @@ def test_a_tokenizer_that_is_not_the_models_is_refused(
         seal(deepseek, tmp_path / "bundle", tmp_path)
 
 
-def test_positions_beyond_the_models_own_are_refused() -> None:
-    task: Any = Language(causal("Llama"), settings=Prompting(positions_limit=POSITIONS + 1))
-    with pytest.raises(StageError, match=f"allows {POSITIONS + 1} positions, but .* ends at {POSITIONS}"):
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (Prompting(positions_limit=POSITIONS + 1), f"allows {POSITIONS + 1} positions, but .* ends at {POSITIONS}"),
+        (Prompting(positions_limit=LENGTH), f"a language model of {LENGTH} positions is too short; 12 at least"),
+        (Prompting(prompts=((1,) * 25,)), "has a prompt of 25 ids; give 1 to 24, so that an answer fits"),
+    ],
+)
+def test_texts_that_do_not_fit_are_refused_before_training(settings: Prompting, message: str) -> None:
+    task: Any = Language(causal("Llama"), settings=settings)
+    with pytest.raises(ConfigError, match=message):
+        check_decoder(task, task.model(), Export(), [])
+    with pytest.raises(ConfigError, match=message):
         make_generation(task, task.net)
-    task.settings = Prompting(positions_limit=LENGTH - 1)
-    generation = make_generation(task, task.net)
-    with pytest.raises(StageError, match="the model takes \\[batch, sequence\\] of 10 positions at most"):
-        choose_prompts((), open_split(task, "test"), generation)
 
 
-def test_a_cache_that_forgets_positions_is_refused_by_its_kind() -> None:
-    sliding = causal("Qwen2", use_sliding_window=True, sliding_window=4, max_window_layers=0)
-    with pytest.raises(StageError, match="layer 0 of the model keeps a DynamicSlidingWindowLayer"):
-        list_cache_tensors(sliding)
+def test_samples_that_are_longer_than_the_model_are_refused_before_training() -> None:
+    task: Any = Language(causal("Llama"), inputs=MASKED)
+    check_decoder(task, task.model(), Export(), [open_split(task, "validation")])
+    columns = {name: np.tile(column, (1, 4)) for name, column in task.data("validation").items()}
+    long = Samples("validation", columns)
+    check_decoder(Text(task.net), task.net, Export(), [long])  # no language model
+    with pytest.raises(
+        DataError, match=r"validation data's `input_ids` has shape \[1, 44\], .* of 40 positions at most"
+    ):
+        check_decoder(task, task.model(), Export(), [long])
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "message"),
+    [
+        ("DeepseekV32", torch.float32, "layer 0 of the language model keeps a DynamicIndexedLayer, which cannot be"),
+        ("Llama", torch.bfloat16, "has weights of torch.bfloat16; build it with dtype=torch.float32"),
+    ],
+)
+def test_what_no_decoder_can_be_is_refused_before_training(kind: str, dtype: torch.dtype, message: str) -> None:
+    task: Any = Language(causal(kind).to(dtype))
+    with pytest.raises(ConfigError, match=message):
+        check_decoder(task, task.model(), Export(), [])
+
+
+def test_only_decoders_with_keys_and_values_run_in_onnxruntime_genai() -> None:
+    config = Export(formats=("onnx", "genai"))
+    task: Any = Language(causal("Llama"))
+    check_decoder(task, task.model(), config, [])
+    task.net = causal("DeepseekV3")
+    with pytest.raises(ConfigError, match=r"this model caches what they are computed from \(kv_lora_rank\)"):
+        check_decoder(task, task.model(), config, [])
 
 
 def test_a_model_without_a_configuration_is_no_language_model() -> None:
     task: Any = Language(torch.nn.Linear(2, 2))
-    with pytest.raises(StageError, match=r"gives a Linear without config\.max_position_embeddings"):
+    with pytest.raises(ConfigError, match=r"gives a Linear without config\.max_position_embeddings"):
         make_generation(task, task.net)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "Mistral",
+        *(
+            pytest.param(kind, marks=pytest.mark.long)
+            for kind in ("Mixtral", "Phi3", "Gemma2", "Gemma3", "GptOss", "Qwen3Moe", "Gemma")
+        ),
+    ],
+)
+def test_texts_beyond_the_sliding_window_give_the_logits_of_transformers(kind: str, tmp_path: Path) -> None:
+    made = make(kind, tmp_path)
+    made.proven.require()
+    decoder, generation, net = made.decoder(), made.generation, made.task.net
+    ids = np.random.default_rng(1).integers(3, WORDS, (1, 24))
+    parts = [ids[:, :20], *np.split(ids[:, 20:], 4, axis=1)]  # a prompt, and four tokens one by one
+    found, past = [], empty_past(decoder, 1)
+    for part in parts:
+        total = past[generation.caches[0].input].shape[2] + part.shape[1]
+        outputs = decoder.run(inputs_of(generation, part, np.ones((1, total), np.int64), past))
+        past = {cache.input: outputs[cache.output] for cache in generation.caches}
+        found.append(outputs[generation.logits])
+    with torch.no_grad():
+        cache: Any = DynamicCache(config=net.config)  # which forgets what is before the window
+        steps = [net(torch.from_numpy(part), past_key_values=cache).logits.numpy() for part in parts]
+        whole = net(torch.from_numpy(ids), use_cache=False).logits.numpy()
+    for expected in (np.concatenate(steps, axis=1), whole):
+        np.testing.assert_allclose(np.concatenate(found, axis=1), expected, atol=1e-4, rtol=1e-4)
+    places = [row["worst"].partition(" at ")[2] for row in made.proven.comparisons]
+    assert ("past 7, random" in places) == bool(getattr(net.config, "sliding_window", None))

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
+import shutil
+import urllib.request
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +18,25 @@ import torch
 from onnx import numpy_helper
 from torch import Tensor
 
+from export.bundle import Sources, fill_bundle
+from export.language_model import make_generation
 from export.to_onnx import save_stripped
-from export.variants.choose import VariantEvaluation, VariantResult, decide, explanations, rows, ship, to_candidates
-from export.variants.language import Perplexity, perplexity_faults, token_losses
+from export.variants.choose import VariantEvaluation, VariantResult, decide, explanations, rows, to_candidates
+from export.variants.language import DecoderComparison, Perplexity, perplexity_faults, token_losses
 from export.variants.quantize import CONVERTERS, VariantInputs
-from export.verify import verify_model
+from export.verify import language_model_properties, verify_model
+from pipeline.contract.bundle import Ancestors, open_bundle, write_manifest
 from pipeline.contract.config import parse_config
 from pipeline.contract.data import open_split
 from pipeline.contract.errors import ConfigError
+from pipeline.contract.files import digest_file
+from pipeline.contract.golden import greedy
 from pipeline.contract.signature import Prompting
 from pipeline.contract.statistics.intervals import Interval
 from pipeline.contract.task import check_export
+from tests.serve.conftest import Launcher
 
-from ..languages import MASKED, Language, causal
+from ..languages import CODEC, MASKED, Language, causal, tokenizer
 
 VARIANTS = ["fp32", "fp16", "int8", "int4", "int4-gptq"]
 SIZE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
@@ -99,12 +110,32 @@ def test_rounding_weights_beyond_the_budget_is_a_fault(tmp_path: Path) -> None:
     assert "is not shipped" in decide(comparison.config.export, to_candidates([entry])).refusal
 
 
-def test_shipped_int4_file_generates(whole: tuple[VariantEvaluation, list[VariantResult]], tmp_path: Path) -> None:
+def test_openai_service_answers_from_int4_weights(
+    whole: tuple[VariantEvaluation, list[VariantResult]], tmp_path: Path
+) -> None:
     comparison, entries = whole
-    target = tmp_path / "model.onnx"
-    target.write_bytes(comparison.path.read_bytes())
-    ship(next(entry for entry in entries if entry.name == "int8"), target)
-    assert any(node.op_type == "MatMulNBits" for node in onnx.load(target).graph.node)
+    entry, bundle = next(entry for entry in entries if entry.name == "int4"), tmp_path / "bundle"
+    bundle.mkdir()
+    shutil.copyfile(entry.path, bundle / "model.onnx")
+    assert any(node.op_type == "MatMulNBits" for node in onnx.load(bundle / "model.onnx").graph.node)
+    (tmp_path / "talk_codec.py").write_text(CODEC)
+    tokenizer(tmp_path / "files")
+    config = parse_config({"name": "talk", "task": "t.py:T", "codec": "talk_codec.py:Codec"}, source="test")
+    generation = make_generation(comparison.task, comparison.model.net)  # type: ignore[arg-type]
+    properties = replace(language_model_properties(generation), variant="int4", error=comparison.rounding(entry))
+    fill_bundle(bundle, comparison.task, comparison.test, config, Sources(tmp_path, tmp_path / "files"), properties)
+    (bundle / "card.md").write_text("# talk\n")
+    ancestors = Ancestors(code="c", data="d", checkpoint="k", verdict="v", onnx=digest_file(bundle / "model.onnx"))
+    write_manifest(bundle, "talk", "pass", ancestors)
+    assert open_bundle(bundle).signature.variant == "int4"
+    decoder = DecoderComparison(comparison.task, comparison.model, comparison.test, entry.path, 4)
+    expected = greedy(decoder._open(entry.path), [[3, 1, 4]], 3)[0].tokens
+    with contextlib.closing(Launcher()) as launch:
+        url = f"{launch(bundle).url}/openai/v1/completions"
+        body = {"model": "talk", "prompt": [3, 1, 4], "max_tokens": 3, "temperature": 0}
+        with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode())) as answer:
+            text = json.load(answer)["choices"][0]["text"]
+    assert re.findall(r"\d+", text) == [str(token) for token in expected if token not in generation.end]
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,9 @@ import importlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
 import train
 from pipeline.contract.errors import ConfigError, DataError
@@ -21,7 +19,6 @@ from pipeline.contract.task import (
     Classifier,
     HasBaseline,
     HasExample,
-    check_cache,
     check_export,
     declared_axes,
     load_class,
@@ -288,13 +285,8 @@ def test_a_saved_model_needs_names_that_tensorflow_takes(root: Path) -> None:
         check_export(task, Export(formats=("onnx", "savedmodel")))
 
 
-def test_only_decoders_with_keys_and_values_run_in_onnxruntime_genai(root: Path) -> None:
+def test_only_language_models_run_in_onnxruntime_genai(root: Path) -> None:
     config = Export(formats=("onnx", "genai"))
     write(root, WHOLE)
     with pytest.raises(ConfigError, match="genai is for language models"):
         check_export(load_task("some_task.py:Net", root), config)
-    model = torch.nn.Linear(1, 1)
-    check_cache(model, config)
-    model.config = SimpleNamespace(kv_lora_rank=4)  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match=r"this model caches what they are computed from \(kv_lora_rank\)"):
-        check_cache(model, config)

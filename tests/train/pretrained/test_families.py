@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoModelForSequenceClassification
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from pipeline.contract.errors import ConfigError, DataError
 from pipeline.contract.pretrained import open_pretrained
@@ -39,14 +39,30 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "t5": {"vocab_size": 60, "d_model": 16, "d_ff": 32, "d_kv": 8, "num_heads": 2, "num_layers": 1},
     "bart": BOTH_SIDES,
     "gpt2": {"vocab_size": 60, "n_embd": 16, "n_layer": 2, "n_head": 2, **TOKENS},
-    "mixtral": TEXT | TOKENS | {"num_key_value_heads": 2, "num_local_experts": 4, "head_dim": 8},
-    "gemma2": TEXT | TOKENS | {"num_key_value_heads": 2, "head_dim": 8},
+}
+HEADS = TEXT | TOKENS | {"num_key_value_heads": 2, "head_dim": 8}
+LATENT = TEXT | TOKENS | {
+    "num_key_value_heads": 2, "moe_intermediate_size": 8, "first_k_dense_replace": 1, "n_routed_experts": 4,
+    "n_shared_experts": 1, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "q_lora_rank": 8, "kv_lora_rank": 8,
+    "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 8,
+}  # fmt: skip
+DECODERS: dict[str, dict[str, Any]] = {
+    "deepseek_v3": LATENT,
+    "deepseek_v32": LATENT | {"index_n_heads": 2, "index_head_dim": 8, "index_topk": 4},
+    "qwen3_moe": HEADS | {"moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2},
+    "mistral": HEADS | {"sliding_window": 6},
+    "mixtral": HEADS | {"num_local_experts": 4},
+    "gemma": HEADS,
+    "gemma2": HEADS,
+    "gemma3_text": HEADS | {"sliding_window": 6},
+    "phi3": TEXT | TOKENS | {"num_key_value_heads": 2},
+    "gpt_oss": HEADS | {"sliding_window": 6, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 
 
 def published(folder: Path, family: str, kind: Any = AutoModel) -> Path:
     torch.manual_seed(0)
-    kind.from_config(CONFIG_MAPPING[family](**FAMILIES[family])).save_pretrained(folder)
+    kind.from_config(CONFIG_MAPPING[family](**{**FAMILIES, **DECODERS}[family])).save_pretrained(folder)
     return folder
 
 
@@ -72,6 +88,21 @@ def assert_equal(ours: nn.Module, theirs: nn.Module) -> None:
 def test_weights_equal_those_of_transformers_loading(tmp_path: Path, family: str) -> None:
     folder = published(tmp_path, family)
     assert_equal(load(folder), AutoModel.from_pretrained(folder))
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_decoders_equal_those_of_transformers_loading_and_learn(tmp_path: Path, family: str) -> None:
+    folder = published(tmp_path, family, AutoModelForCausalLM)
+    model: Any = load(folder, AutoModelForCausalLM)
+    assert_equal(model, AutoModelForCausalLM.from_pretrained(folder))
+    ids = torch.arange(24).reshape(2, 12)
+    optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(2):
+        loss = model(ids, labels=ids, use_cache=False).loss
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+    assert losses[1] < losses[0]
 
 
 def test_names_of_earlier_versions_are_known(tmp_path: Path) -> None:
