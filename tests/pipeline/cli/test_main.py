@@ -66,7 +66,7 @@ def test_commands_steps_settings_and_runs_are_completed(
 
 def test_a_setting_is_explained_with_what_it_runs_again(pipe: Pipe) -> None:
     facts = json.loads(pipe("explain", "train.schedule", "-o", "json").stdout)
-    assert (facts["type"], facts["default"]) == ("cosine | constant", "cosine")
+    assert (facts["type"], facts["default"]) == ("cosine | linear | constant | wsd", "cosine")
     assert facts["reruns"] == "train and what depends on it"
     assert json.loads(pipe("explain", "train.workers", "-o", "json").stdout)["reruns"] == "nothing"
     assert "did you mean train.lr?" in pipe("explain", "train.lrr", expect=2).stderr

@@ -124,8 +124,11 @@ def test_type_of_a_range_is_that_of_the_setting(make_config: MakeConfig) -> None
             r"`train\.warmup_ratio`: input should be less than or equal to 1",
         ),
         ({"train.epochs": {"low": 1.5, "high": 3}}, r"`train\.epochs`: input should be a valid integer"),
-        ({"train.optimizer": {"choices": ["sgd", "lion"]}}, r"`train\.optimizer`: input should be 'adamw' or 'sgd'"),
-        ({"train.optimizer": {"low": 1, "high": 2}}, r"`train\.optimizer`: input should be 'adamw' or 'sgd'"),
+        (
+            {"train.optimizer": {"choices": ["sgd", "lion"]}},
+            r"`train\.optimizer`: input should be 'adamw', 'sgd' or 'muon'",
+        ),
+        ({"train.optimizer": {"low": 1, "high": 2}}, r"`train\.optimizer`: input should be 'adamw', 'sgd' or 'muon'"),
         ({"train.rendezvous": {"choices": [True]}}, r"`train\.rendezvous`: input should not be true or false"),
         ({"serve.threads": {"choices": [1, 2]}}, r"tune\.space\.serve\.threads: training does not depend on it"),
         ({"tune.trials": {"choices": [1, 2]}}, r"tune\.space\.tune\.trials: training does not depend on it"),

@@ -14,9 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.contract.errors import DataError, LostContact
+from pipeline.contract.settings.stages import Train
 from train.checkpoint.load import SavedCheckpoint
 from train.checkpoint.store import CheckpointStore
 from train.metrics import MetricsLog
+from train.optim import make_optimizer
 from train.parameter_server import ParameterServerTrainer, Result, Server, Tally, Work
 from train.process_group import ProcessGroup, is_lost_contact
 from train.state import Progress
@@ -153,7 +155,8 @@ def make_server(staleness: int, steps: int = 10) -> tuple[Server, nn.Parameter, 
             tallies.append(tally)
         return updates % 5 == 0
 
-    optimizer = torch.optim.SGD([weight], lr=0.0)
+    module = nn.ParameterList([weight])
+    optimizer = make_optimizer(module, Train(optimizer="sgd", momentum=0, weight_decay=0))
     server = Server([weight], optimizer, lambda updates: updates + 1.0, staleness, updated)
     server.open(range(steps))
     return server, weight, tallies
