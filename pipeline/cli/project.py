@@ -117,7 +117,10 @@ def _plain(value: Any) -> str:
     return '""' if value == "" else str(value)
 
 
-TEMPLATES = ("tabular", "images", "text", "embedding", "ranking", "image-to-image", "sequence", "lora", "sft", "dpo")
+TEMPLATES = (
+    "tabular", "images", "text", "transformer", "embedding", "ranking", "image-to-image", "sequence",
+    "sft", "lora", "dpo",
+)  # fmt: skip
 _PROJECT_FILES = ("task.py", "codec.py", "pipe.yaml")
 _DATA_SCRIPT = "make_data.py"  # of templates
 

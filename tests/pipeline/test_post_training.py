@@ -23,7 +23,19 @@ from pipeline import (
     token_log_probs,
 )
 
-WORDS = ("<|pad|>", "<|user|>", "<|assistant|>", "<|end|>", "hello", "again", "yes", "no", "maybe")
+WORDS = (
+    "<|pad|>",
+    "<|user|>",
+    "<|assistant|>",
+    "<|end|>",
+    "hello",
+    "again",
+    "yes",
+    "no",
+    "maybe",
+    "<think>",
+    "</think>",
+)
 PLAIN = (
     "{% for message in messages %}<|{{ message.role }}|> {{ message.content }} <|end|> {% endfor %}"
     "{% if add_generation_prompt %}<|assistant|> {% endif %}"
@@ -33,6 +45,10 @@ MARKED = (
     "{% generation %}{{ message.content }} <|end|>{% endgeneration %} "
     "{% else %}{{ message.content }} <|end|> {% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|> {% endif %}"
+)
+REASONING = (  # as that of DeepSeek-R1: it opens the reasoning of an answer, and leaves it out of past answers
+    "{% for message in messages %}<|{{ message.role }}|> {{ message.content.split('</think>')[-1].strip() }} <|end|> "
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|> <think>\n{% endif %}"
 )
 CHAT = [
     {"role": "user", "content": "hello"},
@@ -65,6 +81,25 @@ def test_labels_of_a_completion_leave_out_earlier_answers() -> None:
     ids, labels = completion_labels(tokenizer(MARKED), CHAT[:3], CHAT[3:])
     assert ids == chat_labels(tokenizer(MARKED), CHAT)[0]
     assert words(labels) == "- - - - - - - - - - - no <|end|>"
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        ({"content": "no"}, "</think> no <|end|>"),
+        ({"content": "<think>\nmaybe yes\n</think>\n\nno"}, "maybe yes </think> no <|end|>"),
+        ({"content": "no", "reasoning_content": "maybe yes"}, "maybe yes </think> no <|end|>"),
+    ],
+)
+def test_an_answer_is_learned_after_the_reasoning_that_its_prompt_opens(answer: dict[str, str], expected: str) -> None:
+    chat = [*CHAT[:3], {"role": "assistant", **answer}]
+    prompt = "<|user|> hello <|end|> <|assistant|> yes maybe <|end|> <|user|> again <|end|> <|assistant|> <think>"
+    for ids, labels in (
+        chat_labels(tokenizer(REASONING), chat),
+        completion_labels(tokenizer(REASONING), chat[:3], chat[3:]),
+    ):
+        assert words(ids) == f"{prompt} {expected}"
+        assert words(labels) == f"{'- ' * len(prompt.split())}{expected}"
 
 
 def test_a_conversation_without_an_answer_is_refused() -> None:
