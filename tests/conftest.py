@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,8 @@ _EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 # What is long begins first, so that no process is left alone with it at the end. `e2e/test_pipeline.py` makes the run
 # that all of e2e waits for.
 _FIRST = ("tests/nodes/", "tests/e2e/test_pipeline.py", "tests/train/parallel/", "tests/e2e/", "tests/train/")
+# A shell starts a background job with Ctrl-C ignored, which the commands under test would inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 gc.disable()  # until everything is imported
 _others: dict[str, ModuleType] = {}  # modules that are no user's: there are thousands, and thousands of tests
 
