@@ -105,9 +105,20 @@ def plan(
     steps = PipelineRun(project, project.config(overrides), request, load_history(project.runs)).preview()
     rows = [{"step": step.name, "action": step.action, "reason": step.reason} for step in steps]
     emit(output, [asdict(step) for step in steps], table(rows))
+    if any(step.action == "run" for step in steps if step.name in ("prepare", "train", "export")):
+        _check_export_settings(project.config(overrides), project)
     if exit_code and any(step.action == "run" and step.name != "deploy" for step in steps):
         raise typer.Exit(4)
     return None
+
+
+def _check_export_settings(config: Config, project: Project) -> None:
+    """Reject settings that no export of this task can meet; the task, which is slow to load, decides on few of them."""
+    if config.export.depends_on_task:
+        from pipeline.contract.task import check_export, load_task
+
+        with contextlib.redirect_stdout(sys.stderr):  # the user's code may print
+            check_export(load_task(config.task, project.root), config.export)
 
 
 def _write_workflow(project: Project, config: Config, engine: Engine, directory: str, output: Output) -> None:

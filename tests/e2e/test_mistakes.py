@@ -86,3 +86,9 @@ def test_training_resumes_after_a_full_disk(
     filler.unlink()
     assert "resumed from the checkpoint of step" in project.pipe("run", "--resume", prefix=inside).stderr
     assert wait_for(lambda: list(runs.glob("*/train/model.safetensors")))
+
+
+def test_the_plan_names_export_settings_that_the_task_cannot_have(fresh: ProjectFolder) -> None:
+    planned = fresh.pipe("plan", "export.variants=[int4]", expect=2)
+    assert "never run" in planned.stdout
+    assert planned.stderr == ("error: export.variants: int4 is not for this model; use int8-dynamic or int8-static\n")

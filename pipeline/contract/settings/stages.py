@@ -456,6 +456,11 @@ class Export(Section):
         """Return the variants to build, fp32 first: the others are compared with it."""
         return ("fp32", *(name for name in self.variants if name != "fp32"))
 
+    @property
+    def depends_on_task(self) -> bool:
+        """Return whether there are settings that only some tasks can have."""
+        return self.formats != ("onnx",) or bool(self.variants) or bool(self.budget)
+
 
 WHEELS_FOLDER = "wheels"  # of the project: packages that pip takes before it looks into an index
 
