@@ -74,6 +74,7 @@ def make_generation(task: Generates, model: nn.Module) -> Generation:
         caches=tuple(
             Cache(input=f"past.{tensor.name}", output=f"present.{tensor.name}") for tensor in list_cache_tensors(model)
         ),
+        attention_heads=getattr(model.config, "num_attention_heads", 1),
         **properties.model_dump(include=_PROMPTING_FIELDS),
     )
 

@@ -30,6 +30,7 @@ from pipeline.contract.config import Config
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.settings.access import OPEN_ACCESS, Access
 from pipeline.contract.settings.stages import Deploy, Serve
+from pipeline.contract.signature import MAX_SCORES_BYTES, SCORE_BYTES, Generation, Signature
 
 _OCI = "oci://"
 # Objects come after those they refer to.
@@ -145,7 +146,8 @@ _SERVICE_MEMORY = 256 << 20  # the service itself takes 96 MiB; the rest is for 
 _INLINE_COPIES = 2  # ONNX Runtime holds weights in model.onnx twice while it reads the file
 _FILE_COPIES = 1.25  # of the other files; it reads external weights once
 _PREFILL_TOKENS = 512  # positions whose logits a run of a language model returns
-_LOGIT_BYTES = 4
+_FLOAT_BYTES = 4
+_SCORE_COPIES = 7  # arrays of attention scores that a graph without fused attention keeps
 
 
 def default_memory(bundle: Bundle) -> str:
@@ -154,13 +156,25 @@ def default_memory(bundle: Bundle) -> str:
     inline = files[bundle.model.name].bytes
     other_files = sum(entry.bytes for entry in files.values()) - inline
     size = _SERVICE_MEMORY + _INLINE_COPIES * inline + _FILE_COPIES * other_files
-    signature = bundle.signature
-    if signature.generation is not None:
-        vocabulary = next(spec.shape[-1] for spec in signature.outputs if spec.name == signature.generation.logits)
-        tokens = vocabulary if isinstance(vocabulary, int) else 0
-        size += signature.limits.max_cache_bytes + _PREFILL_TOKENS * tokens * _LOGIT_BYTES
+    if (generation := bundle.signature.generation) is not None:
+        size += _generation_memory(bundle.signature, generation)
     steps = math.ceil(max(size, _MIN_MEMORY) / _MEMORY_STEP)
     return f"{steps * _MEMORY_STEP >> 20}Mi"
+
+
+def _generation_memory(signature: Signature, generation: Generation) -> int:
+    """Return the bytes for a language model's cache, and for the logits and attention scores of its largest run."""
+    vocabulary = next(spec.shape[-1] for spec in signature.outputs if spec.name == generation.logits)
+    logits = _PREFILL_TOKENS * vocabulary * _FLOAT_BYTES if isinstance(vocabulary, int) else 0
+    caches = [signature.input_specs[cache.input] for cache in generation.caches]
+    position = sum(math.prod(size for size in spec.shape if isinstance(size, int)) * _FLOAT_BYTES for spec in caches)
+    longest, rows = generation.positions_limit, signature.runtime.batch_rows
+    cached = min(signature.limits.max_cache_bytes // position, longest * rows)
+    per_position = generation.attention_heads * SCORE_BYTES
+    step = cached * per_position  # one token more of each text
+    prompt = min(_PREFILL_TOKENS * min(cached, longest) * per_position, MAX_SCORES_BYTES)
+    scores = _SCORE_COPIES * max(step, prompt)
+    return signature.limits.max_cache_bytes + logits + scores
 
 
 def loading_seconds(bundle: Bundle) -> int:

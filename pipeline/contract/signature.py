@@ -71,6 +71,10 @@ class Prompting(Frozen):
     positions_limit: int = Field(0, ge=0)  # 0: the maximum of the model's configuration
 
 
+MAX_SCORES_BYTES = 64 << 20  # attention scores of one layer in one run; a graph keeps several arrays of this size
+SCORE_BYTES = 4
+
+
 class Generation(Frozen):
     """The decoder's graph, which takes a prompt without past, and then one or more tokens at a time.
 
@@ -89,6 +93,7 @@ class Generation(Frozen):
     special_tokens: Mapping[str, str] = {}  # texts for the template; empty: those of `begin` and `end`
     sampling: SamplingDefaults = SamplingDefaults()
     positions_limit: int = Field(ge=1)  # maximum positions of a prompt and its answer together
+    attention_heads: int = Field(1, ge=1)  # of queries
 
     def missing_tensors(self, inputs: Collection[str], outputs: Collection[str]) -> Iterator[str]:
         """Yield the tensors it names that a graph with these inputs and outputs does not have."""

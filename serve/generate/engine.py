@@ -103,7 +103,9 @@ class Prefill:
     def advance(self, tokens: int) -> None:
         """Read about so many more tokens, of all rows together."""
         cache = self.cache or self._first_cache()
-        ids = self._ids[:, cache.past : cache.past + max(1, tokens // len(self._ids))]
+        rows = len(self._ids)
+        width = self.batch.graph.affordable_width(rows, cache.past, max(1, tokens // rows))
+        ids = self._ids[:, cache.past : cache.past + width]
         logits, self.cache = self.batch.graph.run(cache, ids)
         self._last_logits = logits[:, -1]
         for text, top in self._tops.items():

@@ -15,7 +15,7 @@ import numpy as np
 import onnxruntime
 
 from pipeline.contract.errors import BundleError
-from pipeline.contract.signature import NUMPY_TYPES, Generation, Signature
+from pipeline.contract.signature import MAX_SCORES_BYTES, NUMPY_TYPES, SCORE_BYTES, Generation, Signature
 from serve.runtime.session import Session
 
 Array = np.ndarray[Any, Any]
@@ -125,6 +125,7 @@ class DecoderGraph:
         self._session, self._generation = session, _validated_generation(signature)
         self.layers = cache_layers(signature, self._generation)
         self.position_bytes = sum(layer.position_bytes for layer in self.layers)
+        self._score_bytes = SCORE_BYTES * self._generation.attention_heads
         self._outputs = [layer.output for layer in self.layers]
 
     def empty_cache(self, pads: list[int]) -> KVCache:
@@ -136,6 +137,10 @@ class DecoderGraph:
 
     def gather(self, parts: list[tuple[KVCache, list[int]]]) -> KVCache:
         return gather(self.layers, parts, self._session.device)
+
+    def affordable_width(self, rows: int, past: int, width: int) -> int:
+        """Return how many of `width` positions one run may read, so that its attention scores fit into memory."""
+        return max(1, min(width, MAX_SCORES_BYTES // (rows * (past + width) * self._score_bytes)))
 
     def run(self, cache: KVCache, ids: Array) -> tuple[Array, KVCache]:
         """Return logits [rows, sequence, vocabulary] for ids [rows, sequence], and the extended cache."""

@@ -18,15 +18,21 @@ from pipeline.contract.files import write_json
 from pipeline.contract.golden import Golden
 from pipeline.contract.signature import Limits, Runtime, Signature, TensorSpec
 from tests.serve.bundles import seal
+from tests.serve.generate import tiny
 
 WIDTH, LAYERS = 1024, 48  # 192 MiB
 LOAD = """
 import sys
 from pathlib import Path
+import numpy as np
 import serve.__main__
 from pipeline.contract.bundle import open_bundle
 from serve.runtime.loading import load_predictor
-load_predictor(open_bundle(Path(sys.argv[1])), None, None)
+language_model = load_predictor(open_bundle(Path(sys.argv[1])), None, None).language_model
+if language_model is not None:
+    graph, past = language_model.graph, np.zeros((1, 2, 60_000, 8), np.float32)
+    cache = graph.filled_cache(np.zeros(1, np.int64), [past] * len(graph.layers))
+    graph.run(cache, np.zeros((1, graph.affordable_width(1, cache.past, 512)), np.int64))
 print(Path("/proc/self/status").read_text())
 """
 
@@ -52,8 +58,21 @@ def test_a_pod_has_the_memory_that_loading_takes(external: bool, tmp_path: Path)
     Golden({"x": rows}, {"y": rows}, [], [], rtol=1e-3, atol=1e-4).write(tmp_path)
     (tmp_path / "card.md").write_text("# large\n")
     seal(tmp_path)
-    status = subprocess.run([sys.executable, "-c", LOAD, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert 0 < peak_memory(tmp_path) < rendered_memory(tmp_path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_pod_has_the_memory_that_a_long_prompt_takes(tmp_path: Path) -> None:
+    bundle = tiny.build(tmp_path / "bundle", positions=65_536, max_cache_bytes=16 << 20)
+    assert 0 < peak_memory(bundle) < rendered_memory(bundle)
+
+
+def rendered_memory(bundle: Path) -> int:
+    return int(default_memory(open_bundle(bundle)).removesuffix("Mi")) << 20
+
+
+def peak_memory(bundle: Path) -> int:
+    status = subprocess.run([sys.executable, "-c", LOAD, str(bundle)], capture_output=True, text=True, check=True)
     peak = re.search(r"VmHWM:\s+(\d+) kB", status.stdout)
     assert peak is not None
-    memory = int(default_memory(open_bundle(tmp_path)).removesuffix("Mi")) << 20
-    assert 0 < int(peak[1]) << 10 < memory
+    return int(peak[1]) << 10

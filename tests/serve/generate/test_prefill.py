@@ -62,6 +62,18 @@ def test_prefill_result_does_not_depend_on_the_parts(language_model: LanguageMod
         assert [other.logprob for other in found] == pytest.approx(wanted, abs=1e-4)
 
 
+def test_a_part_is_as_short_as_its_attention_scores_need(
+    language_model: LanguageModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serve.generate.kv_cache.MAX_SCORES_BYTES", 8 * 4 * tiny.HEADS * 4)
+    prefill, read = Prefill(_batch(language_model), [_writing(list(range(10, 24)))]), [0]
+    while not prefill.done:
+        prefill.advance(8)
+        assert prefill.cache is not None
+        read.append(prefill.cache.past)
+    assert read == [0, 4, 6, 8, 10, 11, 12, 13, 14]
+
+
 def _logprob(logits: np.ndarray[tuple[int], np.dtype[np.float32]], token: int) -> float:
     return float(logits[token] - logits.max() - np.log(np.exp(logits - logits.max()).sum()))
 

@@ -149,6 +149,7 @@ def signature(
             begin=(BEGIN,),
             end=end,
             positions_limit=positions,
+            attention_heads=HEADS,
         ),
     )
 
