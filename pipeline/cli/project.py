@@ -15,6 +15,7 @@ from types import UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
+import yaml
 from pydantic.fields import FieldInfo
 
 from pipeline.cli.app import (
@@ -268,10 +269,10 @@ def explain(
 
 
 def model_name(folder: str) -> str:
-    """Make a folder's name fit for URLs and Kubernetes."""
+    """Make a folder's name fit for URLs, Kubernetes and pipe.yaml, where `on` is no text."""
     label = "".join(c if c.isascii() and c.isalnum() else "-" for c in folder.lower()).strip("-")
     label = label[:40].rstrip("-")
-    return label if label[:1].isalpha() else f"model-{label}".rstrip("-")[:40]
+    return label if label[:1].isalpha() and isinstance(yaml.safe_load(label), str) else f"model-{label}".rstrip("-")[:40]
 
 
 @app.command()

@@ -86,6 +86,7 @@ def test_demo_leaves_a_folder_that_is_no_project_alone(pipe: Pipe, tmp_path: Pat
         ("2nd", "model-2nd"),
         ("Größe", "gr--e"),
         ("日本", "model"),
+        ("off", "model-off"),
         ("a" * 39 + "-bcd", "a" * 39),
     ],
 )
