@@ -1,6 +1,6 @@
-"""Evaluate a variant: its outputs on the whole test set against torch's, by the task's metrics.
+"""Judge a variant by numbers alone: how far its outputs are off, what its metric loses, and what it costs.
 
-`faults` decides, from numbers alone, whether a variant may be shipped.
+The numbers are from `samples.py`, or for a language model from `language.py`.
 """
 
 from __future__ import annotations
@@ -9,17 +9,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
-import onnxruntime
-import torch
-from torch import nn
 
-from export.parity import Arrays, named_arrays, onnx_outputs, open_session, run, unpadded
-from export.to_onnx import untraced_batches
+from export.parity import Arrays
 from export.variants.timing import Timing
-from pipeline.contract.data import Samples, as_task_outputs, forward
 from pipeline.contract.errors import ConfigError, StageError
 from pipeline.contract.settings.stages import Cost, Evaluate, Export
 from pipeline.contract.statistics.intervals import Interval
@@ -38,10 +33,8 @@ from pipeline.contract.statistics.scores import (
     PROBABILITIES,
     QUERY,
     Columns,
-    actual_columns,
-    score_batch,
 )
-from pipeline.contract.task import Batch, Classifier, HasAxes, Task
+from pipeline.contract.task import Classifier, Task
 
 Array = np.ndarray[Any, Any]
 _ALL_WRONG = float(np.finfo(np.float64).max)  # stands for infinity, which JSON does not have
@@ -65,21 +58,63 @@ class Deviation:
 
 
 @dataclass(frozen=True)
-class Reference:
-    """Torch's outputs, and their metrics."""
-
-    outputs: Arrays
-    scale: Mapping[str, float]  # the standard deviation of each float output
-    columns: Columns  # scores of torch's outputs, and the labels
-
-
-@dataclass(frozen=True)
 class BatchSizeResult:
     """The results of a variant at one batch size."""
 
     size: int
     deviation: Deviation
     metrics: Mapping[str, Metric]  # of the file, with torch as the baseline
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """Perplexity of the test texts, or of the tokens that their `labels` do not ignore.
+
+    `increase` is relative to the verified file's, over the same tokens.
+    """
+
+    value: float
+    reference: float
+    increase: Interval | None  # None: there are too few texts to estimate it
+
+    def __str__(self) -> str:
+        change = "" if self.increase is None else f", {_percent(self.increase)} than fp32"
+        return f"perplexity {self.value:#.4g}{change}"
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a variant answers, compared with the reference."""
+
+    sizes: Sequence[BatchSizeResult]
+    shapes: Sequence[Deviation]  # at shapes that were never traced
+    perplexity: Perplexity | None = None  # of a language model
+
+    @property
+    def deviation(self) -> Deviation:
+        return Deviation.worst(*(size.deviation for size in self.sizes), *self.shapes)
+
+
+class Comparison(Protocol):
+    """Runs variants, and compares what they answer on the test set with a reference."""
+
+    @property
+    def columns(self) -> Columns:
+        """The reference's scores."""
+
+    @property
+    def scale(self) -> Mapping[str, float]:
+        """The standard deviation of each float output of the reference."""
+
+    def answers(self, path: Path) -> Answers: ...
+
+    def calibration_feeds(self, count: int) -> Sequence[Arrays]:
+        """Return inputs of the training split, from which a converter learns ranges or rounding."""
+
+    def timed_feed(self, rows: int) -> Arrays: ...
+
+    def fault_feed(self) -> Arrays:
+        """Return the inputs with which a wrong node is searched."""
 
 
 def check_metric(task: Task, columns: Columns, metric: str) -> None:
@@ -93,23 +128,6 @@ def check_metric(task: Task, columns: Columns, metric: str) -> None:
         )
 
 
-@torch.no_grad()
-def compute_reference(task: Task, model: nn.Module, test: Samples, size: int) -> Reference:
-    batches = test.batches(range(len(test)), size)
-    parts = [named_arrays(task, forward(model, task, batch)) for batch in batches]
-    outputs = {name: np.concatenate([part[name] for part in parts]) for name in task.outputs}
-    spread = {name: output_scale(array) for name, array in outputs.items() if array.dtype.kind == "f"}
-    everything = test.batch(range(len(test)))
-    return Reference(outputs, spread, _score(task, everything, outputs) | actual_columns(task, everything, len(test)))
-
-
-def evaluate_batch_size(task: Task, test: Samples, path: Path, reference: Reference, size: int) -> BatchSizeResult:
-    outputs = onnx_outputs(task, open_session(path), test, size)
-    deviation = measure_deviation(reference.outputs, outputs, reference.scale)
-    scores = _score(task, test.batch(range(len(test))), outputs)
-    return BatchSizeResult(size, deviation, compare_scores(task, scores, reference.columns))
-
-
 def compare_scores(task: Task, scores: Columns, reference: Columns) -> dict[str, Metric]:
     """Return the gate's metrics of a file, with the reference's scores as the baseline."""
     columns = {
@@ -120,55 +138,6 @@ def compare_scores(task: Task, scores: Columns, reference: Columns) -> dict[str,
     classes = task.classes if isinstance(task, Classifier) else None
     metrics = compute_metrics(columns, classes, compared=True, lower=lower_is_better(task))
     return {**metrics, **{metric.name: metric for metric in calibration_metrics(columns, compared=True)}}
-
-
-def _score(task: Task, batch: Batch, outputs: Arrays) -> Columns:
-    tensors = as_task_outputs(task, {name: torch.from_numpy(array) for name, array in outputs.items()})
-    return score_batch(task, lambda _: tensors, batch)
-
-
-def rounding_tolerance(task: Task, test: Samples, path: Path, size: int) -> float:
-    """Return twice the largest difference between integer kernels and float kernels for a quantized file.
-
-    A value that is rounded the other way changes an output by a step. Other processors may differ more.
-    """
-    options = onnxruntime.SessionOptions()
-    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    options.log_severity_level = 3
-    unoptimized = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    optimized_outputs, unoptimized_outputs = (
-        onnx_outputs(task, session, test, size) for session in (open_session(path), unoptimized)
-    )
-    return (
-        2
-        * measure_deviation(
-            optimized_outputs,
-            unoptimized_outputs,
-            {name: 1.0 for name, array in optimized_outputs.items() if array.dtype.kind == "f"},
-        ).largest
-    )
-
-
-@torch.no_grad()
-def untraced_deviations(
-    task: Task, model: nn.Module, test: Samples, path: Path, reference: Reference
-) -> list[Deviation]:
-    """Return the deviations at untraced lengths and paddings, if the task has dynamic axes."""
-    if not isinstance(task, HasAxes):
-        return []
-    session, deviations = open_session(path), []
-    for untraced in untraced_batches(task, test):
-        try:
-            expected = named_arrays(task, forward(model, task, untraced.batch))
-        except RuntimeError:  # reported already: torch itself fails at this shape
-            continue
-        actual = run(session, {name: untraced.batch[name].numpy() for name in task.inputs})
-        unpadded_outputs = [
-            {name: unpadded(array, untraced.token_mask) for name, array in arrays.items()}
-            for arrays in (expected, actual)
-        ]
-        deviations.append(measure_deviation(unpadded_outputs[0], unpadded_outputs[1], reference.scale))
-    return deviations
 
 
 def measure_deviation(expected: Arrays, outputs: Arrays, spread: Mapping[str, float]) -> Deviation:
@@ -243,26 +212,21 @@ FP16_TOLERANCE = 0.05  # largest error of fp16, in standard deviations of the ou
 INT8_NOISE = 0.5  # largest root mean square error of int8, in standard deviations of the output
 
 
-def find_faults(
-    name: str,
-    export: Export,
-    evaluate: Evaluate,
-    result: MetricResult,
-    answers: Sequence[BatchSizeResult],
-    shapes: Sequence[Deviation],
-) -> Iterator[str]:
+def find_faults(name: str, export: Export, evaluate: Evaluate, result: MetricResult, answers: Answers) -> Iterator[str]:
     """Yield a sentence for each requirement that the variant fails.
 
     fp32 was verified value by value: its metric is reported, but a margin of 0 must not fail on the last digit.
     """
-    yield from _not_finite(answers)
+    yield from _not_finite(answers.sizes)
     if name != "fp32":
-        scaled = evaluate.in_units_of(answers[0].metrics[evaluate.metric].unit_size)
+        scaled = evaluate.in_units_of(answers.sizes[0].metrics[evaluate.metric].unit_size)
         yield from _metric_faults(evaluate, variant_margin(export, scaled), result)
-    yield from _limit_faults(evaluate, answers)
-    yield from _deviation_faults(name, Deviation.worst(*(answer.deviation for answer in answers)), "the test set")
-    if shapes:
-        yield from _deviation_faults(name, Deviation.worst(*shapes), "shapes that were never traced")
+        if answers.perplexity is not None:
+            yield from perplexity_faults(answers.perplexity, export.budget)
+    yield from _limit_faults(evaluate, answers.sizes)
+    yield from _deviation_faults(name, Deviation.worst(*(size.deviation for size in answers.sizes)), "the test set")
+    if answers.shapes:
+        yield from _deviation_faults(name, Deviation.worst(*answers.shapes), "shapes that were never traced")
 
 
 def budget_faults(budget: Mapping[Cost, float], size_bytes: int, timing: Timing | None) -> Iterator[str]:
@@ -333,3 +297,22 @@ def _deviation_faults(name: str, deviation: Deviation, location: str) -> Iterato
             f"on {location}, answers are off by {deviation.noise:.3g} standard deviations (root mean square); "
             f"{INT8_NOISE:g} are allowed"
         )
+
+
+PERPLEXITY_INCREASE = 0.01  # largest, relative to the verified file, unless export.budget has another
+
+
+def perplexity_faults(perplexity: Perplexity, budget: Mapping[Cost, float]) -> Iterator[str]:
+    """Yield a sentence if the increase of perplexity may be above its limit."""
+    limit = budget.get("perplexity", PERPLEXITY_INCREASE)
+    if perplexity.increase is None:
+        yield "perplexity differs in too few test texts to estimate how much it increases"
+    elif not perplexity.increase.high <= limit:
+        yield (
+            f"{perplexity} ({perplexity.increase.low:+.2%} to {perplexity.increase.high:+.2%}), over export.budget "
+            f"perplexity={limit:g}"
+        )
+
+
+def _percent(increase: Interval) -> str:
+    return f"{abs(increase.estimate):.2%} {'higher' if increase.estimate >= 0 else 'lower'}"

@@ -7,7 +7,7 @@ must give the logits of the text read at once.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,11 +20,18 @@ from torch import nn
 from export.language_model import make_generation, read_test_set
 from export.parity import Arrays, named_arrays, open_session, run
 from export.to_onnx import tensor_specs
-from export.variants.judge import BatchSizeResult, Deviation, compare_scores, measure_deviation, output_scale
+from export.variants.judge import (
+    Answers,
+    BatchSizeResult,
+    Deviation,
+    Perplexity,
+    compare_scores,
+    measure_deviation,
+    output_scale,
+)
 from pipeline.contract.data import Samples, as_task_outputs, forward, open_split
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.golden import Decoder, empty_past, inputs_of
-from pipeline.contract.settings.stages import Cost
 from pipeline.contract.signature import Generation
 from pipeline.contract.statistics.aggregates import Mean
 from pipeline.contract.statistics.intervals import Interval, metric_interval
@@ -33,38 +40,9 @@ from pipeline.contract.task import Batch, Task
 
 Array = np.ndarray[Any, Any]
 _COMPARED_LOGITS = 1 << 24  # of the first test samples, whose logits are compared one by one
-PERPLEXITY_INCREASE = 0.01  # largest, relative to the verified file, unless export.budget has another
 _LABELS, _IGNORED = "labels", -100  # as transformers name the tokens of a loss
 _READ_TOKENS = 12  # of a text that is read token by token
 _TIMED_PAST = 128  # positions in the cache of a timed step
-
-
-@dataclass(frozen=True)
-class Perplexity:
-    """Perplexity of the test texts, or of the tokens that their `labels` do not ignore.
-
-    `increase` is relative to the verified file's, over the same tokens.
-    """
-
-    value: float
-    reference: float
-    increase: Interval | None  # None: there are too few texts to estimate it
-
-    def __str__(self) -> str:
-        change = "" if self.increase is None else f", {_percent(self.increase)} than fp32"
-        return f"perplexity {self.value:#.4g}{change}"
-
-
-def perplexity_faults(perplexity: Perplexity, budget: Mapping[Cost, float]) -> Iterator[str]:
-    """Yield a sentence if the increase of perplexity may be above its limit."""
-    limit = budget.get("perplexity", PERPLEXITY_INCREASE)
-    if perplexity.increase is None:
-        yield "perplexity differs in too few test texts to estimate how much it increases"
-    elif not perplexity.increase.high <= limit:
-        yield (
-            f"{perplexity} ({perplexity.increase.low:+.2%} to {perplexity.increase.high:+.2%}), over export.budget "
-            f"perplexity={limit:g}"
-        )
 
 
 @dataclass(frozen=True)
@@ -84,8 +62,9 @@ class DecoderScores:
 class DecoderComparison:
     """Compares files with the verified one on the test set."""
 
-    def __init__(self, task: Any, model: nn.Module, test: Samples, path: Path, size: int) -> None:
-        self._task, self._model, self._test, self._path, self._size = task, model, test, path, size
+    def __init__(self, task: Any, model: nn.Module, test: Samples, path: Path, size: int, confidence: float) -> None:
+        self._task, self._model, self._test, self._path = task, model, test, path
+        self._size, self._confidence = size, confidence
         self.generation: Generation = make_generation(task, task.language_model(model))
         if self.generation.logits not in task.outputs:
             raise ConfigError(
@@ -93,20 +72,24 @@ class DecoderComparison:
                 f"which the task does not have (it has {', '.join(task.outputs)})"
             )
 
-    def evaluate(self, path: Path, confidence: float) -> tuple[BatchSizeResult, list[Deviation], Perplexity]:
-        """Return the results on the test set, the deviations of reading token by token, and the perplexity."""
+    def answers(self, path: Path) -> Answers:
+        """Return the results on the test set, the deviation of reading token by token, and the perplexity."""
         reference, scores = self.reference, self._score(path)
         labels = actual_columns(self._task, self._test.batch(range(len(self._test))), len(self._test))
         deviation = measure_deviation({"logits": reference.logits}, {"logits": scores.logits}, self.scale)
         metrics = compare_scores(self._task, scores.columns, reference.columns | labels)
-        perplexity = Perplexity(scores.perplexity, reference.perplexity, _increase(scores, reference, confidence))
-        return BatchSizeResult(self._size, deviation, metrics), [self._read_by_token(path)], perplexity
+        perplexity = Perplexity(scores.perplexity, reference.perplexity, _increase(scores, reference, self._confidence))
+        return Answers([BatchSizeResult(self._size, deviation, metrics)], [self._read_by_token(path)], perplexity)
+
+    @property
+    def columns(self) -> Columns:
+        return self.reference.columns
 
     @cached_property
     def scale(self) -> Mapping[str, float]:
         return {"logits": output_scale(self.reference.logits)}
 
-    def next_token_feed(self, rows: int) -> Arrays:
+    def timed_feed(self, rows: int) -> Arrays:
         """Return the inputs of a further token, after a past of random caches."""
         decoder, past = self._open(self._path), min(_TIMED_PAST, self.generation.positions_limit - 1)
         generator = np.random.default_rng(0)
@@ -128,8 +111,7 @@ class DecoderComparison:
                 feeds.append(inputs_of(generation, ids, np.ones_like(ids), empty_past(decoder, 1)))
         return feeds[:count]
 
-    def text_feed(self) -> Arrays:
-        """Return the first test samples as inputs, to search a wrong node with."""
+    def fault_feed(self) -> Arrays:
         return next(read_test_set(self._open(self._path), self._test, 4)).feed
 
     @cached_property
@@ -203,7 +185,3 @@ def _increase(scores: DecoderScores, reference: DecoderScores, confidence: float
     if (interval := metric_interval(Mean(differences), confidence)) is None:
         return None
     return Interval(*(float(np.expm1(value)) for value in (interval.estimate, interval.low, interval.high)))
-
-
-def _percent(increase: Interval) -> str:
-    return f"{abs(increase.estimate):.2%} {'higher' if increase.estimate >= 0 else 'lower'}"

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from export.variants.judge import (
+    Answers,
     Array,
     BatchSizeResult,
     Deviation,
@@ -37,7 +38,7 @@ def message(
     name: str, *answers: BatchSizeResult, evaluate: Evaluate = EVALUATE, export: Export | None = None
 ) -> list[str]:
     result = evaluate_variant(evaluate, answers)
-    return list(find_faults(name, export or Export(), evaluate, result, answers, []))
+    return list(find_faults(name, export or Export(), evaluate, result, Answers(answers, [])))
 
 
 def of(values: Array, size: int = 1, found: Deviation = NEAR) -> BatchSizeResult:

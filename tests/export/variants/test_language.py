@@ -22,7 +22,8 @@ from export.bundle import Sources, fill_bundle
 from export.language_model import make_generation
 from export.to_onnx import save_stripped
 from export.variants.choose import VariantEvaluation, VariantResult, decide, explanations, rows, to_candidates
-from export.variants.language import DecoderComparison, Perplexity, perplexity_faults, token_losses
+from export.variants.judge import Perplexity, perplexity_faults
+from export.variants.language import DecoderComparison, token_losses
 from export.variants.quantize import CONVERTERS, VariantInputs
 from export.verify import language_model_properties, verify_model
 from pipeline.contract.bundle import Ancestors, open_bundle, write_manifest
@@ -128,7 +129,7 @@ def test_openai_service_answers_from_int4_weights(
     ancestors = Ancestors(code="c", data="d", checkpoint="k", verdict="v", onnx=digest_file(bundle / "model.onnx"))
     write_manifest(bundle, "talk", "pass", ancestors)
     assert open_bundle(bundle).signature.variant == "int4"
-    decoder = DecoderComparison(comparison.task, comparison.model, comparison.test, entry.path, 4)
+    decoder = DecoderComparison(comparison.task, comparison.model, comparison.test, entry.path, 4, 0.95)
     expected = greedy(decoder._open(entry.path), [[3, 1, 4]], 3)[0].tokens
     with contextlib.closing(Launcher()) as launch:
         url = f"{launch(bundle).url}/openai/v1/completions"
