@@ -96,7 +96,7 @@ def test_worse_trial_is_pruned_and_its_run_records_it(
     prepared(project, config)
     ending, run = run_one(study, project, config)
     assert run is not None
-    assert ending == TrialResult("pruned", reason="after epoch 1")
+    assert ending == TrialResult("pruned", reason="after validation 1")
     assert run.read().steps["train"].status == "pruned"
     assert list(study.trials[1].intermediate_values) == [1]
     assert [p.pid for p in psutil.process_iter(["cmdline"]) if run.id in " ".join(p.info["cmdline"] or [])] == []
