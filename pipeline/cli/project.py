@@ -272,9 +272,8 @@ def model_name(folder: str) -> str:
     """Make a folder's name fit for URLs, Kubernetes and pipe.yaml, where `on` is no text."""
     label = "".join(c if c.isascii() and c.isalnum() else "-" for c in folder.lower()).strip("-")
     label = label[:40].rstrip("-")
-    return (
-        label if label[:1].isalpha() and isinstance(yaml.safe_load(label), str) else f"model-{label}".rstrip("-")[:40]
-    )
+    is_word = label[:1].isalpha() and isinstance(yaml.safe_load(label), str)
+    return label if is_word else f"model-{label}".rstrip("-")[:40]
 
 
 @app.command()

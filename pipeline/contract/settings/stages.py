@@ -459,7 +459,7 @@ class Export(Section):
     @property
     def depends_on_task(self) -> bool:
         """Return whether there are settings that only some tasks can have."""
-        return self.formats != ("onnx",) or bool(self.variants) or bool(self.budget)
+        return self.formats != ("onnx",) or len(self.built_variants) > 1 or "perplexity" in self.budget
 
 
 WHEELS_FOLDER = "wheels"  # of the project: packages that pip takes before it looks into an index
