@@ -46,7 +46,19 @@ _VARIANT_SETTINGS = tuple(f"evaluate.{name}" for name in ("metric", "margin", "c
 _DISTRIBUTIONS = {"sklearn": "scikit-learn", "PIL": "pillow"}
 # Kinds of parts, in the order in which changes are listed: the user's own first, their consequences last.
 _CHAMPION = CHAMPION_PART.partition(":")[0]
-_PART_KINDS = ("config", "source", "file", "pretrained", "version", "step", "baseline", "input", _CHAMPION)
+START = "start:checkpoint"  # part of the key of training that continues another run's
+_PART_KINDS = (
+    "config",
+    "source",
+    "file",
+    "pretrained",
+    "checkpoint",
+    "version",
+    "step",
+    "baseline",
+    "input",
+    _CHAMPION,
+)
 
 Past = Sequence[tuple[str, StepRecord]]  # (run id, record) of one step, newest first
 

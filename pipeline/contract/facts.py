@@ -90,8 +90,9 @@ class Facts:
 
     @property
     def accepted_changes(self) -> list[str]:
-        """Return the changes after which a person declared outputs or checkpoints to be current, step by step."""
-        return [
+        """Return where training did not begin anew, and what a person accepted although something had changed."""
+        start = self.file.starting_point
+        return ([f"train: continues run {start}"] if start else []) + [
             f"{step}: {acceptance.changes}, accepted by {acceptance.by}, {acceptance.at}"
             for step, record in self.file.steps.items()
             for acceptance in record.accepted

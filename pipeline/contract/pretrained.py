@@ -182,6 +182,12 @@ def locate_pretrained(model: Model, root: Path, commit: str = "", files: Iterabl
     return fetched
 
 
+def locate_fetched(model: Model, root: Path) -> Path | None:
+    """Return the folder without fetching it; None if the hub's cache does not have it."""
+    identifier = hub_id(model, root)
+    return _fetch(identifier, model.revision, local=True) if identifier else locate_pretrained(model, root)
+
+
 def commit_of(folder: Path) -> str:
     """Return the commit of a folder in the hub's cache; empty for any other folder."""
     return folder.name if _COMMIT.fullmatch(folder.name) and folder.parent.name == "snapshots" else ""

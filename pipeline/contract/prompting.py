@@ -88,16 +88,11 @@ def check_prompting(task: object, folder: Path) -> None:
             ) from error
 
 
-def check_decoder(task: object, model: nn.Module, export: Export, splits: Iterable[Samples]) -> None:
-    """Refuse a language model that cannot be exported as a decoder with a cache, before it is trained."""
-    from pipeline.contract.weights import transformers_model  # needs torch, which the service does not have
-
-    located = transformers_model(model)
-    if not isinstance(task, Generates) or located is None:
-        return
-    core: Any = located[1]
-    limit = positions_limit(task.prompting(), core)
-    empty_cache(core)
+def check_decoder(task: Generates, model: nn.Module, export: Export, splits: Iterable[Samples]) -> None:
+    """Refuse a causal model that cannot be exported as a decoder with a cache, before it is trained."""
+    limit = positions_limit(task.prompting(), model)
+    empty_cache(model)
+    core: Any = model
     if str(dtype := core.get_input_embeddings().weight.dtype) != "torch.float32":
         raise ConfigError(f"the language model has weights of {dtype}; build it with dtype=torch.float32")
     if "genai" in export.formats and getattr(core.config, "kv_lora_rank", None):

@@ -65,6 +65,11 @@ def _search_folders(root: Path, references: Iterable[str]) -> list[Path]:
     return list(dict.fromkeys(folders))
 
 
+def is_mentioned(name: str, root: Path, *references: str) -> bool:
+    """Return whether the user's files contain a name; a cheap question before a task is loaded."""
+    return any(name.encode() in path.read_bytes() for path in project_files(root, references))
+
+
 _MODULES_OF_READERS = {"read_dataset": "datasets", "read_images": "PIL", "read_table": "pyarrow"}
 
 

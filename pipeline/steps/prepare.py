@@ -6,27 +6,29 @@ import ast
 import inspect
 import shutil
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pipeline.contract.config import Config
 from pipeline.contract.data import Samples, axis_sizes, check_columns, example_batch, open_split
-from pipeline.contract.errors import ConfigError, DataError
+from pipeline.contract.errors import ConfigError, DataError, PipelineError, ResourceError
 from pipeline.contract.files import write_json
-from pipeline.contract.pretrained import (
-    Pretrained,
-)
-from pipeline.contract.prompting import check_prompting
+from pipeline.contract.pretrained import Pretrained, locate_fetched, open_pretrained
+from pipeline.contract.prompting import check_decoder, check_prompting
 from pipeline.contract.run import Run, run_step
 from pipeline.contract.statistics.metrics import check_directions, lower_is_better
 from pipeline.contract.task import (
     FOLDER,
     KEY,
     SPLITS,
+    Generates,
+    HasFiles,
     HasSampleGroups,
     HasSampleLengths,
     HasSampleWeights,
@@ -45,6 +47,9 @@ from pipeline.readers import write_read_files
 from pipeline.steps.pretrained import PRETRAINED_KEY, copy_small_files, find_pretrained, record
 from train.batch_order import ORDER_KEY, Kind, check_order_values, write_order
 
+if TYPE_CHECKING:
+    from torch import nn
+
 _MAX_LISTED = 100  # duplicates in data.json; all are counted
 
 
@@ -58,13 +63,13 @@ def prepare(run: Run, root: Path) -> None:
     if pretrained:
         copy_small_files(pretrained, files)
     make_shared_files(task, files)
-    check_prompting(task, files)
     digest, check_texts = _check_pretrained(pretrained, task, run) if pretrained else ("", None)
     pretrained_part = {PRETRAINED_KEY: digest} if pretrained else {}
     splits = {name: open_split(task, name) for name in SPLITS}
     for samples in splits.values():
         check_columns(task, samples)
     axis_sizes(task, example_batch(task, splits["test"]))  # a mistake that the export would find after training
+    check_language_export(task, config, files, (splits["validation"], splits["test"]))  # training rows may be packed
     if check_texts:
         check_texts(splits.values())
     checked = check_data(run, task, splits)
@@ -90,6 +95,59 @@ def prepare(run: Run, root: Path) -> None:
     if pairs:
         _report_duplicates(pairs, config.prepare.leaks, run.partial("prepare") / "data.json")
     report_results(checked)
+
+
+def check_language_export(task: Task, config: Config, files: Path, splits: Iterable[Samples] = ()) -> None:
+    """Refuse a language model that cannot be exported, before it is trained."""
+    if not isinstance(task, Generates):
+        return
+    from train.pretrained.materialize import MetaModel
+
+    check_prompting(task, files)
+    build = partial(require_adapt(task, config.task).adapt, files) if config.model.pretrained else task.model
+
+    def build_causal_model() -> nn.Module:
+        return task.language_model(build())  # which may copy weights from one model to another
+
+    try:
+        model = MetaModel(build_causal_model).model
+    except (RuntimeError, NotImplementedError):  # it computes with its weights while it is built
+        model = build_causal_model()
+    check_decoder(task, model, config.export, splits)
+
+
+def check_planned_export(config: Config, root: Path, prepared: Path | None) -> str:
+    """Check what prepare would find about the export; return why that is not possible here, if so.
+
+    `prepared`: the shared files of a prepare step that is reused; without it, they are made in a temporary folder.
+    """
+    try:
+        task = load_task(config.task, root)
+        check_export(task, config.export)
+        if isinstance(task, Generates):
+            with tempfile.TemporaryDirectory() as temporary:
+                check_language_export(task, config, _planned_files(task, config, root, prepared, Path(temporary)))
+    except PipelineError as error:
+        if isinstance(error.__cause__, ModuleNotFoundError | FileNotFoundError) or isinstance(error, ResourceError):
+            return str(error)
+        raise
+    except Exception as error:  # the user's code, which may run elsewhere
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return ""
+
+
+def _planned_files(task: Task, config: Config, root: Path, prepared: Path | None, folder: Path) -> Path:
+    """Return the shared files that the task has loaded, made in `folder` if need be."""
+    if prepared is not None:
+        if isinstance(task, HasFiles):
+            task.use_files(prepared)
+        return prepared
+    if config.model.pretrained:
+        if (fetched := locate_fetched(config.model, root)) is None:
+            raise ResourceError(f"{config.model.pretrained} has not been fetched")
+        copy_small_files(open_pretrained(fetched), folder)
+    make_shared_files(task, folder)
+    return folder
 
 
 def _metric_names(task: Task) -> list[str]:

@@ -85,7 +85,7 @@ def data() -> Iterator[Damage]:
         yield Damage(kind, "training texts in the test set", "data", copied, "prepare.leaks")
         yield Damage(kind, "other ids in the test set", "data", other_words, "prepare.drift")
     yield Damage(
-        LANGUAGE, "training texts with another word in the test set", "data", other_word(4, 40), "prepare.near"
+        LANGUAGE, "training texts with another word in the test set", "data", other_word(4, 30), "prepare.near"
     )
     yield Damage(
         LANGUAGE,

@@ -275,6 +275,14 @@ class Train(Section):
         kind, _, steps = self.snapshot.partition(":")
         return int(steps or 10) if kind == "memory" else 0
 
+    @field_validator("rendezvous")
+    @classmethod
+    def _rendezvous_has_a_port(cls, value: str) -> str:
+        host, _, port = value.rpartition(":")
+        if value and not (host and port.isdecimal() and 0 < int(port) < 1 << 16):
+            _conflict(f"write it as host:port, as in {value.partition(':')[0] or 'node0'}:29400")
+        return value
+
     @model_validator(mode="after")
     def _fewest_before_most(self) -> Train:
         if self.fewest_nodes > self.most_nodes:
@@ -434,6 +442,13 @@ class Export(Section):
         description="limits for the shipped variant, as in `{p50_ms: 2, p99_ms: 5, megabytes: 20}`; latencies are for "
         "one instance, or a token of a language model; perplexity: increase that a variant may have, by default 0.01",
     )
+
+    @field_validator("variants", mode="before")
+    @classmethod
+    def _bf16_cannot_run(cls, value: Any) -> Any:
+        if isinstance(value, list | tuple) and "bf16" in value:
+            _conflict("bf16 cannot run on a CPU, where ONNX Runtime has no products of it; use fp16, of the same size")
+        return value
 
     @model_validator(mode="after")
     def _chosen_variant_is_built(self) -> Export:

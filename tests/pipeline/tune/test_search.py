@@ -149,6 +149,6 @@ def test_conflicting_values_are_left_to_the_trials(make_config: MakeConfig) -> N
 
 
 def test_overrides_reproduce_the_values(make_config: MakeConfig) -> None:
-    values = {"train.lr": 1.2345678901234567e-05, "train.rendezvous": "no", "train.compile": True, "train.epochs": 3}
+    values = {"train.lr": 1.2345678901234567e-05, "train.checkpoints": "no", "train.compile": True, "train.epochs": 3}
     train = override_config(make_config(), as_overrides(values)).train
-    assert [train.lr, train.rendezvous, train.compile, train.epochs] == list(values.values())
+    assert [train.lr, train.checkpoints, train.compile, train.epochs] == list(values.values())

@@ -1,0 +1,152 @@
+"""What of a language model cannot be exported is named by the plan and by prepare, before any training."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipeline.contract.config import parse_config
+from pipeline.contract.errors import ConfigError, DataError
+from pipeline.contract.run import Run, RunFile
+from pipeline.steps.prepare import check_planned_export, prepare
+
+TASK = """
+import numpy as np
+import torch
+from transformers import {kind}Config, {kind}ForCausalLM
+
+from pipeline import Prompting
+
+
+class Task:
+    inputs, outputs = ("input_ids",), ("logits",)
+
+    def model(self):
+        sizes = dict(hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2)
+        config = {kind}Config(vocab_size=61, max_position_embeddings=40, **sizes, **{settings})
+        return {kind}ForCausalLM(config){convert}
+
+    def data(self, split):
+        start = {{"train": 0, "validation": 1, "test": 2}}[split]
+        return {{"input_ids": (np.arange(6 * {length}).reshape(6, -1) * 3 + start) % 61}}
+
+    def loss(self, outputs, batch): ...
+    def metrics(self, outputs, batch): ...
+
+    def language_model(self, model):
+        return model{part}
+
+    def prompting(self):
+        return Prompting({prompting})
+"""
+LATENT = (
+    "dict(q_lora_rank=4, kv_lora_rank=4, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4, n_routed_experts=4,"
+    " first_k_dense_replace=1, num_key_value_heads=2)"
+)
+DEFAULTS = {"kind": "Llama", "settings": "{}", "convert": "", "length": 16, "part": "", "prompting": ""}
+
+
+def write_project(root: Path, **parts: Any) -> Path:
+    (root / "task.py").write_text(TASK.format(**{**DEFAULTS, **parts}))
+    return root
+
+
+def planned(root: Path, **export: Any) -> str:
+    body = {"name": "x", "task": "task.py:Task", "codec": "codec.py:C", "export": export}
+    return check_planned_export(parse_config(body, source="test"), root, None)
+
+
+def new_run(root: Path) -> Run:
+    run = Run(root / "run")
+    run.partial("prepare").mkdir(parents=True)
+    config = {"name": "x", "task": "task.py:Task", "codec": "codec.py:C", "prepare": {"leaks": "warn"}}
+    file = RunFile(id="run", created="2026-01-01", wanted=("prepare",), config=config, environment={})
+    (run.path / "run.json").write_text(file.model_dump_json())
+    return run
+
+
+def test_a_language_model_that_can_be_exported_passes(tmp_path: Path) -> None:
+    root = write_project(tmp_path)
+    assert planned(root, formats=["onnx", "genai"], variants=["fp32", "int4"]) == ""
+    prepare(new_run(root), root)
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"convert": ".to(torch.bfloat16)"}, "has weights of torch.bfloat16; build it with dtype=torch.float32"),
+        ({"prompting": "positions_limit=41"}, "allows 41 positions, but the model's configuration ends at 40"),
+        ({"prompting": "template='{% if %}'"}, r"prompting\(\): the chat template is not valid Jinja"),
+        ({"part": ".lm_head"}, r"language_model\(\) gives a Linear without config.max_position_embeddings"),
+        (
+            {"kind": "Qwen3Next", "settings": "dict(num_experts=4, layer_types=['linear_attention'])"},
+            "layer 0 of the language model keeps a LinearAttentionLayer, which cannot be exported",
+        ),
+    ],
+)
+def test_what_cannot_be_exported_is_refused_by_plan_and_prepare(
+    parts: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    root = write_project(tmp_path, **parts)
+    with pytest.raises(ConfigError, match=message):
+        planned(root)
+    with pytest.raises(ConfigError, match=message):
+        prepare(new_run(root), root)
+
+
+def test_rows_that_are_longer_than_the_model_are_refused_by_prepare(tmp_path: Path) -> None:
+    root = write_project(tmp_path, length=41)
+    with pytest.raises(DataError, match=r"validation data's `input_ids` has shape \[1, 41\], .* of 40 positions"):
+        prepare(new_run(root), root)
+
+
+def test_a_model_that_computes_with_its_weights_is_built_in_memory(tmp_path: Path) -> None:
+    root = write_project(tmp_path, convert="", part="")
+    task = root / "task.py"
+    task.write_text(
+        task.read_text().replace(
+            "        return LlamaForCausalLM(config)\n",
+            "        model = LlamaForCausalLM(config)\n"
+            "        assert float(model.lm_head.weight.detach().abs().sum()) > 0\n"
+            "        return model\n",
+        )
+    )
+    assert planned(root) == ""
+
+
+def test_a_causal_model_that_is_a_copy_of_a_part_is_checked(tmp_path: Path) -> None:
+    """As that of a model with further heads, whose weights `language_model` copies into a plain one."""
+    copies = "\n    def language_model(self, model):\n        plain = self.model()\n"
+    copies += "        plain.load_state_dict(model.state_dict())\n        return plain\n"
+    root = write_project(tmp_path, part=f"\n{copies}")
+    assert planned(root) == ""
+    prepare(new_run(root), root)
+
+
+def test_the_plan_shows_where_only_prepare_can_check(tmp_path: Path) -> None:
+    root = write_project(tmp_path)
+    task = root / "task.py"
+    task.write_text(f"import a_package_that_is_not_here\n{task.read_text()}")
+    assert "No module named 'a_package_that_is_not_here'" in planned(root)
+    body = {"name": "x", "task": "task.py:Task", "codec": "codec.py:C", "model": {"pretrained": "a/model"}}
+    task.write_text(TASK.format(**DEFAULTS))
+    (root / "other.py").write_text(task.read_text())
+    config = parse_config({**body, "task": "other.py:Task"}, source="test")
+    assert check_planned_export(config, root, None) == "a/model has not been fetched"
+
+
+def test_the_plan_of_a_latent_model_refuses_genai(tmp_path: Path) -> None:
+    root = write_project(tmp_path, kind="DeepseekV3", settings=LATENT)
+    (root / "codec.py").write_text("class C:\n    def decode(self, x): ...\n    def encode(self, y): ...\n")
+    (root / "pipe.yaml").write_text("name: x\ntask: task.py:Task\ncodec: codec.py:C\n")
+    command = [sys.executable, "-m", "pipeline", "plan", "-o", "json"]
+    accepted = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
+    assert json.loads(accepted.stdout)[0]["name"] == "prepare"
+    refused = subprocess.run([*command, "export.formats=[onnx,genai]"], cwd=root, capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert "error: export.formats: onnxruntime-genai reads caches of keys and values" in refused.stderr
