@@ -3,9 +3,9 @@
 The plain file is kept until the optimized one is verified, and replaces it if that fails. A file with a newer IR or
 operator set than the installed runtime supports is lowered first. The serving image pins the runtime installed here.
 
-A language model is not rewritten but exported again, with ONNX's own operators for attention, norms and rotary
-embeddings. ONNX Runtime's GroupQueryAttention was slower, does not continue several prompts at once, and is outside
-the ONNX standard.
+A language model is not rewritten but exported with ONNX's own operators for attention, norms and rotary embeddings;
+only if that fails, without them. ONNX Runtime's GroupQueryAttention was slower, does not continue several prompts at
+once, and is outside the ONNX standard.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from google.protobuf.message import DecodeError
 from onnx import ModelProto, helper, numpy_helper, version_converter
 from torch import Tensor, nn
 
-from export.to_onnx import check_external_data, strip_file, write_onnx
+from export.to_onnx import ExportResult, check_external_data, strip_file, write_onnx
 from export.trace import ExportInput
 from pipeline.contract.errors import StageError
 from pipeline.contract.settings.stages import Export
@@ -46,18 +46,13 @@ class Optimization:
 
     requested: str
     used: str
-    nodes: tuple[int, int]  # before and after
-    fused: dict[str, int]  # operators that are in the file now and were not before
+    fused: dict[str, int]  # operators that are in the file now and were not before, or that no plain file has
     reason: str = ""  # why less was used than requested
+    nodes: tuple[int, int] | None = None  # before and after, of a file that was rewritten
 
 
-def optimize_file(
-    path: Path, model: nn.Module, config: Export, decoder: ExportInput | None = None
-) -> Optimization | None:
-    """Write the optimized file to `path`. Return None if none is requested; the result has the reason for a failure.
-
-    `decoder`: the export input of a language model.
-    """
+def optimize_file(path: Path, model: nn.Module, config: Export) -> Optimization | None:
+    """Write the optimized file to `path`. Return None if none is requested; the result has the reason for a failure."""
     if config.optimize == "none":
         return None
     counts_before, plain_folder, optimized_folder = (
@@ -69,34 +64,35 @@ def optimize_file(
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
     try:
-        if config.optimize == "transformers" and decoder is not None:
-            _write_fused(decoder, config, optimized_folder / path.name)
-        else:
-            _optimize_by_runtime(path, optimized_folder / path.name, config.optimize)
-            if config.optimize == "transformers":
-                _fuse(optimized_folder / path.name, model_type(model))
-            strip_file(optimized_folder / path.name)
+        _optimize_by_runtime(path, optimized_folder / path.name, config.optimize)
+        if config.optimize == "transformers":
+            _fuse(optimized_folder / path.name, model_type(model))
+        strip_file(optimized_folder / path.name)
         _replace_files(path, optimized_folder, plain_folder)
     except StageError as error:  # the file is as it was
         remove_plain(path)
-        return Optimization(config.optimize, "none", (counts_before.total(), counts_before.total()), {}, str(error))
+        return Optimization(config.optimize, "none", {}, str(error))
     finally:
         shutil.rmtree(optimized_folder, ignore_errors=True)
     counts_after = operators(path)
     fused = {
         kind: count - counts_before[kind] for kind, count in sorted(counts_after.items()) if kind not in counts_before
     }
-    return Optimization(config.optimize, config.optimize, (counts_before.total(), counts_after.total()), fused)
+    nodes = (counts_before.total(), counts_after.total())
+    return Optimization(config.optimize, config.optimize, fused, nodes=nodes)
 
 
-def restore_plain(path: Path, result: Optimization, reason: str) -> Optimization:
-    """Restore the file that the exporter wrote."""
-    for file in _model_files(path):
-        file.unlink()
+def restore_plain(path: Path, written: ExportResult) -> ExportResult:
+    """Move the file back that the exporter wrote; return how it was written."""
     for file in _model_files(_plain_folder(path) / path.name):
         os.replace(file, path.parent / file.name)
     remove_plain(path)
-    return Optimization(result.requested, "none", (result.nodes[0], result.nodes[0]), {}, reason)
+    return written
+
+
+def remove_model(path: Path) -> None:
+    for file in _model_files(path):
+        file.unlink()
 
 
 def remove_plain(path: Path) -> None:
@@ -146,18 +142,27 @@ def _fuse(path: Path, kind: str) -> None:
         fused: Any = optimize_model(str(path), model_type=kind, opt_level=0, num_heads=0, hidden_size=0)
     except Exception as error:  # its passes raise whatever a graph they do not know makes them stumble over
         raise StageError(f"export.optimize=transformers: {type(error).__name__}: {' '.join(str(error).split())[:400]}") from error  # fmt: skip  # noqa: E501
-    for file in _model_files(path):
-        file.unlink()
+    remove_model(path)
     fused.save_model_to_file(str(path), use_external_data_format=external)
 
 
 _FUSED_OPSET = 23  # the first with Attention, RMSNormalization and RotaryEmbedding
+_FUSED_OPERATORS = ("Attention", "RMSNormalization", "RotaryEmbedding")
 _FUSED_ATTENTION = "onnx_attention"  # our name among the attention functions of `transformers`
 
 
-def _write_fused(decoder: ExportInput, config: Export, path: Path) -> None:
-    with _fused_attention(decoder.module):
-        write_onnx(decoder, config.model_copy(update={"opset": max(config.opset, _FUSED_OPSET)}), path)
+def convert_fused(decoder: ExportInput, config: Export, path: Path) -> tuple[ExportResult | None, Optimization]:
+    """Write a language model with fused operators to `path`; return None and the reason if that is impossible."""
+    try:
+        with _fused_attention(decoder.module):
+            written = write_onnx(decoder, config.model_copy(update={"opset": max(config.opset, _FUSED_OPSET)}), path)
+    except (StageError, TypeError) as error:  # attention may take other arguments than those of _attend
+        remove_model(path)
+        return None, Optimization(config.optimize, "none", {}, str(error))
+    counts = operators(path)
+    fused = {kind: counts[kind] for kind in _FUSED_OPERATORS if kind in counts}
+    # Torch cannot run the trace, which has ONNX's operator for attention, to explain a difference.
+    return replace(written, program=None), Optimization(config.optimize, config.optimize, fused)
 
 
 @contextmanager

@@ -24,6 +24,7 @@ from export.fault_search import explain_difference
 from export.language_model import (
     choose_prompts,
     convert_language,
+    language_export_input,
     language_feeds,
     make_generation,
     verify_greedy,
@@ -35,9 +36,11 @@ from export.optimize import (
     Optimization,
     check_file,
     check_random,
+    convert_fused,
     fit_runtime,
     optimize_file,
     read_versions,
+    remove_model,
     remove_plain,
     restore_plain,
 )
@@ -119,32 +122,49 @@ def verify_model(
     served: ServedSizes | None = None,
     limits: MetricLimits | None = None,
 ) -> Verification:
-    """Write `path` and compare it with the model; fall back to the plain file if the optimized one differs.
+    """Write `path` and compare it with the model; use the plain file if the optimized one differs.
 
     `served`: the batches of the service; the export step gives them. `limits`: `evaluate.require`.
     """
     check_mode(model)
     check_positions(task, model)
-    generation = None
+    written: ExportResult | None
+    optimised: Optimization | None
     if isinstance(task, Generates):
         language = task.language_model(model)
         generation = make_generation(task, language)
-        written = convert_language(language, generation, config, path)
+        properties = language_model_properties(generation)
+        write = partial(convert_language, language, generation, config, path)
     else:
-        written = convert(model, task, example_batch(task, test), config, path)
-        if isinstance(task, HasAxes):
-            name_output_axes(path, declared_axes(task), measure_shapes(task, model, test))
-    properties = task_properties(task) if generation is None else language_model_properties(generation)
-    subject = Subject(task, model, test, config, path, written, properties, served, limits or {})
-    optimised = optimize_file(path, model, config, None if generation is None else written.traced)
+        properties = task_properties(task)
+        write = partial(_convert_samples, task, model, test, config, path)
+    if properties.generation and config.optimize == "transformers":
+        written, optimised = convert_fused(language_export_input(language, properties.generation), config, path)
+        restore = write
+    else:
+        written = write()
+        optimised = optimize_file(path, model, config)
+        restore = partial(restore_plain, path, written)
+    subject = Subject(task, model, test, config, path, written or write(), properties, served, limits or {})
     optimized_result, reason = _verify_optimized(subject, optimised)
     if reason and optimised is not None:
         print(f"export.optimize={config.optimize} is not used: {reason}")
-        optimised = optimised if optimised.used == "none" else restore_plain(path, optimised, reason)
+        if optimised.used != "none":
+            remove_model(path)
+            subject = replace(subject, written=restore())
+            optimised = Optimization(config.optimize, "none", {}, reason)
     lowered, verification = optimized_result or (fit_runtime(path), verify_file(subject))
     remove_plain(path)
     verification = replace(verification, file=_file_facts(path, optimised, lowered))
-    return _measure_padding(subject, verification) if verification.equal and generation is None else verification
+    is_padded = verification.equal and properties.generation is None
+    return _measure_padding(subject, verification) if is_padded else verification
+
+
+def _convert_samples(task: Task, model: nn.Module, test: Samples, config: Export, path: Path) -> ExportResult:
+    written = convert(model, task, example_batch(task, test), config, path)
+    if isinstance(task, HasAxes):
+        name_output_axes(path, declared_axes(task), measure_shapes(task, model, test))
+    return written
 
 
 def _measure_padding(subject: Subject, verification: Verification) -> Verification:

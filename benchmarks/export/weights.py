@@ -10,6 +10,7 @@ import argparse
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from pipeline.contract.data import open_split
 from pipeline.contract.signature import Prompting
 
 LENGTH, WORDS = 256, 8000
-SIZES = {"29M": (512, 8), "91M": (768, 12)}  # width and layers
+SIZES = {"29M": (512, 8), "91M": (768, 12), "466M": (1344, 21)}  # width and layers
 VARIANTS = ("fp16", "int8", "int4", "int4-128", "int4-gptq")
 
 
@@ -97,7 +98,7 @@ def train(task: Library, steps: int, rows: int) -> tuple[nn.Module, float]:
     return model.eval(), float(np.mean(losses[-20:]))
 
 
-def compare(size: str, steps: int, rows: int) -> str:
+def compare(size: str, steps: int, rows: int, variants: Sequence[str]) -> str:
     task: Any = Library(size)
     started = time.process_time()
     model, loss = train(task, steps, rows)
@@ -106,7 +107,7 @@ def compare(size: str, steps: int, rows: int) -> str:
         f"{count / 1e6:.1f} M parameters, {steps} steps of {rows} rows of {LENGTH} tokens "
         f"({time.process_time() - started:.0f} CPU s), training loss {loss:.2f}"
     )
-    export = {"variants": ["fp32", *VARIANTS], "batch_sizes": [8]}
+    export = {"variants": ["fp32", *variants], "batch_sizes": [8]}
     sections = {"export": export, "evaluate": {"metric": "token_accuracy"}}
     config = parse_config({"name": "x", "task": "t.py:T", "codec": "c.py:C", **sections}, source="benchmark")
     with tempfile.TemporaryDirectory() as folder:
@@ -143,8 +144,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--size", choices=SIZES, default="29M")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--rows", type=int, default=4)
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=VARIANTS)
     options = parser.parse_args(argv)
-    print(compare(options.size, options.steps, options.rows))
+    print(compare(options.size, options.steps, options.rows, options.variants))
     return 0
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from export.language_model import convert_language, language_export_input, make_generation
-from export.optimize import optimize_file, remove_plain
+from export.optimize import convert_fused
 from export.other_formats import Original, require_formats, write_formats
 from export.parity import open_session, run
 from export.to_onnx import tensor_specs
@@ -61,11 +61,10 @@ def write_models(size: str, folder: Path, threads: int) -> int:
     )
     generation = make_generation(task, net)
     plain, fused = folder / "plain" / "model.onnx", folder / "fused" / "model.onnx"
-    plain.parent.mkdir()
+    for path in (plain, fused):
+        path.parent.mkdir()
     convert_language(net, generation, Export(), plain)
-    shutil.copytree(plain.parent, fused.parent)
-    optimize_file(fused, net, Export(optimize="transformers"), language_export_input(net, generation))
-    remove_plain(fused)
+    convert_fused(language_export_input(net, generation), Export(optimize="transformers"), fused)
     write_json(folder / "tokenizer.json", _tokenizer(net.config.vocab_size))
     inputs = {spec.name: spec for spec in tensor_specs(fused)[0]}
     test: Any = None  # the task has prompts

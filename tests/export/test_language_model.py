@@ -38,7 +38,7 @@ from pipeline.contract.signature import Prompting, SamplingDefaults
 from serve.runtime.selfcheck import check_golden_requests
 from serve.runtime.session import Session
 
-from .languages import CODEC, LENGTH, MASKED, POSITIONS, PROMPTS, WORDS, Language, Made, Text, causal, make, tokenizer
+from .languages import CODEC, LENGTH, MASKED, POSITIONS, PROMPTS, WORDS, Language, Made, causal, make, tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -270,21 +270,20 @@ def test_a_tokenizer_that_is_not_the_models_is_refused(
 def test_texts_that_do_not_fit_are_refused_before_training(settings: Prompting, message: str) -> None:
     task: Any = Language(causal("Llama"), settings=settings)
     with pytest.raises(ConfigError, match=message):
-        check_decoder(task, task.model(), Export(), [])
+        check_decoder(task, task.net, Export(), [])
     with pytest.raises(ConfigError, match=message):
         make_generation(task, task.net)
 
 
 def test_samples_that_are_longer_than_the_model_are_refused_before_training() -> None:
     task: Any = Language(causal("Llama"), inputs=MASKED)
-    check_decoder(task, task.model(), Export(), [open_split(task, "validation")])
+    check_decoder(task, task.net, Export(), [open_split(task, "validation")])
     columns = {name: np.tile(column, (1, 4)) for name, column in task.data("validation").items()}
     long = Samples("validation", columns)
-    check_decoder(Text(task.net), task.net, Export(), [long])  # no language model
     with pytest.raises(
         DataError, match=r"validation data's `input_ids` has shape \[1, 44\], .* of 40 positions at most"
     ):
-        check_decoder(task, task.model(), Export(), [long])
+        check_decoder(task, task.net, Export(), [long])
 
 
 @pytest.mark.parametrize(
@@ -297,22 +296,22 @@ def test_samples_that_are_longer_than_the_model_are_refused_before_training() ->
 def test_what_no_decoder_can_be_is_refused_before_training(kind: str, dtype: torch.dtype, message: str) -> None:
     task: Any = Language(causal(kind).to(dtype))
     with pytest.raises(ConfigError, match=message):
-        check_decoder(task, task.model(), Export(), [])
+        check_decoder(task, task.net, Export(), [])
 
 
 def test_only_decoders_with_keys_and_values_run_in_onnxruntime_genai() -> None:
     config = Export(formats=("onnx", "genai"))
     task: Any = Language(causal("Llama"))
-    check_decoder(task, task.model(), config, [])
+    check_decoder(task, task.net, config, [])
     task.net = causal("DeepseekV3")
     with pytest.raises(ConfigError, match=r"this model caches what they are computed from \(kv_lora_rank\)"):
-        check_decoder(task, task.model(), config, [])
+        check_decoder(task, task.net, config, [])
 
 
 def test_a_model_without_a_configuration_is_no_language_model() -> None:
     task: Any = Language(torch.nn.Linear(2, 2))
     with pytest.raises(ConfigError, match=r"gives a Linear without config\.max_position_embeddings"):
-        make_generation(task, task.net)
+        check_decoder(task, task.net, Export(), [])
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import onnx
 import pytest
 import torch
 from onnx import numpy_helper
+from pydantic import ValidationError
 from torch import Tensor
 
 from export.bundle import Sources, fill_bundle
@@ -32,6 +33,7 @@ from pipeline.contract.data import open_split
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.files import digest_file
 from pipeline.contract.golden import greedy
+from pipeline.contract.settings.stages import Export
 from pipeline.contract.signature import Prompting
 from pipeline.contract.statistics.intervals import Interval
 from pipeline.contract.task import check_export
@@ -155,6 +157,11 @@ def test_losses_count_tokens_after_the_first_of_each_text() -> None:
     assert losses.sum() == pytest.approx(3 * np.log(8))
     _, labelled = token_losses(logits, ids, segments, np.array([[0, 0, 0, 0, 0, 1]]) == 1)
     assert labelled.tolist() == [[False, False, False, False, True]]
+
+
+def test_bf16_is_refused_with_the_reason() -> None:
+    with pytest.raises(ValidationError, match="bf16 cannot run on a CPU, where ONNX Runtime has no products of it"):
+        Export.model_validate({"variants": ["fp32", "bf16"]})
 
 
 @pytest.mark.parametrize("names", [["int8-dynamic"], ["int8-static", "int4"]])
