@@ -68,11 +68,17 @@ def now() -> str:
 
 
 def create_run(
-    runs: Path, config: Config, wanted: tuple[str, ...], parent: str, study: str = "", trial: int | None = None
+    runs: Path,
+    config: Config,
+    wanted: tuple[str, ...],
+    parent: str,
+    study: str = "",
+    trial: int | None = None,
+    starting_point: str = "",
 ) -> Run:
     created = datetime.now(UTC)
     run = Run(runs / f"{created:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}")
-    return begin_run(run, config, wanted, parent, study, trial, created)
+    return begin_run(run, config, wanted, parent, study, trial, created, starting_point)
 
 
 def begin_run(
@@ -83,6 +89,7 @@ def begin_run(
     study: str = "",
     trial: int | None = None,
     created: datetime | None = None,
+    starting_point: str = "",
 ) -> Run:
     """Create the run in a directory whose name is given, as by a workflow."""
     (run.path / "logs").mkdir(parents=True)
@@ -95,6 +102,7 @@ def begin_run(
         environment=describe_environment() | describe_commit(run.runs.parent),
         study=study,
         trial=trial,
+        starting_point=starting_point,
     )
     write_run(run, body)
     return run
@@ -169,7 +177,7 @@ def link_outputs(source: Run, target: Run, record: StepRecord) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     for name in record.outputs:
         (partial / name).parent.mkdir(parents=True, exist_ok=True)
-        _link_or_copy(source.output(record.step) / name, partial / name)
+        link_or_copy(source.output(record.step) / name, partial / name)
     for name in record.empty_folders or ():
         (partial / name).mkdir(parents=True, exist_ok=True)
     partial.mkdir(exist_ok=True)
@@ -225,7 +233,7 @@ def data_file_digests(root: Path, patterns: tuple[str, ...]) -> dict[str, str]:
     return digests
 
 
-def _link_or_copy(source: Path, target: Path) -> None:
+def link_or_copy(source: Path | str, target: Path | str) -> None:
     try:
         os.link(source, target)
     except OSError:  # another file system, or one without hard links

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
+from pipeline.continuation import StartingPoint, recorded_starting_point
 from pipeline.contract.config import Config, override_config
 from pipeline.contract.errors import (
     BundleError,
@@ -53,6 +54,7 @@ from pipeline.plan import (
     CLUSTER_STEPS,
     DEPLOYMENT_SETTINGS,
     RESTARTED_FLAG,
+    START,
     STEP_KINDS,
     UNKNOWN,
     Step,
@@ -112,6 +114,7 @@ class RunRequest:
     trial: int | None = None
     cores: int = 0  # CPU cores for its steps, where other runs share the machine; 0: all
     on_changes: OnChanges = "stop"  # since an interrupted training began
+    start: StartingPoint | None = None  # the checkpoint of another run from which training continues
 
 
 @dataclass
@@ -127,8 +130,13 @@ class PipelineRun:
     tracking: Tracking | None = None  # while its steps run
     _changed: dict[tuple[str, str], list[str]] = field(default_factory=dict)  # so that each file is hashed only once
 
+    def parts(self, step: str, outputs: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+        """Return the parts of a step's key."""
+        parts = key_parts(step, self.key_config or self.config, self.project, outputs)
+        return {**parts, START: str(self.request.start)} if step == "train" and self.request.start else parts
+
     def decide(self, step: str) -> Step:
-        parts = key_parts(step, self.key_config or self.config, self.project, self.outputs)
+        parts = self.parts(step, self.outputs)
         past = [(run.id, body.steps[step]) for run, body in self.history if step in body.steps]
         decision = decide_step(step, parts, past, step in self.request.force, self._changed_outputs)
         if step == "prepare" and decision.action == "reuse":
@@ -194,7 +202,8 @@ def run_pipeline(project: Project, config: Config, request: RunRequest, display:
     pipeline_run = PipelineRun(project, config, request, history)
     _check_training(pipeline_run)  # raise mistakes before a run directory is made
     parent = history[0][0].id if history else ""
-    run = create_run(project.runs, config, request.steps, parent, request.study, request.trial)
+    start = str(request.start) if request.start else ""
+    run = create_run(project.runs, config, request.steps, parent, request.study, request.trial, start)
     adopt_output(run)
     _run_steps(pipeline_run, run, display)
     return run
@@ -203,6 +212,8 @@ def run_pipeline(project: Project, config: Config, request: RunRequest, display:
 def resume_run(project: Project, run: Run, request: RunRequest, display: Display, overrides: Sequence[str] = ()) -> Run:
     """Continue in the same run directory with the run's own configuration; overrides may change where it trains."""
     run = override_resumed(run, overrides)
+    if recorded := run.read().starting_point:
+        request = replace(request, start=recorded_starting_point(project, recorded))
     pipeline_run = PipelineRun(project, run.config, request, [(run, run.read())], key_config=run.planned)
     if kept := describe_kept_settings(project, run):
         display.report(f"note: this run keeps its own settings: {kept}; `pipe run all` uses those of pipe.yaml")
@@ -239,7 +250,7 @@ def _check_changes(pipeline_run: PipelineRun, run: Run) -> None:
     outputs = {name: record.outputs for name, record in records.items() if record.complete}
     for name in ("prepare", "train"):
         if name in records and name in pipeline_run.request.steps:
-            parts = key_parts(name, pipeline_run.key_config or run.config, pipeline_run.project, outputs)
+            parts = pipeline_run.parts(name, outputs)
             before = records[name].current_parts
             changed = {part for part in parts.keys() | before.keys() if parts.get(part) != before.get(part)}
             if changed != {CHAMPION_PART}:  # another champion only repeats the checks of the data
@@ -321,7 +332,8 @@ def override_resumed(run: Run, overrides: Sequence[str]) -> Run:
             raise ConfigError(
                 f"{key} changes what the run computes, and part of it is computed already; a resumed run may "
                 f"change only track, cluster.* and train.{', '.join(RESUMABLE_SETTINGS)}; "
-                f"`pipe run {override}` starts a new one"
+                f"`pipe run --continue {run.id} {override}` starts a new one from its checkpoint, and "
+                f"`pipe run {override}` one from the beginning"
             )
     if not overrides:
         return run
@@ -469,6 +481,8 @@ def _run_step(pipeline_run: PipelineRun, run: Run, step: Step, display: Display)
     continues = step.name == "train" and earlier is not None and not earlier.complete and earlier.is_current(step.key)
     if not continues and not executor.is_running(run, step):
         _put_earlier_attempt_aside(run, step.name, display)
+        if step.name == "train" and request.start:
+            request.start.copy_to(run)
     clear_error(run.partial(step.name))
     log = run.log(step.name)
     log_start = prepare_log(log)

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -27,13 +27,15 @@ from pipeline.cli.app import (
     split_overrides,
     table,
 )
+from pipeline.continuation import continued_config, find_starting_point
 from pipeline.contract.config import Config, override_config
 from pipeline.contract.errors import ConfigError, Interrupted
 from pipeline.contract.override import read_override
 from pipeline.contract.run import STEPS, Run, RunFile, all_runs
+from pipeline.contract.sources import is_mentioned
 from pipeline.display import Display
 from pipeline.history import Project, find_run, load_history, lock_runs, open_run
-from pipeline.plan import select_steps, with_upstream
+from pipeline.plan import Step, select_steps, with_upstream
 from pipeline.processes import follow, start_detached
 from pipeline.runner import (
     LONG_TRAINING_SECONDS,
@@ -68,6 +70,14 @@ Force = Annotated[list[str] | None, typer.Option("--force", help="Run this step,
 Resume = Annotated[
     str | None,
     typer.Option("--resume", metavar="[RUN]", help="Continue a stopped run; overrides may change where it trains."),
+]
+Continued = Annotated[
+    str | None,
+    typer.Option(
+        "--continue",
+        metavar="[RUN[@STEP]]",
+        help="Start a new run that trains on from the checkpoint of an earlier one, with other settings.",
+    ),
 ]
 Executor = Annotated[str | None, typer.Option("--executor", metavar="[local|kubernetes]", help="Where steps run.")]
 Render = Annotated[
@@ -106,19 +116,24 @@ def plan(
     rows = [{"step": step.name, "action": step.action, "reason": step.reason} for step in steps]
     emit(output, [asdict(step) for step in steps], table(rows))
     if any(step.action == "run" for step in steps if step.name in ("prepare", "train", "export")):
-        _check_export_settings(project.config(overrides), project)
+        _check_export(project.config(overrides), project, steps[0])
     if exit_code and any(step.action == "run" and step.name != "deploy" for step in steps):
         raise typer.Exit(4)
     return None
 
 
-def _check_export_settings(config: Config, project: Project) -> None:
-    """Reject settings that no export of this task can meet; the task, which is slow to load, decides on few of them."""
-    if config.export.depends_on_task:
-        from pipeline.contract.task import check_export, load_task
+def _check_export(config: Config, project: Project, prepare: Step) -> None:
+    """Reject an export that cannot work; only language models and few settings need the task, which is slow to load."""
+    if not (config.export.depends_on_task or is_mentioned("language_model", project.root, config.task)):
+        return
+    from pipeline.contract.task import FOLDER
+    from pipeline.steps.prepare import check_planned_export
 
-        with contextlib.redirect_stdout(sys.stderr):  # the user's code may print
-            check_export(load_task(config.task, project.root), config.export)
+    prepared = find_run(project.runs, prepare.source).output("prepare") / FOLDER if prepare.action == "reuse" else None
+    with contextlib.redirect_stdout(sys.stderr), contextlib.chdir(project.root):  # the user's code may print and read
+        reason = check_planned_export(config, project.root.resolve(), prepared and prepared.resolve())
+    if reason:
+        print(f"note: only prepare can check whether this model can be exported: {reason}", file=sys.stderr)
 
 
 def _write_workflow(project: Project, config: Config, engine: Engine, directory: str, output: Output) -> None:
@@ -137,6 +152,7 @@ def run(
     until: Until = None,
     force: Force = None,
     resume: Resume = None,
+    continued: Continued = None,
     accept_changes: Annotated[
         bool, typer.Option("--accept-changes", help="With --resume: go on although code, data or settings changed.")
     ] = False,
@@ -167,10 +183,14 @@ def run(
     if detach:
         needs_answer = resume is None and not yes
         return _detach(project, overrides, make_request(names, start, until, force) if needs_answer else None, output)
+    if resume is not None and continued is not None:
+        raise ConfigError("--continue: starts a new run, and --resume goes on with an old one; leave one out")
     display = Display(live=sys.stderr.isatty())
     with lock_runs(_runs_folder(project, resume)):
         if resume is not None:
             finished_run = _resume(project, resume, names, overrides, on_changes, display)
+        elif continued is not None:
+            finished_run = _continue(project, continued, make_request(names, start, until, force), overrides, display)
         else:
             request = make_request(names, start, until, force)
             finished_run = _begin(project, overrides, request, yes, display)
@@ -241,6 +261,13 @@ def _resume(
     request = RunRequest(selected_steps or stopped_run.read().wanted, on_changes=on_changes)
     display.report(f"resuming run {stopped_run.id}")
     return finish(project, lambda: resume_run(project, stopped_run, request, display, overrides), resumed=stopped_run)
+
+
+def _continue(project: Project, name: str, request: RunRequest, overrides: list[str], display: Display) -> Run:
+    start = find_starting_point(project, name)
+    config = continued_config(start, overrides)
+    display.report(f"continuing the training of run {start.source.id} from its checkpoint of step {start.step}")
+    return finish(project, lambda: run_pipeline(project, config, replace(request, start=start), display))
 
 
 def finish(project: Project, work: Callable[[], Run], resumed: Run | None = None) -> Run:

@@ -140,6 +140,7 @@ class RunFile(Frozen):
     wanted: tuple[str, ...]
     config: Mapping[str, object]
     continued: tuple[str, ...] = ()  # key=value overrides of resumes, on top of `config`
+    starting_point: str = ""  # the checkpoint of another run from which it trains: run, step and digest
     environment: Mapping[str, str]
     study: str = ""  # of `pipe tune`, which made this run as one of its trials
     trial: int | None = None
