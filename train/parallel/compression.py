@@ -11,6 +11,7 @@ import abc
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -93,35 +94,64 @@ class BFloat16Compressor(Compressor):
         return bf16_compress_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True)
+class _BegunBucket:
+    """A bucket whose largest number is being agreed on; its `future` will have the average."""
+
+    index: int
+    buffer: Tensor
+    largest: Tensor
+    agreement: dist.Work
+    future: Future[Tensor]
+
+
 class Float16Compressor(Compressor):
     """Half the bytes, and three more bits of precision than bf16.
 
     Every bucket is first scaled by a power of two, so that its largest number lies just below 2¹⁵. A collective of
-    four bytes finds that number for all processes. Casting without it and repeating in fp32 what overflowed would
-    save these bytes, but gradients below 6e-8 would vanish unnoticed, and a repetition that starts in a callback can
-    meet another bucket's all-reduce on another process: gloo would add up the wrong buffers.
+    four bytes finds that number for all processes, while the gradients of the next bucket are computed: a bucket is
+    sent when the next one is ready. Casting without it and repeating in fp32 what overflowed would save these bytes,
+    but gradients below 6e-8 would vanish unnoticed.
     """
 
     def __init__(self, traffic: Traffic, stopwatch: Stopwatch, device: torch.device) -> None:
         super().__init__(traffic, stopwatch, device)
         self._factors: dict[int, Tensor] = {}  # kept until the next step: on a GPU the callback runs on another stream
+        self._begun: _BegunBucket | None = None
 
     def average(self, bucket: GradBucket) -> Future[Tensor]:
         buffer = bucket.buffer()
         largest = torch.linalg.vector_norm(buffer, math.inf).float().nan_to_num(nan=math.inf)
-        with self._stopwatch.waiting():
-            dist.all_reduce(self._count_bytes(largest), dist.ReduceOp.MAX)
-        factor = self._factors[bucket.index()] = power_of_two_below(largest)
-        compressed = self._count_bytes((buffer * (factor / self._world_size)).half())
+        agreement = dist.all_reduce(self._count_bytes(largest), dist.ReduceOp.MAX, async_op=True)
+        assert agreement is not None  # it is asynchronous
+        future: Future[Tensor] = Future(devices=[buffer.device] if buffer.is_cuda else [])
+        previous, self._begun = self._begun, _BegunBucket(bucket.index(), buffer, largest, agreement, future)
+        # In the order of the buckets, and never from a callback: every process must begin its collectives alike.
+        if previous is not None:
+            self._send(previous)
+        if bucket.is_last():
+            self._send(self._begun)
+            self._begun = None
+        return future
 
-        def decompress(future: Future[list[Tensor]]) -> Tensor:
-            buffer.copy_(future.value()[0])
-            return buffer.div_(factor)
+    def _send(self, bucket: _BegunBucket) -> None:
+        with self._stopwatch.waiting():
+            bucket.agreement.wait()
+        factor = self._factors[bucket.index] = power_of_two_below(bucket.largest)
+        compressed = self._count_bytes((bucket.buffer * (factor / self._world_size)).half())
+
+        def decompress(future: Future[list[Tensor]]) -> None:
+            try:
+                bucket.buffer.copy_(future.value()[0])
+            except RuntimeError as error:  # another process is lost
+                bucket.future.set_exception(error)  # type: ignore[arg-type]  # typed as if it were a result
+            else:
+                bucket.future.set_result(bucket.buffer.div_(factor))
 
         work = dist.all_reduce(compressed, async_op=True)
         assert work is not None  # it is asynchronous
         future: Future[list[Tensor]] = work.get_future()
-        return future.then(decompress)
+        future.then(decompress)
 
 
 def power_of_two_below(largest: Tensor, exponent_limit: int = 15) -> Tensor:

@@ -4,9 +4,11 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.contract.settings.stages import Train
@@ -106,13 +108,28 @@ class Results:
     sizes: dict[float, Tensor]
     scaled: list[list[Tensor]]
     losses: dict[str, float]
+    collectives: list[str]
+
+
+def fp16_collectives(group: ProcessGroup) -> list[str]:
+    """Return in their order the collectives of a step with two buckets."""
+    strategy, begun = make_warm_strategy(group, bucket_mb=0.001, compress="fp16"), list[str]()
+    all_reduce = dist.all_reduce
+
+    def record(tensor: Tensor, *arguments: Any, **settings: Any) -> Any:
+        begun.append(("agree" if tensor.numel() == 1 else "send") + ("" if settings.get("async_op") else ", blocking"))
+        return all_reduce(tensor, *arguments, **settings)
+
+    with patch.object(dist, "all_reduce", record):
+        strategy.backward(micro_batches(group.rank.rank))
+    return begun
 
 
 def run_scenarios(group: ProcessGroup, folder: Path) -> Results:
     sizes = {size: gradients_of_both(group, [{"compress": "fp16"}], size, 1)[0][0] for size in SIZES}
     scaled = scaled_gradients(group, ("topk:0.1", "powersgd:1"))
     losses = train_and_resume(group, folder)
-    return Results(gradients_of_both(group, CASES, 1.0, STEPS), sizes, scaled, losses)
+    return Results(gradients_of_both(group, CASES, 1.0, STEPS), sizes, scaled, losses, fp16_collectives(group))
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +159,12 @@ def test_compressors_average_gradients_and_send_the_promised_bytes(
 def test_fp16_scales_very_large_and_very_small_gradients(results: list[Results]) -> None:
     for size, gradient in results[0].sizes.items():
         assert float((gradient - exact(size)).norm() / exact(size).norm()) < 1e-3
+
+
+def test_fp16_blocks_nothing_while_further_gradients_are_computed(results: list[Results]) -> None:
+    """The second bucket is ready and its number is being agreed on before the first one is sent."""
+    for result in results:
+        assert result.collectives == ["agree", "agree", "send", "send"]
 
 
 def test_overflow_and_new_loss_scale_keep_remainders(results: list[Results]) -> None:
