@@ -6,6 +6,7 @@ Also start a whole command in the background (`pipe run --detach`), and follow i
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import re
 import signal
@@ -21,6 +22,7 @@ from typing import IO, Any, NamedTuple
 from pipeline.contract.errors import ConfigError, GateError, Interrupted, StageError
 from pipeline.contract.files import unwritable
 from pipeline.contract.processes import PARENT_WATCH_VARIABLE, describe_exit
+from pipeline.contract.restarts import STEP_END_SECONDS
 from pipeline.contract.run import Run, RunFile, all_runs, is_alive, own_identity
 from pipeline.history import Project
 
@@ -28,7 +30,6 @@ Report = Callable[[str], None]
 Ask = Callable[[str], bool]
 
 _TICK_SECONDS = 0.1
-_GRACE_SECONDS = 45.0  # training saves a checkpoint first; torchrun kills it after 30 s
 _CHILDREN_TIMEOUT_SECONDS = 10.0
 _LOG_END_BYTES = 1 << 16
 _SHELL_SIGNALS = 128  # a shell's exit status is this plus the signal's number
@@ -44,7 +45,7 @@ class LocalLauncher:
 
     root: Path
     tick: Callable[[], None]  # called ten times a second while a step runs
-    grace_seconds: float = _GRACE_SECONDS  # between SIGTERM and SIGKILL
+    grace_seconds: float = STEP_END_SECONDS  # between SIGTERM and SIGKILL
 
     def launch(self, argv: tuple[str, ...], log: Path, env: Mapping[str, str]) -> int:
         """Run to the end and return the exit status; on Ctrl-C, end the process first."""
@@ -58,7 +59,7 @@ class LocalLauncher:
 
 @contextlib.contextmanager
 def child_process(
-    argv: tuple[str, ...], root: Path, env: Mapping[str, str], output: IO[Any], grace_seconds: float = _GRACE_SECONDS
+    argv: tuple[str, ...], root: Path, env: Mapping[str, str], output: IO[Any], grace_seconds: float = STEP_END_SECONDS
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Start a process that ends, with its children, when the block ends or when this process dies.
 
@@ -159,12 +160,29 @@ def step_environment(processes: int, cores: int, threads: int = 0) -> dict[str, 
     }
 
 
-def count_gpus(env: Mapping[str, str], devices: Path = Path("/dev")) -> int:
+_VISIBLE = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+
+
+def count_gpus(env: Mapping[str, str], system: Path = Path("/")) -> int:
     """Count the GPUs a step would see, without importing torch."""
-    visible = env.get("CUDA_VISIBLE_DEVICES")
+    visible = next((env[name] for name in _VISIBLE if name in env), None)
     if visible is not None:
         return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
-    return len(list(devices.glob("nvidia[0-9]*")))
+    if nvidia := list((system / "dev").glob("nvidia[0-9]*")):
+        return len(nvidia)
+    if (system / "dev/dxg").exists():  # WSL2, where only the driver knows
+        return _count_by_driver()
+    nodes = (system / "sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")  # ROCm; CPUs have the id 0
+    return sum(path.read_text().strip() != "0" for path in nodes)
+
+
+def _count_by_driver() -> int:
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    return 0 if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) else count.value
 
 
 class KilledProcess(NamedTuple):

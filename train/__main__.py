@@ -27,8 +27,8 @@ from pipeline.contract.processes import Rank
 from pipeline.contract.prompting import check_decoder, check_prompting
 from pipeline.contract.restarts import read_attempts
 from pipeline.contract.run import Run, run_step
-from pipeline.contract.task import FOLDER, Task, build_model, check_export, open_task
-from pipeline.contract.weights import save_weights
+from pipeline.contract.task import FOLDER, Generates, Task, build_model, check_export, open_task
+from pipeline.contract.weights import save_weights, transformers_model
 from train.batch_order import order_identity, read_order
 from train.batch_size import decide_batch_size
 from train.chaos_hooks import CHAOS_VARIABLE, ChaosHook, install_chaos_hook
@@ -45,7 +45,7 @@ from train.parameter_server import ParameterServerTrainer
 from train.pretrained.adapter import ADAPTER_FOLDER, add_adapter, merge_adapter
 from train.pretrained.load import open_recorded_weights
 from train.pretrained.materialize import BuildModel
-from train.process_group import ProcessGroup, join_process_group
+from train.process_group import ProcessGroup, explain_device_faults, join_process_group
 from train.profiling import FIRST_TRACED_STEP, TRACED_STEPS, StepTracer, traced_steps
 from train.state import Progress
 from train.trainer import Trainer
@@ -59,7 +59,8 @@ def train(run: Run, root: Path) -> None:
     set_determinism(config)
     enable_flight_recorder()
     with (
-        join_process_group(config, Rank.from_env(), run.path) as group,
+        explain_device_faults(rank := Rank.from_env()),
+        join_process_group(config, rank, run.path) as group,
         run_watchdog(group, run, root, config.timeout_seconds),
     ):
         if folder := os.environ.get(CHAOS_VARIABLE):
@@ -86,13 +87,19 @@ def train(run: Run, root: Path) -> None:
                 open_snapshot_folder(run), socket.gethostname(), identity, group, config.timeout_seconds
             )
         resume_point = find_resume_point(store, snapshots, run.partial("train"), identity, group)
+        if (start := run.read().starting_point) and resume_point.saved is None:
+            raise StageError(
+                f"the checkpoint to continue from ({start}) is damaged, or of other data or another batch order; "
+                "to fix it: choose an earlier one (`pipe run --continue RUN@STEP`), or train from the beginning"
+            )
         trainer_class = ParameterServerTrainer if config.strategy == "parameter_server" and group.size > 1 else Trainer
         with open_recorded_weights(
             run, root, make_model, group, resumes=resume_point.saved is not None
         ) as create_model:
             trainer = trainer_class(task, run.config, group, splits[0], splits[1], batch_size, create_model, order)
         trainer.snapshots = snapshots
-        check_decoder(task, trainer.strategy.model, run.config.export, splits[1:])  # training rows may be packed
+        if isinstance(task, Generates) and (located := transformers_model(trainer.strategy.model)):
+            check_decoder(task, located[1], run.config.export, ())
         check_metrics(task, trainer.strategy, splits[1], group, run.config.evaluate)
         _fit(trainer, run, group, store, resume_point, make_model)
 

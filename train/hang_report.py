@@ -59,7 +59,7 @@ class ProcessReport:
     pid: int
     started: float  # start time of the process; a pid can be reused
     beat: int  # grows with every report
-    step: int
+    step: int  # under way, or just done; numbered from 1, as in metrics.jsonl
     phase: Phase
     activity: Activity
     place: str  # in the source
@@ -242,16 +242,30 @@ def _find_process(pid: int, started: float) -> psutil.Process | None:
 
 
 def enable_flight_recorder() -> None:
-    """Switch torch's flight recorder on, before the first collective; its cost is too small to measure."""
+    """Switch torch's flight recorders on, before the first collective; their cost is too small to measure."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(_RECORDED_COLLECTIVES))
+    os.environ.setdefault("TORCH_NCCL_ENABLE_TIMING", "1")  # without it, NCCL's does not know what has started
 
 
-def unfinished_collectives() -> str:
-    """Return such as `gloo:all_reduce, no. 12, of [151498] Float`; empty when all have finished."""
+def unfinished_collectives() -> list[dict[str, Any]]:
+    """Return the entries of the flight recorders: NCCL has one of its own."""
     recorder: Any = c10d  # it has no type stubs
-    body = json.loads(recorder._dump_fr_trace_json(True, False))
-    unfinished = [entry for entry in body.get("entries", []) if not entry["retired"]]
-    return "; ".join(map(describe_collective, unfinished[-_REPORTED_COLLECTIVES:]))
+    dumps = [recorder._dump_fr_trace_json, getattr(recorder, "_dump_nccl_trace_json", None)]
+    entries = [entry for dump in dumps if dump for entry in json.loads(dump(True, False)).get("entries", [])]
+    return [entry for entry in entries if not entry["retired"]]
+
+
+def waits_on_gpu(entries: Sequence[Mapping[str, Any]]) -> bool:
+    """Return whether the GPU is within a collective of NCCL.
+
+    The host has gone on since, and waits wherever it needs a result: in `.item()`, or `synchronize()`.
+    """
+    return any(entry["profiling_name"].startswith("nccl:") and entry["state"] == "started" for entry in entries)
+
+
+def describe_collectives(entries: Sequence[Mapping[str, Any]]) -> str:
+    """Return such as `gloo:all_reduce, no. 12, of [151498] Float`; empty without any."""
+    return "; ".join(map(describe_collective, entries[-_REPORTED_COLLECTIVES:]))
 
 
 def describe_collective(entry: Mapping[str, Any]) -> str:

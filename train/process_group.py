@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import re
 import secrets
 import socket
 import time
@@ -21,10 +23,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import Store, TCPStore  # torch.distributed hands them on, unseen by type checkers
 from torch.distributed import DistError
+from torch.distributed.device_mesh import DeviceMesh
 
-from pipeline.contract.errors import ConfigError, LostContact, StageError
+from pipeline.contract.errors import ConfigError, DeviceFault, LostContact, StageError
 from pipeline.contract.files import write_json
 from pipeline.contract.processes import Rank, split_address
+from pipeline.contract.restarts import collective_seconds
 from pipeline.contract.settings.stages import Train
 
 _POLL_SECONDS = 0.1
@@ -127,9 +131,6 @@ class Heartbeat:
         self.position = (step, phase)
 
 
-_MARGIN_SECONDS = 60  # collectives wait longer than the watchdog, whose report is better
-
-
 @dataclass(frozen=True)
 class ProcessGroup:
     """The training processes as this one sees them; collectives work for a single process too."""
@@ -138,6 +139,17 @@ class ProcessGroup:
     device: torch.device
     model_size: int = 1  # processes per copy of the model (tensor or pipeline parallel)
     heartbeat: Heartbeat = field(default_factory=Heartbeat, compare=False)
+    timeout: timedelta = timedelta(minutes=30)  # of collectives
+
+    def mesh(self, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+        """Arrange all processes in a mesh; in the groups of `init_device_mesh` torch's own timeouts would hold."""
+        ranks = torch.arange(self.size).reshape(shape)
+        groups = []
+        for axis, length in enumerate(shape):
+            rows = ranks.movedim(axis, -1).reshape(-1, length).tolist()
+            own, _ = dist.new_subgroups_by_enumeration(rows, timeout=self.timeout)  # type: ignore[no-untyped-call]
+            groups.append(own)
+        return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=names)
 
     @property
     def size(self) -> int:
@@ -220,7 +232,7 @@ def join_process_group(config: Train, rank: Rank, directory: Path) -> Iterator[P
         return
     _connect(config, rank, device, directory)
     try:
-        yield ProcessGroup(rank, device, model_size)
+        yield ProcessGroup(rank, device, model_size, timeout=_collective_timeout(config))
         dist.barrier()  # stay while another process may still read from this one
     except Exception as error:
         if not is_lost_contact(error):
@@ -239,14 +251,15 @@ def _connect(config: Train, rank: Rank, device: torch.device, directory: Path) -
             store=open_store(rank, config.rendezvous, directory, seconds),
             rank=rank.rank,
             world_size=rank.world_size,
-            timeout=timedelta(seconds=seconds + _MARGIN_SECONDS),
+            timeout=_collective_timeout(config),
             # Bound to a device, NCCL needs all processes to create any further group; the parameter server has
             # groups of two.
             device_id=device if device.type == "cuda" and config.strategy != "parameter_server" else None,
         )
     except dist.DistBackendError as error:
-        first_line = str(error).strip().partition("\n")[0]
-        raise LostContact(f"rank {rank.rank} on {socket.gethostname()}: NCCL did not start: {first_line}") from error
+        raise LostContact(
+            f"rank {rank.rank} on {socket.gethostname()}: NCCL did not start: {nccl_cause(error)}"
+        ) from error
     except dist.DistError as error:
         raise LostContact(
             f"rank {rank.rank} on {socket.gethostname()}: not all {rank.world_size} processes joined "
@@ -256,9 +269,53 @@ def _connect(config: Train, rank: Rank, device: torch.device, directory: Path) -
         rendezvous_file(rank, directory).unlink(missing_ok=True)  # all have met
 
 
+def _collective_timeout(config: Train) -> timedelta:
+    return timedelta(seconds=collective_seconds(config.timeout_seconds))
+
+
+def nccl_cause(error: Exception) -> str:
+    """Return the last line of NCCL's message: the first one only names the line of torch that called it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip() not in ("", "Last error:")]
+    return lines[-1] if lines else type(error).__name__
+
+
+# Parts of the messages of CUDA and HIP. Not among them: an assertion on the device, or an illegal memory access, which
+# are errors of the program.
+_DEVICE_FAULTS = (
+    "ecc error", "nvlink", "xid", "unspecified launch failure", "hardware stack error", "gpu is lost",
+    "gpu has fallen off the bus", "devices unavailable", "device(s) is/are busy or unavailable",
+    "no cuda-capable device is detected", "no cuda gpus are available", "no hip gpus are available",
+    "driver shutting down", "launch timed out", "system not yet initialized", "contained by",
+)  # fmt: skip
+
+
+def is_device_fault(error: BaseException) -> bool:
+    """Return whether an accelerator failed, which torch raises like any error of the user's code."""
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(
+        re.search(rf"\b{re.escape(part)}", text) is not None for part in _DEVICE_FAULTS
+    )
+
+
+@contextlib.contextmanager
+def explain_device_faults(rank: Rank) -> Iterator[None]:
+    """Raise DeviceFault for a fault of an accelerator within the context."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_device_fault(error):
+            raise
+        first_line = str(error).strip().partition("\n")[0]
+        raise DeviceFault(f"rank {rank.rank} on {socket.gethostname()}: its GPU failed: {first_line}") from error
+
+
 def is_lost_contact(error: Exception) -> bool:
     """Return whether a collective failed because another process ended or hangs."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
+
+
+# Variables of launchers whose processes all see the same GPUs; srun and mpirun may show each process only its own.
+_LAUNCHERS_THAT_SHOW_ALL = ("TORCHELASTIC_RUN_ID", "HOROVOD_RANK")
 
 
 def choose_device(setting: str, rank: Rank) -> torch.device:
@@ -268,11 +325,12 @@ def choose_device(setting: str, rank: Rank) -> torch.device:
     if setting == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     count = torch.cuda.device_count()
-    if count > 1 and rank.local_rank >= count:
+    shows_each_its_own = count == 1 and not any(name in os.environ for name in _LAUNCHERS_THAT_SHOW_ALL)
+    if rank.local_rank >= count and not shows_each_its_own:
         raise ConfigError(
-            f"train.processes: process {rank.local_rank + 1} of this machine finds only {count} GPUs; "
-            "to fix it, lower it, or set train.device=cpu"
+            f"train.processes: process {rank.local_rank + 1} of this machine finds only {count} "
+            f"GPU{'s' if count > 1 else ''}; to fix it, lower it, or set train.device=cpu"
         )
-    device = torch.device("cuda", 0 if count == 1 else rank.local_rank)  # some launchers show each process only its own
+    device = torch.device("cuda", 0 if shows_each_its_own else rank.local_rank)
     torch.cuda.set_device(device)
     return device

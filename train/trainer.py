@@ -248,11 +248,11 @@ class Trainer:
             self._precision.overflows += window.overflows(first)
 
     def _raise_not_finite(self, quantity: str, by_rank: list[int | None], window_start: int) -> None:
-        """Raise for the earliest bad step; `by_rank` has each process's first, counted from the start of the window."""
+        """Raise for the earliest bad step; `by_rank` has each process's first, counted from 0 at the window's start."""
         bad_steps = [step for step in by_rank if step is not None]
         if bad_steps:
             ranks = [rank for rank, step in enumerate(by_rank) if step == min(bad_steps)]
-            raise DataError(not_finite_message(quantity, window_start + min(bad_steps), ranks))
+            raise DataError(not_finite_message(quantity, window_start + min(bad_steps) + 1, ranks))
 
     def _log(self, step: int, log: MetricsLog | None) -> None:
         self.heartbeat.at(step - 1, "update")
@@ -358,7 +358,8 @@ def not_finite_message(quantity: str, step: int, ranks: list[int]) -> str:
     rank_text = "rank " + ", ".join(map(str, ranks))
     return (
         f"the {quantity} is not finite at step {step} on {rank_text}; checkpoints made so far are kept; "
-        "to fix it, lower train.lr, set train.clip_norm, or check the data of that step"
+        "to fix it, lower train.lr or set train.clip_norm and go on from the last one "
+        "(`pipe run --continue latest train.lr=…`), or check the data of that step"
     )
 
 

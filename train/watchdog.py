@@ -25,6 +25,7 @@ from train.hang_report import (
     ProcessReport,
     StackDump,
     culprits,
+    describe_collectives,
     describe_hang,
     is_checkpointing,
     is_network_cut,
@@ -35,6 +36,7 @@ from train.hang_report import (
     silence_reason,
     thread_stacks,
     unfinished_collectives,
+    waits_on_gpu,
 )
 from train.process_group import Heartbeat, ProcessGroup
 
@@ -113,14 +115,18 @@ class Watchdog:
         self._own = replace(
             self._own,
             beat=self._own.beat + 1,
-            step=step,
+            step=step + 1,
             phase=phase,
             activity=activity,
             place=place,
             still_seconds=now - self._since,
         )
-        detail = (unfinished_collectives(), thread_stacks()) if self._suspicious else ("", "")
-        self._own = replace(self._own, exchanges=detail[0], stacks=detail[1])
+        self._own = replace(self._own, exchanges="", stacks="")
+        if self._suspicious:
+            collectives = unfinished_collectives()
+            self._own = replace(self._own, exchanges=describe_collectives(collectives), stacks=thread_stacks())
+            if waits_on_gpu(collectives):
+                self._own = replace(self._own, activity=Activity.WAITING)
         path = self.path(self._own.rank)
         with contextlib.suppress(OSError):  # a full disk is reported by other writers; this is only a position
             path.with_suffix(".new").write_text(json.dumps(asdict(self._own)))

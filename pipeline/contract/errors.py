@@ -61,6 +61,13 @@ class Stalled(StageError):
     passing = True
 
 
+class DeviceFault(StageError):
+    """A fault of an accelerator or of its connection, and not of the program: another attempt may succeed."""
+
+    exit_code = 69
+    passing = True
+
+
 class GateError(PipelineError):
     """A rejection by the quality gate."""
 

@@ -142,6 +142,7 @@ class AgentStatus(IntEnum):
     TOO_FEW = 81  # too few machines came within the timeout
     NO_STORE = 82  # the rendezvous store does not answer
     CLOSED = 83  # the other machines have finished
+    LOST_DEVICE = 84  # a GPU of this machine is gone
 
 
 def split_address(address: str) -> tuple[str, int]:

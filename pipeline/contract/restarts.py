@@ -2,7 +2,7 @@
 
 Four kinds of process start one another: `pipe` starts the node, the node a launcher, and the launcher (torch's elastic
 agent) the training processes. Each of them only watches the process below it. When that process ends too early, the
-watcher calls `restart_after`, which records the end in `logs/attempts.jsonl` of the run and decides; the watcher then
+watcher calls `restart_after`, which records the end in `logs/attempts/` of the run and decides; the watcher then
 starts the process again or passes the exit status on. Nothing else decides about restarts.
 """
 
@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import socket
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -21,7 +23,26 @@ from pydantic import ValidationError
 
 from pipeline.contract.settings.section import Frozen
 
-ATTEMPTS_FILE = "logs/attempts.jsonl"
+_FOLDER = "logs/attempts"  # a file for each machine: on NFS, lines that several append overwrite each other
+_EARLIER_FILE = "logs/attempts.jsonl"  # of earlier versions of pipe, for all machines
+
+
+# How long the processes of training wait for each other. All of it follows from `train.timeout_seconds`: a process that
+# makes no progress for so long counts as hung, and those that wait for it report it and end (train/watchdog.py).
+PROCESS_END_SECONDS = 30  # from SIGTERM, upon which a training process saves a checkpoint, to SIGKILL by the agent
+LAUNCHER_END_SECONDS = 40.0  # from SIGTERM to SIGKILL of the agent, by the node
+STEP_END_SECONDS = 45.0  # from SIGTERM to SIGKILL of the node, by `pipe`
+_LATER_SECONDS = 60
+
+
+def collective_seconds(timeout_seconds: int) -> int:
+    """Return how long a collective waits: longer than the watchdog, whose report is better."""
+    return timeout_seconds + _LATER_SECONDS
+
+
+def meeting_seconds(timeout_seconds: int) -> int:
+    """Return how long a machine waits for others: before they come, they end the processes they have, hung ones too."""
+    return timeout_seconds + PROCESS_END_SECONDS + 15
 
 
 class Event(Frozen):
@@ -35,6 +56,7 @@ class Event(Frozen):
     event: Literal["launch", "start", "step", "checkpoint", "end"]
     attempt: int
     time: float
+    number: int = 0  # above that of all events its writer knew; clocks of machines differ
     processes: int = 0
     hosts: tuple[str, ...] = ()  # of each rank
     step: int = 0
@@ -170,7 +192,8 @@ def describe_restart(log: AttemptLog, allowed: int) -> str:
     if attempt.after == "change":
         return f"{change.removeprefix('; ') or 'machines have joined or left'}; starting again {start}"
     count = sum(attempt.after == "loss" for attempt in _attempts_from_same_checkpoint(log.attempts))
-    cause = first_cause(previous.ends).partition(". ")[0]  # the advice after it is for when training stays down
+    # The advice after the first sentence is for when training stays down; "no. 3" does not end a sentence.
+    cause = re.split(r"\. (?=[A-Z])", first_cause(previous.ends), maxsplit=1)[0]
     return f"{cause}{change}; starting again {start} ({count} of {allowed} without a new one)"
 
 
@@ -187,10 +210,11 @@ def _attempts_from_same_checkpoint(attempts: Sequence[Attempt]) -> list[Attempt]
 
 
 def record_event(run: Path, **values: Any) -> None:
-    """Append one line with a single write, so that lines of several writers do not mix."""
-    line = Event(time=time.time(), **values).model_dump(exclude_defaults=True)
-    path = run / ATTEMPTS_FILE
-    path.parent.mkdir(exist_ok=True)
+    """Append one line to this machine's file with a single write, so that lines of several processes do not mix."""
+    number = 1 + max((event.number for event in read_events(run)), default=0)
+    line = Event(time=time.time(), number=number, **values).model_dump(exclude_defaults=True)
+    path = run / _FOLDER / f"{socket.gethostname()}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         os.write(handle, json.dumps(line).encode() + b"\n")
@@ -203,16 +227,20 @@ def record_end(run: Path, end: ProcessEnd) -> None:
     record_event(run, event="end", attempt=newest_attempt(read_events(run)), **asdict(end))
 
 
+def attempt_files(run: Path) -> list[Path]:
+    earlier = run / _EARLIER_FILE
+    return [*([earlier] if earlier.exists() else []), *sorted((run / _FOLDER).glob("*.jsonl"))]
+
+
 def read_events(run: Path) -> list[Event]:
-    """Read the complete lines; a lost machine may have left half of one."""
-    path = run / ATTEMPTS_FILE
+    """Read the complete lines of all machines in their order; a lost machine may have left half of one."""
     events = []
-    for line in path.read_bytes().splitlines() if path.exists() else []:
+    for line in (line for path in attempt_files(run) for line in path.read_bytes().splitlines()):
         try:
             events.append(Event.model_validate_json(line))
         except ValidationError:
             continue
-    return events
+    return sorted(events, key=lambda event: (event.number, event.time if event.number else 0.0))
 
 
 def read_attempts(run: Path) -> AttemptLog:

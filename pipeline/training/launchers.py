@@ -9,6 +9,7 @@ from importlib.util import find_spec
 
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.processes import PARENT_WATCH_VARIABLE
+from pipeline.contract.restarts import meeting_seconds
 from pipeline.contract.settings.stages import Train
 from pipeline.processes import DEFAULTS_OF_STEPS
 
@@ -50,7 +51,7 @@ def agent(
         options += (
             f"--min-nodes={train.fewest_nodes}",
             f"--max-nodes={train.most_nodes}",
-            f"--timeout={train.timeout_seconds}",
+            f"--timeout={meeting_seconds(train.timeout_seconds)}",
         )
         options += (f"--rendezvous={rendezvous.address}", f"--id={rendezvous.id}", f"--address={own_address}")
     interpreter, _, _, *run = python

@@ -10,26 +10,40 @@ import argparse
 import contextlib
 import json
 import os
+import platform
 import secrets
 import signal
 import socket
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from pipeline.contract.config import override_config
-from pipeline.contract.errors import LostContact, PipelineError, StageError, clear_error, read_error, write_error
+from pipeline.contract.errors import (
+    ConfigError,
+    DeviceFault,
+    LostContact,
+    PipelineError,
+    StageError,
+    clear_error,
+    read_error,
+    write_error,
+)
 from pipeline.contract.files import write_json
 from pipeline.contract.processes import AgentStatus, describe_exit, split_address, was_terminated, watch_parent
 from pipeline.contract.restarts import (
-    ATTEMPTS_FILE,
+    LAUNCHER_END_SECONDS,
     GiveUp,
     ProcessEnd,
+    attempt_files,
     describe_restart,
+    first_cause,
+    meeting_seconds,
     newest_attempt,
     read_attempts,
     read_events,
@@ -39,7 +53,9 @@ from pipeline.contract.restarts import (
 )
 from pipeline.contract.run import Run
 from pipeline.contract.settings.stages import Train
-from pipeline.plan import RESTARTED_FLAG, processes_per_node
+from pipeline.contract.sources import project_code
+from pipeline.history import installed_versions
+from pipeline.plan import RESTARTED_FLAG, STEP_KINDS, processes_per_node
 from pipeline.processes import (
     MEMORY_HINT,
     LocalLauncher,
@@ -54,10 +70,10 @@ from pipeline.training.launchers import Rendezvous, launch_command, launcher_env
 
 PASSING_EXIT_CODE = 75  # a batch system may try again
 POD_NUMBER = "JOB_COMPLETION_INDEX"  # of an Indexed Job; the first pod leads
+_COMPARED_PACKAGES = ("torch", "numpy", "pipe-road")
 _RESTART_PAUSE_SECONDS = 0.5
 _POLL_SECONDS = 0.2
 _STORE_START_SECONDS = 60
-_GRACE_SECONDS = 40.0  # training writes a checkpoint first; less than those who end this process wait for it
 _CONNECT_TIMEOUT_SECONDS = 3
 _PRESENCE_SECONDS = 2.0  # between two signs of life of a machine
 _ABSENT_AFTER_SECONDS = 15.0  # a shared folder may show signs of life late
@@ -134,12 +150,17 @@ class TrainingNode:
                     rendezvous = store.enter_context(self.run_store())
                 elif self.joined and (rendezvous := self.wait_for_rendezvous(took_part=attempts > 0)) is None:
                     return
+                if self.joined and attempts == 0:
+                    check_same_software(self.run, self.root)
                 status, log = self._run_launcher(rendezvous)
                 attempts += 1
                 if status == AgentStatus.DONE or (rendezvous and status == AgentStatus.CLOSED):
                     return
                 if rendezvous and status == AgentStatus.TOO_FEW:
                     raise self._too_few_machines()
+                if status == AgentStatus.LOST_DEVICE:
+                    self._leave(keeps_store=leads_many)
+                    return
                 end = self._find_end(status, log)
                 if rendezvous and status == AgentStatus.NO_STORE:
                     store.close()
@@ -148,6 +169,27 @@ class TrainingNode:
                         record_end(self.run.path, end)
                         continue
                 self._pause_or_give_up(end)
+
+    def _leave(self, keeps_store: bool) -> None:
+        """Take no further part, because a GPU is gone; the machine with the store keeps it for the others."""
+        fault = DeviceFault(
+            f"a GPU of {self.host} is gone ({first_cause(read_attempts(self.run.path).ends)}); to fix it: restart the "
+            f"machine, or leave it out, then `pipe run --resume {self.run.id}`"
+        )
+        self.presence.remove()
+        if not keeps_store:
+            raise fault
+        self.output.print_line(f"{fault}; the other machines go on")
+        outputs = (self.run.partial("train"), self.run.output("train"))
+        deadline = time.monotonic() + meeting_seconds(self.train.timeout_seconds)
+        while not any((folder / "summary.json").exists() for folder in outputs):
+            self.output.update()
+            self._raise_permanent_error()
+            if self.presence.count_others():
+                deadline = time.monotonic() + meeting_seconds(self.train.timeout_seconds)
+            if time.monotonic() > deadline:
+                raise fault
+            time.sleep(_POLL_SECONDS)
 
     @contextlib.contextmanager
     def run_store(self) -> Iterator[Rendezvous]:
@@ -163,7 +205,7 @@ class TrainingNode:
                 self._raise_permanent_error()
                 raise StageError(f"train.rendezvous={address}: {describe_exit('the store there', process.returncode)}")
             try:
-                yield publish_rendezvous(self.run, address)
+                yield publish_rendezvous(self.run, address, describe_software(self.run, self.root))
             finally:
                 withdraw_rendezvous(self.run)
 
@@ -172,7 +214,7 @@ class TrainingNode:
 
         Until this machine has taken part, a recorded error is that of an earlier launch.
         """
-        timeout, waits = self.train.timeout_seconds, False
+        timeout, waits = meeting_seconds(self.train.timeout_seconds), False
         outputs = (self.run.partial("train"), self.run.output("train"))
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
@@ -197,9 +239,9 @@ class TrainingNode:
         argv = launch_command(self.train, self.per_node, python, rendezvous, own_host)
         env = {**launcher_environment(self.train, os.geteuid()), **self.env}
         if own_host and (name := network_interface(own_host)):
-            env.setdefault("GLOO_SOCKET_IFNAME", name)
+            env = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}", **env}  # `=`: not as a beginning
         offset = prepare_log(self.log)
-        status = LocalLauncher(self.root, self._tick, _GRACE_SECONDS).launch(argv, self.log, env)
+        status = LocalLauncher(self.root, self._tick, LAUNCHER_END_SECONDS).launch(argv, self.log, env)
         self.output.update()
         return status, read_log_end(self.log, offset)
 
@@ -238,9 +280,10 @@ class TrainingNode:
 
     def _too_few_machines(self) -> StageError:
         count, required = self.presence.count(), self.train.fewest_nodes
+        found = f"{count} of {required} machines came" if count < required else f"{count} machines did not meet"
         return StageError(
-            f"train.nodes={self.train.nodes}: {count} of {required} machines came within "
-            f"{self.train.timeout_seconds} s; to fix it, on each other machine, in this folder: pipe join {self.run.id}"
+            f"train.nodes={self.train.nodes}: {found} within {meeting_seconds(self.train.timeout_seconds)} s; to fix "
+            f"it, on each other machine, in this folder: pipe join {self.run.id}"
         )
 
     def _no_leader(self, waiting: str) -> str:
@@ -261,11 +304,36 @@ def describe_give_up(decision: GiveUp, allowed: int) -> str:
     )
 
 
-def publish_rendezvous(run: Run, address: str) -> Rendezvous:
+def publish_rendezvous(run: Run, address: str, software: Mapping[str, str]) -> Rendezvous:
     """Publish a store under a new id; machines that wait for an earlier one come to this one."""
     rendezvous = Rendezvous(address, secrets.token_hex(8))
-    write_json(_rendezvous_file(run), {"address": rendezvous.address, "id": rendezvous.id})
+    body = {"address": rendezvous.address, "id": rendezvous.id, "software": dict(software)}
+    write_json(_rendezvous_file(run), body)
     return rendezvous
+
+
+def describe_software(run: Run, root: Path) -> dict[str, str]:
+    """Return what must be equal on all machines: versions without the build for a platform, and the user's code."""
+    versions = {name: version.partition("+")[0] for name, version in installed_versions(_COMPARED_PACKAGES).items()}
+    python = ".".join(platform.python_version_tuple()[:2])
+    config = run.config
+    code = project_code(root, (config.task, config.codec), STEP_KINDS["train"].unused)
+    return {"python": python, **versions, **{name: f"with digest {digest[:8]}" for name, digest in code.items()}}
+
+
+def check_same_software(run: Run, root: Path) -> None:
+    """Refuse to join machines that would compute something else."""
+    try:
+        leading = json.loads(_rendezvous_file(run).read_text()).get("software") or {}
+    except (OSError, ValueError):  # withdrawn meanwhile
+        return
+    own = describe_software(run, root)
+    for name in leading.keys() & own.keys():
+        if leading[name] != own[name]:
+            raise ConfigError(
+                f"{socket.gethostname()} has {name} {own[name]}, and the machine that leads training has {name} "
+                f"{leading[name]}; to fix it: install the same version here, or copy the same code"
+            )
 
 
 def read_rendezvous(run: Run) -> Rendezvous | None:
@@ -325,8 +393,15 @@ class NodePresence:
     def count(self) -> int:
         """Count the machines that are present, by the clock of the file system, the only one they share."""
         self._path.touch()
-        current = self._path.stat().st_mtime
-        return sum(current - _modified(path) < _ABSENT_AFTER_SECONDS for path in self._path.parent.iterdir())
+        return self._count(self._path.parent.iterdir(), self._path.stat().st_mtime)
+
+    def count_others(self) -> int:
+        """Count the machines that are present, except this one, which has left."""
+        with tempfile.NamedTemporaryFile(dir=self._path.parent.parent) as file:
+            return self._count(self._path.parent.iterdir(), Path(file.name).stat().st_mtime)
+
+    def _count(self, signs: Iterable[Path], current: float) -> int:
+        return sum(current - _modified(path) < _ABSENT_AFTER_SECONDS for path in signs)
 
 
 def _modified(path: Path) -> float:
@@ -341,7 +416,6 @@ class NodeOutput:
 
     def __init__(self, run: Run, log: Path, restarts: int) -> None:
         self._run, self._log, self._restarts = run, log, restarts
-        self._record = run.path / ATTEMPTS_FILE
         self._record_size = self._size()
         self._attempts = len(read_attempts(run.path).attempts)
         self._shown = log.stat().st_size if log.exists() else 0
@@ -362,7 +436,7 @@ class NodeOutput:
         print(text, flush=True)
 
     def _size(self) -> int:
-        return self._record.stat().st_size if self._record.exists() else 0
+        return sum(path.stat().st_size for path in attempt_files(self._run.path))
 
     def _show_log(self) -> None:
         if not self._log.exists() or os.path.samestat(os.fstat(1), self._log.stat()):

@@ -156,7 +156,8 @@ def test_every_command_a_document_names_exists_with_its_options() -> None:
 def test_every_step_a_document_requests_exists() -> None:
     for document in DOCUMENTS:
         for command, *arguments in commands_in(document):
-            values = {arguments[i + 1] for i, word in enumerate(arguments[:-1]) if word == "--workflow"}
+            options = ("--workflow", "--continue")
+            values = {arguments[i + 1] for i, word in enumerate(arguments[:-1]) if word in options}
             names = [word for word in arguments if word.isalpha() and word.islower() and word not in values]
             if command in ("run", "plan"):
                 assert {name for name in names if name != "all"} <= set(STEPS), document.name

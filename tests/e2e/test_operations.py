@@ -17,6 +17,7 @@ from train.hang_report import Activity, Hang, ProcessReport, describe_hang
 DOCUMENT = SOURCE_ROOT / "docs" / "operations.md"
 KILLED = describe_exit("rank 1 on node1", -9)
 LOST = "rank 0 lost contact with another process, which was killed, failed or hangs; see the log"
+FAULT = "rank 3 on node2: its GPU failed: CUDA error: uncorrectable ECC error encountered"
 THREE, TWO = ("node0", "node1", "node2"), ("node0", "node1")
 
 
@@ -52,6 +53,8 @@ def all_wait() -> str:
         describe_give_up(GiveUp(KILLED, 4, 400), allowed=3),
         news((THREE, 380, KILLED), (THREE, 400, "")),
         news((THREE, 380, LOST), (TWO, 400, "")),
+        news((THREE, 380, FAULT), (THREE, 400, "")),
+        f"a GPU of node2 is gone ({FAULT}); to fix it",
         news((TWO, 400, ""), (THREE, 460, "")),
         all_wait().partition(". If")[0],
     ],

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -149,3 +151,29 @@ def test_workers_load_the_same_batches_onto_the_gpu(group: ProcessGroup) -> None
         assert batch["x"].device == group.device
         assert torch.equal(batch["x"].cpu(), columns["x"][request.indices])
     loader.stop()
+
+
+UNFINISHED = """
+import sys, torch, torch.distributed as dist
+from train.hang_report import describe_collectives, enable_flight_recorder, unfinished_collectives
+
+enable_flight_recorder()
+dist.init_process_group("nccl", store=dist.FileStore(sys.argv[1], 1), rank=0, world_size=1)
+tensor = torch.ones(5, device="cuda")
+dist.all_reduce(tensor)
+torch.cuda.synchronize()
+torch.cuda._sleep(2_000_000_000)
+dist.all_reduce(tensor)
+entries = unfinished_collectives()
+print([entry["state"] for entry in entries], describe_collectives(entries))
+torch.cuda.synchronize()
+dist.destroy_process_group()
+"""
+
+
+def test_a_collective_that_the_gpu_has_not_finished_is_in_the_recorder_of_nccl(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", UNFINISHED, str(tmp_path / "meet")]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    print(finished.stdout, finished.stderr)
+    assert "nccl:all_reduce, no. 2, of [5] Float" in finished.stdout
+    assert "completed" not in finished.stdout

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -257,15 +259,41 @@ def test_progress_bars_stay_out_of_logs_unless_the_user_wants_them(monkeypatch: 
 
 
 @pytest.mark.parametrize(("visible", "count"), [("0,1", 2), ("", 0), ("-1", 0), ("GPU-5a3f", 1)])
-def test_visible_devices_are_counted_as_cuda_does(visible: str, count: int, tmp_path: Path) -> None:
-    (tmp_path / "nvidia0").touch()
-    assert count_gpus({"CUDA_VISIBLE_DEVICES": visible}, tmp_path) == count
+@pytest.mark.parametrize("name", ["CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"])
+def test_visible_devices_are_counted_as_cuda_does(name: str, visible: str, count: int, tmp_path: Path) -> None:
+    write_files(tmp_path, "dev/nvidia0")
+    assert count_gpus({name: visible}, tmp_path) == count
+
+
+def write_files(system: Path, *names: str) -> None:
+    for name in names:
+        (system / name).parent.mkdir(parents=True, exist_ok=True)
+        (system / name).touch()
 
 
 def test_without_a_choice_every_device_counts(tmp_path: Path) -> None:
-    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
-        (tmp_path / name).touch()
+    assert count_gpus({}, tmp_path) == 0
+    write_files(tmp_path, *(f"dev/{name}" for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm")))
     assert count_gpus({}, tmp_path) == 2
+
+
+def test_gpus_of_rocm_are_counted(tmp_path: Path) -> None:
+    nodes = tmp_path / "sys/class/kfd/kfd/topology/nodes"
+    for node, identifier in enumerate(("0", "51234", "9876")):
+        write_files(nodes, f"{node}/gpu_id")
+        (nodes / f"{node}/gpu_id").write_text(f"{identifier}\n")
+    assert count_gpus({}, tmp_path) == 2
+
+
+def test_gpus_of_wsl_are_counted_by_the_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def count(pointer: Any) -> int:
+        pointer._obj.value = 3
+        return 0
+
+    driver = SimpleNamespace(cuInit=lambda _flags: 0, cuDeviceGetCount=count)
+    write_files(tmp_path, "dev/dxg")
+    monkeypatch.setattr("ctypes.CDLL", lambda _name: driver)
+    assert count_gpus({}, tmp_path) == 3
 
 
 def test_a_log_that_cannot_be_written_is_reported_before_the_step_starts(tmp_path: Path) -> None:

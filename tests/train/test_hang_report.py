@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
+from torch._C import _distributed_c10d as c10d
 
 from train.hang_report import (
     Activity,
@@ -21,6 +23,7 @@ from train.hang_report import (
     StackDump,
     culprits,
     describe_collective,
+    describe_collectives,
     describe_hang,
     is_network_cut,
     kernel_state,
@@ -30,6 +33,7 @@ from train.hang_report import (
     silence_reason,
     thread_stacks,
     unfinished_collectives,
+    waits_on_gpu,
 )
 
 
@@ -97,7 +101,7 @@ def test_process_start_matches_psutil() -> None:
 WAITER = """
 import os, sys, threading, time
 import torch, torch.distributed as dist
-from train.hang_report import enable_flight_recorder, unfinished_collectives
+from train.hang_report import describe_collectives, enable_flight_recorder, unfinished_collectives
 
 enable_flight_recorder()
 dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 2), rank=int(sys.argv[2]), world_size=2)
@@ -109,7 +113,7 @@ if sys.argv[2] == "0":
     threading.Thread(target=dist.all_reduce, args=(torch.ones(5),), daemon=True).start()
     while not (found := unfinished_collectives()):
         time.sleep(0.01)
-    print(repr([before, found]), flush=True)
+    print(repr([before, describe_collectives(found)]), flush=True)
 sys.stdin.read()
 os._exit(0)
 """
@@ -128,7 +132,7 @@ def test_unfinished_collective_is_reported_with_number_and_size(tmp_path: Path) 
     ]
     try:
         assert started[0].stdout is not None
-        assert started[0].stdout.readline() == "['', 'gloo:all_reduce, no. 2, of [5] Float']\n"
+        assert started[0].stdout.readline() == "[[], 'gloo:all_reduce, no. 2, of [5] Float']\n"
     finally:
         for process in started:
             process.kill()
@@ -136,7 +140,41 @@ def test_unfinished_collective_is_reported_with_number_and_size(tmp_path: Path) 
 
 
 def test_without_a_recorder_nothing_is_reported() -> None:
-    assert unfinished_collectives() == ""
+    assert unfinished_collectives() == []
+
+
+# What torch's recorder of NCCL holds.
+NCCL_ENTRY = {
+    "profiling_name": "nccl:all_reduce", "is_p2p": False, "collective_seq_id": 7, "p2p_seq_id": 0, "retired": False,
+    "state": "started", "input_sizes": [[151498]], "input_dtypes": ["Float"],
+}  # fmt: skip
+
+
+def record_nccl(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    entries = [{**NCCL_ENTRY, "collective_seq_id": 6, "retired": True}, {**NCCL_ENTRY, **changes}]
+    dump = json.dumps({"entries": entries})
+    monkeypatch.setattr(c10d, "_dump_nccl_trace_json", lambda _collectives, _active: dump, raising=False)
+
+
+def test_collectives_of_nccl_are_read_from_its_own_recorder(monkeypatch: pytest.MonkeyPatch) -> None:
+    record_nccl(monkeypatch)
+    assert describe_collectives(unfinished_collectives()) == "nccl:all_reduce, no. 7, of [151498] Float"
+
+
+@pytest.mark.parametrize(
+    ("changes", "waits"),
+    [
+        ({}, True),
+        ({"state": "scheduled"}, False),
+        ({"retired": True}, False),
+        ({"profiling_name": "gloo:gather"}, False),
+    ],
+)
+def test_only_a_collective_that_the_gpu_has_begun_is_waited_for(
+    changes: dict[str, Any], waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record_nccl(monkeypatch, **changes)
+    assert waits_on_gpu(unfinished_collectives()) is waits
 
 
 def test_an_exchange_of_several_tensors_names_them_all() -> None:

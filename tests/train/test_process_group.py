@@ -4,16 +4,28 @@ import contextlib
 import json
 import socket
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 
-from pipeline.contract.errors import ConfigError
+from pipeline.contract.errors import ConfigError, DeviceFault
 from pipeline.contract.files import write_json
 from pipeline.contract.processes import Rank
 from train import process_group
-from train.process_group import ProcessGroup, choose_device, is_lost_contact, open_store, rendezvous_file
+from train.process_group import (
+    ProcessGroup,
+    choose_device,
+    explain_device_faults,
+    is_lost_contact,
+    nccl_cause,
+    open_store,
+    rendezvous_file,
+)
+
+from .distributed import run_distributed
 
 
 def test_missing_gpu_is_an_error_not_a_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,6 +41,65 @@ def test_auto_device_prefers_a_gpu_and_cpu_is_respected(
     assert choose_device("auto", Rank()).type == "cpu"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert choose_device("cpu", Rank()).type == "cpu"
+
+
+def test_two_processes_never_share_the_only_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the machine does not show its GPUs as /dev/nvidia*, two processes started and both took the first one."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _device: None)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    assert choose_device("auto", Rank(0, 0, 2)).index == 0
+    with pytest.raises(ConfigError, match=r"train\.processes: process 2 of this machine finds only 1 GPU; to fix it"):
+        choose_device("auto", Rank(1, 1, 2))
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")  # srun may show each process only its own
+    assert choose_device("auto", Rank(1, 1, 2)).index == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "is_fault"),
+    [
+        (RuntimeError("CUDA error: uncorrectable ECC error encountered\nCUDA kernel errors might be …"), True),
+        (RuntimeError("CUDA error: unspecified launch failure"), True),
+        (RuntimeError("CUDA error: Invalid access of peer GPU memory over nvlink or a hardware error"), True),
+        (RuntimeError("CUDA error: the launch timed out and was terminated"), True),
+        (RuntimeError("NVML: GPU is lost"), True),
+        (RuntimeError("No CUDA GPUs are available"), True),
+        (RuntimeError("CUDA error: device-side assert triggered"), False),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (RuntimeError("the taxid column is missing"), False),
+        (ValueError("uncorrectable ECC error"), False),
+    ],
+)
+def test_faults_of_a_device_are_no_errors_of_the_program(error: Exception, is_fault: bool) -> None:
+    rank = Rank(1, 1, 2)
+    with pytest.raises(type(error) if not is_fault else DeviceFault) as raised, explain_device_faults(rank):
+        raise error
+    if is_fault:
+        first_line = str(error).partition("\n")[0]
+        assert str(raised.value) == f"rank 1 on {socket.gethostname()}: its GPU failed: {first_line}"
+        assert DeviceFault.passing
+
+
+def test_the_cause_in_nccls_message_is_its_last_line() -> None:
+    text = (
+        "NCCL error in: /pytorch/NCCLUtils.cpp:94, unhandled cuda error, NCCL version 2.27\n"
+        "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'\n\n"
+    )
+    assert nccl_cause(RuntimeError(text)) == "Cuda failure 2 'out of memory'"
+    assert nccl_cause(RuntimeError("NCCL timeout\nLast error:\n")) == "NCCL timeout"
+
+
+def _timeouts(group: ProcessGroup) -> list[float]:
+    patient = replace(group, timeout=timedelta(seconds=4321))
+    mesh = patient.mesh((2, 1), ("data", "tensor"))
+    cpu = torch.device("cpu")
+    assert mesh["data"].size() == 2
+    return [mesh.get_group(name)._get_backend(cpu).options._timeout.total_seconds() for name in ("data", "tensor")]
+
+
+def test_groups_of_a_mesh_wait_as_long_as_all_processes() -> None:
+    assert run_distributed(_timeouts, 2) == [[4321.0, 4321.0]] * 2
 
 
 def test_a_process_alone_needs_no_collectives() -> None:

@@ -96,7 +96,7 @@ def test_nan_loss_on_one_rank_stops_all_and_keeps_checkpoints(project: Project) 
     done = project.train(run, processes=2)
     assert done.returncode != 0
     assert isinstance(failure(run), DataError)
-    assert f"the loss is not finite at step {step} on rank {rank};" in str(failure(run))
+    assert f"the loss is not finite at step {step + 1} on rank {rank};" in str(failure(run))
     kept = sorted(path.name for path in (run.partial("train") / "checkpoints").glob("step-*"))
     assert kept == [f"step-{number:08d}" for number in range(1, step + 1)][-2:]
 

@@ -123,7 +123,7 @@ def test_nonfinite_loss_with_finite_gradient_stops_training(
 ) -> None:
     task = Line()
     task.poison[7] = value
-    with pytest.raises(DataError, match="the loss is not finite at step 6 on rank 0"):
+    with pytest.raises(DataError, match="the loss is not finite at step 7 on rank 0"):
         fit(tmp_path, task, precision=precision, log_every=log_every)
     assert CheckpointStore(tmp_path, 2, {}).steps() == [4]
 
@@ -134,7 +134,7 @@ def test_nonfinite_gradient_stops_before_the_update(tmp_path: Path) -> None:
     made.strategy.model.register_parameter("extra", nn.Parameter(torch.zeros(1)))
     hook: Any = made.strategy.model.get_parameter("weight").register_hook  # published without types
     hook(lambda gradient: gradient * math.inf)
-    with pytest.raises(DataError, match="the gradient is not finite at step 0 on rank 0"):
+    with pytest.raises(DataError, match="the gradient is not finite at step 1 on rank 0"):
         made.fit(Progress(), CheckpointStore(tmp_path, 2, {}), None)
     assert weights(made)[: len(before)] == before
 

@@ -69,6 +69,10 @@ class CheckpointReader(StorageReader):
         future.set_result(None)
         return future
 
+    def release(self) -> None:
+        """Unmap the files: NFS cannot remove a folder with files that are mapped."""
+        self._files.clear()
+
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
@@ -141,7 +145,10 @@ class SavedCheckpoint:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each reads by itself
-            load(dict(tensors), storage_reader=self._reader, planner=planner, no_dist=True)
+            try:
+                load(dict(tensors), storage_reader=self._reader, planner=planner, no_dist=True)
+            finally:
+                self._reader.release()
 
     def read_all(self, prefix: str) -> dict[str, Tensor]:
         """Return all tensors with this prefix, whole and in this process's memory."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,10 +49,14 @@ class Storage(Protocol):
 
     def read_range(self, step: int, name: str, start: int, count: int) -> bytes: ...
 
-    def remove(self, step: int) -> None: ...
+    def remove(self, step: int) -> None:
+        """Remove a checkpoint; what cannot be removed is no checkpoint any more."""
 
     def clean(self) -> None:
         """Remove what killed attempts have left."""
+
+
+_REMOVED = ".removed"
 
 
 class LocalStorage:
@@ -110,7 +115,10 @@ class LocalStorage:
             return file.read(count)
 
     def remove(self, step: int) -> None:
-        shutil.rmtree(self._step_folder(step))
+        """Rename the folder first: on NFS, files that another process has open keep it from being removed at once."""
+        self._step_folder(step).rename(self._path / f".step-{step:08d}.{secrets.token_hex(4)}{_REMOVED}")
+        for path in self._path.glob(f".step-*{_REMOVED}"):  # also those that could not be removed before
+            shutil.rmtree(path, ignore_errors=True)
 
     def clean(self) -> None:
         for path in self._path.glob(".step-*"):

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from pipeline.contract.errors import PipelineError, ResourceError, StageError
 from pipeline.contract.processes import Rank
+from pipeline.contract.restarts import collective_seconds
 from train.checkpoint.format import FileRecord, Manifest
 from train.checkpoint.load import SavedCheckpoint, find_newest, open_checkpoint, read_best_step
 from train.checkpoint.sharding import CheckpointShard, plan_shard
@@ -52,6 +53,7 @@ class CheckpointStore:
         self._background = BackgroundJobs(group, timeout_seconds)
         self._shard: CheckpointShard | None = None
         self._best_steps: dict[int, int] = {}  # step → step of the best checkpoint it refers to
+        self._has_warned = False
 
     def __enter__(self) -> Self:
         return self
@@ -125,12 +127,22 @@ class CheckpointStore:
                 manifest = Manifest(state.progress, state.scaler, self._identity, self._group.size, tuple(records))
                 self._storage.commit(step, manifest.encode(), before)
                 after()
-                self._prune(state)
             except Exception as error:
                 failure = self._explain(error, step)
         if failure is not None:
             self._storage.discard(step)
+        else:
+            self._prune_if_possible(state)
         return failure
+
+    def _prune_if_possible(self, state: State) -> None:
+        """Prune, and print a warning where that fails: the new checkpoint is complete."""
+        try:
+            self._prune(state)
+        except Exception as error:  # those of fsspec have no common base
+            if not self._has_warned:
+                self._has_warned = True
+                print(f"warning: old checkpoints cannot be removed: {error}", file=sys.stderr, flush=True)
 
     def _prune(self, state: State) -> None:
         """Keep the newest few checkpoints, and the best one that each of them refers to.
@@ -178,7 +190,6 @@ def _do_nothing() -> None:
 _NICENESS = 5  # of the thread: where cores are few, training comes first
 _ABANDON_TIMEOUT_SECONDS = 10.0
 _MESSAGE_BYTES = 4096
-_MARGIN_SECONDS = 60  # collectives wait longer than the watchdog, whose report is better
 
 
 class BackgroundJobs:
@@ -188,7 +199,7 @@ class BackgroundJobs:
     """
 
     def __init__(self, group: ProcessGroup, timeout_seconds: int) -> None:
-        self._group, self._timeout = group, timedelta(seconds=timeout_seconds + _MARGIN_SECONDS)
+        self._group, self._timeout = group, timedelta(seconds=collective_seconds(timeout_seconds))
         self._threads = ThreadPoolExecutor(1, "checkpoint", _lower_priority)
         self._job: Future[PipelineError | None] | None = None
         self.process_group: dist.ProcessGroup | None = None

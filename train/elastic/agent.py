@@ -12,12 +12,14 @@ import pickle
 import secrets
 import signal
 import socket
+import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -30,14 +32,15 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token, create_handler
 
-from pipeline.contract.errors import Stalled, read_error
+from pipeline.contract.errors import DeviceFault, Stalled, read_error
 from pipeline.contract.processes import TERMINATED, AgentStatus, describe_exit, was_terminated, watch_parent
-from pipeline.contract.restarts import GiveUp, ProcessEnd, restart_after
+from pipeline.contract.restarts import PROCESS_END_SECONDS, GiveUp, ProcessEnd, Restart, restart_after
 
 _UNLIMITED_RESTARTS = 1 << 30  # `restart_after` decides, not torch's own counter
 # A machine without a heartbeat for 3 s is gone. Once enough machines have come, more are awaited for 2 s.
 _RENDEZVOUS_TIMES = {"last_call_timeout": 2, "keep_alive_interval": 1, "keep_alive_max_attempt": 3}
 _STORE_READ_SECONDS = 20
+_TRIAL_SECONDS = 60  # a process that uses a broken GPU may hang
 _EXIT_BARRIER_SECONDS = 30  # for agents whose processes end a little later
 
 
@@ -45,17 +48,41 @@ class Agent(LocalElasticAgent):
     """An agent that restarts processes only when `restart_after` decides so."""
 
     def __init__(self, spec: WorkerSpec, run: Path, restarts: int) -> None:
-        super().__init__(spec, DefaultLogsSpecs(os.devnull), exit_barrier_timeout=_EXIT_BARRIER_SECONDS)
+        super().__init__(
+            spec,
+            DefaultLogsSpecs(os.devnull),
+            exit_barrier_timeout=_EXIT_BARRIER_SECONDS,
+            shutdown_timeout=PROCESS_END_SECONDS,
+        )
         self._run, self._restarts = run, restarts
+        self._gpus = torch.cuda.device_count()
+        self.lost_device = False
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state == WorkerState.FAILED:
             statuses = {rank: failure.exitcode for rank, failure in result.failures.items()}
             end = describe_failures(statuses, self._run / "train.partial")
-            if isinstance(restart_after(self._run, end, self._restarts), GiveUp):
+            decision = restart_after(self._run, end, self._restarts)
+            self.lost_device = isinstance(decision, Restart) and self._has_lost_device(statuses.values())
+            if isinstance(decision, GiveUp) or self.lost_device:
                 self._remaining_restarts = 0
         return result
+
+    def _has_lost_device(self, statuses: Collection[int]) -> bool:
+        """Return whether a GPU is gone: the driver lists fewer than before, or after a fault one does not work."""
+        if torch.cuda.device_count() < self._gpus:
+            return True
+        return DeviceFault.exit_code in statuses and not devices_work(self._gpus)
+
+
+def devices_work(count: int) -> bool:
+    """Try all GPUs, in another process: this one must not hold memory on them."""
+    program = f"import torch; [torch.ones(1, device=f'cuda:{{i}}').item() for i in range({count})]"
+    try:
+        return subprocess.run([sys.executable, "-c", program], timeout=_TRIAL_SECONDS, check=False).returncode == 0
+    except subprocess.TimeoutExpired:
+        return False
 
 
 def describe_failures(statuses: Mapping[int, int], directory: Path) -> ProcessEnd:
@@ -84,7 +111,10 @@ def main(argv: Sequence[str]) -> int:
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # shared, it hands out addresses of an earlier round
     try:
         spec = _spec(options)
-        result = Agent(spec, options.run, options.restarts).run()
+        agent = Agent(spec, options.run, options.restarts)
+        result = agent.run()
+        if agent.lost_device:
+            return AgentStatus.LOST_DEVICE
         if result is None:  # the group is full, and the others have finished
             return AgentStatus.CLOSED
         if result.is_failed():

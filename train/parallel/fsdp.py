@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -61,7 +61,7 @@ class FSDPStrategy(Strategy):
 
     def wrap_model(self) -> nn.Module:
         shape = (self.group.data_size, self.group.model_size)
-        self.mesh = init_device_mesh(self.group.device.type, shape, mesh_dim_names=("data", "tensor"))
+        self.mesh = self.group.mesh(shape, ("data", "tensor"))
         self._is_first_of_tensor_group = self.mesh.get_local_rank("tensor") == 0  # all of the group compute the same
         # As in DistributedDataParallel: buffers that a training pass may read come from the first process at each step.
         self._sync_buffers = self.group.model_size == 1 and not has_only_running_statistics(self.model)
@@ -134,7 +134,7 @@ class FSDPStrategy(Strategy):
             return []
         shape = (self.group.data_size // expert, expert, tensor)
         axes = ("copies", "expert", "tensor")
-        self._expert_mesh = init_device_mesh(self.group.device.type, shape, mesh_dim_names=axes)
+        self._expert_mesh = self.group.mesh(shape, axes)
         self.copies = self._expert_mesh["copies"]
         holders = self._expert_mesh["expert", "tensor"]
         holders._flatten()  # so that one exchange and not two puts whole tensors together

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.utils._pytree import tree_leaves
@@ -64,7 +63,7 @@ class PipelineStrategy(Strategy):
 
     def wrap_model(self) -> nn.Module:
         shape = (self.group.data_size, self.group.model_size)
-        self.mesh = init_device_mesh(self.group.device.type, shape, mesh_dim_names=("data", "pipeline"))
+        self.mesh = self.group.mesh(shape, ("data", "pipeline"))
         self.model.eval()
         row = list(units(self.model, starts := self._starts_by_task()))
         with TemporaryWeights(self._materializer, self.group.device).during_forward(self.model):

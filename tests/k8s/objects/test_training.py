@@ -11,8 +11,9 @@ from k8s.objects.training import TTL_SECONDS_AFTER_FINISHED, node_components, pa
 from pipeline.contract.config import parse_config
 from pipeline.contract.errors import ConfigError, DataError, ResourceError, StageError
 from pipeline.contract.processes import TERMINATED
+from pipeline.contract.restarts import LAUNCHER_END_SECONDS
 from pipeline.contract.settings.cluster import NodePlacement
-from pipeline.training.node import _GRACE_SECONDS, PASSING_EXIT_CODE
+from pipeline.training.node import PASSING_EXIT_CODE
 
 from ..conftest import Configure
 from ..invariants import check, pods
@@ -167,7 +168,7 @@ def test_a_terminated_pod_has_time_for_a_checkpoint(configure: Configure) -> Non
         objects(configure(cluster={"spot": spot}))["Job"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
         for spot in (False, True)
     ]
-    assert grace[0] > _GRACE_SECONDS
+    assert grace[0] > LAUNCHER_END_SECONDS
     assert grace[1] == 30
 
 

@@ -2,16 +2,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeline.contract.restarts import (
-    ATTEMPTS_FILE,
     AttemptLog,
     Event,
     GiveUp,
     ProcessEnd,
     Restart,
+    attempt_files,
     attempts_from,
     decide,
     describe_restart,
@@ -58,11 +59,38 @@ def test_recorded_events_are_read_again(tmp_path: Path) -> None:
 
 def test_half_a_line_of_a_lost_machine_is_skipped(tmp_path: Path) -> None:
     record_event(tmp_path, event="launch", attempt=0)
-    with (tmp_path / ATTEMPTS_FILE).open("a") as file:
+    (file_of_this_machine,) = attempt_files(tmp_path)
+    with file_of_this_machine.open("a") as file:
         file.write('{"event": "sta\n')
     record_event(tmp_path, event="start", attempt=1, hosts=["a"], processes=1)
     assert [found.event for found in read_events(tmp_path)] == ["launch", "start"]
     assert len(read_attempts(tmp_path).attempts) == 1
+
+
+def test_each_machine_writes_its_own_file_and_clocks_do_not_matter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def record(machine: str, seconds: float, **values: Any) -> None:
+        monkeypatch.setattr("socket.gethostname", lambda: machine)
+        monkeypatch.setattr("time.time", lambda: seconds)
+        record_event(tmp_path, **values)
+
+    record("a", 1000.0, event="launch", attempt=0)
+    record("a", 1001.0, event="start", attempt=1, hosts=["a", "b"], processes=2)
+    record("b", 7.0, event="end", attempt=1, host="b", reason="rank 1 was killed")  # its clock is behind
+    record("a", 1003.0, event="start", attempt=2, hosts=["a"], processes=1)
+    assert [path.name for path in attempt_files(tmp_path)] == ["a.jsonl", "b.jsonl"]
+    assert [found.event for found in read_events(tmp_path)] == ["launch", "start", "end", "start"]
+    assert read_attempts(tmp_path).attempts[-1].after == "loss"
+
+
+def test_the_file_of_earlier_versions_comes_first(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    lines = [event("launch", 0, 2.0), start(1, 1.0)]
+    text = "".join(f"{line.model_dump_json(exclude_defaults=True)}\n" for line in lines)
+    (tmp_path / "logs" / "attempts.jsonl").write_text(text)
+    record_event(tmp_path, event="end", attempt=1, host="a")
+    assert [found.event for found in read_events(tmp_path)] == ["launch", "start", "end"]
 
 
 def test_a_run_that_was_never_trained_has_no_attempts(tmp_path: Path) -> None:
@@ -201,3 +229,13 @@ def test_restart_after_records_the_end_it_decides_on(tmp_path: Path) -> None:
     assert restart_after(tmp_path, killed, allowed=1) == Restart(killed.reason)
     assert restart_after(tmp_path, None, allowed=1) == Restart(killed.reason), "already recorded"
     assert restart_after(tmp_path, killed, allowed=1) == GiveUp(killed.reason, 2, 0)
+
+
+def test_the_cause_of_a_restart_is_its_whole_first_sentence() -> None:
+    place = "rank 1 hangs at step 9 (gloo:all_reduce, no. 98, of [7] Float)"
+    log = attempts_from(
+        [LAUNCH, start(1, 1.0, 5), end(1, f"{place}. If this only takes long, raise it"), start(2, 2.0, 5)]
+    )
+    assert describe_restart(log, 3) == (
+        f"{place}; starting again from the checkpoint of step 5 (1 of 3 without a new one)"
+    )

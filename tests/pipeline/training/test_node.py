@@ -3,13 +3,13 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from pipeline.contract.errors import PipelineError, StageError
+from pipeline.contract.errors import ConfigError, DeviceFault, PipelineError, StageError
 from pipeline.contract.processes import AgentStatus
 from pipeline.contract.restarts import read_attempts, record_event
 from pipeline.contract.run import Run
@@ -128,12 +128,143 @@ def test_joined_machine_waits_for_a_new_store_without_deciding(
     assert ends(run) == ["the store where machines meet was lost"] * 2
 
 
-def test_too_few_machines_are_an_error(new_run: NewRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("present", "found"), [(1, r"1 of 2 machines came within 50 s"), (3, "3 machines did not meet within 50 s")]
+)
+def test_too_few_machines_are_an_error(
+    present: int, found: str, new_run: NewRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     training = training_node(new_run(), tmp_path)
+    monkeypatch.setattr(training.presence, "count", lambda: present)
     set_stores(training, monkeypatch)
     set_statuses(training, monkeypatch, AgentStatus.TOO_FEW)
-    with pytest.raises(StageError, match=r"train\.nodes=2: 1 of 2 machines came within 5 s; to fix it, .*pipe join"):
+    with pytest.raises(StageError, match=rf"train\.nodes=2: {found}; to fix it, .*pipe join"):
         training.train_to_end()
+
+
+def lose_device(run: Run) -> None:
+    record_event(run.path, event="end", attempt=0, host="here", reason="rank 3 on here: its GPU failed: ECC error")
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_machine_without_its_device_takes_no_further_part(
+    joined: bool, new_run: NewRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run()
+    training = training_node(run, tmp_path, joined, nodes=2 if joined else 1)
+    monkeypatch.setattr(training, "wait_for_rendezvous", lambda took_part: Rendezvous("head:1", "1"))
+    set_statuses(training, monkeypatch, AgentStatus.LOST_DEVICE)
+    lose_device(run)
+    host = socket.gethostname()
+    with pytest.raises(DeviceFault, match=rf"a GPU of {host} is gone \(rank 3 on here: its GPU failed: ECC error\)"):
+        training.train_to_end()
+
+
+def test_the_machine_with_the_store_keeps_it_for_the_others(
+    new_run: NewRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = new_run()
+    training = training_node(run, tmp_path)
+    stores = set_stores(training, monkeypatch)
+    set_statuses(training, monkeypatch, AgentStatus.LOST_DEVICE)
+    lose_device(run)
+    open_stores = []
+
+    def count_others() -> int:
+        open_stores.append(list(stores))
+        if len(open_stores) == 3:
+            (run.partial("train") / "summary.json").write_text("{}")
+        return 1
+
+    monkeypatch.setattr(training.presence, "count_others", count_others)
+    training.train_to_end()
+    assert open_stores == [["open"]] * 3
+    assert stores == ["open", "close"]
+    assert "the other machines go on" in capsys.readouterr().out
+
+
+def test_the_machine_with_the_store_gives_up_if_the_others_are_gone(
+    new_run: NewRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run()
+    training = training_node(run, tmp_path, timeout_seconds=1)
+    monkeypatch.setattr(node, "meeting_seconds", lambda seconds: seconds)
+    set_stores(training, monkeypatch)
+    set_statuses(training, monkeypatch, AgentStatus.LOST_DEVICE)
+    lose_device(run)
+    with pytest.raises(DeviceFault, match="is gone"):
+        training.train_to_end()
+
+
+def test_machines_that_are_present_are_counted(new_run: NewRun) -> None:
+    own = NodePresence(new_run())
+    own.renew()
+    assert (own.count(), own.count_others()) == (1, 1)
+    own.remove()
+    assert own.count_others() == 0
+
+
+@pytest.mark.parametrize("chosen", ["", "eth7"])
+def test_processes_meet_on_the_interface_that_leads_to_the_others(
+    chosen: str, new_run: NewRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environments: list[Mapping[str, str]] = []
+
+    class Launcher:
+        def __init__(self, *_arguments: object) -> None: ...
+
+        def launch(self, _argv: object, _log: object, env: Mapping[str, str]) -> int:
+            environments.append(env)
+            return 0
+
+    monkeypatch.setattr(node, "LocalLauncher", Launcher)
+    training = training_node(new_run(), tmp_path)
+    own_choice = {"NCCL_SOCKET_IFNAME": chosen} if chosen else {}
+    training.env = {"PATH": "/bin", **own_choice}
+    training._run_launcher(Rendezvous("127.0.0.1:1", "1"))
+    name = network_interface("127.0.0.1")
+    assert environments[0]["GLOO_SOCKET_IFNAME"] == name
+    assert environments[0]["NCCL_SOCKET_IFNAME"] == (chosen or f"={name}")
+
+
+@pytest.fixture
+def joining(new_run: NewRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainingNode:
+    """A machine that joins."""
+    run = new_run()
+    training = training_node(run, tmp_path, joined=True)
+    monkeypatch.setattr(training, "wait_for_rendezvous", lambda took_part: Rendezvous("head:1", "1"))
+    set_statuses(training, monkeypatch, AgentStatus.DONE)
+    return training
+
+
+def test_a_machine_with_the_same_software_joins(joining: TrainingNode) -> None:
+    software = node.describe_software(joining.run, joining.root)
+    assert {"python", "torch", "task.py", "codec.py"} <= software.keys()
+    publish_rendezvous(joining.run, "head:1", {**software, "a package of later versions": "1"})
+    joining.train_to_end()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"torch": "2.0.1"},
+            r"has torch \S+, and the machine that leads training has torch 2\.0\.1; to fix it",
+        ),
+        ({"python": "3.1"}, r"has python 3\.\d+, and the machine that leads training has python 3\.1; to fix it"),
+        (
+            {"task.py": "with digest 0"},
+            "has task.py with digest .*, and the machine that leads training has task.py",
+        ),
+    ],
+)
+def test_a_machine_with_other_software_does_not_join(
+    changes: dict[str, str], message: str, joining: TrainingNode
+) -> None:
+    software = node.describe_software(joining.run, joining.root)
+    publish_rendezvous(joining.run, "head:1", {**software, **changes})
+    with pytest.raises(ConfigError, match=message):
+        joining.train_to_end()
 
 
 def test_ends_recorded_by_the_agent_are_not_recorded_twice(
@@ -151,7 +282,7 @@ def test_old_rendezvous_is_withdrawn_before_the_new_store_listens(
     new_run: NewRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     leading = training_node(new_run(), tmp_path)
-    publish_rendezvous(leading.run, leading.train.rendezvous)
+    publish_rendezvous(leading.run, leading.train.rendezvous, {})
     published: list[Rendezvous | None] = []
 
     def connect(address: str) -> bool:
@@ -168,11 +299,11 @@ def test_rendezvous_replaced_while_connecting_is_the_one_used(
     new_run: NewRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     joining = training_node(new_run(), tmp_path, joined=True)
-    published = [publish_rendezvous(joining.run, joining.train.rendezvous)]
+    published = [publish_rendezvous(joining.run, joining.train.rendezvous, {})]
 
     def connect(address: str) -> bool:
         if len(published) == 1:
-            published.append(publish_rendezvous(joining.run, address))
+            published.append(publish_rendezvous(joining.run, address, {}))
         return True
 
     monkeypatch.setattr(node, "is_listening", connect)
@@ -183,8 +314,8 @@ def test_rendezvous_replaced_while_connecting_is_the_one_used(
 def test_newest_rendezvous_is_found_until_it_is_withdrawn(new_run: NewRun) -> None:
     run = new_run()
     assert read_rendezvous(run) is None
-    first = publish_rendezvous(run, "head:29500")
-    second = publish_rendezvous(run, "head:29500")
+    first = publish_rendezvous(run, "head:29500", {})
+    second = publish_rendezvous(run, "head:29500", {})
     assert first != second
     assert read_rendezvous(run) == second
     withdraw_rendezvous(run)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import secrets
+import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -85,3 +88,57 @@ def test_url_of_unknown_scheme_is_refused() -> None:
         ConfigError, match=r"train.checkpoints=nonsense://x/run-1: .*; to fix it: use another URL, or a folder"
     ):
         make_storage("nonsense://x", Path("/nowhere"), "run-1")
+
+
+def mapped_files(folder: Path) -> list[str]:
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="this system has no /proc/self/maps")
+def test_no_file_stays_mapped_after_it_was_loaded(tmp_path: Path) -> None:
+    save(str(tmp_path), 10)
+    saved = store(str(tmp_path)).newest()
+    assert saved is not None
+    assert torch.equal(saved.read_all("weights.")["it"], torch.full((2, 2), 10.0))
+    assert mapped_files(tmp_path) == []
+
+
+@pytest.fixture
+def fuse(tmp_path: Path) -> Iterator[Path]:
+    """A mount on which, as on NFS, a removed file that a process has open stays in its folder under another name."""
+    if not (shutil.which("bindfs") and Path("/dev/fuse").exists()):
+        pytest.skip("needs bindfs and /dev/fuse")
+    original, mounted = tmp_path / "original", tmp_path / "mounted"
+    original.mkdir()
+    mounted.mkdir()
+    attempt = subprocess.run(["bindfs", str(original), str(mounted)], capture_output=True, text=True)
+    if attempt.returncode:
+        pytest.skip(f"bindfs cannot mount: {attempt.stderr.strip()}")
+    yield mounted
+    subprocess.run(["fusermount", "-u", "-z", str(mounted)], check=True)
+
+
+def test_a_checkpoint_that_another_process_reads_is_removed_later(fuse: Path) -> None:
+    save(str(fuse), 10)
+    name = next(path.name for path in (fuse / "run-1" / "step-00000010").iterdir() if path.suffix == ".safetensors")
+    with (fuse / "run-1" / "step-00000010" / name).open("rb"):
+        for step in (20, 30):
+            save(str(fuse), step)
+        assert store(str(fuse)).steps() == [20, 30]
+        assert list((fuse / "run-1").glob(".step-*"))  # what NFS keeps for the reader
+    save(str(fuse), 40)
+    assert sorted(path.name for path in (fuse / "run-1").iterdir()) == ["step-00000030", "step-00000040"]
+
+
+def test_training_goes_on_if_old_checkpoints_cannot_be_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(_storage: LocalStorage, _step: int) -> None:
+        raise OSError(39, "Directory not empty")
+
+    monkeypatch.setattr(LocalStorage, "remove", refuse)
+    with store(str(tmp_path), keep=1) as checkpoints:
+        for step in (10, 20, 30):
+            checkpoints.save(state(step, fill=step))
+    assert store(str(tmp_path)).steps() == [10, 20, 30]
+    assert capsys.readouterr().err == ("warning: old checkpoints cannot be removed: [Errno 39] Directory not empty\n")

@@ -5,18 +5,23 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from torch._C._distributed_c10d import HashStore
+from torch.distributed.elastic.agent.server.api import WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
-from pipeline.contract.errors import DataError, LostContact, Stalled, write_error
+from pipeline.contract.errors import DataError, DeviceFault, LostContact, Stalled, write_error
 from pipeline.contract.restarts import ProcessEnd
-from train.elastic.agent import LocalClockBackend, describe_failures
+from train.elastic import agent as module
+from train.elastic.agent import Agent, LocalClockBackend, describe_failures, devices_work
 
 HOST = os.uname().nodename
 
@@ -59,6 +64,64 @@ def test_a_failure_without_an_error_is_permanent(tmp_path: Path) -> None:
     assert describe_failures({0: 3}, tmp_path) == ProcessEnd(
         HOST, f"rank 0 on {HOST} exited with status 3 and left no reason", passing=False
     )
+
+
+@pytest.fixture
+def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Agent]:
+    """Return a function that lets the processes of an agent with two GPUs fail with a status."""
+
+    def fail(status: int) -> Agent:
+        failure = SimpleNamespace(exitcode=status)
+        result = SimpleNamespace(state=WorkerState.FAILED, failures={0: failure})
+        monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda _self, _group: result)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+        spec: Any = SimpleNamespace(max_restarts=9, local_world_size=1, role="train", rdzv_handler=None)
+        write_error(DeviceFault("rank 0 on here: its GPU failed"), tmp_path / "train.partial")
+        return Agent(spec, tmp_path, 3)
+
+    return fail
+
+
+def test_a_machine_stays_if_all_its_devices_work_again(
+    failing: Callable[[int], Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = failing(DeviceFault.exit_code)
+    tried: list[int] = []
+
+    def work(count: int) -> bool:
+        tried.append(count)
+        return True
+
+    monkeypatch.setattr(module, "devices_work", work)
+    group: Any = None
+    agent._monitor_workers(group)
+    assert (agent.lost_device, agent._remaining_restarts, tried) == (False, 9, [2])
+
+
+def test_a_machine_leaves_if_one_of_its_devices_does_not_work(
+    failing: Callable[[int], Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = failing(DeviceFault.exit_code)
+    monkeypatch.setattr(module, "devices_work", lambda _count: False)
+    group: Any = None
+    agent._monitor_workers(group)
+    assert (agent.lost_device, agent._remaining_restarts) == (True, 0)
+
+
+def test_a_machine_leaves_if_its_driver_lists_fewer_devices(
+    failing: Callable[[int], Agent], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = failing(-signal.SIGABRT)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    group: Any = None
+    agent._monitor_workers(group)
+    assert (agent.lost_device, agent._remaining_restarts) == (True, 0)
+
+
+def test_devices_are_tried_in_another_process() -> None:
+    assert devices_work(0)
+    if torch.cuda.device_count() == 0:
+        assert not devices_work(1)
 
 
 HOUR = timedelta(hours=1)

@@ -266,7 +266,7 @@ def test_all_reduce_adds_in_the_order_of_the_tree(results: Results, size: int) -
 
 def test_loss_that_is_not_finite_is_reported_with_its_rank(results: Results) -> None:
     for result in results[3]:
-        assert "the loss is not finite at step 2 on rank 1;" in result["broken loss"]
+        assert "the loss is not finite at step 3 on rank 1;" in result["broken loss"]
 
 
 def test_more_processes_than_shards_are_refused() -> None:

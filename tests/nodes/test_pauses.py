@@ -1,0 +1,54 @@
+"""Processes of three machines that are stopped for a while (SIGSTOP): training goes on, with or without them.
+
+The last test checks that every sample was used once an epoch.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from .cluster import Cluster, cluster
+
+pytestmark = pytest.mark.long  # twelve minutes
+
+WORKER, AGENT, COMMAND = "train", "train.elastic.agent", "pipeline"
+NODE, STORE = "pipeline.training.node", "train.elastic.store"  # the first machine has them besides
+CASES = [
+    *((WORKER, machine, seconds) for machine in range(3) for seconds in (5, 30, 90)),
+    *((module, machine, seconds) for module in (AGENT, COMMAND) for machine, seconds in enumerate((5, 30, 90))),
+    (AGENT, 0, 90), (COMMAND, 0, 90), (NODE, 0, 30), (STORE, 0, 30),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with cluster(tmp_path_factory.mktemp("pauses") / "sides", "train.epochs=400") as three:
+        three.start_all()
+        yield three
+
+
+@pytest.mark.parametrize(("module", "number", "seconds"), CASES)
+def test_training_outlives_a_stopped_process(training: Cluster, module: str, number: int, seconds: int) -> None:
+    training.wait_until_training(processes=3)
+    (process,) = (
+        process for process in training.machines[number].processes("-m", module) if process.cmdline()[2] == module
+    )
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(seconds)  # the fault itself
+    if process.is_running():
+        process.send_signal(signal.SIGCONT)
+    for command in training.commands.values():  # nsenter stops with its command, and does not go on with it
+        command.process.send_signal(signal.SIGCONT)
+    training.wait_until_training(processes=3)
+    assert {command.process.poll() for command in training.commands.values()} == {None}
+
+
+def test_after_all_of_that_every_sample_was_used_once(training: Cluster) -> None:
+    training.pace(0)
+    for command in training.commands.values():
+        command.ends()
+    assert "exactly once in each" in training.project.pipe("verify", training.run.id).stdout
