@@ -22,6 +22,7 @@ from serve.runtime.session import Session
 from train.batch_order import BatchOrder, read_order
 from train.ledger import LEDGER_FILE, LedgerVerification, read_lines
 from train.ledger import verify_ledger as verify_lines
+from train.sample_checksums import read_checksums
 
 
 def verify_bundle(path: Path, trust: Trust | None = None) -> Iterator[str]:
@@ -152,7 +153,7 @@ def ledger_verification(run: Run) -> LedgerVerification:
     summary = directory / "summary.json"
     lines = read_lines(directory / LEDGER_FILE, growing=not summary.exists())
     steps = json.loads(summary.read_text())["steps"] if summary.exists() else max([0, *(line.step for line in lines)])
-    return verify_lines(lines, batch_order(run, directory), steps)
+    return verify_lines(lines, batch_order(run, directory), steps, read_checksums(run.output("prepare")))
 
 
 def train_folder(run: Run) -> Path | None:
@@ -179,7 +180,11 @@ def describe_ledger(verification: LedgerVerification) -> str:
     samples, attempts = _count(verification.samples, "sample"), _count(verification.attempts, "attempt")
     uses = f"{samples} drawn by weight" if verification.drawn else f"every one of {samples} exactly once"
     each = "each" if verification.epochs % 1 == 0 else "each complete epoch"
-    return f"{steps}, {epochs}, {uses} in {each}; {attempts}, {processes}"
+    if verification.skipped_steps:
+        skipped = _count(verification.skipped_steps, "step")
+        uses += f" (but {verification.skipped_samples} in {skipped} that fp16 skipped after an overflow)"
+    compared = f"; contents compared in {_count(verification.compared, 'step')}" if verification.compared else ""
+    return f"{steps}, {epochs}, {uses} in {each}; {attempts}, {processes}{compared}"
 
 
 def _check_end(directory: Path, verification: LedgerVerification, order: BatchOrder, validate_every: int) -> None:

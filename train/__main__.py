@@ -47,6 +47,7 @@ from train.pretrained.load import open_recorded_weights
 from train.pretrained.materialize import BuildModel
 from train.process_group import ProcessGroup, explain_device_faults, join_process_group
 from train.profiling import FIRST_TRACED_STEP, TRACED_STEPS, StepTracer, traced_steps
+from train.sample_checksums import read_checksums, this_machine
 from train.state import Progress
 from train.trainer import Trainer
 from train.validation import check_metrics
@@ -141,7 +142,10 @@ def _fit(
     progress = resume(trainer, resume_point, group)
     log = MetricsLog(directory, progress.step, "tensorboard" in run.config.track) if group.rank.first else None
     trainer.attempt = begin_attempt(run, group, progress.step)
-    ledger = Ledger(directory, group, trainer.order, progress.step, trainer.attempt.number)
+    checksums = read_checksums(run.output("prepare"))
+    if checksums is not None and checksums.machine != this_machine():
+        checksums = None
+    ledger = Ledger(directory, group, trainer.order, progress.step, trainer.attempt.number, checksums)
     tune_malloc()
     freeze_garbage_collector()
     started = time.perf_counter()

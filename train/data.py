@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -26,16 +26,25 @@ from pipeline.contract.run import describe
 from train.batch_order import Indices
 from train.optim import sample_rng
 from train.process_group import ProcessGroup
+from train.sample_checksums import SampleChecksums, batch_checksums
 
 _PREFETCH = 2  # batches each worker has ready or under way
 
 Batch = dict[str, Tensor]
 
 
+class LoadedBatch(NamedTuple):
+    """A batch, and what was read for it."""
+
+    columns: Batch
+    indices: Indices
+    checksums: Tensor | None  # of its samples; None: not computed yet, or not needed
+
+
 class LoaderWorkers:
     """Processes that load batches ahead of the training process."""
 
-    def __init__(self, load: Callable[[Any], Batch], requests: Iterable[Any], count: int, pinned: bool) -> None:
+    def __init__(self, load: Callable[[Any], Any], requests: Iterable[Any], count: int, pinned: bool) -> None:
         parent_watch = _ParentWatch()
         loader = DataLoader(
             cast("Dataset[Any]", _LoaderDataset(load)),
@@ -52,8 +61,8 @@ class LoaderWorkers:
         self._parent_watch = parent_watch
         self._batches: Iterator[Any] = iter(loader)
 
-    def next(self, request: Any) -> Batch:
-        """Return the batch of `request`, which must be the next one in order."""
+    def next(self, request: Any) -> Any:
+        """Return what was loaded for `request`, which must be the next one in order."""
         try:
             position, batch = next(self._batches)
         except (RuntimeError, ConnectionError, EOFError) as error:  # the pipe may break before the death is noticed
@@ -65,7 +74,7 @@ class LoaderWorkers:
             sys.stderr.write(batch.trace)
             raise batch.error
         assert position == _position(request), f"batch {position} came for {_position(request)}"
-        return cast("Batch", batch)
+        return batch
 
     def stop(self) -> None:
         self._batches = iter(())  # the loader's iterator ends its workers when it is freed
@@ -83,10 +92,10 @@ class WorkerFailure:
 class _LoaderDataset:
     """A dataset for torch's DataLoader: takes a request, returns its position and batch."""
 
-    def __init__(self, load: Callable[[Any], Batch]) -> None:
+    def __init__(self, load: Callable[[Any], Any]) -> None:
         self._load = load
 
-    def __getitem__(self, request: Any) -> tuple[tuple[int, int, int], Batch | WorkerFailure]:
+    def __getitem__(self, request: Any) -> tuple[tuple[int, int, int], Any]:
         position = _position(request)
         try:
             return position, self._load(request)
@@ -148,6 +157,7 @@ class BatchLoader:
         self._count = 0 if samples.columns is not None else workers
         self._workers: LoaderWorkers | None = None
         self.waited_seconds = 0.0
+        self.checksums: SampleChecksums | None = None  # those that the ledger compares; set before start()
 
     def start(self, requests: Iterable[LoadRequest]) -> None:
         """Announce the requests that will be fetched, in order; workers may run ahead."""
@@ -160,35 +170,41 @@ class BatchLoader:
             self._workers.stop()
         self._workers = None
 
-    def fetch(self, request: LoadRequest) -> dict[str, Tensor]:
+    def fetch(self, request: LoadRequest) -> LoadedBatch:
         started = time.perf_counter()
         batch = self._fetch(request)
+        if self.checksums is not None and batch.checksums is None:
+            batch = batch._replace(checksums=batch_checksums(batch.columns))
         self.waited_seconds += time.perf_counter() - started
         return batch
 
-    def _fetch(self, request: LoadRequest) -> dict[str, Tensor]:
+    def _fetch(self, request: LoadRequest) -> LoadedBatch:
         if self._columns is not None:
             return self._pick(self._columns, request.indices)
-        if self._workers is not None:
-            return self._to_device(self._workers.next(request), pinned=True)
-        return self._to_device(self._load(request), pinned=False)
+        batch = self._load(request) if self._workers is None else cast("LoadedBatch", self._workers.next(request))
+        return batch._replace(columns=self._to_device(batch.columns, pinned=self._workers is not None))
 
-    def _load(self, request: LoadRequest) -> dict[str, Tensor]:
+    def _load(self, request: LoadRequest) -> LoadedBatch:
         if self._samples.is_stream:
             torch_worker._worker_info = None  # a stream must not divide itself by workers
             # What a stream draws for samples that are passed over must change neither this batch nor the model.
             with sample_rng(self._seed, request.step, request.part, request.slice):
                 self._samples.seek(int(request.indices[0]), request.epoch)
         with sample_rng(self._seed, request.step, request.part, request.slice):
-            return self._samples.batch(request.indices, request.epoch)
+            if not self._samples.has_collate:
+                return LoadedBatch(self._samples.batch(request.indices, request.epoch), request.indices, None)
+            items = self._samples.load(request.indices, request.epoch)
+            checksums = self.checksums
+            sums = None if checksums is None else checksums.of_items(items, request.indices, request.epoch)
+            return LoadedBatch(self._samples.collate(items), request.indices, sums)
 
-    def _pick(self, columns: Mapping[str, Tensor], indices: Indices) -> dict[str, Tensor]:
+    def _pick(self, columns: Mapping[str, Tensor], indices: Indices) -> LoadedBatch:
         index = torch.from_numpy(indices)
         device = next(iter(columns.values())).device
         if device.type == "cuda":
             index = index.pin_memory().to(device, non_blocking=True)
         batch = {name: column.index_select(0, index) for name, column in columns.items()}
-        return batch if device == self._device else self._to_device(batch, pinned=False)
+        return LoadedBatch(batch if device == self._device else self._to_device(batch, pinned=False), indices, None)
 
     def _to_device(self, batch: dict[str, Tensor], pinned: bool) -> dict[str, Tensor]:
         """Copy to a GPU from pinned memory, asynchronously."""

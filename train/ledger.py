@@ -11,13 +11,15 @@ import json
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
+import torch
 from pydantic import Field, ValidationError
+from torch import Tensor
 
 from pipeline.contract.errors import BundleError
 from pipeline.contract.files import unwritable, write_atomic
@@ -25,6 +27,7 @@ from pipeline.contract.settings.section import Frozen
 from train.batch_order import BatchOrder, Indices
 from train.chaos_hooks import run_chaos_hook
 from train.process_group import ProcessGroup
+from train.sample_checksums import SampleChecksums
 
 LEDGER_FILE = "ledger.jsonl"
 
@@ -40,6 +43,8 @@ class LedgerLine(Frozen):
     digest: str  # of the samples' indices, in the order of the batch
     processes: _Counted
     attempt: _Counted
+    contents: str = ""  # digest of the checksums of its samples, where prepare wrote some
+    skipped: bool = False  # the gradient overflowed fp16, so the weights are those of the step before
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,9 @@ class LedgerVerification:
     attempts: int
     processes: tuple[int, int]  # minimum and maximum
     fault: str
+    compared: int = 0  # steps whose contents were compared with what prepare read
+    skipped_steps: int = 0
+    skipped_samples: int = 0  # uses of samples in them
     drawn: bool = False  # samples are drawn by weight, so that an epoch may use one several times or not at all
 
 
@@ -80,7 +88,9 @@ def read_lines(path: Path, growing: bool = False) -> list[LedgerLine]:
     return lines
 
 
-def verify_ledger(lines: Sequence[LedgerLine], order: BatchOrder, steps: int) -> LedgerVerification:
+def verify_ledger(
+    lines: Sequence[LedgerLine], order: BatchOrder, steps: int, checksums: SampleChecksums | None = None
+) -> LedgerVerification:
     """Compare the lines with the plan of the first `steps` steps, and count each sample's uses in each epoch."""
     trained = list(_trained_steps(lines, order))
     lost, repeated = _count(lines, trained, order, steps)
@@ -93,7 +103,10 @@ def verify_ledger(lines: Sequence[LedgerLine], order: BatchOrder, steps: int) ->
         repeated=repeated,
         attempts=len({line.attempt for line in lines}),
         processes=(min(process_counts), max(process_counts)),
-        fault=next(_faults(lines, trained, order, steps), ""),
+        fault=next(_faults(lines, trained, order, steps, checksums), ""),
+        compared=sum(bool(line.contents) for line in lines) if checksums else 0,
+        skipped_steps=sum(line.skipped for line in lines),
+        skipped_samples=sum(line.samples for line in lines if line.skipped),
         drawn=order.kind == "weights",
     )
 
@@ -143,7 +156,13 @@ def _uses(batches: Sequence[Indices], order: BatchOrder) -> Indices:
     return np.bincount(indices, minlength=order.samples)
 
 
-def _faults(lines: Sequence[LedgerLine], trained: Sequence[int | None], order: BatchOrder, steps: int) -> Iterator[str]:
+def _faults(
+    lines: Sequence[LedgerLine],
+    trained: Sequence[int | None],
+    order: BatchOrder,
+    steps: int,
+    checksums: SampleChecksums | None,
+) -> Iterator[str]:
     """Yield what is wrong, in the order of the lines."""
     all_steps = {line.step for line in lines}
     seen_steps: set[int] = set()
@@ -157,7 +176,7 @@ def _faults(lines: Sequence[LedgerLine], trained: Sequence[int | None], order: B
             yield f"line {number}: out of order, it is of step {line.step}"
         elif line.step > steps:
             yield f"line {number}: step {line.step} is beyond the last one, {steps}"
-        elif fault := _line_fault(line, step, order, attempt):
+        elif fault := _line_fault(line, step, order, attempt, checksums):
             yield f"line {number}: {fault}"
         seen_steps.add(line.step)
         attempt = max(attempt, line.attempt)
@@ -165,7 +184,9 @@ def _faults(lines: Sequence[LedgerLine], trained: Sequence[int | None], order: B
         yield f"the line of step {len(lines) + 1} is missing, {steps} steps were trained"
 
 
-def _line_fault(line: LedgerLine, trained: int | None, order: BatchOrder, attempt: int) -> str:
+def _line_fault(
+    line: LedgerLine, trained: int | None, order: BatchOrder, attempt: int, checksums: SampleChecksums | None
+) -> str:
     """Return how a line at its right place differs from the plan; empty if it does not."""
     planned = line.step - 1
     if trained != planned:
@@ -177,10 +198,13 @@ def _line_fault(line: LedgerLine, trained: int | None, order: BatchOrder, attemp
         return f"step {line.step} belongs to epoch {order.epoch_of(planned)}, not {line.epoch}"
     if line.attempt < attempt:
         return f"attempt {line.attempt} after attempt {attempt}"
+    if line.contents and checksums and line.contents != checksums.digest(order.batch(planned), line.epoch):
+        return f"step {line.step} was given samples with other contents than those that prepare read"
     return ""
 
 
-_Records = tuple[Indices, Indices, Indices]  # steps, number of samples in each, and the indices of them all
+# Steps, the number of samples in each, and the indices and checksums of them all.
+_Records = tuple[Indices, Indices, Indices, Indices]
 
 
 class Ledger:
@@ -191,20 +215,32 @@ class Ledger:
     """
 
     def __init__(
-        self, directory: Path, group: ProcessGroup, order: BatchOrder, resumed_step: int, attempt: int
+        self,
+        directory: Path,
+        group: ProcessGroup,
+        order: BatchOrder,
+        resumed_step: int,
+        attempt: int,
+        checksums: SampleChecksums | None = None,
     ) -> None:
+        self.checksums = checksums
         self._path, self._group, self._order, self._attempt = directory / LEDGER_FILE, group, order, attempt
         self._records = group.rank.rank % group.model_size == 0  # one process of each copy of the model
-        self._samples: dict[int, list[Indices]] = {}
+        self._samples: dict[int, list[tuple[Indices, Tensor | None]]] = {}
+        self._norms: dict[int, Tensor] = {}
         self._unwritten: list[LedgerLine] = []  # collected, not yet on disk
         self._writing = threading.Lock()  # a checkpoint and a snapshot may write at once
         if group.rank.first:
             _drop_lines_after(self._path, resumed_step)
 
-    def record(self, step: int, indices: Indices) -> None:
+    def record(self, step: int, indices: Indices, checksums: Tensor | None = None) -> None:
         """Record that a micro-batch of `step`, counted from 0, is passed to the model."""
         if self._records:
-            self._samples.setdefault(step, []).append(indices)
+            self._samples.setdefault(step, []).append((indices, checksums))
+
+    def record_norm(self, step: int, norm: Tensor) -> None:
+        """Record the norm of a gradient that is not applied if it overflowed."""
+        self._norms[step] = norm
 
     def discard(self, step: int) -> None:
         """Forget this process's samples of a step that was not applied: it will be repeated."""
@@ -216,28 +252,34 @@ class Ledger:
         It may be called later and in another thread. If a checkpoint fails, the next one's call writes its lines too.
         """
         records = self._group.collect(_flatten(self._samples))
-        self._samples = {}
+        norms, self._samples, self._norms = self._norms, {}, {}
         if not self._group.rank.first:
             return None
-        self._unwritten += self._lines(records)
+        skipped = {step for step, norm in norms.items() if not torch.isfinite(norm)}
+        self._unwritten += self._lines(records, skipped)
         return lambda: self._commit(step)
 
-    def _lines(self, records: Sequence[_Records]) -> list[LedgerLine]:
+    def _lines(self, records: Sequence[_Records], skipped: Collection[int]) -> list[LedgerLine]:
         """Join the slices: the order of ranks is the order of the batch."""
         batches: dict[int, list[Indices]] = {}
-        for steps, counts, ids in records:
-            for step, part in zip(steps.tolist(), np.split(ids, np.cumsum(counts))[:-1], strict=True):
+        for steps, counts, *samples in records:
+            parts = np.split(np.stack(samples, axis=1), np.cumsum(counts))[:-1]
+            for step, part in zip(steps.tolist(), parts, strict=True):
                 batches.setdefault(step, []).append(part)
-        return [self._line(step, np.concatenate(batches[step])) for step in sorted(batches)]
+        return [self._line(step, np.concatenate(batches[step]), step in skipped) for step in sorted(batches)]
 
-    def _line(self, step: int, ids: Indices) -> LedgerLine:
+    def _line(self, step: int, samples: Indices, skipped: bool) -> LedgerLine:
+        ids, sums = samples.T
+        epoch = self._order.epoch_of(step)
         return LedgerLine(
             step=step + 1,
-            epoch=self._order.epoch_of(step),
+            epoch=epoch,
             samples=len(ids),
             digest=batch_digest(ids),
             processes=self._group.size,
             attempt=self._attempt,
+            contents=self.checksums.digest(ids, epoch, sums) if self.checksums else "",
+            skipped=skipped,
         )
 
     def _commit(self, step: int) -> None:
@@ -254,12 +296,14 @@ class Ledger:
             del self._unwritten[: len(lines)]
 
 
-def _flatten(samples: dict[int, list[Indices]]) -> _Records:
-    """Return three arrays, however many steps and micro-batches there were: they are cheap to send."""
+def _flatten(samples: dict[int, list[tuple[Indices, Tensor | None]]]) -> _Records:
+    """Return few arrays, however many steps and micro-batches there were: they are cheap to send."""
     parts = [part for step in samples for part in samples[step]]
-    counts = [sum(len(part) for part in samples[step]) for step in samples]
-    ids = np.concatenate(parts) if parts else np.empty(0, np.int64)
-    return np.array(list(samples), np.int64), np.array(counts, np.int64), ids
+    counts = [sum(len(ids) for ids, _ in samples[step]) for step in samples]
+    ids = np.concatenate([ids for ids, _ in parts]) if parts else np.empty(0, np.int64)
+    known = [sums for _, sums in parts if sums is not None]
+    sums = torch.cat(known).cpu().numpy() if known else np.zeros(len(ids), np.int64)
+    return np.array(list(samples), np.int64), np.array(counts, np.int64), ids, sums
 
 
 def _drop_lines_after(path: Path, step: int) -> None:

@@ -60,6 +60,7 @@ class ParameterServerTrainer(Trainer):
         assert isinstance(self.strategy, ParameterServerStrategy)
         self._weights_server = self.strategy
         self._metrics_log, self._ledger = log, ledger
+        self._loader.checksums = ledger.checksums if ledger else None
         self._weights_server.module.train()
         parameters = [parameter for parameter in self._weights_server.model.parameters() if parameter.requires_grad]
         numbers = sum(parameter.numel() for parameter in parameters)
@@ -107,16 +108,16 @@ class ParameterServerTrainer(Trainer):
         indices = self.order.batch(work.step)
         batch = self._loader.fetch(LoadRequest(work.step, 0, indices, epoch=self.order.epoch_of(work.step)))
         if self._ledger:
-            self._ledger.record(work.step, indices)
+            self._ledger.record(work.step, batch.indices, batch.checksums)
         self.heartbeat.at(work.step, "forward and backward")
         seed_step(self.config.seed, work.step, 0)
-        loss, norm, row = self._weights_server.gradient(work.weights, batch)
+        loss, norm, row = self._weights_server.gradient(work.weights, batch.columns)
         if self.expert_balance.routers:
             self.expert_balance.after_update()
         result = Result(work.step, work.version, len(indices), float(loss), float(norm), row)
         for quantity, value in (("loss", result.loss), ("gradient", result.norm)):
             if not math.isfinite(value):
-                raise DataError(not_finite_message(quantity, work.step, [self._group.rank.rank]))
+                raise DataError(not_finite_message(quantity, work.step + 1, [self._group.rank.rank]))
         return result
 
     def _learning_rate(self, updates: int) -> float:

@@ -25,7 +25,7 @@ from pipeline.contract.settings.stages import Train
 from pipeline.contract.task import HasLossWeight, Task
 from train.batch_order import BatchOrder, check_order, count_steps
 from train.chaos_hooks import run_chaos_hook
-from train.data import BatchLoader, LoadRequest
+from train.data import BatchLoader, LoadedBatch, LoadRequest
 from train.elastic.preemption import preemption_handler
 from train.expert_balance import ExpertBalance
 from train.metrics import StepMeter, StepWindow
@@ -108,6 +108,7 @@ class Trainer:
     ) -> Progress:
         """Train from `progress` to the end and return the final progress; only the first process has a log."""
         self._ledger = ledger
+        self._loader.checksums = ledger.checksums if ledger else None
         self.strategy.module.train()
         self._loader.start(
             request for step in range(progress.step, self.total_steps) for request in self._requests(step)
@@ -176,6 +177,8 @@ class Trainer:
         self._window.add(loss, norm, self.order.size(step))
         if self._group.device.type == "cpu":  # on a GPU this would wait: it is checked with the next log line
             self._check_finite(step + 1)
+        if self._ledger and self._precision.forgives_overflow:
+            self._ledger.record_norm(step, norm)
         self._precision.step(self._optimizer)
         for parameter in self._trained:
             parameter.grad = None
@@ -189,22 +192,22 @@ class Trainer:
         for i, (request, batch, fraction) in enumerate(self._load_weighted(step, requests)):
             self.heartbeat.at(step, "forward and backward")
             if self._ledger:
-                self._ledger.record(step, request.indices)
+                self._ledger.record(step, batch.indices, batch.checksums)
             if request.part == 0:
                 seed_step(self.config.seed, step, request.slice)
             last = i == len(requests) - 1
-            yield MicroBatch(batch, len(request.indices), fraction, last, slice=request.slice)
+            yield MicroBatch(batch.columns, len(request.indices), fraction, last, slice=request.slice)
 
     def _load_weighted(
         self, step: int, requests: list[LoadRequest]
-    ) -> Iterator[tuple[LoadRequest, Mapping[str, Tensor], float | Tensor]]:
+    ) -> Iterator[tuple[LoadRequest, LoadedBatch, float | Tensor]]:
         """Yield each batch with its fraction of the global batch: of its samples, or of the weight of its loss."""
         size = self.order.size(step)
         if not isinstance(self._task, HasLossWeight):
             yield from ((request, self._load(request), len(request.indices) / size) for request in requests)
             return
         batches = [self._load(request) for request in requests]  # all of them, since their weights are divided by a sum
-        weights = [loss_weight(self._task, batch) for batch in batches]
+        weights = [loss_weight(self._task, batch.columns) for batch in batches]
         by_slice = torch.zeros(self._slices, dtype=torch.float64, device=self._group.device)
         for request, weight in zip(requests, weights, strict=True):
             by_slice[request.slice] += weight
@@ -215,12 +218,12 @@ class Trainer:
         fractions = (torch.where(total > 0, weight / total, 0.0) for weight in weights)
         yield from zip(requests, batches, fractions, strict=True)
 
-    def _load(self, request: LoadRequest) -> Mapping[str, Tensor]:
+    def _load(self, request: LoadRequest) -> LoadedBatch:
         self.heartbeat.at(request.step, "data")
         with phase("data"):
             batch = self._loader.fetch(request)
         if self._any_size:
-            mark_batch_dynamic(batch, self._any_length)
+            mark_batch_dynamic(batch.columns, self._any_length)
         return batch
 
     def _requests(self, step: int) -> list[LoadRequest]:

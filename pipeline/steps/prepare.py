@@ -46,6 +46,7 @@ from pipeline.data_checks.scan import SplitSummary
 from pipeline.readers import write_read_files
 from pipeline.steps.pretrained import PRETRAINED_KEY, copy_small_files, find_pretrained, record
 from train.batch_order import ORDER_KEY, Kind, check_order_values, write_order
+from train.sample_checksums import write_checksums
 
 if TYPE_CHECKING:
     from torch import nn
@@ -79,6 +80,7 @@ def prepare(run: Run, root: Path) -> None:
         KEY: shared_file_digests(files),
         **pretrained_part,
         **_write_order(task, splits["train"], run.partial("prepare")),
+        **write_checksums(splits["train"], run.partial("prepare")),
         "duplicate_count": len(pairs),
         "duplicates": pairs[:_MAX_LISTED],
     }

@@ -133,7 +133,7 @@ def test_columns_are_loaded_from_the_gpu_or_pinned_memory(
     indices = make(group).order.batch(3)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        batch = loader.fetch(LoadRequest(3, 0, indices))
+        batch = loader.fetch(LoadRequest(3, 0, indices)).columns
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert batch["x"].device == group.device
@@ -147,7 +147,7 @@ def test_workers_load_the_same_batches_onto_the_gpu(group: ProcessGroup) -> None
     loader = BatchLoader(items, group, seed=0, workers=2)
     loader.start(requests)
     for request in requests:
-        batch = loader.fetch(request)
+        batch = loader.fetch(request).columns
         assert batch["x"].device == group.device
         assert torch.equal(batch["x"].cpu(), columns["x"][request.indices])
     loader.stop()

@@ -46,7 +46,7 @@ def fetched(workers: int, wanted: list[LoadRequest], seed: int = 1) -> list[Tens
     feed = BatchLoader(Samples("train", Noisy()), CPU, seed, workers)
     feed.start(wanted)
     try:
-        return [feed.fetch(job)["x"] for job in wanted]
+        return [feed.fetch(job).columns["x"] for job in wanted]
     finally:
         feed.stop()
 
@@ -95,14 +95,14 @@ def test_batches_are_loaded_in_process_before_workers_start() -> None:
     """Trial and warm-up passes take a batch or two, in any order."""
     feed = BatchLoader(Samples("train", Noisy()), CPU, seed=1, workers=2)
     for job in reversed(jobs(range(3))):
-        assert torch.equal(feed.fetch(job)["x"], fetched(0, [job])[0])
+        assert torch.equal(feed.fetch(job).columns["x"], fetched(0, [job])[0])
 
 
 def test_columns_are_indexed_in_order_without_workers() -> None:
     columns = {"x": torch.arange(40.0).reshape(20, 2), "mask": torch.arange(20) % 2 == 0}
     feed = BatchLoader(Samples("train", columns), CPU, seed=0, workers=2)
     feed.start(iter(()))
-    found = feed.fetch(LoadRequest(0, 0, np.array([7, 3, 3])))
+    found = feed.fetch(LoadRequest(0, 0, np.array([7, 3, 3]))).columns
     assert found["x"].tolist() == [[14, 15], [6, 7], [6, 7]]
     assert found["mask"].tolist() == [False, False, False]
 

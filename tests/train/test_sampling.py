@@ -17,7 +17,7 @@ from pipeline.contract.run import Run
 from pipeline.verify import verify_run_ledger
 from tests.fork_server import launch
 from tests.train.distributed import Wave, run_distributed, trainer, weights
-from train.batch_order import BatchOrder
+from train.batch_order import BatchOrder, Indices
 from train.chaos_hooks import CHAOS_VARIABLE, ChaosLog, Kill
 from train.checkpoint.store import CheckpointStore
 from train.ledger import Ledger, read_lines, verify_ledger
@@ -185,6 +185,14 @@ class WaveStream:
         return ({name: torch.from_numpy(column[i]) for name, column in self.columns.items()} for i in range(149))
 
 
+class SpiedLedger(Ledger):
+    batches: list[list[int]]
+
+    def record(self, step: int, indices: Indices, checksums: Tensor | None = None) -> None:
+        self.batches.append(indices.tolist())
+        super().record(step, indices, checksums)
+
+
 def trained_in_order(group: ProcessGroup, directory: Path, kind: Any) -> tuple[Any, list[list[int]], BatchOrder]:
     """Train two epochs; return the weights, and the samples of each micro-batch of this process."""
     order = BatchOrder(149, 40 if kind == "groups" else 15, 0, kind, VALUES.get(kind))
@@ -195,9 +203,8 @@ def trained_in_order(group: ProcessGroup, directory: Path, kind: Any) -> tuple[A
         task.data = lambda split: WaveStream(columns) if split == "train" else Wave().data(split)  # type: ignore[method-assign,assignment,return-value]
     made = trainer(group, task, epochs=2, accumulate=2, order=order, batch_size=order.batch_size)
     batches: list[list[int]] = []
-    record = Ledger.record
-    ledger = Ledger(directory, group, order, 0, attempt=1)
-    ledger.record = lambda step, indices: (batches.append(indices.tolist()), record(ledger, step, indices))[1]  # type: ignore[method-assign,func-returns-value]
+    ledger = SpiedLedger(directory, group, order, 0, attempt=1)
+    ledger.batches = batches
     made.fit(Progress(), CheckpointStore(directory / "checkpoints", 9, {}, group), None, ledger=ledger)
     return weights(made), batches, order
 
