@@ -38,6 +38,7 @@ class Display:
     def __init__(self, live: bool) -> None:
         self._line = StatusLine() if live and can_draw(sys.stderr) else None
         self._progress: StepProgress | None = None  # of the running step
+        self.run: Run | None = None  # that the command works on
         self._run: Run | None = None
         self._step = self._activity = ""
         self._log_start = self._log_position = 0

@@ -240,22 +240,72 @@ def link_or_copy(source: Path | str, target: Path | str) -> None:
         shutil.copyfile(source, target)
 
 
-@contextlib.contextmanager
-def lock_runs(runs: Path, shared: bool = False, on_wait: Callable[[str], None] | None = None) -> Iterator[None]:
-    """Lock the folder of runs for one command, or `shared` for commands that only add runs, as trials of `pipe tune`.
+OnWait: TypeAlias = Callable[[str], None]  # reports what is waited for; without one, a lock that is taken raises
 
-    Where it is locked: wait and report it to `on_wait`, or raise without one.
-    """
+
+@contextlib.contextmanager
+def lock_runs(runs: Path, shared: bool = False, on_wait: OnWait | None = None) -> Iterator[None]:
+    """Lock the folder of runs against all other commands, or `shared` for commands that only add runs of their own."""
     try:
         runs.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
         raise ResourceError(f"{runs}: is a file, but must be the folder of runs; move it away") from error
     path = runs / ".lock"
+
+    def owner() -> str:  # of the runs, since the name in a shared lock is that of any of its owners, or of none
+        locks = (run.path / ".lock" for run in all_runs(runs) if is_locked(run))
+        return lock_owner(next(locks, path))
+
+    with _wait_for_lock(path, owner, f"{runs}: ", "is working here", shared, on_wait):
+        yield
+
+
+@contextlib.contextmanager
+def lock_run(run: Run, on_wait: OnWait | None = None) -> Iterator[None]:
+    """Lock one run for the command that works on it."""
+    path = run.path / ".lock"
+    with _wait_for_lock(path, lambda: lock_owner(path), f"run {run.id}: ", "is working on it", False, on_wait):
+        yield
+
+
+def is_locked(run: Run) -> bool:
+    """Return whether a command is working on the run now."""
+    with contextlib.suppress(FileNotFoundError), (run.path / ".lock").open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+@contextlib.contextmanager
+def lock_service(runs: Path, on_wait: OnWait | None = None) -> Iterator[None]:
+    """Lock what is deployed, and the registry; a command that has this lock may take it again."""
+    path = runs / ".service.lock"
+    with lock_runs(runs, shared=True, on_wait=on_wait):
+        if path in _held:
+            yield
+            return
+        with _wait_for_lock(path, lambda: lock_owner(path), f"{runs}: ", "is changing the service", False, on_wait):
+            _held.add(path)
+            try:
+                yield
+            finally:
+                _held.remove(path)
+
+
+_held: set[Path] = set()
+
+
+@contextlib.contextmanager
+def _wait_for_lock(
+    path: Path, owner: Callable[[], str], place: str, activity: str, shared: bool, on_wait: OnWait | None
+) -> Iterator[None]:
     lock = try_lock(path, shared)
     if lock is None and on_wait is None:
-        raise ResourceError(f"{runs}: {lock_owner(path)} is working here; wait until it ends, or end it")
+        raise ResourceError(f"{place}{owner()} {activity}; wait until it ends, or end it")
     if lock is None and on_wait is not None:
-        on_wait(f"{lock_owner(path)} is working here; waiting for it")
+        on_wait(f"{owner()} {activity}; waiting for it")
     while lock is None:
         time.sleep(_POLL_SECONDS)
         lock = try_lock(path, shared)

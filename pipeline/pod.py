@@ -21,7 +21,7 @@ from pipeline.contract.config import parse_config
 from pipeline.contract.errors import ConfigError, PipelineError
 from pipeline.contract.run import STEPS, Run
 from pipeline.display import Display
-from pipeline.history import Project, begin_run, lock_runs
+from pipeline.history import Project, begin_run, lock_run
 from pipeline.plan import step_command, with_upstream
 from pipeline.runner import RunRequest, resume_run
 from pipeline.training.node import PASSING_EXIT_CODE, POD_NUMBER
@@ -67,7 +67,7 @@ def run_in_pod(step: str, run: Run, command: Sequence[str], config: str, *, begi
         )
     steps = with_upstream((step,))
     # The volume may keep the lock of a node that died for a while after its pod was replaced.
-    with lock_runs(run.path, on_wait=lambda text: print(text, file=sys.stderr, flush=True)):
+    with lock_run(run, on_wait=lambda text: print(text, file=sys.stderr, flush=True)):
         request = RunRequest(steps, reuse_only=frozenset() if begin else frozenset(steps) - {step})
         resume_run(Project(Path.cwd(), run.path.parent), run, request, Display(live=False))
 

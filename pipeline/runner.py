@@ -5,6 +5,7 @@ A step runs as a process on this machine or as a Job on a cluster. If it fails, 
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import itertools
 import os
@@ -42,8 +43,12 @@ from pipeline.history import (
     Project,
     changed_outputs,
     create_run,
+    is_locked,
     link_outputs,
     load_history,
+    lock_owner,
+    lock_run,
+    lock_service,
     now,
     seal_step,
     write_record,
@@ -195,22 +200,28 @@ def _last_duration(history: History) -> str:
 
 
 def run_pipeline(project: Project, config: Config, request: RunRequest, display: Display) -> Run:
-    """Run the steps in a new run directory; the caller holds the lock of the runs."""
+    """Run the steps in a new run directory; the caller holds the lock of the runs, at least shared."""
     history = load_history(project.runs)
-    if history and _is_unfinished(history[0][1]) and not history[0][1].study:
+    if history and _is_unfinished(history[0][1]) and not history[0][1].study and not is_locked(history[0][0]):
         display.report(f"note: run {history[0][0].id} is unfinished; `pipe run --resume` continues it")
     pipeline_run = PipelineRun(project, config, request, history)
     _check_training(pipeline_run)  # raise mistakes before a run directory is made
     parent = history[0][0].id if history else ""
     start = str(request.start) if request.start else ""
     run = create_run(project.runs, config, request.steps, parent, request.study, request.trial, start)
-    adopt_output(run)
-    _run_steps(pipeline_run, run, display)
+    with lock_run(run):
+        display.run = run
+        adopt_output(run)
+        _run_steps(pipeline_run, run, display)
     return run
 
 
 def resume_run(project: Project, run: Run, request: RunRequest, display: Display, overrides: Sequence[str] = ()) -> Run:
-    """Continue in the same run directory with the run's own configuration; overrides may change where it trains."""
+    """Continue in the same run directory with the run's own configuration; overrides may change where it trains.
+
+    The caller holds the lock of the run.
+    """
+    display.run = run
     run = override_resumed(run, overrides)
     if recorded := run.read().starting_point:
         request = replace(request, start=recorded_starting_point(project, recorded))
@@ -355,13 +366,21 @@ def _is_resumable(key: str) -> bool:
 
 
 def latest_unfinished(project: Project) -> Run:
+    """Return the newest unfinished run that no command is working on."""
+    busy: list[Run] = []
     for run, body in load_history(project.runs):
         if body.study:  # `pipe tune` continues its trials itself
             continue
         if _is_unfinished(body):
+            if is_locked(run):  # another command is working on it
+                busy.append(run)
+                continue
             return run
         if any(record.status == "rejected" for record in body.steps.values()):
             raise ConfigError(f"run {run.id} was rejected by the gate, not stopped; to resume an older one, name it")
+    if busy:
+        owner = lock_owner(busy[0].path / ".lock")
+        raise ResourceError(f"nothing to resume: {owner} is working on run {busy[0].id}; wait until it ends, or end it")
     raise ConfigError(f"nothing to resume in {project.runs}: every run is complete")
 
 
@@ -377,13 +396,15 @@ def redeploy(project: Project, source: Run, overrides: Sequence[str], display: D
     request = RunRequest(tuple(record.step for record in records))
     pipeline_run = PipelineRun(project, config, request, [(source, source.read())])
     run = create_run(project.runs, config, (*request.steps, "deploy"), parent=source.id)
-    copy_override(source, run)
-    for record in records:
-        link_outputs(source, run, record)
-        update = {"reused_from": record.reused_from or source.id, "reason": REDEPLOYED, "seconds": 0.0}
-        linked_record = write_record(run, record.model_copy(update=update))
-        pipeline_run.outputs[record.step] = outputs_with_override(run, linked_record)
-    _run_step(pipeline_run, run, pipeline_run.decide("deploy"), display)
+    with lock_run(run):
+        display.run = run
+        copy_override(source, run)
+        for record in records:
+            link_outputs(source, run, record)
+            update = {"reused_from": record.reused_from or source.id, "reason": REDEPLOYED, "seconds": 0.0}
+            linked_record = write_record(run, record.model_copy(update=update))
+            pipeline_run.outputs[record.step] = outputs_with_override(run, linked_record)
+        _run_step(pipeline_run, run, pipeline_run.decide("deploy"), display)
     return run
 
 
@@ -457,7 +478,9 @@ def _run_each_step(pipeline_run: PipelineRun, run: Run, display: Display) -> Non
             record = _reuse_step(pipeline_run, run, step)
             display.report(f"{name}: reused, {step.reason}")
         else:
-            record = _run_step(pipeline_run, run, step, display)
+            changes_service = lock_service(run.runs, display.report) if name == "deploy" else contextlib.nullcontext()
+            with changes_service:
+                record = _run_step(pipeline_run, run, step, display)
         pipeline_run.outputs[name] = outputs_with_override(run, record)
 
 

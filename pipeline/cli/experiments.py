@@ -46,8 +46,8 @@ def tune(
     if names:
         return _emit_study(output, search_request, search_request.existing_study(display), {})
     study = run_search(search_request, display)
-    with lock_runs(project.runs, on_wait=display.report):
-        best = finish(project, lambda: run_best_trial(search_request, study, steps, display))
+    with lock_runs(project.runs, shared=True, on_wait=display.report):
+        best = finish(display, lambda: run_best_trial(search_request, study, steps, display))
     return _emit_study(output, search_request, read_study(project.runs, study.name), run_facts(best))
 
 

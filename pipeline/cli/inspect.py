@@ -28,7 +28,7 @@ from pipeline.contract.override import read_override
 from pipeline.contract.restarts import read_attempts
 from pipeline.contract.run import STEPS, Run, RunFile
 from pipeline.contract.signing import Trust
-from pipeline.history import Project, find_run, load_history, lock_runs, open_run
+from pipeline.history import Project, find_run, load_history, lock_run, lock_runs, open_run
 from pipeline.override import override_verdict, verdict_digest
 from pipeline.service.cluster_record import read_cluster_status
 from pipeline.service.process import LiveService, read_live
@@ -342,7 +342,7 @@ def override(
 ) -> None:
     """Let a rejected model pass; author, time and reason go into its card and its service."""
     rejected_run = open_run(run, context.obj)
-    with lock_runs(rejected_run.runs):
+    with lock_runs(rejected_run.runs, shared=True), lock_run(rejected_run):
         override = override_verdict(rejected_run, reason)
     text = f"run {rejected_run.id} is {override}\n`pipe run --resume {rejected_run.id}` continues it"
     emit(output, {"run": rejected_run.id, **override.model_dump()}, text)

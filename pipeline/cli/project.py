@@ -333,7 +333,7 @@ def repro(context: typer.Context, run: RunName = "latest", output: OutputOption 
         raise ConfigError(f"run {original_run.id} trained nothing, so there is nothing to compare")
     steps = tuple(step for step in STEPS[: STEPS.index("export") + 1] if step in original_run.read().steps)
     request, display = RunRequest(steps, force=frozenset(steps)), Display(sys.stderr.isatty())
-    with lock_runs(project.runs):
+    with lock_runs(project.runs, shared=True):
         config = override_config(original_run.config, ["track=[]"])  # the trackers have the original
         repeated_run = run_pipeline(project, config, request, display)
     before, after = result_digests(original_run), result_digests(repeated_run)

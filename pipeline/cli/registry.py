@@ -17,7 +17,7 @@ from pipeline.contract.registry import CHAMPION, PREVIOUS, Change, Entry, Regist
 from pipeline.contract.run import Run
 from pipeline.contract.signing import new_key, private_key
 from pipeline.display import Display
-from pipeline.history import Project, find_run, lock_runs
+from pipeline.history import Project, find_run, lock_run, lock_runs, lock_service
 from pipeline.runner import redeploy
 from pipeline.service.cluster_record import ClusterRecord, Version, read_cluster_record, run_of_version, without_canary
 from pipeline.service.process import LiveService, read_live
@@ -85,7 +85,7 @@ def promote(
 ) -> None:
     """Make a run's bundle the champion, or give it another name; a canary that becomes champion gets all requests."""
     project = project_of(context)
-    with lock_runs(project.runs):
+    with lock_service(project.runs):
         if name == CHAMPION:
             live = _live_service(project.runs)
             record = _cluster_record(project.runs, live)
@@ -111,7 +111,7 @@ def rollback(
     """End a canary; without one, restore the previous champion and serve it again, or restore another name."""
     project = project_of(context)
     runs = project.runs
-    with lock_runs(runs):
+    with lock_service(runs):
         if name != CHAMPION:
             return _print_entry(output, name, roll_back_name(runs, project.config().registry, name, reason))
         live = _live_service(runs)
@@ -165,7 +165,7 @@ def _deploy_version(
         "rollout.canary_percent=0",
         *cluster_overrides(None, context),
     ]
-    emit_run(output, finish(project, lambda: redeploy(project, source, overrides, display)))
+    emit_run(output, finish(display, lambda: redeploy(project, source, overrides, display)))
 
 
 def _roll_back_cluster(project: Project, record: ClusterRecord, context: str | None, output: Output) -> None:
@@ -252,7 +252,9 @@ def sign(
         bundle, keyid = sign_bundle(Path(target), signing_key)
     else:
         project = project_of(context)
-        with lock_runs(project.runs):
-            bundle, keyid = sign_run(find_run(project.runs, target) if target else newest_bundle(project), signing_key)
+        with lock_runs(project.runs, shared=True):
+            signed_run = find_run(project.runs, target) if target else newest_bundle(project)
+            with lock_run(signed_run):
+                bundle, keyid = sign_run(signed_run, signing_key)
     facts = {"path": str(bundle.path), "bundle": bundle.digest, "keyid": keyid}
     return emit(output, facts, f"bundle {bundle.digest[:12]} is signed by {keyid}")

@@ -31,10 +31,10 @@ from pipeline.continuation import continued_config, find_starting_point
 from pipeline.contract.config import Config, override_config
 from pipeline.contract.errors import ConfigError, Interrupted
 from pipeline.contract.override import read_override
-from pipeline.contract.run import STEPS, Run, RunFile, all_runs
+from pipeline.contract.run import STEPS, Run, RunFile
 from pipeline.contract.sources import is_mentioned
 from pipeline.display import Display
-from pipeline.history import Project, find_run, load_history, lock_runs, open_run
+from pipeline.history import Project, find_run, load_history, lock_run, lock_runs, lock_service, open_run
 from pipeline.plan import Step, select_steps, with_upstream
 from pipeline.processes import follow, start_detached
 from pipeline.runner import (
@@ -186,7 +186,7 @@ def run(
     if resume is not None and continued is not None:
         raise ConfigError("--continue: starts a new run, and --resume goes on with an old one; leave one out")
     display = Display(live=sys.stderr.isatty())
-    with lock_runs(_runs_folder(project, resume)):
+    with lock_runs(_runs_folder(project, resume), shared=True):
         if resume is not None:
             finished_run = _resume(project, resume, names, overrides, on_changes, display)
         elif continued is not None:
@@ -226,7 +226,7 @@ def _begin(project: Project, overrides: list[str], request: RunRequest, yes: boo
     config = project.config(overrides)
     if not yes:
         _ask_before_training(project, overrides, request)
-    return finish(project, lambda: run_pipeline(project, config, request, display))
+    return finish(display, lambda: run_pipeline(project, config, request, display))
 
 
 def _detach(project: Project, overrides: list[str], request: RunRequest | None, output: Output) -> None:
@@ -259,28 +259,27 @@ def _resume(
     selected_steps = with_upstream(select_steps(names, None, None)) if names else ()
     stopped_run = latest_unfinished(project) if name == "latest" else find_run(project.runs, name)
     request = RunRequest(selected_steps or stopped_run.read().wanted, on_changes=on_changes)
-    display.report(f"resuming run {stopped_run.id}")
-    return finish(project, lambda: resume_run(project, stopped_run, request, display, overrides), resumed=stopped_run)
+    with lock_run(stopped_run):
+        display.report(f"resuming run {stopped_run.id}")
+        return finish(display, lambda: resume_run(project, stopped_run, request, display, overrides))
 
 
 def _continue(project: Project, name: str, request: RunRequest, overrides: list[str], display: Display) -> Run:
     start = find_starting_point(project, name)
     config = continued_config(start, overrides)
     display.report(f"continuing the training of run {start.source.id} from its checkpoint of step {start.step}")
-    return finish(project, lambda: run_pipeline(project, config, replace(request, start=start), display))
+    return finish(display, lambda: run_pipeline(project, config, replace(request, start=start), display))
 
 
-def finish(project: Project, work: Callable[[], Run], resumed: Run | None = None) -> Run:
+def finish(display: Display, work: Callable[[], Run]) -> Run:
     """Run the steps and write the report, however they end; after Ctrl-C, print how to continue."""
-    existing_runs = {run.id for run in all_runs(project.runs)}
     try:
         finished_run = work()
     except BaseException as error:
-        new_run = next((run for run in all_runs(project.runs) if run.id not in existing_runs), resumed)
-        if new_run is not None:
-            _report_failure(new_run)
+        if display.run is not None:
+            _report_failure(display.run)
         if isinstance(error, KeyboardInterrupt):
-            command = f"pipe run --resume {new_run.id}" if new_run else "pipe run all"
+            command = f"pipe run --resume {display.run.id}" if display.run else "pipe run all"
             raise Interrupted(f"interrupted; nothing is lost, `{command}` continues") from None
         raise
     from pipeline.report.page import write_report  # slow to load
@@ -375,7 +374,7 @@ def package(
     if modelcar and not project.config(overrides).package.modelcar:
         overrides.append("package.modelcar=scratch")
     config, display = project.config(overrides), Display(live=sys.stderr.isatty())
-    with lock_runs(project.runs):
+    with lock_runs(project.runs, shared=True):
         record = _package_training(project, config, display) if train else _package_service(project, config, display)
     fields = {key: value for key, value in record.items() if value and not isinstance(value, dict)}
     emit(output, record, "\n".join(f"{name:12} {value}" for name, value in fields.items()))
@@ -383,7 +382,7 @@ def package(
 
 def _package_service(project: Project, config: Config, display: Display) -> dict[str, Any]:
     request = make_request(["package"], None, None, None)
-    finished_run = finish(project, lambda: run_pipeline(project, config, request, display))
+    finished_run = finish(display, lambda: run_pipeline(project, config, request, display))
     return {"run": finished_run.id, **json.loads((finished_run.output("package") / "image.json").read_text())}
 
 
@@ -423,12 +422,12 @@ def deploy(
         overrides += canary_overrides(override_config(source.config, overrides).deploy.target, canary, auto)
         return _print_deployment_changes(project, source, overrides, exit_code, output)
     display = Display(live=sys.stderr.isatty())
-    with lock_runs(project.runs):
+    with lock_service(project.runs):
         source = find_run(project.runs, names[0]) if names else newest_bundle(project)
         if render is not None:
             overrides += _render_overrides(override_config(source.config, overrides))
         overrides += canary_overrides(override_config(source.config, overrides).deploy.target, canary, auto)
-        finished_run = finish(project, lambda: redeploy(project, source, overrides, display))
+        finished_run = finish(display, lambda: redeploy(project, source, overrides, display))
     _copy_manifests(finished_run, render)
     emit_run(output, finished_run)
     return None

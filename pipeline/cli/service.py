@@ -15,7 +15,7 @@ from pipeline.cli.run import newest_bundle
 from pipeline.contract.errors import BundleError, ConfigError, InvalidPayload, StageError
 from pipeline.contract.run import Run, run_of_bundle
 from pipeline.contract.settings.access import Access
-from pipeline.history import find_run, lock_runs
+from pipeline.history import find_run, lock_service
 from pipeline.service.process import LiveService, forget_token, read_live, send_request, stop_process, write_live
 
 
@@ -113,7 +113,7 @@ def stop(context: typer.Context, output: OutputOption = Output.text) -> None:
     project = project_of(context)
     if read_live(project.runs) is None:
         return emit(output, {"ended": False}, "no service was running")
-    with lock_runs(project.runs):
+    with lock_service(project.runs):
         live = read_live(project.runs)
         was_running = live is not None and stop_process(live.pid, live.process_started)
         write_live(project.runs, None)

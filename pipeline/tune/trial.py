@@ -20,7 +20,7 @@ from pipeline.contract.errors import ConfigError, DataError, PipelineError, Prun
 from pipeline.contract.facts import NewLines
 from pipeline.contract.run import Run
 from pipeline.display import Display
-from pipeline.history import Project, load_history
+from pipeline.history import Project, load_history, lock_run
 from pipeline.plan import describe_changes
 from pipeline.runner import RunRequest, check_config, resume_run, run_pipeline
 from pipeline.tune.record import (
@@ -111,7 +111,8 @@ def _train_trial(
     elif _was_pruned(run):
         return TrialResult("pruned", reason="before its worker was stopped"), run
     else:
-        resume_run(project, run, replace(request, on_changes="restart"), monitor)
+        with lock_run(run):
+            resume_run(project, run, replace(request, on_changes="restart"), monitor)
     monitor.report_validations(run.output("train"))
     value = trial_value(run, tuned_metric(config))
     assert value is not None, "a validation without the metric prunes the trial"

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -71,17 +72,20 @@ def test_killed_pipe_ends_its_processes_and_resume_skips_a_damaged_checkpoint(
     assert copied.weights == expected
 
 
-def test_second_run_names_the_lock_owner_and_interrupted_run_how_to_continue(
-    copied: ProjectFolder,
-) -> None:
+def test_trainings_run_side_by_side_and_an_interrupted_one_says_how_to_continue(copied: ProjectFolder) -> None:
     with copied.paused_training(HELD_AFTER, *TRAIN, "train.processes=1") as pipe:
         run = until_held(copied)
-        stderr = copied.pipe("run", "all", expect=2).stderr
-        assert f"(pid {pipe.pid} on " in stderr
-        assert len(stderr.splitlines()) == 1
+        for words in (("run", "--resume"), ("run", "--resume", run.id), ("gc",)):
+            stderr = copied.pipe(*words, expect=2).stderr
+            assert f"(pid {pipe.pid} on " in stderr
+            assert len(stderr.splitlines()) == 1
         copied.pipe("status")  # looking is allowed at any time
+        beside = json.loads(copied.pipe("run", "train", "train.epochs=2", "train.processes=1", "-o", "json").stdout)
+        assert (beside["run"] != run.id, beside["steps"]["train"]) == (True, "done")
+        assert run.read().steps["train"].status == "running"
         assert "train" in copied.plan()
         end_with(signal.SIGHUP, pipe, run)
+    shutil.rmtree(copied.runs / beside["run"])
     stderr = copied.pipe("run", "prepare").stderr
     assert f"note: run {run.id} is unfinished; `pipe run --resume` continues it" in stderr
     with copied.paused_training(HELD_AFTER, "run", "--resume", run.id) as pipe:

@@ -24,9 +24,12 @@ from pipeline.history import (
     exclusive_lock,
     find_project,
     find_run,
+    is_locked,
     link_outputs,
     load_history,
+    lock_run,
     lock_runs,
+    lock_service,
     seal_step,
     try_lock,
     write_record,
@@ -215,6 +218,21 @@ def test_those_who_share_it_keep_out_those_who_do_not(tmp_path: Path) -> None:
         pass
     with lock_runs(tmp_path), pytest.raises(ResourceError, match="is working here"), lock_runs(tmp_path, shared=True):
         pass
+
+
+def test_commands_that_change_the_service_exclude_each_other_and_not_trainings(tmp_path: Path, config: Config) -> None:
+    holding = [sys.executable, "-c", HOLDER.replace("lock_runs", "lock_service"), str(tmp_path)]
+    run = create_run(tmp_path, config, ("train",), parent="")
+    with subprocess.Popen(holding, cwd=SOURCE_ROOT, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        with lock_runs(tmp_path, shared=True), lock_run(run):
+            assert is_locked(run)
+        with pytest.raises(ResourceError, match="is changing the service; wait"), lock_service(tmp_path):
+            pass
+        other.kill()
+    with lock_service(tmp_path), lock_service(tmp_path):  # a command deploys within its own lock
+        assert not is_locked(run)
 
 
 def test_one_who_is_reported_waits_until_it_is_free(tmp_path: Path, holder: subprocess.Popen[str]) -> None:

@@ -26,7 +26,7 @@ from pipeline.contract.config import override_config
 from pipeline.contract.errors import ConfigError, LostContact
 from pipeline.contract.run import STEPS, Run
 from pipeline.contract.sources import SOURCE_ROOT
-from pipeline.history import Project, lock_runs
+from pipeline.history import Project, lock_run
 from pipeline.pod import main, run_in_pod
 from pipeline.training.node import PASSING_EXIT_CODE, POD_NUMBER
 
@@ -135,10 +135,11 @@ def test_a_pod_waits_for_the_one_it_takes_the_place_of(
     run, started = Run(tiny.runs / "wf-1"), threading.Event()
     monkeypatch.setattr("pipeline.pod.resume_run", lambda *_: started.set())
     argv = ("python", "-m", "pipeline.training.node", str(run.path))
+    run.path.mkdir(parents=True)
     with ThreadPoolExecutor(1) as pods:
-        with lock_runs(run.path):
+        with lock_run(run):
             begun = pods.submit(run_in_pod, "train", run, argv, config_text(tiny))
-            while "is working here; waiting for it" not in capsys.readouterr().err:
+            while "is working on it; waiting for it" not in capsys.readouterr().err:
                 assert not begun.done()
                 time.sleep(0.01)
             assert not started.is_set()
