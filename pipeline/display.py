@@ -21,10 +21,11 @@ METRICS_FILE = "metrics.jsonl"
 _TAIL_BYTES = 4096
 _TAIL_LINES = 12
 _RATE_WINDOW_SECONDS = 120.0  # long enough for validations and checkpoints, short enough to notice a change
-# Beginnings of lines by launchers (torch's agent, mpirun, srun, horovodrun), and by torch on a lost connection.
+# Beginnings of lines by launchers (torch's agent, mpirun, srun, horovodrun), and by torch if it loses a connection or
+# aborts. They stay in the log; the messages of `pipe` say what they mean.
 _LAUNCHER = re.compile(
     r"(\[rank\d+\]:)?\[?[EWIF]\d{4} \d\d:|\*{20}|Setting OMP_NUM|-{60}|srun: |slurmstepd: |Process \d+ exit with"
-    r"|agent: |Exception raised from|frame #\d+: |<omitting python frames>"
+    r"|agent: |Exception raised from|frame #\d+: |<omitting python frames>|terminate called |  what\(\): "
 )
 _PROFILER = re.compile(r"(USDT|STAGE):\d{4}-")  # lines by torch's profiler
 _RANK_PREFIX = re.compile(r"^\[\d+\]<std(out|err)>:", re.MULTILINE)  # added to each line by horovodrun
@@ -84,7 +85,7 @@ class Display:
             if restarts:
                 self._begin_attempt()
             self._hidden = (self._hidden or begins_error(line)) and not restarts
-            if not self._hidden and not _LAUNCHER.match(line) and not _PROFILER.match(line):
+            if not self._hidden and not is_raw(line):
                 self.report(f"{self._step} | {line}")
         if self._step == "train" and self._line is not None:
             self._update_progress()
@@ -110,7 +111,8 @@ class Display:
                 file.seek(self._log_start)
                 text = _RANK_PREFIX.sub("", file.read().decode(errors="replace"))
             for line in step_tail(text.splitlines()):
-                print(f"    {line}", file=sys.stderr)
+                if not (line.startswith("error: ") and line.removeprefix("error: ") in str(error)):
+                    print(f"    {line}", file=sys.stderr)
         print(f"log: {log}", file=sys.stderr)
         if error.complete:
             return
@@ -156,13 +158,16 @@ def begins_error(line: str) -> bool:
     return bool(re.match(r"Traceback \(most recent|\[rank\d+\]: |error: |echo: ", line))
 
 
+def is_raw(line: str) -> bool:
+    """Return whether a line is for the log only, as libraries wrote it."""
+    return bool(_LAUNCHER.match(line) or _PROFILER.match(line))
+
+
 def step_tail(lines: Sequence[str]) -> list[str]:
     """Return the last lines of the step itself, without those of its launcher and of processes that lost contact."""
     step_lines = list(itertools.takewhile(lambda line: not _LAUNCHER.match(line), lines))
-    relevant = [
-        line for line in step_lines or lines if line.strip() and not _PROFILER.match(line) and not _ECHO.match(line)
-    ]
-    return relevant[-_TAIL_LINES:]
+    relevant = [line for line in step_lines or lines if line.strip() and not is_raw(line) and not _ECHO.match(line)]
+    return (relevant or list(lines))[-_TAIL_LINES:]
 
 
 def last_metrics(path: Path) -> Mapping[str, Any] | None:

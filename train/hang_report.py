@@ -38,6 +38,10 @@ _COLLECTIVES = ("/torch/distributed/", "/horovod/torch/")
 _TRAIN_FOLDER = Path(__file__).parent
 _CHECKPOINT_FOLDERS = ("/train/checkpoint/",)
 _ADVICE = "If this only takes long, raise train.timeout_seconds; else fix the cause, then: pipe run --resume"
+MISMATCH_ADVICE = (
+    "To fix it: let every process call the same ones in the same order, with tensors of the same shape; conditions "
+    "such as `if rank == 0` do not suit them"
+)
 _RECORDED_COLLECTIVES = 64
 _REPORTED_COLLECTIVES = 3
 
@@ -66,6 +70,7 @@ class ProcessReport:
     still_seconds: float  # without moving
     exchanges: str = ""  # unfinished collectives; only while it hangs
     stacks: str = ""  # only while it hangs
+    calls: Mapping[str, str] = field(default_factory=dict)  # the collectives by group and number, to be compared
 
 
 @dataclass(frozen=True)
@@ -96,8 +101,20 @@ def is_network_cut(reports: Sequence[ProcessReport], timeout_seconds: float) -> 
     return all(report.activity is Activity.WAITING and report.exchanges for report in reports)
 
 
+def is_mismatch(hang: Hang) -> bool:
+    """Return whether processes have begun different collectives under one number, so that none can end."""
+    if hang.culprits:
+        return False
+    calls: dict[str, str] = {}
+    return any(
+        calls.setdefault(number, call) != call for report in hang.reports for number, call in report.calls.items()
+    )
+
+
 def describe_hang(hang: Hang) -> str:
     """Describe which process the others wait for, where it is, and where they wait."""
+    if is_mismatch(hang):
+        return f"the processes call different collectives: {_describe_positions(hang.reports)}. {MISMATCH_ADVICE}"
     if not hang.culprits:
         return f"{_describe_network_cut(hang.reports)}. {_ADVICE}"
     culprit_text = "; ".join(_describe_culprit(report, hang.silent) for report in hang.culprits)
@@ -261,6 +278,17 @@ def waits_on_gpu(entries: Sequence[Mapping[str, Any]]) -> bool:
     The host has gone on since, and waits wherever it needs a result: in `.item()`, or `synchronize()`.
     """
     return any(entry["profiling_name"].startswith("nccl:") and entry["state"] == "started" for entry in entries)
+
+
+def numbered_calls(entries: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return the collectives by process group and number; those of one number must be equal in all processes."""
+    calls = {}
+    for entry in entries:
+        if not entry["is_p2p"]:
+            name = entry["profiling_name"]
+            sizes = f" of {entry['input_sizes']}" if name.endswith(":all_reduce") else ""  # others may differ
+            calls[f"{entry['process_group'][0]} no. {entry['collective_seq_id']}"] = name + sizes
+    return calls
 
 
 def describe_collectives(entries: Sequence[Mapping[str, Any]]) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from pipeline.contract.errors import Stalled, write_error
+from pipeline.contract.errors import StageError, Stalled, write_error
 from pipeline.contract.run import Run
 from train.hang_report import (
     Activity,
@@ -28,10 +28,12 @@ from train.hang_report import (
     describe_collectives,
     describe_hang,
     is_checkpointing,
+    is_mismatch,
     is_network_cut,
     kernel_state,
     kill_process,
     locate,
+    numbered_calls,
     process_start,
     silence_reason,
     thread_stacks,
@@ -121,10 +123,11 @@ class Watchdog:
             place=place,
             still_seconds=now - self._since,
         )
-        self._own = replace(self._own, exchanges="", stacks="")
+        self._own = replace(self._own, exchanges="", calls={}, stacks="")
         if self._suspicious:
             collectives = unfinished_collectives()
-            self._own = replace(self._own, exchanges=describe_collectives(collectives), stacks=thread_stacks())
+            exchanges, calls = describe_collectives(collectives), numbered_calls(collectives)
+            self._own = replace(self._own, exchanges=exchanges, calls=calls, stacks=thread_stacks())
             if waits_on_gpu(collectives):
                 self._own = replace(self._own, activity=Activity.WAITING)
         path = self.path(self._own.rank)
@@ -174,7 +177,8 @@ class Watchdog:
         """Write the report, kill the silent processes of this machine, and exit: the main thread may be blocked."""
         try:
             path = hang_reports.write(hang, self._describe_locally).relative_to(run.path)
-            error = Stalled(f"{describe_hang(hang)}; what each process was doing is in {path} of the run")
+            kind = StageError if is_mismatch(hang) else Stalled  # another attempt would end in the same way
+            error = kind(f"{describe_hang(hang)}; what each process was doing is in {path} of the run")
             print(f"error: {error}", file=sys.stderr, flush=True)
             write_error(error, run.partial("train"))
             for report in hang.culprits:

@@ -29,7 +29,7 @@ from pipeline.cli.app import (
 )
 from pipeline.continuation import continued_config, find_starting_point
 from pipeline.contract.config import Config, override_config
-from pipeline.contract.errors import ConfigError, Interrupted
+from pipeline.contract.errors import ConfigError, Interrupted, ResourceError
 from pipeline.contract.override import read_override
 from pipeline.contract.run import STEPS, Run, RunFile
 from pipeline.contract.sources import is_mentioned
@@ -276,6 +276,11 @@ def finish(display: Display, work: Callable[[], Run]) -> Run:
     try:
         finished_run = work()
     except BaseException as error:
+        if display.run is not None and not (display.run.path / "run.json").exists():
+            raise ResourceError(
+                f"run {display.run.id}: its folder {display.run.path} was removed, or cannot be reached, while the run "
+                "was working; nothing of it can be continued"
+            ) from error
         if display.run is not None:
             _report_failure(display.run)
         if isinstance(error, KeyboardInterrupt):

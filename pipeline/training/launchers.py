@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.processes import PARENT_WATCH_VARIABLE
@@ -30,7 +31,12 @@ class Rendezvous:
 
 
 def launch_command(
-    train: Train, per_node: int, python: tuple[str, ...], rendezvous: Rendezvous | None = None, own_address: str = ""
+    train: Train,
+    per_node: int,
+    python: tuple[str, ...],
+    rendezvous: Rendezvous | None = None,
+    own_address: str = "",
+    log: Path | None = None,
 ) -> tuple[str, ...]:
     """Return the command that starts `python`, which is `python -m train RUN`, in every training process."""
     if train.strategy == "horovod":
@@ -39,14 +45,21 @@ def launch_command(
         return mpirun(per_node, python, train.most_nodes)
     if train.launcher == "srun":
         return srun(per_node, python, train.most_nodes)
-    return agent(train, per_node, python, rendezvous, own_address)
+    return agent(train, per_node, python, rendezvous, own_address, log)
 
 
 def agent(
-    train: Train, per_node: int, python: tuple[str, ...], rendezvous: Rendezvous | None, own_address: str
+    train: Train,
+    per_node: int,
+    python: tuple[str, ...],
+    rendezvous: Rendezvous | None,
+    own_address: str,
+    log: Path | None,
 ) -> tuple[str, ...]:
     """Return the command of our elastic agent, which replaces torchrun; it is started once on each machine."""
     options: tuple[str, ...] = (f"--processes={per_node}", f"--restarts={train.restarts}")
+    if log is not None:
+        options += (f"--log={log}",)
     if rendezvous is not None:
         options += (
             f"--min-nodes={train.fewest_nodes}",

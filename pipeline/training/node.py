@@ -54,6 +54,7 @@ from pipeline.contract.restarts import (
 from pipeline.contract.run import Run
 from pipeline.contract.settings.stages import Train
 from pipeline.contract.sources import project_code
+from pipeline.display import is_raw
 from pipeline.history import installed_versions
 from pipeline.plan import RESTARTED_FLAG, STEP_KINDS, processes_per_node
 from pipeline.processes import (
@@ -236,7 +237,7 @@ class TrainingNode:
         """Run the training processes to their end; return the launcher's exit status and the log of this launch."""
         own_host = own_address(rendezvous.address) if rendezvous else ""
         python = ("python", "-m", "train", str(self.run.path))
-        argv = launch_command(self.train, self.per_node, python, rendezvous, own_host)
+        argv = launch_command(self.train, self.per_node, python, rendezvous, own_host, self.log)
         env = {**launcher_environment(self.train, os.geteuid()), **self.env}
         if own_host and (name := network_interface(own_host)):
             env = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}", **env}  # `=`: not as a beginning
@@ -445,6 +446,10 @@ class NodeOutput:
             file.seek(self._shown)
             data = file.read()
         self._shown += len(data)
+        if POD_NUMBER not in os.environ:  # a person reads this
+            data = b"".join(
+                line for line in data.splitlines(keepends=True) if not is_raw(line.decode(errors="replace"))
+            )
         sys.stdout.buffer.write(data)
         sys.stdout.flush()
 

@@ -72,7 +72,7 @@ def test_killed_pipe_ends_its_processes_and_resume_skips_a_damaged_checkpoint(
     assert copied.weights == expected
 
 
-def test_trainings_run_side_by_side_and_an_interrupted_one_says_how_to_continue(copied: ProjectFolder) -> None:
+def test_trainings_run_side_by_side_and_an_interrupted_one_can_be_continued(copied: ProjectFolder) -> None:
     with copied.paused_training(HELD_AFTER, *TRAIN, "train.processes=1") as pipe:
         run = until_held(copied)
         for words in (("run", "--resume"), ("run", "--resume", run.id), ("gc",)):
@@ -91,6 +91,43 @@ def test_trainings_run_side_by_side_and_an_interrupted_one_says_how_to_continue(
     with copied.paused_training(HELD_AFTER, "run", "--resume", run.id) as pipe:
         wait_for(lambda: "resumed from the checkpoint of step 50 of 120" in run.log("train").read_text())
         end_with(signal.SIGINT, pipe, run)
+
+
+def test_a_run_folder_that_is_removed_is_named(copied: ProjectFolder) -> None:
+    with copied.paused_training(HELD_AFTER, *TRAIN, "train.processes=1") as pipe:
+        run = until_held(copied)
+        (run.path / "run.json").unlink()
+        while run.path.exists():  # training writes to it
+            shutil.rmtree(run.path, ignore_errors=True)
+        for process in processes_of(run):
+            process.kill()
+        _, stderr = pipe.communicate(timeout=300)
+    assert pipe.returncode == 2, stderr
+    last = f"error: run {run.id}: its folder {run.path} was removed, or cannot be reached, while the run was working"
+    assert stderr.splitlines()[-1].startswith(last)
+    assert "Traceback" not in stderr
+
+
+UNEQUAL = """
+import os
+import torch.distributed as dist
+
+
+class Unequal(Sides):
+    def loss(self, outputs, batch):
+        dist.all_reduce(torch.ones(4 if os.environ["RANK"] == "0" else 4000))
+        return super().loss(outputs, batch)
+"""
+
+
+def test_processes_that_call_different_collectives_are_not_restarted(copied: ProjectFolder) -> None:
+    task = copied.folder / "task.py"
+    task.write_text(task.read_text() + UNEQUAL)
+    stderr = copied.pipe("run", "train", "task=task.py:Unequal", "train.processes=2", expect=1).stderr
+    assert "error: train: the processes call different collectives: rank " in stderr
+    assert "bytes in a collective where it expected " in stderr
+    for raw in ("terminate called", "what():", "starting again", "SIGABRT", "frame #"):
+        assert raw not in stderr
 
 
 @pytest.mark.long

@@ -37,6 +37,21 @@ def news(*attempts: tuple[Sequence[str], int, str]) -> str:
     return describe_restart(attempts_from([Event(time=0.0, **line) for line in lines]), allowed=3)
 
 
+def different_calls() -> str:
+    calls = (
+        ("all_reduce", "gloo:all_reduce, no. 37, of [4] Float"),
+        ("barrier", "gloo:barrier, no. 37, of nothing"),
+    )
+    reports = [
+        ProcessReport(
+            rank, "node0", 1, 0.0, 1, 9, "forward and backward", Activity.WAITING, f"the collective {name}", 60.0,
+            exchange, calls={"0 no. 37": name},
+        )
+        for rank, (name, exchange) in enumerate(calls)
+    ]  # fmt: skip
+    return describe_hang(Hang(reports, ()))
+
+
 def all_wait() -> str:
     place = "the backward pass"
     exchange = "gloo:all_reduce, no. 98, of [151498] Float"
@@ -57,6 +72,7 @@ def all_wait() -> str:
         f"a GPU of node2 is gone ({FAULT}); to fix it",
         news((TWO, 400, ""), (THREE, 460, "")),
         all_wait().partition(". If")[0],
+        different_calls().partition("; conditions")[0],
     ],
 )
 def test_what_the_document_quotes_is_what_is_stated(output: str) -> None:

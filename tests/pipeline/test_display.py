@@ -95,6 +95,19 @@ def test_what_torchs_profiler_states_of_itself_stays_in_the_log(
     assert step_tail(["one", PROFILER, "two"]) == ["one", "two"]
 
 
+def test_what_torch_writes_before_it_aborts_stays_in_the_log(
+    run: Run, display: Display, capsys: pytest.CaptureFixture[str]
+) -> None:
+    aborts = (
+        "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n  what():  [enforce fail at pair.cc]\n"
+    )
+    run.log("train").write_text(f"{aborts}error: no\nValueError: why\n")
+    display.tick()
+    assert printed_lines(capsys) == []
+    display.failed(StageError("train: no"))
+    assert printed_lines(capsys)[0] == "    ValueError: why", "the error itself is printed by the command, once"
+
+
 def test_failed_step_shows_its_last_lines_and_how_to_continue(
     run: Run, display: Display, capsys: pytest.CaptureFixture[str]
 ) -> None:

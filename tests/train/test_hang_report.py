@@ -25,10 +25,12 @@ from train.hang_report import (
     describe_collective,
     describe_collectives,
     describe_hang,
+    is_mismatch,
     is_network_cut,
     kernel_state,
     kill_process,
     locate,
+    numbered_calls,
     process_start,
     silence_reason,
     thread_stacks,
@@ -196,6 +198,24 @@ def report(rank: int, activity: Activity = WAITING, still: float = 30, **more: A
 
 def blamed(*reports: ProcessReport, silent: set[int] = frozenset()) -> list[int]:  # type: ignore[assignment]
     return [one.rank for one in culprits(reports, silent, timeout_seconds=30)]
+
+
+def test_collectives_of_one_number_must_be_equal_in_all_processes() -> None:
+    entry = {**NCCL_ENTRY, "process_group": ["0", "default_pg"]}
+    sums, more = numbered_calls([entry]), numbered_calls([{**entry, "input_sizes": [[7]]}])
+    others = numbered_calls([{**entry, "profiling_name": "nccl:barrier"}])
+    gathers = [numbered_calls([{**entry, "profiling_name": "nccl:gather", "input_sizes": [[n]]}]) for n in (2, 3)]
+    elsewhere = numbered_calls([{**entry, "process_group": ["1", "tensor"], "input_sizes": [[7]]}])
+    later = numbered_calls([{**entry, "collective_seq_id": 8, "input_sizes": [[7]]}])
+    assert numbered_calls([{**entry, "is_p2p": True}]) == {}
+    for first, second, differ in (
+        (sums, sums, False), (sums, more, True), (sums, others, True), (gathers[0], gathers[1], False),
+        (sums, elsewhere, False), (sums, later, False),
+    ):  # fmt: skip
+        hang = Hang([report(0, calls=first, exchanges="a"), report(1, calls=second, exchanges="b")], [])
+        assert is_mismatch(hang) is differ
+        assert describe_hang(hang).startswith("the processes call different collectives: rank 0 at step 4") is differ
+    assert not is_mismatch(Hang([report(0, calls=sums), report(1, calls=more)], [report(1)]))
 
 
 def test_no_culprit_while_any_process_makes_progress() -> None:

@@ -188,7 +188,8 @@ def test_a_host_that_waits_for_its_gpu_is_not_waited_for(
     state: str, blamed: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both hosts are in the task's code: one in `.item()`, while its GPU is in a collective, the other one asleep."""
-    entry = {"profiling_name": "nccl:all_reduce", "is_p2p": False, "collective_seq_id": 7, "retired": False}
+    names = {"profiling_name": "nccl:all_reduce", "process_group": ["0", "default_pg"]}
+    entry = {**names, "is_p2p": False, "collective_seq_id": 7, "retired": False}
     dump = json.dumps({"entries": [{**entry, "state": state, "input_sizes": [], "input_dtypes": []}]})
     monkeypatch.setattr(c10d, "_dump_nccl_trace_json", lambda _collectives, _active: dump, raising=False)
     group = ProcessGroup(Rank(0, 0, 2), torch.device("cpu"))

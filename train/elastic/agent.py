@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import pickle
+import re
 import secrets
 import signal
 import socket
@@ -35,26 +36,30 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBa
 from pipeline.contract.errors import DeviceFault, Stalled, read_error
 from pipeline.contract.processes import TERMINATED, AgentStatus, describe_exit, was_terminated, watch_parent
 from pipeline.contract.restarts import PROCESS_END_SECONDS, GiveUp, ProcessEnd, Restart, restart_after
+from train.hang_report import MISMATCH_ADVICE
 
 _UNLIMITED_RESTARTS = 1 << 30  # `restart_after` decides, not torch's own counter
 # A machine without a heartbeat for 3 s is gone. Once enough machines have come, more are awaited for 2 s.
 _RENDEZVOUS_TIMES = {"last_call_timeout": 2, "keep_alive_interval": 1, "keep_alive_max_attempt": 3}
 _STORE_READ_SECONDS = 20
 _TRIAL_SECONDS = 60  # a process that uses a broken GPU may hang
+_LOG_END_BYTES = 1 << 16
+_MISMATCH = re.compile(r"(\d+) vs (\d+)\. Received data size doesn't match expected size")  # gloo, before it aborts
 _EXIT_BARRIER_SECONDS = 30  # for agents whose processes end a little later
 
 
 class Agent(LocalElasticAgent):
     """An agent that restarts processes only when `restart_after` decides so."""
 
-    def __init__(self, spec: WorkerSpec, run: Path, restarts: int) -> None:
+    def __init__(self, spec: WorkerSpec, run: Path, restarts: int, log: Path | None = None) -> None:
         super().__init__(
             spec,
             DefaultLogsSpecs(os.devnull),
             exit_barrier_timeout=_EXIT_BARRIER_SECONDS,
             shutdown_timeout=PROCESS_END_SECONDS,
         )
-        self._run, self._restarts = run, restarts
+        self._run, self._restarts, self._log = run, restarts, log
+        self._log_start = _size(log)
         self._gpus = torch.cuda.device_count()
         self.lost_device = False
 
@@ -62,12 +67,21 @@ class Agent(LocalElasticAgent):
         result: RunResult = super()._monitor_workers(worker_group)
         if result.state == WorkerState.FAILED:
             statuses = {rank: failure.exitcode for rank, failure in result.failures.items()}
-            end = describe_failures(statuses, self._run / "train.partial")
+            end = describe_failures(statuses, self._run / "train.partial", self._new_output())
             decision = restart_after(self._run, end, self._restarts)
             self.lost_device = isinstance(decision, Restart) and self._has_lost_device(statuses.values())
             if isinstance(decision, GiveUp) or self.lost_device:
                 self._remaining_restarts = 0
         return result
+
+    def _new_output(self) -> str:
+        """Return the end of what this machine's processes have written since the last failure."""
+        start, self._log_start = self._log_start, _size(self._log)
+        if self._log is None or not self._log.exists():
+            return ""
+        with self._log.open("rb") as file:
+            file.seek(max(start, self._log_start - _LOG_END_BYTES))
+            return file.read().decode(errors="replace")
 
     def _has_lost_device(self, statuses: Collection[int]) -> bool:
         """Return whether a GPU is gone: the driver lists fewer than before, or after a fault one does not work."""
@@ -85,7 +99,11 @@ def devices_work(count: int) -> bool:
         return False
 
 
-def describe_failures(statuses: Mapping[int, int], directory: Path) -> ProcessEnd:
+def _size(path: Path | None) -> int:
+    return path.stat().st_size if path is not None and path.exists() else 0
+
+
+def describe_failures(statuses: Mapping[int, int], directory: Path, output: str = "") -> ProcessEnd:
     """Return why processes ended, from the exit statuses by rank: a killed one explains those that failed after it."""
     host = socket.gethostname()
     causes = {rank: status for rank, status in statuses.items() if not was_terminated(status)} or dict(statuses)
@@ -97,6 +115,10 @@ def describe_failures(statuses: Mapping[int, int], directory: Path) -> ProcessEn
         return ProcessEnd(host, str(error), passing=False)
     if isinstance(error, Stalled):  # the watchdogs of the others killed the process that hung
         return ProcessEnd(host, str(error))
+    if causes[rank] == -signal.SIGABRT and (sizes := _MISMATCH.search(output)):
+        received, expected = sizes.groups()
+        reason = f"rank {rank} on {host} received {received} bytes in a collective where it expected {expected}"
+        return ProcessEnd(host, f"the processes call different collectives: {reason}. {MISMATCH_ADVICE}", passing=False)
     if causes[rank] < 0 or was_terminated(causes[rank]):
         return ProcessEnd(host, exit_text)
     if error is not None:
@@ -111,7 +133,7 @@ def main(argv: Sequence[str]) -> int:
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # shared, it hands out addresses of an earlier round
     try:
         spec = _spec(options)
-        agent = Agent(spec, options.run, options.restarts)
+        agent = Agent(spec, options.run, options.restarts, options.log)
         result = agent.run()
         if agent.lost_device:
             return AgentStatus.LOST_DEVICE
@@ -137,6 +159,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         prog="train.elastic.agent", description="start the training processes of one machine"
     )
     parser.add_argument("run", type=Path, help="run directory")
+    parser.add_argument("--log", type=Path, default=None, help="where the output of the processes goes")
     parser.add_argument("--processes", type=int, required=True, help="on this machine")
     parser.add_argument("--restarts", type=int, default=0, help="in a row without a new checkpoint")
     parser.add_argument("--min-nodes", type=int, default=1, help="machines that training needs")

@@ -82,6 +82,20 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], 
     return fail
 
 
+def test_collectives_that_do_not_fit_are_named_and_not_tried_again(tmp_path: Path) -> None:
+    output = (
+        "[enforce fail] op.preamble.length <= op.nbytes. 4000 vs 4. Received data size doesn't match expected size."
+    )
+    end = describe_failures({0: -signal.SIGABRT, 1: -signal.SIGTERM}, tmp_path, output)
+    assert not end.passing
+    assert end.reason.startswith(
+        f"the processes call different collectives: rank 0 on {HOST} received 4000 bytes in a collective where it "
+        "expected 4. To fix it: let every process call the same ones"
+    )
+    assert describe_failures({0: -signal.SIGKILL}, tmp_path, output).passing
+    assert describe_failures({0: -signal.SIGABRT}, tmp_path, "another abort").passing
+
+
 def test_a_machine_stays_if_all_its_devices_work_again(
     failing: Callable[[int], Agent], monkeypatch: pytest.MonkeyPatch
 ) -> None:
