@@ -22,13 +22,13 @@ import onnxruntime
 import torch
 from torch import Tensor, nn
 from torch.fx import Interpreter, Node
-from torch.utils import _pytree as pytree
 
 from export.to_onnx import ExportResult
 from export.tolerance import absolute_tolerance
 from export.trace import describe_module, module_name, source_location
 from pipeline.contract.errors import StageError
 from pipeline.contract.settings.stages import Export
+from pipeline.contract.torch_private import tree_flatten, tree_unflatten
 
 CPU = ("CPUExecutionProvider",)
 _VALUE_PRESERVING = ("QuantizeLinear", "DequantizeLinear", "Cast", "Identity")  # they change the form, not the values
@@ -449,8 +449,8 @@ def _single_tensor(answer: Any) -> Array | None:
 def _arguments(written: ExportResult, feed: Feed) -> tuple[Any, ...]:
     """Return a copy of the feed, nested as the module takes it."""
     tensors = [torch.from_numpy(np.array(feed[name])) for name in written.traced.inputs]
-    spec = pytree.tree_flatten(written.traced.arguments)[1]
-    arguments: tuple[Any, ...] = pytree.tree_unflatten(tensors, spec)
+    spec = tree_flatten(written.traced.arguments)[1]
+    arguments: tuple[Any, ...] = tree_unflatten(tensors, spec)
     return arguments
 
 

@@ -47,6 +47,7 @@ from pipeline.contract.prompting import ANSWER_TOKENS
 from pipeline.contract.settings.stages import Export
 from pipeline.contract.signature import Generation, TensorSpec
 from pipeline.contract.task import Generates, Task
+from pipeline.contract.torch_private import tree_flatten, tree_unflatten
 
 FORMATS_FILE, FOLDER = "formats.json", "formats"
 RunFeeds = Callable[[Sequence[Arrays]], list[Arrays]]  # runs a loaded file on many feeds
@@ -264,10 +265,10 @@ def _export_input(original: Original) -> ExportInput:
 @torch.no_grad()
 def _run_program(module: nn.Module, traced: ExportInput, feeds: Sequence[Arrays]) -> list[Arrays]:
     results = []
-    spec = torch.utils._pytree.tree_flatten(traced.arguments)[1]
+    spec = tree_flatten(traced.arguments)[1]
     for feed in feeds:
         tensors = [torch.from_numpy(feed[name]) for name in traced.inputs]
-        answers = module(*torch.utils._pytree.tree_unflatten(tensors, spec))
+        answers = module(*tree_unflatten(tensors, spec))
         results.append({name: value.numpy() for name, value in zip(traced.outputs, answers, strict=True)})
     return results
 

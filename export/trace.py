@@ -18,10 +18,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._decomp import decomposition_table
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipeline.contract.errors import StageError
+from pipeline.contract.torch_private import (
+    OpOverload,
+    TorchDispatchMode,
+    decompositions,
+    forget_dispatch,
+    operator_schema,
+    sizes_without_special_cases,
+    tensor_version,
+)
 
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/torch/", "<frozen")
 
@@ -48,8 +55,7 @@ class Trace:
 
 def trace(traced: ExportInput) -> Trace:
     """Trace with torch.export; refuse a Python branch on data and an operator without a fake implementation."""
-    no_special_sizes = torch.fx.experimental._config.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
-    with suppress(Exception), no_special_sizes:  # as torch.onnx does; other errors are reported without it
+    with suppress(Exception), sizes_without_special_cases():  # as torch.onnx does; other errors are reported without it
         return Trace(_export_program(traced, strict=False), "", is_final=True)
     try:
         return Trace(_export_program(traced, strict=False), "")
@@ -89,17 +95,17 @@ def recurrent_shapes() -> Iterator[None]:
     saved = {}
     aten = torch.ops.aten
     for operator in (aten.gru.input, aten.lstm.input, aten.rnn_tanh.input, aten.rnn_relu.input):
-        saved[operator] = (dict(operator.py_kernels), decomposition_table[operator])
+        saved[operator] = (dict(operator.py_kernels), decompositions()[operator])
         operator.py_kernels.update(dict.fromkeys(operator.py_kernels, _recurrent_outputs))
-        decomposition_table[operator] = _recurrent_outputs
-        operator._dispatch_cache.clear()
+        decompositions()[operator] = _recurrent_outputs
+        forget_dispatch(operator)
     try:
         yield
     finally:
         for operator, (kernels, decomposition) in saved.items():
             operator.py_kernels.update(kernels)
-            decomposition_table[operator] = decomposition
-            operator._dispatch_cache.clear()
+            decompositions()[operator] = decomposition
+            forget_dispatch(operator)
 
 
 def _recurrent_outputs(
@@ -222,9 +228,9 @@ def inspect(traced: ExportInput) -> Trace:
 def check_operators(program: torch.export.ExportedProgram) -> None:
     """Refuse operators that behave at inference as in training."""
     for node in program.graph.nodes:
-        if not isinstance(node.target, torch._ops.OpOverload):
+        if not isinstance(node.target, OpOverload):
             continue
-        name = node.target._schema.name.removeprefix("aten::")
+        name = operator_schema(node.target).name.removeprefix("aten::")
         location = f"{describe_module(node)}{source_location(node)}"
         if ("dropout" in name and _is_on(node)) or ("attention" in name and _has_probability(node, "dropout_p")):
             raise StageError(
@@ -243,14 +249,16 @@ def check_state(traced: ExportInput) -> None:
     """Check that a call changes no buffers, parameters or inputs."""
     module = traced.module
     buffers_before = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    versions = {name: parameter._version for name, parameter in module.named_parameters()}
+    versions = {name: tensor_version(parameter) for name, parameter in module.named_parameters()}
     numbers = numeric_attributes(module)
     arguments = copy.deepcopy(traced.arguments)
     outputs = module(*arguments)
     _refuse_call_counter(traced, numbers, outputs)
     buffers_after = dict(module.named_buffers())
     changed = [name for name, value in buffers_before.items() if not _is_equal(value, buffers_after.get(name))]
-    changed += [name for name, parameter in module.named_parameters() if parameter._version != versions.get(name)]
+    changed += [
+        name for name, parameter in module.named_parameters() if tensor_version(parameter) != versions.get(name)
+    ]
     if changed:
         raise StageError(
             f"the model changes {', '.join(f'`{module_name(name)}`' for name in changed[:4])} with every call, and a "
@@ -306,9 +314,9 @@ def _has_probability(node: torch.fx.Node, name: str) -> bool:
 
 
 def _arguments(node: torch.fx.Node) -> dict[str, Any]:
-    assert isinstance(node.target, torch._ops.OpOverload)
-    names = [argument.name for argument in node.target._schema.arguments]
-    defaults = {argument.name: argument.default_value for argument in node.target._schema.arguments}
+    assert isinstance(node.target, OpOverload)
+    names = [argument.name for argument in operator_schema(node.target).arguments]
+    defaults = {argument.name: argument.default_value for argument in operator_schema(node.target).arguments}
     return {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
 
 

@@ -16,11 +16,12 @@ import onnx
 import torch
 from onnx import numpy_helper
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 Array = np.ndarray[Any, Any]
 
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _PREFIX = "model."  # of the module that the exporter wraps
 _MIN_VALUES = 16  # of a tensor to be recognised by its values alone
 _UNUSED = "num_batches_tracked"  # of batch norms, in training only
@@ -83,13 +84,13 @@ def _joined_norm(module: nn.Module, name: str, stored: Array) -> str:
     """Return the batch norm that the exporter multiplied into a weight or bias; empty if none gives these values."""
     owner, _, kind = name.rpartition(".")
     layer: Any = module.get_submodule(owner)
-    if kind not in ("weight", "bias") or not isinstance(layer, nn.Linear | _ConvNd):
+    if kind not in ("weight", "bias") or not isinstance(layer, (nn.Linear, *_CONVOLUTIONS, *_TRANSPOSED)):
         return ""
-    channel = 1 if isinstance(layer, _ConvTransposeNd) and kind == "weight" else 0
+    channel = 1 if isinstance(layer, _TRANSPOSED) and kind == "weight" else 0
     expected = getattr(layer, kind).detach().double()
     norm: Any
     for norm_name, norm in module.named_modules():
-        if not isinstance(norm, _BatchNorm) or norm.running_var is None or norm.running_mean is None:
+        if not isinstance(norm, _BATCH_NORMS) or norm.running_var is None or norm.running_mean is None:
             continue
         if len(norm.running_var) != expected.shape[channel]:
             continue

@@ -18,11 +18,11 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
-from torch.utils.data._utils import worker as torch_worker
 
 from pipeline.contract.data import Samples
 from pipeline.contract.errors import PipelineError, ResourceError, StageError
 from pipeline.contract.run import describe
+from pipeline.contract.torch_private import hide_worker_info
 from train.batch_order import Indices
 from train.optim import sample_rng
 from train.process_group import ProcessGroup
@@ -186,7 +186,7 @@ class BatchLoader:
 
     def _load(self, request: LoadRequest) -> LoadedBatch:
         if self._samples.is_stream:
-            torch_worker._worker_info = None  # a stream must not divide itself by workers
+            hide_worker_info()
             # What a stream draws for samples that are passed over must change neither this batch nor the model.
             with sample_rng(self._seed, request.step, request.part, request.slice):
                 self._samples.seek(int(request.indices[0]), request.epoch)

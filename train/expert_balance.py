@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pipeline.contract.torch_private import in_backward
 from train.parallel.base import Strategy
 from train.process_group import ProcessGroup
 
@@ -141,7 +142,7 @@ def _normalize(scores: Tensor) -> Tensor:
 
 def _is_backward() -> bool:
     """Return whether activation checkpointing recomputes a layer that was counted before."""
-    return not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
+    return not torch.compiler.is_compiling() and in_backward()
 
 
 def _expert_count(module: nn.Module) -> int:

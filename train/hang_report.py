@@ -22,8 +22,8 @@ from types import FrameType
 from typing import Any
 
 import psutil
-from torch._C import _distributed_c10d as c10d
 
+from pipeline.contract.torch_private import flight_recorder_dumps
 from train.process_group import PHASES, Phase
 
 _SAME_START_SECONDS = 1.0  # the kernel counts from boot, whose time depends on the clock
@@ -266,9 +266,7 @@ def enable_flight_recorder() -> None:
 
 def unfinished_collectives() -> list[dict[str, Any]]:
     """Return the entries of the flight recorders: NCCL has one of its own."""
-    recorder: Any = c10d  # it has no type stubs
-    dumps = [recorder._dump_fr_trace_json, getattr(recorder, "_dump_nccl_trace_json", None)]
-    entries = [entry for dump in dumps if dump for entry in json.loads(dump(True, False)).get("entries", [])]
+    entries = [entry for dump in flight_recorder_dumps() for entry in json.loads(dump).get("entries", [])]
     return [entry for entry in entries if not entry["retired"]]
 
 

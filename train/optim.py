@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.settings.stages import Train
 from pipeline.contract.task import HasOptimizer
+from pipeline.contract.torch_private import foreach_add_, foreach_sub_, fused_adamw_
 
 
 def make_optimizer(model: nn.Module, settings: Train, task: object = None) -> torch.optim.Optimizer:
@@ -163,8 +164,8 @@ class FusedAdamW(torch.optim.AdamW):
     def _update(self, group: dict[str, Any], parameters: list[Tensor], state: list[dict[str, Tensor]]) -> None:
         steps = [entry["step"] for entry in state]
         overflow = getattr(self, "found_inf", None)  # set by a GradScaler: after an overflow nothing is changed
-        torch._foreach_add_(steps, 1)
-        torch._fused_adamw_(
+        foreach_add_(steps, 1)
+        fused_adamw_(
             parameters,
             [parameter.grad for parameter in parameters if parameter.grad is not None],
             [entry["exp_avg"] for entry in state],
@@ -182,7 +183,7 @@ class FusedAdamW(torch.optim.AdamW):
             found_inf=overflow,
         )
         if overflow is not None:
-            torch._foreach_sub_(steps, [overflow] * len(steps))
+            foreach_sub_(steps, [overflow] * len(steps))
 
 
 def learning_rate(step: int, total: int, settings: Train) -> float:

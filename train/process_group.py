@@ -21,8 +21,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._C._distributed_c10d import Store, TCPStore  # torch.distributed hands them on, unseen by type checkers
-from torch.distributed import DistError
+from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipeline.contract.errors import ConfigError, DeviceFault, LostContact, StageError

@@ -23,6 +23,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from pipeline.contract.files import write_atomic, write_json
+from pipeline.contract.torch_private import is_profiling
 from train.process_group import ProcessGroup
 
 TRACE_FILE = "trace.json.gz"
@@ -245,6 +246,6 @@ _NO_PROFILER = contextlib.nullcontext()
 
 def phase(name: str) -> contextlib.AbstractContextManager[object]:
     """Name a stretch of a step in the timeline; almost free while none is recorded."""
-    if torch._C._autograd._profiler_enabled():
+    if is_profiling():
         return torch.profiler.record_function(name)
     return _NO_PROFILER

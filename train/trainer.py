@@ -23,6 +23,7 @@ from pipeline.contract.data import Samples, check_call
 from pipeline.contract.errors import ConfigError, DataError
 from pipeline.contract.settings.stages import Train
 from pipeline.contract.task import HasLossWeight, Task
+from pipeline.contract.torch_private import cpp_compilers, mark_dynamic
 from train.batch_order import BatchOrder, check_order, count_steps
 from train.chaos_hooks import run_chaos_hook
 from train.data import BatchLoader, LoadedBatch, LoadRequest
@@ -368,9 +369,7 @@ def not_finite_message(quantity: str, step: int, ranks: list[int]) -> str:
 
 def check_compiler(device: torch.device) -> None:
     """Raise ConfigError without a compiler, before training: torch would fail in the middle of the first step."""
-    from torch._inductor import config  # slow to import
-
-    names = ["gcc", "clang", "cc"] if device.type == "cuda" else [name for name in config.cpp.cxx if name]
+    names = ["gcc", "clang", "cc"] if device.type == "cuda" else cpp_compilers()
     if not any(shutil.which(name) for name in names):
         raise ConfigError(
             f"train.compile=true: no compiler ({' or '.join(names)}) on {device.type}; "
@@ -390,7 +389,7 @@ def mark_batch_dynamic(batch: Mapping[str, Tensor], any_length: bool = False) ->
     the sizes before it, so that a resumed run could end with other bits.
     """
     for column in batch.values():
-        torch._dynamo.maybe_mark_dynamic(column, list(range(column.ndim)) if any_length else 0)
+        mark_dynamic(column, list(range(column.ndim)) if any_length else 0)
 
 
 class CheckpointPauses:

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
+from pipeline.contract.torch_private import foreach_copy_
 from train.checkpoint.format import Chunk, Layout, make_layout
 from train.parallel.base import local_shard
 
@@ -44,7 +45,7 @@ class CheckpointShard:
         """Copy the state into the buffer and return it, ready to be written; it is valid until the next copy."""
         sources = [local_shard(tensors[name]) for name in self._names]
         if sources:  # there may be fewer tensors than processes
-            torch._foreach_copy_(self._buffers, sources, non_blocking=self._pinned)
+            foreach_copy_(self._buffers, sources, non_blocking=self._pinned)
         if self._pinned:
             torch.cuda.current_stream().synchronize()
         return self._memory.numpy().data

@@ -19,11 +19,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, PrefixStore, Store
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from pipeline.contract.errors import Evicted
 from pipeline.contract.processes import TERMINATED
+from pipeline.contract.torch_private import default_store
 from train.process_group import ProcessGroup
 
 _POLL_SECONDS = 0.25
@@ -161,8 +161,7 @@ def _open_store(group: ProcessGroup) -> Store:
     """Return the store of the process group, over a connection of its own: another thread may block the first."""
     if group.size == 1:
         return HashStore()
-    store: Any = dist.distributed_c10d._get_default_store()  # its methods have no type stubs
-    return PrefixStore("preemption", store.clone())
+    return PrefixStore("preemption", default_store().clone())
 
 
 def _end(reason: str) -> None:

@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
 
 def serve(listener: socket.socket) -> None:
     """Serve until the parent dies or this process is terminated."""
-    from torch._C._distributed_c10d import TCPStore  # slow to load: a port that is taken is failure before
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]  # slow to load: a port that is taken is failure before
 
     host, port = listener.getsockname()[:2]
     store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())

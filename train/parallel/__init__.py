@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
 
 from pipeline.contract.data import Samples
@@ -89,4 +88,4 @@ def _checkpointed(block: nn.Module, forward: Callable[..., Any], *args: Any, **k
 
 
 def _has_running_statistics(block: nn.Module) -> bool:
-    return any(isinstance(module, _NormBase) and module.track_running_stats for module in block.modules())
+    return any(getattr(module, "track_running_stats", False) for module in block.modules())

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
 
 from pipeline.contract.data import forward
 from pipeline.contract.settings.stages import Train
 from pipeline.contract.task import Task
+from pipeline.contract.torch_private import after_backward, apply_to_tensors, foreach_copy_, foreach_mul_, foreach_norm
 from train.optim import Precision
 from train.process_group import ProcessGroup
 from train.profiling import phase
@@ -170,8 +170,7 @@ def move_to_device(model: nn.Module, device: torch.device) -> nn.Module:
     """Move a model whose parameters may still be on the meta device; these are materialized later."""
     if not any(parameter.is_meta for parameter in model.parameters()):
         return model.to(device)
-    on_device: nn.Module = model._apply(lambda t: t if t.is_meta else t.to(device))  # type: ignore[no-untyped-call]
-    return on_device
+    return apply_to_tensors(model, lambda t: t if t.is_meta else t.to(device))
 
 
 @dataclass
@@ -207,7 +206,7 @@ class Stopwatch:
     def expect_last_backward(self, loss: Tensor) -> None:
         """Note the end of the backward pass of `loss`, the last one of this step."""
         register: Any = loss.register_hook  # published without types
-        register(lambda _: Variable._execution_engine.queue_callback(self._all_computed))
+        register(lambda _: after_backward(self._all_computed))
 
     def stop(self) -> None:
         self._last_wait.close()
@@ -291,12 +290,12 @@ def clip_gradients(parameters: list[nn.Parameter], limit: float, is_counted: Cal
     """
     counted = local_gradients(parameter for parameter in parameters if is_counted(parameter))
     device = local_shard(parameters[0]).device
-    norms = torch._foreach_norm(counted) if counted else (torch.zeros((), device=device),)
+    norms = foreach_norm(counted) if counted else (torch.zeros((), device=device),)
     square = torch.stack([norm.float() for norm in norms]).square().sum()
     dist.all_reduce(square)
     norm = square.sqrt()
     if limit and (shards := local_gradients(parameters)):
-        torch._foreach_mul_(shards, (limit / (norm + 1e-6)).clamp(max=1.0))
+        foreach_mul_(shards, (limit / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
 
@@ -307,5 +306,5 @@ def average_gradients(parameters: Iterable[nn.Parameter], group: dist.ProcessGro
     dist.all_reduce(flat, group=group)
     flat /= copies
     averages = torch.split(flat, [shard.numel() for shard in shards])
-    torch._foreach_copy_(shards, [average.view_as(shard) for average, shard in zip(averages, shards, strict=True)])
+    foreach_copy_(shards, [average.view_as(shard) for average, shard in zip(averages, shards, strict=True)])
     return flat.nbytes

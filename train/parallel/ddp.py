@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.contract.errors import ConfigError
@@ -118,7 +117,7 @@ def has_only_running_statistics(model: nn.Module) -> bool:
 
     Then each process may keep its own; those of the first one are broadcast before weights are validated or saved.
     """
-    norms = [module for module in model.modules() if isinstance(module, _NormBase)]
+    norms = [module for module in model.modules() if hasattr(module, "track_running_stats")]
     statistics = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
     return all(id(buffer) in statistics for buffer in model.buffers())
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.processes import Rank
 from pipeline.contract.settings.stages import Train
+from pipeline.contract.torch_private import foreach_add_, foreach_copy_
 from train.parallel.base import MicroBatch, Objective, Strategy
 from train.parallel.ddp import BufferSnapshot, has_only_running_statistics
 from train.process_group import ProcessGroup
@@ -160,7 +161,7 @@ class FlatSum:
                 self.is_present[i] = 0
         pairs = [(out, g) for out, g in zip(self.gradient, partial.gradient, strict=True) if g is not None]
         if pairs:
-            torch._foreach_copy_([out for out, _ in pairs], [gradient for _, gradient in pairs])
+            foreach_copy_([out for out, _ in pairs], [gradient for _, gradient in pairs])
         self.losses.zero_()
         self.losses[node.start : node.stop] = torch.stack(partial.losses)
 
@@ -169,7 +170,7 @@ def add(left: PartialSum, right: PartialSum) -> PartialSum:
     """Add two sums in place: neither is needed again."""
     pairs = [(a, b) for a, b in zip(left.gradient, right.gradient, strict=True) if a is not None and b is not None]
     if pairs:
-        torch._foreach_add_([a for a, _ in pairs], [b for _, b in pairs])
+        foreach_add_([a for a, _ in pairs], [b for _, b in pairs])
     gradients = zip(left.gradient, right.gradient, strict=True)
     return PartialSum([_first_present(a, b) for a, b in gradients], left.losses + right.losses)
 

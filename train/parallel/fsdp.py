@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from pipeline.contract.data import Samples, forward
 from pipeline.contract.errors import ConfigError
@@ -156,7 +155,9 @@ class FSDPStrategy(Strategy):
         self._refuse_shared_weights(blocks)
         if cast_policy.param_dtype:  # running statistics stay in fp32, and a batch norm needs its weights in their type
             for module in self.model.modules():
-                if isinstance(module, _BatchNorm) and has_trained_parameters(module):
+                if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)) and has_trained_parameters(
+                    module
+                ):
                     fully_shard(module, mesh=self.mesh["data"], mp_policy=fp32_policy)
         for module in self._experts:  # over fewer processes, and with arguments in the type they have
             policy = replace(cast_policy, cast_forward_inputs=False)

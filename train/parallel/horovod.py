@@ -87,5 +87,5 @@ def load_horovod() -> Any:
     except ImportError as error:
         raise ConfigError(
             f"train.strategy=horovod: Horovod cannot be imported ({error}); "
-            "to fix it: build it as docs/training.md describes, or use train.strategy=ddp"
+            "to fix it: python -m train.install_horovod, or use train.strategy=ddp"
         ) from error

@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
-from torch.utils._pytree import tree_leaves
 
 from pipeline.contract.data import Samples
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.settings.stages import Train
 from pipeline.contract.task import HasParallelize
+from pipeline.contract.torch_private import tree_leaves
 from train.parallel.base import MicroBatch, Objective, Strategy, average_gradients, clip_gradients
 from train.parallel.pipeline_split import (
     SAMPLE_COUNTS,

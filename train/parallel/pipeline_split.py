@@ -21,9 +21,9 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from pipeline.contract.errors import ConfigError
+from pipeline.contract.torch_private import TreeSpec, tree_flatten, tree_unflatten
 from train.pretrained.materialize import Materializer
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential)

@@ -18,10 +18,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
-from torch.utils._pytree import tree_leaves
 
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.task import HasParallelize, Task
+from pipeline.contract.torch_private import tree_leaves
 from train.parallel.experts import all_reduce_backward, check_experts, find_experts, shard_experts
 from train.parallel.pipeline_split import TemporaryWeights
 
@@ -275,8 +275,8 @@ def _is_pair(module: nn.Module, columns: tuple[str, ...], row: str) -> bool:
 
 def _find_linear(module: nn.Module, path: str) -> nn.Linear | None:
     for name in path.split("."):
-        child = module._modules.get(name)
-        if child is None:
+        child = getattr(module, name, None)
+        if not isinstance(child, nn.Module):
             return None
         module = child
     return base_linear(module)
@@ -333,7 +333,7 @@ def base_linear(module: nn.Module) -> nn.Linear | None:
     """Return the linear layer in a module, itself or inside a LoRA adapter; None if it cannot be split."""
     if isinstance(module, nn.Linear):
         return module
-    base = module._modules.get("base_layer")
+    base = getattr(module, "base_layer", None)
     return base if isinstance(base, nn.Linear) and _is_plain_lora(module) else None
 
 

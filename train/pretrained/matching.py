@@ -110,9 +110,8 @@ def _names_by_tensor(model: nn.Module) -> dict[int, list[str]]:
 
 def _get_tensor(model: nn.Module, name: str) -> Tensor:
     path, _, own_name = name.rpartition(".")
-    module = model.get_submodule(path)
-    parameter = module._parameters.get(own_name)
-    return parameter if parameter is not None else module.get_buffer(own_name)
+    tensor: Tensor = getattr(model.get_submodule(path), own_name)
+    return tensor
 
 
 def _alignment(model: nn.Module, names: Sequence[str], offers: Mapping[str, Source]) -> tuple[str, str]:

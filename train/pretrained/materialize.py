@@ -17,10 +17,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.overrides import TorchFunctionMode
 
 from pipeline.contract.errors import ConfigError, DataError
+from pipeline.contract.torch_private import local_box, parse_to
 from train.pretrained.source import BITS, Box, Entry, Source
 
 BuildModel = Callable[[], nn.Module]
@@ -63,7 +63,7 @@ class _IgnoreMeta(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.to and not args[0].is_meta:
-            device, dtype, *_ = torch._C._nn._parse_to(*args[1:], **(kwargs or {}))
+            device, dtype = parse_to(*args[1:], **(kwargs or {}))
             if device is not None and device.type == "meta":
                 return args[0] if dtype is None else args[0].to(dtype)
         return func(*args, **(kwargs or {}))
@@ -145,12 +145,11 @@ class Materializer:
         """
         materialized: dict[int, nn.Parameter] = {}  # tied weights stay one parameter
         for module, own_name, name in _meta_slots(model, prefix, skip):
-            meta = module._parameters[own_name]
-            assert meta is not None
+            meta = getattr(module, own_name)
             if id(meta) not in materialized:
                 tensor = self._read_shard(name, meta, device)
                 materialized[id(meta)] = nn.Parameter(tensor, requires_grad=meta.requires_grad)
-            module._parameters[own_name] = materialized[id(meta)]
+            setattr(module, own_name, materialized[id(meta)])
         for name, buffer in model.named_buffers(prefix.removesuffix(".")):
             if (source := self._sources.get(name)) is not None:
                 source.fill(full_box(buffer.shape), buffer, self._read)
@@ -161,15 +160,15 @@ class Materializer:
     ) -> Iterator[None]:
         """Materialize a module within the context, and free its weights at the end."""
         slots = list(_meta_slots(module, prefix, skip))
-        meta_parameters = [owner._parameters[own_name] for owner, own_name, _ in slots]
+        meta_parameters = [getattr(owner, own_name) for owner, own_name, _ in slots]
         self.materialize(module, device, prefix, skip)
-        storages = [(name, _storage(owner._parameters[own_name])) for owner, own_name, name in slots]
+        storages = [(name, _storage(getattr(owner, own_name))) for owner, own_name, name in slots]
         self._temporary |= {storage.data_ptr(): name for name, storage in storages}
         try:
             yield
         finally:
             for (owner, own_name, _), meta in zip(slots, meta_parameters, strict=True):
-                owner._parameters[own_name] = meta
+                setattr(owner, own_name, meta)
             for _, storage in storages:
                 self._temporary.pop(storage.data_ptr(), None)
                 storage.resize_(0)  # an autograd graph may keep the tensor, but not its memory
@@ -203,7 +202,7 @@ class Materializer:
             out = torch.empty(meta.shape, dtype=meta.dtype, device=device)
             source.fill(full_box(meta.shape), out, self._read)
             return out
-        shape, offset = compute_local_shape_and_global_offset(meta.shape, meta.device_mesh, meta.placements)
+        shape, offset = local_box(meta.shape, meta.device_mesh, meta.placements)
         box: Box = tuple((start, start + size) for start, size in zip(offset, shape, strict=True))
         local = torch.empty(shape, dtype=meta.dtype, device=device)
         if local.numel():
@@ -227,8 +226,8 @@ def _meta_slots(model: nn.Module, prefix: str, skip: Collection[int]) -> Iterato
     for path, module in model.named_modules():
         if id(module) in skip:
             continue
-        for own_name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta:
+        for own_name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter.is_meta:
                 yield module, own_name, f"{prefix}{path}.{own_name}" if path else f"{prefix}{own_name}"
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
-import tarfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -15,6 +15,7 @@ import torch
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.run import Run
 from pipeline.contract.settings.stages import Train
+from pipeline.contract.sources import SOURCE_ROOT
 from pipeline.training.launchers import launch_command
 from train.parallel.horovod import load_horovod
 
@@ -22,42 +23,28 @@ from ..conftest import Project, weights
 from ..launching import finish, module, start
 
 BUILD_SECONDS = 1800
-PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check")
 
 
 @pytest.fixture(scope="session")
 def horovod(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Return a folder to import it from."""
+    """Return a folder to import it from: an installed one, or one built in a fresh environment by the script."""
     if path := os.environ.get("HOROVOD_PATH"):
         return path
     if find_spec("horovod"):
         return ""
-    return str(build(tmp_path_factory.mktemp("horovod")))
-
-
-def build(folder: Path) -> Path:
-    """Build it as in docs/training.md: torch's headers need C++20, its two CMake files set an older standard."""
-    sdist = ("download", "--no-deps", "--no-binary", ":all:", "--no-build-isolation", "horovod==0.28.1", "-d")
-    call(*PIP, *sdist, str(folder))
-    with tarfile.open(next(folder.glob("horovod-*.tar.gz"))) as archive:
-        archive.extractall(folder, filter="data")
-    source = folder / "horovod-0.28.1"
-    for file in (source / "CMakeLists.txt", source / "horovod" / "torch" / "CMakeLists.txt"):
-        file.write_text(file.read_text().replace("CMAKE_CXX_STANDARD 14", "CMAKE_CXX_STANDARD 20"))
-    target = folder / "lib"
-    enabled = {"HOROVOD_WITH_PYTORCH": "1", "HOROVOD_WITH_GLOO": "1", "HOROVOD_WITHOUT_MPI": "1"}
-    disabled = {"HOROVOD_WITHOUT_TENSORFLOW": "1", "HOROVOD_WITHOUT_MXNET": "1"}
-    install = ("install", "--no-build-isolation", "--no-deps", "--target", str(target), str(source))
-    call(*PIP, *install, **enabled, **disabled)
-    return target
-
-
-def call(*argv: str, **env: str) -> None:
+    if missing := [tool for tool in ("cmake", "g++") if shutil.which(tool) is None]:
+        pytest.skip(f"Horovod cannot be built without {missing[0]}: apt-get install cmake g++")
+    folder = tmp_path_factory.mktemp("horovod")
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True, timeout=300)
+    packages = next((folder / "lib").glob("python*/site-packages"))
+    (packages / "torch.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")  # the installed torch, and no other
     done = subprocess.run(
-        argv, env={**os.environ, **env}, capture_output=True, text=True, timeout=BUILD_SECONDS, check=False
-    )
-    if done.returncode:
-        pytest.skip(f"Horovod cannot be built here: {' '.join(argv[3:6])}: {done.stderr.strip().splitlines()[-1]}")
+        [str(folder / "bin" / "python"), "-m", "train.install_horovod"], cwd=SOURCE_ROOT, capture_output=True,
+        text=True, timeout=BUILD_SECONDS, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "two processes have added a tensor; Horovod is ready" in done.stdout
+    return str(packages)
 
 
 def train(project: Project, run: Run, path: str, **settings: object) -> None:
@@ -67,7 +54,7 @@ def train(project: Project, run: Run, path: str, **settings: object) -> None:
 
 def test_missing_library_is_reported_with_a_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "horovod", None)
-    with pytest.raises(ConfigError, match=r"Horovod cannot be imported .*build it as docs/training\.md describes"):
+    with pytest.raises(ConfigError, match=r"Horovod cannot be imported .*python -m train\.install_horovod"):
         load_horovod()
 
 
