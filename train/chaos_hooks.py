@@ -1,4 +1,4 @@
-"""Chaos hooks: the points at which `pipe chaos` kills a training process, and the log it shares with the processes.
+"""Chaos hooks: the points at which `pipe chaos` harms a training process, and the log it shares with the processes.
 
 Outside of `pipe chaos` no hook is installed, and passing a point costs one look at a global. This module imports no
 torch, so that the command line can read schedules and logs.
@@ -6,6 +6,7 @@ torch, so that the command line can read schedules and logs.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -26,26 +27,35 @@ CHAOS_VARIABLE = "PIPE_CHAOS"  # names the folder of the chaos log
 
 HookPoint = Literal["step", "ledger", "write", "rename", "renamed"]  # places in the code of a training process
 KillPoint = Literal["start", "moment", HookPoint]  # `start` and `moment` are anywhere: `pipe chaos` kills from outside
+Fault = Literal["kill", "pause", "disk", "truncated", "flipped", "clock", "store", "resume"]
 
 _HOLD_SECONDS = 60.0  # how long a process waits for a kill from outside; after that, `pipe chaos` must be gone
 _POLL_SECONDS = 0.002
 
 
 class Kill(Frozen):
-    """One planned kill -9. It is due once the kills before it have happened and training has reached `step` since."""
+    """One planned kill -9 or other fault. It is due once those before it have happened and training has reached `step`.
+
+    `pause` stops a process (SIGSTOP) for some seconds. `disk` makes a write of a checkpoint fail, as on a full disk.
+    `clock` moves a process's clock by some seconds. `store` kills the first worker and its launcher, which has the
+    store where processes meet. The others kill `pipe`: then a shard of the newest checkpoint is `truncated` or
+    `flipped`, or two commands `resume` at once.
+    """
 
     place: KillPoint
     step: int  # steps that are done by then, at least
     who: Literal["worker", "launcher", "pipe"] = "worker"
     rank: int = 0  # of the worker
     share: float = 0.0  # of the time there is for it, when it comes from outside
+    fault: Fault = "kill"
+    seconds: float = 0.0  # of a pause, or by which the clock is moved
     hold: int = 0  # before a kill from outside, training stops after this step
 
 
 class ChaosEvent(Frozen):
     """A line of the log."""
 
-    event: Literal["born", "step", "ready", "kill"]
+    event: Literal["born", "step", "ready", "kill", "recovered"]
     time: float
     number: int = -1  # of a kill
     rank: int = -1
@@ -125,20 +135,25 @@ def install_chaos_hook(hook: Callable[[HookPoint], None] | None) -> None:
     _hook = hook
 
 
+_LASTING = ("pause", "clock")  # faults that a process survives
+_now = time.time  # also after the clock was moved
+
+
 class ChaosHook:
-    """Kills this process at the first kill of the schedule that had not happened when the process started."""
+    """Harms this process at the first kill of the schedule that had not happened when the process started.
+
+    After a fault that it survives, it goes on to the next one.
+    """
 
     def __init__(self, folder: Path, group: ProcessGroup, kill: Callable[[], None] | None = None) -> None:
         self._log, self._heartbeat = ChaosLog(folder), group.heartbeat
         self._rank, self._size = group.rank.rank, group.size
         self._kill = kill or _kill_this_process
-        self._born = time.time()  # one clock for all processes of a machine
+        self._born = _now()  # one clock for all processes of a machine
         self._steps = 0  # done when this process last reached the end of a step
-        self._visits = 0  # of the point that is due, since its step
         self._lock = threading.Lock()  # checkpoints are written by a thread
-        self._number = self._log.next_kill()
-        kills = self._log.read_schedule()
-        self._due: Kill | None = kills[self._number] if self._number < len(kills) else None
+        self._kills = self._log.read_schedule()
+        self._find_due()
         self._record("born")
 
     def __call__(self, point: HookPoint) -> None:
@@ -148,15 +163,34 @@ class ChaosHook:
             fires = self._due is not None and self._steps > 0 and self._is_due(point, self._due)
             if fires and self._log.claim(self._number):
                 self._record("kill")
-                self._kill()
+                self._harm()
         if point == "step" and self._due is not None:
             self._wait_for_kill_from_outside(self._due)
+
+    def _find_due(self) -> None:
+        self._number = self._log.next_kill()
+        self._due: Kill | None = self._kills[self._number] if self._number < len(self._kills) else None
+        self._visits = 0  # of the point that is due, since its step
+
+    def _harm(self) -> None:
+        due = self._due
+        assert due is not None
+        if due.fault == "disk":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        if due.fault == "clock":
+            move_clock(due.seconds)
+        else:
+            self._kill()
 
     def _count_step(self) -> None:
         first = self._steps == 0
         self._steps = self._heartbeat.position[0] + 1
         if first:
             self._record("step")
+        elif self._due is not None and self._due.fault in _LASTING and self._log.is_claimed(self._number):
+            if self._due.rank % self._size == self._rank:
+                self._record("recovered")
+            self._find_due()
 
     def _is_due(self, point: HookPoint, due: Kill) -> bool:
         if point != due.place or self._steps < due.step:
@@ -179,9 +213,16 @@ class ChaosHook:
             time.sleep(_POLL_SECONDS)
 
     def _record(self, event: str) -> None:
-        body = {"event": event, "time": time.time(), "number": self._number, "rank": self._rank, "pid": os.getpid()}
+        body = {"event": event, "time": _now(), "number": self._number, "rank": self._rank, "pid": os.getpid()}
         body |= {"parent": os.getppid(), "born": self._born, "step": self._steps}
         self._log.append(ChaosEvent.model_validate(body))
+
+
+def move_clock(seconds: float) -> None:
+    """Move the clock of this process, as Python's `time` shows it; the machine's is that of others as well."""
+    real, real_ns = time.time, time.time_ns
+    time.time = lambda: real() + seconds
+    time.time_ns = lambda: real_ns() + int(seconds * 1e9)
 
 
 def _kill_this_process() -> None:

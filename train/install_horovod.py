@@ -1,7 +1,7 @@
 """Build Horovod from PyPI's source against the installed torch, install it, and test it with two processes.
 
 `python -m train.install_horovod`, where g++ and cmake are installed. There is no binary package, and the last
-release (0.28.1) asks for C++14, but the headers of torch need C++20.
+release (0.28.1) sets C++14, but the headers of torch need C++20.
 """
 
 from __future__ import annotations

@@ -14,9 +14,10 @@ import random
 import shutil
 import signal
 import statistics
+import subprocess
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -26,11 +27,11 @@ import psutil
 
 from pipeline.chaos.verdict import KillResult, Training, compare_training, kill_results, training_log
 from pipeline.contract.config import Config, override_config
-from pipeline.contract.errors import ConfigError, PipelineError, StageError
+from pipeline.contract.errors import ConfigError, PipelineError, ResourceError, StageError
 from pipeline.contract.run import Run
 from pipeline.history import Project, create_run, link_outputs, write_record
 from pipeline.processes import child_process
-from train.chaos_hooks import CHAOS_VARIABLE, ChaosEvent, ChaosLog, Kill, KillPoint
+from train.chaos_hooks import CHAOS_VARIABLE, ChaosEvent, ChaosLog, Fault, Kill, KillPoint
 
 _POLL_SECONDS = 0.01
 _LOG_LINES = 3
@@ -56,37 +57,75 @@ class Attack:
     log: ChaosLog
     next_kill: NextKill
     hang_seconds: float
+    kills: Sequence[Kill]
     on_events: Callable[[Sequence[ChaosEvent]], None]
     by_hand: list[str] = field(default_factory=list)  # why training ended each time, without need
     _events: list[ChaosEvent] = field(default_factory=list)
+    _paused: list[tuple[float, psutil.Process]] = field(default_factory=list)  # until when, and who
     _read: int = 0  # bytes of the log
 
     def train(self) -> None:
         """Train to the end through all kills; raise if that is impossible."""
+        fault: Fault = "kill"
         while True:
             kills_before = len(kill_events(self._events))
-            status, excused = self._run_command()
+            status, excused = self._run_two() if fault == "resume" else self._run_command()
             if status == 0:
                 return
             if len(kill_events(self._events)) == kills_before:
                 raise StageError(f"training ended without a kill: {self._last_lines()}")
-            if not excused:
+            fault = self.kills[kill_events(self._events)[-1].number].fault
+            if not excused and fault != "disk":  # a person must free the disk
                 self.by_hand.append(self._last_lines())
+            if fault in ("truncated", "flipped"):
+                damage_newest_shard(self.run.partial("train") / "checkpoints", fault)
 
     def _run_command(self) -> tuple[int, bool]:
         """Run one command; return its exit status and whether one of our kills explains it."""
-        argv = ("python", "-m", "pipeline", "-C", str(self.folder), "run", "--resume", str(self.run.path))
-        env = {"PYTHONSAFEPATH": "1", CHAOS_VARIABLE: str(self.log.folder)}
-        started, excused = time.time(), False
-        with self._output.open("ab") as output, child_process(argv, self.folder, env, output) as process:
-            command_process = psutil.Process(process.pid)
-            while process.poll() is None:
-                self._read_events()
-                excused |= self._kill(command_process, started)
+        with self._start(self._output) as process:
+            return self._watch(process)
+
+    def _run_two(self) -> tuple[int, bool]:
+        """Run two commands at once; one must refuse to work, and the other does."""
+        second_output = self.log.folder / "pipe-second.log"
+        outputs = (self._output, second_output)
+        sizes = [path.stat().st_size if path.exists() else 0 for path in outputs]
+        with self._start(self._output) as first, self._start(second_output) as second:
+            started = time.time()
+            while first.poll() is None and second.poll() is None:
                 self._check_alive(started)
                 time.sleep(_POLL_SECONDS)
+            refused, working = (first, second) if first.poll() is not None else (second, first)
+            path, size = (outputs[0], sizes[0]) if refused is first else (outputs[1], sizes[1])
+            text = path.read_text(errors="replace")[size:]
+            if refused.returncode != ResourceError.exit_code or "is working on it" not in text:
+                raise StageError(f"one of two commands that resumed at once ended otherwise than by refusing: {text}")
+            return self._watch(working)
+
+    def _start(self, log: Path) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
+        argv = ("python", "-m", "pipeline", "-C", str(self.folder), "run", "--resume", str(self.run.path))
+        env = {"PYTHONSAFEPATH": "1", CHAOS_VARIABLE: str(self.log.folder)}
+        return _logged_process(argv, self.folder, env, log)
+
+    def _watch(self, process: subprocess.Popen[bytes]) -> tuple[int, bool]:
+        started, excused = time.time(), False
+        command_process = psutil.Process(process.pid)
+        while process.poll() is None:
+            self._read_events()
+            excused |= self._kill(command_process, started)
+            self._end_pauses(time.time())
+            self._check_alive(started)
+            time.sleep(_POLL_SECONDS)
+        self._end_pauses(math.inf)
         self._read_events()
         return process.returncode, excused
+
+    def _end_pauses(self, now: float) -> None:
+        for until, process in self._paused:
+            if until <= now:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.resume()
+        self._paused = [(until, process) for until, process in self._paused if until > now]
 
     def _read_events(self) -> None:
         if (size := self.log.size()) > self._read:  # parsing a hundred times per second would slow down training
@@ -105,12 +144,20 @@ class Attack:
             )
             process, kill_time = choose_victim(kill, self._events, command_process, descendants), time.time()
             if process is not None:
-                process.send_signal(signal.SIGKILL)
+                if kill.fault == "pause":
+                    process.suspend()
+                    self._paused.append((kill_time + kill.seconds, process))
+                else:
+                    process.send_signal(signal.SIGKILL)
+                if kill.fault == "store":
+                    worker = choose_victim(_FIRST_WORKER, self._events, command_process, descendants)
+                    if worker is not None:
+                        worker.send_signal(signal.SIGKILL)
                 number = len(kill_events(self._events))
                 self.log.claim(number)
                 self.log.append(ChaosEvent(event="kill", time=kill_time, number=number, pid=process.pid))
                 self._read_events()
-                return process in command_processes
+                return process in command_processes and kill.fault != "pause"
         return False
 
     def _check_alive(self, started: float) -> None:
@@ -132,6 +179,28 @@ class Attack:
     @property
     def _output(self) -> Path:
         return self.log.folder / "pipe.log"
+
+
+_FIRST_WORKER = Kill(place="moment", step=1)
+
+
+@contextlib.contextmanager
+def _logged_process(
+    argv: tuple[str, ...], folder: Path, env: Mapping[str, str], log: Path
+) -> Iterator[subprocess.Popen[bytes]]:
+    with log.open("ab") as output, child_process(argv, folder, env, output) as process:
+        yield process
+
+
+def damage_newest_shard(checkpoints: Path, fault: Fault) -> None:
+    """Cut the largest file of the newest checkpoint in half, or change one byte in it."""
+    folders = sorted(path for path in checkpoints.glob("step-*") if path.is_dir())
+    if not folders:
+        return
+    shard = max(folders[-1].glob("*.safetensors"), key=lambda path: path.stat().st_size)
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 0xFF
+    shard.write_bytes(content[: len(content) // 2] if fault == "truncated" else content)
 
 
 def kill_events(events: Sequence[ChaosEvent]) -> list[ChaosEvent]:
@@ -230,7 +299,10 @@ HOLD_STEPS = 3  # during which a kill from outside can happen
 KILL_KINDS = (
     "step", "write", "rename", "renamed", "ledger", "pipe", "other worker", "launcher", "step", "first worker",
     "start", "step", "write", "step", "step", "renamed", "step", "rename", "step", "step",
+    "pause", "disk", "truncated", "flipped", "clock", "store", "resume",
 )  # fmt: skip
+_PAUSE_SECONDS = (5.0, 30.0, 90.0)  # in turn
+_CLOCK_SECONDS = (3600.0, -3600.0)
 _PLACES: tuple[KillPoint, ...] = (
     "start",
     "moment",
@@ -263,10 +335,23 @@ def _kill(kind: str, index: int, total: int, steps: int, processes: int, generat
     if kind in ("ledger", "write", "rename", "renamed"):
         place: Any = kind
         return Kill(place=place, step=generator.randint(1, steps), rank=generator.randrange(processes))
+    if kind == "disk":
+        return Kill(place="write", step=generator.randint(1, steps), rank=generator.randrange(processes), fault="disk")
+    if kind == "clock":
+        seconds = _CLOCK_SECONDS[index % len(_CLOCK_SECONDS)]
+        step = generator.randint(1, max(1, steps - 1))  # one follows, which shows that it goes on
+        return Kill(place="step", step=step, rank=index % processes, fault="clock", seconds=seconds)
     step = generator.randint(1, max(1, steps - HOLD_STEPS))
     kill = Kill(place="moment", step=step, hold=step + HOLD_STEPS, share=generator.random())
     if kind in ("launcher", "pipe"):
         return kill.model_copy(update={"who": kind})
+    if kind in ("truncated", "flipped", "resume"):
+        return kill.model_copy(update={"who": "pipe", "fault": kind})
+    if kind == "store":
+        return kill.model_copy(update={"who": "launcher", "fault": kind})
+    if kind == "pause":
+        seconds = _PAUSE_SECONDS[index % len(_PAUSE_SECONDS)]
+        return kill.model_copy(update={"fault": kind, "rank": generator.randrange(processes), "seconds": seconds})
     rank = generator.randrange(1, processes) if kind == "other worker" and processes > 1 else 0
     return kill.model_copy(update={"rank": rank})
 
@@ -400,4 +485,4 @@ class Campaign:
         log = ChaosLog(run.path / "chaos")
         log.write_schedule(kills)
         hang_seconds = run.config.train.timeout_seconds + _EXTRA_HANG_SECONDS
-        return Attack(self.project_folder, run, log, next_kill, hang_seconds, on_events)
+        return Attack(self.project_folder, run, log, next_kill, hang_seconds, kills, on_events)

@@ -28,7 +28,17 @@ _MOMENTS = {
     "launcher": "at any moment: launcher",
     "pipe": "at any moment: pipe itself",
 }
-PLACES = (*_INSIDE.values(), _MOMENTS["worker"], _OTHER, _MOMENTS["launcher"], _MOMENTS["pipe"], _STARTING)
+_FAULTS = {
+    "pause": "a process is stopped for a while",
+    "disk": "the disk is full at a checkpoint",
+    "truncated": "a truncated shard",
+    "flipped": "a shard with a flipped byte",
+    "clock": "the clock jumps by an hour",
+    "store": "first worker and its launcher at once",
+    "resume": "two `pipe run --resume` at once",
+}
+_KILLS = (*_INSIDE.values(), _MOMENTS["worker"], _OTHER, _MOMENTS["launcher"], _MOMENTS["pipe"], _STARTING)
+PLACES = (*_KILLS, *_FAULTS.values())
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,8 @@ class Training:
 
 
 def describe_place(kill: Kill) -> str:
+    if kill.fault != "kill":
+        return _FAULTS[kill.fault]
     if kill.place == "start":
         return _STARTING
     if kill.place != "moment":
@@ -84,12 +96,13 @@ def kill_results(kills: Sequence[Kill], events: Sequence[ChaosEvent], ended: flo
 
 
 def recoveries(events: Sequence[ChaosEvent], ended: float | None) -> Iterator[tuple[ChaosEvent, float | None]]:
-    """Yield each kill with the seconds until the first step of processes that were started after it."""
+    """Yield each kill with the seconds until the next step: of processes started after it, or of one that survived."""
     kills = [event for event in events if event.event == "kill"]
     for event, following in itertools.zip_longest(kills, kills[1:]):
         next_kill_time = following.time if following else math.inf
         steps = [step.time for step in events if step.event == "step" and event.time < step.born < next_kill_time]
-        recovered_at = steps[0] if steps else ended if following is None else None
+        steps += [end.time for end in events if end.event == "recovered" and end.number == event.number]
+        recovered_at = min(steps) if steps else ended if following is None else None
         yield event, recovered_at - event.time if recovered_at else None
 
 

@@ -85,11 +85,11 @@ def _with_rounded_floats(row: dict[str, Any]) -> dict[str, Any]:
 def chaos(
     context: typer.Context,
     words: Overrides = None,
-    kills: Annotated[int, typer.Option("--kills", min=1, help="Number of processes to kill.")] = 25,
+    kills: Annotated[int, typer.Option("--kills", min=1, help="Number of kills and other faults.")] = 27,
     seed: Annotated[int, typer.Option("--seed", help="Seed for where and when to kill.")] = 0,
     output: OutputOption = Output.text,
 ) -> None:
-    """Kill a small version of your training repeatedly; check for losses."""
+    """Kill and harm a small version of your training repeatedly; check for losses."""
     from pipeline.chaos.campaign import Campaign  # numpy is slow to load
     from pipeline.chaos.verdict import Verdict
 

@@ -81,6 +81,36 @@ def test_killed_chaos_command_leaves_no_process(project: ProjectFolder) -> None:
 
 @pytest.mark.long
 def test_every_kind_of_kill_is_survived(project: ProjectFolder) -> None:
-    found = json.loads(project.pipe("chaos", "--kills", "20", "--seed", "7", "-o", "json", seconds=900).stdout)
+    found = json.loads(project.pipe("chaos", "--kills", "27", "--seed", "7", "-o", "json", seconds=1500).stdout)
     assert found["held"], found["verdict"]
-    assert len(found["places"]) == 10
+    assert len(found["places"]) == 17, "ten places of kills, and seven other faults"
+    assert all(place["recoveries"] == place["kills"] for place in found["places"])
+
+
+# A feed that gives each batch the rows after those that the order names.
+NEXT_ROWS = (
+    "class Sides:",
+    """from train.data import BatchLoader
+
+pick = BatchLoader._pick
+
+
+def pick_next(self, columns, rows):
+    return pick(self, columns, (rows + 1) % len(columns["label"]))._replace(indices=rows)
+
+
+BatchLoader._pick = pick_next
+
+
+class Sides:""",
+)
+
+
+@pytest.mark.long
+def test_a_wrong_feed_is_found_by_verify_and_chaos(project: ProjectFolder) -> None:
+    project.replace("task.py", *NEXT_ROWS)
+    wrong = "line 1: step 1 was given samples with other contents than those that prepare read"
+    project.pipe("run", "train")
+    assert wrong in project.pipe("verify", expect=2).stderr
+    done = project.pipe("chaos", "train.processes=1", "--kills", "1", "--seed", "7", expect=1, seconds=300)
+    assert wrong in done.stdout.splitlines()[-1]

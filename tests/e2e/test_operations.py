@@ -52,6 +52,11 @@ def different_calls() -> str:
     return describe_hang(Hang(reports, ()))
 
 
+def stopped() -> str:
+    report = ProcessReport(1, "node1", 4242, 0.0, 1, 434, "forward and backward", Activity.PIPE_CODE, "", 60.0)
+    return describe_hang(Hang([report], [report], {1: "it is stopped (SIGSTOP)"}))
+
+
 def all_wait() -> str:
     place = "the backward pass"
     exchange = "gloo:all_reduce, no. 98, of [151498] Float"
@@ -73,6 +78,7 @@ def all_wait() -> str:
         news((TWO, 400, ""), (THREE, 460, "")),
         all_wait().partition(". If")[0],
         different_calls().partition("; conditions")[0],
+        stopped().partition(". Waiting")[0],
     ],
 )
 def test_what_the_document_quotes_is_what_is_stated(output: str) -> None:

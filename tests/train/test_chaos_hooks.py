@@ -54,6 +54,32 @@ def test_only_the_chosen_rank_is_killed_at_the_due_step(tmp_path: Path) -> None:
     assert made(log) == [(0, 1, 3)]
 
 
+def test_a_process_that_survives_a_fault_goes_on_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("time", "time_ns"):  # restored at the end
+        monkeypatch.setattr(time, name, getattr(time, name))
+    clock = Kill(place="step", step=1, rank=0, fault="clock", seconds=3600)
+    log = planned(tmp_path, clock, Kill(place="write", step=2, rank=1, fault="disk"), Kill(place="step", step=3))
+    first, second = Process(tmp_path, 0), Process(tmp_path, 1)
+    before = time.time()
+    first.step(1)
+    assert 3600 <= time.time() - before < 3700
+    assert 3600 <= time.time_ns() / 1e9 - before < 3700
+    second.step(1)
+    for process in (first, second):
+        process.step(2)
+    first.hook("write")
+    with pytest.raises(OSError, match="No space left"):
+        second.hook("write")
+    first.step(3)  # a full disk ends training: other processes take no further part
+    assert made(log) == [(0, 0, 1), (1, 1, 2)]
+    assert [(event.number, event.rank, event.step) for event in log.events() if event.event == "recovered"] == [
+        (0, 0, 2)
+    ]
+    assert all(event.time - before < 3600 for event in log.events()), "the log has one clock"
+    with pytest.raises(Dead):
+        Process(tmp_path, 0).step(3)
+
+
 def test_each_process_takes_at_most_one_kill(tmp_path: Path) -> None:
     log = planned(tmp_path, Kill(place="step", step=1), Kill(place="write", step=1))
     process = Process(tmp_path, 0)

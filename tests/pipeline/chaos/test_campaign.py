@@ -1,12 +1,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
+from typing import get_args
 
 import pytest
 
-from pipeline.chaos.campaign import KILL_KINDS, count_step_kills, reduced_config, schedule
+from pipeline.chaos.campaign import KILL_KINDS, count_step_kills, damage_newest_shard, reduced_config, schedule
 from pipeline.contract.config import Config, parse_config
 from pipeline.contract.errors import ConfigError
+from train.chaos_hooks import Fault
 
 
 def test_schedule_depends_on_the_seed() -> None:
@@ -30,12 +33,32 @@ def test_schedule_covers_every_place_and_victim() -> None:
         ("moment", "worker"), ("moment", "launcher"), ("moment", "pipe"), ("start", "worker"),
     }  # fmt: skip
     assert {kill.rank for kill in found if (kill.place, kill.who) == ("moment", "worker")} == {0, 1}
+    assert {kill.fault for kill in found} == set(get_args(Fault))
+
+
+def test_pauses_and_clocks_differ() -> None:
+    found = schedule(3 * len(KILL_KINDS), 7, 40, 2)
+    assert {kill.seconds for kill in found if kill.fault == "pause"} == {5, 30, 90}
+    assert {kill.seconds for kill in found if kill.fault == "clock"} == {3600, -3600}
+
+
+@pytest.mark.parametrize("fault", ["truncated", "flipped"])
+def test_a_shard_of_the_newest_checkpoint_is_damaged(tmp_path: Path, fault: Fault) -> None:
+    damage_newest_shard(tmp_path, fault)  # nothing is there yet
+    for name in ("step-00000001", "step-00000002"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "0.safetensors").write_bytes(b"12345678")
+        (tmp_path / name / "manifest.json").write_bytes(b"1" * 20)
+    damage_newest_shard(tmp_path, fault)
+    assert (tmp_path / "step-00000001" / "0.safetensors").read_bytes() == b"12345678"
+    damaged = (tmp_path / "step-00000002" / "0.safetensors").read_bytes()
+    assert damaged == (b"1234" if fault == "truncated" else b"1234567\xc7")
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_every_step_ends_with_a_kill_if_there_are_enough(seed: int) -> None:
     steps = count_step_kills(50)
-    ends = [kill for kill in schedule(50, seed, steps, 2) if kill.place == "step"]
+    ends = [kill for kill in schedule(50, seed, steps, 2) if kill.place == "step" and kill.fault == "kill"]
     assert [kill.step for kill in ends] == list(range(1, steps + 1))
     assert {kill.rank for kill in ends} == {0, 1}
 
