@@ -1,9 +1,11 @@
-"""The yardstick: the loop a good engineer writes by hand, with the mathematics of ours and nothing else."""
+"""The yardsticks: the loop a good engineer writes by hand, with the mathematics of ours and nothing else; and the same
+loop tuned by hand, with the settings of the allocator, the garbage collector and DDP that ours has."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,15 +17,25 @@ from benchmarks.train.recipe import CLIP_NORM, LOG_EVERY, Plan, decay_groups
 from benchmarks.train.workloads import Workload
 from pipeline.contract.data import forward
 from pipeline.contract.processes import Rank
+from train.optim import freeze_garbage_collector, tune_malloc
+
+# As ours with gloo: one exchange of all gradients, from the memory they are computed in; a pass sends no buffers.
+_DDP_OF_OURS = {"bucket_cap_mb": 1 << 20, "gradient_as_bucket_view": True, "broadcast_buffers": False}
 
 
-def bare(workload: Workload, rank: Rank, gate: Gate, folder: Path) -> None:
+def tuned(workload: Workload, rank: Rank, gate: Gate, folder: Path) -> None:
+    tune_malloc()
+    freeze_garbage_collector()
+    bare(workload, rank, gate, folder, **_DDP_OF_OURS)
+
+
+def bare(workload: Workload, rank: Rank, gate: Gate, folder: Path, **ddp: Any) -> None:
     if rank.world_size > 1:
         dist.init_process_group("gloo")
     torch.manual_seed(0)
     task = workload.make()
     model = task.model()
-    module: nn.Module = DistributedDataParallel(model) if rank.world_size > 1 else model
+    module: nn.Module = DistributedDataParallel(model, **ddp) if rank.world_size > 1 else model
     optimizer = torch.optim.AdamW(decay_groups(model), fused=True)
     module.train()
     with (folder / "log.txt").open("w") as log:

@@ -16,7 +16,7 @@ from benchmarks.train.race import Course, Lap, race
 from benchmarks.train.workloads import workload
 from pipeline.contract.errors import PipelineError
 
-HERE = ("ours", "bare")
+HERE = ("ours", "bare", "tuned")
 PEERS = ("fabric", "lightning", "accelerate")
 FOLDER = Path(__file__).resolve().parents[1] / ".peers"
 

@@ -1,4 +1,4 @@
-"""Our loop as `pipe run train` runs it: the Trainer with its journal, without the rest of the pipeline."""
+"""Our loop as `pipe run train` runs it: the Trainer with its journal and ledger, without the rest of the pipeline."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ from benchmarks.train.recipe import train_section
 from benchmarks.train.workloads import Workload
 from pipeline.contract.config import parse_config
 from pipeline.contract.data import open_split
+from pipeline.contract.files import write_json
 from pipeline.contract.processes import Rank
 from train.checkpoint.store import CheckpointStore
+from train.ledger import Ledger
 from train.metrics import MetricsLog
 from train.optim import freeze_garbage_collector, set_determinism, tune_malloc
 from train.process_group import ProcessGroup, join_process_group
+from train.sample_checksums import read_checksums, write_checksums
 from train.state import Progress
 
 
@@ -41,9 +44,14 @@ def ours(
         trainer.gate, trainer.lap = gate, workload.lap
         checkpoints = group.share(folder) / "checkpoints"
         store = make_store(checkpoints, group) if make_store else CheckpointStore(checkpoints, 2, {}, group)
+        records = group.share(folder)
+        if rank.first:
+            write_json(records / "data.json", write_checksums(train, records))
+        group.share(None)  # only now the others read it
+        ledger = Ledger(records, group, trainer.order, 0, attempt=1, checksums=read_checksums(records))
         freeze_garbage_collector()
         if not rank.first:
-            trainer.fit(Progress(), store, None)
+            trainer.fit(Progress(), store, None, ledger=ledger)
             return
         with contextlib.closing(MetricsLog(folder, 0)) as journal:
-            trainer.fit(Progress(), store, journal)
+            trainer.fit(Progress(), store, journal, ledger=ledger)

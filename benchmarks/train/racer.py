@@ -29,10 +29,11 @@ def contestant(name: str) -> Contestant:
         from benchmarks.train.ours import ours
 
         return functools.partial(ours, checkpoint_every=1, make_store=Copying if name == "copying" else None)
-    if name in ("bare", "padded"):
-        from benchmarks.train.bare import bare, padded
+    if name in ("bare", "tuned", "padded"):
+        from benchmarks.train import bare
 
-        return padded if name == "padded" else bare
+        hand_written: Contestant = getattr(bare, name)
+        return hand_written
     from benchmarks.train import peers
 
     peer: Contestant = getattr(peers, name)

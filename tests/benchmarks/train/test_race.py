@@ -50,6 +50,7 @@ def test_a_quick_race_prints_a_ratio_for_every_loop() -> None:
     assert [(row["workload"], row["processes"], row["loop"]) for row in rows] == [
         ("digits", 1, "ours"),
         ("digits", 1, "bare"),
+        ("digits", 1, "tuned"),
     ]
     assert all(row["median"] > 0 and row["cpu_ms_per_step"] > 0 for row in rows)
 
