@@ -252,9 +252,9 @@ def lock_runs(runs: Path, shared: bool = False, on_wait: OnWait | None = None) -
         raise ResourceError(f"{runs}: is a file, but must be the folder of runs; move it away") from error
     path = runs / ".lock"
 
-    def owner() -> str:  # of the runs, since the name in a shared lock is that of any of its owners, or of none
-        locks = (run.path / ".lock" for run in all_runs(runs) if is_locked(run))
-        return lock_owner(next(locks, path))
+    def owner() -> str:  # a shared lock loses its name when one of its owners releases it; those of runs keep theirs
+        locks = [path, *(run.path / ".lock" for run in all_runs(runs) if is_locked(run))]
+        return lock_owner(next((lock for lock in locks if lock.read_text()), path))
 
     with _wait_for_lock(path, owner, f"{runs}: ", "is working here", shared, on_wait):
         yield
