@@ -17,11 +17,12 @@ import torch
 from onnx import numpy_helper
 from torch import Tensor, nn
 
+from pipeline.contract.torch_private import BatchNormBase
+
 Array = np.ndarray[Any, Any]
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _PREFIX = "model."  # of the module that the exporter wraps
 _MIN_VALUES = 16  # of a tensor to be recognised by its values alone
 _UNUSED = "num_batches_tracked"  # of batch norms, in training only
@@ -90,7 +91,7 @@ def _joined_norm(module: nn.Module, name: str, stored: Array) -> str:
     expected = getattr(layer, kind).detach().double()
     norm: Any
     for norm_name, norm in module.named_modules():
-        if not isinstance(norm, _BATCH_NORMS) or norm.running_var is None or norm.running_mean is None:
+        if not isinstance(norm, BatchNormBase) or norm.running_var is None or norm.running_mean is None:
             continue
         if len(norm.running_var) != expected.shape[channel]:
             continue

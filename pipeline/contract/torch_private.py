@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch._C import _distributed_c10d
 from torch._ops import OpOverload as OpOverload  # the targets of nodes in an exported graph
 from torch.autograd import Variable
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # documented under this name only
 
@@ -28,6 +29,9 @@ foreach_copy_ = torch._foreach_copy_
 foreach_norm = torch._foreach_norm
 # torch.optim.AdamW(fused=True) groups its tensors by device and type again at every step.
 fused_adamw_ = torch._fused_adamw_
+
+# The base of all batch norms: SyncBatchNorm, and those of other libraries, have no public one.
+BatchNormBase = _BatchNorm
 
 # Nested containers in the order in which torch.export and its checkpoints see them.
 TreeSpec = _pytree.TreeSpec

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from pipeline.contract.data import Samples, forward
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.settings.stages import Train
+from pipeline.contract.torch_private import BatchNormBase
 from train.parallel.base import (
     MicroBatch,
     Objective,
@@ -155,9 +156,7 @@ class FSDPStrategy(Strategy):
         self._refuse_shared_weights(blocks)
         if cast_policy.param_dtype:  # running statistics stay in fp32, and a batch norm needs its weights in their type
             for module in self.model.modules():
-                if isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)) and has_trained_parameters(
-                    module
-                ):
+                if isinstance(module, BatchNormBase) and has_trained_parameters(module):
                     fully_shard(module, mesh=self.mesh["data"], mp_policy=fp32_policy)
         for module in self._experts:  # over fewer processes, and with arguments in the type they have
             policy = replace(cast_policy, cast_forward_inputs=False)
