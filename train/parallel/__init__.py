@@ -2,16 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any
-
-import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from pipeline.contract.data import Samples
-from pipeline.contract.errors import ConfigError
 from pipeline.contract.settings.stages import Train
 from train.parallel.base import Objective, Strategy
 from train.parallel.compression import CompressedDDPStrategy
@@ -21,8 +14,6 @@ from train.parallel.fsdp import FSDPStrategy
 from train.parallel.horovod import HorovodStrategy
 from train.parallel.local_sgd import LocalSGDStrategy
 from train.parallel.parameter_server import ParameterServerStrategy
-from train.parallel.pipeline_parallel import PipelineStrategy
-from train.parallel.pipeline_split import units
 from train.pretrained.materialize import Materializer
 from train.process_group import ProcessGroup
 
@@ -44,6 +35,8 @@ def make_strategy(
     if group.size > 1 and (config.strategy == "fsdp" or config.tensor_parallel > 1 or config.expert_parallel > 1):
         return FSDPStrategy(model, objective, group, config, samples, materializer)
     if group.size > 1 and config.pipeline_parallel > 1:
+        from train.parallel.pipeline_parallel import PipelineStrategy  # slow to import: torch's compiler comes with it
+
         return PipelineStrategy(model, objective, group, config, samples, materializer)
     if materializer:
         materializer.materialize(model, group.device)
@@ -60,32 +53,3 @@ def make_strategy(
     if config.compress_kind != "none":
         return CompressedDDPStrategy(model, objective, group, config)
     return DDPStrategy(model, objective, group, config)
-
-
-def recompute_blocks(model: nn.Module) -> None:
-    """Make each repeated block drop its activations in the forward pass and compute them again in the backward pass.
-
-    Blocks with running statistics are left out: a second pass would update them twice.
-    """
-    blocks = [unit.module for unit in units(model) if unit.repeated and not _has_running_statistics(unit.module)]
-    if not blocks:
-        raise ConfigError(
-            "train.recompute=blocks: the model has no repeated blocks, which are members of a ModuleList or Sequential "
-            "without running statistics; set train.recompute=none"
-        )
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        if getattr(config, "use_cache", False):
-            config.use_cache = False  # a second pass would append to the cache of transformers
-    for block in blocks:
-        block.forward = partial(_checkpointed, block, block.forward)
-
-
-def _checkpointed(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    if not (block.training and torch.is_grad_enabled()):
-        return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
-
-
-def _has_running_statistics(block: nn.Module) -> bool:
-    return any(getattr(module, "track_running_stats", False) for module in block.modules())

@@ -1,9 +1,9 @@
 """Splitting a model into consecutive stages, and running one stage by the model's own forward().
 
-No graph is traced, so forward() may do whatever it likes. On each stage the whole forward() runs, but units of earlier
-stages return NaNs, the first unit of the stage gets the tensors that were received, and the call of the next stage's
-first unit ends the pass. Nothing that earlier units return may matter then: if it does, the outputs are NaN, and the
-check after the split refuses the model.
+No graph is traced, so forward() may do whatever it likes. On each stage the whole forward() runs, but units of other
+stages return placeholders, which have no values. The first unit of the stage gets the tensors that were received, and
+the arguments of the next stage's first unit are kept for it. Where these, or the model's outputs, are placeholders, the
+stages need more of each other, and the model is refused.
 
 A dry run of the whole model shows the order of its units (repeated blocks, and the modules beside them), the
 arguments they are called with and what they return.
@@ -16,6 +16,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -23,9 +24,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.contract.errors import ConfigError
-from pipeline.contract.torch_private import TreeSpec, tree_flatten, tree_unflatten
+from pipeline.contract.torch_private import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from train.parallel.placeholder import NoValuesError, Placeholder, describe_line, has_placeholder
 from train.pretrained.materialize import Materializer
 
+META = torch.device("meta")
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
 
 
@@ -77,6 +80,9 @@ class ScalingShape:
     def numel(self, count: int) -> int:
         return torch.Size(self.at(count)).numel()
 
+    def empty(self, count: int, device: torch.device) -> Tensor:
+        return torch.empty(self.at(count), dtype=self.dtype, device=device)
+
 
 @dataclass(frozen=True)
 class OutputTemplate:
@@ -84,6 +90,7 @@ class OutputTemplate:
 
     leaves: tuple[Any, ...]
     spec: TreeSpec
+    requires_grad: bool  # of any tensor
 
     def fill(self, value: Callable[[ScalingShape], Tensor]) -> Any:
         leaves = [value(leaf) if isinstance(leaf, ScalingShape) else leaf for leaf in self.leaves]
@@ -95,7 +102,7 @@ class Call:
     """How a unit was called; arguments that require a gradient were computed by trained units before it."""
 
     positions: tuple[int, ...]  # of these arguments among the flattened ones
-    activations: list[Tensor]  # the arguments
+    activations: list[Tensor]  # copies of the arguments
     output: Any = None
 
 
@@ -132,7 +139,9 @@ def _record_calls(row: Sequence[Unit], run: Run, count: int) -> tuple[list[str],
             order.append(name)
             leaves = tree_flatten((args, kwargs))[0]
             positions = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.requires_grad)
-            calls.setdefault(name, Call(positions, [leaves[i] for i in positions]))
+            if name not in calls:
+                copies = [leaves[i].clone(memory_format=torch.contiguous_format) for i in positions]
+                calls[name] = Call(positions, copies)
 
         def after(_: Any, __: Any, output: Any, name: str = unit.name) -> None:
             calls[name].output = calls[name].output or tree_flatten(output)
@@ -150,7 +159,7 @@ def _template(two: tuple[list[Any], TreeSpec], three: tuple[list[Any], TreeSpec]
         ScalingShape(tuple(a.shape), tuple(b.shape), a.dtype) if isinstance(a, Tensor) else a
         for a, b in zip(two[0], three[0], strict=True)
     )
-    return OutputTemplate(leaves, two[1])
+    return OutputTemplate(leaves, two[1], any(isinstance(a, Tensor) and a.requires_grad for a in two[0]))
 
 
 def choose_stage_starts(sizes: Sequence[int], may_start: Sequence[bool], stages: int) -> list[int]:
@@ -226,90 +235,104 @@ class StagePlan:
         return 0
 
 
-class StageEnd(BaseException):
-    """Ends the pass of a stage. It is no Exception, so that a model's `except Exception` cannot stop it."""
-
-    def __init__(self, activations: tuple[Tensor, ...]) -> None:
-        self.activations = activations
-
-
 class Stage:
     """One stage of a model that is split in place: weights of other stages take no memory."""
 
     def __init__(self, model: nn.Module, plan: StagePlan, recorded: DryRun, index: int, device: torch.device) -> None:
         self._model, self.index, self.is_last = model, index, index == plan.stages - 1
-        self._received: tuple[Tensor, ...] = ()
-        self._count, self._device = 0, device
-        self.input_shapes = recorded.activations[plan.starts[index - 1]] if index else []
-        self.output_shapes = [] if self.is_last else recorded.activations[plan.starts[index]]
+        self._device, self._count = device, 0
+        self._received: Sequence[Tensor] = ()
+        self._activations: list[Tensor] | None = None  # for the next stage
+        self._start = plan.starts[index - 1] if index else ""  # the first unit
+        self._next_start = "" if self.is_last else plan.starts[index]
+        self.input_shapes = recorded.activations[self._start] if index else []
+        self.output_shapes = [] if self.is_last else recorded.activations[self._next_start]
         self._drop_other_stages(plan, recorded)
-        if index:
-            name = plan.starts[index - 1]
-            hook = _replace_arguments(self, recorded.calls[name].positions)
-            model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
-        if not self.is_last:
-            name = plan.starts[index]
-            hook = _end_stage(recorded.calls[name].positions)
-            model.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
+        for name, hook in ((self._start, self._replace_arguments), (self._next_start, self._keep_arguments)):
+            if name:
+                unit, positions = model.get_submodule(name), recorded.calls[name].positions
+                unit.register_forward_pre_hook(partial(hook, positions), with_kwargs=True)
 
-    def run(self, received: tuple[Tensor, ...], count: int, work: Callable[[], Any]) -> Any:
-        """Return what `work`, which calls the model on `count` samples, returns; or the tensors for the next stage."""
-        self._received, self._count = received, count
+    def run(self, received: Sequence[Tensor], count: int, work: Callable[[], Any]) -> Any:
+        """Return what `work`, which calls the model on `count` samples, returns; or the tensors for the next stage.
+
+        Once there are tensors for the next stage, nothing else matters here, nor do errors: the code that follows may
+        need values that only later stages have.
+        """
+        self._received, self._count, self._activations = received, count, None
         try:
-            return work()
-        except StageEnd as end:
-            return end.activations
+            result = work()
+        except NoValuesError as error:
+            if self._activations is None:
+                reason = f"its forward() needs values of other stages, {describe_line(error)}"
+                raise ConfigError(split_problem(reason)) from error
+        except Exception:
+            if self._activations is None:
+                raise
         finally:
             self._received = ()
+        if not self.is_last:
+            return self._take_activations()
+        named = result.items() if isinstance(result, Mapping) else [("", result)]
+        for name, output in named:
+            self._require_values(f"its output {name}".strip(), output)
+        return result
 
-    @property
-    def received(self) -> tuple[Tensor, ...]:
-        return self._received
-
-    def dummy_forward(self, template: OutputTemplate) -> Callable[..., Any]:
-        """Return a forward() that computes nothing and returns NaNs."""
-
-        def forward(*_: Any, **__: Any) -> Any:
-            return template.fill(lambda shape: _nans(shape.at(self._count), shape.dtype, self._device))
-
-        return forward
+    def check(self, recorded: DryRun, work: Callable[[], Any]) -> None:
+        """Check that the stage makes of the activations of the dry run what the whole model made of them."""
+        inputs = recorded.calls[self._start].activations if self.index else ()
+        expected = recorded.outputs if self.is_last else recorded.calls[self._next_start].activations
+        try:
+            outputs = self.run([tensor.detach() for tensor in inputs], SAMPLE_COUNTS[0], work)
+        except ConfigError:
+            raise
+        except Exception as error:  # the whole model had none
+            reason = f"its forward() fails without values of other stages, {describe_line(error)}: {error}"
+            raise ConfigError(split_problem(reason)) from error
+        for a, b in zip(tree_leaves(outputs), tree_leaves(expected), strict=True):
+            if not torch.allclose(a, b, rtol=0.01, atol=0.01 * float(b.detach().abs().max())):
+                raise ConfigError(split_problem("its outputs change"))
 
     def _drop_other_stages(self, plan: StagePlan, recorded: DryRun) -> None:
         self.dropped = set()  # names of parameters of other stages
         for name, stage in plan.stage_by_unit.items():
-            unit = self._model.get_submodule(name)
-            if stage < self.index and has_trained_parameters(unit):
-                unit.forward = self.dummy_forward(recorded.templates[name])
+            unit, template = self._model.get_submodule(name), recorded.templates[name]
+            depends_on_trained = template.requires_grad and unit.state_dict()  # and may have running statistics
+            if stage != self.index and (has_trained_parameters(unit) or depends_on_trained):
+                unit.forward = partial(self._dummy_forward, template)
         for name, parameter in list(self._model.named_parameters(remove_duplicate=False)):
             if parameter.requires_grad and plan.stage_by_tensor[name] != self.index:
                 self.dropped.add(name)
                 path, _, own_name = name.rpartition(".")
-                empty = nn.Parameter(_nans(parameter.shape, parameter.dtype, self._device), requires_grad=False)
+                empty = nn.Parameter(Placeholder(parameter, self._device), requires_grad=False)
                 setattr(self._model.get_submodule(path), own_name, empty)
 
+    def _dummy_forward(self, template: OutputTemplate, *_: Any, **__: Any) -> Any:
+        """Return placeholders in place of what a unit computes."""
+        return template.fill(lambda shape: Placeholder(shape.empty(self._count, META), self._device))
 
-def _replace_arguments(stage: Stage, positions: tuple[int, ...]) -> Callable[..., Any]:
-    def hook(_: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _replace_arguments(self, positions: tuple[int, ...], _: nn.Module, args: Any, kwargs: Any) -> Any:
         leaves, spec = tree_flatten((args, kwargs))
-        for position, tensor in zip(positions, stage.received, strict=True):
+        for position, tensor in zip(positions, self._received, strict=True):
             leaves[position] = tensor
         return tree_unflatten(leaves, spec)
 
-    return hook
+    def _keep_arguments(self, positions: tuple[int, ...], _: nn.Module, args: Any, kwargs: Any) -> None:
+        if self._activations is None:
+            leaves = tree_leaves((args, kwargs))
+            self._activations = [leaves[position] for position in positions]
 
+    def _take_activations(self) -> tuple[Tensor, ...]:
+        activations, self._activations = self._activations, None
+        if activations is None:
+            raise ConfigError(split_problem(f"{self._next_start}, at which a stage starts, is not always called"))
+        self._require_values(f"{self._next_start}, at which a stage starts,", activations)
+        return tuple(activations)
 
-def _end_stage(positions: tuple[int, ...]) -> Callable[..., Any]:
-    def hook(_: nn.Module, args: Any, kwargs: Any) -> None:
-        leaves = tree_flatten((args, kwargs))[0]
-        raise StageEnd(tuple(leaves[position] for position in positions))
-
-    return hook
-
-
-def _nans(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor of NaNs that takes the memory of one number."""
-    value = torch.nan if dtype.is_floating_point or dtype.is_complex else 0
-    return torch.full((), value, dtype=dtype, device=device).expand(*shape)
+    def _require_values(self, name: str, value: Any) -> None:
+        if has_placeholder(value):
+            received = f" besides those arguments of {self._start} that have a gradient" if self.index else ""
+            raise ConfigError(split_problem(f"{name} needs values of other stages{received}"))
 
 
 def _tensor_names(unit: Unit) -> list[str]:

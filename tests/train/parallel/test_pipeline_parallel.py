@@ -48,4 +48,4 @@ def test_model_whose_stages_need_more_than_their_arguments_is_refused(transforme
     run = transformer.run("run", pipeline_parallel=2, accumulate=2)
     assert transformer.train(run, 2).returncode != 0
     assert isinstance(failure(run), ConfigError)
-    assert "stages need more than the arguments of their first unit" in str(failure(run))
+    assert "its output needs values of other stages besides those arguments of layers.2 that have" in str(failure(run))

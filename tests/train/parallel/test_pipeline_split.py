@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from train.parallel.pipeline_split import (
     dry_run,
     units,
 )
+from train.parallel.placeholder import Placeholder
 
 from .transformer import Block, Llama
 
@@ -115,10 +118,11 @@ def test_chained_stages_return_what_the_model_does_and_divide_its_parameters() -
     assert "head.weight" in held[2]
 
 
-def test_weight_of_another_stage_takes_no_memory() -> None:
-    last, _ = split(Llama(), ["layers.2"])[1]
-    assert last.get_parameter("embed.weight").untyped_storage().nbytes() == 4
-    assert last.get_parameter("embed.weight").isnan().all()
+def test_weights_of_other_stages_are_placeholders() -> None:
+    (first, _), (last, _) = split(Llama(), ["layers.2"])
+    for weight in (last.get_parameter("embed.weight"), first.get_parameter("head.weight")):
+        assert isinstance(weight, Placeholder)
+        assert (weight.shape, weight.dtype, weight.device.type) == ((11, 16), torch.float32, "cpu")
 
 
 def test_gradient_passes_between_stages() -> None:
@@ -138,24 +142,179 @@ def test_gradient_passes_between_stages() -> None:
         torch.testing.assert_close(own.grad, parameter.grad)
 
 
-class Skipping(nn.Module):
-    """The first layer's answer is needed again at the end."""
+class Row(nn.Module):
+    """Four layers, and code around them that tests override."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.row = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.row = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
-        first = x = self.row[0](x)
-        for layer in self.row[1:]:
+        for layer in self.row:
             x = layer(x)
-        out: Tensor = x + first
+        return x
+
+
+def inputs(count: int) -> Tensor:
+    return torch.arange(count * 4.0).view(count, 4) / 10
+
+
+def assert_stages_match(model: nn.Module, starts: list[str]) -> None:
+    torch.testing.assert_close(chained(split(model, starts, inputs), inputs(5)), model(inputs(5)))
+
+
+class Skipping(Row):
+    """The first layer's activation is needed again at the end."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.row[0](x)
+        return self.merge(self.row[3](self.row[2](self.row[1](first))), first)
+
+    def merge(self, x: Tensor, first: Tensor) -> Tensor:
+        return x + first
+
+
+class HidingNans(Skipping):
+    def merge(self, x: Tensor, first: Tensor) -> Tensor:
+        return torch.nan_to_num(x) + torch.nan_to_num(first)
+
+
+@pytest.mark.parametrize("model", [Skipping(), HidingNans()])
+def test_activation_that_skips_a_stage_is_refused_with_the_output(model: nn.Module) -> None:
+    with pytest.raises(ConfigError, match=r"its output needs values of other stages besides those arguments of row\.2"):
+        chained(split(model, ["row.2"], inputs), inputs(5))
+
+
+class SkippingToLayer(Row):
+    def forward(self, x: Tensor) -> Tensor:
+        first = self.row[0](x)
+        out: Tensor = self.row[3](self.row[2](self.row[1](first)) + first)
         return out
 
 
-def test_activation_that_skips_a_unit_makes_outputs_nan() -> None:
-    batch = torch.randn(5, 4)
-    assert chained(split(Skipping(), ["row.2"], lambda count: torch.ones(count, 4)), batch).isnan().all()
+def test_activation_that_skips_a_stage_is_refused_with_the_module() -> None:
+    assert_stages_match(SkippingToLayer(), ["row.3"])
+    with pytest.raises(ConfigError, match=r"row\.3, at which a stage starts, needs .* those arguments of row\.1"):
+        chained(split(SkippingToLayer(), ["row.1", "row.3"], inputs), inputs(5))
+
+
+class Masking(Row):
+    """Masks and positions are made from activations, of which only shape, type and device matter."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.row[0](x)
+        positions = torch.arange(x.shape[1], device=x.device).expand_as(x)
+        mask = x.new_ones(4, 4).tril() @ torch.ones_like(x[0]) > 2
+        offset = torch.zeros_like(x)
+        offset[:, 0] = 7
+        assert bool(mask.any()), "a mask has values"
+        for layer in self.row[1:]:
+            x = (layer(x) + positions + offset).masked_fill(mask, 0.5)
+        return x
+
+
+class Catching(Row):
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return super().forward(x)
+        except BaseException:
+            return torch.zeros_like(x)
+
+
+class CheckingItsOutput(Row):
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        assert torch.isfinite(torch.tensor([out.detach().max(), out.detach().min()])).all()
+        return out * out.max().item()
+
+
+@pytest.mark.parametrize("model", [Masking(), Catching(), CheckingItsOutput()])
+def test_forward_may_use_python_and_shapes_of_other_stages(model: nn.Module) -> None:
+    assert_stages_match(model, ["row.1", "row.3"])
+
+
+class Branching(Row):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.row:
+            x = layer(x)
+            if x.max() > 1e9:
+                x = x / 2
+        return x
+
+
+class Filling(Row):
+    def forward(self, x: Tensor) -> Tensor:
+        buffer = x.new_zeros(len(x), 4)
+        buffer[:, :3] = self.row[0](x)[:, :3]
+        return super().forward(buffer)
+
+
+@pytest.mark.parametrize(("model", "line"), [(Branching(), "if x.max() > 1e9:"), (Filling(), "buffer[:, :3] = ")])
+def test_code_that_needs_values_of_an_earlier_stage_is_refused_with_its_line(model: nn.Module, line: str) -> None:
+    (_, _), (own, last) = split(model, ["row.2"], inputs)
+    with pytest.raises(
+        ConfigError, match=rf"needs values of other stages, {Path(__file__).name} line \d+: `{re.escape(line)}"
+    ):
+        last.run([inputs(5)], 5, lambda: own(inputs(5)))
+
+
+class Listing(Row):
+    """Makes a tensor of numbers, which torch reads without any operation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.row[0](x)
+        scale = torch.tensor([x.detach().mean(), 1.0]).max()
+        return self.row[3](self.row[2](self.row[1](x))) * scale  # type: ignore[no-any-return]
+
+
+def check(model: nn.Module, starts: list[str], index: int) -> None:
+    row, recorded = record_calls(model, inputs)
+    stage = Stage(model, StagePlan(model, row, recorded, starts), recorded, index, torch.device("cpu"))
+    stage.check(recorded, lambda: model(inputs(2)))
+
+
+def test_check_compares_every_stage_with_the_whole_model() -> None:
+    for index in range(3):
+        check(Row(), ["row.1", "row.3"], index)
+    with pytest.raises(ConfigError, match=r"forward\(\) fails without values of other stages, .* line \d+: `scale = "):
+        check(Listing(), ["row.2"], 1)
+
+
+class Counting(Row):
+    """Adds what no stage can know: how often it was called."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) + 100.0 * self.calls
+
+
+def test_stage_with_other_outputs_than_the_whole_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match="its outputs change"):
+        check(Counting(), ["row.2"], 1)
+
+
+class Leaving(Row):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.training else super().forward(x)
+
+
+def test_stage_that_is_not_reached_is_refused() -> None:
+    (own, first), _ = split(Leaving().eval(), ["row.2"], inputs)
+    own.train()
+    with pytest.raises(ConfigError, match=r"row\.2, at which a stage starts, is not always called"):
+        first.run((), 5, lambda: own(inputs(5)))
+
+
+def test_running_statistics_of_other_stages_do_not_change() -> None:
+    """Frozen layers have no weights to drop, but those between trained ones depend on them."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False), nn.Linear(4, 4), nn.Linear(4, 4))
+    (_, _), (own, last) = split(model, ["2"], inputs)
+    before = own.get_buffer("1.running_mean").clone()
+    own.train()
+    last.run([inputs(5)], 5, lambda: own(inputs(5)))
+    assert torch.equal(own.get_buffer("1.running_mean"), before)
 
 
 class Tied(Llama):
