@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -26,6 +25,8 @@ from pipeline.contract.errors import ResourceError
 from pipeline.contract.files import write_json
 from pipeline.contract.settings.stages import Train
 from pipeline.contract.task import Task
+from train.memory import available_bytes
+from train.memory_format import choose_input_formats
 from train.optim import Precision, make_optimizer, seed_step
 from train.parallel.base import Objective
 from train.process_group import ProcessGroup
@@ -171,8 +172,9 @@ class StepProbe:
         make: Callable[[], nn.Module] | None = None,
     ) -> None:
         seed_step(config.seed, -1, 0)
-        self._objective = Objective(task, Precision(config.precision, device))
         self.model = (make or task.model)().to(device).train()
+        formats = choose_input_formats(config, self.model, task, samples, device, logs=False)
+        self._objective = Objective(task, Precision(config.precision, device), formats)
         self._optimizer = make_optimizer(self.model, config, task)
         self._samples, self._device = samples, device
         self._measured: dict[int, int] = {}
@@ -250,26 +252,10 @@ class StepProbe:
         return {name: column.to(self._device) for name, column in self._samples.batch(chosen).items()}
 
 
-_FREE_MEMORY_SHARE = 0.8  # the rest is for data, buffers of collectives and other programs
-_FREE_GPU_MEMORY_SHARE = 0.9
-
-
 def budget_bytes(group: ProcessGroup) -> int:
-    """Return the memory that a process may fill: most of what is free, shared with the others on this machine."""
-    if group.device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(group.device)
-        return int(_FREE_GPU_MEMORY_SHARE * (free + torch.cuda.memory_reserved(group.device)))
+    """Return the memory that a process may fill, shared with the others on this machine."""
     host = socket.gethostname()
-    return int(_FREE_MEMORY_SHARE * free_bytes() / group.gather(host).count(host))
-
-
-def free_bytes(control: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the free memory of the machine, or of this container if that has less."""
-    free: int = psutil.virtual_memory().available
-    limit, usage = control / "memory.max", control / "memory.current"
-    if limit.is_file() and usage.is_file() and (maximum := limit.read_text().strip()) != "max":
-        free = min(free, int(maximum) - int(usage.read_text()) + _reclaimable(control / "memory.stat"))
-    return max(0, free)
+    return available_bytes(group.device, group.gather(host).count(host))
 
 
 class SavedActivations:
@@ -306,11 +292,3 @@ def interpolate_bytes(sizes: Mapping[int, int], size: int) -> int:
     (small_size, small_bytes), (large_size, large_bytes) = sorted(sizes.items())
     per_sample = (large_bytes - small_bytes) / (large_size - small_size)
     return max(0, round(small_bytes + per_sample * (size - small_size)))
-
-
-def _reclaimable(stat: Path) -> int:
-    """Return the size of file caches, which the kernel drops when memory is needed."""
-    if not stat.is_file():
-        return 0
-    values = dict(line.split() for line in stat.read_text().splitlines())
-    return int(values.get("inactive_file", 0))

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
@@ -36,6 +36,7 @@ from pipeline.contract.sources import is_mentioned
 from pipeline.display import Display
 from pipeline.history import Project, find_run, load_history, lock_run, lock_runs, lock_service, open_run
 from pipeline.plan import Step, select_steps, with_upstream
+from pipeline.plan_memory import describe_memory, plan_memory
 from pipeline.processes import follow, start_detached
 from pipeline.runner import (
     LONG_TRAINING_SECONDS,
@@ -112,14 +113,28 @@ def plan(
     if render:
         raise ConfigError("--render: needs --workflow argo or --workflow kfp; `pipe deploy --render` writes manifests")
     request = make_request(names, start, until, force)
-    steps = PipelineRun(project, project.config(overrides), request, load_history(project.runs)).preview()
+    config = project.config(overrides)
+    steps = PipelineRun(project, config, request, load_history(project.runs)).preview()
+    memory = _plan_memory(project, config, steps)
+    values = [asdict(step) | ({"memory": memory} if memory and step.name == "train" else {}) for step in steps]
     rows = [{"step": step.name, "action": step.action, "reason": step.reason} for step in steps]
-    emit(output, [asdict(step) for step in steps], table(rows))
+    emit(output, values, "\n".join([table(rows), *([describe_memory(memory)] if memory else [])]))
     if any(step.action == "run" for step in steps if step.name in ("prepare", "train", "export")):
-        _check_export(project.config(overrides), project, steps[0])
+        _check_export(config, project, steps[0])
     if exit_code and any(step.action == "run" and step.name != "deploy" for step in steps):
         raise typer.Exit(4)
     return None
+
+
+def _plan_memory(project: Project, config: Config, steps: Sequence[Step]) -> dict[str, Any]:
+    """Estimate the memory of training if it would run; empty where that is not possible."""
+    if not any(step.name == "train" and step.action == "run" for step in steps):
+        return {}
+    memory = plan_memory(project, config, steps)
+    if reason := memory.get("reason"):
+        print(f"note: the memory of training cannot be estimated: {reason}", file=sys.stderr)
+        return {}
+    return memory
 
 
 def _check_export(config: Config, project: Project, prepare: Step) -> None:

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipeline.contract.config import Config
 from pipeline.contract.errors import ConfigError, DataError, ResourceError
 from pipeline.contract.run import Run, all_runs
 from pipeline.contract.settings.stages import Model
+from pipeline.contract.task import HasFiles, Task, make_shared_files
 
 SMALL_FILES = (
     *("config.json", "generation_config.json", "tokenizer*.json"),
@@ -186,6 +189,26 @@ def locate_fetched(model: Model, root: Path) -> Path | None:
     """Return the folder without fetching it; None if the hub's cache does not have it."""
     identifier = hub_id(model, root)
     return _fetch(identifier, model.revision, local=True) if identifier else locate_pretrained(model, root)
+
+
+def copy_small_files(pretrained: Pretrained, folder: Path) -> None:
+    for name, path in pretrained.small.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, folder / name)
+
+
+def planned_files(task: Task, config: Config, root: Path, prepared: Path | None, folder: Path) -> Path:
+    """Return the shared files that the task has loaded, made in `folder` where no prepare step is reused."""
+    if prepared is not None:
+        if isinstance(task, HasFiles):
+            task.use_files(prepared)
+        return prepared
+    if config.model.pretrained:
+        if (fetched := locate_fetched(config.model, root)) is None:
+            raise ResourceError(f"{config.model.pretrained} has not been fetched")
+        copy_small_files(open_pretrained(fetched), folder)
+    make_shared_files(task, folder)
+    return folder
 
 
 def commit_of(folder: Path) -> str:

@@ -19,7 +19,7 @@ from pipeline.contract.config import Config
 from pipeline.contract.data import Samples, axis_sizes, check_columns, example_batch, open_split
 from pipeline.contract.errors import ConfigError, DataError, PipelineError, ResourceError
 from pipeline.contract.files import write_json
-from pipeline.contract.pretrained import Pretrained, locate_fetched, open_pretrained
+from pipeline.contract.pretrained import Pretrained, copy_small_files, planned_files
 from pipeline.contract.prompting import check_decoder, check_prompting
 from pipeline.contract.run import Run, run_step
 from pipeline.contract.statistics.metrics import check_directions, lower_is_better
@@ -28,7 +28,6 @@ from pipeline.contract.task import (
     KEY,
     SPLITS,
     Generates,
-    HasFiles,
     HasSampleGroups,
     HasSampleLengths,
     HasSampleWeights,
@@ -44,7 +43,7 @@ from pipeline.data_checks.near_duplicates import Digests
 from pipeline.data_checks.run_checks import check_data, report_results, write_checks
 from pipeline.data_checks.scan import SplitSummary
 from pipeline.readers import write_read_files
-from pipeline.steps.pretrained import PRETRAINED_KEY, copy_small_files, find_pretrained, record
+from pipeline.steps.pretrained import PRETRAINED_KEY, find_pretrained, record
 from train.batch_order import ORDER_KEY, Kind, check_order_values, write_order
 from train.sample_checksums import write_checksums
 
@@ -128,7 +127,7 @@ def check_planned_export(config: Config, root: Path, prepared: Path | None) -> s
         check_export(task, config.export)
         if isinstance(task, Generates):
             with tempfile.TemporaryDirectory() as temporary:
-                check_language_export(task, config, _planned_files(task, config, root, prepared, Path(temporary)))
+                check_language_export(task, config, planned_files(task, config, root, prepared, Path(temporary)))
     except PipelineError as error:
         if isinstance(error.__cause__, ModuleNotFoundError | FileNotFoundError) or isinstance(error, ResourceError):
             return str(error)
@@ -136,20 +135,6 @@ def check_planned_export(config: Config, root: Path, prepared: Path | None) -> s
     except Exception as error:  # the user's code, which may run elsewhere
         return f"{type(error).__name__}: {' '.join(str(error).split())}"
     return ""
-
-
-def _planned_files(task: Task, config: Config, root: Path, prepared: Path | None, folder: Path) -> Path:
-    """Return the shared files that the task has loaded, made in `folder` if need be."""
-    if prepared is not None:
-        if isinstance(task, HasFiles):
-            task.use_files(prepared)
-        return prepared
-    if config.model.pretrained:
-        if (fetched := locate_fetched(config.model, root)) is None:
-            raise ResourceError(f"{config.model.pretrained} has not been fetched")
-        copy_small_files(open_pretrained(fetched), folder)
-    make_shared_files(task, folder)
-    return folder
 
 
 def _metric_names(task: Task) -> list[str]:

@@ -1,9 +1,8 @@
-"""Pretrained weights: find them, copy their small files, and record the digests that training must find again."""
+"""Pretrained weights: find them, and record the digests that training must find again."""
 
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,6 @@ from pipeline.contract.run import Run
 
 PRETRAINED_KEY = "pretrained"  # in data.json
 _DIGEST_CACHE = ".pretrained-digests.json"  # in the folder of runs
-
-
-def copy_small_files(pretrained: Pretrained, folder: Path) -> None:
-    for name, path in pretrained.small.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, folder / name)
 
 
 def record(pretrained: Pretrained, directory: Path) -> str:

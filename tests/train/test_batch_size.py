@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,12 +23,12 @@ from train.batch_size import (
     candidate_sizes,
     describe_choice,
     fastest,
-    free_bytes,
     interpolate_bytes,
     is_still_gaining,
     micro_batches,
     model_bytes,
 )
+from train.memory import free_bytes
 from train.optim import make_optimizer
 from train.process_group import ProcessGroup
 
@@ -139,18 +138,6 @@ def test_too_little_memory_for_any_batch_is_an_error(project: Project) -> None:
 
 
 ALONE = ProcessGroup(Rank(), torch.device("cpu"))
-
-
-def container(folder: Path, limit: str) -> Path:
-    for name, text in {"max": limit, "current": "70", "stat": "anon 50\ninactive_file 20"}.items():
-        (folder / f"memory.{name}").write_text(text)
-    return folder
-
-
-def test_free_memory_respects_the_container_limit(tmp_path: Path) -> None:
-    assert free_bytes(container(tmp_path, "100")) == 100 - 70 + 20
-    assert free_bytes(container(tmp_path, "10")) == 0
-    assert free_bytes(container(tmp_path, "max")) > 1 << 20
 
 
 def test_budget_is_a_share_of_the_free_memory() -> None:

@@ -1,0 +1,113 @@
+"""The memory that training will need, for `pipe plan`: a process of its own traces one step without filling memory.
+
+An estimate that fits is kept beside the runs, by the keys of the steps. One that does not fit is made again, since free
+memory changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pipeline.contract.config import Config
+from pipeline.contract.files import digest_mapping, write_atomic
+from pipeline.contract.settings.section import count_bytes
+from pipeline.history import Project, find_run
+from pipeline.plan import Step, processes_per_node
+from pipeline.processes import count_gpus, step_environment
+
+CACHE_FILE = ".memory-estimates.json"  # in the folder of runs
+_TIMEOUT_SECONDS = 120  # the user's data() may do anything
+_UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
+_KINDS = ("weights", "gradients", "optimizer", "activations")
+
+
+def plan_memory(project: Project, config: Config, steps: Sequence[Step]) -> dict[str, Any]:
+    """Return bytes in total and by kind, `limit` and perhaps `fix`; or the `reason` why they are unknown."""
+    prepare, train = (next(step for step in steps if step.name == name) for name in ("prepare", "train"))
+    request = _request(project, config, prepare)
+    facts = {"prepare": prepare.key, "train": train.key}
+    facts |= {name: str(request[name]) for name in ("device", "processes", "local_processes", "limit")}
+    key, cache = digest_mapping(facts), project.runs / CACHE_FILE
+    kept = _read_cache(cache)
+    if key in kept:
+        return dict(kept[key])
+    estimate = _estimate(project.root, request)
+    if project.runs.is_dir() and "reason" not in estimate and not _exceeds(estimate):
+        with contextlib.suppress(OSError):  # a plan may be made where nothing can be written
+            write_atomic(cache, json.dumps({**kept, key: estimate}, indent=1))
+    return estimate
+
+
+def describe_memory(estimate: Mapping[str, Any]) -> str:
+    """Return the line of the plan."""
+    unit = _unit(estimate["bytes"])
+    kinds = ", ".join(f"{kind} {estimate[kind] / _UNITS[unit]:.1f}" for kind in _KINDS)
+    text = f"memory: {_size(estimate['bytes'])} per process ({kinds})"
+    if not _exceeds(estimate):
+        return text
+    fix = estimate.get("fix")
+    setting = f"{fix['setting']} needs {_size(fix['bytes'])}" if fix else "lower train.batch_size, or use more memory"
+    return f"{text}, but it can have only {_size(estimate['limit'])}; to fix it: {setting}"
+
+
+def _exceeds(estimate: Mapping[str, Any]) -> bool:
+    return bool(0 < estimate["limit"] < estimate["bytes"])
+
+
+def _unit(count: int) -> str:
+    return next((unit for unit, size in _UNITS.items() if count >= size), "KiB")
+
+
+def _size(count: int) -> str:
+    unit = _unit(count)
+    return f"{count / _UNITS[unit]:.1f} {unit}"
+
+
+def _request(project: Project, config: Config, prepare: Step) -> dict[str, Any]:
+    """Return what `train.memory` reads; pods have other machines, of which only the requested memory is known."""
+    train, on_cluster = config.train, config.cluster.executor == "kubernetes"
+    gpus = int(train.device == "cuda") if on_cluster else count_gpus(os.environ)
+    local_processes = processes_per_node(train, gpus)
+    limit = (0 if gpus else count_bytes(config.cluster.memory) // local_processes) if on_cluster else None
+    prepared = find_run(project.runs, prepare.source).output("prepare").resolve() if prepare.source else ""
+    return {
+        "config": config.model_dump(mode="json"),
+        "device": "cpu" if on_cluster else train.device,
+        "processes": local_processes * train.fewest_nodes,
+        "local_processes": local_processes,
+        "limit": limit,
+        "prepared": str(prepared),
+    }
+
+
+def _estimate(root: Path, request: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "train.memory"],
+            cwd=root,
+            env=os.environ | step_environment(1, os.cpu_count() or 1),
+            input=json.dumps(request),
+            capture_output=True,
+            text=True,
+            timeout=_TIMEOUT_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return {"reason": f"the data could not be opened within {_TIMEOUT_SECONDS} s"}
+    if done.returncode:
+        return {"reason": (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]}
+    return dict(json.loads(done.stdout))
+
+
+def _read_cache(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError):  # absent, or damaged: estimates are made again
+        return {}
