@@ -29,6 +29,7 @@ from pipeline.contract.restarts import read_attempts
 from pipeline.contract.run import Run, run_step
 from pipeline.contract.task import FOLDER, Generates, Task, build_model, check_export, open_task
 from pipeline.contract.weights import save_weights, transformers_model
+from train.accelerator import configure_accelerator, describe_accelerator
 from train.batch_order import order_identity, read_order
 from train.batch_size import decide_batch_size
 from train.chaos_hooks import CHAOS_VARIABLE, ChaosHook, install_chaos_hook
@@ -39,7 +40,7 @@ from train.checkpoint.store import CheckpointStore
 from train.elastic.attempts import begin_attempt
 from train.hang_report import enable_flight_recorder
 from train.ledger import LEDGER_FILE, Ledger, read_lines
-from train.metrics import MetricsLog
+from train.metrics import MetricsLog, peak_gpu_bytes
 from train.optim import freeze_garbage_collector, sample_rng, set_determinism, tune_malloc
 from train.parameter_server import ParameterServerTrainer
 from train.pretrained.adapter import ADAPTER_FOLDER, add_adapter, merge_adapter
@@ -64,6 +65,9 @@ def train(run: Run, root: Path) -> None:
         join_process_group(config, rank, run.path) as group,
         run_watchdog(group, run, root, config.timeout_seconds),
     ):
+        configure_accelerator(config, group.device)
+        if group.rank.first and group.device.type == "cuda":
+            print(describe_accelerator(config, group.device), flush=True)
         if folder := os.environ.get(CHAOS_VARIABLE):
             install_chaos_hook(ChaosHook(Path(folder), group))
         task = open_task(run, root)
@@ -155,6 +159,7 @@ def _fit(
     finally:
         if log:
             log.close()
+    memory = max(group.gather(peak_gpu_bytes(group.device)))
     if group.rank.first:
         weights: Mapping[str, Tensor] = store.load(progress.best_step).read_all("weights.")
         if run.config.model.adapter != "none":  # later steps know only the model without adapters
@@ -163,6 +168,7 @@ def _fit(
         summary = summarize(trainer, group, progress, first_step, time.perf_counter() - started)
         attempts = read_attempts(run.path)
         summary |= {"restarts": attempts.restarts, "seconds_lost": attempts.seconds_lost}
+        summary |= {"memory_bytes": memory} if memory else {}
         write_json(directory / "summary.json", summary)
         print(describe_summary(summary), flush=True)
     if trainer.snapshots:
@@ -194,6 +200,7 @@ def summarize(
 ) -> dict[str, Any]:
     """Return the summary; `seconds` and speed are of the steps since the last resume."""
     epochs = (progress.step - first_step) / trainer.order.steps_per_epoch
+    samples_per_second = epochs * trainer.order.samples / seconds
     return {
         "steps": progress.step,
         "total_steps": trainer.total_steps,
@@ -203,13 +210,14 @@ def summarize(
         "stopped_early": progress.step < trainer.total_steps,
         "world_size": group.size,
         "batch_size": trainer.order.batch_size,
-        "precision": trainer.config.precision,
+        "precision": trainer.strategy.objective.precision.kind,
         **trainer.strategy.objective.precision.metrics(),
         "device": group.device.type,
         "seconds": seconds,
         "checkpoints": trainer.pauses.count,
         "checkpoint_seconds": trainer.pauses.seconds,
-        "samples_per_second": epochs * trainer.order.samples / seconds,
+        "samples_per_second": samples_per_second,
+        **({"mfu": trainer.flops.utilization(samples_per_second)} if trainer.flops else {}),
     }
 
 

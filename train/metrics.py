@@ -21,6 +21,7 @@ from torch.utils.tensorboard.writer import SummaryWriter
 from pipeline.contract.facts import curve_values
 from pipeline.contract.files import unwritable, write_atomic
 from train.data import BatchLoader
+from train.flops import ModelFlops
 from train.optim import Precision
 from train.parallel.base import Strategy
 from train.process_group import ProcessGroup
@@ -102,8 +103,16 @@ class Measurement:
 class StepMeter:
     """Measures the values of a log line: loss, speed, waiting, memory."""
 
-    def __init__(self, strategy: Strategy, loader: BatchLoader, precision: Precision, group: ProcessGroup) -> None:
+    def __init__(
+        self,
+        strategy: Strategy,
+        loader: BatchLoader,
+        precision: Precision,
+        group: ProcessGroup,
+        flops: ModelFlops | None = None,
+    ) -> None:
         self._strategy, self._loader, self._precision, self._group = strategy, loader, precision, group
+        self._flops = flops
         self._before = self._read()
 
     def restart(self) -> None:
@@ -123,6 +132,7 @@ class StepMeter:
             "loss": total[1] / window.samples,
             "grad_norm": float(window.norms[-1]),
             "samples_per_second": window.samples / seconds,
+            "mfu": self._flops.utilization(window.samples / seconds) if self._flops else None,
             "step_seconds": seconds / window.steps,
             "data_wait_share": (now.waited_seconds - before.waited_seconds) / seconds,
             "sent_bytes_per_step": (now.sent_bytes - before.sent_bytes) / window.steps,
@@ -147,8 +157,13 @@ class StepMeter:
 def memory_mb(device: torch.device) -> float:
     """Return the peak memory of this process: on its GPU if it has one, else its resident set."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
+        return peak_gpu_bytes(device) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT / 2**20
+
+
+def peak_gpu_bytes(device: torch.device) -> int:
+    """Return the peak of what torch allocated on the GPU; 0 on a CPU, where it does not count."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
 
 
 def gpu_utilization(device: torch.device) -> float | None:

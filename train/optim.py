@@ -15,7 +15,7 @@ import math
 import random
 import sys
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,6 +25,7 @@ from pipeline.contract.errors import ConfigError
 from pipeline.contract.settings.stages import Train
 from pipeline.contract.task import HasOptimizer
 from pipeline.contract.torch_private import foreach_add_, foreach_sub_, fused_adamw_
+from train.accelerator import HALF_TYPES, Kind, Setting, choose_precision
 
 
 def make_optimizer(model: nn.Module, settings: Train, task: object = None) -> torch.optim.Optimizer:
@@ -91,9 +92,7 @@ def _elementwise_optimizer(parameters: list[nn.Parameter], settings: Train) -> t
         {"params": parameters, "weight_decay": settings.weight_decay if decayed else 0.0}
         for (decayed, _), parameters in sorted(parameters_by_kind.items(), key=lambda row: not row[0][0])
     ]
-    is_unsharded = all(
-        type(parameter) is nn.Parameter for parameters in parameters_by_kind.values() for parameter in parameters
-    )
+    is_unsharded = all(mesh is None for _, mesh in parameters_by_kind)
     if settings.optimizer == "sgd":
         momentum = 0.9 if settings.momentum is None else settings.momentum
         # torch has no fused SGD for sharded parameters
@@ -198,19 +197,16 @@ def learning_rate(step: int, total: int, settings: Train) -> float:
     return settings.lr * (settings.min_lr_ratio + (1 - settings.min_lr_ratio) * share)
 
 
-_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
 class Precision:
     """The type of the forward pass, and gradient scaling for fp16."""
 
-    def __init__(self, kind: Literal["fp32", "bf16", "fp16"], device: torch.device) -> None:
-        self.kind = kind
-        self.type = _TYPES.get(kind)  # None: that of the weights
+    def __init__(self, setting: Setting, device: torch.device) -> None:
+        self.kind: Kind = choose_precision(setting, device)
+        self.type = HALF_TYPES.get(self.kind)  # None: that of the weights
         self._device = device.type
         self._autocasts = self.type is not None
         # A disabled scaler does nothing, so there is one code path for all types.
-        self.scaler = torch.amp.GradScaler(self._device, enabled=kind == "fp16")
+        self.scaler = torch.amp.GradScaler(self._device, enabled=self.kind == "fp16")
         self.overflows = 0  # steps skipped because a gradient overflowed
 
     def autocast(self) -> contextlib.AbstractContextManager[object]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -76,3 +77,15 @@ def _like(parameter: Tensor, size: torch.Size, dtype: torch.dtype) -> Tensor:
     if size == parameter.shape:
         return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
     return torch.zeros(size, dtype=dtype, device=parameter.device)
+
+
+@contextlib.contextmanager
+def restored_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore the model's buffers at the end, by name: a pass may replace them."""
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for name, buffer in model.named_buffers():
+                buffer.copy_(before[name])

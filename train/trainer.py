@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -23,16 +22,19 @@ from pipeline.contract.data import Samples, check_call
 from pipeline.contract.errors import ConfigError, DataError
 from pipeline.contract.settings.stages import Train
 from pipeline.contract.task import HasLossWeight, Task
-from pipeline.contract.torch_private import cpp_compilers, mark_dynamic
 from train.batch_order import BatchOrder, check_order, count_steps
 from train.chaos_hooks import run_chaos_hook
+from train.compilation import batch_sizes_differ, check_compiler, keep_compile_cache, mark_batch_dynamic
 from train.data import BatchLoader, LoadedBatch, LoadRequest
 from train.elastic.preemption import preemption_handler
 from train.expert_balance import ExpertBalance
+from train.flops import measure_flops
+from train.memory_format import choose_input_formats
 from train.metrics import StepMeter, StepWindow
 from train.optim import Precision, check_optimizer_state, learning_rate, make_optimizer, seed_step, set_learning_rate
-from train.parallel import make_strategy, recompute_blocks
+from train.parallel import make_strategy
 from train.parallel.base import MicroBatch, Objective, Strategy
+from train.parallel.blocks import compile_blocks, recompute_blocks
 from train.pretrained.load import MakeModel
 from train.process_group import ProcessGroup
 from train.profiling import StepTracer, phase
@@ -66,26 +68,30 @@ class Trainer:
         self.total_steps = count_steps(self.config, self.order, _tokens_per_sample(self.config, train))
         self._slices = slices = _count_slices(self.config, group, self.order)
         if self.config.compile:
-            check_compiler(group.device)
+            check_compiler(self.config, group.device)
+            keep_compile_cache()
         self._any_length = train.has_collate
         sizes_differ = self.config.balance == "auto" or batch_sizes_differ(self.order, slices * self.config.accumulate)
-        self._any_size = self.config.compile and (sizes_differ or self._any_length)
+        self._any_size = bool(self.config.compile) and (sizes_differ or self._any_length)
         seed_step(self.config.seed, -1, 0)  # the same weights on every process
         self._precision = Precision(self.config.precision, group.device)
         model, materializer = create_model() if create_model else (task.model(), None)
         check_call(task, model)
         check_texts(task, model, (train, validation))
         check_loss_weight(task, train)
+        if self.config.compile == "blocks":
+            compile_blocks(model, self._any_size)
         if self.config.recompute == "blocks":
             recompute_blocks(model)
-        self.strategy = make_strategy(model, Objective(task, self._precision), group, self.config, train, materializer)
+        formats = choose_input_formats(self.config, model, task, train, group.device, logs=group.rank.first)
+        objective = Objective(task, self._precision, formats)
+        self.strategy = make_strategy(model, objective, group, self.config, train, materializer)
         optimizer = make_optimizer(self.strategy.model, self.config, task)
         self._optimizer = self.strategy.wrap_optimizer(optimizer)
         self.expert_balance = ExpertBalance(self.strategy, group)
         self._trained = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         self._loader = BatchLoader(train, group, self.config.seed, self.config.workers)
         self._balance = BatchBalance(self.config.balance, group, self.strategy)
-        self._meter = StepMeter(self.strategy, self._loader, self._precision, group)
         self._window = StepWindow()
         self._checked_steps = 0  # steps of the window whose loss and gradient were checked
         self.pauses = CheckpointPauses()
@@ -93,6 +99,8 @@ class Trainer:
         self._ledger: Ledger | None = None  # None: these steps do not count
         self.attempt: AttemptReporter | None = None
         self.snapshots: MemorySnapshots | None = None  # for snapshots in memory
+        self.flops = measure_flops(self.strategy, self.config, lambda: self._micro_batches(0))
+        self._meter = StepMeter(self.strategy, self._loader, self._precision, group, self.flops)
         self.strategy.warm_up(lambda: self._micro_batches(0))
         self.expert_balance.reset()
 
@@ -365,31 +373,6 @@ def not_finite_message(quantity: str, step: int, ranks: list[int]) -> str:
         "to fix it, lower train.lr or set train.clip_norm and go on from the last one "
         "(`pipe run --continue latest train.lr=…`), or check the data of that step"
     )
-
-
-def check_compiler(device: torch.device) -> None:
-    """Raise ConfigError without a compiler, before training: torch would fail in the middle of the first step."""
-    names = ["gcc", "clang", "cc"] if device.type == "cuda" else cpp_compilers()
-    if not any(shutil.which(name) for name in names):
-        raise ConfigError(
-            f"train.compile=true: no compiler ({' or '.join(names)}) on {device.type}; "
-            "to fix it, install one (Debian: apt-get install g++), or set train.compile=false"
-        )
-
-
-def batch_sizes_differ(order: BatchOrder, cuts: int) -> bool:
-    """Return whether micro-batches differ in size when every batch is cut into `cuts` of them."""
-    return not order.has_equal_batches or order.samples % (order.steps_per_epoch * cuts) != 0
-
-
-def mark_batch_dynamic(batch: Mapping[str, Tensor], any_length: bool = False) -> None:
-    """Compile one graph for all batch sizes, and all lengths of padded samples, from the first step on.
-
-    By default, torch compiles the first size, then a graph for all others; which of the two a step runs depends on
-    the sizes before it, so that a resumed run could end with other bits.
-    """
-    for column in batch.values():
-        mark_dynamic(column, list(range(column.ndim)) if any_length else 0)
 
 
 class CheckpointPauses:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.train.flops import peak_flops
 from benchmarks.train.gate import Finished
 from benchmarks.train.lapping import Lapping
 from benchmarks.train.large import LENGTH, NETS, sequences
@@ -20,6 +19,7 @@ from pipeline.contract.config import parse_config
 from pipeline.contract.data import open_split
 from pipeline.contract.processes import Rank
 from train.checkpoint.store import CheckpointStore
+from train.flops import ModelFlops
 from train.process_group import ProcessGroup, join_process_group
 from train.state import Progress
 
@@ -63,20 +63,17 @@ def main(net: str, steps: int, *, compiled: bool) -> None:
         try:
             trainer.fit(Progress(), CheckpointStore(Path(folder), 1, {}, group), None)  # no epoch ends in a few steps
         except Finished:
-            _print_row(watch, task.flops_per_token(trainer.strategy.model), batch_size, group)
+            _print_row(watch, trainer.flops, batch_size, group)
 
 
-def _print_row(watch: Stopwatch, flops_per_token: float, batch_size: int, group: ProcessGroup) -> None:
-    tokens = batch_size * LENGTH * LAP / statistics.median(watch.seconds[WARM_LAPS + 1 :])
-    device = torch.cuda.get_device_name(group.device)
-    peak = peak_flops(device)
-    flops = tokens * flops_per_token
+def _print_row(watch: Stopwatch, flops: ModelFlops | None, batch_size: int, group: ProcessGroup) -> None:
+    samples = batch_size * LAP / statistics.median(watch.seconds[WARM_LAPS + 1 :])  # per second
     row = {
         "gpus": group.size,
-        "device": device,
+        "device": torch.cuda.get_device_name(group.device),
         "batch_size": batch_size,
-        "tokens_per_second": tokens,
-        "mfu": flops / peak / group.size if peak else None,
+        "tokens_per_second": samples * LENGTH,
+        "mfu": flops.utilization(samples) if flops else None,
         "memory_gb": torch.cuda.max_memory_allocated(group.device) / 2**30,
     }
     if group.rank.first:

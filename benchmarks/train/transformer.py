@@ -18,8 +18,11 @@ class Transformer(nn.Module):
         nn.init.normal_(self.token.weight, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        hidden: Tensor = self.norm(self.blocks(self.token(x) + self.place))
-        return functional.linear(hidden, self.token.weight)
+        return functional.linear(self.hidden(x), self.token.weight)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        states: Tensor = self.norm(self.blocks(self.token(x) + self.place))
+        return states
 
 
 class _Block(nn.Module):

@@ -16,10 +16,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C import _distributed_c10d
 from torch._ops import OpOverload as OpOverload  # the targets of nodes in an exported graph
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # documented under this name only
 from torch.autograd import Variable
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # documented under this name only
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import return_and_correct_aliasing as return_and_correct_aliasing  # likewise
 
 # One kernel for a list of tensors, as torch's own optimizers have it; public functions start a kernel for each.
 foreach_add_ = torch._foreach_add_
@@ -30,13 +34,25 @@ foreach_norm = torch._foreach_norm
 # torch.optim.AdamW(fused=True) groups its tensors by device and type again at every step.
 fused_adamw_ = torch._fused_adamw_
 
+# The product of mixtures of experts; torch's counter of operations does not know it.
+grouped_mm = torch.ops.aten._grouped_mm
+
 # The base of all batch norms: SyncBatchNorm, and those of other libraries, have no public one.
 BatchNormBase = _BatchNorm
+
+# A tensor subclass without memory, which computes in `__torch_dispatch__`; no public function creates one.
+make_wrapper_subclass = Tensor._make_wrapper_subclass
+# The `__torch_function__` of a subclass whose operations may return plain tensors.
+disabled_torch_function = torch._C._disabled_torch_function_impl
+
+# What fake tensors raise when code reads their values, or selects elements by them.
+VALUE_ERRORS = (DataDependentOutputException, DynamicOutputShapeException)
 
 # Nested containers in the order in which torch.export and its checkpoints see them.
 TreeSpec = _pytree.TreeSpec
 tree_flatten = _pytree.tree_flatten
 tree_leaves = _pytree.tree_leaves
+tree_map = _pytree.tree_map
 tree_unflatten = _pytree.tree_unflatten
 
 
@@ -45,6 +61,12 @@ def flight_recorder_dumps() -> Iterator[str]:
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         if dump := getattr(_distributed_c10d, name, None):
             yield dump(True, False)
+
+
+def disable_dispatch_modes() -> AbstractContextManager[object]:
+    """Compute with real tensors within a trace, as torch's own code does for constants."""
+    context: AbstractContextManager[object] = _disable_current_modes()
+    return context
 
 
 def default_store() -> Any:

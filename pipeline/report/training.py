@@ -18,6 +18,11 @@ _MIN_LABELLED_WIDTH = 110  # of a part of the time budget
 _REST = "validation and the rest"
 _BUDGET_STYLES = {"computing": "one", "communication": "two", "data": "three", "checkpoints": "four", _REST: "five"}
 _CURVE_STYLES = ("one", "two", "three")
+_SHARES = {
+    "data_wait_share": "waiting for data",
+    "gpu_utilization": "GPU utilization",
+    "mfu": "model FLOPs utilization",
+}
 _MAX_PROCESSES = 6  # drawn; with more, only the largest and the smallest value are
 _MAX_EXPERTS = 64  # drawn, from the layers with the most uneven loads
 
@@ -249,12 +254,11 @@ def _figures(facts: Facts) -> Iterator[tuple[str, str]]:
         yield "median step", seconds(times[len(times) // 2])
     if pauses := sorted(_values(facts, "checkpoint_seconds")):
         yield "median pause for a checkpoint", seconds(pauses[len(pauses) // 2])
-    if waits := _values(facts, "data_wait_share"):
-        yield "waiting for data", percent(sum(waits) / len(waits))
     if memory := _values(facts, "memory_mb"):
         yield "memory of the largest process", size(max(memory) * 2**20)
-    if used := _values(facts, "gpu_utilization"):
-        yield "GPU utilization", percent(sum(used) / len(used))
+    for name, title in _SHARES.items():
+        if shares := _values(facts, name):
+            yield title, percent(sum(shares) / len(shares))
     scaling = facts.summary or facts.steps[-1]
     if "overflow_steps" in scaling:
         yield "steps skipped for overflow", number(scaling["overflow_steps"])

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pipeline.contract.config import parse_config
 from pipeline.contract.data import Samples
 from pipeline.contract.processes import Rank
+from train.accelerator import configure_accelerator
 from train.optim import set_determinism
 from train.process_group import ProcessGroup
 from train.trainer import Trainer
@@ -47,12 +48,16 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessGroup]:
     torch.use_deterministic_algorithms(False)
 
 
+EXACT = {"precision": "fp32", "matmul_precision": "highest"}  # comparable with a CPU
+
+
 def make(group: ProcessGroup, **train: Any) -> Trainer:
-    settings = {"epochs": 4, "batch_size": 20, "lr": 0.01, "device": "cuda", "log_every": 100, **train}
+    settings = {"epochs": 4, "batch_size": 20, "lr": 0.01, "device": "cuda", "log_every": 100, **EXACT, **train}
     values = {"name": "x", "task": "t.py:T", "codec": "c.py:C", "train": settings}
     config = parse_config(values, source="test")
     task: Any = Waves()
     set_determinism(config.train)
+    configure_accelerator(config.train, group.device)
     splits = Samples("train", task.data("train")), Samples("validation", task.data("validation"))
     return Trainer(task, config, group, *splits, settings["batch_size"])
 

@@ -9,16 +9,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
+from pipeline.contract.config import parse_config
 from pipeline.contract.data import Samples
 from pipeline.contract.processes import Rank
 from train.data import BatchLoader, LoadRequest
+from train.memory import estimate_memory
 from train.optim import Precision
 from train.parallel.base import MicroBatch, Objective, Strategy
 from train.parallel.ddp import DDPStrategy
+from train.parallel.pipeline_split import Stage, StagePlan, dry_run, units
+from train.parallel.placeholder import has_placeholder
 from train.process_group import ProcessGroup
 from train.state import Progress
+from train.trainer import Trainer
 
 from .conftest import Waves, losses, make
 
@@ -151,6 +156,58 @@ def test_workers_load_the_same_batches_onto_the_gpu(group: ProcessGroup) -> None
         assert batch["x"].device == group.device
         assert torch.equal(batch["x"].cpu(), columns["x"][request.indices])
     loader.stop()
+
+
+class Wide(Waves):
+    """Has a model of 270 MiB, so that the workspaces of libraries do not matter."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8192), nn.Tanh(), nn.Linear(8192, 8192), nn.Tanh(), nn.Linear(8192, 1))
+
+
+def test_estimate_of_memory_is_within_15_percent_of_what_the_gpu_allocates(group: ProcessGroup) -> None:
+    task: Any = Wide()
+    train = {"batch_size": 200, "device": "cuda"}
+    values = {"name": "x", "task": "t.py:T", "codec": "c.py:C", "train": train}
+    config = parse_config(values, source="test")
+    samples = Samples("train", task.data("train"))
+    expected = estimate_memory(task, config, group, task.model, samples).bytes
+    torch.cuda.reset_peak_memory_stats(group.device)
+    before = torch.cuda.memory_allocated(group.device)
+    losses(Trainer(task, config, group, samples, samples, 200), range(2))
+    measured = torch.cuda.max_memory_allocated(group.device) - before
+    print(f"estimate {expected >> 20} MiB, measured {measured >> 20} MiB")
+    assert expected == pytest.approx(measured, rel=0.15)
+
+
+class Masked(nn.Module):
+    """Makes a mask and positions on the device of its activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        positions, mask = torch.arange(8, device=x.device), torch.ones_like(x).triu() > 0
+        for layer in self.layers[1:]:
+            x = layer(nn.functional.dropout(x, 0.1, self.training) + positions).masked_fill(mask, 0.5)
+        return x
+
+
+@pytest.mark.parametrize("index", range(2))
+def test_pipeline_stage_on_a_gpu_matches_the_whole_model(group: ProcessGroup, index: int) -> None:
+    model, x = Masked().to(group.device).eval(), torch.rand(5, 8, device=group.device)
+    row = list(units(model))
+    with torch.autocast("cuda", torch.bfloat16):
+        recorded = dry_run(row, lambda count: model(x[:count]))
+        stage = Stage(model, StagePlan(model, row, recorded, ["layers.2"]), recorded, index, group.device)
+        stage.check(recorded, lambda: model(x[:2]))
+        received = [shape.empty(5, group.device).zero_() for shape in stage.input_shapes]
+        model.train()
+        result = stage.run(received, 5, lambda: model(x))
+    (tensor,) = result if index == 0 else (result,)
+    assert (tensor.shape, tensor.device, has_placeholder(tensor)) == ((5, 8), group.device, False)
 
 
 UNFINISHED = """

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.processes import Rank
 from train.checkpoint.store import CheckpointStore
-from train.parallel import recompute_blocks
+from train.parallel.blocks import recompute_blocks
 from train.process_group import ProcessGroup
 
 from .distributed import run_distributed, trained

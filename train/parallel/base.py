@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +22,8 @@ from pipeline.contract.data import forward
 from pipeline.contract.settings.stages import Train
 from pipeline.contract.task import Task
 from pipeline.contract.torch_private import after_backward, apply_to_tensors, foreach_copy_, foreach_mul_, foreach_norm
+from train.compilation import compile_whole
+from train.memory_format import Formats, convert_inputs
 from train.optim import Precision
 from train.process_group import ProcessGroup
 from train.profiling import phase
@@ -64,7 +66,7 @@ class Strategy:
         self._parameters = list(self.model.parameters())  # collecting them at every step would take time
 
     def wrap_model(self) -> nn.Module:
-        return torch.compile(self.model) if self.config.compile else self.model  # type: ignore[return-value]
+        return compile_whole(self.model, self.config)
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """Return the optimizer that the trainer uses; Horovod's exchange is part of it."""
@@ -168,6 +170,8 @@ class Strategy:
 
 def move_to_device(model: nn.Module, device: torch.device) -> nn.Module:
     """Move a model whose parameters may still be on the meta device; these are materialized later."""
+    if all(tensor.is_meta or tensor.device == device for tensor in (*model.parameters(), *model.buffers())):
+        return model
     if not any(parameter.is_meta for parameter in model.parameters()):
         return model.to(device)
     return apply_to_tensors(model, lambda t: t if t.is_meta else t.to(device))
@@ -257,15 +261,19 @@ class Objective:
 
     task: Task
     precision: Precision
+    formats: Formats = field(default_factory=dict)  # of the model's inputs
 
     def outputs(self, module: nn.Module, batch: Mapping[str, Tensor]) -> Outputs:
         with self.precision.autocast():
-            return forward(module, self.task, batch)
+            return self._forward(module, batch)
 
     def loss(self, module: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         """Return the mean over the batch."""
         with phase("forward"), self.precision.autocast():
-            return self.task.loss(forward(module, self.task, batch), batch)
+            return self.task.loss(self._forward(module, batch), batch)
+
+    def _forward(self, module: nn.Module, batch: Mapping[str, Tensor]) -> Outputs:
+        return forward(module, self.task, convert_inputs(batch, self.task.inputs, self.formats))
 
     def backward(self, loss: Tensor) -> None:
         with phase("backward"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.contract.errors import ConfigError
+from train.compilation import compile_whole
 from train.parallel.base import MicroBatch, Strategy
+from train.state import restored_buffers
 
 # A DistributedDataParallel that outlives its process group deadlocks when it is freed: gloo's destructor joins
 # threads that may wait for the interpreter lock it holds. So wrapped models are never freed, and the process
@@ -70,7 +72,7 @@ class DDPStrategy(Strategy):
             **buffers,
         )
         _never_freed.append(self.ddp)
-        self.module = torch.compile(self.ddp) if self.config.compile else self.ddp  # type: ignore[assignment]
+        self.module = compile_whole(self.ddp, self.config)
 
     def _missing_gradients(self, micro_batches: Callable[[], Iterable[MicroBatch]]) -> list[str]:
         """Return the trained parameters without a gradient after one pass, which leaves no trace in the model.
@@ -120,16 +122,6 @@ def has_only_running_statistics(model: nn.Module) -> bool:
     norms = [module for module in model.modules() if hasattr(module, "track_running_stats")]
     statistics = {id(buffer) for norm in norms for buffer in norm.buffers(recurse=False)}
     return all(id(buffer) in statistics for buffer in model.buffers())
-
-
-@contextlib.contextmanager
-def restored_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore the model's buffers at the end, by name: a pass may replace them."""
-    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    yield
-    with torch.no_grad():
-        for name, buffer in model.named_buffers():
-            buffer.copy_(before[name])
 
 
 class BufferSnapshot:

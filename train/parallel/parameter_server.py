@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from train.compilation import compile_whole
 from train.parallel.base import Strategy
 from train.parallel.local_sgd import flatten, unflatten_into
 
@@ -31,7 +32,7 @@ class ParameterServerStrategy(Strategy):
         self.copy = copy.deepcopy(self.model) if self.group.rank.first else self.model
         self._trained = [parameter for parameter in self.copy.parameters() if parameter.requires_grad]
         self._passes = 0  # since weights were validated
-        return torch.compile(self.copy) if self.config.compile else self.copy  # type: ignore[return-value]
+        return compile_whole(self.copy, self.config)
 
     def gradient(self, weights: Tensor, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
         """Return of a whole global batch the mean loss, the gradient's norm, and the clipped gradient as one vector."""

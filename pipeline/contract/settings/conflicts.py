@@ -39,6 +39,7 @@ MANY = 2  # represents every number above one
 RANGE = "2:4"  # represents every other range
 _COUNTS = ("tensor_parallel", "expert_parallel", "pipeline_parallel", "accumulate", "workers", "threads")
 
+NO_LOSS_SCALE = {"auto", "fp32", "bf16"}  # of precisions
 COMPRESSED = {"fp16", "bf16", "powersgd", "topk"}
 LOCAL = {"local_sgd", "diloco"}
 WEIGHTS_DIFFER = {*LOCAL, "parameter_server"}  # processes do not have the same weights at every step
@@ -67,7 +68,7 @@ CONFLICTS = (
         "strategy",
         WEIGHTS_DIFFER,
         "precision",
-        {"fp32", "bf16"},
+        NO_LOSS_SCALE,
         "processes cannot agree on a loss scale",
         "use precision=bf16",
     ),
@@ -96,7 +97,7 @@ CONFLICTS = (
         "use pipeline_parallel=1",
     ),
     Conflict(
-        "expert_parallel", {MANY}, "precision", {"fp32", "bf16"}, "experts overflow separately", "use precision=bf16"
+        "expert_parallel", {MANY}, "precision", NO_LOSS_SCALE, "experts overflow separately", "use precision=bf16"
     ),
     Conflict(
         "expert_parallel", {MANY}, "compile", {False}, "the number of tokens changes at each step", "use compile=false"
@@ -131,9 +132,7 @@ CONFLICTS = (
         "a process does not know its next step in advance",
         "use workers=0",
     ),
-    Conflict(
-        "pipeline_parallel", {MANY}, "precision", {"fp32", "bf16"}, "no loss is scaled there", "use precision=bf16"
-    ),
+    Conflict("pipeline_parallel", {MANY}, "precision", NO_LOSS_SCALE, "no loss is scaled there", "use precision=bf16"),
     Conflict(
         "pipeline_parallel", {MANY}, "compile", {False}, "a stage is only a part of the model", "use compile=false"
     ),
@@ -171,12 +170,20 @@ CONFLICTS = (
     Conflict(
         "elastic_shards", {1}, "deterministic", {True}, "two runs may differ without it", "use deterministic=true"
     ),
+    Conflict(
+        "cudnn_benchmark",
+        {True},
+        "deterministic",
+        {False},
+        "the fastest algorithm may differ between two runs",
+        "use deterministic=false",
+    ),
     Conflict("batch_size", {"auto"}, "elastic_shards", {0}, "the size it finds depends on the processes", NUMBER),
     Conflict(
         "tensor_parallel",
         {MANY},
         "precision",
-        {"fp32", "bf16"},
+        NO_LOSS_SCALE,
         "parts of a layer overflow separately",
         "use precision=bf16",
     ),

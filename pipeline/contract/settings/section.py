@@ -6,7 +6,7 @@ import ipaddress
 import re
 from collections.abc import Callable
 from decimal import Decimal
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
@@ -34,7 +34,8 @@ class Section(BaseModel):
     @classmethod
     def _reject_bool_for_numbers(cls, value: Any, info: ValidationInfo) -> Any:
         """Reject booleans for numbers: pydantic accepts true as 1, and `epochs: yes` would train one epoch."""
-        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation is not bool:
+        annotation = cls.model_fields[str(info.field_name)].annotation
+        if isinstance(value, bool) and bool not in (annotation, *get_args(annotation)):
             raise PydanticCustomError("truth", "input should not be true or false")
         return value
 
@@ -80,6 +81,13 @@ def _whole_bytes(text: str) -> str:
     if text and (match is None or Decimal(match[1]) * _SCALE[match[2] or ""] % 1):
         raise _invalid(text, "whole bytes, as in 512Mi or 2Gi")
     return text
+
+
+def count_bytes(text: str) -> int:
+    """Return the number of bytes in a setting, such as 2Gi."""
+    match = _BYTES.fullmatch(text)
+    assert match, text
+    return int(Decimal(match[1]) * _SCALE[match[2] or ""])
 
 
 def _check_egress(text: str) -> str:

@@ -123,6 +123,7 @@ class Train(Section):
             "timeout_seconds",
             "log_every",
             "trace",
+            "cudnn_benchmark",  # without `deterministic`, no two runs are the same anyway
         }
         | {"checkpoints", "checkpoint_every", "keep_checkpoints"}
     )
@@ -157,15 +158,29 @@ class Train(Section):
         0.05, description="fraction of all steps over which the learning rate rises from zero"
     )
     clip_norm: float = Field(1.0, ge=0, description="maximum gradient norm; 0: no clipping")
-    precision: Literal["fp32", "bf16", "fp16"] = Field(
-        "fp32", description="autocast precision; fp16 uses gradient scaling"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = Field(
+        "auto",
+        description="autocast precision; `auto`: bf16 on a GPU that has it, otherwise fp32; fp16 uses gradient scaling",
+    )
+    matmul_precision: Literal["highest", "high", "medium"] = Field(
+        "high",
+        description="products of fp32 numbers on a GPU: `highest` in fp32, `high` in TF32, `medium` in bf16; "
+        "convolutions in TF32 unless `highest`",
+    )
+    attention: Literal["auto", "flash", "efficient", "math", "cudnn"] = Field(
+        "auto",
+        description="kernel of torch's scaled_dot_product_attention on a GPU; `auto`: torch chooses for each call",
     )
     recompute: Literal["none", "blocks"] = Field(
         "none",
         description="`blocks`: activation checkpointing; the backward pass computes repeated blocks again instead of "
         "keeping their activations",
     )
-    compile: bool = Field(False, description="compile the model with torch.compile; on CPU this needs a C++ compiler")
+    compile: bool | Literal["blocks"] = Field(
+        False,
+        description="compile the model with torch.compile; `blocks`: each repeated block, equal ones once; on CPU this "
+        "needs a C++ compiler",
+    )
     early_stopping_patience: Natural = Field(
         0, description="validations without a better loss before training stops; 0: never"
     )
@@ -173,7 +188,17 @@ class Train(Section):
         0, description="optimizer steps between two validations; 0: only at the end of an epoch"
     )
     seed: Seed = Field(0, description="seed of weight initialization, data order and augmentation")
+    channels_last: bool = Field(
+        True,
+        description="on a GPU, give pictures and volumes to a model with convolutions in the memory format "
+        "channels_last",
+    )
     deterministic: bool = Field(True, description="use torch's deterministic algorithms")
+    cudnn_benchmark: bool | None = Field(
+        None,
+        description="try cuDNN's algorithms for each shape of a convolution and keep the fastest; by default on a GPU "
+        "unless `deterministic`",
+    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="`auto` uses GPUs if torch finds any")
     workers: Natural = Field(
         0, description="DataLoader worker processes per training process; not needed for in-memory columns"
@@ -256,6 +281,10 @@ class Train(Section):
     @property
     def most_nodes(self) -> int:
         return int(str(self.nodes).rpartition(":")[2])
+
+    @property
+    def tries_cudnn_algorithms(self) -> bool:
+        return not self.deterministic if self.cudnn_benchmark is None else self.cudnn_benchmark
 
     @property
     def compress_kind(self) -> str:

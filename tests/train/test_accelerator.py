@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+from pipeline.contract.errors import ConfigError
+from pipeline.contract.settings.stages import Train
+from train.accelerator import choose_precision, configure_accelerator, describe_accelerator
+from train.optim import Precision
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+CUDNN: Any = torch.backends.cudnn  # published without all of its types
+FLAGS = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp")
+
+
+def state() -> dict[str, Any]:
+    """Return what the settings of a GPU change in torch."""
+    kernels = {name: getattr(torch.backends.cuda, f"{name}_enabled")() for name in FLAGS}
+    return {
+        "products": torch.get_float32_matmul_precision(),
+        "convolutions": CUDNN.conv.fp32_precision,
+        "recurrences": CUDNN.rnn.fp32_precision,
+        "benchmark": CUDNN.benchmark,
+        **kernels,
+    }
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    before = state()
+    yield
+    torch.set_float32_matmul_precision(before["products"])
+    CUDNN.conv.fp32_precision = before["convolutions"]
+    CUDNN.rnn.fp32_precision = before["recurrences"]
+    CUDNN.benchmark = before["benchmark"]
+    for name in FLAGS:
+        getattr(torch.backends.cuda, f"enable_{name}")(before[name])
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU with bf16 whose tensors are on the CPU."""
+    zeros = torch.zeros
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: not including_emulation)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(torch, "zeros", lambda *size, device, **options: zeros(*size, **options))
+
+
+def test_auto_precision_is_bf16_where_a_gpu_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    supported = {"native": True}
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: supported["native"])
+    assert choose_precision("auto", GPU) == "bf16"
+    supported["native"] = False
+    assert choose_precision("auto", GPU) == "fp32"
+    assert choose_precision("fp16", GPU) == "fp16"
+    assert Precision("auto", CPU).kind == "fp32"
+    assert Precision("auto", CPU).type is None
+
+
+def test_nothing_is_set_for_a_cpu() -> None:
+    before = state()
+    configure_accelerator(Train(matmul_precision="medium", deterministic=False, attention="cudnn"), CPU)
+    assert state() == before
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("setting", "convolutions"), [("highest", "ieee"), ("high", "tf32"), ("medium", "tf32")])
+def test_matmul_precision_is_set_for_products_and_convolutions(setting: Any, convolutions: str) -> None:
+    configure_accelerator(Train(matmul_precision=setting), GPU)
+    assert state()["products"] == setting
+    assert (state()["convolutions"], state()["recurrences"]) == (convolutions, convolutions)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_cudnn_tries_algorithms_only_where_runs_may_differ() -> None:
+    for settings, expected in (
+        (Train(), False),
+        (Train(deterministic=False), True),
+        (Train(deterministic=False, cudnn_benchmark=False), False),
+    ):
+        configure_accelerator(settings, GPU)
+        assert CUDNN.benchmark is expected
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(("kind", "flag"), [("flash", "flash_sdp"), ("math", "math_sdp")])
+def test_only_the_chosen_attention_kernel_remains(kind: Any, flag: str) -> None:
+    configure_accelerator(Train(attention=kind), GPU)
+    assert [name for name in FLAGS if state()[name]] == [flag]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_an_attention_kernel_that_the_gpu_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_args: Any, **_options: Any) -> None:
+        raise RuntimeError("No available kernel. Aborting execution.")
+
+    before = state()
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", refuse)
+    with pytest.raises(ConfigError, match=r"train\.attention=cudnn: NVIDIA H100 80GB HBM3 does not compute it in bf16"):
+        configure_accelerator(Train(attention="cudnn"), GPU)
+    assert {name: state()[name] for name in FLAGS} == {name: before[name] for name in FLAGS}
+
+
+@pytest.mark.usefixtures("gpu")
+def test_the_log_names_what_was_decided() -> None:
+    assert describe_accelerator(Train(), GPU) == "NVIDIA H100 80GB HBM3: bf16, products of fp32 numbers in TF32"
+    settings = Train(precision="fp32", matmul_precision="highest", attention="flash")
+    assert describe_accelerator(settings, GPU).endswith(": fp32, products of fp32 numbers in fp32, flash attention")
