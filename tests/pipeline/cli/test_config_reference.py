@@ -21,7 +21,7 @@ def test_every_key_has_a_line_with_a_meaning() -> None:
 
 def test_types_and_defaults_are_written_as_in_yaml() -> None:
     text = reference()
-    assert "| `precision` | `fp32` \\| `bf16` \\| `fp16` | `fp32` |" in text
+    assert "| `precision` | `auto` \\| `fp32` \\| `bf16` \\| `fp16` | `auto` |" in text
     assert "| `deterministic` | bool | `true` |" in text
     assert "| `batch_sizes` | list | `[1, 2, 7, 256]` |" in text
     assert '| `rendezvous` | str | `""` |' in text

@@ -19,7 +19,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "pipeline_parallel": (1, MANY),
     "accumulate": (1, MANY),
     "compress": ("none", "fp16", "bf16", "powersgd", "topk"),
-    "precision": ("fp32", "bf16", "fp16"),
+    "precision": ("auto", "fp32", "bf16", "fp16"),
     "balance": ("equal", "auto"),
     "batch_size": (64, "auto"),
     "workers": (0, 2),
