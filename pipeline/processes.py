@@ -13,17 +13,28 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from pipeline.contract.config import Config
 from pipeline.contract.errors import ConfigError, GateError, Interrupted, StageError
 from pipeline.contract.files import unwritable
+from pipeline.contract.fork_server import (
+    ADDRESS_VARIABLE,
+    Process,
+    can_serve,
+    server_address,
+    server_command,
+    start_module,
+)
 from pipeline.contract.processes import PARENT_WATCH_VARIABLE, describe_exit
 from pipeline.contract.restarts import STEP_END_SECONDS
 from pipeline.contract.run import Run, RunFile, all_runs, is_alive, own_identity
+from pipeline.contract.sources import third_party_imports
 from pipeline.history import Project
 
 Report = Callable[[str], None]
@@ -46,10 +57,14 @@ class LocalLauncher:
     root: Path
     tick: Callable[[], None]  # called ten times a second while a step runs
     grace_seconds: float = STEP_END_SECONDS  # between SIGTERM and SIGKILL
+    forks: bool = False  # by the fork server that the environment names
 
     def launch(self, argv: tuple[str, ...], log: Path, env: Mapping[str, str]) -> int:
         """Run to the end and return the exit status; on Ctrl-C, end the process first."""
-        with log.open("ab") as output, child_process(argv, self.root, env, output, self.grace_seconds) as process:
+        with (
+            log.open("ab") as output,
+            child_process(argv, self.root, env, output, self.grace_seconds, forks=self.forks) as process,
+        ):
             while True:
                 try:
                     return process.wait(timeout=_TICK_SECONDS)
@@ -59,28 +74,70 @@ class LocalLauncher:
 
 @contextlib.contextmanager
 def child_process(
-    argv: tuple[str, ...], root: Path, env: Mapping[str, str], output: IO[Any], grace_seconds: float = STEP_END_SECONDS
-) -> Iterator[subprocess.Popen[bytes]]:
+    argv: tuple[str, ...],
+    root: Path,
+    env: Mapping[str, str],
+    output: IO[Any] | int,
+    grace_seconds: float = STEP_END_SECONDS,
+    *,
+    forks: bool = False,
+    files: tuple[int, ...] = (),
+) -> Iterator[Process]:
     """Start a process that ends, with its children, when the block ends or when this process dies.
 
-    Its standard input is a socket: it reads end-of-file there when this process is gone.
+    Its standard input is a socket: it reads end-of-file there when this process is gone. `files` stay open in it.
     """
     parent_end, child_end = socket.socketpair()
-    process = subprocess.Popen(
-        with_this_python(argv),
-        cwd=root,
-        env={**os.environ, **env, PARENT_WATCH_VARIABLE: "1"},
-        stdin=child_end.fileno(),
-        stdout=output,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,  # Ctrl-C reaches only this process, which decides
-    )
+    environment = {**os.environ, **env, PARENT_WATCH_VARIABLE: "1"}
+    process: Process
+    if forks:
+        _, _, module, *arguments = argv
+        out = output if isinstance(output, int) else output.fileno()
+        process = start_module(module, arguments, root, environment, (child_end.fileno(), out, out))
+    else:
+        process = subprocess.Popen(
+            with_this_python(argv),
+            cwd=root,
+            env=environment,
+            stdin=child_end.fileno(),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            pass_fds=files,
+            start_new_session=True,  # Ctrl-C reaches only this process, which decides
+        )
     child_end.close()
     try:
         yield process
     finally:
         _terminate(process, grace_seconds)
         _wait_for_children(parent_end)
+
+
+_FORKED_MODULES = ("train.__main__", "train.elastic.agent")
+_FORK_SAFE = {"PIL", "pandas", "scipy", "sklearn", "torchvision", "transformers"}  # start nothing when imported
+
+
+@contextlib.contextmanager
+def training_server(root: Path, env: Mapping[str, str], config: Config) -> Iterator[dict[str, str]]:
+    """Run a fork server for training with this environment; yield the variable that names it.
+
+    It also imports what the user's code does, as far as that is known to be harmless.
+    """
+    packages = _FORK_SAFE.intersection(third_party_imports(root, config.task, config.codec))
+    with tempfile.TemporaryDirectory(prefix="pipe-") as folder, socket.socket(socket.AF_UNIX) as listener:
+        path = Path(folder) / "fork-server"
+        if not can_serve() or len(os.fsencode(path)) > _LONGEST_SOCKET_PATH:
+            yield {}
+            return
+        listener.bind(str(path))
+        listener.listen()
+        argv = server_command(listener, _FORKED_MODULES, sorted(packages))
+        with child_process(argv, root, env, subprocess.DEVNULL, files=(listener.fileno(),)):
+            listener.close()
+            yield {ADDRESS_VARIABLE: server_address(path, {**os.environ, **env})}
+
+
+_LONGEST_SOCKET_PATH = 100
 
 
 def _wait_for_children(parent_end: socket.socket) -> None:
@@ -91,7 +148,7 @@ def _wait_for_children(parent_end: socket.socket) -> None:
         parent_end.recv(1)
 
 
-def _terminate(process: subprocess.Popen[bytes], grace_seconds: float) -> None:
+def _terminate(process: Process, grace_seconds: float) -> None:
     """Send SIGTERM; after the grace period, or on another Ctrl-C, kill the whole process group."""
     if process.poll() is not None:
         return

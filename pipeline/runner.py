@@ -32,10 +32,12 @@ from pipeline.contract.errors import (
     read_error,
 )
 from pipeline.contract.files import empty_folders
+from pipeline.contract.fork_server import has_server
 from pipeline.contract.override import OVERRIDDEN
 from pipeline.contract.processes import describe_exit
 from pipeline.contract.restarts import GiveUp, ProcessEnd, restart_after
 from pipeline.contract.run import Acceptance, Run, RunFile, StepRecord, own_identity
+from pipeline.contract.settings.stages import Train
 from pipeline.data_checks.champion import CHAMPION_PART
 from pipeline.display import Display, count_processes
 from pipeline.history import (
@@ -72,19 +74,18 @@ from pipeline.plan import (
     step_command,
 )
 from pipeline.processes import (
-    Ask,
     LocalLauncher,
-    Report,
     adopt_output,
     count_gpus,
     find_killed_process,
     prepare_log,
     read_log_end,
     step_environment,
+    training_server,
 )
 from pipeline.readers import changed_read_files
 from pipeline.tracking.process import TRACKED_STEPS, Tracking, check_trackers, track_run
-from pipeline.training.launchers import check_launcher
+from pipeline.training.launchers import check_launcher, uses_agent
 
 REDEPLOYED = "deployed again"  # reason in the records of `pipe deploy`, whose steps are those of another run
 
@@ -133,6 +134,7 @@ class PipelineRun:
     outputs: dict[str, dict[str, str]] = field(default_factory=dict)
     key_config: Config | None = None  # configuration of the steps' keys, where it is not `config`
     tracking: Tracking | None = None  # while its steps run
+    server: Mapping[str, str] = field(default_factory=dict)  # variable that names the fork server of training
     _changed: dict[tuple[str, str], list[str]] = field(default_factory=dict)  # so that each file is hashed only once
 
     def parts(self, step: str, outputs: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
@@ -468,20 +470,41 @@ def _run_steps(pipeline_run: PipelineRun, run: Run, display: Display) -> None:
 
 
 def _run_each_step(pipeline_run: PipelineRun, run: Run, display: Display) -> None:
-    for name in pipeline_run.request.steps:
-        step = pipeline_run.decide(name)
-        earlier = run.read().steps.get(name)
-        if name == "train" and step.action == "run" and earlier is not None and _has_progress(run, earlier):
-            _settle_changes(pipeline_run, run, earlier, step.parts)
+    request = pipeline_run.request
+    with contextlib.ExitStack() as server:
+        for name in request.steps:
             step = pipeline_run.decide(name)
-        if step.action == "reuse":
-            record = _reuse_step(pipeline_run, run, step)
-            display.report(f"{name}: reused, {step.reason}")
-        else:
-            changes_service = lock_service(run.runs, display.report) if name == "deploy" else contextlib.nullcontext()
-            with changes_service:
-                record = _run_step(pipeline_run, run, step, display)
-        pipeline_run.outputs[name] = outputs_with_override(run, record)
+            earlier = run.read().steps.get(name)
+            if name == "train" and step.action == "run" and earlier is not None and _has_progress(run, earlier):
+                _settle_changes(pipeline_run, run, earlier, step.parts)
+                step = pipeline_run.decide(name)
+            if step.action == "reuse":
+                record = _reuse_step(pipeline_run, run, step)
+                display.report(f"{name}: reused, {step.reason}")
+            else:
+                if name in ("prepare", "train") and "train" in request.steps and not pipeline_run.server:
+                    training = serve_training(pipeline_run.project.root, pipeline_run.config, request.cores)
+                    pipeline_run.server = server.enter_context(training)
+                changes_service = (
+                    lock_service(run.runs, display.report) if name == "deploy" else contextlib.nullcontext()
+                )
+                with changes_service:
+                    record = _run_step(pipeline_run, run, step, display)
+            pipeline_run.outputs[name] = outputs_with_override(run, record)
+            if name == "train":
+                server.close()
+
+
+def serve_training(root: Path, config: Config, cores: int) -> contextlib.AbstractContextManager[Mapping[str, str]]:
+    """Let a fork server import what training on this machine needs, unless one has; return the variable that names it.
+
+    Meanwhile the data may be prepared.
+    """
+    environment = training_environment(config.train, cores)
+    is_elsewhere = runs_on_cluster("train", config) or not uses_agent(config.train)
+    if is_elsewhere or has_server({**os.environ, **environment}):
+        return contextlib.nullcontext({})
+    return training_server(root, environment, config)
 
 
 def _reuse_step(pipeline_run: PipelineRun, run: Run, step: Step) -> StepRecord:
@@ -499,7 +522,7 @@ def _reuse_step(pipeline_run: PipelineRun, run: Run, step: Step) -> StepRecord:
 
 def _run_step(pipeline_run: PipelineRun, run: Run, step: Step, display: Display) -> StepRecord:
     root, request = pipeline_run.project.root, pipeline_run.request
-    executor = choose_executor(step.name, root, run.config, request.cores, display.report, display.ask)
+    executor = choose_executor(pipeline_run, step.name, run.config, display)
     earlier = run.read().steps.get(step.name)
     continues = step.name == "train" and earlier is not None and not earlier.complete and earlier.is_current(step.key)
     if not continues and not executor.is_running(run, step):
@@ -611,21 +634,20 @@ class Executor(Protocol):
 class LocalExecutor:
     """Runs a step as a process that ends with this one."""
 
-    def __init__(self, root: Path, cores: int) -> None:
-        self._root, self._cores = root, cores
+    def __init__(self, root: Path, cores: int, server: Mapping[str, str]) -> None:
+        self._root, self._cores, self._server = root, cores, server
 
     def is_running(self, run: Run, step: Step) -> bool:  # noqa: ARG002 - the protocol's signature
         return False
 
     def run_step(self, run: Run, record: StepRecord, tick: Callable[[], None]) -> int:
         """Run the process; training is started again where its node was killed, as it starts its workers again."""
-        train, log = run.config.train, run.log(record.step)
-        processes = processes_per_node(train, count_gpus(os.environ)) if record.step == "train" else 1
-        threads = train.threads if record.step == "train" else 0
-        environment = step_environment(processes, self._cores or os.cpu_count() or 1, threads)
-        launcher = LocalLauncher(self._root, tick)
+        train, log, launcher = run.config.train, run.log(record.step), LocalLauncher(self._root, tick)
+        if record.step != "train":
+            return launcher.launch(record.argv, log, step_environment(1, count_cores(self._cores)))
+        environment = {**training_environment(train, self._cores), **self._server}
         status = launcher.launch(record.argv, log, environment)
-        while record.step == "train" and status == -signal.SIGKILL:
+        while status == -signal.SIGKILL:
             host = socket.gethostname()
             end = ProcessEnd(host, describe_exit(f"the node on {host}", status))
             if isinstance(restart_after(run.path, end, train.restarts), GiveUp):
@@ -634,12 +656,21 @@ class LocalExecutor:
         return status
 
 
-def choose_executor(step: str, root: Path, config: Config, cores: int, report: Report, ask: Ask) -> Executor:
+def training_environment(train: Train, cores: int) -> dict[str, str]:
+    return step_environment(processes_per_node(train, count_gpus(os.environ)), count_cores(cores), train.threads)
+
+
+def count_cores(cores: int) -> int:
+    return cores or os.cpu_count() or 1
+
+
+def choose_executor(pipeline_run: PipelineRun, step: str, config: Config, display: Display) -> Executor:
+    root = pipeline_run.project.root
     if not runs_on_cluster(step, config):
-        return LocalExecutor(root, cores)
+        return LocalExecutor(root, pipeline_run.request.cores, pipeline_run.server)
     from pipeline.cluster_executor import ClusterExecutor  # the manifests are slow to load
 
-    return ClusterExecutor(root, report, ask)
+    return ClusterExecutor(root, display.report, display.ask)
 
 
 def runs_on_cluster(step: str, config: Config) -> bool:

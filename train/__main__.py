@@ -339,8 +339,12 @@ def first_disagreement(by_rank: Sequence[Mapping[str, str]]) -> str:
     return ""
 
 
+def main(argv: Sequence[str]) -> int:
+    return run_step("train", train, argv)
+
+
 if __name__ == "__main__":
-    status = run_step("train", train, sys.argv[1:])
+    status = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)  # freeing gloo's resources may never return

@@ -44,7 +44,7 @@ class Kill(Frozen):
 
     place: KillPoint
     step: int  # steps that are done by then, at least
-    who: Literal["worker", "launcher", "pipe"] = "worker"
+    who: Literal["worker", "launcher", "server", "pipe"] = "worker"  # server: the fork server
     rank: int = 0  # of the worker
     share: float = 0.0  # of the time there is for it, when it comes from outside
     fault: Fault = "kill"

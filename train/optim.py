@@ -253,7 +253,10 @@ def set_determinism(config: Train) -> None:
     if config.elastic_shards > 0:
         torch.set_num_threads(1)  # the order of sums depends on the number of threads
     if config.deterministic:
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        if config.compile:
+            torch.use_deterministic_algorithms(True, warn_only=True)
+        else:  # the same for all but torch's compiler, which the other function imports: half a second
+            torch.set_deterministic_debug_mode("warn")
         # Filling new memory with NaN finds kernels that read uninitialized memory, but costs a pass over each tensor.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 

@@ -14,7 +14,6 @@ import random
 import shutil
 import signal
 import statistics
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,6 +27,7 @@ import psutil
 from pipeline.chaos.verdict import KillResult, Training, compare_training, kill_results, training_log
 from pipeline.contract.config import Config, override_config
 from pipeline.contract.errors import ConfigError, PipelineError, ResourceError, StageError
+from pipeline.contract.fork_server import Process
 from pipeline.contract.run import Run
 from pipeline.history import Project, create_run, link_outputs, write_record
 from pipeline.processes import child_process
@@ -98,16 +98,16 @@ class Attack:
             refused, working = (first, second) if first.poll() is not None else (second, first)
             path, size = (outputs[0], sizes[0]) if refused is first else (outputs[1], sizes[1])
             text = path.read_text(errors="replace")[size:]
-            if refused.returncode != ResourceError.exit_code or "is working on it" not in text:
+            if refused.wait() != ResourceError.exit_code or "is working on it" not in text:
                 raise StageError(f"one of two commands that resumed at once ended otherwise than by refusing: {text}")
             return self._watch(working)
 
-    def _start(self, log: Path) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
+    def _start(self, log: Path) -> contextlib.AbstractContextManager[Process]:
         argv = ("python", "-m", "pipeline", "-C", str(self.folder), "run", "--resume", str(self.run.path))
         env = {"PYTHONSAFEPATH": "1", CHAOS_VARIABLE: str(self.log.folder)}
         return _logged_process(argv, self.folder, env, log)
 
-    def _watch(self, process: subprocess.Popen[bytes]) -> tuple[int, bool]:
+    def _watch(self, process: Process) -> tuple[int, bool]:
         started, excused = time.time(), False
         command_process = psutil.Process(process.pid)
         while process.poll() is None:
@@ -118,7 +118,7 @@ class Attack:
             time.sleep(_POLL_SECONDS)
         self._end_pauses(math.inf)
         self._read_events()
-        return process.returncode, excused
+        return process.wait(), excused
 
     def _end_pauses(self, now: float) -> None:
         for until, process in self._paused:
@@ -185,9 +185,7 @@ _FIRST_WORKER = Kill(place="moment", step=1)
 
 
 @contextlib.contextmanager
-def _logged_process(
-    argv: tuple[str, ...], folder: Path, env: Mapping[str, str], log: Path
-) -> Iterator[subprocess.Popen[bytes]]:
+def _logged_process(argv: tuple[str, ...], folder: Path, env: Mapping[str, str], log: Path) -> Iterator[Process]:
     with log.open("ab") as output, child_process(argv, folder, env, output) as process:
         yield process
 
@@ -236,10 +234,17 @@ def choose_victim(
         return command_process
     if kill.place == "start":
         return max(descendants, key=lambda process: process.create_time(), default=None)
-    rank = kill.rank if kill.who == "worker" else 0
-    starts = [event for event in events if event.event == "born" and event.rank == rank]
-    pid = (starts[-1].pid if kill.who == "worker" else starts[-1].parent) if starts else 0
-    return next((process for process in descendants if process.pid == pid), None)
+    starts = [event for event in events if event.event == "born" and event.rank == kill.rank]
+    if not starts:
+        return None
+    if kill.who == "worker":
+        return next((process for process in descendants if process.pid == starts[-1].pid), None)
+    found = [process for process in descendants if _MODULES[kill.who] in process.cmdline()]
+    parents = [process for process in descendants if process.pid == starts[-1].parent]  # mpirun, srun
+    return next(iter(found or parents), None)
+
+
+_MODULES = {"launcher": "train.elastic.agent", "server": "pipeline.contract.fork_server"}
 
 
 _EPOCHS = 2  # so that one ends during the training
@@ -299,7 +304,7 @@ HOLD_STEPS = 3  # during which a kill from outside can happen
 KILL_KINDS = (
     "step", "write", "rename", "renamed", "ledger", "pipe", "other worker", "launcher", "step", "first worker",
     "start", "step", "write", "step", "step", "renamed", "step", "rename", "step", "step",
-    "pause", "disk", "truncated", "flipped", "clock", "store", "resume",
+    "pause", "disk", "truncated", "flipped", "clock", "store", "resume", "server",
 )  # fmt: skip
 _PAUSE_SECONDS = (5.0, 30.0, 90.0)  # in turn
 _CLOCK_SECONDS = (3600.0, -3600.0)
@@ -343,7 +348,7 @@ def _kill(kind: str, index: int, total: int, steps: int, processes: int, generat
         return Kill(place="step", step=step, rank=index % processes, fault="clock", seconds=seconds)
     step = generator.randint(1, max(1, steps - HOLD_STEPS))
     kill = Kill(place="moment", step=step, hold=step + HOLD_STEPS, share=generator.random())
-    if kind in ("launcher", "pipe"):
+    if kind in ("launcher", "server", "pipe"):
         return kill.model_copy(update={"who": kind})
     if kind in ("truncated", "flipped", "resume"):
         return kill.model_copy(update={"who": "pipe", "fault": kind})

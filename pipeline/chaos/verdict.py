@@ -26,6 +26,7 @@ _INSIDE = {
 _MOMENTS = {
     "worker": "at any moment: first worker",
     "launcher": "at any moment: launcher",
+    "server": "at any moment: the fork server",
     "pipe": "at any moment: pipe itself",
 }
 _FAULTS = {
@@ -37,7 +38,8 @@ _FAULTS = {
     "store": "first worker and its launcher at once",
     "resume": "two `pipe run --resume` at once",
 }
-_KILLS = (*_INSIDE.values(), _MOMENTS["worker"], _OTHER, _MOMENTS["launcher"], _MOMENTS["pipe"], _STARTING)
+_OTHERS = tuple(text for who, text in _MOMENTS.items() if who != "worker")
+_KILLS = (*_INSIDE.values(), _MOMENTS["worker"], _OTHER, *_OTHERS, _STARTING)
 PLACES = (*_KILLS, *_FAULTS.values())
 
 

@@ -30,6 +30,10 @@ class Rendezvous:
     id: str
 
 
+def uses_agent(train: Train) -> bool:
+    return train.launcher == "torchrun" and train.strategy != "horovod"
+
+
 def launch_command(
     train: Train,
     per_node: int,

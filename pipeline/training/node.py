@@ -35,6 +35,7 @@ from pipeline.contract.errors import (
     write_error,
 )
 from pipeline.contract.files import write_json
+from pipeline.contract.fork_server import has_server
 from pipeline.contract.processes import AgentStatus, describe_exit, split_address, was_terminated, watch_parent
 from pipeline.contract.restarts import (
     LAUNCHER_END_SECONDS,
@@ -66,8 +67,9 @@ from pipeline.processes import (
     prepare_log,
     read_log_end,
     step_environment,
+    training_server,
 )
-from pipeline.training.launchers import Rendezvous, launch_command, launcher_environment
+from pipeline.training.launchers import Rendezvous, launch_command, launcher_environment, uses_agent
 
 PASSING_EXIT_CODE = 75  # a batch system may try again
 POD_NUMBER = "JOB_COMPLETION_INDEX"  # of an Indexed Job; the first pod leads
@@ -129,7 +131,7 @@ class TrainingNode:
 
     run: Run
     root: Path
-    env: Mapping[str, str]
+    env: dict[str, str]
     joined: bool
     train: Train
 
@@ -145,8 +147,9 @@ class TrainingNode:
         """Start the training processes, and again as long as `restart_after` decides so."""
         leads_many = not self.joined and self.train.launcher == "torchrun" and self.train.most_nodes > 1
         rendezvous, attempts = None, 0
-        with contextlib.ExitStack() as store:
+        with contextlib.ExitStack() as server, contextlib.ExitStack() as store:
             while True:
+                self._ensure_server(server)
                 if leads_many and rendezvous is None:
                     rendezvous = store.enter_context(self.run_store())
                 elif self.joined and (rendezvous := self.wait_for_rendezvous(took_part=attempts > 0)) is None:
@@ -170,6 +173,12 @@ class TrainingNode:
                         record_end(self.run.path, end)
                         continue
                 self._pause_or_give_up(end)
+
+    def _ensure_server(self, server: contextlib.ExitStack) -> None:
+        """Run a fork server for the agent, unless `pipe` runs one and it has not been killed."""
+        if uses_agent(self.train) and not has_server(self.env):
+            server.close()
+            self.env |= server.enter_context(training_server(self.root, self.env, self.run.config))
 
     def _leave(self, keeps_store: bool) -> None:
         """Take no further part, because a GPU is gone; the machine with the store keeps it for the others."""
@@ -204,7 +213,7 @@ class TrainingNode:
                 time.sleep(_POLL_SECONDS)
             if process.poll() is not None:
                 self._raise_permanent_error()
-                raise StageError(f"train.rendezvous={address}: {describe_exit('the store there', process.returncode)}")
+                raise StageError(f"train.rendezvous={address}: {describe_exit('the store there', process.wait())}")
             try:
                 yield publish_rendezvous(self.run, address, describe_software(self.run, self.root))
             finally:
@@ -242,7 +251,8 @@ class TrainingNode:
         if own_host and (name := network_interface(own_host)):
             env = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}", **env}  # `=`: not as a beginning
         offset = prepare_log(self.log)
-        status = LocalLauncher(self.root, self._tick, LAUNCHER_END_SECONDS).launch(argv, self.log, env)
+        launcher = LocalLauncher(self.root, self._tick, LAUNCHER_END_SECONDS, forks=uses_agent(self.train))
+        status = launcher.launch(argv, self.log, env)
         self.output.update()
         return status, read_log_end(self.log, offset)
 
@@ -253,14 +263,14 @@ class TrainingNode:
 
     def _find_end(self, status: int, log: str) -> ProcessEnd | None:
         """Return how the launcher ended; None where the elastic agent has recorded that itself."""
-        uses_agent = self.train.launcher == "torchrun" and self.train.strategy != "horovod"
-        if uses_agent and status == AgentStatus.FAILED:
+        has_agent = uses_agent(self.train)
+        if has_agent and status == AgentStatus.FAILED:
             return None
         error = read_error(self.run.partial("train"))
-        killed = None if uses_agent else find_killed_process(log)
+        killed = None if has_agent else find_killed_process(log)
         if killed is not None:
             return ProcessEnd(self.host, killed.summary)
-        if uses_agent and status == AgentStatus.NO_STORE:
+        if has_agent and status == AgentStatus.NO_STORE:
             return ProcessEnd(self.host, "the store where machines meet was lost", echo=True)
         if error is not None:
             return ProcessEnd(self.host, str(error), error.echo, error.passing)

@@ -11,7 +11,7 @@ import fcntl
 import hashlib
 import json
 import os
-import subprocess
+import signal
 import sys
 import tempfile
 import time
@@ -30,6 +30,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from pipeline.contract.config import Config, override_config
 from pipeline.contract.errors import ConfigError, ConflictError, Interrupted, StageError, read_error
+from pipeline.contract.fork_server import Process
 from pipeline.contract.run import Run
 from pipeline.contract.settings.stages import Axis, Tune
 from pipeline.display import Display
@@ -162,11 +163,11 @@ def _run_workers(request: SearchRequest, study: Study) -> None:
             raise Interrupted("interrupted; no trial is lost, run the same command to continue") from None
         finally:
             for process in processes:  # first all of them; leaving the block waits for each
-                process.terminate()
+                process.send_signal(signal.SIGTERM)
         if error := read_error(Path(errors)):
             raise error
     if not study.finished:
-        ends = ", ".join(str(process.returncode) for process in processes)
+        ends = ", ".join(str(process.wait()) for process in processes)
         raise StageError(
             f"the workers ended with status {ends} before the search was complete; run the same command to continue"
         )
@@ -174,7 +175,7 @@ def _run_workers(request: SearchRequest, study: Study) -> None:
 
 def _start_worker(
     request: SearchRequest, study: Study, errors: Path, number: int
-) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
+) -> contextlib.AbstractContextManager[Process]:
     argv = (
         "python", "-m", "pipeline.tune", "--project", str(request.folder), "--workers", str(request.workers),
         "--errors", str(errors), study.name, *request.overrides,

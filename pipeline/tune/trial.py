@@ -22,7 +22,7 @@ from pipeline.contract.run import Run
 from pipeline.display import Display
 from pipeline.history import Project, load_history, lock_run
 from pipeline.plan import describe_changes
-from pipeline.runner import RunRequest, check_config, resume_run, run_pipeline
+from pipeline.runner import RunRequest, check_config, resume_run, run_pipeline, serve_training
 from pipeline.tune.record import (
     StudyFile,
     study_folder,
@@ -151,20 +151,24 @@ def run_worker(
 ) -> None:
     """Run trials until all trials of the study are finished, by this worker or others."""
     config = _check_unchanged(body, project, read_config())
-    study = Study(study_folder(project.runs, body.name), config.tune, search_space(config))
-    request = RunRequest((), study=study.name, cores=max(1, (os.cpu_count() or 1) // workers))
-    while not study.finished:
-        config = _check_unchanged(body, project, read_config())
-        claim = study.claim()
-        if claim is None:  # other workers may still be killed and abandon a trial
-            time.sleep(_POLL_SECONDS)
-            continue
-        started = time.monotonic()
-        result, run = run_trial(claim, project, config, request)
-        study.record_result(claim, result)
-        report(describe_trial(claim, result, run, time.monotonic() - started, study.best()))
-        if result.state == "failed" and nothing_was_measured(study.trials):
-            raise StageError(f"no trial reached its first validation in {len(study.trials)} trials: {result.reason}")
+    request = RunRequest((), study=body.name, cores=max(1, (os.cpu_count() or 1) // workers))
+    with serve_training(project.root, config, request.cores) as server:
+        os.environ.update(server)  # of this process, for its trials
+        study = Study(study_folder(project.runs, body.name), config.tune, search_space(config))
+        while not study.finished:
+            config = _check_unchanged(body, project, read_config())
+            claim = study.claim()
+            if claim is None:  # other workers may still be killed and abandon a trial
+                time.sleep(_POLL_SECONDS)
+                continue
+            started = time.monotonic()
+            result, run = run_trial(claim, project, config, request)
+            study.record_result(claim, result)
+            report(describe_trial(claim, result, run, time.monotonic() - started, study.best()))
+            if result.state == "failed" and nothing_was_measured(study.trials):
+                raise StageError(
+                    f"no trial reached its first validation in {len(study.trials)} trials: {result.reason}"
+                )
 
 
 def nothing_was_measured(trials: list[FrozenTrial]) -> bool:

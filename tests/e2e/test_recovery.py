@@ -16,6 +16,7 @@ from tests.ports import free_port
 
 from .project_folder import PIPE, ProjectFolder, environment, processes_of, running_module, wait_for, workers_of
 
+SERVER = "pipeline.contract.fork_server"
 HELD_AFTER = 57
 TRAIN = ("run", "train", "--force", "train")
 
@@ -40,32 +41,36 @@ def let_go(project: ProjectFolder) -> None:
 
 
 @pytest.mark.long  # each of the three also in tests/nodes, by itself
-def test_a_killed_worker_agent_and_node_cost_nothing(copied: ProjectFolder, expected: bytes) -> None:
+def test_a_killed_worker_agent_node_and_fork_server_cost_nothing(copied: ProjectFolder, expected: bytes) -> None:
     known = copied.latest.id
-    with copied.paused_training(HELD_AFTER, *TRAIN) as pipe:
+    with copied.paused_training(HELD_AFTER, *TRAIN, "train.restarts=4") as pipe:
         run = until_held(copied, known)
         workers_of(run)[-1].kill()
         wait_for(lambda: len(read_attempts(run.path).attempts) == 2)
         running_module(run, "train.elastic.agent")[0].kill()
         wait_for(lambda: len(read_attempts(run.path).attempts) == 3)
-        wait_for(lambda: "(2 of 3 without" in run.log("train").read_text())
+        wait_for(lambda: "(2 of 4 without" in run.log("train").read_text())
         running_module(run, "pipeline.training.node")[0].kill()
         wait_for(lambda: len(read_attempts(run.path).attempts) == 4)
+        (server,) = (child for child in psutil.Process(pipe.pid).children() if SERVER in child.cmdline())
+        server.kill()
+        wait_for(lambda: len(read_attempts(run.path).attempts) == 5)
         let_go(copied)
         _, stderr = pipe.communicate(timeout=300)
     assert pipe.returncode == 0, stderr
     assert re.search(
-        r"rank \d on \S+ was killed \(SIGKILL\); starting again from the checkpoint of step 50 \(1 of 3 without", stderr
+        r"rank \d on \S+ was killed \(SIGKILL\); starting again from the checkpoint of step 50 \(1 of 4 without", stderr
     )
-    assert re.search(r"was killed \(SIGKILL\); starting again from the checkpoint of step 50 \(2 of 3 without", stderr)
-    assert re.search(r"the node on \S+ was killed \(SIGKILL\); starting again .* step 50 \(3 of 3 without", stderr)
+    assert re.search(r"was killed \(SIGKILL\); starting again from the checkpoint of step 50 \(2 of 4 without", stderr)
+    assert re.search(r"the node on \S+ was killed \(SIGKILL\); starting again .* step 50 \(3 of 4 without", stderr)
+    assert re.search(r"the launcher on \S+ was killed \(SIGKILL\); starting again .* step 50 \(4 of 4 without", stderr)
     assert copied.weights == expected
     assert processes_of(run) == []
     assert read_attempts(run.path).seconds_lost > 0
     summary = json.loads((run.output("train") / "summary.json").read_text())
-    assert (summary["restarts"], summary["seconds_lost"]) == (3, read_attempts(run.path).seconds_lost)
-    assert f"training of {run.id} was restarted 3 times automatically" in copied.pipe("status").stdout
-    assert "3 times automatically" in (run.path / "report.html").read_text()
+    assert (summary["restarts"], summary["seconds_lost"]) == (4, read_attempts(run.path).seconds_lost)
+    assert f"training of {run.id} was restarted 4 times automatically" in copied.pipe("status").stdout
+    assert "4 times automatically" in (run.path / "report.html").read_text()
 
 
 @pytest.mark.long

@@ -17,10 +17,11 @@ pytestmark = pytest.mark.long  # twelve minutes
 
 WORKER, AGENT, COMMAND = "train", "train.elastic.agent", "pipeline"
 NODE, STORE = "pipeline.training.node", "train.elastic.store"  # the first machine has them besides
+SERVER = "pipeline.contract.fork_server"
 CASES = [
     *((WORKER, machine, seconds) for machine in range(3) for seconds in (5, 30, 90)),
     *((module, machine, seconds) for module in (AGENT, COMMAND) for machine, seconds in enumerate((5, 30, 90))),
-    (AGENT, 0, 90), (COMMAND, 0, 90), (NODE, 0, 30), (STORE, 0, 30),
+    (AGENT, 0, 90), (COMMAND, 0, 90), (NODE, 0, 30), (STORE, 0, 30), (SERVER, 1, 30),
 ]  # fmt: skip
 
 

@@ -15,15 +15,23 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    Worker,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -34,6 +42,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token, create_handler
 
 from pipeline.contract.errors import DeviceFault, Stalled, read_error
+from pipeline.contract.fork_server import Process, start_module
 from pipeline.contract.processes import TERMINATED, AgentStatus, describe_exit, was_terminated, watch_parent
 from pipeline.contract.restarts import PROCESS_END_SECONDS, GiveUp, ProcessEnd, Restart, restart_after
 from train.hang_report import MISMATCH_ADVICE
@@ -45,34 +54,62 @@ _STORE_READ_SECONDS = 20
 _TRIAL_SECONDS = 60  # a process that uses a broken GPU may hang
 _LOG_END_BYTES = 1 << 16
 _MISMATCH = re.compile(r"(\d+) vs (\d+)\. Received data size doesn't match expected size")  # gloo, before it aborts
+_HEALTHY = RunResult(WorkerState.HEALTHY)
 _EXIT_BARRIER_SECONDS = 30  # for agents whose processes end a little later
 
 
-class Agent(LocalElasticAgent):
-    """An agent that restarts processes only when `restart_after` decides so."""
+class Agent(SimpleElasticAgent):
+    """Starts processes by the fork server, and again only when `restart_after` decides so."""
 
     def __init__(self, spec: WorkerSpec, run: Path, restarts: int, log: Path | None = None) -> None:
-        super().__init__(
-            spec,
-            DefaultLogsSpecs(os.devnull),
-            exit_barrier_timeout=_EXIT_BARRIER_SECONDS,
-            shutdown_timeout=PROCESS_END_SECONDS,
-        )
+        super().__init__(spec, exit_barrier_timeout=_EXIT_BARRIER_SECONDS)
         self._run, self._restarts, self._log = run, restarts, log
         self._log_start = _size(log)
         self._gpus = torch.cuda.device_count()
+        self._processes: dict[int, Process] = {}  # by rank
         self.lost_device = False
 
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
+        for worker in worker_group.workers:
+            env = {**os.environ, **_rank_variables(worker_group, worker)}
+            arguments = [str(argument) for argument in worker_group.spec.args[2:]]  # after `-m train`
+            self._processes[worker.global_rank] = start_module("train", arguments, Path.cwd(), env, (0, 1, 2))
+        return {worker.local_rank: self._processes[worker.global_rank].pid for worker in worker_group.workers}
+
+    def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:  # noqa: ARG002
+        self._shutdown()
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = PROCESS_END_SECONDS) -> None:
+        """Signal all processes, and kill those that have not ended in time."""
+        for process in self._processes.values():
+            process.send_signal(death_sig)
+        deadline = time.monotonic() + min(timeout, PROCESS_END_SECONDS)
+        for process in self._processes.values():
+            try:
+                process.wait(max(0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+        self._processes = {}
+
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        result: RunResult = super()._monitor_workers(worker_group)
-        if result.state == WorkerState.FAILED:
-            statuses = {rank: failure.exitcode for rank, failure in result.failures.items()}
-            end = describe_failures(statuses, self._run / "train.partial", self._new_output())
-            decision = restart_after(self._run, end, self._restarts)
-            self.lost_device = isinstance(decision, Restart) and self._has_lost_device(statuses.values())
-            if isinstance(decision, GiveUp) or self.lost_device:
-                self._remaining_restarts = 0
-        return result
+        ends = {rank: process.poll() for rank, process in self._processes.items()}
+        statuses = {rank: status for rank, status in ends.items() if status}
+        if not statuses:
+            has_finished = all(status == 0 for status in ends.values())
+            return RunResult(WorkerState.SUCCEEDED, dict.fromkeys(ends)) if has_finished else _HEALTHY
+        failures = {
+            worker.global_rank: ProcessFailure(worker.local_rank, worker.id, statuses[worker.global_rank], "")
+            for worker in worker_group.workers
+            if worker.global_rank in statuses
+        }
+        self._shutdown()
+        end = describe_failures(statuses, self._run / "train.partial", self._new_output())
+        decision = restart_after(self._run, end, self._restarts)
+        self.lost_device = isinstance(decision, Restart) and self._has_lost_device(statuses.values())
+        if isinstance(decision, GiveUp) or self.lost_device:
+            self._remaining_restarts = 0
+        return RunResult(WorkerState.FAILED, failures=failures)
 
     def _new_output(self) -> str:
         """Return the end of what this machine's processes have written since the last failure."""
@@ -88,6 +125,28 @@ class Agent(LocalElasticAgent):
         if torch.cuda.device_count() < self._gpus:
             return True
         return DeviceFault.exit_code in statuses and not devices_work(self._gpus)
+
+
+def _rank_variables(group: WorkerGroup, worker: Worker) -> dict[str, str]:
+    """Return what torchrun sets for each process."""
+    spec = group.spec
+    values = {
+        "LOCAL_RANK": worker.local_rank,
+        "RANK": worker.global_rank,
+        "GROUP_RANK": group.group_rank,
+        "ROLE_RANK": worker.role_rank,
+        "ROLE_NAME": spec.role,
+        "LOCAL_WORLD_SIZE": spec.local_world_size,
+        "WORLD_SIZE": worker.world_size,
+        "GROUP_WORLD_SIZE": group.group_world_size,
+        "ROLE_WORLD_SIZE": worker.role_world_size,
+        "MASTER_ADDR": group.master_addr,
+        "MASTER_PORT": group.master_port,
+        "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
+        "TORCHELASTIC_USE_AGENT_STORE": spec.rdzv_handler.use_agent_store,
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+    }
+    return {name: str(value) for name, value in values.items()}
 
 
 def devices_work(count: int) -> bool:
@@ -130,6 +189,8 @@ def describe_failures(statuses: Mapping[int, int], directory: Path, output: str 
 def main(argv: Sequence[str]) -> int:
     options = _parse(argv)
     watch_parent()
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, _raise_signal)
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # shared, it hands out addresses of an earlier round
     try:
         spec = _spec(options)
@@ -152,6 +213,10 @@ def main(argv: Sequence[str]) -> int:
         return AgentStatus.NO_STORE
     except SignalException:
         return TERMINATED
+
+
+def _raise_signal(number: int, _frame: object) -> None:
+    raise SignalException(f"the agent got {signal.Signals(number).name}", sigval=signal.Signals(number))
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Literal
 
 import psutil
 import pytest
@@ -46,6 +47,23 @@ def below() -> Iterator[psutil.Process]:
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     yield psutil.Process(process.pid)
     process.communicate(b"\n", timeout=300)
+
+
+@pytest.mark.parametrize(
+    ("who", "module"), [("launcher", "train.elastic.agent"), ("server", "pipeline.contract.fork_server")]
+)
+def test_agent_and_fork_server_are_found_by_their_modules(
+    who: Literal["launcher", "server"], module: str, below: psutil.Process
+) -> None:
+    born = [event("born", 1.0, rank=0, pid=1, parent=below.pid)]
+    program = [sys.executable, "-c", "input()", "-m", module]
+    with subprocess.Popen(program, stdin=subprocess.PIPE) as named:
+        victim = choose_victim(
+            Kill(place="moment", step=1, who=who), born, psutil.Process(), [below, psutil.Process(named.pid)]
+        )
+        assert victim is not None
+        assert victim.pid == named.pid
+        named.communicate(b"\n", timeout=300)
 
 
 def test_victim_is_the_newest_process_of_the_rank_or_its_parent(below: psutil.Process) -> None:

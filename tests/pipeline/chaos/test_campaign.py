@@ -30,7 +30,8 @@ def test_schedule_covers_every_place_and_victim() -> None:
     places = Counter((kill.place, kill.who) for kill in found)
     assert places.keys() == {
         ("step", "worker"), ("write", "worker"), ("rename", "worker"), ("renamed", "worker"), ("ledger", "worker"),
-        ("moment", "worker"), ("moment", "launcher"), ("moment", "pipe"), ("start", "worker"),
+        ("moment", "worker"), ("moment", "launcher"), ("moment", "pipe"), ("moment", "server"),
+        ("start", "worker"),
     }  # fmt: skip
     assert {kill.rank for kill in found if (kill.place, kill.who) == ("moment", "worker")} == {0, 1}
     assert {kill.fault for kill in found} == set(get_args(Fault))

@@ -41,7 +41,7 @@ def training_node(run: Run, root: Path, joined: bool = False, **train: object) -
     }
     run.partial("train").mkdir(parents=True)
     run.log("train").parent.mkdir(exist_ok=True)
-    return TrainingNode(run, root, os.environ, joined=joined, train=Train.model_validate(settings))
+    return TrainingNode(run, root, {**os.environ}, joined=joined, train=Train.model_validate(settings))
 
 
 def set_statuses(training: TrainingNode, monkeypatch: pytest.MonkeyPatch, *statuses: int) -> list[Rendezvous | None]:
@@ -211,7 +211,7 @@ def test_processes_meet_on_the_interface_that_leads_to_the_others(
     environments: list[Mapping[str, str]] = []
 
     class Launcher:
-        def __init__(self, *_arguments: object) -> None: ...
+        def __init__(self, *_arguments: object, **_options: object) -> None: ...
 
         def launch(self, _argv: object, _log: object, env: Mapping[str, str]) -> int:
             environments.append(env)

@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
-from torch.distributed.elastic.agent.server.api import WorkerState
-from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.agent.server.api import Worker
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 from pipeline.contract.errors import DataError, DeviceFault, LostContact, Stalled, write_error
@@ -71,15 +70,32 @@ def failing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[int], 
     """Return a function that lets the processes of an agent with two GPUs fail with a status."""
 
     def fail(status: int) -> Agent:
-        failure = SimpleNamespace(exitcode=status)
-        result = SimpleNamespace(state=WorkerState.FAILED, failures={0: failure})
-        monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda _self, _group: result)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
         spec: Any = SimpleNamespace(max_restarts=9, local_world_size=1, role="train", rdzv_handler=None)
         write_error(DeviceFault("rank 0 on here: its GPU failed"), tmp_path / "train.partial")
-        return Agent(spec, tmp_path, 3)
+        agent = Agent(spec, tmp_path, 3)
+        agent._processes = {0: End(status)}
+        return agent
 
     return fail
+
+
+class End:
+    """A process that has ended."""
+
+    pid = 0
+
+    def __init__(self, status: int) -> None:
+        self._status = status
+
+    def poll(self) -> int:
+        return self._status
+
+    def wait(self, timeout: float | None = None) -> int:
+        return self._status
+
+    def send_signal(self, sig: int) -> None:
+        """Come too late."""
 
 
 def test_collectives_that_do_not_fit_are_named_and_not_tried_again(tmp_path: Path) -> None:
@@ -107,7 +123,7 @@ def test_a_machine_stays_if_all_its_devices_work_again(
         return True
 
     monkeypatch.setattr(module, "devices_work", work)
-    group: Any = None
+    group: Any = SimpleNamespace(workers=[Worker(local_rank=0, global_rank=0)])
     agent._monitor_workers(group)
     assert (agent.lost_device, agent._remaining_restarts, tried) == (False, 9, [2])
 
@@ -117,7 +133,7 @@ def test_a_machine_leaves_if_one_of_its_devices_does_not_work(
 ) -> None:
     agent = failing(DeviceFault.exit_code)
     monkeypatch.setattr(module, "devices_work", lambda _count: False)
-    group: Any = None
+    group: Any = SimpleNamespace(workers=[Worker(local_rank=0, global_rank=0)])
     agent._monitor_workers(group)
     assert (agent.lost_device, agent._remaining_restarts) == (True, 0)
 
@@ -127,7 +143,7 @@ def test_a_machine_leaves_if_its_driver_lists_fewer_devices(
 ) -> None:
     agent = failing(-signal.SIGABRT)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    group: Any = None
+    group: Any = SimpleNamespace(workers=[Worker(local_rank=0, global_rank=0)])
     agent._monitor_workers(group)
     assert (agent.lost_device, agent._remaining_restarts) == (True, 0)
 
