@@ -1,6 +1,7 @@
 """Load training batches: from columns in memory, in this process, or ahead of time in worker processes.
 
-Workers load in the order of training and end when the training process does, however it ends.
+Workers load in the order of training and end when the training process does, however it ends. For a GPU, batches are
+copied from pinned memory on a stream of their own, so that a copy and the passes of an earlier batch overlap.
 """
 
 from __future__ import annotations
@@ -10,11 +11,14 @@ import sys
 import threading
 import time
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
@@ -62,7 +66,7 @@ class LoaderWorkers:
         self._batches: Iterator[Any] = iter(loader)
 
     def next(self, request: Any) -> Any:
-        """Return what was loaded for `request`, which must be the next one in order."""
+        """Return what was loaded for `request`, which must be the next one in order; or a LoadFailure."""
         try:
             position, batch = next(self._batches)
         except (RuntimeError, ConnectionError, EOFError) as error:  # the pipe may break before the death is noticed
@@ -70,9 +74,8 @@ class LoaderWorkers:
                 f"a process that loads batches was killed ({error}); to fix it, lower train.workers or free memory, "
                 "then `pipe run --resume`"
             ) from error
-        if isinstance(batch, WorkerFailure):
-            sys.stderr.write(batch.trace)
-            raise batch.error
+        if isinstance(batch, LoadFailure):
+            return batch
         assert position == _position(request), f"batch {position} came for {_position(request)}"
         return batch
 
@@ -82,11 +85,15 @@ class LoaderWorkers:
 
 
 @dataclass(frozen=True)
-class WorkerFailure:
-    """An exception of a worker, as it is sent to the training process."""
+class LoadFailure:
+    """An exception of a worker or of loading ahead, kept until its batch is fetched."""
 
-    error: PipelineError
-    trace: str
+    error: Exception
+    trace: str = ""  # of a worker
+
+    def reraise(self) -> NoReturn:
+        sys.stderr.write(self.trace)
+        raise self.error
 
 
 class _LoaderDataset:
@@ -100,9 +107,9 @@ class _LoaderDataset:
         try:
             return position, self._load(request)
         except PipelineError as error:
-            return position, WorkerFailure(error, "")
+            return position, LoadFailure(error)
         except Exception as error:
-            return position, WorkerFailure(StageError(describe(error, Path.cwd())), traceback.format_exc())
+            return position, LoadFailure(StageError(describe(error, Path.cwd())), traceback.format_exc())
 
 
 class _ParentWatch:
@@ -147,17 +154,39 @@ class LoadRequest:
     epoch: int = 0  # only a stream may depend on it
 
 
+class _Pending(NamedTuple):
+    """A batch that was loaded and may still be on its way to the GPU."""
+
+    request: LoadRequest
+    batch: LoadedBatch | LoadFailure
+    copied: torch.cuda.Event | None  # None: no other stream copies it
+
+    def is_for(self, request: LoadRequest) -> bool:
+        same_place = (_position(self.request), self.request.epoch) == (_position(request), request.epoch)
+        return same_place and np.array_equal(self.request.indices, request.indices)
+
+
 class BatchLoader:
     """Returns batches on the training device; a batch is a pure function of its request, wherever it is loaded."""
 
-    def __init__(self, samples: Samples, group: ProcessGroup, seed: int, workers: int) -> None:
+    def __init__(self, samples: Samples, group: ProcessGroup, seed: int, workers: int, prefetch: int = 0) -> None:
         self._samples, self._device = samples, group.device
         self._seed = seed
         self._columns = None if samples.columns is None else _move_if_small(samples.columns, group.device)
         self._count = 0 if samples.columns is not None else workers
         self._workers: LoaderWorkers | None = None
-        self.waited_seconds = 0.0
+        gathers_on_gpu = self._columns is not None and _device_of(self._columns).type == "cuda"
+        self._prefetch = prefetch if group.device.type == "cuda" and not gathers_on_gpu else 0
+        make_stream: Any = torch.cuda.Stream  # published without types
+        self._copy_stream: torch.cuda.Stream | None = make_stream(group.device) if self._prefetch else None
+        self._ahead: deque[_Pending] = deque()  # in the order in which they will be fetched
+        self.waited_seconds = 0.0  # in which this process loaded, or waited for workers
         self.checksums: SampleChecksums | None = None  # those that the ledger compares; set before start()
+
+    @property
+    def prefetches(self) -> bool:
+        """Return whether batches are copied ahead: not on a CPU, nor from columns that are on the GPU."""
+        return self._copy_stream is not None
 
     def start(self, requests: Iterable[LoadRequest]) -> None:
         """Announce the requests that will be fetched, in order; workers may run ahead."""
@@ -166,23 +195,65 @@ class BatchLoader:
             self._workers = LoaderWorkers(self._load, requests, self._count, pinned=self._device.type == "cuda")
 
     def stop(self) -> None:
+        self._ahead.clear()
         if self._workers is not None:
             self._workers.stop()
         self._workers = None
 
+    def prefetch(self, requests: Iterable[LoadRequest]) -> None:
+        """Load the first of the next requests and begin to copy them.
+
+        They are dropped when another batch is fetched, and a failure is raised when its batch is fetched.
+        """
+        started = time.perf_counter()
+        for request in islice(requests, len(self._ahead), self._prefetch):
+            if self._ahead and isinstance(self._ahead[-1].batch, LoadFailure):
+                break
+            self._ahead.append(self._begin(request))
+        self.waited_seconds += time.perf_counter() - started
+
     def fetch(self, request: LoadRequest) -> LoadedBatch:
         started = time.perf_counter()
-        batch = self._fetch(request)
+        if self._ahead and not self._ahead[0].is_for(request):
+            self._ahead.clear()
+        batch = self._finish(self._ahead.popleft() if self._ahead else self._begin(request))
         if self.checksums is not None and batch.checksums is None:
             batch = batch._replace(checksums=batch_checksums(batch.columns))
         self.waited_seconds += time.perf_counter() - started
         return batch
 
-    def _fetch(self, request: LoadRequest) -> LoadedBatch:
+    def _begin(self, request: LoadRequest) -> _Pending:
+        """Load a batch, and begin to copy it where a stream does that."""
+        try:
+            batch = self._read(request)
+            if isinstance(batch, LoadFailure):
+                return _Pending(request, batch, None)
+            if self._copy_stream is None:
+                return _Pending(request, batch._replace(columns=self._to_device(batch.columns)), None)
+            with torch.cuda.stream(self._copy_stream):
+                batch = batch._replace(columns=self._to_device(batch.columns))
+                return _Pending(request, batch, self._copy_stream.record_event())
+        except Exception as error:
+            return _Pending(request, LoadFailure(error), None)
+
+    def _finish(self, pending: _Pending) -> LoadedBatch:
+        """Return the batch for use on the current stream."""
+        if isinstance(pending.batch, LoadFailure):
+            self._ahead.clear()
+            pending.batch.reraise()
+        if pending.copied is not None:
+            current = torch.cuda.current_stream(self._device)
+            current.wait_event(pending.copied)
+            for column in pending.batch.columns.values():
+                column.record_stream(current)  # else the next copy could take its memory while it is in use
+        return pending.batch
+
+    def _read(self, request: LoadRequest) -> LoadedBatch | LoadFailure:
         if self._columns is not None:
             return self._pick(self._columns, request.indices)
-        batch = self._load(request) if self._workers is None else cast("LoadedBatch", self._workers.next(request))
-        return batch._replace(columns=self._to_device(batch.columns, pinned=self._workers is not None))
+        if self._workers is not None:
+            return cast("LoadedBatch | LoadFailure", self._workers.next(request))
+        return self._load(request)
 
     def _load(self, request: LoadRequest) -> LoadedBatch:
         if self._samples.is_stream:
@@ -200,18 +271,20 @@ class BatchLoader:
 
     def _pick(self, columns: Mapping[str, Tensor], indices: Indices) -> LoadedBatch:
         index = torch.from_numpy(indices)
-        device = next(iter(columns.values())).device
+        device = _device_of(columns)
         if device.type == "cuda":
             index = index.pin_memory().to(device, non_blocking=True)
-        batch = {name: column.index_select(0, index) for name, column in columns.items()}
-        return LoadedBatch(batch if device == self._device else self._to_device(batch, pinned=False), indices, None)
+        return LoadedBatch({name: column.index_select(0, index) for name, column in columns.items()}, indices, None)
 
-    def _to_device(self, batch: dict[str, Tensor], pinned: bool) -> dict[str, Tensor]:
-        """Copy to a GPU from pinned memory, asynchronously."""
-        if self._device.type != "cuda":
+    def _to_device(self, batch: Batch) -> Batch:
+        """Copy to a GPU, asynchronously: torch keeps pinned memory until the stream that copies it is done."""
+        if self._device.type != "cuda" or _device_of(batch) == self._device:
             return batch
-        ready = batch if pinned else {name: column.pin_memory() for name, column in batch.items()}
-        return {name: column.to(self._device, non_blocking=True) for name, column in ready.items()}
+        return {name: column.pin_memory().to(self._device, non_blocking=True) for name, column in batch.items()}
+
+
+def _device_of(columns: Mapping[str, Tensor]) -> torch.device:
+    return next(iter(columns.values())).device
 
 
 def _move_if_small(columns: Mapping[str, Tensor], device: torch.device) -> Mapping[str, Tensor]:

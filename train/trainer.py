@@ -90,7 +90,9 @@ class Trainer:
         self._optimizer = self.strategy.wrap_optimizer(optimizer)
         self.expert_balance = ExpertBalance(self.strategy, group)
         self._trained = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        self._loader = BatchLoader(train, group, self.config.seed, self.config.workers)
+        # With `balance: auto`, loading is part of the measured speed of a process, so it stays within the step.
+        prefetch = self.config.prefetch if self.config.balance == "equal" else 0
+        self._loader = BatchLoader(train, group, self.config.seed, self.config.workers, prefetch)
         self._balance = BatchBalance(self.config.balance, group, self.strategy)
         self._window = StepWindow()
         self._checked_steps = 0  # steps of the window whose loss and gradient were checked
@@ -174,6 +176,8 @@ class Trainer:
     def _step(self, step: int) -> None:
         """Run one global batch: forward and backward over this process's slice, exchange, update."""
         loss = self.strategy.backward(self._micro_batches(step))
+        if self._loader.prefetches:
+            self._load_ahead(step)
         self.heartbeat.at(step, "update")
         with phase("update"):
             self._update(step, loss * self.order.size(step))
@@ -234,6 +238,13 @@ class Trainer:
         if self._any_size:
             mark_batch_dynamic(batch.columns, self._any_length)
         return batch
+
+    def _load_ahead(self, step: int) -> None:
+        """Load the first micro-batches after this step while the GPU computes it."""
+        self.heartbeat.at(step, "data")
+        later = range(step + 1, self.total_steps)
+        with phase("data"):
+            self._loader.prefetch(request for later_step in later for request in self._requests(later_step))
 
     def _requests(self, step: int) -> list[LoadRequest]:
         indices, allowed, epoch = self.order.batch(step), self.order.cuts(step), self.order.epoch_of(step)

@@ -51,11 +51,11 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessGroup]:
 EXACT = {"precision": "fp32", "matmul_precision": "highest"}  # comparable with a CPU
 
 
-def make(group: ProcessGroup, **train: Any) -> Trainer:
+def make(group: ProcessGroup, task: Any = None, **train: Any) -> Trainer:
     settings = {"epochs": 4, "batch_size": 20, "lr": 0.01, "device": "cuda", "log_every": 100, **EXACT, **train}
     values = {"name": "x", "task": "t.py:T", "codec": "c.py:C", "train": settings}
     config = parse_config(values, source="test")
-    task: Any = Waves()
+    task = task or Waves()
     set_determinism(config.train)
     configure_accelerator(config.train, group.device)
     splits = Samples("train", task.data("train")), Samples("validation", task.data("validation"))

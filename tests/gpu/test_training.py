@@ -3,6 +3,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,78 @@ def test_workers_load_the_same_batches_onto_the_gpu(group: ProcessGroup) -> None
         assert batch["x"].device == group.device
         assert torch.equal(batch["x"].cpu(), columns["x"][request.indices])
     loader.stop()
+
+
+class Pictures(Waves):
+    """Loads samples of 64 KiB one by one, with noise; a batch of 20 takes a while to copy."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(1 << 14, 512), nn.Dropout(0.1), nn.Tanh(), nn.Linear(512, 1))
+
+    def data(self, split: str) -> Any:
+        return Drawn(super().data(split)["target"])
+
+
+class Drawn(torch.utils.data.Dataset[dict[str, Any]]):
+    def __init__(self, targets: Any) -> None:
+        self.targets = targets
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"x": torch.rand(1 << 14), "target": self.targets[index]}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_prefetch_trains_the_same_bits(group: ProcessGroup, tmp_path: Path, workers: int) -> None:
+    pytest.importorskip("safetensors", reason="checkpoints are safetensors files")
+    from train.checkpoint.store import CheckpointStore
+
+    trained = []
+    for depth in (0, 1, 3):
+        trainer = make(group, Pictures(), accumulate=2, workers=workers, prefetch=depth)
+        assert trainer._loader.prefetches == (depth > 0)
+        started = time.perf_counter()
+        steps = trainer.fit(Progress(), CheckpointStore(tmp_path / str(depth), 99, {}), None).step
+        torch.cuda.synchronize()
+        seconds, waited = (time.perf_counter() - started) / steps, trainer._loader.waited_seconds / steps
+        print(f"workers={workers} prefetch={depth}: {1e3 * seconds:.2f} ms a step, {1e3 * waited:.2f} of them waiting")
+        trained.append(trainer.strategy.model.state_dict())
+    for weights in trained[1:]:
+        assert all(torch.equal(weights[name], tensor) for name, tensor in trained[0].items())
+
+
+def test_prefetch_does_not_make_the_host_wait(group: ProcessGroup) -> None:
+    trainer = make(group, Pictures(), accumulate=2, prefetch=2)
+    losses(trainer, range(3))
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for step in range(3, 8):
+            trainer._step(step)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_prefetched_batches_are_those_of_their_requests(group: ProcessGroup) -> None:
+    """Batches are used late, while the stream of copies has long gone on, and their memory is freed at once."""
+    samples = Samples("train", Drawn(Waves().data("train")["target"]))
+    requests = [LoadRequest(step, 0, make(group).order.batch(step)) for step in range(30)]
+    on_cpu = BatchLoader(samples, ProcessGroup(Rank(), torch.device("cpu")), 0, 0)
+    expected = [on_cpu.fetch(request).columns["x"].double().sum() for request in requests]
+    loader, sums = BatchLoader(samples, group, 0, 0, prefetch=2), []
+    matrix = torch.rand(8192, 8192, device=group.device)
+    for i, request in enumerate(requests):
+        batch = loader.fetch(request).columns
+        matrix @ matrix  # takes the GPU a while, before it reads the batch
+        sums.append(batch["x"].double().sum())
+        del batch
+        loader.prefetch(requests[i + 1 :])
+    torch.testing.assert_close(torch.stack(sums).cpu(), torch.stack(expected), rtol=1e-9, atol=0)
+
+
+def test_columns_on_the_gpu_are_not_copied_ahead(group: ProcessGroup) -> None:
+    assert not make(group, prefetch=2)._loader.prefetches
 
 
 class Wide(Waves):

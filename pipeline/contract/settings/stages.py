@@ -114,6 +114,7 @@ class Train(Section):
     OPERATIONAL: ClassVar = frozenset(
         {
             "workers",
+            "prefetch",
             "threads",
             "launcher",
             "rendezvous",
@@ -202,6 +203,11 @@ class Train(Section):
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="`auto` uses GPUs if torch finds any")
     workers: Natural = Field(
         0, description="DataLoader worker processes per training process; not needed for in-memory columns"
+    )
+    prefetch: Natural = Field(
+        1,
+        description="micro-batches that are copied to a GPU ahead of time, while the step before is computed; 0: none; "
+        "no effect on a CPU or with balance=auto",
     )
     strategy: Literal["ddp", "fsdp", "local_sgd", "diloco", "parameter_server", "horovod"] = Field(
         "ddp", description="distributed strategy: `ddp`, `fsdp`, `local_sgd`, `diloco`, `parameter_server` or `horovod`"
