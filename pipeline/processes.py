@@ -113,31 +113,34 @@ def child_process(
         _wait_for_children(parent_end)
 
 
-_FORKED_MODULES = ("train.__main__", "train.elastic.agent")
 _FORK_SAFE = {"PIL", "pandas", "scipy", "sklearn", "torchvision", "transformers"}  # start nothing when imported
 
 
 @contextlib.contextmanager
 def training_server(root: Path, env: Mapping[str, str], config: Config) -> Iterator[dict[str, str]]:
-    """Run a fork server for training with this environment; yield the variable that names it.
+    """Run a fork server for training with this environment, where that is possible; yield the variable that names it.
 
     It also imports what the user's code does, as far as that is known to be harmless.
     """
     packages = _FORK_SAFE.intersection(third_party_imports(root, config.task, config.codec))
     with tempfile.TemporaryDirectory(prefix="pipe-") as folder, socket.socket(socket.AF_UNIX) as listener:
         path = Path(folder) / "fork-server"
-        if not can_serve() or len(os.fsencode(path)) > _LONGEST_SOCKET_PATH:
+        if not can_serve() or not _listen(listener, path):
             yield {}
             return
-        listener.bind(str(path))
-        listener.listen()
-        argv = server_command(listener, _FORKED_MODULES, sorted(packages))
+        argv = server_command(listener, "train.elastic.agent", [*sorted(packages), "train.__main__"])
         with child_process(argv, root, env, subprocess.DEVNULL, files=(listener.fileno(),)):
             listener.close()
             yield {ADDRESS_VARIABLE: server_address(path, {**os.environ, **env})}
 
 
-_LONGEST_SOCKET_PATH = 100
+def _listen(listener: socket.socket, path: Path) -> bool:
+    try:
+        listener.bind(str(path))
+    except OSError:  # the path is too long, or its file system has no sockets
+        return False
+    listener.listen()
+    return True
 
 
 def _wait_for_children(parent_end: socket.socket) -> None:

@@ -151,20 +151,20 @@ class ForkServer:
     def __init__(self, listener: socket.socket) -> None:
         self._listener, self._pid = listener, os.getpid()
         self._selector = selectors.DefaultSelector()
+        for file in (sys.stdin.fileno(), listener.fileno()):
+            self._selector.register(file, selectors.EVENT_READ)
         self._running: dict[int, tuple[int, socket.socket]] = {}  # number and client of each process, by its handle
 
-    def serve(self) -> None:
-        parent = sys.stdin.fileno()
-        for file in (parent, self._listener.fileno()):
-            self._selector.register(file, selectors.EVENT_READ)
-        while True:
-            for key, _ in self._selector.select():
-                if key.fd == parent:
-                    return
+    def serve(self, waits: bool = True) -> None:
+        """Serve to the end; or only what waits already."""
+        while ready := self._selector.select(None if waits else 0):
+            for key, _ in ready:
                 if key.fd == self._listener.fileno():
                     self._accept()
-                else:
+                elif key.fd in self._running:
                     self._reap(key.fd)
+                else:  # the parent is gone
+                    sys.exit()
 
     def _accept(self) -> None:
         connection, _ = self._listener.accept()
@@ -259,30 +259,29 @@ def _is_package(module: str) -> bool:
     return hasattr(importlib.import_module(module), "__path__")
 
 
-def server_command(listener: socket.socket, modules: Sequence[str], optional: Sequence[str] = ()) -> tuple[str, ...]:
-    """Return the command of a server that imports modules, and optional ones that may be missing."""
-    names = (",".join(modules), ",".join(optional))
-    return ("python", "-m", __name__, str(listener.fileno()), *names, " " * _LONGEST_COMMAND)
+def server_command(listener: socket.socket, first: str, others: Sequence[str]) -> tuple[str, ...]:
+    """Return the command of a server that imports modules, and serves what waits already after the first one."""
+    return ("python", "-m", __name__, str(listener.fileno()), first, ",".join(others), " " * _LONGEST_COMMAND)
 
 
 def can_serve() -> bool:
     return sys.platform == "linux" and hasattr(os, "pidfd_open")
 
 
-def main(argv: Sequence[str]) -> int:
-    number, modules, optional, *_ = argv
+def main(argv: Sequence[str]) -> None:
+    number, first, others, _ = argv
     _rename(sys.orig_argv[:-1])
-    for name in optional.split(","):
-        with contextlib.suppress(Exception):
-            importlib.import_module(name)
-    for name in modules.split(","):
-        importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # otherwise the collector of each process would copy all pages
     with socket.socket(fileno=int(number)) as listener:
-        ForkServer(listener).serve()
-    return 0
+        server = ForkServer(listener)
+        importlib.import_module(first)
+        server.serve(waits=False)
+        for name in others.split(","):
+            with contextlib.suppress(Exception):  # then it is missing or broken where it is used, too
+                importlib.import_module(name)
+        gc.collect()
+        gc.freeze()  # otherwise the collector of each process would copy all pages
+        server.serve()
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main(sys.argv[1:])

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
+from pipeline.contract.config import parse_config
 from pipeline.contract.errors import ResourceError
 from pipeline.contract.sources import SOURCE_ROOT
 from pipeline.processes import (
@@ -23,6 +25,7 @@ from pipeline.processes import (
     prepare_log,
     read_log_end,
     step_environment,
+    training_server,
     with_this_python,
 )
 
@@ -319,3 +322,13 @@ def test_the_interpreter_that_runs_us_is_used_wherever_the_launcher_names_it() -
     assert with_this_python(("python", "-m", "horovod", "python", "-c", "pass")) == [
         sys.executable, "-m", "horovod", sys.executable, "-c", "pass",
     ]  # fmt: skip
+
+
+def test_where_no_socket_can_be_made_there_is_no_fork_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "task.py").write_text("class T: ...")
+    folder = tmp_path / ("long" * 30)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    config = parse_config({"name": "x", "task": "task.py:T", "codec": "task.py:T"}, source="test")
+    with training_server(tmp_path, {}, config) as variables:
+        assert variables == {}
