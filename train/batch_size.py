@@ -1,7 +1,8 @@
-"""Choose the batch size (`batch_size: auto`): the largest power of two that fits memory, and the fastest within it.
+"""Choose the batch size (`batch_size: auto`): the fastest power of two that fits memory.
 
-Steps are measured on a model of their own, without an exchange between processes. Memory is estimated on a CPU and
-measured on a GPU.
+Steps are measured on a model of their own, without an exchange between processes. A GPU that runs out of memory raises
+an error. A process that runs out of it on a CPU is killed, so there a size is tried only if the step before shows that
+it will fit.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import gc
 import json
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -18,14 +19,13 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from pipeline.contract.data import Samples
 from pipeline.contract.errors import ResourceError
 from pipeline.contract.files import write_json
 from pipeline.contract.settings.stages import Train
 from pipeline.contract.task import Task
-from train.memory import available_bytes
+from train.memory import LiveBytes, available_bytes, model_tensors
 from train.memory_format import choose_input_formats
 from train.optim import Precision, make_optimizer, seed_step
 from train.parallel.base import Objective
@@ -46,8 +46,7 @@ class Timing:
 @dataclass(frozen=True)
 class BatchSizeChoice:
     batch_size: int
-    largest: int  # batch size that fits
-    limit: Literal["memory", "samples"]  # what a larger one would exceed
+    limit: Literal["memory", "samples", "speed"]  # why no larger one was timed; speed: the last were not faster
     timed: tuple[Timing, ...]
 
 
@@ -77,29 +76,29 @@ def find_batch_size(
     `make` builds the model where it is not the task's own; its weights do not matter.
     """
     budget = budget_bytes(group)
-    probe = StepProbe(task, config, samples, group.device, make)
+    probe = StepProbe(task, config, samples, group, make)
     exchange = max(group.gather(_exchange_seconds(probe, group)))
     candidates = candidate_sizes(len(samples), group.data_size, config.accumulate)
-    largest, timings = 0, list[Timing]()
+    limit: Literal["memory", "samples", "speed"] = "samples"
+    timings = list[Timing]()
     for size in candidates:
-        passes, micro_batch_size = micro_batches(size, group.data_size, config.accumulate)
-        if not all(group.gather(probe.fits(micro_batch_size, budget))):
+        if not is_still_gaining(timings):
+            limit = "speed"
             break
-        if is_still_gaining(timings):
-            seconds = group.gather(probe.seconds(micro_batch_size, passes))
-            if None in seconds:
-                break
-            timings.append(Timing(size, size / (max(seconds) + exchange)))
-        largest = size
+        passes, micro_batch_size = micro_batches(size, group.data_size, config.accumulate)
+        fits = all(group.gather(probe.fits(micro_batch_size, passes, budget)))
+        seconds = group.gather(probe.seconds(micro_batch_size, passes)) if fits else [None]
+        if None in seconds:
+            limit = "memory"
+            break
+        timings.append(Timing(size, size / (max(seconds) + exchange)))
     probe.clear()
-    if not largest:
+    if not timings:
         raise ResourceError(
             f"train.batch_size=auto: a batch of {candidates[0]} does not fit {budget >> 20} MiB per process; "
             "to fix it, raise train.accumulate, or use more processes"
         )
-    return BatchSizeChoice(
-        fastest(timings), largest, "samples" if largest == candidates[-1] else "memory", tuple(timings)
-    )
+    return BatchSizeChoice(fastest(timings), limit, tuple(timings))
 
 
 def candidate_sizes(samples: int, processes: int, accumulate: int) -> list[int]:
@@ -130,10 +129,7 @@ def fastest(timings: Sequence[Timing]) -> int:
 
 def describe_choice(choice: BatchSizeChoice) -> str:
     speeds = ", ".join(f"{entry.batch_size}: {entry.samples_per_second:,.0f}" for entry in choice.timed)
-    return (
-        f"batch size {choice.batch_size} (samples/s by size: {speeds}; "
-        f"the largest that fits is {choice.largest}, limited by {choice.limit})"
-    )
+    return f"batch size {choice.batch_size} (samples/s by size: {speeds}; limited by {choice.limit})"
 
 
 def _first_has(path: Path, group: ProcessGroup) -> bool:
@@ -157,50 +153,57 @@ def _time_exchange(flat: torch.Tensor) -> float:
 
 
 _REPEATS = 3  # of a timed step; the shortest counts
-_MARGIN = 1.25  # for what libraries allocate: conv nets and transformers peaked up to 15 % above the estimate
 
 
 class StepProbe:
     """Runs single steps without waiting for other processes, so that one that runs out of memory blocks none."""
 
     def __init__(
-        self,
-        task: Task,
-        config: Train,
-        samples: Samples,
-        device: torch.device,
-        make: Callable[[], nn.Module] | None = None,
+        self, task: Task, config: Train, samples: Samples, group: ProcessGroup, make: ModelFactory | None = None
     ) -> None:
         seed_step(config.seed, -1, 0)
-        self.model = (make or task.model)().to(device).train()
-        formats = choose_input_formats(config, self.model, task, samples, device, logs=False)
-        self._objective = Objective(task, Precision(config.precision, device), formats)
+        self.model = (make or task.model)().to(group.device).train()
+        formats = choose_input_formats(config, self.model, task, samples, group.device, logs=False)
+        self._objective = Objective(task, Precision(config.precision, group.device), formats)
         self._optimizer = make_optimizer(self.model, config, task)
-        self._samples, self._device = samples, device
-        self._measured: dict[int, int] = {}
+        self._samples, self._device = samples, group.device
+        self._frees_gradients = group.size == 1  # DistributedDataParallel keeps them in its buckets
+        self._live = LiveBytes()
+        self._live.count(model_tensors(self.model))
+        self._needed: tuple[int, int] | None = None  # the last micro-batch on a CPU, and the peak of its step
 
-    def fits(self, micro: int, budget: int) -> bool:
+    def fits(self, micro: int, passes: int, budget: int) -> bool:
         """Return whether a step with micro-batches of this size needs at most `budget` bytes."""
         try:
-            needed_bytes = self.needed_bytes(micro) if self._device.type == "cpu" else self._peak_bytes(micro)
+            return self.bound(micro) <= budget and self.peak_bytes(micro, passes) <= budget
         except RuntimeError as error:
             self._clear_if_out_of_memory(error)
             return False
-        return needed_bytes <= budget
 
-    def needed_bytes(self, micro: int) -> int:
-        """Estimate the memory of a step: weights, gradients, optimizer state and what autograd keeps."""
-        if not self._measured:
-            self._step(micro, 1)  # the optimizer has its state from here on
-            self._measured = {
-                size: self._activation_bytes(size) for size in (micro, min(2 * micro, len(self._samples)))
-            }
-        return model_bytes(self.model, self._optimizer) + interpolate_bytes(self._measured, micro)
+    def bound(self, micro: int) -> int:
+        """Return what a step can need by the last one on a CPU, if no part of it grows faster than its batch."""
+        if self._needed is None:
+            return 0
+        size, peak = self._needed
+        kept = self._live.bytes  # weights, optimizer state, and gradients in buckets
+        return kept + (peak - kept) * micro // size
+
+    def peak_bytes(self, micro: int, passes: int) -> int:
+        """Run a step and return its peak memory; passes after the second one need no more."""
+        passes = min(passes, 2)
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+            self._step_with_state(micro, passes)
+            return torch.cuda.max_memory_allocated(self._device)
+        self._live.peak = self._live.bytes
+        with self._live:
+            self._step_with_state(micro, passes)
+        self._needed = micro, self._live.peak
+        return self._live.peak
 
     def seconds(self, micro: int, passes: int) -> float | None:
         """Time one step; None if it ran out of memory after all."""
         try:
-            self._step(micro, passes)
             return min(self._time_step(micro, passes) for _ in range(_REPEATS))
         except RuntimeError as error:
             self._clear_if_out_of_memory(error)
@@ -212,30 +215,21 @@ class StepProbe:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _peak_bytes(self, micro: int) -> int:
-        torch.cuda.reset_peak_memory_stats(self._device)
-        self._step(micro, 1)
-        return torch.cuda.max_memory_allocated(self._device)
-
     def _clear_if_out_of_memory(self, error: Exception) -> None:
         """Free memory after an out-of-memory error; raise any other. On a CPU only the message identifies it."""
         if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
             raise error
         self.clear()
 
-    def _activation_bytes(self, size: int) -> int:
-        """Estimate what autograd keeps at its peak, when the backward pass begins."""
-        batch = self._batch(size)
-        activations = SavedActivations(self.model)
-        with activations.counting():
-            self._objective.loss(self.model, batch)
-        # The backward pass starts with everything kept, and makes the gradients of a layer's input and output.
-        return round(_MARGIN * (activations.bytes + 2 * activations.largest))
-
     def _time_step(self, micro: int, passes: int) -> float:
         started = time.perf_counter()
         self._step(micro, passes)
         return time.perf_counter() - started
+
+    def _step_with_state(self, micro: int, passes: int) -> None:
+        if not self._optimizer.state:  # the first step creates it
+            self._step(micro, passes)
+        self._step(micro, passes)
 
     def _step(self, micro: int, passes: int) -> None:
         batch = self._batch(micro)
@@ -243,7 +237,7 @@ class StepProbe:
             self._objective.backward(self._objective.loss(self.model, batch) / passes)
         self._objective.precision.unscale(self._optimizer)
         self._objective.precision.step(self._optimizer)
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad(set_to_none=self._frees_gradients)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
 
@@ -256,39 +250,3 @@ def budget_bytes(group: ProcessGroup) -> int:
     """Return the memory that a process may fill, shared with the others on this machine."""
     host = socket.gethostname()
     return available_bytes(group.device, group.gather(host).count(host))
-
-
-class SavedActivations:
-    """Counts the memory that autograd keeps between the forward pass and the backward pass."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._seen = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers())}
-        self.bytes = self.largest = 0
-
-    def counting(self) -> saved_tensors_hooks:
-        return saved_tensors_hooks(self._pack, lambda tensor: tensor)
-
-    def _pack(self, tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in self._seen:  # weights exist anyway, and operations may share tensors
-            self._seen.add(storage.data_ptr())
-            self.bytes += storage.nbytes()
-            self.largest = max(self.largest, storage.nbytes())
-        return tensor
-
-
-def model_bytes(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes of weights, gradients and optimizer state, after the first step."""
-    weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    gradients = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
-    states = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    return weights + gradients + sum(tensor.nbytes for tensor in states)
-
-
-def interpolate_bytes(sizes: Mapping[int, int], size: int) -> int:
-    """Return the bytes at a batch size, on the line through two measured ones."""
-    if size in sizes:
-        return sizes[size]
-    (small_size, small_bytes), (large_size, large_bytes) = sorted(sizes.items())
-    per_sample = (large_bytes - small_bytes) / (large_size - small_size)
-    return max(0, round(small_bytes + per_sample * (size - small_size)))

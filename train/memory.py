@@ -74,8 +74,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its operations on local shards come here one by one
-        if function is torch.ops.aten._fused_sgd_.default:  # updates in place; torch has none for fake tensors
-            return None
+        if function is torch.ops.aten._fused_sgd_.default and args[0][0].untyped_storage().device.type == "meta":
+            return None  # it updates in place, and torch has none for fake tensors
         result = function(*args, **(kwargs or {}))
         self.count(leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
         return result

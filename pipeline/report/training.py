@@ -243,9 +243,8 @@ def speed(runs: Runs) -> Html | None:
 
 def _figures(facts: Facts) -> Iterator[tuple[str, str]]:
     if facts.batch_size:
-        largest, limit = facts.batch_size.get("largest"), facts.batch_size.get("limit")
         chosen = number(facts.batch_size.get("batch_size"))
-        yield "batch size", f"{chosen}, the fastest; {number(largest)} is the largest possible, limited by {limit}"
+        yield "batch size", f"{chosen}, the fastest of those tried, limited by {facts.batch_size.get('limit')}"
     if communication := exposed_communication(facts):
         yield "exposed communication", f"{percent(communication[0])} ({communication[1]})"
     if sent := _values(facts, "sent_bytes_per_step"):

@@ -271,6 +271,16 @@ def test_resized_storages_are_counted_by_their_new_size() -> None:
     assert (live.bytes, live.peak) == (0, 4000)
 
 
+def test_optimizer_updates_weights_that_are_counted() -> None:
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, fused=True)
+    before = model.weight.detach().clone()
+    with LiveBytes():
+        torch.autograd.backward(model(torch.ones(1, 3)).sum())
+        optimizer.step()
+    assert torch.equal(model.weight, before - 1)
+
+
 def container(folder: Path, limit: str) -> Path:
     for name, text in {"max": limit, "current": "70", "stat": "anon 50\ninactive_file 20"}.items():
         (folder / f"memory.{name}").write_text(text)

@@ -49,10 +49,10 @@ def test_overflows_of_an_unfinished_run_are_the_last_logged() -> None:
 
 def test_tried_batch_sizes_are_drawn_and_the_chosen_one_is_marked() -> None:
     timed = [{"batch_size": 8, "samples_per_second": 100.0}, {"batch_size": 16, "samples_per_second": 200.0}]
-    choice = {"batch_size": 16, "largest": 64, "limit": "memory", "timed": timed}
+    choice = {"batch_size": 16, "limit": "memory", "timed": timed}
     shown = page(facts({}, batch_size=choice))
     assert shown.count('class="taken"') == 1
-    assert "16, the fastest; 64 is the largest possible, limited by memory" in shown
+    assert "16, the fastest of those tried, limited by memory" in shown
 
 
 @pytest.mark.parametrize(("processes", "names"), [(2, ["rank 0", "rank 1"]), (20, ["largest", "smallest"])])
