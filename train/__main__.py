@@ -40,7 +40,7 @@ from train.checkpoint.store import CheckpointStore
 from train.elastic.attempts import begin_attempt
 from train.hang_report import enable_flight_recorder
 from train.ledger import LEDGER_FILE, Ledger, read_lines
-from train.metrics import MetricsLog, peak_gpu_bytes
+from train.metrics import MetricsLog, peak_memory_bytes
 from train.optim import freeze_garbage_collector, sample_rng, set_determinism, tune_malloc
 from train.parameter_server import ParameterServerTrainer
 from train.pretrained.adapter import ADAPTER_FOLDER, add_adapter, merge_adapter
@@ -159,7 +159,7 @@ def _fit(
     finally:
         if log:
             log.close()
-    memory = max(group.gather(peak_gpu_bytes(group.device)))
+    memory = max(group.gather(peak_memory_bytes(group.device)))
     if group.rank.first:
         weights: Mapping[str, Tensor] = store.load(progress.best_step).read_all("weights.")
         if run.config.model.adapter != "none":  # later steps know only the model without adapters
@@ -168,7 +168,7 @@ def _fit(
         summary = summarize(trainer, group, progress, first_step, time.perf_counter() - started)
         attempts = read_attempts(run.path)
         summary |= {"restarts": attempts.restarts, "seconds_lost": attempts.seconds_lost}
-        summary |= {"memory_bytes": memory} if memory else {}
+        summary["memory_bytes" if group.device.type == "cuda" else "resident_bytes"] = memory
         write_json(directory / "summary.json", summary)
         print(describe_summary(summary), flush=True)
     if trainer.snapshots:

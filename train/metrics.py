@@ -125,7 +125,7 @@ class StepMeter:
         before, now = self._before, self._read()
         exposed = (now.exposed_seconds - before.exposed_seconds) / seconds
         memory = [0.0] * self._group.size  # one entry per process, so that a sum collects all
-        memory[self._group.rank.rank] = memory_mb(self._group.device)
+        memory[self._group.rank.rank] = peak_memory_bytes(self._group.device) / 2**20
         is_nonfinite = window.first_nonfinite()[0] is not None
         total = self._group.total([is_nonfinite, window.loss(), exposed, *memory])
         values = {
@@ -154,16 +154,11 @@ class StepMeter:
         return Totals(self._loader.waited_seconds, traffic.sent_bytes, traffic.exposed_seconds)
 
 
-def memory_mb(device: torch.device) -> float:
-    """Return the peak memory of this process: on its GPU if it has one, else its resident set."""
+def peak_memory_bytes(device: torch.device) -> int:
+    """Return the peak memory of this process: what torch allocated on its GPU, or on a CPU its resident set."""
     if device.type == "cuda":
-        return peak_gpu_bytes(device) / 2**20
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT / 2**20
-
-
-def peak_gpu_bytes(device: torch.device) -> int:
-    """Return the peak of what torch allocated on the GPU; 0 on a CPU, where it does not count."""
-    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else 0
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _RSS_UNIT
 
 
 def gpu_utilization(device: torch.device) -> float | None:

@@ -26,7 +26,7 @@ from train.checkpoint.store import CheckpointStore
 from train.data import LoadRequest
 from train.elastic.preemption import preemption_handler
 from train.ledger import Ledger
-from train.metrics import MetricsLog, memory_mb
+from train.metrics import MetricsLog, peak_memory_bytes
 from train.optim import learning_rate, seed_step, set_learning_rate
 from train.parallel.base import Traffic
 from train.parallel.local_sgd import flatten
@@ -146,7 +146,7 @@ class ParameterServerTrainer(Trainer):
             "samples_per_second": tally.samples / seconds,
             "step_seconds": seconds / count,
             "sent_bytes_per_step": sent_bytes / count,  # by the server
-            "memory_mb": memory_mb(self._group.device),  # of the first process
+            "memory_mb": peak_memory_bytes(self._group.device) / 2**20,  # of the first process
             "staleness": {"mean": sum(tally.staleness) / count, "max": max(tally.staleness)},
             **self.pauses.metrics(),
             "redone": tally.redone,

@@ -23,6 +23,10 @@ _SHARES = {
     "gpu_utilization": "GPU utilization",
     "mfu": "model FLOPs utilization",
 }
+_PEAKS = {
+    "memory_bytes": "peak GPU memory of a process, allocated by torch",
+    "resident_bytes": "peak resident memory of a process",
+}
 _MAX_PROCESSES = 6  # drawn; with more, only the largest and the smallest value are
 _MAX_EXPERTS = 64  # drawn, from the layers with the most uneven loads
 
@@ -253,8 +257,7 @@ def _figures(facts: Facts) -> Iterator[tuple[str, str]]:
         yield "median step", seconds(times[len(times) // 2])
     if pauses := sorted(_values(facts, "checkpoint_seconds")):
         yield "median pause for a checkpoint", seconds(pauses[len(pauses) // 2])
-    if memory := _values(facts, "memory_mb"):
-        yield "memory of the largest process", size(max(memory) * 2**20)
+    yield from ((title, size(facts.summary[name])) for name, title in _PEAKS.items() if name in facts.summary)
     for name, title in _SHARES.items():
         if shares := _values(facts, name):
             yield title, percent(sum(shares) / len(shares))

@@ -24,6 +24,10 @@ _RESULT_FILES = (
     "export/parity.json",
     "export/variants.json",
 )
+_TRAINING_RESULTS = (
+    *("steps", "seconds", "samples_per_second", "best_step", "world_size", "restarts"),
+    *("memory_bytes", "resident_bytes"),  # of the largest process: on a GPU, and on a CPU
+)
 _BUNDLE = "export/bundle"
 MODEL = f"{_BUNDLE}/model.onnx"
 MAX_UPLOAD_BYTES = 100 << 20  # a larger model is linked
@@ -80,8 +84,7 @@ def read_results(facts: Facts) -> dict[str, float]:
     train = facts.step("train")
     results: dict[str, Any] = {}
     if train is not None and not train.reused_from:
-        names = ("steps", "seconds", "samples_per_second", "best_step", "world_size", "restarts")
-        results |= {f"training/{name}": facts.summary.get(name) for name in names}
+        results |= {f"training/{name}": facts.summary.get(name) for name in _TRAINING_RESULTS}
     results |= _prefixed("best", facts.summary.get("best_validation"))
     results |= _prefixed("test", facts.metrics.get("candidate")) | _prefixed("baseline", facts.metrics.get("baseline"))
     results |= _prefixed("difference", facts.verdict.get("difference"))

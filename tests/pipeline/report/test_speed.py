@@ -41,6 +41,17 @@ def test_unmeasured_figures_are_omitted() -> None:
     assert speed({"this run": facts()}) is None
 
 
+@pytest.mark.parametrize(
+    ("name", "title"),
+    [
+        ("memory_bytes", "peak GPU memory of a process, allocated by torch"),
+        ("resident_bytes", "peak resident memory of a process"),
+    ],
+)
+def test_peak_memory_is_named_by_what_was_measured(name: str, title: str) -> None:
+    assert f"<dt>{title}</dt><dd>3.0 MiB</dd>" in page(facts({}, summary={name: 3 << 20}))
+
+
 def test_overflows_of_an_unfinished_run_are_the_last_logged() -> None:
     lines = [{"overflow_steps": 1, "loss_scale": 32768.0}, {"overflow_steps": 2, "loss_scale": 16384.0}]
     assert "<dt>steps skipped for overflow</dt><dd>2</dd>" in page(facts(*lines))
