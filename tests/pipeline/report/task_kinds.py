@@ -23,7 +23,6 @@ from pipeline.evaluate.worst_samples import worst_body
 from .example_runs import change, make_run
 
 Batch = dict[str, Tensor]
-RANDOM = np.random.default_rng(0)
 
 
 class Houses:
@@ -34,9 +33,10 @@ class Houses:
     districts = ("harbour", "centre", "hills")
 
     def data(self, split: str) -> dict[str, Any]:
-        columns = {"rooms": RANDOM.integers(1, 9, 700), "area": RANDOM.gamma(9, 12, 700).round(1)}
-        columns |= {"built": RANDOM.integers(1890, 2024, 700), "district": RANDOM.integers(0, 3, 700)}
-        price = 2.4 * columns["area"] + 31 * columns["rooms"] + 40 * columns["district"] + RANDOM.normal(0, 25, 700)
+        random = np.random.default_rng(0)
+        columns = {"rooms": random.integers(1, 9, 700), "area": random.gamma(9, 12, 700).round(1)}
+        columns |= {"built": random.integers(1890, 2024, 700), "district": random.integers(0, 3, 700)}
+        price = 2.4 * columns["area"] + 31 * columns["rooms"] + 40 * columns["district"] + random.normal(0, 25, 700)
         features = np.stack([(c - c.mean()) / c.std() for c in columns.values()], axis=1).astype(np.float32)
         return {"features": features, "price": price.round(2), **columns}
 
@@ -67,8 +67,9 @@ class Search:
     inputs, outputs, metric = ("match",), ("score",), "ndcg"
 
     def data(self, split: str) -> dict[str, Any]:
-        relevance = (RANDOM.random(1200) < 0.2) * RANDOM.integers(1, 4, 1200)
-        match = (relevance + RANDOM.normal(0, 1.2, 1200)).astype(np.float32)
+        random = np.random.default_rng(0)
+        relevance = (random.random(1200) < 0.2) * random.integers(1, 4, 1200)
+        match = (relevance + random.normal(0, 1.2, 1200)).astype(np.float32)
         return {"match": match, "relevance": relevance, "query": np.repeat(np.arange(100) + 4000, 12)}
 
     def predict(self, batch: Batch) -> Tensor:
@@ -96,10 +97,11 @@ class Denoiser:
     inputs, outputs, metric = ("noisy",), ("clean",), "psnr"
 
     def data(self, split: str) -> dict[str, Any]:
+        random = np.random.default_rng(0)
         y, x = np.mgrid[0:80, 0:100] / 80
         waves = [np.sin((3 + i % 7) * x + i) * np.cos((2 + i % 5) * y) for i in range(40)]
         clean = np.stack([np.stack([w, w**2, -w]) for w in waves]).astype(np.float32)
-        return {"noisy": clean + RANDOM.normal(0, 0.4, clean.shape).astype(np.float32), "target": clean}
+        return {"noisy": clean + random.normal(0, 0.4, clean.shape).astype(np.float32), "target": clean}
 
     def predict(self, batch: Batch) -> Tensor:
         return torch.nn.functional.avg_pool2d(batch["noisy"], 5, stride=1, padding=2)
@@ -121,8 +123,9 @@ class Tagger:
     actual_tags = (0, 1, 2, 0, 1, 2, 0, 0, 3, 4, 0, 5, 0, 0, 0, 0)
 
     def data(self, split: str) -> dict[str, Any]:
+        random = np.random.default_rng(0)
         target = np.tile(self.actual_tags, (60, 1))
-        answer = np.where(RANDOM.random(target.shape) < 0.12, RANDOM.integers(0, 6, target.shape), target)
+        answer = np.where(random.random(target.shape) < 0.12, random.integers(0, 6, target.shape), target)
         return {"ids": np.tile(np.arange(16), (60, 1)), "tags": target, "answer": answer}
 
     def predict(self, batch: Batch) -> Tensor:
@@ -145,9 +148,10 @@ class Embedder:
     topics = ("resetting a password", "a delayed parcel", "an invoice", "cancelling a subscription", "opening hours")
 
     def data(self, split: str) -> dict[str, Any]:
+        random = np.random.default_rng(0)
         topic = np.arange(200) % 40
-        answer = RANDOM.normal(size=(40, 16))[topic]
-        question = answer + RANDOM.normal(0, 1.3, (200, 16))
+        answer = random.normal(size=(40, 16))[topic]
+        question = answer + random.normal(0, 1.3, (200, 16))
         return {"question": question, "answer": answer, "topic": topic}
 
     def predict(self, batch: Batch) -> dict[str, Tensor]:
@@ -174,12 +178,13 @@ class Detector:
     labels = ("car", "cyclist", "pedestrian")
 
     def data(self, split: str) -> dict[str, Any]:
-        boxes = np.concatenate([RANDOM.integers(4, 70, (30, 3, 2)), RANDOM.integers(75, 116, (30, 3, 2))], axis=2)
-        pictures = RANDOM.integers(30, 70, (30, 120, 160, 3)).astype(np.uint8)
+        random = np.random.default_rng(0)
+        boxes = np.concatenate([random.integers(4, 70, (30, 3, 2)), random.integers(75, 116, (30, 3, 2))], axis=2)
+        pictures = random.integers(30, 70, (30, 120, 160, 3)).astype(np.uint8)
         for picture, rows in zip(pictures, boxes, strict=True):
             for place, (left, top, right, bottom) in enumerate(rows):
                 picture[top:bottom, left:right, place] += 110
-        return {"picture": pictures, "boxes": boxes, "answer": boxes + RANDOM.normal(0, 6, boxes.shape)}
+        return {"picture": pictures, "boxes": boxes, "answer": boxes + random.normal(0, 6, boxes.shape)}
 
     def predict(self, batch: Batch) -> Tensor:
         return batch["answer"]
@@ -204,8 +209,9 @@ class Forecast:
     directions: ClassVar = {"error": "lower"}
 
     def data(self, split: str) -> dict[str, Any]:
-        time = np.arange(120) / 9 + RANDOM.random((50, 1)) * 6
-        series = np.sin(time) * RANDOM.random((50, 1)) * 40 + RANDOM.normal(0, 3, (50, 120))
+        random = np.random.default_rng(0)
+        time = np.arange(120) / 9 + random.random((50, 1)) * 6
+        series = np.sin(time) * random.random((50, 1)) * 40 + random.normal(0, 3, (50, 120))
         return {"past": series[:, :96], "future": series[:, 96:]}
 
     def predict(self, batch: Batch) -> Tensor:
