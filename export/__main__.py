@@ -40,19 +40,28 @@ from export.variants.choose import (
 )
 from export.variants.choose import VARIANTS_FILE as VARIANTS
 from export.verify import Verification, verify_model
-from pipeline.contract.bundle import PROVENANCE, Ancestors, Manifest, open_bundle, statement, write_manifest
+from pipeline.contract.bundle import (
+    OVERRIDDEN,
+    PROVENANCE,
+    Ancestors,
+    Manifest,
+    Override,
+    open_bundle,
+    passed_gate,
+    statement,
+    write_manifest,
+    write_override,
+)
+from pipeline.contract.bundle import OVERRIDE_FILE as OVERRIDE
 from pipeline.contract.data import check_columns, open_split
 from pipeline.contract.errors import GateError, StageError
 from pipeline.contract.facts import read_facts
 from pipeline.contract.files import digest_file, digest_mapping, write_json
-from pipeline.contract.override import OVERRIDDEN, Override, passed_gate, write_override
-from pipeline.contract.override import OVERRIDE_FILE as OVERRIDE
 from pipeline.contract.prompting import check_prompting
 from pipeline.contract.run import Run, run_step
 from pipeline.contract.signature import BUNDLED_SETTINGS, Signature
 from pipeline.contract.sources import code_digest, package_sources
-from pipeline.contract.task import FOLDER, build_model, check_export, open_task
-from pipeline.contract.weights import load_weights
+from pipeline.contract.task import FOLDER, build_model, check_export, load_weights, open_task
 
 WEIGHTS = "weights"  # folder of the official ones
 

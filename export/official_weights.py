@@ -16,7 +16,7 @@ from torch import nn
 
 from pipeline.contract.files import write_json
 from pipeline.contract.pretrained import SMALL_FILES
-from pipeline.contract.weights import transformers_model
+from pipeline.contract.task import transformers_model
 
 _SHARD_SIZE = "5GB"
 _CONFIG = "config.json"

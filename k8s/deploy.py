@@ -22,10 +22,9 @@ from k8s.cluster.lease import LEASE_TIMEOUT_SECONDS, Lease, holder_identity
 from k8s.objects import network, serving
 from k8s.objects.kustomize import Object
 from k8s.objects.manifests import BUNDLE_ANNOTATION, WORKLOAD_KINDS, kubectl_name, write_manifests
-from pipeline.contract.bundle import Bundle
+from pipeline.contract.bundle import Bundle, passed_gate
 from pipeline.contract.config import Config
 from pipeline.contract.errors import ClusterError, GateError, ResourceError, StageError
-from pipeline.contract.override import passed_gate
 from pipeline.contract.settings.access import OPEN_ACCESS, Access
 
 

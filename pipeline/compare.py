@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.contract.override import OVERRIDDEN
+from pipeline.contract.bundle import OVERRIDDEN
 from pipeline.contract.run import STEPS, Run, StepRecord
 
 

@@ -10,10 +10,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.contract.bundle import Bundle, open_bundle
+from pipeline.contract.bundle import OVERRIDDEN, OVERRIDE_FILE, Bundle, Override, open_bundle, write_override
 from pipeline.contract.errors import BundleError, ConfigError
 from pipeline.contract.files import digest_file, digest_mapping
-from pipeline.contract.override import OVERRIDDEN, OVERRIDE_FILE, Override, write_override
 from pipeline.contract.run import Run, StepRecord
 from pipeline.contract.signing import SIGNATURE, sign
 from pipeline.history import changed_outputs, now, write_record

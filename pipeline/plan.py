@@ -16,11 +16,11 @@ from typing import Any, Literal
 
 from packaging.version import Version
 
+from pipeline.contract.bundle import OVERRIDE_FILE as OVERRIDE
 from pipeline.contract.config import Config
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.facts import NEAR_COPIES
 from pipeline.contract.files import digest_mapping
-from pipeline.contract.override import OVERRIDE_FILE as OVERRIDE
 from pipeline.contract.registry import read_registry
 from pipeline.contract.run import STEPS, Run, StepRecord
 from pipeline.contract.settings.section import Section

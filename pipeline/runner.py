@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from pipeline.continuation import StartingPoint, recorded_starting_point
+from pipeline.contract.bundle import OVERRIDDEN
 from pipeline.contract.config import Config, override_config
 from pipeline.contract.errors import (
     BundleError,
@@ -33,7 +34,6 @@ from pipeline.contract.errors import (
 )
 from pipeline.contract.files import empty_folders
 from pipeline.contract.fork_server import has_server
-from pipeline.contract.override import OVERRIDDEN
 from pipeline.contract.processes import describe_exit
 from pipeline.contract.restarts import GiveUp, ProcessEnd, restart_after
 from pipeline.contract.run import Acceptance, Run, RunFile, StepRecord, own_identity

@@ -8,11 +8,10 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from pipeline.contract.bundle import PROVENANCE, Bundle, open_bundle
+from pipeline.contract.bundle import OVERRIDDEN, OVERRIDE_FILE, PROVENANCE, Bundle, open_bundle
 from pipeline.contract.codec import FILES
 from pipeline.contract.errors import BundleError
 from pipeline.contract.files import digest_file
-from pipeline.contract.override import OVERRIDDEN, OVERRIDE_FILE
 from pipeline.contract.run import Run, RunFile, run_of_bundle
 from pipeline.contract.signing import Trust
 from pipeline.contract.task import KEY, shared_files_folder

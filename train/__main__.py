@@ -27,8 +27,16 @@ from pipeline.contract.processes import Rank
 from pipeline.contract.prompting import check_decoder, check_prompting
 from pipeline.contract.restarts import read_attempts
 from pipeline.contract.run import Run, run_step
-from pipeline.contract.task import FOLDER, Generates, Task, build_model, check_export, open_task
-from pipeline.contract.weights import save_weights, transformers_model
+from pipeline.contract.task import (
+    FOLDER,
+    Generates,
+    Task,
+    build_model,
+    check_export,
+    open_task,
+    save_weights,
+    transformers_model,
+)
 from train.accelerator import configure_accelerator, describe_accelerator
 from train.batch_order import order_identity, read_order
 from train.batch_size import decide_batch_size

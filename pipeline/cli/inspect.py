@@ -23,8 +23,8 @@ from pipeline.cli.app import (
     table,
 )
 from pipeline.compare import align_columns, describe_different_tests, differences, result_row
+from pipeline.contract.bundle import read_override
 from pipeline.contract.errors import BundleError, ConfigError
-from pipeline.contract.override import read_override
 from pipeline.contract.restarts import read_attempts
 from pipeline.contract.run import STEPS, Run, RunFile
 from pipeline.contract.signing import Trust

@@ -28,9 +28,9 @@ from pipeline.cli.app import (
     table,
 )
 from pipeline.continuation import continued_config, find_starting_point
+from pipeline.contract.bundle import read_override
 from pipeline.contract.config import Config, override_config
 from pipeline.contract.errors import ConfigError, Interrupted, ResourceError
-from pipeline.contract.override import read_override
 from pipeline.contract.run import STEPS, Run, RunFile
 from pipeline.contract.sources import is_mentioned
 from pipeline.display import Display

@@ -2,7 +2,7 @@
 
 `provenance.json` is an in-toto statement of the bundle's origin in the terms of SLSA. A bundle must not have hard
 links from outside the runs, nor weights outside its directory: the locations of external data are parsed from the
-bytes of the ONNX file, because the service has no library for it.
+bytes of the ONNX file, because the service has no library for it. An overridden verdict has an `override.json`.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pydantic import ValidationError
 
-from pipeline.contract.errors import BundleError
+from pipeline.contract.errors import BundleError, PipelineError
 from pipeline.contract.files import digest_bytes, digest_file, empty_folders, write_json
-from pipeline.contract.override import OVERRIDDEN, OVERRIDE_FILE, Override, read_override
 from pipeline.contract.settings.section import Frozen
 from pipeline.contract.signature import Signature
 from pipeline.contract.signing import Trust, check_cover
@@ -216,6 +215,40 @@ SCHEMA = 1
 # Files that the manifest does not name: itself, its signature, and the provenance.
 BESIDE = ("manifest.json", "manifest.sig.json", "provenance.json")
 REQUIRED = ("model.onnx", "signature.json", "golden.npz", "golden.json", "card.md")
+OVERRIDE_FILE = "override.json"  # of a run, and of the bundle made of it
+OVERRIDDEN = "overridden"  # the verdict in the manifest of such a bundle, and the status of such an evaluation
+
+
+class Override(Frozen):
+    """Who let a model with a failed verdict pass, when, why, and exactly which verdict. Run and bundle contain it."""
+
+    at: str
+    by: str
+    reason: str
+    verdict: str  # SHA-256 of the verdict.json it is about
+
+    def __str__(self) -> str:
+        return f"overridden by {self.by}, {self.at}: {self.reason}"
+
+
+def read_override(directory: Path) -> Override | None:
+    """Return the override in the directory of a run or a bundle, whichever verdict it is about."""
+    path = directory / OVERRIDE_FILE
+    try:
+        return Override.model_validate_json(path.read_text())
+    except FileNotFoundError:
+        return None
+    except ValidationError as error:
+        raise PipelineError(f"{path}: damaged ({error.errors()[0]['msg']}); `pipe gate override` writes it") from error
+
+
+def write_override(directory: Path, override: Override) -> None:
+    write_json(directory / OVERRIDE_FILE, override.model_dump())
+
+
+def passed_gate(verdict: str) -> bool:
+    """Return whether a model with this verdict may be deployed; older versions wrote `forced` for `overridden`."""
+    return verdict in ("pass", "no-baseline", OVERRIDDEN) or verdict.startswith("forced")
 
 
 class FileEntry(Frozen):

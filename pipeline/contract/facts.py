@@ -14,9 +14,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from pipeline.contract.bundle import OVERRIDDEN
+from pipeline.contract.bundle import OVERRIDE_FILE as OVERRIDE
 from pipeline.contract.files import digest_file
-from pipeline.contract.override import OVERRIDDEN
-from pipeline.contract.override import OVERRIDE_FILE as OVERRIDE
 from pipeline.contract.run import STEPS, Run, RunFile, StepRecord
 
 Body = dict[str, Any]

@@ -16,19 +16,15 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from pipeline.contract.bundle import Bundle, Override, open_bundle, read_override
 from pipeline.contract.config import Config, parse_recorded
 from pipeline.contract.errors import BundleError, PipelineError, ResourceError, StageError, missing_extra, write_error
 from pipeline.contract.files import digest_bytes, digest_file, digest_mapping
-from pipeline.contract.override import Override, read_override
 from pipeline.contract.processes import Rank, watch_parent
 from pipeline.contract.settings.section import Frozen
-
-if TYPE_CHECKING:
-    from pipeline.contract.bundle import Bundle
-    from pipeline.contract.signing import Trust
-
+from pipeline.contract.signing import Trust
 
 _SECOND = len("20260131-235959")  # at the beginning of a run's name
 _TIMED = re.compile(r"\d{8}-\d{6}-")
@@ -191,8 +187,6 @@ class Run:
 
     def bundle(self, trust: Trust | None = None) -> Bundle:
         """Return the bundle after verifying every file, and that it is the one that the export recorded."""
-        from pipeline.contract.bundle import open_bundle  # slow to load
-
         bundle = open_bundle(self.bundle_path, trust)
         self._check_bundle(bundle.digest)
         return bundle

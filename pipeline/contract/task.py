@@ -1,4 +1,4 @@
-"""The task protocol that a user implements in `task.py`, and loading of such classes.
+"""The task protocol that a user implements in `task.py`, and loading of such classes and of their trained weights.
 
 A task may share files, such as a tokenizer, with its codec: prepare creates them once and records their digests in
 data.json, and every later step checks them. This module needs torch only if the task does.
@@ -10,17 +10,19 @@ import difflib
 import inspect
 import json
 import stat
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
-from pipeline.contract.errors import ConfigError, DataError
+from pipeline.contract.errors import ConfigError, DataError, StageError
 from pipeline.contract.files import digest_tree
 from pipeline.contract.imports import PROJECT, import_file
 from pipeline.contract.run import Run
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
@@ -512,6 +514,38 @@ def require_adapt(task: Task, reference: str) -> HasPretrained:
             "write it, or leave model.pretrained out"
         )
     return task
+
+
+def save_weights(state: Mapping[str, Tensor], path: Path, step: int | None = None) -> None:
+    """Write safetensors, which cannot run code when they are loaded; `step` is stored in the header.
+
+    Tied weights are written once per name, because safetensors rejects shared memory.
+    """
+    from safetensors.torch import save_file
+
+    tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()}
+    save_file(tensors, path, None if step is None else {"step": str(step)})
+
+
+def load_weights(model: nn.Module, path: Path, device: torch.device | str = "cpu") -> nn.Module:
+    """Load all weights into a model and set evaluation mode."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        model.load_state_dict(load_file(path, device=str(device)))
+    except (SafetensorError, RuntimeError, OSError) as error:
+        raise StageError(f"{path}: does not fit the task's model: {' '.join(str(error).split())[:400]}") from error
+    return model.to(device).eval()
+
+
+def transformers_model(model: nn.Module) -> tuple[str, nn.Module] | None:
+    """Return the name and module of the outermost transformers model, if there is one."""
+    if "transformers" not in sys.modules:  # then no task has built one
+        return None
+    from transformers import PreTrainedModel
+
+    return next(((name, module) for name, module in model.named_modules() if isinstance(module, PreTrainedModel)), None)
 
 
 def load_class(reference: str, root: Path, package: str = "") -> Any:

@@ -37,8 +37,7 @@ from pipeline.contract.statistics.scores import (
     join_parts,
     score_batch,
 )
-from pipeline.contract.task import FOLDER, Classifier, Generates, Task, build_model, open_task
-from pipeline.contract.weights import load_weights
+from pipeline.contract.task import FOLDER, Classifier, Generates, Task, build_model, load_weights, open_task
 from pipeline.evaluate.baseline import Baseline, find_baseline
 from pipeline.evaluate.codec_check import CodecCheck, check_codec
 from pipeline.evaluate.compared_data import (

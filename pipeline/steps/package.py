@@ -34,11 +34,10 @@ from k8s.images.contents import bill_of_materials, packages_from_pins, read_inst
 from k8s.images.modelcar import ModelcarBase, bundle_annotations, write_modelcar
 from k8s.images.oci_layout import Layout
 from k8s.images.registry import BaseImage, Repository, find_login, parse_reference, resolve_base_image
-from pipeline.contract.bundle import Bundle
+from pipeline.contract.bundle import Bundle, passed_gate
 from pipeline.contract.config import Config
 from pipeline.contract.errors import ConfigError, GateError, StageError
 from pipeline.contract.files import write_json
-from pipeline.contract.override import passed_gate
 from pipeline.contract.run import Run, run_step
 from pipeline.contract.settings.stages import WHEELS_FOLDER, Package
 from pipeline.history import Project

@@ -30,8 +30,7 @@ from pipeline.contract.registry import (
     read_registry,
 )
 from pipeline.contract.run import Run, RunFile, StepRecord
-from pipeline.contract.task import load_task
-from pipeline.contract.weights import save_weights
+from pipeline.contract.task import load_task, save_weights
 from pipeline.evaluate.__main__ import evaluate
 from pipeline.history import seal_step, write_record, write_run
 from pipeline.steps.prepare import prepare

@@ -16,8 +16,7 @@ from export.language_model import convert_language, make_generation
 from pipeline.contract.data import Samples, forward
 from pipeline.contract.pretrained import open_pretrained
 from pipeline.contract.settings.stages import Export
-from pipeline.contract.task import load_class
-from pipeline.contract.weights import save_weights
+from pipeline.contract.task import load_class, save_weights
 from train.pretrained.load import match_weights
 
 from .conftest import DEEPSEEK, Module, smallest

@@ -22,7 +22,7 @@ from pipeline.contract.errors import DataError
 from pipeline.contract.files import digest_file, write_json
 from pipeline.contract.run import Run, RunFile
 from pipeline.contract.settings.stages import Export
-from pipeline.contract.weights import save_weights
+from pipeline.contract.task import save_weights
 from pipeline.data_checks.profile import SchemaBuilder
 from serve.protocol import v1, v2
 from serve.runtime.loading import load_predictor

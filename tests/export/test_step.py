@@ -13,14 +13,13 @@ import torch
 from torch import nn
 
 from export.__main__ import export
-from pipeline.contract.bundle import open_bundle
+from pipeline.contract.bundle import Override, open_bundle, write_override
 from pipeline.contract.codec import load_bundled_codec
 from pipeline.contract.errors import BundleError, ConfigError, DataError, GateError, PipelineError, StageError
 from pipeline.contract.files import digest_file, digest_tree, write_json
 from pipeline.contract.golden import difference
-from pipeline.contract.override import Override, write_override
 from pipeline.contract.run import Run, RunFile
-from pipeline.contract.weights import save_weights
+from pipeline.contract.task import save_weights
 from pipeline.verify import verify_bundle
 
 TASK = """

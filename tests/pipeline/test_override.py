@@ -7,10 +7,10 @@ import pytest
 from typer.testing import CliRunner
 
 from pipeline.cli import app
+from pipeline.contract.bundle import Override, read_override, write_override
 from pipeline.contract.config import Config
 from pipeline.contract.errors import BundleError, ConfigError, GateError
 from pipeline.contract.files import write_json
-from pipeline.contract.override import Override, read_override, write_override
 from pipeline.contract.run import Run, StepRecord
 from pipeline.display import Display
 from pipeline.history import Project, load_history, seal_step, write_record

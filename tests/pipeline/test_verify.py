@@ -10,11 +10,10 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 from safetensors.numpy import save_file
 
-from pipeline.contract.bundle import Ancestors, open_bundle, write_manifest
+from pipeline.contract.bundle import Ancestors, Override, open_bundle, write_manifest, write_override
 from pipeline.contract.errors import BundleError, ConfigError
 from pipeline.contract.files import digest_file, write_json
 from pipeline.contract.golden import Golden
-from pipeline.contract.override import Override, write_override
 from pipeline.contract.run import Run, StepRecord
 from pipeline.contract.signature import Limits, Runtime, Signature, TensorSpec
 from pipeline.contract.signing import SIGNATURE, Trust, new_key, private_key

@@ -10,8 +10,7 @@ import httpx
 import numpy as np
 import pytest
 
-from pipeline.contract.bundle import Bundle
-from pipeline.contract.override import Override
+from pipeline.contract.bundle import Bundle, Override
 from pipeline.contract.signature import TensorSpec
 from serve.model_version import ModelVersion
 from serve.protocol import openapi

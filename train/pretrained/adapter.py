@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from pipeline.contract.errors import ConfigError, ResourceError
 from pipeline.contract.settings.stages import Model
-from pipeline.contract.weights import transformers_model
+from pipeline.contract.task import transformers_model
 from train.pretrained.materialize import BuildModel, MetaModel
 from train.pretrained.qlora import require_bitsandbytes, restore_whole_weights
 from train.pretrained.source import Initialized, RowNorms, Source

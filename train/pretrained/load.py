@@ -23,7 +23,7 @@ from pipeline.contract.errors import ConfigError, DataError
 from pipeline.contract.files import digest_file
 from pipeline.contract.pretrained import PRETRAINED_RECORD, Pretrained, locate_pretrained, open_pretrained
 from pipeline.contract.run import Run
-from pipeline.contract.weights import transformers_model
+from pipeline.contract.task import transformers_model
 from train.optim import seed_step
 from train.pretrained.adapter import ADAPTER_WEIGHTS, adapter_sources
 from train.pretrained.matching import Matching, match

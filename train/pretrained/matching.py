@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.contract.errors import DataError
-from pipeline.contract.weights import transformers_model
+from pipeline.contract.task import transformers_model
 from train.pretrained.source import Duplicates, Entry, Source
 
 _LISTED = 8  # problems of each kind in the error; the log has all

@@ -23,7 +23,7 @@ from pipeline.contract.files import (
     write_atomic,
     write_json,
 )
-from pipeline.contract.weights import load_weights, save_weights
+from pipeline.contract.task import load_weights, save_weights
 
 
 def test_parts_cut_elsewhere_have_another_digest() -> None:

@@ -4,10 +4,17 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.contract.bundle import Ancestors, open_bundle, write_manifest
+from pipeline.contract.bundle import (
+    Ancestors,
+    Override,
+    open_bundle,
+    passed_gate,
+    read_override,
+    write_manifest,
+    write_override,
+)
 from pipeline.contract.errors import BundleError, PipelineError
 from pipeline.contract.files import digest_file
-from pipeline.contract.override import Override, passed_gate, read_override, write_override
 
 GIVEN = Override(at="2026-01-02", by="ann@here", reason="shown on Monday", verdict="v")
 

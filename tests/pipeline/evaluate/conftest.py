@@ -19,7 +19,7 @@ from pipeline.contract.golden import Golden
 from pipeline.contract.registry import CHAMPION, Entry, ProposedChange, change_registry
 from pipeline.contract.run import Run, RunFile
 from pipeline.contract.signature import Cache, Generation, Limits, Runtime, Signature, TensorSpec
-from pipeline.contract.weights import save_weights
+from pipeline.contract.task import save_weights
 
 # Two numbers in, the class is which of them is greater; WEIGHTS make models that know, that err, or that do not care.
 TASK = """

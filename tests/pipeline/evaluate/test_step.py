@@ -15,8 +15,7 @@ from pipeline.contract.errors import GateError, read_error
 from pipeline.contract.files import write_atomic
 from pipeline.contract.run import Run, RunFile
 from pipeline.contract.sources import SOURCE_ROOT
-from pipeline.contract.task import load_task
-from pipeline.contract.weights import save_weights
+from pipeline.contract.task import load_task, save_weights
 from tests.ports import free_port
 
 from ...fork_server import launch

@@ -19,7 +19,7 @@ from pipeline.contract.data import Samples
 from pipeline.contract.errors import DataError
 from pipeline.contract.pretrained import open_pretrained
 from pipeline.contract.processes import Rank
-from pipeline.contract.weights import load_weights, save_weights
+from pipeline.contract.task import load_weights, save_weights
 from train.checkpoint.store import CheckpointStore
 from train.optim import seed_step
 from train.pretrained.load import PretrainedModel, load_from_files
