@@ -73,10 +73,10 @@ class Attack:
             if status == 0:
                 return
             if len(kill_events(self._events)) == kills_before:
-                raise StageError(f"training ended without a kill: {self._last_lines()}")
+                raise StageError(f"training ended without a kill: {last_lines(self._output)}")
             fault = self.kills[kill_events(self._events)[-1].number].fault
             if not excused and fault != "disk":  # a person must free the disk
-                self.by_hand.append(self._last_lines())
+                self.by_hand.append(last_lines(self._output))
             if fault in ("truncated", "flipped"):
                 damage_newest_shard(self.run.partial("train") / "checkpoints", fault)
 
@@ -88,19 +88,17 @@ class Attack:
     def _run_two(self) -> tuple[int, bool]:
         """Run two commands at once; one must refuse to work, and the other does."""
         second_output = self.log.folder / "pipe-second.log"
-        outputs = (self._output, second_output)
-        sizes = [path.stat().st_size if path.exists() else 0 for path in outputs]
         with self._start(self._output) as first, self._start(second_output) as second:
             started = time.time()
             while first.poll() is None and second.poll() is None:
                 self._check_alive(started)
                 time.sleep(_POLL_SECONDS)
-            refused, working = (first, second) if first.poll() is not None else (second, first)
-            path, size = (outputs[0], sizes[0]) if refused is first else (outputs[1], sizes[1])
-            text = path.read_text(errors="replace")[size:]
-            if refused.wait() != ResourceError.exit_code or "is working on it" not in text:
+            first_ended = first.poll() is not None
+            ended, output, other = (first, self._output, second) if first_ended else (second, second_output, first)
+            text = last_lines(output)
+            if ended.wait() != ResourceError.exit_code or "is working on it" not in text:
                 raise StageError(f"one of two commands that resumed at once ended otherwise than by refusing: {text}")
-            return self._watch(working)
+            return self._watch(other)
 
     def _start(self, log: Path) -> contextlib.AbstractContextManager[Process]:
         argv = ("python", "-m", "pipeline", "-C", str(self.folder), "run", "--resume", str(self.run.path))
@@ -163,7 +161,7 @@ class Attack:
     def _check_alive(self, started: float) -> None:
         last_activity = max([started, self._last_write(), *(event.time for event in self._events)])
         if time.time() - last_activity > self.hang_seconds:
-            raise StageError(f"training has hung for {self.hang_seconds:.0f} s: {self._last_lines()}")
+            raise StageError(f"training has hung for {self.hang_seconds:.0f} s: {last_lines(self._output)}")
 
     def _last_write(self) -> float:
         """Return when the training log was last written."""
@@ -171,10 +169,6 @@ class Attack:
             return (self.run.partial("train") / "metrics.jsonl").stat().st_mtime
         except FileNotFoundError:
             return 0.0
-
-    def _last_lines(self) -> str:
-        lines = [line for line in self._output.read_text(errors="replace").splitlines() if line.strip()]
-        return " / ".join(lines[-_LOG_LINES:]) or "no output"
 
     @property
     def _output(self) -> Path:
@@ -188,6 +182,11 @@ _FIRST_WORKER = Kill(place="moment", step=1)
 def _logged_process(argv: tuple[str, ...], folder: Path, env: Mapping[str, str], log: Path) -> Iterator[Process]:
     with log.open("ab") as output, child_process(argv, folder, env, output) as process:
         yield process
+
+
+def last_lines(output: Path) -> str:
+    lines = [line for line in output.read_text(errors="replace").splitlines() if line.strip()]
+    return " / ".join(lines[-_LOG_LINES:]) or "no output"
 
 
 def damage_newest_shard(checkpoints: Path, fault: Fault) -> None:
