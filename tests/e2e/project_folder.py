@@ -23,6 +23,7 @@ from typer.testing import CliRunner
 from pipeline.cli import app, main
 from pipeline.contract.run import Run, all_runs
 from pipeline.service.process import read_live, send_request, stop_process
+from tests.plans import fixed_memory_estimate
 from tests.ports import free_port
 
 TINY = Path(__file__).resolve().parents[1] / "project"
@@ -160,7 +161,9 @@ class ProjectFolder:
 
     def plan(self, *words: str) -> dict[str, tuple[str, str]]:
         """Return action and reason of each step, without starting a process."""
-        done = CliRunner().invoke(app, ["-C", str(self.folder), "plan", *words, "-o", "json"], catch_exceptions=False)
+        argv = ["-C", str(self.folder), "plan", *words, "-o", "json"]
+        with fixed_memory_estimate():
+            done = CliRunner().invoke(app, argv, catch_exceptions=False)
         rows = json.loads(done.stdout)
         return {row["name"]: (row["action"], row["reason"]) for row in rows}
 

@@ -105,7 +105,7 @@ class Transformer(Numbers):
     samples = 64
 
     def model(self) -> nn.Module:
-        return Stack(256, 6)
+        return Stack(256, 3)
 
 
 def settings(**train: Any) -> Config:
@@ -203,7 +203,7 @@ def test_diloco_counts_its_outer_weights_and_momentum() -> None:
 
 class Huge(Numbers):
     def model(self) -> nn.Module:
-        return nn.Sequential(nn.Linear(256, 1 << 14), *(nn.Linear(1 << 14, 1 << 14) for _ in range(1024)))
+        return nn.Sequential(nn.Linear(256, 1 << 15), *(nn.Linear(1 << 15, 1 << 15) for _ in range(256)))
 
 
 def test_model_larger_than_any_memory_is_estimated() -> None:

@@ -7,13 +7,15 @@ import io
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from pipeline.cli import main
 from pipeline.history import example_folder
+
+from ...plans import fixed_memory_estimate
 
 Pipe = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -29,8 +31,19 @@ def starter(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def pipe(starter: Path, monkeypatch: pytest.MonkeyPatch) -> Pipe:
-    """Run a command in the project and expect an exit status."""
+def pipe(starter: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pipe]:
+    """Run a command in the project and expect an exit status; plans have a fixed estimate of memory."""
+    with fixed_memory_estimate():
+        yield run_here(starter, monkeypatch)
+
+
+@pytest.fixture
+def pipe_with_estimate(starter: Path, monkeypatch: pytest.MonkeyPatch) -> Pipe:
+    """Run a command in the project; plans estimate the memory of training."""
+    return run_here(starter, monkeypatch)
+
+
+def run_here(starter: Path, monkeypatch: pytest.MonkeyPatch) -> Pipe:
     monkeypatch.setattr("pipeline.cli.watch_parent", lambda: None)
     monkeypatch.setattr("pipeline.cli.signal.signal", lambda *_: None)
 

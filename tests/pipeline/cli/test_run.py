@@ -111,20 +111,22 @@ def test_a_plan_states_what_would_run_and_changes_nothing(pipe: Pipe, starter: P
     assert pipe("run", "--dry-run").stdout == pipe("plan").stdout
 
 
-def test_a_plan_estimates_the_memory_of_training(pipe: Pipe) -> None:
-    train = next(row for row in json.loads(pipe("plan", "-o", "json").stdout) if row["name"] == "train")
+def test_a_plan_estimates_the_memory_of_training(pipe_with_estimate: Pipe, starter: Path) -> None:
+    (starter / "runs").mkdir()  # an estimate is kept there
+    plan = pipe_with_estimate("plan", "-o", "json")
+    train = next(row for row in json.loads(plan.stdout) if row["name"] == "train")
     kinds = ("weights", "gradients", "optimizer", "activations")
     assert train["memory"]["bytes"] == sum(train["memory"][kind] for kind in kinds) > 0
-    assert pipe("plan").stdout.splitlines()[-1].startswith("memory: ")
-    assert "memory" not in pipe("plan", "prepare").stdout
+    assert pipe_with_estimate("plan").stdout.splitlines()[-1].startswith("memory: ")
+    assert "memory" not in pipe_with_estimate("plan", "prepare").stdout
 
 
-def test_a_plan_goes_on_without_an_estimate(pipe: Pipe, starter: Path) -> None:
+def test_a_plan_goes_on_without_an_estimate(pipe_with_estimate: Pipe, starter: Path) -> None:
     task = starter / "task.py"
     lines = task.read_text().splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("    def loss("))
     task.write_text("\n".join([*lines[: first + 1], "        float(outputs.sum())", *lines[first + 1 :]]))
-    done = pipe("plan")
+    done = pipe_with_estimate("plan")
     assert "memory" not in done.stdout
     reason = "it depends on the values of tensors: "
     assert f"note: the memory of training cannot be estimated: {reason}" in done.stderr
