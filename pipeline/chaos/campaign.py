@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -136,10 +137,7 @@ class Attack:
         if kill is None or time.time() < due_time:
             return False
         with contextlib.suppress(psutil.NoSuchProcess):  # it ended by itself; retried after the restart
-            command_processes, descendants = (
-                [command_process, *command_process.children()],
-                command_process.children(recursive=True),
-            )
+            descendants = command_process.children(recursive=True)
             process, kill_time = choose_victim(kill, self._events, command_process, descendants), time.time()
             if process is not None:
                 if kill.fault == "pause":
@@ -155,7 +153,7 @@ class Attack:
                 self.log.claim(number)
                 self.log.append(ChaosEvent(event="kill", time=kill_time, number=number, pid=process.pid))
                 self._read_events()
-                return process in command_processes and kill.fault != "pause"
+                return process == command_process and kill.fault != "pause"
         return False
 
     def _check_alive(self, started: float) -> None:
@@ -238,7 +236,7 @@ def choose_victim(
         return None
     if kill.who == "worker":
         return next((process for process in descendants if process.pid == starts[-1].pid), None)
-    found = [process for process in descendants if _MODULES[kill.who] in process.cmdline()]
+    found = [process for process in descendants if ("-m", _MODULES[kill.who]) in pairwise(process.cmdline())]
     parents = [process for process in descendants if process.pid == starts[-1].parent]  # mpirun, srun
     return next(iter(found or parents), None)
 

@@ -57,13 +57,17 @@ def test_agent_and_fork_server_are_found_by_their_modules(
 ) -> None:
     born = [event("born", 1.0, rank=0, pid=1, parent=below.pid)]
     program = [sys.executable, "-c", "input()", "-m", module]
-    with subprocess.Popen(program, stdin=subprocess.PIPE) as named:
-        victim = choose_victim(
-            Kill(place="moment", step=1, who=who), born, psutil.Process(), [below, psutil.Process(named.pid)]
-        )
+    other = [sys.executable, "-c", "input()", module]  # the fork server's command names the agent as well
+    with (
+        subprocess.Popen(other, stdin=subprocess.PIPE) as mentions,
+        subprocess.Popen(program, stdin=subprocess.PIPE) as named,
+    ):
+        descendants = [below, psutil.Process(mentions.pid), psutil.Process(named.pid)]
+        victim = choose_victim(Kill(place="moment", step=1, who=who), born, psutil.Process(), descendants)
         assert victim is not None
         assert victim.pid == named.pid
-        named.communicate(b"\n", timeout=300)
+        for process in (mentions, named):
+            process.communicate(b"\n", timeout=300)
 
 
 def test_victim_is_the_newest_process_of_the_rank_or_its_parent(below: psutil.Process) -> None:
