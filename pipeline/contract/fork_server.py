@@ -270,7 +270,7 @@ def can_serve() -> bool:
 
 def main(argv: Sequence[str]) -> None:
     number, first, others, _ = argv
-    _rename(sys.orig_argv[:-1])
+    _rename([sys.executable, "-m", "pipeline.contract.fork_server"])  # without the names of what it starts
     with socket.socket(fileno=int(number)) as listener:
         server = ForkServer(listener)
         importlib.import_module(first)
