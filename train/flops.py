@@ -18,6 +18,7 @@ from pipeline.contract.settings.stages import Train
 from pipeline.contract.torch_private import grouped_mm
 from train.accelerator import Kind
 from train.parallel.base import MicroBatch, Strategy
+from train.parallel.blocks import without_recomputation
 from train.state import restored_buffers
 
 
@@ -77,28 +78,22 @@ def measure_flops(
     if None in peaks:
         return None
     batch = next(iter(micro_batches())).batch
-    return ModelFlops(count_flops(strategy, batch, recomputes=config.recompute != "none"), sum(peaks))
+    return ModelFlops(count_flops(strategy, batch), sum(peaks))
 
 
 _SAMPLES = 2  # as batch norm needs; the memory of a pass does not matter then
 
 
-def count_flops(strategy: Strategy, batch: Mapping[str, Tensor], *, recomputes: bool) -> float:
+def count_flops(strategy: Strategy, batch: Mapping[str, Tensor]) -> float:
     """Count the operations of a forward and a backward pass, per sample."""
-    objective, samples = strategy.objective, {name: column[:_SAMPLES] for name, column in batch.items()}
-    with restored_buffers(strategy.model), torch.compiler.set_stance("force_eager"):
-        with _counter() as forward:
-            loss = objective.loss(strategy.model, samples)
-        with _counter() as backward:
-            objective.backward(loss)
-    strategy.model.zero_grad(set_to_none=True)
-    total: int = forward.get_total_flops()
-    total += 2 * total if recomputes else backward.get_total_flops()
+    model, objective = strategy.model, strategy.objective
+    samples = {name: column[:_SAMPLES] for name, column in batch.items()}
+    counter = FlopCounterMode(display=False, custom_mapping={grouped_mm: grouped_mm_flops})
+    with restored_buffers(model), without_recomputation(model), torch.compiler.set_stance("force_eager"), counter:
+        objective.backward(objective.loss(model, samples))
+    model.zero_grad(set_to_none=True)
+    total: int = counter.get_total_flops()
     return total / len(next(iter(samples.values())))
-
-
-def _counter() -> FlopCounterMode:
-    return FlopCounterMode(display=False, custom_mapping={grouped_mm: grouped_mm_flops})
 
 
 def grouped_mm_flops(left: tuple[int, ...], right: tuple[int, ...], *_: Any, **_options: Any) -> int:

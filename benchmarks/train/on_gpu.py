@@ -1,4 +1,7 @@
-"""One process of the GPU table: `torchrun … -m benchmarks.train.on_gpu NET STEPS COMPILE` trains on random tokens."""
+"""One process of the GPU table: `torchrun … -m benchmarks.train.on_gpu NET STEPS SETTINGS` trains on random samples.
+
+SETTINGS are those of the section train, in JSON. The result is one line of JSON, and so is the reason of a failure.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,22 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from benchmarks.train.gate import Finished
 from benchmarks.train.lapping import Lapping
-from benchmarks.train.large import LENGTH, NETS, sequences
+from benchmarks.train.large import NETS
 from pipeline.contract.config import parse_config
 from pipeline.contract.data import open_split
 from pipeline.contract.processes import Rank
+from train.accelerator import configure_accelerator
 from train.checkpoint.store import CheckpointStore
-from train.flops import ModelFlops
+from train.metrics import peak_gpu_bytes
+from train.optim import set_determinism
 from train.process_group import ProcessGroup, join_process_group
 from train.state import Progress
 
@@ -29,12 +36,13 @@ LAP, WARM_LAPS = 5, 2
 class Stopwatch:
     """Times whole laps, with the GPU's work done, and ends the run after the last."""
 
-    def __init__(self, laps: int) -> None:
-        self._left, self._started = laps + WARM_LAPS + 1, 0.0
+    def __init__(self, laps: int, device: torch.device) -> None:
+        self._left, self._started, self._on_gpu = laps + WARM_LAPS + 1, 0.0, device.type == "cuda"
         self.seconds: list[float] = []
 
     def __call__(self) -> None:
-        torch.cuda.synchronize()
+        if self._on_gpu:
+            torch.cuda.synchronize()
         now, self._left = time.perf_counter(), self._left - 1
         self.seconds.append(now - self._started)
         self._started = now
@@ -42,45 +50,58 @@ class Stopwatch:
             raise Finished
 
 
-def main(net: str, steps: int, *, compiled: bool) -> None:
-    rank = Rank.from_env()
-    batch_size = sequences(torch.cuda.get_device_properties(rank.local_rank).total_memory) * rank.world_size
-    settings = {
-        "batch_size": batch_size,
-        "precision": "bf16",
-        "compile": compiled,
-        "device": "cuda",
-        "checkpoint_every": 0,
-    }
-    body = {"name": "bench", "task": "task.py:T", "codec": "codec.py:C", "train": {**settings, "deterministic": False}}
+def main(net: str, steps: int, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Train for some steps and return what was measured."""
+    rank, task = Rank.from_env(), NETS[net].make()
+    on_gpu = settings["device"] == "cuda"
+    memory = torch.cuda.get_device_properties(rank.local_rank).total_memory if on_gpu else 0
+    batch_size = NETS[net].batch_size(memory) * rank.world_size
+    body = {"name": "bench", "task": "t.py:T", "codec": "c.py:C", "train": {**settings, "batch_size": batch_size}}
     config = parse_config(body, source="the bench")
+    set_determinism(config.train)
     with tempfile.TemporaryDirectory() as folder, join_process_group(config.train, rank, Path(folder)) as group:
-        task = NETS[net].make()
+        configure_accelerator(config.train, group.device)
         train = open_split(task, "train")
         trainer = Lapping(task, config, group, train, train, batch_size)
-        watch = Stopwatch(-(-steps // LAP))
+        watch = Stopwatch(-(-steps // LAP), group.device)
         trainer.gate, trainer.lap = watch, LAP
         try:
             trainer.fit(Progress(), CheckpointStore(Path(folder), 1, {}, group), None)  # no epoch ends in a few steps
         except Finished:
-            _print_row(watch, trainer.flops, batch_size, group)
+            samples_per_second = batch_size * LAP / statistics.median(watch.seconds[WARM_LAPS + 1 :])
+        return {
+            **describe_device(group),
+            "batch_size": batch_size,
+            "per_second": samples_per_second * NETS[net].units_per_sample,
+            "mfu": trainer.flops.utilization(samples_per_second) if trainer.flops else None,
+            "memory_gb": (peak_gpu_bytes(group.device) or 0) / 2**30,
+        }
 
 
-def _print_row(watch: Stopwatch, flops: ModelFlops | None, batch_size: int, group: ProcessGroup) -> None:
-    samples = batch_size * LAP / statistics.median(watch.seconds[WARM_LAPS + 1 :])  # per second
-    row = {
-        "gpus": group.size,
-        "device": torch.cuda.get_device_name(group.device),
-        "batch_size": batch_size,
-        "tokens_per_second": samples * LENGTH,
-        "mfu": flops.utilization(samples) if flops else None,
-        "memory_gb": torch.cuda.max_memory_allocated(group.device) / 2**30,
-    }
-    if group.rank.first:
-        print(json.dumps(row), flush=True)
+def describe_device(group: ProcessGroup) -> dict[str, Any]:
+    if group.device.type != "cuda":
+        return {"device": "CPU", "capability": 0}
+    name, (capability, _) = torch.cuda.get_device_name(group.device), torch.cuda.get_device_capability(group.device)
+    return {"device": name, "capability": capability}
+
+
+def reason(error: Exception) -> str:
+    """Return the first line of an error, which torch continues with advice and traces."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of memory"
+    first = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {first}"
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), compiled=sys.argv[3] == "1")
+    status = 0
+    try:
+        result = main(sys.argv[1], int(sys.argv[2]), json.loads(sys.argv[3]))
+    except Exception as error:
+        status, result = 1, {"failed": reason(error)}
+        sys.excepthook(*sys.exc_info())
+    if status or Rank.from_env().first:
+        print(json.dumps(result), flush=True)
     sys.stdout.flush()
-    os._exit(0)
+    sys.stderr.flush()
+    os._exit(status)

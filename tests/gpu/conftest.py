@@ -52,6 +52,7 @@ EXACT = {"precision": "fp32", "matmul_precision": "highest"}  # comparable with 
 
 
 def make(group: ProcessGroup, task: Any = None, **train: Any) -> Trainer:
+    """Return a trainer; without a task, that of Waves."""
     settings = {"epochs": 4, "batch_size": 20, "lr": 0.01, "device": "cuda", "log_every": 100, **EXACT, **train}
     values = {"name": "x", "task": "t.py:T", "codec": "c.py:C", "train": settings}
     config = parse_config(values, source="test")

@@ -36,7 +36,7 @@ def test_the_peak_is_that_of_the_longest_name_and_the_precision() -> None:
 def test_a_pass_is_counted_and_leaves_no_trace() -> None:
     made = trainer(CPU)
     before = weights(made)
-    assert count_flops(made.strategy, batch(made), recomputes=False) == PER_SAMPLE
+    assert count_flops(made.strategy, batch(made)) == PER_SAMPLE
     assert all(torch.equal(tensor, before[name]) for name, tensor in weights(made).items())
     assert all(parameter.grad is None for parameter in made.strategy.model.parameters())
 
@@ -44,12 +44,14 @@ def test_a_pass_is_counted_and_leaves_no_trace() -> None:
 def test_what_is_computed_again_is_not_counted() -> None:
     made = trainer(CPU)
     recompute_blocks(made.strategy.model)
-    assert count_flops(made.strategy, batch(made), recomputes=True) == 6 * sum(LAYERS)
+    recomputed = {name: block.forward for name, block in made.strategy.model.named_modules()}
+    assert count_flops(made.strategy, batch(made)) == PER_SAMPLE
+    assert {name: block.forward for name, block in made.strategy.model.named_modules()} == recomputed
 
 
 def per_sample(group: ProcessGroup, strategy: str) -> float:
     made = trainer(group, strategy=strategy)
-    return count_flops(made.strategy, batch(made), recomputes=False)
+    return count_flops(made.strategy, batch(made))
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "local_sgd"])

@@ -5,9 +5,10 @@ Blocks are the members of the outermost ModuleLists and Sequentials.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -56,6 +57,24 @@ def recompute_blocks(model: nn.Module) -> None:
             config.use_cache = False  # a second pass would append to the cache of transformers
     for block in blocks:
         block.forward = partial(_checkpointed, block, block.forward)
+
+
+@contextlib.contextmanager
+def without_recomputation(model: nn.Module) -> Iterator[None]:
+    """Let the blocks of a model keep their activations for a while."""
+    forwards = {module: vars(module).get("forward") for module in model.modules()}
+    checkpointed = {module: forward for module, forward in forwards.items() if _is_checkpointed(forward)}
+    for block, forward in checkpointed.items():
+        block.forward = forward.args[1]
+    try:
+        yield
+    finally:
+        for block, forward in checkpointed.items():
+            block.forward = forward
+
+
+def _is_checkpointed(forward: Any) -> TypeGuard[partial[Any]]:
+    return isinstance(forward, partial) and forward.func is _checkpointed
 
 
 def _checkpointed(block: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,245 @@
+"""The effect of each setting of a GPU; `python -m benchmarks.train --table gpu` measures what it is worth."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.train.large import HiddenInTraining, ResNet
+from benchmarks.train.transformer import Transformer
+from benchmarks.train.workloads import Convolution, Synthetic
+from pipeline import linear_cross_entropy
+from pipeline.contract.errors import ConfigError
+from pipeline.contract.settings.stages import Train
+from train.accelerator import configure_accelerator
+from train.process_group import ProcessGroup
+from train.trainer import Trainer
+
+from .conftest import losses, make
+
+pytestmark = pytest.mark.gpu
+
+VOCABULARY, LENGTH, BATCH = 4096, 128, 8
+
+
+class Text(Synthetic):
+    """A language model whose activations and logits take more memory than its weights."""
+
+    in_chunks = False
+
+    def model(self) -> nn.Module:
+        kind = HiddenInTraining if self.in_chunks else Transformer
+        self.net = kind(VOCABULARY, width=128, heads=2, depth=4, length=LENGTH)
+        return self.net
+
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        if self.in_chunks and self.net.training:
+            return linear_cross_entropy(outputs, self.net.token.weight, batch["target"], chunk=128)
+        return super().loss(outputs, batch)
+
+    def data(self, split: str) -> dict[str, Tensor]:
+        text = torch.randint(VOCABULARY, (64, LENGTH + 1), generator=torch.Generator().manual_seed(len(split)))
+        return {"x": text[:, :-1].contiguous(), "target": text[:, 1:].contiguous()}
+
+
+class ChunkedText(Text):
+    in_chunks = True
+
+
+class ForeachText(Text):
+    """Updates weights without the fused kernel."""
+
+    def optimizer(self, model: nn.Module, settings: Train) -> torch.optim.Optimizer:
+        decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+        others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
+        groups = [
+            {"params": decayed, "weight_decay": settings.weight_decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, foreach=True)
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    cudnn: Any = torch.backends.cudnn  # published without all of its types
+    before = cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision, cudnn.benchmark
+    products = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(products)
+    cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision, cudnn.benchmark = before
+    for kernel in ("flash", "mem_efficient", "math", "cudnn"):
+        getattr(torch.backends.cuda, f"enable_{kernel}_sdp")(True)
+
+
+def text_trainer(group: ProcessGroup, task: type[Synthetic] = Text, **train: Any) -> Trainer:
+    return make(group, task(), **{"batch_size": BATCH, "deterministic": False, **train})  # flash attention warns
+
+
+def peak_bytes(trainer: Trainer, steps: int = 2) -> int:
+    """Return the peak of what steps allocate beyond weights and optimizer state."""
+    losses(trainer, range(1))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    losses(trainer, range(1, 1 + steps))
+    return torch.cuda.max_memory_allocated() - before
+
+
+def operators(function: Callable[[], object], device: torch.device) -> set[str]:
+    """Return the names of what a function runs: operators of torch, and kernels of the GPU."""
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    with profile(activities=activities) as profiler:
+        function()
+    return {event.key for event in profiler.key_averages()}
+
+
+def test_tf32_changes_the_bits_of_products_and_convolutions(group: ProcessGroup) -> None:
+    if torch.cuda.get_device_capability(group.device) < (8, 0):
+        pytest.skip("no TF32 before Ampere")
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(512, 512, generator=generator).to(group.device) for _ in range(2))
+    pictures, filters = (torch.randn(8, 64, side, side, generator=generator).to(group.device) for side in (16, 3))
+    exact = left.double() @ right.double(), nn.functional.conv2d(pictures.double(), filters.double())
+    errors: dict[str, list[float]] = {}
+    for precision in ("highest", "high"):
+        settings = {"matmul_precision": precision, "device": "cuda"}
+        configure_accelerator(Train.model_validate(settings), group.device)
+        found = left @ right, nn.functional.conv2d(pictures, filters)
+        errors[precision] = [((a - b).norm() / b.norm()).item() for a, b in zip(found, exact, strict=True)]
+    print(f"relative errors of a product and a convolution: {errors}")
+    assert max(errors["highest"]) < 1e-4
+    assert 1e-4 < errors["high"][0] < 1e-2
+    assert errors["high"][1] < 1e-2
+
+
+def test_bf16_needs_less_memory_and_follows_fp32(group: ProcessGroup) -> None:
+    trainers = {precision: text_trainer(group, precision=precision) for precision in ("fp32", "bf16")}
+    bytes_ = {precision: peak_bytes(trainer) for precision, trainer in trainers.items()}
+    found = {precision: losses(trainer, range(3, 8)) for precision, trainer in trainers.items()}
+    print(f"bytes {bytes_}, losses {found}")
+    assert bytes_["bf16"] < bytes_["fp32"]
+    assert found["bf16"] == pytest.approx(found["fp32"], rel=0.02)
+
+
+def test_the_fused_optimizer_updates_as_the_one_in_parts(group: ProcessGroup) -> None:
+    fused, parts = text_trainer(group), text_trainer(group, ForeachText)
+    assert losses(fused, range(6)) == pytest.approx(losses(parts, range(6)), rel=1e-3)
+    names = [operators(partial(losses, made, range(6, 7)), group.device) for made in (fused, parts)]
+    assert ["aten::_fused_adamw_" in own for own in names] == [True, False]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler uses what torch deprecates
+@pytest.mark.skipif(not (shutil.which("gcc") or shutil.which("clang")), reason="no C compiler for Triton")
+@pytest.mark.parametrize("how", [True, "blocks"])
+def test_compiled_text_follows_eager(group: ProcessGroup, how: object) -> None:
+    eager, compiled = losses(text_trainer(group), range(5)), losses(text_trainer(group, compile=how), range(5))
+    print(f"eager {eager}, compiled {compiled}")
+    assert compiled == pytest.approx(eager, rel=1e-3)
+
+
+KERNELS = {
+    "flash": "aten::_scaled_dot_product_flash_attention",
+    "efficient": "aten::_scaled_dot_product_efficient_attention",
+    "cudnn": "aten::_scaled_dot_product_cudnn_attention",
+    "math": "aten::_scaled_dot_product_attention_math",
+}
+
+
+@pytest.mark.parametrize("attention", KERNELS)
+def test_the_chosen_attention_kernel_runs_and_agrees(group: ProcessGroup, attention: str) -> None:
+    expected = losses(text_trainer(group, precision="bf16"), range(3))
+    try:
+        trainer = text_trainer(group, precision="bf16", attention=attention)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    found = losses(trainer, range(3))
+    names = operators(lambda: losses(trainer, range(3, 4)), group.device)
+    print(f"{attention}: losses {found}, auto {expected}")
+    print("\n".join(sorted(name for name in names if "attention" in name or "sdp" in name or "fmha" in name)))
+    assert {kernel for kernel in KERNELS.values() if kernel in names} == {KERNELS[attention]}
+    assert found == pytest.approx(expected, rel=0.02)
+
+
+def test_the_loss_in_chunks_needs_less_memory(group: ProcessGroup) -> None:
+    whole, chunked = text_trainer(group), text_trainer(group, ChunkedText)
+    assert losses(chunked, range(3)) == pytest.approx(losses(whole, range(3)), rel=1e-4)
+    bytes_ = {name: peak_bytes(made) for name, made in (("whole", whole), ("chunked", chunked))}
+    logits = 4 * BATCH * LENGTH * VOCABULARY
+    print(f"bytes {bytes_}, of all logits {logits}")
+    assert bytes_["chunked"] < bytes_["whole"] - logits
+
+
+def test_recomputed_blocks_need_less_memory(group: ProcessGroup) -> None:
+    kept, recomputed = text_trainer(group, ChunkedText), text_trainer(group, ChunkedText, recompute="blocks")
+    assert losses(recomputed, range(3)) == pytest.approx(losses(kept, range(3)), rel=1e-5)
+    bytes_ = {name: peak_bytes(made) for name, made in (("kept", kept), ("recomputed", recomputed))}
+    print(f"bytes {bytes_}")
+    assert bytes_["recomputed"] < bytes_["kept"]
+
+
+class Pictures(Convolution):
+    def data(self, split: str) -> dict[str, Tensor]:
+        return {name: column[:64] for name, column in super().data(split).items()}
+
+
+@pytest.mark.parametrize("channels_last", [True, False])
+def test_channels_last_arrives_in_every_convolution(group: ProcessGroup, channels_last: bool) -> None:
+    trainer = make(group, Pictures(), batch_size=BATCH, channels_last=channels_last)
+    formats = []
+
+    def record(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        formats.append(inputs[0].is_contiguous(memory_format=torch.channels_last))
+
+    for module in trainer.strategy.model.modules():
+        if isinstance(module, nn.Conv2d):
+            module.register_forward_pre_hook(record)
+    found = losses(trainer, range(3))
+    expected = losses(make(group, Pictures(), batch_size=BATCH, channels_last=not channels_last), range(3))
+    print(f"losses {found}, in the other format {expected}")
+    assert formats == [channels_last] * 3 * 6  # steps and convolutions
+    assert found == pytest.approx(expected, rel=1e-2)
+
+
+def test_cudnn_tries_its_algorithms_unless_deterministic(group: ProcessGroup) -> None:
+    found = {}
+    for deterministic in (True, False):
+        torch.use_deterministic_algorithms(False)
+        trainer = make(group, Pictures(), batch_size=BATCH, deterministic=deterministic)
+        assert torch.backends.cudnn.benchmark is not deterministic
+        found[deterministic] = losses(trainer, range(3))
+    print(f"losses by deterministic: {found}")
+    assert found[True] == pytest.approx(found[False], rel=1e-2)
+
+
+def test_the_utilization_is_a_share(group: ProcessGroup) -> None:
+    trainer = text_trainer(group, precision="bf16")
+    if trainer.flops is None:
+        pytest.skip(f"the peak of {torch.cuda.get_device_name(group.device)} is not known")
+    losses(trainer, range(3))
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    losses(trainer, range(3, 8))  # it reads the losses, which waits for the GPU
+    utilization = trainer.flops.utilization(5 * BATCH / (time.perf_counter() - started))
+    print(f"model FLOPs utilization {utilization:.2%}")
+    assert 0 < utilization < 1
+
+
+class FewPictures(ResNet):
+    def data(self, split: str) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(len(split))
+        pictures = torch.randn(16, 3, 56, 56, generator=generator)
+        return {"x": pictures, "target": torch.randint(1000, (16,), generator=generator)}
+
+
+def test_resnet_50_of_the_benchmark_learns(group: ProcessGroup) -> None:
+    trainer = make(group, FewPictures(), batch_size=BATCH, precision="bf16", deterministic=False, epochs=40, lr=1e-3)
+    found = losses(trainer, range(60))
+    print(f"losses {found[0]:.3f} … {found[-1]:.3f}")
+    assert found[-1] < found[0] / 2
