@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from pipeline.contract.run import Run
     from pipeline.contract.signature import Drawing, Prompting
     from pipeline.contract.task import Batch, Boxes, Embedding, Outputs, Split, TaggedText, Task
-    from pipeline.cross_entropy import linear_cross_entropy
+    from pipeline.cross_entropy import linear_cross_entropy, log_probs_in_training
     from pipeline.history import open_run
     from pipeline.post_training import (
         IGNORED,
@@ -64,6 +64,7 @@ __all__ = [
     "dpo_loss",
     "fill_rows",
     "linear_cross_entropy",
+    "log_probs_in_training",
     "mask_between_texts",
     "one_text_per_row",
     "open_run",
@@ -93,7 +94,7 @@ _MODULES = {
     "contract.run": ("Run",),
     "contract.signature": ("Drawing", "Prompting"),
     "contract.task": ("Batch", "Boxes", "Embedding", "Outputs", "Split", "TaggedText", "Task"),
-    "cross_entropy": ("linear_cross_entropy",),
+    "cross_entropy": ("linear_cross_entropy", "log_probs_in_training"),
     "history": ("open_run",),
     "post_training": (
         "IGNORED",

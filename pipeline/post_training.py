@@ -106,16 +106,24 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-def token_log_probs(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the log-probability of each label after the tokens before it, [batch, length - 1]; 0 where ignored."""
-    predictions = logits[:, :-1].float().transpose(1, 2)
+def token_log_probs(outputs: Tensor, labels: Tensor) -> Tensor:
+    """Return the log-probability of each label after the tokens before it, [batch, length - 1]; 0 where ignored.
+
+    `outputs` are logits, or in training what a model of `log_probs_in_training` returns.
+    """
+    if outputs.ndim == 2:
+        return outputs.where(labels[:, 1:] != IGNORED, 0)
+    predictions = outputs[:, :-1].float().transpose(1, 2)
     return -functional.cross_entropy(predictions, labels[:, 1:], ignore_index=IGNORED, reduction="none")
 
 
-def answer_log_probs(logits: Tensor, labels: Tensor, segments: Tensor, texts: int) -> Tensor:
-    """Return the log-probability of the labels of each text of a packed row, [batch, texts]."""
-    sums = logits.new_zeros(len(labels), texts + 1, dtype=torch.float32)  # column 0 is padding
-    return sums.scatter_add(1, segments[:, 1:], token_log_probs(logits, labels))[:, 1:]
+def answer_log_probs(outputs: Tensor, labels: Tensor, segments: Tensor, texts: int) -> Tensor:
+    """Return the log-probability of the labels of each text of a packed row, [batch, texts].
+
+    `outputs` are those of `token_log_probs`.
+    """
+    sums = outputs.new_zeros(len(labels), texts + 1, dtype=torch.float32)  # column 0 is padding
+    return sums.scatter_add(1, segments[:, 1:], token_log_probs(outputs, labels))[:, 1:]
 
 
 def dpo_loss(policy: Tensor, reference: Tensor, beta: float = 0.1) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.train.large import HiddenInTraining, ResNet
 from benchmarks.train.transformer import Transformer
 from benchmarks.train.workloads import Convolution, Synthetic
-from pipeline import linear_cross_entropy
+from pipeline import linear_cross_entropy, log_probs_in_training, token_log_probs
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.settings.stages import Train
 from train.accelerator import configure_accelerator
@@ -174,6 +174,40 @@ def test_the_loss_in_chunks_needs_less_memory(group: ProcessGroup) -> None:
     logits = 4 * BATCH * LENGTH * VOCABULARY
     print(f"bytes {bytes_}, of all logits {logits}")
     assert bytes_["chunked"] < bytes_["whole"] - logits
+
+
+class Scored(Text):
+    """A model of transformers, with logits or log-probabilities in training."""
+
+    inputs, outputs, in_chunks = ("input_ids",), ("logits",), True
+
+    def model(self) -> nn.Module:
+        from transformers import Qwen2Config, Qwen2ForCausalLM
+
+        sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 2}
+        model = Qwen2ForCausalLM(Qwen2Config(vocab_size=VOCABULARY, num_key_value_heads=2, use_cache=False, **sizes))
+        scored: nn.Module = log_probs_in_training(model, chunk=128) if self.in_chunks else model
+        return scored
+
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        return -token_log_probs(outputs, batch["input_ids"]).mean()
+
+    def data(self, split: str) -> dict[str, Tensor]:
+        return {"input_ids": super().data(split)["x"]}
+
+
+class ScoredFromLogits(Scored):
+    in_chunks = False
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_log_probabilities_in_chunks_need_less_memory(group: ProcessGroup, precision: str) -> None:
+    whole, chunked = (text_trainer(group, task, precision=precision) for task in (ScoredFromLogits, Scored))
+    found, expected = losses(chunked, range(3)), losses(whole, range(3))
+    bytes_ = {name: peak_bytes(made) for name, made in (("whole", whole), ("chunked", chunked))}
+    print(f"losses {found}, from logits {expected}, bytes {bytes_}")
+    assert found == pytest.approx(expected, rel=1e-4 if precision == "fp32" else 0.02)
+    assert bytes_["chunked"] < bytes_["whole"] - 4 * BATCH * LENGTH * VOCABULARY
 
 
 def test_recomputed_blocks_need_less_memory(group: ProcessGroup) -> None:

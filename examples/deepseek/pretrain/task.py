@@ -13,11 +13,19 @@ from multi_token import MultiTokenModel, without_multi_token
 from ngram import NGram
 from tokenizers import Tokenizer
 from torch import Tensor, nn
-from torch.nn import functional
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 from vocabulary import BEGIN, END, PAD, bytes_of, encode, read_tokenizer, require_loaded, train_tokenizer
 
-from pipeline import Prompting, Samples, cut_texts, mask_between_texts, one_text_per_row, pack_texts
+from pipeline import (
+    Prompting,
+    Samples,
+    cut_texts,
+    log_probs_in_training,
+    mask_between_texts,
+    one_text_per_row,
+    pack_texts,
+    token_log_probs,
+)
 
 
 class Pretrain:
@@ -78,7 +86,7 @@ class Pretrain:
         config = DeepseekV3Config.from_pretrained(require_loaded(self._folder))
         model = self.model_class(config)
         model.set_experts_implementation("eager")  # the fastest on CPU; the export replaces it
-        return mask_between_texts(model)
+        return mask_between_texts(model if self.multi_token_layers else log_probs_in_training(model))
 
     def data(self, split: str) -> dict[str, np.ndarray[Any, Any]]:
         """Pack documents for training; for evaluation, put one into each row, as in requests."""
@@ -177,12 +185,11 @@ def _ngram_log_probabilities(counts: NGram, batch: Mapping[str, Tensor]) -> Tens
     )  # a model's logits are for the next position
 
 
-def _token_losses(logits: Tensor, batch: Mapping[str, Tensor], ahead: int = 1) -> tuple[Tensor, Tensor]:
+def _token_losses(outputs: Tensor, batch: Mapping[str, Tensor], ahead: int = 1) -> tuple[Tensor, Tensor]:
     """Return the loss in nats of every token with `ahead` tokens before it in its document, and their mask."""
-    ids, segments = batch["input_ids"][:, ahead:], batch["attention_mask"]
+    segments = batch["attention_mask"]
     counted = (segments[:, ahead:] == segments[:, :-ahead]) & (segments[:, ahead:] != 0)
-    predictions = logits[:, : ids.shape[1]].float().transpose(1, 2)
-    return functional.cross_entropy(predictions, ids, reduction="none") * counted, counted
+    return -token_log_probs(outputs, batch["input_ids"][:, ahead - 1 :]) * counted, counted
 
 
 def _per_row(losses: Tensor, counted: Tensor) -> Tensor:

@@ -15,6 +15,7 @@ from pipeline import (
     Prompting,
     chat_labels,
     cut_texts,
+    log_probs_in_training,
     mask_between_texts,
     one_text_per_row,
     pack_texts,
@@ -41,9 +42,12 @@ class Task:
         return self.adapt(self.folder)
 
     def adapt(self, folder: Path) -> nn.Module:
-        """Build the model; the weights of model.pretrained are loaded by name afterwards."""
+        """Build the model; the weights of model.pretrained are loaded by name afterwards.
+
+        For losses of whole logits, or a model that changes what its head returns, leave log_probs_in_training out.
+        """
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
-        return mask_between_texts(model)
+        return mask_between_texts(log_probs_in_training(model))
 
     def data(self, split: str) -> dict[str, np.ndarray[Any, Any]]:
         """Pack conversations for training; for evaluation, put one into each row, as in requests."""
