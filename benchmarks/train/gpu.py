@@ -75,6 +75,8 @@ RESNET_ROWS = (
     row_with(compile=False, channels_last=False),
     row_with(compile=False, cudnn_benchmark=False),
     row_with(compile=True),
+    Row("from the host's memory", {"compile": False, "workers": 8}, net="resnet_from_host"),
+    Row("from there, prefetch: 0", {"compile": False, "workers": 8, "prefetch": 0}, net="resnet_from_host"),
 )
 TABLES: dict[str, dict[str, Sequence[Row]]] = {  # rows by net
     "gpt2": {"gpt2": GPT2_ROWS, "resnet": RESNET_ROWS},

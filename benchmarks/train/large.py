@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import StackDataset
 
 from benchmarks.train.transformer import Transformer
 from benchmarks.train.workloads import Synthetic
@@ -120,6 +121,13 @@ class ResNet(Synthetic):
         return {"x": pictures, "target": torch.randint(1000, (len(pictures),), generator=generator)}
 
 
+class ResNetFromHost(ResNet):
+    """Loads picture by picture, so that batches come from the memory of the host."""
+
+    def data(self, split: str) -> Any:
+        return StackDataset(**super().data(split))  # type: ignore[arg-type]  # published for data sets alone
+
+
 _STAGES = ((64, 3), (128, 4), (256, 6), (512, 3))  # width and blocks of each
 
 
@@ -175,4 +183,5 @@ NETS = {
     "gpt2_foreach": Large("GPT-2 124M", ForeachAdamW),
     "deepseek": Large("DeepSeek-V3, 12 layers, 4 of 32 experts", DeepSeek),
     "resnet": Large("ResNet-50", ResNet, pictures, "samples", 1),
+    "resnet_from_host": Large("ResNet-50", ResNetFromHost, pictures, "samples", 1),
 }

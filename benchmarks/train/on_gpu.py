@@ -25,7 +25,7 @@ from pipeline.contract.data import open_split
 from pipeline.contract.processes import Rank
 from train.accelerator import configure_accelerator
 from train.checkpoint.store import CheckpointStore
-from train.metrics import peak_gpu_bytes
+from train.metrics import peak_memory_bytes
 from train.optim import set_determinism
 from train.process_group import ProcessGroup, join_process_group
 from train.state import Progress
@@ -74,7 +74,7 @@ def main(net: str, steps: int, settings: Mapping[str, Any]) -> dict[str, Any]:
             "batch_size": batch_size,
             "per_second": samples_per_second * NETS[net].units_per_sample,
             "mfu": trainer.flops.utilization(samples_per_second) if trainer.flops else None,
-            "memory_gb": (peak_gpu_bytes(group.device) or 0) / 2**30,
+            "memory_gb": peak_memory_bytes(group.device) / 2**30,
         }
 
 

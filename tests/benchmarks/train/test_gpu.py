@@ -82,7 +82,8 @@ def test_a_process_measures_each_kind_of_net(monkeypatch: pytest.MonkeyPatch, ta
     monkeypatch.setitem(NETS, "small", Large("a small net", task, lambda memory: 2, "things", 10))
     monkeypatch.setattr(on_gpu, "LAP", 1)
     row = {**on_gpu.main("small", 1, {**CPU, "recompute": "blocks"}), "net": "small", "gpus": 1, "title": "all"}
-    assert (row["batch_size"], row["mfu"], row["memory_gb"]) == (2, None, 0)
+    assert (row["batch_size"], row["mfu"]) == (2, None)
+    assert 0 < row["memory_gb"] < 10
     assert heading(row).startswith("a small net on 1 x CPU: things/s")
     assert float(line(row, row).split()[1].replace(",", "")) == pytest.approx(row["per_second"], abs=1)
 
