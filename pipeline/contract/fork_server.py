@@ -30,7 +30,7 @@ from pipeline.contract.files import digest_mapping
 ADDRESS_VARIABLE = "PIPE_FORK_SERVER"  # the server's socket, and what it has in common with the processes it starts
 _READ_BY_LIBRARIES = ("PYTHON", "LD_", "OMP_", "MKL_", "OPENBLAS_")  # as they are loaded
 _START_SECONDS = 30.0  # the server may still be importing
-_STATUS_SECONDS = 5.0  # a stopped server does not report the end of a process
+_STATUS_SECONDS = 15.0  # a stopped server does not report the end of a process, one that imports does so late
 _REQUEST_SECONDS = 5.0
 _LONGEST_COMMAND = 2000  # of a process that it starts; `ps` shows no more
 _NUMBER = struct.Struct("!q")
