@@ -18,6 +18,9 @@ _EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 _FIRST = ("tests/nodes/", "tests/e2e/test_pipeline.py", "tests/train/parallel/", "tests/e2e/", "tests/train/")
 # A shell starts a background job with Ctrl-C ignored, which the commands under test would inherit.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# Read when torch loads. Tests run side by side and compute little: threads that wait for work actively would take the
+# cores from the other tests.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 gc.disable()  # until everything is imported
 _others: dict[str, ModuleType] = {}  # modules that are no user's: there are thousands, and thousands of tests
 

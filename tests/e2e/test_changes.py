@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import re
 import signal
+from pathlib import Path
+
+import pytest
 
 from pipeline.contract.run import all_runs
 
@@ -15,60 +18,58 @@ RESUMED = re.compile(r"resumed from the checkpoint of step 5\d of 120")
 TRAIN = ("run", "train", "--force", "train", "train.processes=1")
 
 
-def interrupt(project: ProjectFolder) -> str:
-    """Interrupt a training that has checkpoints; return its run's id."""
+@pytest.fixture(scope="module")
+def original(finished: ProjectFolder, tmp_path_factory: pytest.TempPathFactory) -> ProjectFolder:
+    """A project whose newest run was interrupted in a training that has checkpoints."""
+    project = finished.copy(tmp_path_factory.mktemp("interrupted") / "sides")
     known = project.latest.id
     with project.paused_training(HELD_AFTER, *TRAIN) as pipe:
         wait_for(lambda: project.latest.id != known)
         wait_for((project.checkpoints / "step-00000050" / "manifest.json").exists)
         pipe.send_signal(signal.SIGTERM)
         pipe.communicate(timeout=300)
-    return project.latest.id
+    return project
 
 
-def test_changes_since_an_interrupted_training_are_listed_and_then_accepted(copied: ProjectFolder) -> None:
-    run_id = interrupt(copied)
-    checkpoints = sorted(path.name for path in copied.checkpoints.iterdir())
-    copied.replace("task.py", "functional.cross_entropy(", "2 * functional.cross_entropy(")
-    stderr = copied.pipe("run", "--resume", expect=2).stderr
+@pytest.fixture
+def interrupted(original: ProjectFolder, tmp_path: Path) -> ProjectFolder:
+    return original.copy(tmp_path / "sides")
+
+
+def test_changes_since_an_interrupted_training_are_listed_and_then_accepted(interrupted: ProjectFolder) -> None:
+    run_id = interrupted.latest.id
+    checkpoints = sorted(path.name for path in interrupted.checkpoints.iterdir())
+    interrupted.replace("task.py", "functional.cross_entropy(", "2 * functional.cross_entropy(")
+    stderr = interrupted.pipe("run", "--resume", expect=2).stderr
     assert f"error: since the training of run {run_id} began, this changed: task.py changed; " in stderr
     assert f"`pipe run --resume {run_id} --accept-changes`" in stderr
-    assert sorted(path.name for path in copied.checkpoints.iterdir()) == checkpoints
+    assert sorted(path.name for path in interrupted.checkpoints.iterdir()) == checkpoints
 
-    assert RESUMED.search(copied.pipe("run", "--resume", "--accept-changes").stderr)
-    (acceptance,) = copied.latest.read().steps["train"].accepted
+    assert RESUMED.search(interrupted.pipe("run", "--resume", "--accept-changes").stderr)
+    (acceptance,) = interrupted.latest.read().steps["train"].accepted
     assert acceptance.changes == "task.py changed"
-    assert copied.plan("train", "train.processes=1")["train"][0] == "reuse"
+    assert interrupted.plan("train", "train.processes=1")["train"][0] == "reuse"
 
 
-def test_a_restarted_training_keeps_the_earlier_checkpoints_until_it_is_complete(copied: ProjectFolder) -> None:
-    run_id = interrupt(copied)
-    copied.replace("task.py", "functional.cross_entropy(", "2 * functional.cross_entropy(")
-    replaced = copied.latest.path / "train.replaced-1" / "checkpoints" / "step-00000050" / "manifest.json"
-    with copied.paused_training(3, "run", "--resume", "--restart") as pipe:
+def test_a_restarted_training_keeps_the_earlier_checkpoints_until_it_is_complete(interrupted: ProjectFolder) -> None:
+    run_id = interrupted.latest.id
+    interrupted.replace("task.py", "functional.cross_entropy(", "2 * functional.cross_entropy(")
+    replaced = interrupted.latest.path / "train.replaced-1" / "checkpoints" / "step-00000050" / "manifest.json"
+    with interrupted.paused_training(3, "run", "--resume", "--restart") as pipe:
         wait_for(replaced.exists)
         pipe.send_signal(signal.SIGTERM)
         pipe.communicate(timeout=300)
     assert replaced.exists()
-    assert copied.latest.id == run_id
-    copied.pipe("run", "--resume")
+    assert interrupted.latest.id == run_id
+    interrupted.pipe("run", "--resume")
     assert not replaced.parents[2].exists()
 
 
-def test_a_comment_changes_nothing(copied: ProjectFolder) -> None:
-    interrupt(copied)
-    with (copied.folder / "task.py").open("a") as file:
+def test_a_comment_and_another_champion_do_not_stop_a_resumed_training(interrupted: ProjectFolder) -> None:
+    with (interrupted.folder / "task.py").open("a") as file:
         file.write("# a comment\n")
-    assert RESUMED.search(copied.pipe("run", "--resume").stderr)
-
-
-def test_another_champion_does_not_stop_a_resumed_training(copied: ProjectFolder) -> None:
-    interrupt(copied)
-    copied.pipe("registry", "promote", all_runs(copied.runs)[1].id)
-    with copied.paused_training(HELD_AFTER, "run", "--resume") as pipe:
-        wait_for(lambda: RESUMED.search(copied.latest.log("train").read_text()))
-        pipe.send_signal(signal.SIGTERM)
-        pipe.communicate(timeout=300)
+    interrupted.pipe("registry", "promote", all_runs(interrupted.runs)[1].id)
+    assert RESUMED.search(interrupted.pipe("run", "--resume").stderr)
 
 
 def test_accepted_outputs_are_reused(copied: ProjectFolder) -> None:
