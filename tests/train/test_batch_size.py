@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import shutil
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from train.batch_size import (
     candidate_sizes,
     describe_choice,
     fastest,
+    find_batch_size,
     is_still_gaining,
     micro_batches,
 )
@@ -30,6 +32,7 @@ from train.memory import free_bytes
 from train.process_group import ProcessGroup
 
 from .conftest import Project, equal, failure, journal, weights
+from .distributed import run_distributed
 from .test_memory import ConvNet, Perceptron, peak_bytes
 
 LOSS = "    def loss(self, outputs, batch):\n"
@@ -199,6 +202,22 @@ def test_size_whose_bound_does_not_fit_is_not_tried() -> None:
     assert probe.fits(8, 1, budget=1 << 40)
     task.poison = RuntimeError("a step was made")
     assert not probe.fits(16, 1, budget=probe.bound(16) - 1)
+
+
+def choose(group: ProcessGroup) -> BatchSizeChoice:
+    """Choose where the second process has room for micro-batches of eight samples, and the first for any."""
+    task: Any = Wide()
+    probe = trial(task, group)
+    probe.peak_bytes(4, 1)
+    limit = probe.bound(8) if group.rank.rank == 1 else 1 << 40
+    with patch("train.batch_size.budget_bytes", lambda _: limit):
+        return find_batch_size(task, Train(batch_size="auto"), group, Samples("train", task.data("train")))
+
+
+def test_processes_with_different_memory_choose_the_same_batch_size() -> None:
+    first, second = run_distributed(choose, 2)
+    assert first == second
+    assert [timing.batch_size for timing in first.timed] == [4, 8, 16]
 
 
 def test_sgd_needs_less_memory_than_adamw() -> None:
