@@ -5,9 +5,12 @@ On a CPU these settings have no effect.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Literal, TypeAlias
 
 import torch
+from torch import Tensor
+from torch.autograd.graph import Node
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -34,6 +37,8 @@ def configure_accelerator(config: Train, device: torch.device) -> None:
         set_matmul_precision(config)
         torch.backends.cudnn.benchmark = config.tries_cudnn_algorithms
         choose_attention(config, device)
+        if config.deterministic:
+            make_attention_deterministic()
 
 
 def describe_accelerator(config: Train, device: torch.device) -> str:
@@ -81,3 +86,43 @@ def choose_attention(config: Train, device: torch.device) -> None:
     torch.backends.cuda.enable_mem_efficient_sdp(backend == SDPBackend.EFFICIENT_ATTENTION)
     torch.backends.cuda.enable_math_sdp(backend == SDPBackend.MATH)
     torch.backends.cuda.enable_cudnn_sdp(backend == SDPBackend.CUDNN_ATTENTION)
+
+
+def make_attention_deterministic() -> None:
+    """Let both passes of torch's attention kernels run in the mode in which torch refuses what is not deterministic.
+
+    In the mode that only warns, which all other operations have, their backward pass adds in any order, and cuDNN's
+    kernel, which has no other way, may be chosen. Compiled models call these kernels without this function.
+    """
+    attend = functional.scaled_dot_product_attention
+    if hasattr(attend, "__wrapped__"):  # done already
+        return
+
+    @functools.wraps(attend)
+    def attend_strictly(*arguments: Any, **options: Any) -> Tensor:
+        if torch.compiler.is_compiling() or torch.get_deterministic_debug_mode() == 0:
+            return attend(*arguments, **options)
+        torch.set_deterministic_debug_mode("error")
+        try:
+            output = attend(*arguments, **options)
+        finally:
+            torch.set_deterministic_debug_mode("warn")
+        if node := _attention_node(output):
+            node.register_prehook(lambda _: torch.set_deterministic_debug_mode("error"))
+            node.register_hook(lambda *_: torch.set_deterministic_debug_mode("warn"))
+        return output
+
+    functional.scaled_dot_product_attention = attend_strictly
+
+
+_NODES_AFTER_ATTENTION = 3  # where the size of a head is padded, a slice follows
+
+
+def _attention_node(output: Tensor) -> Node | None:
+    """Return the node whose backward pass is that of a kernel; None for `math`, which is deterministic."""
+    node = output.grad_fn
+    for _ in range(_NODES_AFTER_ATTENTION):
+        if node is None or "Attention" in node.name():
+            return node
+        node = node.next_functions[0][0] if node.next_functions else None
+    return None

@@ -152,6 +152,16 @@ KERNELS = {
 }
 
 
+@pytest.mark.parametrize("attention", ["flash", "efficient", "math", "auto"])
+def test_trainings_with_attention_have_the_same_bits(group: ProcessGroup, attention: str) -> None:
+    found = [
+        losses(text_trainer(group, precision="bf16", attention=attention, deterministic=True), range(8))
+        for _ in range(2)
+    ]
+    print(f"{attention}: {found}")
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize("attention", KERNELS)
 def test_the_chosen_attention_kernel_runs_and_agrees(group: ProcessGroup, attention: str) -> None:
     expected = losses(text_trainer(group, precision="bf16"), range(3))

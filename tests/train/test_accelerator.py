@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional
 
 from pipeline.contract.errors import ConfigError
@@ -14,6 +15,7 @@ from train.optim import Precision
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 CUDNN: Any = torch.backends.cudnn  # published without all of its types
+WARN, ERROR = 1, 2  # of torch's mode
 FLAGS = ("flash_sdp", "mem_efficient_sdp", "math_sdp", "cudnn_sdp")
 
 
@@ -39,6 +41,14 @@ def restored() -> Iterator[None]:
     CUDNN.benchmark = before["benchmark"]
     for name in FLAGS:
         getattr(torch.backends.cuda, f"enable_{name}")(before[name])
+
+
+@pytest.fixture(autouse=True)
+def attention(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return torch's own function, which is there again after the test."""
+    attend = functional.scaled_dot_product_attention
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", attend)
+    return attend
 
 
 @pytest.fixture
@@ -101,8 +111,47 @@ def test_an_attention_kernel_that_the_gpu_lacks_is_refused(monkeypatch: pytest.M
     before = state()
     monkeypatch.setattr(functional, "scaled_dot_product_attention", refuse)
     with pytest.raises(ConfigError, match=r"train\.attention=cudnn: NVIDIA H100 80GB HBM3 does not compute it in bf16"):
-        configure_accelerator(Train(attention="cudnn"), GPU)
+        configure_accelerator(Train(attention="cudnn", deterministic=False), GPU)
     assert {name: state()[name] for name in FLAGS} == {name: before[name] for name in FLAGS}
+
+
+@pytest.fixture
+def debug_mode() -> Iterator[None]:
+    torch.set_deterministic_debug_mode("warn")
+    yield
+    torch.set_deterministic_debug_mode("default")
+
+
+@pytest.mark.usefixtures("gpu", "debug_mode")
+def test_both_passes_of_attention_refuse_what_is_not_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: dict[str, int] = {}
+    attend = functional.scaled_dot_product_attention
+
+    def spy(*arguments: Any, **options: Any) -> Tensor:
+        modes["forward"] = torch.get_deterministic_debug_mode()
+        return attend(*arguments, **options)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", spy)
+    configure_accelerator(Train(), GPU)
+    configure_accelerator(Train(), GPU)  # once is enough
+    x = torch.rand(1, 2, 4, 8, requires_grad=True)
+    y = functional.scaled_dot_product_attention(x, x, x)
+    assert torch.get_deterministic_debug_mode() == WARN
+    assert y.grad_fn is not None
+    assert "Attention" in y.grad_fn.name()
+    y.grad_fn.register_prehook(lambda _: modes.update(backward=torch.get_deterministic_debug_mode()))
+    (y[..., 1:] * 2).sum().backward()  # type: ignore[no-untyped-call]
+    assert modes == {"forward": ERROR, "backward": ERROR}
+    assert torch.get_deterministic_debug_mode() == WARN
+    assert x.grad is not None
+    expected = torch.autograd.grad((attend(x, x, x)[..., 1:] * 2).sum(), x)[0]
+    assert torch.equal(x.grad, expected)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_attention_is_as_torch_has_it_where_runs_may_differ(attention: Any) -> None:
+    configure_accelerator(Train(deterministic=False), GPU)
+    assert functional.scaled_dot_product_attention is attention
 
 
 @pytest.mark.usefixtures("gpu")

@@ -178,6 +178,14 @@ CONFLICTS = (
         "the fastest algorithm may differ between two runs",
         "use deterministic=false",
     ),
+    Conflict(
+        "attention",
+        {"cudnn"},
+        "deterministic",
+        {False},
+        "its backward pass adds up in any order",
+        "use deterministic=false",
+    ),
     Conflict("batch_size", {"auto"}, "elastic_shards", {0}, "the size it finds depends on the processes", NUMBER),
     Conflict(
         "tensor_parallel",
