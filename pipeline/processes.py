@@ -113,6 +113,7 @@ def child_process(
         _wait_for_children(parent_end)
 
 
+_NO_CUDA = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # a process that has called CUDA must not fork
 _FORK_SAFE = {"PIL", "pandas", "scipy", "sklearn", "torchvision", "transformers"}  # start nothing when imported
 
 
@@ -129,7 +130,7 @@ def training_server(root: Path, env: Mapping[str, str], config: Config) -> Itera
             yield {}
             return
         argv = server_command(listener, "train.elastic.agent", [*sorted(packages), "train.__main__"])
-        with child_process(argv, root, env, subprocess.DEVNULL, files=(listener.fileno(),)):
+        with child_process(argv, root, {**env, **_NO_CUDA}, subprocess.DEVNULL, files=(listener.fileno(),)):
             listener.close()
             yield {ADDRESS_VARIABLE: server_address(path, {**os.environ, **env})}
 
