@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         project = Path(folder) / "project"
         shutil.copytree(options.project, project, ignore=shutil.ignore_patterns("runs"))
-        start(project, "prepare").communicate()
+        start(project, "prepare").wait()
         starts = [measure(project, options.processes, seed) for seed in range(options.trainings)]
     for name, values in zip(Start._fields, zip(*starts, strict=True), strict=True):
         print(f"{name:<12}{statistics.median(values):6.2f} s  ({min(values):.2f} to {max(values):.2f})")
@@ -58,7 +58,7 @@ def measure(project: Path, processes: int, seed: int) -> Start:
             first_step = time.perf_counter() - started
         time.sleep(_POLL_SECONDS)
     if command.returncode or first_step is None:
-        sys.exit(f"training failed: {command.communicate()[1]}")
+        sys.exit(f"this failed: {command.args!r}")
     return Start(first_step, time.perf_counter() - started, _children_cpu() - used)
 
 
@@ -70,9 +70,9 @@ def has_stepped(run: Path) -> bool:
     return False
 
 
-def start(project: Path, *words: str) -> subprocess.Popen[str]:
+def start(project: Path, *words: str) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "pipeline", "-C", str(project), "run", *words]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
 def _children_cpu() -> float:
