@@ -544,22 +544,22 @@ def _run_step(pipeline_run: PipelineRun, run: Run, step: Step, display: Display)
         accepted=earlier.accepted if continues and earlier is not None else (),
         checkpoints_key=earlier.checkpoints_key if continues and earlier is not None else "",
     )
-    write_record(run, record)
-    display.start(run, step.name, step.reason, describe_activity(step.name, pipeline_run.config))
-    if step.name == "train" and needs_other_machines(pipeline_run.config):
-        display.report(f"on each other machine, in this folder: pipe join {run.id}")
-    if pipeline_run.tracking is not None:
-        pipeline_run.tracking.begin(step.name)
 
     def tick() -> None:
         display.tick()
         if pipeline_run.tracking is not None:
             pipeline_run.tracking.tick()
 
+    display.start(run, step.name, step.reason, describe_activity(step.name, pipeline_run.config))
     started = time.monotonic()
     try:
+        write_record(run, record)
+        if step.name == "train" and needs_other_machines(pipeline_run.config):
+            display.report(f"on each other machine, in this folder: pipe join {run.id}")
+        if pipeline_run.tracking is not None:
+            pipeline_run.tracking.begin(step.name)
         status = executor.run_step(run, record, tick)
-    except BaseException as error:
+    except BaseException as error:  # an interruption may come at any moment
         ending = "pruned" if isinstance(error, Pruned) else "interrupted"
         display.end(ending)
         write_record(run, record.model_copy(update={"status": ending, "seconds": time.monotonic() - started}))

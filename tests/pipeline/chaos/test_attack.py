@@ -56,12 +56,16 @@ def test_agent_and_fork_server_are_found_by_their_modules(
     who: Literal["launcher", "server"], module: str, below: psutil.Process
 ) -> None:
     born = [event("born", 1.0, rank=0, pid=1, parent=below.pid)]
-    program = [sys.executable, "-c", "input()", "-m", module]
-    other = [sys.executable, "-c", "input()", module]  # the fork server's command names the agent as well
+    waits = "print(flush=True); input()"
+    program = [sys.executable, "-c", waits, "-m", module]
+    other = [sys.executable, "-c", waits, module]  # the fork server's command names the agent as well
     with (
-        subprocess.Popen(other, stdin=subprocess.PIPE) as mentions,
-        subprocess.Popen(program, stdin=subprocess.PIPE) as named,
+        subprocess.Popen(other, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as mentions,
+        subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as named,
     ):
+        for process in (mentions, named):  # until then it has the command of this process
+            assert process.stdout is not None
+            process.stdout.readline()
         descendants = [below, psutil.Process(mentions.pid), psutil.Process(named.pid)]
         victim = choose_victim(Kill(place="moment", step=1, who=who), born, psutil.Process(), descendants)
         assert victim is not None
