@@ -83,7 +83,7 @@ def test_killed_chaos_command_leaves_no_process(project: ProjectFolder) -> None:
 def test_every_kind_of_kill_is_survived(project: ProjectFolder) -> None:
     found = json.loads(project.pipe("chaos", "--kills", "28", "--seed", "7", "-o", "json", seconds=1500).stdout)
     assert found["held"], found["verdict"]
-    assert len(found["places"]) == 17, "ten places of kills, and seven other faults"
+    assert len(found["places"]) == 18, "eleven places of kills, and seven other faults"
     assert all(place["recoveries"] == place["kills"] for place in found["places"])
 
 
