@@ -53,7 +53,7 @@ def start_module(
     """Start `python -m module arguments` with these standard files, in a session of its own."""
     argv = [sys.executable, "-m", module, *arguments]
     if server := _server_for(env):
-        with contextlib.suppress(OSError, EOFError):
+        with contextlib.suppress(OSError, EOFError):  # it was killed, or does not answer
             return ForkedProcess(server, argv, root, env, files)
     stdin, stdout, stderr = files
     return subprocess.Popen(argv, cwd=root, env=env, stdin=stdin, stdout=stdout, stderr=stderr, start_new_session=True)
@@ -210,7 +210,7 @@ class ForkServer:
         except BaseException:
             traceback.print_exc()
         finally:
-            with contextlib.suppress(BaseException):
+            with contextlib.suppress(BaseException):  # where the disk is full, the status still counts
                 sys.stdout.flush()
                 sys.stderr.flush()
             os._exit(status)
