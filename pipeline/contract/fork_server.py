@@ -1,8 +1,9 @@
 """Start a Python module in milliseconds, by forking a process that has imported it: `start_module`.
 
-The fork server imports modules once and uses no thread, no GPU and no random number before it forks. What it starts has
-the environment, standard files and name of `python -m MODULE`, and ends with it. Where there is no fork server, or one
-that began with other variables that libraries read as they are loaded, the module is started in the usual way.
+The fork server imports modules once, and uses no GPU and no random number before it forks. It has no threads but those
+of OpenBLAS and of memory allocators, which prepare themselves for a fork. What it starts has the environment, standard
+files and name of `python -m MODULE`, and ends with it. Where there is no fork server, or one that began with other
+variables that libraries read as they are loaded, the module is started in the usual way.
 """
 
 from __future__ import annotations
