@@ -114,7 +114,7 @@ def child_process(
 
 
 _NO_CUDA = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # a process that has called CUDA must not fork
-_FORK_SAFE = {"PIL", "pandas", "scipy", "sklearn", "torchvision", "transformers"}  # start nothing when imported
+_FORK_SAFE = {"PIL", "pandas", "scipy", "sklearn", "torchvision", "transformers"}  # may be imported before a fork
 
 
 @contextlib.contextmanager
