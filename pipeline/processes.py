@@ -129,7 +129,7 @@ def training_server(root: Path, env: Mapping[str, str], config: Config) -> Itera
         if not can_serve() or not _listen(listener, path):
             yield {}
             return
-        argv = server_command(listener, "train.elastic.agent", [*sorted(packages), "train.__main__"])
+        argv = server_command(listener, "train.elastic.agent", [*sorted(packages), "train.preload"])
         with child_process(argv, root, {**env, **_NO_CUDA}, subprocess.DEVNULL, files=(listener.fileno(),)):
             listener.close()
             yield {ADDRESS_VARIABLE: server_address(path, {**os.environ, **env})}

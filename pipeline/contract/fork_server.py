@@ -233,6 +233,7 @@ def _end_with(parent: int) -> None:
 
 
 def _run(argv: Sequence[str], root: str, env: Mapping[str, str], files: Sequence[int]) -> int:
+    gc.enable()
     os.setsid()
     os.chdir(root)
     os.environ.clear()
@@ -274,12 +275,12 @@ def main(argv: Sequence[str]) -> None:
     _rename([sys.executable, "-m", "pipeline.contract.fork_server"])  # without the names of what it starts
     with socket.socket(fileno=int(number)) as listener:
         server = ForkServer(listener)
+        gc.disable()  # nearly all that imports create stays, so that collections only take time
         importlib.import_module(first)
         server.serve(waits=False)
         for name in others.split(","):
             with contextlib.suppress(Exception):  # then it is missing or broken where it is used, too
                 importlib.import_module(name)
-        gc.collect()
         gc.freeze()  # otherwise the collector of each process would copy all pages
         server.serve()
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
-from scipy.special import bdtrc  # type: ignore[import-untyped]
+import scipy  # type: ignore[import-untyped]
 
 from pipeline.contract.settings.stages import Evaluate
 from pipeline.contract.statistics.aggregates import Mean
@@ -32,7 +32,7 @@ def chance_reason(columns: Columns, classes: Sequence[str] | None) -> str:
         return ""
     shares = [np.bincount(values, minlength=len(classes)) / len(actual) for values in (predicted, actual)]
     hits, by_chance = int((predicted == actual).sum()), float(shares[0] @ shares[1])
-    if float(bdtrc(hits - 1, len(actual), by_chance)) < _LEVEL:
+    if float(scipy.special.bdtrc(hits - 1, len(actual), by_chance)) < _LEVEL:
         return ""
     return f"the baseline is right in {hits} of {len(actual)} samples, no more often than by chance"
 

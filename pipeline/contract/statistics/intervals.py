@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.special import bdtr, bdtrc, ndtri, stdtrit  # type: ignore[import-untyped]
+import scipy  # type: ignore[import-untyped]
 
 from pipeline.contract.statistics.aggregates import Auc, Average, Floats, Mean, Statistic
 
@@ -79,11 +79,17 @@ def proportion_interval(hits: int, count: int, confidence: float) -> Interval:
 
     def from_below(p: float) -> bool:
         """Return True while this proportion is too small to explain so many hits."""
-        more, at_least = float(bdtrc(hits, count, p)), float(bdtrc(hits - 1, count, p)) if hits else 1.0
+        more, at_least = (
+            float(scipy.special.bdtrc(hits, count, p)),
+            float(scipy.special.bdtrc(hits - 1, count, p)) if hits else 1.0,
+        )
         return (more + at_least) / 2 < tail
 
     def from_above(p: float) -> bool:
-        fewer, at_most = float(bdtr(hits - 1, count, p)) if hits else 0.0, float(bdtr(hits, count, p))
+        fewer, at_most = (
+            float(scipy.special.bdtr(hits - 1, count, p)) if hits else 0.0,
+            float(scipy.special.bdtr(hits, count, p)),
+        )
         return (fewer + at_most) / 2 >= tail
 
     estimate = hits / count
@@ -94,7 +100,7 @@ def proportion_interval(hits: int, count: int, confidence: float) -> Interval:
 
 def paired_proportions_interval(only_first: int, only_second: int, count: int, confidence: float) -> Interval:
     """Return Tango's score interval of the difference of two proportions of the same samples."""
-    estimate, z = (only_first - only_second) / count, float(ndtri((1 + confidence) / 2))
+    estimate, z = (only_first - only_second) / count, float(scipy.special.ndtri((1 + confidence) / 2))
 
     def score(difference: float) -> float:
         """Return how many standard errors the difference is below the estimate, under the variance it implies."""
@@ -134,7 +140,7 @@ def _of_one_size(difference: Floats, size: float, confidence: float) -> Interval
 
 def _unseen_share(count: int, confidence: float) -> float:
     """Return the largest share of samples that differ although none of so many does (Tango's bound)."""
-    square: float = float(ndtri((1 + confidence) / 2)) ** 2
+    square: float = float(scipy.special.ndtri((1 + confidence) / 2)) ** 2
     return square / (count + square)
 
 
@@ -165,7 +171,7 @@ def _skewed_t(estimate: float, lifts: Floats, informative: int, confidence: floa
     count = len(lifts)
     if informative < _MIN_DIFFERING or count < 2 or squares == 0.0:
         return None
-    t = float(stdtrit(informative - 1, (1 + confidence) / 2))
+    t = float(scipy.special.stdtrit(informative - 1, (1 + confidence) / 2))
     deviation, root = math.sqrt(squares / (count - 1)), math.sqrt(count)
     skewness: float = float((lifts**3).mean()) / (squares / count) ** 1.5
 
@@ -186,7 +192,7 @@ def _union(first: Interval | None, second: Interval) -> Interval | None:
 def _auc_interval(statistic: Statistic, auc: float, confidence: float) -> Interval:
     """Return Newcombe's score interval (his method 5), whose variance does not vanish at an AUC of 1."""
     positive, negative = statistic.smallest_group, statistic.units - statistic.smallest_group
-    z, others = float(ndtri((1 + confidence) / 2)), statistic.units / 2 - 1
+    z, others = float(scipy.special.ndtri((1 + confidence) / 2)), statistic.units / 2 - 1
 
     def is_near(value: float) -> bool:
         spread = value * (1 - value) * (1 + others * ((1 - value) / (2 - value) + value / (1 + value)))

@@ -12,7 +12,7 @@ from statistics import NormalDist
 from typing import Any
 
 import numpy as np
-from scipy.special import bdtr, bdtrc  # type: ignore[import-untyped]
+import scipy  # type: ignore[import-untyped]
 
 from pipeline.contract.statistics.aggregates import Floats
 
@@ -39,12 +39,12 @@ def mcnemar(candidate: Floats, baseline: Floats) -> McNemar | None:
 
 def binomial_two_sided_p_value(a: int, b: int) -> float:
     """Return the probability of a split at least as uneven as a : b if both sides are equally likely."""
-    return min(1.0, 2 * float(bdtr(min(a, b), a + b, 0.5)))
+    return min(1.0, 2 * float(scipy.special.bdtr(min(a, b), a + b, 0.5)))
 
 
 def binomial_upper_p_value(count: int, total: int) -> float:
     """Return the probability of `count` or more successes in `total` fair coin flips."""
-    return float(bdtrc(count - 1, total, 0.5)) if count > 0 else 1.0
+    return float(scipy.special.bdtrc(count - 1, total, 0.5)) if count > 0 else 1.0
 
 
 def decrease_p_value(difference: Floats, resamples: int) -> float:

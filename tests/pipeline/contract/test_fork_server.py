@@ -29,13 +29,14 @@ from pipeline.contract.fork_server import (
 
 SECONDS = 300
 MODULE = """
-import json, os, sys, time
+import gc, json, os, sys, time
 import numpy
 
 def main(argv):
     facts = {
         "argv": sys.argv[1:], "given": argv, "folder": os.getcwd(), "env": dict(os.environ),
         "session": os.getsid(0), "pid": os.getpid(), "imported": numpy.imported, "random": numpy.random.seeded,
+        "collects": gc.isenabled(),
     }
     print(json.dumps(facts), flush=True)
     print("to stderr", file=sys.stderr, flush=True)
@@ -107,6 +108,7 @@ def test_a_module_runs_as_by_python_m(root: Path) -> None:
     assert facts["pid"] == facts["session"] == process.pid
     assert facts["imported"] == server.pid  # once, for all processes
     assert facts["random"] == process.pid  # each draws its own numbers
+    assert facts["collects"]  # the server does not, while it imports
 
 
 def test_it_has_the_name_of_the_command(root: Path) -> None:
