@@ -12,7 +12,7 @@ import platform
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 from pathlib import Path
 from typing import Any
 
@@ -71,13 +71,17 @@ class SampleChecksums:
 
 def batch_checksums(batch: Mapping[str, Tensor]) -> Tensor:
     """Return one number per sample, on the device of the batch, without waiting for it."""
-    sums = torch.zeros(len(next(iter(batch.values()))), dtype=torch.int64, device=next(iter(batch.values())).device)
-    for name in sorted(batch):
-        column = torch.view_as_real(batch[name]) if batch[name].is_complex() else batch[name].detach()
-        rows = column.reshape(len(column), -1)
-        rows = rows[:, :: -(-rows.shape[1] // _VALUES) or 1].view(_INTEGERS[column.element_size()])
-        sums += (rows * _factors(name, rows.shape[1], rows.device)).sum(1)  # modulo 2**64
-    return sums
+    return reduce(torch.add, (_column_checksums(name, batch[name].detach()) for name in sorted(batch)))
+
+
+def _column_checksums(name: str, column: Tensor) -> Tensor:
+    if column.is_complex():
+        column = torch.view_as_real(column)
+    rows = column.reshape(len(column), -1)
+    if rows.shape[1] > _VALUES:
+        rows = rows[:, :: -(-rows.shape[1] // _VALUES)]
+    rows = rows.view(_INTEGERS[column.element_size()])
+    return (rows * _factors(name, rows.shape[1], rows.device)).sum(1)  # modulo 2**64
 
 
 def item_checksum(item: Mapping[str, Any]) -> int:

@@ -63,6 +63,7 @@ class Trainer:
         order: BatchOrder | None = None,
     ) -> None:
         self._task, self._group, self.config = task, group, config.train
+        self._weighted = task if isinstance(task, HasLossWeight) else None  # asking at every step would take time
         self._validation, self._validation_cuts = whole_groups(task, validation)
         self.order = order or BatchOrder(len(train), batch_size, self.config.seed)
         self.total_steps = count_steps(self.config, self.order, _tokens_per_sample(self.config, train))
@@ -216,11 +217,11 @@ class Trainer:
     ) -> Iterator[tuple[LoadRequest, LoadedBatch, float | Tensor]]:
         """Yield each batch with its fraction of the global batch: of its samples, or of the weight of its loss."""
         size = self.order.size(step)
-        if not isinstance(self._task, HasLossWeight):
+        if self._weighted is None:
             yield from ((request, self._load(request), len(request.indices) / size) for request in requests)
             return
         batches = [self._load(request) for request in requests]  # all of them, since their weights are divided by a sum
-        weights = [loss_weight(self._task, batch.columns) for batch in batches]
+        weights = [loss_weight(self._weighted, batch.columns) for batch in batches]
         by_slice = torch.zeros(self._slices, dtype=torch.float64, device=self._group.device)
         for request, weight in zip(requests, weights, strict=True):
             by_slice[request.slice] += weight
