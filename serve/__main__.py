@@ -51,12 +51,19 @@ def serve(options: Options) -> None:
     public = bind_socket(options.public, share=share)
     standby = None if options.standby is None else bind_socket(options.standby, share=False)
     grpc = None if options.grpc is None else bind_socket(options.grpc, share=share)
+    health = None if options.health is None else bind_socket(options.health, share=share)
     admin = None if options.admin is None else bind_socket(options.admin, share=False)
     token = None if options.admin_token is None else read_token(options.admin_token)
     loaded = [_load(named, options) for named in options.bundles]
     shadows = [_shadow(named, options, dict(loaded)) for named in options.shadows]
     service = Service(
-        loaded, shadows, options, Sockets(public, standby, admin, grpc), security, token, configure_tracing(os.environ)
+        loaded,
+        shadows,
+        options,
+        Sockets(public, standby, admin, grpc, health),
+        security,
+        token,
+        configure_tracing(os.environ),
     )
     tune_garbage_collector()
     service.run()

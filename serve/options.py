@@ -56,6 +56,7 @@ class Options:
     public: Address
     grpc: Address | None
     standby: Address | None
+    health: Address | None
     provider: Provider | None  # None: that of the bundle
     threads: int | None
     page: bool
@@ -80,6 +81,7 @@ def parse_options(argv: Sequence[str]) -> Options:
         public=Address(given.host, given.port),
         grpc=_grpc_address(given.host, given.port, given.grpc_port),
         standby=None if given.standby is None else Address("127.0.0.1", given.standby),
+        health=None if given.health_port is None else Address(given.host, given.health_port),
         provider=given.provider,
         threads=given.threads,
         page=given.page,
@@ -103,10 +105,12 @@ def parse_options(argv: Sequence[str]) -> Options:
 def _check(options: Options) -> None:
     if (options.admin is None) != (options.admin_token is None):
         raise ConfigError("--admin PORT and --admin-token FILE go together; give both or neither")
-    addresses = (options.public, options.grpc, options.standby, options.admin)
+    addresses = (options.public, options.grpc, options.standby, options.admin, options.health)
     ports = [address.port for address in addresses if address]
     if len(set(ports)) < len(ports):
-        raise ConfigError(f"ports {', '.join(map(str, ports))}: --port, --grpc-port, --standby and --admin must differ")
+        raise ConfigError(
+            f"ports {', '.join(map(str, ports))}: --port, --grpc-port, --health-port, --standby and --admin must differ"
+        )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -123,6 +127,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=_port, default=8080, help="HTTP port (default: %(default)s)")
     parser.add_argument("--grpc-port", type=int, default=0, help="gRPC port; 0: HTTP port plus 1, -1: no gRPC")
+    parser.add_argument(
+        "--health-port",
+        type=_port,
+        metavar="PORT",
+        help="port of /v2/health for probes, answered by a thread of its own, without TLS (default: none)",
+    )
     parser.add_argument("--provider", choices=("auto", "cpu", "cuda"), help="default: that of the bundle")
     parser.add_argument(
         "--threads", type=_unless_empty(_natural), help="threads inside one inference; 0: ONNX Runtime chooses"

@@ -27,6 +27,7 @@ from serve.grpc.http2.connection import Connection as Http2Connection
 from serve.grpc.http2.connection import Host
 from serve.grpc.http2.streams import Application as Http2Application
 from serve.grpc.service import Calls
+from serve.health import HealthPort
 from serve.http1.connection import Application, Connection
 from serve.http1.limits import make_room, max_grpc_connections, max_http_connections
 from serve.logs import log_fields
@@ -254,6 +255,7 @@ class Service:
         self._public_requested, self._stop_requested = asyncio.Event(), asyncio.Event()
         self._listeners: list[Listener] = []
         self._rpc: GrpcListener | None = None
+        self._health: HealthPort | None = None
         self._running: set[asyncio.Task[None]] = set()
 
     def run(self) -> None:
@@ -273,7 +275,7 @@ class Service:
             log.info("standby", extra=log_fields(url=url, **self._identity()))
             await self._wait_for_first(self._public_requested, self._stop_requested)
         if self._stop_requested.is_set():
-            for sock in filter(None, (public, self.sockets.grpc)):
+            for sock in self.sockets.shared:
                 sock.close()
         else:
             await self._go_public(public, force_conflicts=standby is not None)
@@ -285,8 +287,10 @@ class Service:
         if self.sockets.grpc is not None:
             await self._listen_grpc(self.sockets.grpc)
         await self._listen(public, self._app, self.security.tls)
+        if self.sockets.health is not None:
+            await self._listen_health(self.sockets.health)
         if force_conflicts:
-            for sock in filter(None, (public, self.sockets.grpc)):
+            for sock in self.sockets.shared:
                 take_over_port(sock)
         where = {"url": f"{self.security.scheme}://{self.options.public}", "grpc": str(self.options.grpc or "off")}
         log.info("ready", extra=log_fields(**where, **self._identity()))
@@ -309,6 +313,11 @@ class Service:
         self._rpc = GrpcListener(calls, sock, context, self.requests.metrics.count_rejected)
         await self._rpc.start()
 
+    async def _listen_health(self, sock: socket.socket) -> None:
+        listen = functools.partial(Listener, sock=sock, headers=self.headers, grace_seconds=1)
+        self._health = HealthPort(listen, self.repository.ready)
+        await self._health.start()
+
     async def _drain(self) -> None:
         """Become unready at once, answer every request that was accepted, then close the listeners."""
         self.repository.draining = True
@@ -318,6 +327,8 @@ class Service:
         if self._rpc is not None:
             await self._rpc.stop(_GRACE_SECONDS)
         await asyncio.gather(*self._running)
+        if self._health is not None:
+            await self._health.stop()
         self.manager.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
         if self._tracer is not None:

@@ -41,6 +41,12 @@ class Sockets:
     standby: socket.socket | None = None
     admin: socket.socket | None = None
     grpc: socket.socket | None = None
+    health: socket.socket | None = None
+
+    @property
+    def shared(self) -> list[socket.socket]:
+        """Return those on whose ports a successor may listen, too."""
+        return [sock for sock in (self.public, self.grpc, self.health) if sock is not None]
 
 
 def bind_socket(address: Address, *, share: bool) -> socket.socket:

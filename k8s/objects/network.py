@@ -158,9 +158,6 @@ def mount_access(pod: Object, config: Config, access: Access) -> None:
     container.setdefault("args", []).extend(Access(**files).options)
     container["volumeMounts"].append({"name": "access", "mountPath": _ACCESS_FOLDER, "readOnly": True})
     pod["volumes"].append({"name": "access", "secret": {"secretName": _secret_name(config)}})
-    if access.tls_key:
-        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-            container[probe]["httpGet"]["scheme"] = "HTTPS"
 
 
 def access_secrets(config: Config, access: Access) -> list[Object]:

@@ -116,13 +116,14 @@ def _selectors(parts: dict[str, Object], pod: Object) -> Iterator[dict[str, str]
 
 
 def _check_probes(container: Object, ports: dict[str, int]) -> None:
-    """Probes use paths of the service and ports of the container."""
+    """Probes use paths of the service, and its health port or one of the container."""
+    health = next((int(word.rpartition("=")[2]) for word in container["args"] if word.startswith("--health-port=")), 0)
     assert {"readinessProbe", "livenessProbe"} <= set(container)
     for name, kind in (("startupProbe", "ready"), ("readinessProbe", "ready"), ("livenessProbe", "live")):
         if name in container:
             probe = container[name]["httpGet"]
             assert find_route(probe["path"], "GET").kind == kind
-            assert probe["port"] in {*ports, *ports.values()}
+            assert probe["port"] in {*ports, *ports.values(), health}
 
 
 def _check_drain(pod: Object, container: Object) -> None:

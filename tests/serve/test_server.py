@@ -85,6 +85,25 @@ def test_reported_to_end_while_it_starts_it_hears_also_as_the_first_process_of_a
     assert "Traceback" not in running.log
 
 
+def test_while_it_drains_the_health_port_is_live_and_not_ready(
+    start: Launcher, tricky_path: Path, held: dict[str, Any], free_ports: Callable[[int], list[int]]
+) -> None:
+    (port,) = free_ports(1)
+    running = start(tricky_path, options=("--health-port", str(port)))
+    with ThreadPoolExecutor(1) as pool, httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=SECONDS) as probe:
+        assert [probe.get(f"/v2/health/{kind}").status_code for kind in ("live", "ready")] == [200, 200]
+        slow = pool.submit(_predict, running, held)
+        try:
+            _in_flight(running, 1)
+            running.signal(signal.SIGTERM)
+            running.wait_for("draining")
+            assert [probe.get(f"/v2/health/{kind}").status_code for kind in ("live", "ready")] == [200, 503]
+        finally:
+            Path(held["gate"]).touch()
+        assert slow.result().status_code == 200
+    assert running.process.wait(SECONDS) == 0
+
+
 def test_reported_twice_to_end_the_service_does_not_wait(
     start: Launcher, tricky_path: Path, held: dict[str, Any]
 ) -> None:

@@ -50,15 +50,11 @@ def test_the_service_finds_the_mounted_secret(configure: Configure, bundle: Bund
     assert sorted(paths) == sorted(f"{mount['mountPath']}/{name}" for name in secret["data"])
 
 
-def test_probes_follow_to_https(configure: Configure, bundle: Bundle, access: Access) -> None:
-    def schemes(given: Access) -> set[str | None]:
-        container = _pod(serving.serving_objects(configure(), bundle, "twice:1", given))["containers"][0]
-        return {
-            container[probe]["httpGet"].get("scheme") for probe in ("startupProbe", "readinessProbe", "livenessProbe")
-        }
-
-    assert schemes(access) == {"HTTPS"}
-    assert schemes(Access(api_keys=access.api_keys)) == {None}
+def test_probes_use_the_health_port_which_has_no_tls(configure: Configure, bundle: Bundle, access: Access) -> None:
+    container = _pod(serving.serving_objects(configure(), bundle, "twice:1", access))["containers"][0]
+    assert "--health-port=8082" in container["args"]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"] == {"path": container[probe]["httpGet"]["path"], "port": 8082}
 
 
 def test_the_secret_holds_hashes_of_the_keys(configure: Configure, access: Access) -> None:

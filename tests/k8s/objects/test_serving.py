@@ -78,7 +78,7 @@ def test_objects_of_any_configuration_are_valid_and_agree(
 def test_probes_use_the_health_endpoints_of_v2(target: str, configure: Configure, bundle: Bundle) -> None:
     container = pod_of(objects(configure({"target": target}), bundle))[1]["containers"][0]
     for probe, path in (("startup", "ready"), ("readiness", "ready"), ("liveness", "live")):
-        assert container[f"{probe}Probe"]["httpGet"] == {"path": f"/v2/health/{path}", "port": "http"}
+        assert container[f"{probe}Probe"]["httpGet"] == {"path": f"/v2/health/{path}", "port": 8082}
 
 
 @pytest.mark.parametrize("target", TARGETS)

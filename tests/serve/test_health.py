@@ -1,0 +1,55 @@
+"""The health port: its own thread answers, whatever the event loop of the service does."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Any
+
+import httpx
+import pytest
+
+import serve.health
+from serve.health import HealthPort
+from serve.server import Listener
+from serve.sockets import Address, bind_socket
+from tests.ports import free_port
+from tests.serve.load_clients import SECONDS
+
+LIVE, READY = "/v2/health/live", "/v2/health/ready"
+
+
+async def _get_while_the_loop_is_blocked(is_ready: bool, path: str, method: str = "GET") -> tuple[int, Any]:
+    """Send a request from the event loop's own thread, which makes no turn until the response is there."""
+    port = free_port()
+    sock = bind_socket(Address("127.0.0.1", port), share=False)
+    health = HealthPort(partial(Listener, sock=sock, headers=(), grace_seconds=1), lambda: is_ready)
+    await health.start()
+    response = httpx.request(method, f"http://127.0.0.1:{port}{path}", timeout=SECONDS)
+    await health.stop()
+    return response.status_code, response.json() if method == "GET" else response.text
+
+
+@pytest.mark.parametrize(
+    ("is_ready", "path", "status", "body"),
+    [
+        (True, LIVE, 200, {"live": True}),
+        (True, READY, 200, {"ready": True, "live": True}),
+        (False, LIVE, 200, {"live": True}),
+        (False, READY, 503, {"ready": False, "live": True}),
+        (True, "/v2", 404, {"error": f"only GET {LIVE} and {READY} are here"}),
+    ],
+)
+def test_it_answers_while_the_event_loop_is_blocked(is_ready: bool, path: str, status: int, body: Any) -> None:
+    assert asyncio.run(_get_while_the_loop_is_blocked(is_ready, path)) == (status, body)
+
+
+def test_head_has_no_body_and_post_is_unknown() -> None:
+    assert asyncio.run(_get_while_the_loop_is_blocked(True, LIVE, "HEAD")) == (200, "")
+    assert asyncio.run(_get_while_the_loop_is_blocked(True, LIVE, "POST"))[0] == 404
+
+
+def test_a_stuck_event_loop_is_neither_live_nor_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve.health, "_STUCK_SECONDS", -1.0)
+    assert asyncio.run(_get_while_the_loop_is_blocked(True, LIVE)) == (503, {"live": False})
+    assert asyncio.run(_get_while_the_loop_is_blocked(True, READY)) == (503, {"ready": False, "live": False})
