@@ -29,7 +29,7 @@ from serve.grpc.http2.streams import Application as Http2Application
 from serve.grpc.service import Calls
 from serve.http1.connection import Application, Connection
 from serve.http1.limits import make_room, max_grpc_connections, max_http_connections
-from serve.logs import log_fields
+from serve.logs import log_fields, log_loop_exception
 from serve.models import LoadedModel, ModelManager, ModelRepository
 from serve.options import Options
 from serve.prometheus import Metrics
@@ -263,6 +263,7 @@ class Service:
 
     async def _serve(self) -> None:
         self._handle_signals()
+        asyncio.get_running_loop().set_exception_handler(log_loop_exception)
         reloading = asyncio.create_task(reload_changed_files(self.security.reloaded_files()))
         public, standby, admin = self.sockets.public, self.sockets.standby, self.sockets.admin
         if admin is not None and self._token is not None:

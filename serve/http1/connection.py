@@ -25,7 +25,7 @@ from uvicorn.server import ServerState
 
 from serve.errors import ClientDisconnected
 from serve.http1.limits import WriteBackpressure, make_room
-from serve.logs import log_fields
+from serve.logs import faults, log_fields, refusals
 from serve.request_context import RequestContext, request_id
 
 HEAD_SECONDS = 10.0  # for a head to arrive, from its first byte to its last
@@ -371,7 +371,8 @@ class Connection(asyncio.Protocol):
             if not request.answered and not request.gone:
                 raise RuntimeError("the application ended without a response")
         except Exception:  # the application answers for its own errors: this is a bug, so log it and leak nothing
-            log.exception("request failed", extra=log_fields(request_id=request.id.decode(), path=request.path))
+            if faults.allows():
+                log.exception("request failed", extra=log_fields(request_id=request.id.decode(), path=request.path))
             if not request.started and not request.gone:
                 common = b"%bx-request-id: %b\r\n" % (self.common_headers, request.id)
                 self.transport.write(closing_response(HTTPStatus.INTERNAL_SERVER_ERROR, "internal error", common))
@@ -436,7 +437,8 @@ class Connection(asyncio.Protocol):
             self._reading.lose_client()  # the rest of its body never comes
         self._count_rejected(f"http_{status:d}")
         made = request_id(None)
-        log.info("refused", extra=log_fields(status=int(status), reason=text, request_id=made.decode()))
+        if refusals.allows():
+            log.info("refused", extra=log_fields(status=int(status), reason=text, request_id=made.decode()))
         self._refusal = closing_response(status, text, b"%bx-request-id: %b\r\n" % (self.common_headers, made))
         if self.current is None:
             self._send_refusal()
