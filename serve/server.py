@@ -28,7 +28,7 @@ from serve.grpc.http2.connection import Host
 from serve.grpc.http2.streams import Application as Http2Application
 from serve.grpc.service import Calls
 from serve.http1.connection import Application, Connection
-from serve.http1.limits import make_room, max_grpc_connections, max_http_connections
+from serve.http1.limits import ConnectionLimits, make_room, max_grpc_connections, max_http_connections
 from serve.logs import log_fields, log_loop_exception
 from serve.models import LoadedModel, ModelManager, ModelRepository
 from serve.options import Options
@@ -74,12 +74,14 @@ class Listener(uvicorn.Server):
         tls: ssl.SSLContext | None = None,
         count_rejected: Callable[[str], None] = lambda _: None,
     ) -> None:
+        self.limits = ConnectionLimits()
+        connection = functools.partial(Connection, app=app, limits=self.limits, count_rejected=count_rejected)
         tls_options: dict[str, Any] = {} if tls is None else {"ssl_context_factory": lambda *_: tls}
         super().__init__(
             uvicorn.Config(
                 cast("Any", app),
                 interface="asgi3",  # keeps uvicorn from wrapping the application, which is no ASGI one
-                http=cast("Any", functools.partial(Connection, app=app, count_rejected=count_rejected)),
+                http=cast("Any", connection),
                 lifespan="off",
                 ws="none",
                 log_config=None,
