@@ -42,7 +42,7 @@ MAX_URL_BYTES = 8 << 10
 MAX_HEADERS = 128
 
 SLICE_BYTES = 8 << 10  # that are parsed at once, but for a body of stated length
-_CHUNKED_SLICE_BYTES = 32 << 10  # the same of a chunked body
+_CHUNKED_SLICE_BYTES = 16 << 10  # the same of a chunked body
 _NEXT_HEAD_BYTES = 512  # behind a head, in which to look for the end of the next one
 _REQUESTS_PER_TURN = 16  # of one connection begun in one turn of the event loop; more need another
 _COST_PER_TURN = 16 << 10  # of parsing for one connection, about in bytes of heads
@@ -85,6 +85,7 @@ class HttpRequest(RequestContext):
         self._connection, self._http_1_1 = connection, http_1_1
         self._unsent_head = b""  # of a stream, written together with its first part
         self._pieces: list[bytes | bytearray] = []  # of the body, not yet taken by the application
+        self._small_pieces: bytearray | None = None  # the last of them, if it grows
         self.body_bytes = self._taken_bytes = 0  # that have arrived, and that the application has taken
         self._more = True  # of the body is to come
         self._waiter: asyncio.Future[None] | None = None
@@ -193,15 +194,18 @@ class HttpRequest(RequestContext):
     # For the connection
 
     def add_body(self, piece: bytes) -> None:
-        self.body_bytes += len(piece)
+        size = len(piece)
+        self.body_bytes += size
         if self.answered:  # read only to reach the next request
             return
-        if not self._pieces or len(piece) > _SMALL_PIECE_BYTES:
+        if not self._pieces or size > _SMALL_PIECE_BYTES:
             self._pieces.append(piece)
-        elif isinstance(last := self._pieces[-1], bytearray):
-            last += piece  # as an object of its own each byte would take forty
+            self._small_pieces = None
+        elif self._small_pieces is not None:
+            self._small_pieces += piece  # as an object of its own each byte would take forty
         else:
-            self._pieces.append(bytearray(piece))
+            self._small_pieces = bytearray(piece)
+            self._pieces.append(self._small_pieces)
         if self.body_bytes - self._taken_bytes >= _HIGH_WATER_BYTES:
             if self._waiter is None:
                 self._connection.pause_reading()
@@ -319,7 +323,8 @@ class Connection(asyncio.Protocol):
         elif self._queue or len(data) > SLICE_BYTES:
             self._data = data
         elif (parsed := self._parse(data)) < len(data):
-            self._data, self._parsed = data, parsed
+            if not self._refusal:
+                self._data, self._parsed = data, parsed
         elif len(self._queue) == 1 and self._reading is None and self.current is None and not self._held_bytes:
             self._begin(self._queue.popleft())  # as mostly: one whole request, and nothing else to do
             return

@@ -13,6 +13,7 @@ from serve.errors import ClientDisconnected
 from serve.http1.connection import Connection, HttpRequest
 from serve.http1.limits import ConnectionLimits
 
+CONFIG = Config(cast("Any", None), interface="asgi3", timeout_keep_alive=65, limit_concurrency=1000)
 STATUS_LINE = re.compile(rb"HTTP/1\.1 ([2-5]\d\d) ")
 
 
@@ -104,9 +105,7 @@ def connect(
     app: Application, transport: FakeTransport, state: ServerState | None = None, limits: ConnectionLimits | None = None
 ) -> Connection:
     """Return a connection of a listener with this state; each has one of its own by default."""
-    config = Config(cast("Any", app), interface="asgi3", timeout_keep_alive=65, limit_concurrency=1000)
-    state = state or ServerState()
-    connection = Connection(config, state, {}, app=app, limits=limits)
+    connection = Connection(CONFIG, state or ServerState(), {}, app=app, limits=limits)
     transport.connection = connection
     connection.connection_made(cast("Any", transport))
     return connection

@@ -130,6 +130,13 @@ def test_a_forbidden_request_is_refused_and_nothing_behind_it_is_read(name: str)
     assert found == [status]
 
 
+@pytest.mark.parametrize("path", ["/a", "/refused"])
+def test_what_follows_a_refused_request_to_upgrade_does_not_hide_the_refusal(path: str) -> None:
+    before = f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode()
+    found, _ = answers(before + REFUSED["gzip with an upgrade"][1] + GET + HOST + b"\r\n")
+    assert found[1:] == [400]
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_the_request_before_a_forbidden_one_is_answered_first(name: str) -> None:
     status, sent = REFUSED[name]
