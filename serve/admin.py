@@ -59,6 +59,8 @@ class Admin:
         except Exception as error:
             log.exception("failed", extra=fields)
             status, body = HTTPStatus.INTERNAL_SERVER_ERROR, {"error": f"{type(error).__name__}: {error}"}
+        finally:
+            self._budget.release(request)
         headers = ((b"content-type", b"application/json"), *extra, (b"x-request-id", request.id))
         await request.respond(status, headers, orjson.dumps(body))
 

@@ -1,4 +1,7 @@
-"""Log lines on stderr: text for people, or one JSON object a line. No text of a client can forge or break a line."""
+"""Log lines on stderr: text for people, or one JSON object a line.
+
+No text of a client can forge or break a line, and no number of clients makes more than so many lines a second.
+"""
 
 from __future__ import annotations
 
@@ -62,6 +65,46 @@ def configure(kind: Format) -> None:
     handler.setFormatter(JsonFormatter() if kind == "json" else TextFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
+
+
+LINES_PER_SECOND = 20
+
+
+class LogLimit:
+    """A limit of log lines a second, for lines that clients can cause. The next line allowed counts those left out.
+
+    Call `allows` before each line. It costs little where the line is left out, since under a flood that is the rule.
+    """
+
+    def __init__(self, summary: str, lines_per_second: int = LINES_PER_SECOND) -> None:
+        """`summary` is the text of the line with the number of those left out."""
+        self._summary, self._limit = summary, lines_per_second
+        self._second = self._lines = self._omitted = 0
+
+    def allows(self) -> bool:
+        if (now := int(time.monotonic())) != self._second:
+            if self._omitted:
+                _access_log.warning(self._summary, extra=log_fields(left_out=self._omitted))
+            self._second, self._lines, self._omitted = now, 0, 0
+        self._lines += 1
+        if self._lines <= self._limit:
+            return True
+        self._omitted += 1
+        return False
+
+
+# Shared by all ports: what is refused before a model or an endpoint is known, and faults of the service itself.
+refusals = LogLimit("more connections and requests were refused than are logged")
+faults = LogLimit("the service failed more often than is logged")
+
+_access_log = logging.getLogger("serve.access")
+
+
+def log_loop_exception(_loop: object, context: dict[str, Any]) -> None:
+    """Log what no one caught in a callback of the event loop; `loop.set_exception_handler` takes this function."""
+    if faults.allows():
+        log = logging.getLogger("serve")
+        log.error("%s", context.get("message", "a callback failed"), exc_info=context.get("exception"))
 
 
 def log_fatal(error: Exception, kind: Format) -> None:

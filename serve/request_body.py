@@ -21,6 +21,8 @@ from serve.errors import Busy, TooLarge, UnsupportedMediaType
 ACCEPTED_ENCODINGS = "gzip, deflate"
 SLICE_BYTES = 256 << 10  # of plain body that are made at once: well under a millisecond of work
 _BODIES_IN_MEMORY = 4  # of the largest size, at once
+_LEAST_LIMIT_BYTES = 16 << 20  # that counts for that, as many small bodies take as much as a few large ones
+_UNCOUNTED_BYTES = 4 << 10  # of a body that arrived in one piece
 _GZIP, _ZLIB, _RAW = 16 + zlib.MAX_WBITS, zlib.MAX_WBITS, -zlib.MAX_WBITS  # as zlib names the formats
 
 
@@ -40,14 +42,14 @@ class IncomingRequest(HoldsMemory, Protocol):
 
 
 class MemoryBudget:
-    """The memory for bodies that come in several pieces: many large ones at once must not take all of the machine's."""
+    """The memory for bodies: many large ones at once must not take all of the machine's."""
 
     def __init__(self) -> None:
         self.held_bytes = 0
 
     def reserve(self, request: HoldsMemory, size: int, limit: int) -> None:
         """Reserve `size` more bytes for a body that may have `limit` of them in all."""
-        if self.held_bytes + size > _BODIES_IN_MEMORY * limit:
+        if self.held_bytes + size > _BODIES_IN_MEMORY * max(limit, _LEAST_LIMIT_BYTES):
             raise Busy(f"other requests' bodies take {self.held_bytes} bytes already; try again in a moment")
         self.held_bytes += size
         request.held_bytes += size
@@ -58,10 +60,7 @@ class MemoryBudget:
 
 
 async def read_body(request: IncomingRequest, limit: int, budget: MemoryBudget) -> bytes:
-    """Return the decompressed body; neither as sent nor decompressed may it be larger than `limit` bytes.
-
-    A body in one piece needs no budget.
-    """
+    """Return the decompressed body; neither as sent nor decompressed may it be larger than `limit` bytes."""
     headers = request.headers
     if int(headers.get(b"content-length", b"0")) > limit:  # the parser refused what is not a number
         raise _too_large(limit)
@@ -74,6 +73,8 @@ async def read_body(request: IncomingRequest, limit: int, budget: MemoryBudget) 
             body = b"".join([piece async for piece in _pieces(request, body, more, limit, budget)])
         elif len(body) > limit:
             raise _too_large(limit, more=False)
+        elif len(body) > _UNCOUNTED_BYTES:
+            budget.reserve(request, len(body), limit)
     request.size = len(body)
     return body
 

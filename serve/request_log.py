@@ -7,40 +7,21 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from serve.errors import RequestError, as_request_error
-from serve.logs import log_fields
+from serve.logs import LogLimit, faults, log_fields
 from serve.prometheus import Metrics
 from serve.request_context import RequestContext
 from serve.runtime.predictor import CodecError
 
 TRACE_HEADERS = (b"traceparent", b"tracestate")
 REQUEST_HEADERS = (b"x-request-id", *TRACE_HEADERS)  # that are read of every request
-_LINES_PER_SECOND = 20
 _LONGEST_PATH = 200
 _FAILURE_CODES = ("INTERNAL", "UNAVAILABLE", "DEADLINE_EXCEEDED", "UNKNOWN")  # of gRPC
 
 log = logging.getLogger(__name__)
 _access_log = logging.getLogger("serve.access")
-
-
-class RateLimit:
-    """At most so many log lines a second, since under a flood each costs a response. The next line counts the rest."""
-
-    def __init__(self, lines_per_second: int = _LINES_PER_SECOND) -> None:
-        self._limit = lines_per_second
-        self._second = self._lines = self._omitted = 0
-
-    def allows(self) -> bool:
-        if (now := int(time.monotonic())) != self._second:
-            if self._omitted:
-                _access_log.warning("more requests failed than are logged", extra=log_fields(left_out=self._omitted))
-            self._second, self._lines, self._omitted = now, 0, 0
-        self._lines += 1
-        if self._lines <= self._limit:
-            return True
-        self._omitted += 1
-        return False
 
 
 @dataclass(slots=True)
@@ -50,8 +31,8 @@ class RequestLog:
     metrics: Metrics
     share: float = 0.0
     trace: Callable[[RequestContext], None] | None = None
-    _failures: RateLimit = field(default_factory=RateLimit)
-    _codec_errors: RateLimit = field(default_factory=RateLimit)
+    _failures: LogLimit = field(default_factory=partial(LogLimit, "more requests failed than are logged"))
+    _codec_errors: LogLimit = field(default_factory=partial(LogLimit, "the codec failed more often than is logged"))
 
     def fail(self, request: RequestContext, error: Exception) -> RequestError | None:
         """Count and return the refusal; a fault of ours is logged with its traceback and returns None."""
@@ -59,7 +40,8 @@ class RequestLog:
         fields = log_fields(request_id=request.id.decode(), path=request.path, model=version.name if version else "")
         refusal = as_request_error(error)
         if refusal is None:
-            log.error("request failed", exc_info=error, extra=fields)
+            if faults.allows():
+                log.error("request failed", exc_info=error, extra=fields)
             return None
         metrics = self.metrics.no_model if version is None else version.metrics
         metrics.rejected[refusal.reason] += 1

@@ -60,7 +60,7 @@ _ABSENT = {
         "of OpenAI's API there are completions, chat/completions, embeddings and models"
     ),
 }
-_PROBED = frozenset({"live", "ready", "model_ready"})
+_PROBED = frozenset({"live", "ready"})  # not model_ready: names of models could be guessed
 
 
 def _pattern(path: str) -> re.Pattern[str]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from pipeline.contract.errors import ConfigError, PipelineError
 from serve.errors import Unauthorized
 
-OPEN_RPCS = frozenset({"ServerLive", "ServerReady", "ModelReady"})  # for probes, which have no key
+OPEN_RPCS = frozenset({"ServerLive", "ServerReady"})  # for probes, which have no key; ModelReady reveals names
 
 _KEY_REQUIRED = "this service requires an API key: send it as `authorization: Bearer KEY` or `x-api-key: KEY`"
 _KEY = re.compile(rb"[!-~]{16,256}")  # as an HTTP header carries it; shorter ones can be guessed

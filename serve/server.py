@@ -29,8 +29,8 @@ from serve.grpc.http2.streams import Application as Http2Application
 from serve.grpc.service import Calls
 from serve.health import HealthPort
 from serve.http1.connection import Application, Connection
-from serve.http1.limits import make_room, max_grpc_connections, max_http_connections
-from serve.logs import log_fields
+from serve.http1.limits import ConnectionLimits, make_room, max_grpc_connections, max_http_connections
+from serve.logs import log_fields, log_loop_exception
 from serve.models import LoadedModel, ModelManager, ModelRepository
 from serve.options import Options
 from serve.prometheus import Metrics
@@ -38,6 +38,7 @@ from serve.request_log import RequestLog
 from serve.security import Security, Tls, reload_changed_files
 from serve.shadow import Shadow
 from serve.sockets import Sockets, accept_waiting, stop_accepting, take_over_port
+from serve.tls_acceptor import TlsAcceptor
 from serve.tracing import Tracer
 
 _KEEP_ALIVE_SECONDS = 65  # longer than the idle timeout of the proxies in front, as kserve's is
@@ -45,6 +46,7 @@ _NOTICE_SECONDS = 0.1  # for the handshakes that are under way: one round trip
 _IDLE_SECONDS = 0.3  # for the next request of a connection that was answered before
 _FIRST_REQUEST_SECONDS = 5.0  # for a client that has connected and not sent its whole request head yet
 _POLL_SECONDS = 0.005
+_HANDSHAKE_SHARE = 8  # one of so many connections may be one whose TLS handshake is not finished
 _DATE_SECONDS = 1.0  # how old the date header may be
 
 
@@ -75,12 +77,13 @@ class Listener(uvicorn.Server):
         tls: ssl.SSLContext | None = None,
         count_rejected: Callable[[str], None] = lambda _: None,
     ) -> None:
-        tls_options: dict[str, Any] = {} if tls is None else {"ssl_context_factory": lambda *_: tls}
+        self.limits = ConnectionLimits()
+        connection = functools.partial(Connection, app=app, limits=self.limits, count_rejected=count_rejected)
         super().__init__(
             uvicorn.Config(
                 cast("Any", app),
                 interface="asgi3",  # keeps uvicorn from wrapping the application, which is no ASGI one
-                http=cast("Any", functools.partial(Connection, app=app, count_rejected=count_rejected)),
+                http=cast("Any", connection),
                 lifespan="off",
                 ws="none",
                 log_config=None,
@@ -91,10 +94,9 @@ class Listener(uvicorn.Server):
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=grace_seconds,
                 limit_concurrency=max_http_connections(),
-                **tls_options,
             )
         )
-        self.socket = sock
+        self.socket, self._tls, self._count_rejected = sock, tls, count_rejected
         self.listening, self._stopping = asyncio.Event(), asyncio.Event()
 
     async def run_until_stopped(self) -> None:
@@ -119,24 +121,40 @@ class Listener(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         # uvicorn sets these at its first tick, which the first request may precede.
         self.server_state.default_headers = list(self.config.encoded_headers)
-        await super().startup(sockets)
+        if self._tls is None:
+            await super().startup(sockets)
+        else:
+            most = self.config.limit_concurrency or max_http_connections()
+            acceptor = TlsAcceptor(
+                self.socket,
+                self._tls,
+                self._connection,
+                lambda handshakes: make_room(self._connections, most - handshakes),
+                most // _HANDSHAKE_SHARE,
+                self._count_rejected,
+            )
+            acceptor.start(self.config.backlog)
+            self.servers, self.started = [cast("Any", acceptor)], True
         self.listening.set()
 
     async def on_tick(self, counter: int) -> bool:
         """Check all connections once a second, which costs less than a timer in each."""
         now = asyncio.get_running_loop().time()
-        for connection in tuple(self.server_state.connections):
-            connection.sweep(now)  # type: ignore[union-attr]  # they are all ours
+        for connection in tuple(self._connections):
+            connection.sweep(now)
         return await super().on_tick(counter)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Give connections that have not sent their request yet time to, where uvicorn closes them at once."""
         stop_accepting(self.socket)
         await asyncio.sleep(_NOTICE_SECONDS)
-        await _close_listening(self.socket, self.servers, self._connection, self.config.ssl)
+        await _close_listening(self.socket, self.servers, self._connection, self._tls)
         await self._await_requests()
         if self.server_state.connections or self.server_state.tasks:
             await super().shutdown(sockets)
+        elif self._tls is not None:
+            for server in self.servers:
+                await server.wait_closed()  # of handshakes
         for sock in sockets or ():
             sock.close()
 
@@ -146,12 +164,16 @@ class Listener(uvicorn.Server):
         while self.server_state.connections and time.monotonic() < start + _FIRST_REQUEST_SECONDS:
             await asyncio.sleep(_POLL_SECONDS)
             if time.monotonic() > start + _IDLE_SECONDS:
-                connections = cast("set[Connection]", self.server_state.connections)
+                connections = self._connections
                 answered = [connection for connection in connections if not connection.awaits_request]
                 if len(answered) == len(connections):
                     return
                 for connection in answered:
                     connection.shutdown()
+
+    @property
+    def _connections(self) -> set[Connection]:
+        return cast("set[Connection]", self.server_state.connections)
 
     def _connection(self) -> asyncio.Protocol:
         make: Any = self.config.http_protocol_class
@@ -265,6 +287,7 @@ class Service:
 
     async def _serve(self) -> None:
         self._handle_signals()
+        asyncio.get_running_loop().set_exception_handler(log_loop_exception)
         reloading = asyncio.create_task(reload_changed_files(self.security.reloaded_files()))
         public, standby, admin = self.sockets.public, self.sockets.standby, self.sockets.admin
         if admin is not None and self._token is not None:

@@ -2,19 +2,21 @@
 
 uvicorn runs `Connection` in place of its own protocol; it needs no timer, no event and no second copy of the headers.
 An application gets each request as an `HttpRequest`: first its head, to refuse it without a task or to return the
-coroutine that answers it. Below are, in this order: the application's side, the request, the connection, the limits of
-a head and of what surrounds a body, and the bytes of responses.
+coroutine that answers it. Below are, in this order: the application's side, the request, the connection, the rules for
+a head, and the bytes of responses.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
+import re
 import socket
 import sys
 import urllib.parse
 from collections import deque
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any, Protocol, cast
 
@@ -23,9 +25,10 @@ import orjson
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
+from serve.connection_limits import peer_address
 from serve.errors import ClientDisconnected
-from serve.http1.limits import WriteBackpressure, make_room
-from serve.logs import log_fields
+from serve.http1.limits import UNSENT_HIGH_WATER_BYTES, ConnectionLimits, WriteBackpressure, make_room
+from serve.logs import faults, log_fields, refusals
 from serve.request_context import RequestContext, request_id
 
 HEAD_SECONDS = 10.0  # for a head to arrive, from its first byte to its last
@@ -33,9 +36,19 @@ BODY_SECONDS = 60.0  # for a body, likewise
 _PROBE_SECONDS = 0.02  # after a client half-closed; most requests are answered by then
 _LINGER_SECONDS = 2.0  # for a refused client to stop sending: closing on unread bytes would lose the response
 _HIGH_WATER_BYTES = 256 << 10  # of a body are handed over at once; below it the application is not woken
+_SMALL_PIECE_BYTES = 1 << 10  # of a body, up to which pieces are joined as they come
 MAX_HEAD_BYTES = 32 << 10
 MAX_URL_BYTES = 8 << 10
 MAX_HEADERS = 128
+
+SLICE_BYTES = 8 << 10  # that are parsed at once, but for a body of stated length
+_CHUNKED_SLICE_BYTES = 16 << 10  # the same of a chunked body
+_NEXT_HEAD_BYTES = 512  # behind a head, in which to look for the end of the next one
+_REQUESTS_PER_TURN = 16  # of one connection begun in one turn of the event loop; more need another
+_COST_PER_TURN = 16 << 10  # of parsing for one connection, about in bytes of heads
+_SLICE_COST = 256  # of parsing a slice, whatever is in it
+_PIECE_COST = 16  # of each piece of a body
+_REQUEST_BYTES = 2 << 10  # of memory for a parsed request
 
 Header = tuple[bytes, bytes]
 
@@ -55,9 +68,14 @@ class HttpRequest(RequestContext):
     """One request of a connection, and its response."""
 
     def __init__(
-        self, connection: Connection, method: str, target: tuple[str, bytes], headers: Sequence[Header], http_1_1: bool
+        self,
+        connection: Connection,
+        method: str,
+        target: tuple[str, bytes],
+        headers: Mapping[bytes, bytes],
+        http_1_1: bool,
     ) -> None:
-        super().__init__(dict(headers), target[0])
+        super().__init__(headers, target[0])
         self.method, self.query = method, target[1]
         self.keep_alive = True  # the connection goes on after this request
         self.answering: asyncio.Task[None] | None = None
@@ -66,8 +84,9 @@ class HttpRequest(RequestContext):
         self.started = self.answered = False  # a response has been begun, or written completely
         self._connection, self._http_1_1 = connection, http_1_1
         self._unsent_head = b""  # of a stream, written together with its first part
-        self._chunks: list[bytes] = []  # of the body, not yet taken by the application
-        self._chunk_bytes = 0
+        self._pieces: list[bytes | bytearray] = []  # of the body, not yet taken by the application
+        self._small_pieces: bytearray | None = None  # the last of them, if it grows
+        self.body_bytes = self._taken_bytes = 0  # that have arrived, and that the application has taken
         self._more = True  # of the body is to come
         self._waiter: asyncio.Future[None] | None = None
         self._expects_continue = self.headers.get(b"expect", b"").lower() == b"100-continue"
@@ -101,12 +120,12 @@ class HttpRequest(RequestContext):
             self._expects_continue = False
             if self._more and not self.gone and not self.started:
                 self._connection.transport.write(_CONTINUE)
-        while self._more and self._chunk_bytes < _HIGH_WATER_BYTES and not self.gone:
+        while self._more and self.untaken_bytes < _HIGH_WATER_BYTES and not self.gone:
             await self._next_piece()
         if self.gone:
             raise ClientDisconnected("the client hung up in the middle of its request")
-        body = self._chunks[0] if len(self._chunks) == 1 else b"".join(self._chunks)
-        self._chunks, self._chunk_bytes = [], 0
+        body = cast("bytes", self._pieces[0]) if len(self._pieces) == 1 else b"".join(self._pieces)
+        self._pieces, self._taken_bytes = [], self.body_bytes
         return body, self._more
 
     async def discard_body(self) -> None:
@@ -121,9 +140,8 @@ class HttpRequest(RequestContext):
 
     async def respond(self, status: int, headers: Iterable[Header], body: bytes) -> None:
         """Write a whole response as soon as the client has taken enough of those before it."""
-        connection = self._connection
-        if connection.backpressure.paused:
-            await connection.backpressure.drained(connection.transport)
+        if self._connection.backpressure.paused:
+            await self._connection.await_writable(len(body))
         self.respond_now(status, headers, body)
 
     def respond_now(self, status: int, headers: Iterable[Header], body: bytes) -> None:
@@ -144,7 +162,7 @@ class HttpRequest(RequestContext):
         """Write a part of a stream, once the client has taken enough of those before it."""
         connection = self._connection
         if connection.backpressure.paused:
-            await connection.backpressure.drained(connection.transport)
+            await connection.await_writable(len(part))
         if part and not self.gone:
             chunk = b"%x\r\n%b\r\n" % (len(part), part) if self._http_1_1 else part
             connection.transport.write(self._unsent_head + chunk)
@@ -176,11 +194,19 @@ class HttpRequest(RequestContext):
     # For the connection
 
     def add_body(self, piece: bytes) -> None:
+        size = len(piece)
+        self.body_bytes += size
         if self.answered:  # read only to reach the next request
             return
-        self._chunks.append(piece)
-        self._chunk_bytes += len(piece)
-        if self._chunk_bytes >= _HIGH_WATER_BYTES:
+        if not self._pieces or size > _SMALL_PIECE_BYTES:
+            self._pieces.append(piece)
+            self._small_pieces = None
+        elif self._small_pieces is not None:
+            self._small_pieces += piece  # as an object of its own each byte would take forty
+        else:
+            self._small_pieces = bytearray(piece)
+            self._pieces.append(self._small_pieces)
+        if self.body_bytes - self._taken_bytes >= _HIGH_WATER_BYTES:
             if self._waiter is None:
                 self._connection.pause_reading()
             self._wake()
@@ -190,8 +216,13 @@ class HttpRequest(RequestContext):
         if self._waiter is not None:
             self._wake()
 
+    @property
+    def untaken_bytes(self) -> int:
+        return self.body_bytes - self._taken_bytes
+
     def lose_client(self) -> None:
         self.gone = True
+        self._pieces, self._taken_bytes = [], self.body_bytes
         self._wake()
 
     async def _next_piece(self) -> None:
@@ -206,7 +237,11 @@ class HttpRequest(RequestContext):
 
 
 class Connection(asyncio.Protocol):
-    """Requests are parsed as they come and answered one after the other."""
+    """Requests are parsed as they come and answered one after the other.
+
+    A client may send a thousand requests at once. Each turn of the event loop parses and begins a bounded part of
+    them, so that other connections have their turn; nothing more is read meanwhile.
+    """
 
     def __init__(
         self,
@@ -216,45 +251,64 @@ class Connection(asyncio.Protocol):
         _loop: asyncio.AbstractEventLoop | None = None,
         *,
         app: Application,
+        limits: ConnectionLimits | None = None,
         count_rejected: Callable[[str], None] = lambda _: None,
     ) -> None:
         """`count_rejected` gets the reason of each request that does not reach the application."""
         self._app, self._count_rejected = app, count_rejected
+        self._limits = ConnectionLimits() if limits is None else limits
         self._keep_alive_seconds = config.timeout_keep_alive
         self._max_connections = config.limit_concurrency or sys.maxsize
         self._state = server_state
         self.loop = _loop or asyncio.get_running_loop()
         self._parser = httptools.HttpRequestParser(self)
-        self._framing = BodyFraming(self._parser)
         self.transport: asyncio.Transport
         self._is_tls = False
+        self._peer: str | None = None  # its address, while it counts
+        self._data, self._parsed = b"", 0  # what has arrived and is not parsed yet begins at `_parsed`
         self.current: HttpRequest | None = None  # the request that is being answered
         self._reading: HttpRequest | None = None  # the one whose body is still coming
-        self._queue: deque[HttpRequest] = deque()  # pipelined requests, whose turn has not come
+        self._queue: deque[HttpRequest] = deque()  # parsed requests, whose turn has not come
         self._refusal = b""  # sent when the requests before it are answered; nothing more is read
         self._url, self._head_is_open = b"", False
         self._headers: list[Header] = []
-        self._head_bytes = self._received_bytes = 0  # of a head in several pieces, those before this one; and this one
+        self._head_bytes = 0  # of an unfinished head, without the slice in which it began
+        self._useful = False  # the last slice contained the end of a head or a part of a body
+        self._overhead_bytes = 0  # since something useful was parsed
+        self._body_pieces = 0  # in the last slice
+        self._skipped_framing: bytes | None = None  # of the body that the parser skips behind a request to upgrade
+        self._received = False  # anything at all
         self._due = 0.0  # on the loop's clock: by then the client must have sent what we wait for
+        self._replays = False  # the parser gets the framing of that body, which is no new request
+        self._held_bytes = 0  # as accounted in the limits
         self.backpressure = WriteBackpressure()
-        self._ending = self._read_paused = self._half_closed = False
+        self._ending = self._read_paused = self._half_closed = self._turn_is_due = False
 
     # Called by the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)  # uvloop's transports only behave like the class
+        self.transport.set_write_buffer_limits(UNSENT_HIGH_WATER_BYTES)
         self._is_tls = bool(transport.get_extra_info("sslcontext"))
-        connections: set[Any] = self._state.connections  # uvicorn's type names its own protocols
-        if not make_room(connections, self._max_connections):
-            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, f"{len(connections)} connections are being served already")
-        connections.add(self)
         self._due = self.loop.time() + self._keep_alive_seconds
+        connections: set[Any] = self._state.connections  # uvicorn's type names its own protocols
+        peer = peer_address(transport.get_extra_info("peername"))
+        if self._limits.peers.admit(peer):
+            self._peer = peer
+            if not make_room(connections, self._max_connections):
+                self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, f"{len(connections)} connections are being served already")
+        else:
+            text = f"{self._limits.peers.maximum} connections from this address are being served already"
+            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, text)
+        connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
-        self._state.connections.discard(self)
+        self._leave()
         for request in filter(None, (self.current, self._reading)):
             request.lose_client()
         self._queue.clear()
+        self._data, self._parsed = b"", 0
+        self._limits.received.hold(self._give_up_received, 0)
         self.resume_writing()
         if self.current is not None and self.current.answering is not None:  # the loop holds no reference to a task
             self._state.tasks.add(self.current.answering)
@@ -263,26 +317,19 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._refusal or self.transport.is_closing():
             return
-        if not self._head_bytes and self._reading is None:
-            self._due = self.loop.time() + HEAD_SECONDS
-        self._received_bytes = len(data)
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:  # to an unsupported protocol: ignore the upgrade
-            self._framing.resume()
-            if rest := data[upgrade.args[0] :]:
-                self.data_received(rest)
+        self._received = True
+        if self._data:
+            self._data, self._parsed = self._data[self._parsed :] + data, 0
+        elif self._queue or len(data) > SLICE_BYTES:
+            self._data = data
+        elif (parsed := self._parse(data)) < len(data):
+            if not self._refusal:
+                self._data, self._parsed = data, parsed
+        elif len(self._queue) == 1 and self._reading is None and self.current is None and not self._held_bytes:
+            self._begin(self._queue.popleft())  # as mostly: one whole request, and nothing else to do
             return
-        except httptools.HttpParserError:
-            if not self._is_ended_by_client():
-                self._refuse(HTTPStatus.BAD_REQUEST, "this is no HTTP/1.1 request")
-            return
-        if self._head_is_open:
-            self._head_bytes += len(data)
-            if too_long := check_partial_head(self._head_bytes):
-                self._refuse(*too_long)
-        elif self._reading is not None and (too_long := self._framing.check_overhead(len(data))):
-            self._refuse(*too_long)
+        if not self._turn_is_due:
+            self._go_on()
 
     def eof_received(self) -> bool:
         """Note that the client sends no more. True keeps the connection open, as it may still read responses."""
@@ -295,20 +342,161 @@ class Connection(asyncio.Protocol):
         for request in filter(None, (self.current, *self._queue)):
             request.half_closed = True
         if self.current is None:
-            return False
+            return bool(self._queue or self._data)
         self.loop.call_later(_PROBE_SECONDS, self.current.probe_client)
         return True
 
     def pause_writing(self) -> None:
         self.backpressure.pause()
+        self._limits.unsent.hold(self._give_up_unsent, self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
+        self._limits.unsent.hold(self._give_up_unsent, 0)
         self.backpressure.resume()
+
+    async def await_writable(self, size: int) -> None:
+        """Wait until the client has read enough of the responses before one of this size."""
+        if self.backpressure.paused:
+            self._limits.unsent.hold(self._give_up_unsent, self.transport.get_write_buffer_size() + size)
+            await self.backpressure.drained(self.transport)
+
+    # Parsing and beginning a bounded part in each turn of the event loop
+
+    def _go_on(self) -> None:
+        """Begin requests and parse more, as much as one turn of the event loop may, then read on if nothing is left."""
+        begun = cost = 0
+        while self._data or self._queue:
+            if self._queue and self.current is not None:
+                break
+            if begun == _REQUESTS_PER_TURN or cost >= _COST_PER_TURN:
+                self._go_on_later()
+                break
+            if begun and self.transport.is_closing():
+                return
+            if self._queue:
+                begun += 1
+                self._begin(self._queue.popleft())
+            else:
+                cost += self._parse_slice()
+        if self._queue or self._data or self._reading is not None or self._head_is_open or self._held_bytes:
+            self._account_received()
+        if self._read_paused and self._is_waiting_for_client():
+            self._resume_reading()
+
+    def _go_on_later(self) -> None:
+        if not self._turn_is_due:
+            self._turn_is_due = True
+            self.loop.call_soon(self._take_turn)
+
+    def _take_turn(self) -> None:
+        self._turn_is_due = False
+        self._go_on()
+
+    def _parse_slice(self) -> int:
+        """Parse one head, a body of stated length as far as it is there, or a bounded part of anything else.
+
+        Return what it cost, about in bytes of heads.
+        """
+        data, start, reading = self._data, self._parsed, self._reading
+        end, cost = start + SLICE_BYTES, 0
+        if reading is None:
+            head_end = data.find(_HEAD_END, start, end) + len(_HEAD_END)
+            if head_end > len(_HEAD_END) and data.find(_HEAD_END, head_end, head_end + _NEXT_HEAD_BYTES) < 0:
+                end = head_end  # the body behind it may be large, and is then one piece
+            cost = end - start
+        elif (length := reading.headers.get(b"content-length")) is not None:
+            end = start + int(length) - reading.body_bytes
+        else:
+            end = start + _CHUNKED_SLICE_BYTES
+        self._body_pieces = 0
+        parsed = self._parse(memoryview(data)[start:end])
+        self._parsed += parsed
+        if self._refusal or self._parsed >= len(data):
+            self._data, self._parsed = b"", 0
+        return cost + _SLICE_COST + _PIECE_COST * self._body_pieces
+
+    def _parse(self, data: bytes | memoryview) -> int:
+        """Parse these bytes, or those up to the end of a request to upgrade; return how many that were."""
+        was_open, parsed = self._head_is_open, len(data)
+        try:
+            try:
+                self._parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:  # to an unsupported protocol: ignore the upgrade
+                parsed = upgrade.args[0]
+                self._read_skipped_body()
+        except httptools.HttpParserCallbackError:  # the callbacks below do not fail: this is a bug
+            if faults.allows():
+                log.exception("parsing failed")
+            self._refuse(HTTPStatus.INTERNAL_SERVER_ERROR, "internal error")
+        except httptools.HttpParserError as error:
+            if not self._is_ended_by_client():
+                self._refuse(*describe_parser_error(str(error)))
+            return parsed
+        if self._useful and not self._head_is_open:
+            self._useful, self._overhead_bytes = False, 0
+        else:
+            self._check_overhead(parsed, was_open)
+        return parsed
+
+    def _check_overhead(self, parsed: int, was_open: bool) -> None:
+        """Refuse endless heads and trailers after a slice of that size; `was_open`: it began within a head."""
+        if self._head_is_open:
+            if was_open:
+                self._head_bytes += parsed
+            else:
+                self._head_bytes, self._due = 0, self.loop.time() + HEAD_SECONDS
+            if too_long := check_partial_head(self._head_bytes, len(self._headers)):
+                self._refuse(*too_long)
+        else:
+            self._overhead_bytes += parsed
+            if self._overhead_bytes > MAX_HEAD_BYTES:
+                text = f"more than {MAX_HEAD_BYTES} bytes surround the pieces of a body, or are outside of any request"
+                self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, text)
+
+    def _read_skipped_body(self) -> None:
+        """Read the body of a request to upgrade, which the parser takes for data of the other protocol."""
+        if (framing := self._skipped_framing) is None or self._refusal:
+            return
+        self._skipped_framing, self._replays = None, True
+        self._parser = httptools.HttpRequestParser(self)
+        self._parser.feed_data(b"POST / HTTP/1.1\r\n" + framing + b"\r\n")
+        self._replays = False
+
+    def _account_received(self) -> None:
+        """Account for the memory of what has arrived and the application has not taken; read no more if it waits."""
+        size = len(self._data) + _REQUEST_BYTES * len(self._queue)
+        if self._reading is not None:
+            size += self._reading.untaken_bytes
+        elif self._head_is_open:
+            size += self._head_bytes + SLICE_BYTES
+        if self._queue or self._data:
+            self.pause_reading()
+        if size != self._held_bytes:
+            self._held_bytes = size
+            self._limits.received.hold(self._give_up_received, size)
+
+    def _is_waiting_for_client(self) -> bool:
+        """Return True if nothing is left to do without more from the client."""
+        if self._queue or self._data:
+            return False
+        return self.current is None or self.current.is_waiting_for_body
+
+    def _give_up_received(self) -> None:
+        """Forget what has arrived, since all connections together hold too much and this one has for longest."""
+        self._data, self._parsed = b"", 0
+        self._queue.clear()
+        text = "too many bodies are arriving, and this one has taken longest; try again in a moment"
+        self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, text)
+
+    def _give_up_unsent(self) -> None:
+        """Drop the responses that the client does not read, for the same reason."""
+        self._count_rejected("unread_responses")
+        self.transport.abort()
 
     # Called by the parser
 
     def on_message_begin(self) -> None:
-        self._head_is_open = not self._framing.replaying
+        self._head_is_open = not self._replays
         self._url, self._headers = b"", []
 
     def on_url(self, url: bytes) -> None:
@@ -319,48 +507,55 @@ class Connection(asyncio.Protocol):
             self._headers.append((name.lower(), value))
 
     def on_headers_complete(self) -> None:
-        if self._refusal or not self._head_is_open or self.transport.is_closing():
+        if self._refusal or not self._head_is_open:
             return
-        parser, headers = self._parser, self._headers
-        self._framing.note_head(headers)
-        size = self._head_bytes + self._received_bytes
-        self._head_is_open, self._head_bytes = False, 0
-        if too_long := check_head(self._url, headers, size):
-            self._refuse(*too_long)
+        self._head_is_open, self._useful = False, True
+        parser, headers, url = self._parser, self._headers, self._url
+        fields = dict(headers)
+        version, method = parser.get_http_version(), parser.get_method()
+        wrong = check_head(version, method, url, headers, fields, self._head_bytes)
+        self._head_bytes = 0
+        if wrong is not None:
+            self._refuse(*wrong)
             return
-        http_1_1 = parser.get_http_version() == "1.1"
-        request = HttpRequest(self, parser.get_method().decode("latin-1"), split_target(self._url), headers, http_1_1)
+        http_1_1 = version == "1.1"
+        request = HttpRequest(self, method.decode("latin-1"), split_target(url), fields, http_1_1)
         request.keep_alive = http_1_1 and parser.should_keep_alive() and not self._ending
+        if parser.should_upgrade():
+            framing = [b"%b: %b\r\n" % pair for pair in headers if pair[0] in _FRAMING_HEADERS]
+            if framing:
+                self._skipped_framing = b"".join(framing) + (b"" if request.keep_alive else _CLOSE)
         self._reading = request
-        if self.current is None:
-            self._start(request)
-        else:
-            self._queue.append(request)
-            self.pause_reading()
+        self._queue.append(request)
 
     def on_body(self, body: bytes) -> None:
-        self._framing.useful = True
+        self._useful = True
+        self._body_pieces += 1
         if self._reading is not None:
             self._reading.add_body(body)
 
     def on_message_complete(self) -> None:
-        if self._framing.awaits_body or self._reading is None:
+        if self._skipped_framing is not None or self._reading is None:
             return
         request, self._reading = self._reading, None
         request.end_body()
-        if self.current is None:  # it was answered before
+        if request.answered:
             self._due = self.loop.time() + self._keep_alive_seconds
 
     # Answering
 
-    def _start(self, request: HttpRequest) -> None:
+    def _begin(self, request: HttpRequest) -> None:
         """Have the application answer a request whose turn has come."""
         self.current = request
-        answering = self._app.begin(request)
+        try:
+            answering = self._app.begin(request)
+        except Exception:  # the application answers for its own errors: this is a bug
+            self._answer_fault(request)
+            answering = None
         if answering is None:
             self._state.total_requests += 1
             self.current = None
-            self._go_on(request)
+            self._end(request)
         else:
             RequestContext.in_progress += 1
             request.answering = self.loop.create_task(self._answer(request, answering))
@@ -370,36 +565,44 @@ class Connection(asyncio.Protocol):
             await answering
             if not request.answered and not request.gone:
                 raise RuntimeError("the application ended without a response")
-        except Exception:  # the application answers for its own errors: this is a bug, so log it and leak nothing
-            log.exception("request failed", extra=log_fields(request_id=request.id.decode(), path=request.path))
-            if not request.started and not request.gone:
-                common = b"%bx-request-id: %b\r\n" % (self.common_headers, request.id)
-                self.transport.write(closing_response(HTTPStatus.INTERNAL_SERVER_ERROR, "internal error", common))
-            request.started = request.answered = True
-            request.keep_alive = False
+        except Exception:  # likewise
+            self._answer_fault(request)
         finally:
             RequestContext.in_progress -= 1
             self._state.total_requests += 1
             self.current = None
-            self._go_on(request)
-            while self._queue and self.current is None and not self.transport.is_closing():
-                self._start(self._queue.popleft())
+            self._end(request)
+            if (self._queue or self._data or self._read_paused or self._held_bytes) and not self._turn_is_due:
+                self._go_on()
 
-    def _go_on(self, request: HttpRequest) -> None:
-        """Close or go on after this answered request, which may have been answered before its body was read."""
-        if self._refusal and request.gone and not self.transport.is_closing():
+    def _answer_fault(self, request: HttpRequest) -> None:
+        """Log the current exception and answer with an opaque 500."""
+        if faults.allows():
+            log.exception("request failed", extra=log_fields(request_id=request.id.decode(), path=request.path))
+        if not request.started and not request.gone:
+            common = b"%bx-request-id: %b\r\n" % (self.common_headers, request.id)
+            self.transport.write(closing_response(HTTPStatus.INTERNAL_SERVER_ERROR, "internal error", common))
+        request.started = request.answered = True
+        request.keep_alive = False
+
+    def _end(self, request: HttpRequest) -> None:
+        """Close after this answered request, or wait for more; it may have been answered before its body was read."""
+        if request.started and request.gone:
+            self.transport.close()  # in the middle of a response
+        elif self._refusal and request.gone and not self.transport.is_closing():
             self._send_refusal()
         elif not request.keep_alive or self.transport.is_closing():
             self.transport.close()
-        elif self._queue:
+        elif self._queue or self._data:
             return
         elif self._refusal:
             self._send_refusal()
         elif self._half_closed:
             self.transport.close()
+        elif self._head_is_open:
+            self._due = self.loop.time() + HEAD_SECONDS
         else:
             self._due = self.loop.time() + (BODY_SECONDS if self._reading is request else self._keep_alive_seconds)
-            self._resume_reading()
 
     @property
     def common_headers(self) -> bytes:
@@ -412,7 +615,10 @@ class Connection(asyncio.Protocol):
     def wait_for_body(self) -> None:
         """Read on, and give the client its time."""
         self._due = self.loop.time() + BODY_SECONDS
-        self._resume_reading()
+        if self._data:
+            self._go_on_later()
+        else:
+            self._resume_reading()
 
     def pause_reading(self) -> None:
         if not self._read_paused:
@@ -429,16 +635,22 @@ class Connection(asyncio.Protocol):
     def _refuse(self, status: HTTPStatus, text: str) -> None:
         if self._refusal or self.transport.is_closing():
             return
-        if self._reading is not None:
-            if self._reading.answered:
+        if (reading := self._reading) is not None:
+            if reading.answered:
                 self.transport.close()
                 return
-            self._reading.lose_client()  # the rest of its body never comes
+            self._reading = None  # the rest of its body never comes
+            if self._queue and self._queue[-1] is reading:
+                self._queue.pop()
+            else:
+                reading.lose_client()
+        self._data, self._parsed = b"", 0
         self._count_rejected(f"http_{status:d}")
         made = request_id(None)
-        log.info("refused", extra=log_fields(status=int(status), reason=text, request_id=made.decode()))
+        if refusals.allows():
+            log.info("refused", extra=log_fields(status=int(status), reason=text, request_id=made.decode()))
         self._refusal = closing_response(status, text, b"%bx-request-id: %b\r\n" % (self.common_headers, made))
-        if self.current is None:
+        if self.current is None and not self._queue:
             self._send_refusal()
 
     def _send_refusal(self) -> None:
@@ -462,11 +674,12 @@ class Connection(asyncio.Protocol):
     def shutdown(self) -> None:
         """Answer the requests that have arrived, then close; uvicorn calls it."""
         self._ending = True
-        if self.current is None:
+        if self.is_idle:
             self.transport.close()
         else:
-            for request in (self.current, *self._queue):
-                request.keep_alive = request is not (self._queue[-1] if self._queue else self.current)
+            requests = [*filter(None, (self.current,)), *self._queue]
+            for request in requests:
+                request.keep_alive = request is not requests[-1] or bool(self._data)
 
     def sweep(self, now: float) -> None:
         """Give up on a client that does not take its response, or does not send what we wait for."""
@@ -483,75 +696,107 @@ class Connection(asyncio.Protocol):
     @property
     def awaits_request(self) -> bool:
         """True while the head of the connection's first request, or of any begun one, has not come whole."""
-        return self._head_is_open or not self._received_bytes
+        return self._head_is_open or not self._received
+
+    @property
+    def is_idle(self) -> bool:
+        return self.current is None and not self._queue and not self._data
 
     @property
     def idle_until(self) -> float | None:
-        return self._due if self.current is None else None
+        return self._due if self.is_idle else None
 
     def give_way(self) -> None:
         if self._head_is_open:
             self._refuse(HTTPStatus.REQUEST_TIMEOUT, "the request did not arrive whole while others wait for room")
         self.transport.close()
-        self._state.connections.discard(self)
+        self._leave()
+
+    def _leave(self) -> None:
+        """Stop counting this connection."""
+        self._state.connections.discard(cast("Any", self))
+        if self._peer is not None:
+            self._limits.peers.release(self._peer)
+            self._peer = None
 
 
-class BodyFraming:
-    """What surrounds the bodies of a connection: its size is bounded, and requests to upgrade are ignored."""
-
-    def __init__(self, parser: Any) -> None:
-        self._parser = parser
-        self.replaying = False  # the parser gets the end of a head for the second time, which must have no effect
-        self.useful = False  # what was read last contained the end of a head or a part of a body
-        self._headers = b""  # that frame the body of the last request, if it requests an upgrade
-        self._overhead_bytes = 0  # since something useful was read
-
-    def note_head(self, headers: Sequence[Header]) -> None:
-        self.useful = True
-        if self._parser.should_upgrade() and self._parser.get_method() != b"CONNECT":
-            framing = (b"content-length", b"transfer-encoding")
-            self._headers = b"".join([b"%b: %b\r\n" % pair for pair in headers if pair[0] in framing])
-
-    @property
-    def awaits_body(self) -> bool:
-        """True while the parser wrongly takes a request for complete: its body is still to come."""
-        return bool(self._headers)
-
-    def resume(self) -> None:
-        """Let the parser read the body of a request for an upgrade, which it would skip."""
-        if self._headers:
-            headers, self._headers = self._headers, b""
-            self.replaying = True
-            self._parser.feed_data(b"GET / HTTP/1.1\r\n" + headers + b"\r\n")
-            self.replaying = False
-
-    def check_overhead(self, size: int) -> tuple[HTTPStatus, str] | None:
-        """Refuse endless trailers and the like, after `size` more bytes that did not end a request."""
-        self._overhead_bytes = 0 if self.useful else self._overhead_bytes + size
-        self.useful = False
-        if self._overhead_bytes <= MAX_HEAD_BYTES:
-            return None
-        text = f"more than {MAX_HEAD_BYTES} bytes surround the pieces of the body"
-        return HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, text
+Refusal = tuple[HTTPStatus, str]
 
 
-def check_head(url: bytes, headers: Sequence[Header], received: int) -> tuple[HTTPStatus, str] | None:
-    """Refuse a head that is too long; the headers of a short one, `received` bytes in all, need not be added up."""
+def check_head(
+    version: str, method: bytes, url: bytes, headers: Sequence[Header], fields: Mapping[bytes, bytes], size: int
+) -> Refusal | None:
+    """Refuse a head that is too long, or that RFC 9112 forbids and the parser accepts.
+
+    `fields` has the last value of each header. The bytes of a head need not be added up where `size` is 0.
+    """
     if len(url) > MAX_URL_BYTES:
         return HTTPStatus.REQUEST_URI_TOO_LONG, f"the URL is longer than {MAX_URL_BYTES} bytes"
-    if len(headers) > MAX_HEADERS or (
-        received > MAX_HEAD_BYTES and sum(len(name) + len(value) for name, value in headers) > MAX_HEAD_BYTES
-    ):
+    if len(headers) > MAX_HEADERS or (size and _size(headers) > MAX_HEAD_BYTES):
         text = f"the head has more than {MAX_HEADERS} headers, or {MAX_HEAD_BYTES} bytes of them"
         return HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, text
+    if version == "0.9":  # which had none: mostly a broken line
+        return HTTPStatus.BAD_REQUEST, "the request line names no version; send HTTP/1.1"
+    if version not in ("1.1", "1.0"):
+        return HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, f"HTTP/{version} is not spoken here; send HTTP/1.1"
+    host = fields.get(b"host")
+    if host is None:
+        if version == "1.1":
+            return HTTPStatus.BAD_REQUEST, "host: the header is missing, which HTTP/1.1 requires"
+    elif not is_host(host) or (len(fields) < len(headers) and sum(name == b"host" for name, _ in headers) > 1):
+        return HTTPStatus.BAD_REQUEST, "host: must be given once, as a name or an address with or without a port"
+    if b"transfer-encoding" in fields and (wrong := _check_transfer_encoding(version, headers)):
+        return wrong
+    if not url.startswith(b"/") or b"#" in url:
+        return _check_target(method, url)
     return None
 
 
-def check_partial_head(size: int) -> tuple[HTTPStatus, str] | None:
-    """Refuse a head that is too long before all of it is in memory."""
-    if size <= MAX_HEAD_BYTES + MAX_URL_BYTES:
+def _size(headers: Sequence[Header]) -> int:
+    return sum([len(name) + len(value) for name, value in headers])
+
+
+@functools.lru_cache(maxsize=256)
+def is_host(value: bytes) -> bool:
+    """Return True for a name or an address, with or without a port, and for nothing, as RFC 9110 allows."""
+    return _HOST.fullmatch(value) is not None
+
+
+def _check_transfer_encoding(version: str, headers: Sequence[Header]) -> Refusal | None:
+    """Refuse all codings but `chunked`, with 501 where a body is framed and we only do not know how to decode it."""
+    if version == "1.0":
+        return HTTPStatus.BAD_REQUEST, "transfer-encoding: HTTP/1.0 has none"
+    names = b",".join([value for name, value in headers if name == b"transfer-encoding"]).lower().split(b",")
+    codings = [name.strip() for name in names]
+    if codings == [b"chunked"]:
         return None
-    return HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, f"the head of the request is longer than {MAX_HEAD_BYTES} bytes"
+    if codings[-1] == b"chunked" and b"chunked" not in codings[:-1]:
+        return HTTPStatus.NOT_IMPLEMENTED, "transfer-encoding: only chunked is supported; use content-encoding"
+    return HTTPStatus.BAD_REQUEST, "transfer-encoding: must be chunked"
+
+
+def _check_target(method: bytes, url: bytes) -> Refusal | None:
+    """Refuse a target that is neither a path nor the URL of an HTTP service; only OPTIONS has `*`."""
+    if method == b"CONNECT":
+        return HTTPStatus.NOT_IMPLEMENTED, "CONNECT: this is no proxy"
+    if (url == b"*" and method == b"OPTIONS") or (_ABSOLUTE_URL.fullmatch(url) and b"#" not in url):
+        return None
+    return HTTPStatus.BAD_REQUEST, "the target of the request must be a path, or a URL with http: or https:"
+
+
+def check_partial_head(size: int, headers: int) -> Refusal | None:
+    """Refuse a head that is too long before all of it is in memory."""
+    if size <= MAX_HEAD_BYTES + MAX_URL_BYTES and headers <= MAX_HEADERS:
+        return None
+    text = f"the head of the request is longer than {MAX_HEAD_BYTES} bytes, or has more than {MAX_HEADERS} headers"
+    return HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, text
+
+
+def describe_parser_error(text: str) -> Refusal:
+    """Return the status and the sentence for an error of the parser: 505 where another version is named."""
+    if text in ("Invalid HTTP version", "Pause on PRI/Upgrade"):
+        return HTTPStatus.HTTP_VERSION_NOT_SUPPORTED, "only HTTP/1.1 and HTTP/1.0 are spoken here"
+    return HTTPStatus.BAD_REQUEST, "this is no HTTP/1.1 request"
 
 
 def split_target(url: bytes) -> tuple[str, bytes]:
@@ -569,6 +814,10 @@ def split_target(url: bytes) -> tuple[str, bytes]:
     return urllib.parse.unquote(text) if "%" in text else text, query
 
 
+_HOST = re.compile(rb"(?:[A-Za-z0-9._~!$&'()*+,;=%-]{0,255}|\[[0-9A-Fa-f:.]{2,45}\])(?::[0-9]{0,5})?")
+_ABSOLUTE_URL = re.compile(rb"(?i:https?)://(?:[A-Za-z0-9._~!$&'()*+,;=%-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]*)?(?:[/?].*)?")
+_FRAMING_HEADERS = (b"content-length", b"transfer-encoding")
+_HEAD_END = b"\r\n\r\n"
 _STATUS = {status.value: b"HTTP/1.1 %d %b\r\n" % (status, status.phrase.encode()) for status in HTTPStatus}
 _STATUS[499] = b"HTTP/1.1 499 Client Closed Request\r\n"
 _CONTINUE = _STATUS[100] + b"\r\n"

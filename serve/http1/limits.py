@@ -1,16 +1,23 @@
-"""Connection limits: maximum count, idle eviction, stalled writers."""
+"""Connection limits: maximum count, idle eviction, memory over all connections, stalled writers."""
 
 from __future__ import annotations
 
 import asyncio
 import resource
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from typing import Protocol
+
+from serve.connection_limits import PeerLimits
 
 WRITE_TIMEOUT_SECONDS = 30.0  # for a client to take any byte of its response
 _MAX_HTTP, _MAX_GRPC = 16 << 10, 2 << 10
 _FILES_PER_GRPC = 8  # one of so many open files may be a gRPC connection
 _OTHER_FILES = 128  # open files that are no connections of clients
+_PEER_SHARE = 2  # one address may have one of so many connections: a gateway needs many, and nobody all
+_EVICTED_SHARE = 256  # one of so many connections is closed to make room, since finding the idle ones takes a while
+MEMORY_BYTES = 64 << 20  # of all connections, for what has arrived, and as much for what clients have not read
+UNSENT_HIGH_WATER_BYTES = 16 << 10  # of one connection; above it no more is written, and its bytes are accounted
 
 
 class LimitedConnection(Protocol):
@@ -46,14 +53,45 @@ def _files() -> int:
 
 
 def make_room(connections: Collection[LimitedConnection], limit: int) -> bool:
-    """Close those that have been idle for longest, so that one more is allowed. False if all have requests."""
+    """Close some that have been idle for longest, so that one more is allowed. False if all have requests."""
     if len(connections) < limit:
         return True
     idle = [(until, connection) for connection in connections if (until := connection.idle_until) is not None]
     idle.sort(key=lambda pair: pair[0])
-    for _, connection in idle[: len(connections) + 1 - limit]:
+    for _, connection in idle[: len(connections) + 1 - limit + limit // _EVICTED_SHARE]:
         connection.give_way()
     return len(connections) < limit
+
+
+class BufferLimit:
+    """Bytes that all connections hold together.
+
+    Above the limit the one that has held some for longest gives them up: a client that goes on is quicker than one
+    that only takes up memory.
+    """
+
+    def __init__(self, limit: int = MEMORY_BYTES) -> None:
+        self.limit, self.held_bytes = limit, 0
+        self._holders: dict[Callable[[], None], int] = {}  # in the order in which they began to hold any
+
+    def hold(self, give_up: Callable[[], None], size: int) -> None:
+        """Note how many bytes a connection holds now; `give_up` is called to make it hold none, and identifies it."""
+        self.held_bytes += size - (self._holders.pop(give_up, 0) if not size else self._holders.get(give_up, 0))
+        if size:
+            self._holders[give_up] = size
+        while self.held_bytes > self.limit:
+            oldest = next(iter(self._holders))
+            self.held_bytes -= self._holders.pop(oldest)
+            oldest()
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """The limits over all connections of one listener, but for their number."""
+
+    peers: PeerLimits = field(default_factory=lambda: PeerLimits(max_http_connections() // _PEER_SHARE))
+    received: BufferLimit = field(default_factory=BufferLimit)  # that the application has not taken yet
+    unsent: BufferLimit = field(default_factory=BufferLimit)
 
 
 class WriteBackpressure:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 
 FEW, MANY = 150, 5000
+_NOT_SPOKEN = (501, 505)  # a method, a transfer coding or a version of HTTP that is not spoken here
 _FAULTS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNAVAILABLE)
 
 
@@ -124,7 +125,7 @@ def test_bytes_that_are_nearly_requests_are_answered_or_the_connection_ends(serv
         sent = broken(good, steps)
         found = statuses(server, sent)
         assert found or not sent.strip(b"\r\n"), sent
-        assert all(status < 500 for status in found), (sent, found)
+        assert all(status < 500 or status in _NOT_SPOKEN for status in found), (sent, found)
 
     hunt(count, test, st.sampled_from(GOOD), STEPS)
 

@@ -7,7 +7,16 @@ from typing import Any
 
 import pytest
 
-from serve.logs import JsonFormatter, TextFormatter, escaped, log_fatal, log_fields
+from serve.logs import (
+    LINES_PER_SECOND,
+    JsonFormatter,
+    LogLimit,
+    TextFormatter,
+    escaped,
+    log_fatal,
+    log_fields,
+    log_loop_exception,
+)
 from serve.prometheus import Metrics
 from serve.request_context import RequestContext
 from serve.request_log import RequestLog, is_failure
@@ -139,13 +148,29 @@ def test_a_flood_of_refusals_does_not_flood_the_log_but_is_counted(
 ) -> None:
     requests, now = RequestLog(Metrics(list)), 100.0
     failed = [_request(503) for _ in range(1001)]
-    monkeypatch.setattr("serve.request_log.time.monotonic", lambda: now)
+    monkeypatch.setattr("serve.logs.time.monotonic", lambda: now)
     for request in failed[1:]:
         requests.finish(request)
     assert 1 < len(lines.found) < 50
     logged, now = len(lines.found), 101.5
     requests.finish(failed[0])
     assert json.loads(lines.found[logged])["left_out"] == 1000 - logged
+
+
+def test_tracebacks_keep_the_limit_too_and_the_rest_is_counted(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 200.0
+    monkeypatch.setattr("serve.logs.time.monotonic", lambda: now)
+    monkeypatch.setattr("serve.request_log.faults", limit := LogLimit("more"))
+    monkeypatch.setattr("serve.logs.faults", limit)
+    requests = RequestLog(Metrics(list))
+    for _ in range(100):
+        requests.fail(_request("aborted"), KeyError("a fault of ours"))
+        log_loop_exception(None, {"message": "protocol.data_received() failed", "exception": KeyError()})
+    assert len(lines.found) == LINES_PER_SECOND
+    now = 201.0
+    log_loop_exception(None, {"message": "one more"})
+    assert [json.loads(line)["message"] for line in lines.found[LINES_PER_SECOND:]] == ["more", "one more"]
+    assert json.loads(lines.found[LINES_PER_SECOND])["left_out"] == 200 - LINES_PER_SECOND
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pipeline.contract.errors import InvalidPayload
-from serve.errors import ClientDisconnected, TooLarge, UnsupportedMediaType
+from serve.errors import Busy, ClientDisconnected, TooLarge, UnsupportedMediaType
 from serve.request_body import MemoryBudget, read_body
 from serve.request_context import RequestContext, parse_timeout_parameter
 
@@ -94,6 +94,23 @@ def body(coding: str, *pieces: bytes, most: int = MOST) -> bytes:
     """What the application reads of a body that comes in these pieces."""
     request = Upload({b"content-encoding": coding.encode()} if coding else {}, *pieces)
     return asyncio.run(read_body(request, most, MemoryBudget()))
+
+
+@pytest.mark.parametrize("pieces", [1, 4])
+def test_bodies_share_one_budget_however_they_arrive(pieces: int) -> None:
+    budget, held, size, limit = MemoryBudget(), [], 600_000, 64 << 20
+    sent = cut(b"x" * size, size // pieces)
+    while budget.held_bytes + size <= limit:
+        held.append(Upload({}, *sent))
+        asyncio.run(read_body(held[-1], MOST, budget))
+    assert len(held) == limit // size
+    last = Upload({}, *sent)
+    with pytest.raises(Busy, match="other requests' bodies take"):
+        asyncio.run(read_body(last, MOST, budget))
+    held.append(last)
+    for request in held:
+        budget.release(request)
+    assert budget.held_bytes == 0
 
 
 def cut(data: bytes, size: int) -> Sequence[bytes]:

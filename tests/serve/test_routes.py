@@ -92,4 +92,4 @@ def test_a_refusal_is_not_longer_than_a_sentence() -> None:
 def test_only_what_probes_ask_needs_no_key() -> None:
     named = {kind: path.replace("{model_name}", "a") for kind, (path, _) in PATHS.items()}
     found = {kind for kind, path in named.items() if any(needs_no_key(path, method) for method in ("GET", "POST"))}
-    assert found == {"live", "ready", "model_ready"}
+    assert found == {"live", "ready"}

@@ -1,0 +1,148 @@
+"""Clients that connect to the HTTPS port and do not finish their handshake, beside one that does."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import uvloop
+
+from serve import tls_acceptor
+from serve.logs import LINES_PER_SECOND, LogLimit
+from serve.security import CertificatePair, Tls
+from serve.server import Listener
+from serve.tls_acceptor import TlsAcceptor
+from tests.serve import certificates
+from tests.serve.http1.fakes import Application
+
+REQUEST = b"GET /a HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> CertificatePair:
+    return certificates.make(tmp_path_factory.mktemp("tls"), "localhost")
+
+
+class Port:
+    """An HTTPS listener in this process."""
+
+    def __init__(self, listener: Listener, pair: CertificatePair, rejected: Counter[str]) -> None:
+        self.listener, self.rejected = listener, rejected
+        self.address = listener.socket.getsockname()
+        self._context = ssl.create_default_context(cafile=str(pair.certificate))
+
+    @property
+    def acceptor(self) -> TlsAcceptor:
+        acceptor: Any = self.listener.servers[0]
+        assert isinstance(acceptor, TlsAcceptor)
+        return acceptor
+
+    async def request(self) -> bytes:
+        reader, writer = await asyncio.open_connection(*self.address, ssl=self._context, server_hostname="localhost")
+        writer.write(REQUEST)
+        answer = await reader.read()
+        writer.close()
+        return answer
+
+    async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        return await asyncio.open_connection(*self.address)
+
+    async def wait_until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def talk(pair: CertificatePair, what: Callable[[Port], Awaitable[Any]], most: int = 64) -> Any:
+    async def run() -> Any:
+        rejected: Counter[str] = Counter()
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            context = Tls(pair).context
+            listener = Listener(Application(), sock, [], 5, context, lambda reason: rejected.update([reason]))
+            listener.config.limit_concurrency = most
+            serving = asyncio.create_task(listener.run_until_stopped())
+            await listener.listening.wait()
+            try:
+                async with asyncio.timeout(30):
+                    return await what(Port(listener, pair, rejected))
+            finally:
+                listener.stop()
+                await serving
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(run())
+
+
+def test_a_handshake_that_is_not_finished_in_time_is_given_up_and_counted(
+    pair: CertificatePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls_acceptor, "HANDSHAKE_TIMEOUT_SECONDS", 0.05)
+
+    async def what(port: Port) -> None:
+        reader, writer = await port.connect()
+        assert await reader.read() == b"", "closed without a word"
+        await port.wait_until(lambda: port.rejected["tls_handshake"] == 1)
+        assert not port.acceptor.handshakes
+        writer.close()
+        assert (await port.request()).startswith(b"HTTP/1.1 200 ")
+
+    talk(pair, what)
+
+
+def test_the_time_for_a_handshake_is_short() -> None:
+    assert tls_acceptor.HANDSHAKE_TIMEOUT_SECONDS <= 10
+
+
+def test_one_address_has_few_unfinished_handshakes_and_the_oldest_gives_way(pair: CertificatePair) -> None:
+    async def what(port: Port) -> None:
+        writers = [(await port.connect())[1] for _ in range(200)]
+        await port.wait_until(lambda: port.rejected["tls_handshakes"] == 200 - 4)
+        assert len(port.acceptor.handshakes) == 4, "half of an eighth of 64 connections"
+        for writer in writers:
+            writer.close()
+        await port.wait_until(lambda: not port.acceptor.handshakes)
+        assert (await port.request()).startswith(b"HTTP/1.1 200 ")
+
+    talk(pair, what)
+
+
+def test_an_unfinished_handshake_gives_way_to_a_new_one(pair: CertificatePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The addresses differ, so that no limit of a single one applies."""
+    numbers = iter(range(10_000))
+    monkeypatch.setattr(tls_acceptor, "peer_address", lambda _: str(next(numbers)))
+
+    async def what(port: Port) -> None:
+        writers = [(await port.connect())[1] for _ in range(100)]
+        await port.wait_until(lambda: port.rejected["tls_handshake"] >= 100 - 8)
+        assert (await port.request()).startswith(b"HTTP/1.1 200 ")
+        for writer in writers:
+            writer.close()
+
+    talk(pair, what)
+
+
+def test_failed_handshakes_are_logged_at_the_bounded_rate(
+    pair: CertificatePair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("serve.logs.time", SimpleNamespace(monotonic=lambda: 100.0))
+    monkeypatch.setattr(tls_acceptor, "refusals", LogLimit("more"))
+    caplog.set_level(logging.INFO)
+
+    async def what(port: Port) -> None:
+        for _ in range(2 * LINES_PER_SECOND):
+            reader, writer = await port.connect()
+            writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+            await reader.read()
+            writer.close()
+        await port.wait_until(lambda: port.rejected["tls_handshake"] == 2 * LINES_PER_SECOND)
+
+    talk(pair, what)
+    assert sum(record.getMessage() == "refused" for record in caplog.records) == LINES_PER_SECOND
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
