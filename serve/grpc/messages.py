@@ -142,7 +142,7 @@ def _parameters(one: Any, where: str) -> Parameters:
 
 
 CODINGS = b"identity, deflate, gzip"
-_PREFIX = struct.Struct(">BI")  # whether it is compressed, and its length
+PREFIX = struct.Struct(">BI")  # whether it is compressed, and its length
 _NAMES = (
     "OK CANCELLED UNKNOWN INVALID_ARGUMENT DEADLINE_EXCEEDED NOT_FOUND ALREADY_EXISTS PERMISSION_DENIED "
     "RESOURCE_EXHAUSTED FAILED_PRECONDITION ABORTED OUT_OF_RANGE UNIMPLEMENTED INTERNAL UNAVAILABLE DATA_LOSS "
@@ -164,17 +164,17 @@ class MalformedMessage(RequestError):
 
 
 def frame_message(message: bytes) -> bytes:
-    return _PREFIX.pack(0, len(message)) + message
+    return PREFIX.pack(0, len(message)) + message
 
 
 def check_size(parts: Sequence[bytes], size: int, most: int) -> None:
     """Refuse a message that is too large as soon as its prefix is here."""
     declared = 0
-    if size >= _PREFIX.size:
-        first = parts[0] if len(parts[0]) >= _PREFIX.size else b"".join(parts[: _PREFIX.size])
+    if size >= PREFIX.size:
+        first = parts[0] if len(parts[0]) >= PREFIX.size else b"".join(parts[: PREFIX.size])
         declared = int.from_bytes(first[1:5], "big")
-    if declared > most or size > most + _PREFIX.size:
-        raise too_large(max(declared, size - _PREFIX.size), most)
+    if declared > most or size > most + PREFIX.size:
+        raise too_large(max(declared, size - PREFIX.size), most)
 
 
 def too_large(size: int, most: int) -> TooLarge:
@@ -183,20 +183,20 @@ def too_large(size: int, most: int) -> TooLarge:
 
 def unframe_message(body: bytes, most: int) -> tuple[bytes, bool]:
     """Return the one message of a call, and whether it is compressed."""
-    if len(body) < _PREFIX.size:
+    if len(body) < PREFIX.size:
         if body:
             raise MalformedMessage(f"message: ends after {len(body)} bytes, in the middle of its prefix")
         raise Unimplemented("message: none was sent; every method here needs one")
-    compressed, size = _PREFIX.unpack_from(body)
+    compressed, size = PREFIX.unpack_from(body)
     if size > most:
         raise too_large(size, most)
-    if size > len(body) - _PREFIX.size:
-        raise MalformedMessage(f"message: ends after {len(body) - _PREFIX.size} of its {size} bytes")
-    if size < len(body) - _PREFIX.size:
+    if size > len(body) - PREFIX.size:
+        raise MalformedMessage(f"message: ends after {len(body) - PREFIX.size} of its {size} bytes")
+    if size < len(body) - PREFIX.size:
         raise Unimplemented("message: more than one was sent; no method here takes a stream")
     if compressed > 1:
         raise MalformedMessage(f"message: its first byte is 0 or 1, not {compressed}")
-    return body[_PREFIX.size :], bool(compressed)
+    return body[PREFIX.size :], bool(compressed)
 
 
 async def decompress(data: bytes, coding: str, most: int) -> bytes:

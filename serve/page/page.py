@@ -22,6 +22,7 @@ import orjson
 from pipeline.contract.html import Child, Html, el, flat, table
 from pipeline.contract.signature import Generation, TensorSpec
 from serve.errors import Headers
+from serve.metrics import SUCCESS
 from serve.model_version import ModelVersion
 from serve.models import ModelRepository
 from serve.page.fields import form_fields
@@ -340,7 +341,7 @@ def _version_counters(served: ModelVersion, current: bool) -> dict[str, Any]:
     series = served.metrics
     series.flush()
     histograms = list(series.seconds.values())
-    refused = sum(count for (_, code), count in series.requests.items() if code not in (200, "OK"))
+    refused = sum(count for (_, code), count in series.requests.items() if code not in SUCCESS)
     return {
         "model": served.name,
         "version": served.version,
