@@ -65,6 +65,8 @@ class App:
             "model": self._model,
             "model_ready": self._model_ready,
             "index": self._index,
+            "statistics": self._statistics,
+            "model_statistics": self._statistics,
             "texts_models": texts.models,
             "texts_model": texts.model,
             "completions": texts.complete,
@@ -230,9 +232,12 @@ class App:
         return _health({"name": route.model, "ready": self.repository.model_ready(route.model)})
 
     async def _index(self, request: HttpRequest, _: Route) -> Response:
-        if body := await read_body(request, _INDEX_BYTES, self.budget):
-            v2_json.check_index(parse_object(body))
-        return json_response(self.repository.index())
+        body = await read_body(request, _INDEX_BYTES, self.budget)
+        ready = bool(body.strip()) and v2_json.index_is_ready_only(parse_object(body))
+        return json_response(self.repository.index(ready=ready))
+
+    async def _statistics(self, _request: HttpRequest, route: Route) -> Response:
+        return json_response({"model_stats": self.repository.statistics(route.model, route.version)})
 
     async def _openapi(self, _request: HttpRequest, _: Route) -> Response:
         version = self.repository.find_version(self.repository.names[0]).digest[:12]

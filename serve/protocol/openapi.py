@@ -14,6 +14,7 @@ import numpy as np
 from pipeline.contract.signature import NUMPY_TYPES, Limits, Signature, TensorSpec
 from serve.model_version import ModelVersion
 from serve.models import ModelRepository
+from serve.protocol.v1 import SIGNATURE_NAME
 from serve.protocol.validate import format_shape
 from serve.routes import PATHS, needs_no_key
 
@@ -67,6 +68,8 @@ _SUMMARIES = {
     "model_ready": "Readiness of the model",
     "infer": "Inference on raw tensors (Open Inference Protocol)",
     "index": "All loaded versions",
+    "statistics": "Counts and durations of all models (Triton's statistics extension)",
+    "model_statistics": "Counts and durations of the model (Triton's statistics extension)",
     "texts_models": "Language models, as OpenAI lists them",
     "texts_model": "One language model",
     "completions": "Completions of prompts, optionally as a stream of events",
@@ -173,8 +176,9 @@ def _server_operation(kind: str) -> Schema:
     if kind == "metrics":
         return _responses({"content": {name: {"schema": _TEXT} for name in _METRICS}})
     if kind == "index":
-        entry = _object({"name": _TEXT, "version": _TEXT, "state": {"const": "READY"}, "reason": _TEXT})
-        body = {"type": "object", "additionalProperties": False, "properties": {"ready": _BOOLEAN}}
+        state = {"enum": ["READY", "UNAVAILABLE"]}
+        entry = _object({"name": _TEXT, "version": _TEXT, "state": state, "reason": _TEXT})
+        body = {"type": "object", "additionalProperties": False, "properties": {"ready": _NULLABLE_BOOLEAN}}
         responses = _responses(_json({"type": "array", "items": entry}), "400", "413", "415", "431", "500")
         return {"requestBody": {"content": {"application/json": {"schema": body}}}, **responses}
     if kind == "page_counters":
@@ -186,6 +190,7 @@ def _server_operation(kind: str) -> Schema:
         "v1_models": _object({"models": {"type": "array", "items": _TEXT}}),
         "models": _object({"models": {"type": "array", "items": _TEXT}}),
         "live": _object({"live": {"const": True}}),
+        "statistics": statistics(),
         "server": _object({"name": _TEXT, "version": _TEXT, "extensions": {"type": "array", "items": _TEXT}}),
     }
     return _responses(_json(schema[kind]))
@@ -196,6 +201,8 @@ def _model_operation(kind: str, version: ModelVersion) -> Schema:
         return _openai_operation(kind)
     if kind in ("v1_model", "model_ready"):
         return _health(_object({"name": {"const": version.name}, "ready": _BOOLEAN}))
+    if kind == "model_statistics":
+        return _responses(_json(statistics()), "404")
     if kind == "model":
         return _responses(_json(_ref(version, "Metadata")), "404")
     what = "Predict" if kind == "predict" else "Infer"
@@ -311,6 +318,22 @@ def metadata(signature: Signature, name: str) -> Schema:
     )
 
 
+def statistics() -> Schema:
+    duration = _object({"count": _COUNT, "ns": _COUNT})
+    durations = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output")
+    batch = _object({"batch_size": _COUNT, **dict.fromkeys(durations[3:], duration)})
+    version = {
+        "name": _TEXT,
+        "version": _TEXT,
+        "last_inference": {**_COUNT, "description": "milliseconds since the epoch"},
+        "inference_count": {**_COUNT, "description": "rows that were computed"},
+        "execution_count": {**_COUNT, "description": "runs of the model"},
+        "inference_stats": _object(dict.fromkeys((*durations, "cache_hit", "cache_miss"), duration)),
+        "batch_stats": {"type": "array", "items": batch},
+    }
+    return _object({"model_stats": {"type": "array", "items": _object(version)}})
+
+
 def predict_request(signature: Signature) -> Schema:
     instances = {
         "type": "array",
@@ -319,7 +342,7 @@ def predict_request(signature: Signature) -> Schema:
         "items": {},
         "description": "instances for the model's codec; the model card and the page at / show an example",
     }
-    return _object({"instances": instances}, required=["instances"])
+    return _object({"instances": instances, "signature_name": {"enum": [SIGNATURE_NAME, None]}}, required=["instances"])
 
 
 def predict_answer() -> Schema:

@@ -14,6 +14,9 @@ from pipeline.contract.errors import InvalidPayload
 from serve.request_body import parse_object
 from serve.runtime.predictor import Predictor
 
+SIGNATURE_NAME = "serving_default"  # of TensorFlow Serving's models; a model here has one signature
+_FIELDS = {"instances", "signature_name"}
+
 
 @dataclass(slots=True)
 class Payload:
@@ -43,6 +46,8 @@ def parse(body: bytes) -> Any:
     fields = parse_object(body)
     if "instances" not in fields:
         raise InvalidPayload('body: the field "instances" is missing')
-    if unknown := sorted(set(fields) - {"instances"}):
-        raise InvalidPayload(f'body: unknown field "{unknown[0]}"; the only one is "instances"')
+    if unknown := sorted(set(fields) - _FIELDS):
+        raise InvalidPayload(f'body: unknown field "{unknown[0][:80]}"; known fields: instances, signature_name')
+    if (name := fields.get("signature_name")) is not None and name != SIGNATURE_NAME:
+        raise InvalidPayload(f'body: signature_name {str(name)[:80]!r} is unknown; the only one is "{SIGNATURE_NAME}"')
     return fields["instances"]
