@@ -36,7 +36,7 @@ class Payload(Protocol):
 
     @property
     def is_quick(self) -> bool:
-        """True if decoding and encoding take so little time that they may happen on the event loop."""
+        """True if decoding, and then encoding, takes so little time that it may happen on the event loop."""
         ...
 
     @property
@@ -111,7 +111,7 @@ class ModelVersion:
             outputs.append(await self.batcher.outputs(part.arrays, output_names, request, is_only=alone))
             started_at = started_at or request.run_started_at
         request.run_started_at, request.run_ended_at = started_at, clock()
-        if on_loop:
+        if on_loop and payload.is_quick:
             answer = payload.encode(predictor, outputs, self.version)
         else:
             args = (predictor, outputs, self.version)

@@ -19,6 +19,7 @@ from serve.errors import RequestError, TooLarge, Unimplemented
 from serve.grpc.http2 import hpack
 from serve.grpc.open_inference import ModelInferResponse
 from serve.protocol import v2
+from serve.protocol.classification import PARAMETER, parse_classification
 from serve.protocol.tensors import Array, InferRequest, Parameters, RequestedOutput, Tensor, reject_parameters, to_raw
 from serve.protocol.validate import format_shape
 from serve.request_body import SLICE_BYTES, Inflater
@@ -63,6 +64,7 @@ class Payload:
     def decode(self, predictor: Predictor) -> tuple[Sequence[Part], Sequence[str]]:
         self._request = parse(self._message)
         self._decoded = v2.decode_request(self._request, predictor)
+        self.is_quick = self.is_quick and not v2.has_classes(self._decoded.requested_outputs)
         return self._decoded.parts, self._decoded.names
 
     def encode(self, predictor: Predictor, outputs: Sequence[Mapping[str, Array]], version: str) -> Any:
@@ -84,10 +86,14 @@ def parse(message: Any) -> InferRequest:
         if shape and min(shape) < 0:
             raise InvalidPayload(f"inputs: {one.name}: shape {format_shape(shape)} has a negative axis")
         tensors.append(Tensor(one.name, one.datatype, shape, raws[index] if raws else _contents(one)))
-    for output in message.outputs:
-        _parameters(output, f"outputs: {output.name}")
-    outputs = [RequestedOutput(output.name, bool(raws)) for output in message.outputs]
+    outputs = [_requested_output(output, bool(raws)) for output in message.outputs]
     return InferRequest(message.id, tensors, outputs, binary=bool(raws), parameters=_parameters(message, "parameters"))
+
+
+def _requested_output(output: Any, binary: bool) -> RequestedOutput:
+    where = f"outputs: {output.name}"
+    parameters = _parameters(output, where, supported=PARAMETER)
+    return RequestedOutput(output.name, binary, parse_classification(parameters.get(PARAMETER), where))
 
 
 def render(
@@ -131,13 +137,13 @@ def _contents(one: Any) -> Array | list[str]:
         raise InvalidPayload(f"inputs: {one.name}: bytes_contents holds an element that is not UTF-8") from None
 
 
-def _parameters(one: Any, where: str) -> Parameters:
+def _parameters(one: Any, where: str, supported: str = "") -> Parameters:
     """Return the parameters as REST has them; one without a value is ignored."""
     if not one.parameters:
         return {}
     chosen = ((name, value, value.WhichOneof("parameter_choice")) for name, value in one.parameters.items())
     found = {name: getattr(value, choice) for name, value, choice in chosen if choice}
-    reject_parameters(found, where)
+    reject_parameters(found, where, supported)
     return found
 
 

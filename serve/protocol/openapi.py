@@ -14,6 +14,7 @@ import numpy as np
 from pipeline.contract.signature import NUMPY_TYPES, Limits, Signature, TensorSpec
 from serve.model_version import ModelVersion
 from serve.models import ModelRepository
+from serve.protocol.classification import MAX_CLASSES, classes_spec, is_classifiable
 from serve.protocol.v1 import SIGNATURE_NAME
 from serve.protocol.validate import format_shape
 from serve.routes import PATHS, needs_no_key
@@ -22,7 +23,7 @@ Schema = dict[str, Any]
 ANY_PARAMETERS: Schema = {
     "type": ["object", "null"],
     "additionalProperties": {"type": ["string", "number", "boolean"]},
-    "description": "classification, shared memory and sequences are rejected; unknown parameters are ignored",
+    "description": "shared memory and sequences are rejected; unknown parameters are ignored",
 }
 # The smallest numbers that are rounded to infinity; BF16 is rounded from float32.
 _INFINITE_FROM = {
@@ -359,8 +360,16 @@ def infer_request(signature: Signature, name: str) -> Schema:
             {"contains": {"type": "object", "required": ["name"], "properties": {"name": {"const": spec.name}}}}
             for spec in signature.inputs
         ]
+    classes = {
+        **_COUNT,
+        "maximum": MAX_CLASSES,
+        "description": "number of largest values to return as `value:index[:label]`, 0 for the tensor",
+    }
     output = _object(
-        {"name": {"enum": list(signature.output_names)}, "parameters": _parameters(binary_data={"type": "boolean"})},
+        {
+            "name": {"enum": list(signature.output_names)},
+            "parameters": _parameters(binary_data={"type": "boolean"}, classification=classes),
+        },
         required=["name"],
     )
     return _object(
@@ -387,7 +396,7 @@ def infer_answer(signature: Signature, name: str, version: str) -> Schema:
             "model_name": {"const": name},
             "model_version": {"const": version},
             "id": {"type": "string"},
-            "outputs": {"type": "array", "items": {"anyOf": [_output_tensor(spec) for spec in signature.outputs]}},
+            "outputs": {"type": "array", "items": {"anyOf": _output_tensors(signature)}},
         },
         required=["model_name", "model_version", "outputs"],
     )
@@ -414,6 +423,12 @@ def _input_tensor(spec: TensorSpec, limits: Limits) -> Schema:
         },
         required=["name", "shape", "datatype", "data"],
     )
+
+
+def _output_tensors(signature: Signature) -> list[Schema]:
+    """Return each output, and each of numbers again as strings: its largest values (`classification`)."""
+    classes = [classes_spec(spec) for spec in signature.outputs if is_classifiable(spec)]
+    return [_output_tensor(spec) for spec in (*signature.outputs, *classes)]
 
 
 def _output_tensor(spec: TensorSpec) -> Schema:
