@@ -24,7 +24,16 @@ from serve.page import page
 from serve.protocol import openapi, v1, v2, v2_json
 from serve.request_body import MemoryBudget, parse_object, read_body
 from serve.request_log import RequestLog
-from serve.routes import Response, Route, Stream, check_content_type, find_route, json_response, needs_no_key
+from serve.routes import (
+    Response,
+    Route,
+    Stream,
+    check_content_type,
+    find_route,
+    json_response,
+    media_type,
+    needs_no_key,
+)
 from serve.security import ApiKeys
 
 INTERNAL = "internal error; the server's log has the details"
@@ -93,8 +102,7 @@ class App:
             version = self.repository.find_version(route.model, route.version)
             request.model_version = version
             if (given := request.headers.get(b"content-type")) is not None and given != b"application/json":
-                binary = route.kind == "infer" and _LENGTH in request.headers
-                check_content_type(given, "application/json", *(("application/octet-stream",) if binary else ()))
+                check_content_type(given, "application/json", *_other_types(request, route, version))
             admit(request, version)
         except Exception as error:
             response = self._failure(request, error)
@@ -177,7 +185,9 @@ class App:
 
     async def _predict(self, request: HttpRequest, route: Route, version: ModelVersion) -> Response:
         version.arriving -= 1
-        payload = v1.Payload(await read_body(request, version.max_body_bytes, self.budget))
+        body = await read_body(request, version.max_body_bytes, self.budget)
+        given = request.headers.get(b"content-type")
+        payload = v1.Payload(body, given is not None and media_type(given) in version.predictor.media_types)
         if version.canary is not None and not route.version:
             version = await _choose(request, version, payload)
         return Response(await version.predict(request, payload))
@@ -247,6 +257,13 @@ class App:
         accept = request.headers.get(b"accept", b"").decode("latin-1")
         body, content_type = self.requests.metrics.text(accept)
         return Response(body, ((b"content-type", content_type.encode()),))
+
+
+def _other_types(request: HttpRequest, route: Route, version: ModelVersion) -> tuple[str, ...]:
+    """Return the types of bodies besides JSON: files that the codec takes, and raw tensors behind JSON."""
+    if route.kind == "predict":
+        return version.predictor.media_types
+    return ("application/octet-stream",) if _LENGTH in request.headers else ()
 
 
 async def _choose(request: HttpRequest, version: ModelVersion, payload: Payload) -> ModelVersion:

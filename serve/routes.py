@@ -149,7 +149,11 @@ def check_content_type(given: bytes | None, *accepted: str) -> None:
     if given is None or given == b"application/json":
         return
     found = given.decode("latin-1")
-    kind, _, parameters = found.partition(";")
-    charset = parameters.strip().lower().removeprefix("charset=").strip('"')
-    if kind.strip().lower() not in (*accepted, _CURL) or charset not in ("", "utf-8"):
+    charset = found.partition(";")[2].strip().lower().removeprefix("charset=").strip('"')
+    if media_type(given) not in (*accepted, _CURL) or charset not in ("", "utf-8"):
         raise UnsupportedMediaType(f"content-type: {found[:200]!r} given, send {' or '.join(accepted)}")
+
+
+def media_type(given: bytes) -> str:
+    """Return the type of a `content-type` without its parameters."""
+    return given.partition(b";")[0].strip().lower().decode("latin-1")

@@ -208,7 +208,10 @@ def _model_operation(kind: str, version: ModelVersion) -> Schema:
         return _responses(_json(_ref(version, "Metadata")), "404")
     what = "Predict" if kind == "predict" else "Infer"
     request, answer = _json(_ref(version, f"{what}Request")), _json(_ref(version, f"{what}Answer"))
-    if kind == "infer":
+    file = {"schema": {"type": "string", "format": "binary", "description": "one instance"}}
+    if kind == "predict":
+        request["content"] |= dict.fromkeys(version.predictor.media_types, file)
+    else:
         request["content"]["application/octet-stream"] = answer["content"]["application/octet-stream"] = {
             "schema": {"type": "string", "format": "binary"}
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ class Payload:
     """The body of one prediction. Its codec is user code, which may block."""
 
     body: bytes
+    is_file: bool = False  # the body is an instance, in one of the codec's media types
     _parts: Sequence[Part] = ()
     is_quick: ClassVar[bool] = False
     timeout_seconds: ClassVar[float] = math.inf  # the protocol has no field for it
@@ -32,13 +34,17 @@ class Payload:
         return ""
 
     def decode(self, predictor: Predictor) -> tuple[Sequence[Part], Sequence[str]]:
-        self._parts = predictor.decode(parse(self.body))
+        self._parts = predictor.decode([file_instance(self.body)] if self.is_file else parse(self.body))
         return self._parts, predictor.session.outputs
 
     def encode(self, predictor: Predictor, outputs: Sequence[Arrays], version: str) -> bytes:  # noqa: ARG002
         # NaN and infinity, which JSON does not have, become null.
         body = {"predictions": predictor.encode(outputs, self._parts)}
         return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
+
+
+def file_instance(body: bytes) -> dict[str, str]:
+    return {"b64": base64.b64encode(body).decode()}
 
 
 def parse(body: bytes) -> Any:
