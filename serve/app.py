@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any
@@ -20,7 +20,7 @@ from serve.http1.connection import HttpRequest
 from serve.load_shedding import admit
 from serve.model_version import ModelVersion, Payload
 from serve.models import ModelRepository
-from serve.page import page
+from serve.page import explorer, page
 from serve.protocol import openapi, v1, v2, v2_json
 from serve.request_body import MemoryBudget, parse_object, read_body
 from serve.request_log import RequestLog
@@ -63,6 +63,7 @@ class App:
         self._handlers: dict[str, Handler] = {
             "root": self._root,
             "page_counters": self._page_counters,
+            "docs": self._docs,
             "metrics": self._metrics,
             "openapi": self._openapi,
             "v1_models": self._models,
@@ -213,6 +214,11 @@ class App:
         shown = page.PageModel.of(self.repository, request.query)
         return Response(await asyncio.to_thread(page.render, shown), page.headers())
 
+    async def _docs(self, _request: HttpRequest, _: Route) -> Response:
+        if not self.page:
+            raise NotFound("/docs: the page is off (serve.page: false); /openapi.json describes the API")
+        return Response(explorer.render(), page.headers(explorer.SCRIPT, explorer.STYLES))
+
     async def _page_counters(self, _request: HttpRequest, _: Route) -> Response:
         if not self.page:
             raise NotFound("/page.json: the page is off (serve.page: false); /metrics has the counters")
@@ -251,6 +257,7 @@ class App:
 
     async def _openapi(self, _request: HttpRequest, _: Route) -> Response:
         version = self.repository.find_version(self.repository.names[0]).digest[:12]
+        await asyncio.to_thread(_read_examples, [one for one, _ in self.repository.loaded_versions()])
         return json_response(openapi.document(self.repository, version, keys=self.keys is not None))
 
     async def _metrics(self, request: HttpRequest, _: Route) -> Response:
@@ -273,6 +280,12 @@ async def _choose(request: HttpRequest, version: ModelVersion, payload: Payload)
         request.model_version = chosen
         admit(request, chosen)
     return chosen
+
+
+def _read_examples(versions: Sequence[ModelVersion]) -> None:
+    """Read the examples, which are kept: not on the event loop, since they are in files."""
+    for version in versions:
+        _ = version.examples
 
 
 async def _as_coroutine(response: Response) -> Response:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 from pipeline.contract.codec import Part
@@ -19,6 +20,7 @@ from pipeline.contract.signature import TensorSpec
 from serve.errors import Headers
 from serve.generate.model import TextGenerator
 from serve.metrics import ModelMetrics
+from serve.protocol.examples import request_examples
 from serve.protocol.validate import format_shape
 from serve.request_context import RequestContext
 from serve.runtime.batcher import Array, Batcher, BatchingOptions, RunTimeEstimate
@@ -87,6 +89,11 @@ class ModelVersion:
         """Return the routes of OpenAI's API that this model answers."""
         texts = () if self.generator is None else ("completions", "chat")
         return frozenset((*texts, *(() if self.predictor.embedding_sizes is None else ("embeddings",))))
+
+    @cached_property
+    def examples(self) -> dict[str, Any]:
+        """Return an example of a request for each route that has one, from the files of the bundle."""
+        return request_examples(self.bundle)
 
     async def predict(self, request: RequestContext, payload: Payload) -> Any:
         """Decode an admitted request, run it together with those that arrive at the same moment, and encode."""

@@ -56,6 +56,7 @@ _ERROR_DESCRIPTIONS = {
 _SUMMARIES = {
     "root": "Page for browsers, or a liveness answer",
     "page_counters": "Counters for the page",
+    "docs": "Page for browsers to try these operations",
     "metrics": "Metrics for Prometheus",
     "openapi": "This document",
     "v1_models": "Names of the models",
@@ -78,6 +79,11 @@ _SUMMARIES = {
     "embeddings": "Vectors of texts",
 }
 _OPENAI_KINDS = ("texts_models", "texts_model", "completions", "chat", "embeddings")
+_OPENAI_EXAMPLES: dict[str, Schema] = {
+    "completions": {"prompt": "Once upon a time", "max_tokens": 16},
+    "chat": {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 16},
+    "embeddings": {"input": ["Hello!"]},
+}
 _METRICS = ("text/plain", "application/openmetrics-text")
 _TIMEOUT_HEADER = {
     "name": "x-request-timeout",
@@ -174,6 +180,8 @@ def _server_operation(kind: str) -> Schema:
     if kind == "root":
         alive = _json(_object({"status": {"const": "alive"}}))
         return _responses({"content": {**alive["content"], "text/html": {"schema": _TEXT}}})
+    if kind == "docs":
+        return _responses({"content": {"text/html": {"schema": _TEXT}}}, "404")
     if kind == "metrics":
         return _responses({"content": {name: {"schema": _TEXT} for name in _METRICS}})
     if kind == "index":
@@ -181,7 +189,8 @@ def _server_operation(kind: str) -> Schema:
         entry = _object({"name": _TEXT, "version": _TEXT, "state": state, "reason": _TEXT})
         body = {"type": "object", "additionalProperties": False, "properties": {"ready": _NULLABLE_BOOLEAN}}
         responses = _responses(_json({"type": "array", "items": entry}), "400", "413", "415", "431", "500")
-        return {"requestBody": {"content": {"application/json": {"schema": body}}}, **responses}
+        request = {"content": {"application/json": {"schema": body, "example": {"ready": True}}}}
+        return {"requestBody": request, **responses}
     if kind == "page_counters":
         return _responses(_json({"type": "object"}), "404")
     if kind == "ready":
@@ -208,6 +217,8 @@ def _model_operation(kind: str, version: ModelVersion) -> Schema:
         return _responses(_json(_ref(version, "Metadata")), "404")
     what = "Predict" if kind == "predict" else "Infer"
     request, answer = _json(_ref(version, f"{what}Request")), _json(_ref(version, f"{what}Answer"))
+    if (example := version.examples.get(kind)) is not None:
+        request["content"]["application/json"]["example"] = example
     file = {"schema": {"type": "string", "format": "binary", "description": "one instance"}}
     if kind == "predict":
         request["content"] |= dict.fromkeys(version.predictor.media_types, file)
@@ -292,7 +303,9 @@ def _openai_schemas(by_kind: Mapping[str, Sequence[str]]) -> Schema:
         result |= {"texts.texts_models.Answer": models(), "texts.texts_model.Answer": model()}
     for kind, names in by_kind.items():
         request, answer = schemas[kind]
-        result |= {f"texts.{kind}.Request": request(names), f"texts.{kind}.Answer": answer()}
+        example = {"model": names[0], **_OPENAI_EXAMPLES[kind]}
+        result[f"texts.{kind}.Request"] = request(names) | {"examples": [example]}
+        result[f"texts.{kind}.Answer"] = answer()
     return result
 
 
