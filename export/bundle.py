@@ -54,7 +54,7 @@ from pipeline.contract.signature import (
     codec_file,
 )
 from pipeline.contract.sources import project_sources, third_party_imports
-from pipeline.contract.task import Generates, HasExample, HasInstances, Task
+from pipeline.contract.task import Classifier, Generates, HasExample, HasInstances, Task
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,9 @@ def fill_bundle(
     if properties.generation is not None and isinstance(task, Generates):
         generation = complete_generation(properties.generation, task, sources.files)
         properties = replace(properties, generation=generation)
-    signature = _signature(bundle, config, properties, requires).model_copy(update={"codec": codec_name})
+    signature = _signature(bundle, config, properties, requires)
+    outputs = _labelled(signature.outputs, task.classes if isinstance(task, Classifier) else ())
+    signature = signature.model_copy(update={"codec": codec_name, "outputs": outputs})
     (bundle / "signature.json").write_text(signature.model_dump_json(indent=2) + "\n")
     _copy_codec(bundle, codec_name, config.codec, sources.root)
     _copy_files(bundle, shared_files(kind, config.codec), sources.files)
@@ -120,6 +122,15 @@ def _signature(bundle: Path, config: Config, properties: ModelProperties, requir
         variant=properties.variant,
         padding=properties.padding,
         separate_lengths=bool(properties.padding),
+    )
+
+
+def _labelled(outputs: Sequence[TensorSpec], classes: Sequence[Any]) -> tuple[TensorSpec, ...]:
+    """Give the names of the classes to the outputs that have a value for each."""
+    labels = tuple(map(str, classes))
+    return tuple(
+        spec.model_copy(update={"labels": labels}) if len(spec.shape) == 2 and spec.shape[1] == len(labels) else spec
+        for spec in outputs
     )
 
 

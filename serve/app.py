@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any
@@ -20,11 +20,20 @@ from serve.http1.connection import HttpRequest
 from serve.load_shedding import admit
 from serve.model_version import ModelVersion, Payload
 from serve.models import ModelRepository
-from serve.page import page
+from serve.page import explorer, page
 from serve.protocol import openapi, v1, v2, v2_json
 from serve.request_body import MemoryBudget, parse_object, read_body
 from serve.request_log import RequestLog
-from serve.routes import Response, Route, Stream, check_content_type, find_route, json_response, needs_no_key
+from serve.routes import (
+    Response,
+    Route,
+    Stream,
+    check_content_type,
+    find_route,
+    json_response,
+    media_type,
+    needs_no_key,
+)
 from serve.security import ApiKeys
 
 INTERNAL = "internal error; the server's log has the details"
@@ -54,6 +63,7 @@ class App:
         self._handlers: dict[str, Handler] = {
             "root": self._root,
             "page_counters": self._page_counters,
+            "docs": self._docs,
             "metrics": self._metrics,
             "openapi": self._openapi,
             "v1_models": self._models,
@@ -65,6 +75,8 @@ class App:
             "model": self._model,
             "model_ready": self._model_ready,
             "index": self._index,
+            "statistics": self._statistics,
+            "model_statistics": self._statistics,
             "texts_models": texts.models,
             "texts_model": texts.model,
             "completions": texts.complete,
@@ -91,8 +103,7 @@ class App:
             version = self.repository.find_version(route.model, route.version)
             request.model_version = version
             if (given := request.headers.get(b"content-type")) is not None and given != b"application/json":
-                binary = route.kind == "infer" and _LENGTH in request.headers
-                check_content_type(given, "application/json", *(("application/octet-stream",) if binary else ()))
+                check_content_type(given, "application/json", *_other_types(request, route, version))
             admit(request, version)
         except Exception as error:
             response = self._failure(request, error)
@@ -175,7 +186,9 @@ class App:
 
     async def _predict(self, request: HttpRequest, route: Route, version: ModelVersion) -> Response:
         version.arriving -= 1
-        payload = v1.Payload(await read_body(request, version.max_body_bytes, self.budget))
+        body = await read_body(request, version.max_body_bytes, self.budget)
+        given = request.headers.get(b"content-type")
+        payload = v1.Payload(body, given is not None and media_type(given) in version.predictor.media_types)
         if version.canary is not None and not route.version:
             version = await _choose(request, version, payload)
         return Response(await version.predict(request, payload))
@@ -200,6 +213,11 @@ class App:
             return json_response({"status": "alive"}, headers=((b"vary", b"accept"),))
         shown = page.PageModel.of(self.repository, request.query)
         return Response(await asyncio.to_thread(page.render, shown), page.headers())
+
+    async def _docs(self, _request: HttpRequest, _: Route) -> Response:
+        if not self.page:
+            raise NotFound("/docs: the page is off (serve.page: false); /openapi.json describes the API")
+        return Response(explorer.render(), page.headers(explorer.SCRIPT, explorer.STYLES))
 
     async def _page_counters(self, _request: HttpRequest, _: Route) -> Response:
         if not self.page:
@@ -230,18 +248,29 @@ class App:
         return _health({"name": route.model, "ready": self.repository.model_ready(route.model)})
 
     async def _index(self, request: HttpRequest, _: Route) -> Response:
-        if body := await read_body(request, _INDEX_BYTES, self.budget):
-            v2_json.check_index(parse_object(body))
-        return json_response(self.repository.index())
+        body = await read_body(request, _INDEX_BYTES, self.budget)
+        ready = bool(body.strip()) and v2_json.index_is_ready_only(parse_object(body))
+        return json_response(self.repository.index(ready=ready))
+
+    async def _statistics(self, _request: HttpRequest, route: Route) -> Response:
+        return json_response({"model_stats": self.repository.statistics(route.model, route.version)})
 
     async def _openapi(self, _request: HttpRequest, _: Route) -> Response:
         version = self.repository.find_version(self.repository.names[0]).digest[:12]
+        await asyncio.to_thread(_read_examples, [one for one, _ in self.repository.loaded_versions()])
         return json_response(openapi.document(self.repository, version, keys=self.keys is not None))
 
     async def _metrics(self, request: HttpRequest, _: Route) -> Response:
         accept = request.headers.get(b"accept", b"").decode("latin-1")
         body, content_type = self.requests.metrics.text(accept)
         return Response(body, ((b"content-type", content_type.encode()),))
+
+
+def _other_types(request: HttpRequest, route: Route, version: ModelVersion) -> tuple[str, ...]:
+    """Return the types of bodies besides JSON: files that the codec takes, and raw tensors behind JSON."""
+    if route.kind == "predict":
+        return version.predictor.media_types
+    return ("application/octet-stream",) if _LENGTH in request.headers else ()
 
 
 async def _choose(request: HttpRequest, version: ModelVersion, payload: Payload) -> ModelVersion:
@@ -251,6 +280,12 @@ async def _choose(request: HttpRequest, version: ModelVersion, payload: Payload)
         request.model_version = chosen
         admit(request, chosen)
     return chosen
+
+
+def _read_examples(versions: Sequence[ModelVersion]) -> None:
+    """Read the examples, which are kept: not on the event loop, since they are in files."""
+    for version in versions:
+        _ = version.examples
 
 
 async def _as_coroutine(response: Response) -> Response:

@@ -6,6 +6,7 @@ They live and end with the version. `serve.prometheus` writes those of all versi
 from __future__ import annotations
 
 import threading
+import time
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
@@ -16,7 +17,9 @@ SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1
 _PROMPT_SECONDS = (*SECONDS, 30.0, 60.0)  # a long prompt waits, and takes time to read
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 PHASES = ("read", "wait", "run", "write")
+SUCCESS = (200, "OK")  # statuses of HTTP and gRPC
 _BUFFERED_REQUESTS = 256
+_MAX_BATCH_SIZES = 256  # that are counted one by one
 
 
 class Histogram:
@@ -62,6 +65,9 @@ class ModelMetrics:
         self.phases = {phase: Histogram(SECONDS) for phase in PHASES}
         self.batch_rows, self.batch_requests = Histogram(SIZES), Histogram(SIZES)
         self.batch_seconds = Histogram(SECONDS)
+        self.batch_sizes: dict[int, tuple[int, float]] = {}  # rows of a batch → batches, and their seconds
+        self.failed, self.failed_seconds = 0, 0.0  # requests that were not answered with a prediction
+        self.last_request_at = 0.0  # seconds since the epoch
         self._lock = threading.Lock()
         # Protocol, status, seconds and phase lengths of requests that are not in the histograms yet.
         self._buffer: list[tuple[str, int | str, float, Sequence[float]]] = []
@@ -72,9 +78,13 @@ class ModelMetrics:
             self.batch_requests.observe(requests)
             self.batch_rows.observe(rows)
             self.batch_seconds.observe(seconds)
+            if rows in self.batch_sizes or len(self.batch_sizes) < _MAX_BATCH_SIZES:
+                batches, total = self.batch_sizes.get(rows, (0, 0.0))
+                self.batch_sizes[rows] = batches + 1, total + seconds
 
     def record_request(self, protocol: str, status: int | str, seconds: float, phases: Sequence[float] = ()) -> None:
         """Count a request that has ended, with the seconds of its phases if it was answered; on the event loop."""
+        self.last_request_at = time.time()
         self._buffer.append((protocol, status, seconds, phases))
         if len(self._buffer) >= _BUFFERED_REQUESTS:
             self.flush()
@@ -82,8 +92,11 @@ class ModelMetrics:
     def flush(self) -> None:
         """Bring the counters and histograms up to date; call this before reading them."""
         buffer, self._buffer = self._buffer, []
-        for protocol, status, _, _ in buffer:
+        for protocol, status, taken, _ in buffer:
             self.requests[protocol, status] += 1
+            if status not in SUCCESS:
+                self.failed += 1
+                self.failed_seconds += taken
         for protocol in {protocol for protocol, _, _, _ in buffer}:
             self.seconds[protocol].add([seconds for name, _, seconds, _ in buffer if name == protocol])
         if answered := [phases for _, _, _, phases in buffer if phases]:

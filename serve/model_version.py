@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 from pipeline.contract.codec import Part
@@ -19,6 +20,7 @@ from pipeline.contract.signature import TensorSpec
 from serve.errors import Headers
 from serve.generate.model import TextGenerator
 from serve.metrics import ModelMetrics
+from serve.protocol.examples import request_examples
 from serve.protocol.validate import format_shape
 from serve.request_context import RequestContext
 from serve.runtime.batcher import Array, Batcher, BatchingOptions, RunTimeEstimate
@@ -36,7 +38,7 @@ class Payload(Protocol):
 
     @property
     def is_quick(self) -> bool:
-        """True if decoding and encoding take so little time that they may happen on the event loop."""
+        """True if decoding, and then encoding, takes so little time that it may happen on the event loop."""
         ...
 
     @property
@@ -88,6 +90,11 @@ class ModelVersion:
         texts = () if self.generator is None else ("completions", "chat")
         return frozenset((*texts, *(() if self.predictor.embedding_sizes is None else ("embeddings",))))
 
+    @cached_property
+    def examples(self) -> dict[str, Any]:
+        """Return an example of a request for each route that has one, from the files of the bundle."""
+        return request_examples(self.bundle)
+
     async def predict(self, request: RequestContext, payload: Payload) -> Any:
         """Decode an admitted request, run it together with those that arrive at the same moment, and encode."""
         predictor, clock = self.predictor, time.monotonic
@@ -111,7 +118,7 @@ class ModelVersion:
             outputs.append(await self.batcher.outputs(part.arrays, output_names, request, is_only=alone))
             started_at = started_at or request.run_started_at
         request.run_started_at, request.run_ended_at = started_at, clock()
-        if on_loop:
+        if on_loop and payload.is_quick:
             answer = payload.encode(predictor, outputs, self.version)
         else:
             args = (predictor, outputs, self.version)

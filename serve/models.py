@@ -20,10 +20,12 @@ from serve.errors import Conflict, Headers, NotFound
 from serve.logs import log_fields
 from serve.model_version import Canary, ModelVersion
 from serve.options import Options
+from serve.protocol.statistics import version_statistics
 from serve.runtime.loading import load_predictor
 from serve.runtime.predictor import Predictor
 from serve.shadow import Shadow, incompatibility, open_shadow
 
+_EXTENSIONS = ("binary_tensor_data", "classification", "statistics")  # those of Triton, by its names
 _MIN_DIGEST_DIGITS = 8  # that can stand for a version
 
 LoadedModel = tuple[str, Predictor]  # a model's name and one verified version of it
@@ -124,8 +126,23 @@ class ModelRepository:
     """The models by name. It is ready unless it drains, has no model, or a model has no current version."""
 
     def __init__(self) -> None:
-        self.draining = False
+        self._draining = False
         self._models: dict[str, Model] = {}
+        self._readiness_listeners: list[Callable[[], None]] = []
+
+    @property
+    def draining(self) -> bool:
+        return self._draining
+
+    @draining.setter
+    def draining(self, draining: bool) -> None:
+        self._draining = draining
+        for listener in self._readiness_listeners:
+            listener()
+
+    def on_readiness(self, listener: Callable[[], None]) -> None:
+        """Call this whenever the service begins to drain, which is all that changes its readiness."""
+        self._readiness_listeners.append(listener)
 
     def add(self, model: Model) -> None:
         self._models[model.name] = model
@@ -169,18 +186,28 @@ class ModelRepository:
         return self.find_model(name).current is not None and not self.draining
 
     def metadata(self) -> dict[str, Any]:
-        return {"name": "pipe", "version": __version__, "extensions": ["binary_tensor_data"]}
+        return {"name": "pipe", "version": __version__, "extensions": list(_EXTENSIONS)}
 
     def model_metadata(self, name: str, version: str = "") -> dict[str, Any]:
         model = self.find_model(name)
         return model.find_version(version).metadata(list(model.versions))
 
-    def index(self) -> list[dict[str, str]]:
-        """List the versions as Triton's repository extension does."""
+    def index(self, *, ready: bool = False) -> list[dict[str, str]]:
+        """List the versions as Triton's repository extension does; `ready`: only those of models that are ready."""
         return [
             {"name": version.name, "version": version.version, "state": "READY", "reason": ""}
+            if self.model_ready(version.name)
+            else {"name": version.name, "version": version.version, "state": "UNAVAILABLE", "reason": "shutting down"}
             for version, _ in self.loaded_versions()
+            if self.model_ready(version.name) or not ready
         ]
+
+    def statistics(self, name: str = "", version: str = "") -> list[dict[str, Any]]:
+        """Return the statistics of this version, of all versions of this model, or of all models."""
+        if version:
+            return [version_statistics(self.find_version(name, version))]
+        models = [self.find_model(name)] if name else self.models
+        return [version_statistics(one) for model in models for one in model.versions.values()]
 
 
 class ModelManager:

@@ -31,6 +31,7 @@ class Route:
 PATHS: dict[str, tuple[str, tuple[str, ...]]] = {
     "root": ("/", _READ),
     "page_counters": ("/page.json", _READ),
+    "docs": ("/docs", _READ),
     "metrics": ("/metrics", _READ),
     "openapi": ("/openapi.json", _READ),
     "v1_models": ("/v1/models", _READ),
@@ -44,6 +45,8 @@ PATHS: dict[str, tuple[str, tuple[str, ...]]] = {
     "model_ready": ("/v2/models/{model_name}/ready", _READ),
     "infer": ("/v2/models/{model_name}/infer", _POST),
     "index": ("/v2/repository/index", _POST),
+    "statistics": ("/v2/models/stats", _READ),
+    "model_statistics": ("/v2/models/{model_name}/stats", _READ),
     "texts_models": ("/openai/v1/models", _READ),
     "texts_model": ("/openai/v1/models/{model_name}", _READ),
     "completions": ("/openai/v1/completions", _POST),
@@ -55,6 +58,17 @@ _ABSENT = {
     rf"/v1/models/{MODEL_NAME}(/versions/[0-9A-Za-z]+)?:explain": "this service has no explainer; use :predict",
     rf"/v2/repository/models/{MODEL_NAME}/(un)?load": (
         "models are loaded by the operator (`pipe deploy`), never by clients"
+    ),
+    rf"/v2/models/{MODEL_NAME}(/versions/[0-9A-Za-z]+)?/config": (
+        "models have no Triton configuration; the same path without /config has their inputs, outputs and properties"
+    ),
+    rf"/v2/models/{MODEL_NAME}(/versions/[0-9A-Za-z]+)?/generate(_stream)?": (
+        "this service has no generate endpoint; language models answer at /openai/v1/completions"
+    ),
+    rf"/v2(/models/{MODEL_NAME})?/trace/setting": "traces are set by the OTEL_ variables of the service",
+    r"/v2/logging": "logs are set by --log-format and serve.log_requests, never by clients",
+    r"/v2/(system|cuda)sharedmemory(/region/[^/]+)?/(status|register|unregister)": (
+        "this service shares no memory with clients; send tensors as raw bytes (binary tensor data extension)"
     ),
     r"/openai/v1/(rerank|responses|moderations|edits|images/.*|audio/.*|files|batches)": (
         "of OpenAI's API there are completions, chat/completions, embeddings and models"
@@ -136,7 +150,11 @@ def check_content_type(given: bytes | None, *accepted: str) -> None:
     if given is None or given == b"application/json":
         return
     found = given.decode("latin-1")
-    kind, _, parameters = found.partition(";")
-    charset = parameters.strip().lower().removeprefix("charset=").strip('"')
-    if kind.strip().lower() not in (*accepted, _CURL) or charset not in ("", "utf-8"):
+    charset = found.partition(";")[2].strip().lower().removeprefix("charset=").strip('"')
+    if media_type(given) not in (*accepted, _CURL) or charset not in ("", "utf-8"):
         raise UnsupportedMediaType(f"content-type: {found[:200]!r} given, send {' or '.join(accepted)}")
+
+
+def media_type(given: bytes) -> str:
+    """Return the type of a `content-type` without its parameters."""
+    return given.partition(b";")[0].strip().lower().decode("latin-1")

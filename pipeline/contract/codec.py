@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, Protocol, TypeAlias
@@ -17,6 +18,8 @@ Arrays: TypeAlias = Mapping[str, np.ndarray[Any, Any]]
 Encode: TypeAlias = Callable[[Arrays, Arrays], Sequence[Any]]  # of the outputs and the decoded inputs
 
 
+_MEDIA_TYPE = re.compile(r"[a-z]+/[a-z0-9][a-z0-9.+-]*")
+_PROTOCOL_TYPES = ("application/json", "application/octet-stream", "application/x-www-form-urlencoded")
 FILES = "files"  # folder of the shared files in the bundle
 
 
@@ -27,7 +30,9 @@ class Codec(Protocol):
     `files = ("tokenizer.json",)` it is created with the folder of these files, which its task's `make_files` wrote;
     they travel in the bundle. With `requires = ("tokenizers",)` it may import these packages besides numpy. With
     `embeddings = True` a prediction is the vector of a text, and the service has OpenAI's endpoint for them; a model
-    whose vectors may be cut to smaller sizes names these, as in `dimensions = (64, 256)`.
+    whose vectors may be cut to smaller sizes names these, as in `dimensions = (64, 256)`. With
+    `media_types = ("image/png", "image/jpeg")` a client may send such a file as the body of a request: `decode` gets it
+    as the instance `{"b64": "…"}`, its bytes in base64.
     """
 
     def decode(self, instances: Any) -> Arrays:
@@ -88,6 +93,7 @@ def codec_class(reference: str, root: Path, package: str = "") -> Any:
             raise ConfigError(f"{reference}: has no method {method}; every codec needs it")
     codec_drawing(kind, reference)
     embedding_sizes(kind, reference)
+    media_types(kind, reference)
     return kind
 
 
@@ -149,6 +155,15 @@ def shared_files(kind: Any, reference: str) -> tuple[str, ...]:
 def required_packages(kind: Any, reference: str) -> tuple[str, ...]:
     """Return the packages that a codec imports besides numpy."""
     return _words(kind, reference, "requires", '("tokenizers",)')
+
+
+def media_types(kind: Any, reference: str) -> tuple[str, ...]:
+    """Return the types of files that are an instance as they are."""
+    names = _words(kind, reference, "media_types", '("image/png",)')
+    for name in names:
+        if not _MEDIA_TYPE.fullmatch(name) or name in _PROTOCOL_TYPES:
+            raise ConfigError(f"{reference}: `media_types` has {name!r}; name types of files, as in image/png")
+    return names
 
 
 def _words(kind: Any, reference: str, attribute: str, example: str) -> tuple[str, ...]:

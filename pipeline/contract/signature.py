@@ -133,6 +133,7 @@ class TensorSpec(Frozen):
     datatype: Datatype
     shape: tuple[int | str, ...]
     allows_missing: bool = False  # an input whose data have NaN, which is null in JSON
+    labels: tuple[str, ...] = ()  # an output with one value for each class: the names of the classes
 
     @property
     def protocol_shape(self) -> list[int]:

@@ -19,6 +19,7 @@ from serve.errors import RequestError, TooLarge, Unimplemented
 from serve.grpc.http2 import hpack
 from serve.grpc.open_inference import ModelInferResponse
 from serve.protocol import v2
+from serve.protocol.classification import PARAMETER, parse_classification
 from serve.protocol.tensors import Array, InferRequest, Parameters, RequestedOutput, Tensor, reject_parameters, to_raw
 from serve.protocol.validate import format_shape
 from serve.request_body import SLICE_BYTES, Inflater
@@ -63,6 +64,7 @@ class Payload:
     def decode(self, predictor: Predictor) -> tuple[Sequence[Part], Sequence[str]]:
         self._request = parse(self._message)
         self._decoded = v2.decode_request(self._request, predictor)
+        self.is_quick = self.is_quick and not v2.has_classes(self._decoded.requested_outputs)
         return self._decoded.parts, self._decoded.names
 
     def encode(self, predictor: Predictor, outputs: Sequence[Mapping[str, Array]], version: str) -> Any:
@@ -84,10 +86,14 @@ def parse(message: Any) -> InferRequest:
         if shape and min(shape) < 0:
             raise InvalidPayload(f"inputs: {one.name}: shape {format_shape(shape)} has a negative axis")
         tensors.append(Tensor(one.name, one.datatype, shape, raws[index] if raws else _contents(one)))
-    for output in message.outputs:
-        _parameters(output, f"outputs: {output.name}")
-    outputs = [RequestedOutput(output.name, bool(raws)) for output in message.outputs]
+    outputs = [_requested_output(output, bool(raws)) for output in message.outputs]
     return InferRequest(message.id, tensors, outputs, binary=bool(raws), parameters=_parameters(message, "parameters"))
+
+
+def _requested_output(output: Any, binary: bool) -> RequestedOutput:
+    where = f"outputs: {output.name}"
+    parameters = _parameters(output, where, supported=PARAMETER)
+    return RequestedOutput(output.name, binary, parse_classification(parameters.get(PARAMETER), where))
 
 
 def render(
@@ -131,18 +137,18 @@ def _contents(one: Any) -> Array | list[str]:
         raise InvalidPayload(f"inputs: {one.name}: bytes_contents holds an element that is not UTF-8") from None
 
 
-def _parameters(one: Any, where: str) -> Parameters:
+def _parameters(one: Any, where: str, supported: str = "") -> Parameters:
     """Return the parameters as REST has them; one without a value is ignored."""
     if not one.parameters:
         return {}
     chosen = ((name, value, value.WhichOneof("parameter_choice")) for name, value in one.parameters.items())
     found = {name: getattr(value, choice) for name, value, choice in chosen if choice}
-    reject_parameters(found, where)
+    reject_parameters(found, where, supported)
     return found
 
 
 CODINGS = b"identity, deflate, gzip"
-_PREFIX = struct.Struct(">BI")  # whether it is compressed, and its length
+PREFIX = struct.Struct(">BI")  # whether it is compressed, and its length
 _NAMES = (
     "OK CANCELLED UNKNOWN INVALID_ARGUMENT DEADLINE_EXCEEDED NOT_FOUND ALREADY_EXISTS PERMISSION_DENIED "
     "RESOURCE_EXHAUSTED FAILED_PRECONDITION ABORTED OUT_OF_RANGE UNIMPLEMENTED INTERNAL UNAVAILABLE DATA_LOSS "
@@ -164,17 +170,17 @@ class MalformedMessage(RequestError):
 
 
 def frame_message(message: bytes) -> bytes:
-    return _PREFIX.pack(0, len(message)) + message
+    return PREFIX.pack(0, len(message)) + message
 
 
 def check_size(parts: Sequence[bytes], size: int, most: int) -> None:
     """Refuse a message that is too large as soon as its prefix is here."""
     declared = 0
-    if size >= _PREFIX.size:
-        first = parts[0] if len(parts[0]) >= _PREFIX.size else b"".join(parts[: _PREFIX.size])
+    if size >= PREFIX.size:
+        first = parts[0] if len(parts[0]) >= PREFIX.size else b"".join(parts[: PREFIX.size])
         declared = int.from_bytes(first[1:5], "big")
-    if declared > most or size > most + _PREFIX.size:
-        raise too_large(max(declared, size - _PREFIX.size), most)
+    if declared > most or size > most + PREFIX.size:
+        raise too_large(max(declared, size - PREFIX.size), most)
 
 
 def too_large(size: int, most: int) -> TooLarge:
@@ -183,20 +189,20 @@ def too_large(size: int, most: int) -> TooLarge:
 
 def unframe_message(body: bytes, most: int) -> tuple[bytes, bool]:
     """Return the one message of a call, and whether it is compressed."""
-    if len(body) < _PREFIX.size:
+    if len(body) < PREFIX.size:
         if body:
             raise MalformedMessage(f"message: ends after {len(body)} bytes, in the middle of its prefix")
         raise Unimplemented("message: none was sent; every method here needs one")
-    compressed, size = _PREFIX.unpack_from(body)
+    compressed, size = PREFIX.unpack_from(body)
     if size > most:
         raise too_large(size, most)
-    if size > len(body) - _PREFIX.size:
-        raise MalformedMessage(f"message: ends after {len(body) - _PREFIX.size} of its {size} bytes")
-    if size < len(body) - _PREFIX.size:
+    if size > len(body) - PREFIX.size:
+        raise MalformedMessage(f"message: ends after {len(body) - PREFIX.size} of its {size} bytes")
+    if size < len(body) - PREFIX.size:
         raise Unimplemented("message: more than one was sent; no method here takes a stream")
     if compressed > 1:
         raise MalformedMessage(f"message: its first byte is 0 or 1, not {compressed}")
-    return body[_PREFIX.size :], bool(compressed)
+    return body[PREFIX.size :], bool(compressed)
 
 
 async def decompress(data: bytes, coding: str, most: int) -> bytes:

@@ -1,18 +1,36 @@
-"""The protobuf messages of the Open Inference Protocol, and its service with the methods of Triton's repository.
-
-The messages are built from the table below in a descriptor pool of their own: in protobuf's default pool they would
-collide with the same messages of kserve and tritonclient when one process imports both.
-"""
+"""The protobuf messages of the Open Inference Protocol, and its service with those methods of Triton that we answer."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from google.protobuf.descriptor_pb2 import DescriptorProto, FieldDescriptorProto, FileDescriptorProto
-from google.protobuf.descriptor_pool import DescriptorPool
-from google.protobuf.message_factory import GetMessageClass
+from serve.grpc.descriptors import ProtoFile
 
 _PACKAGE = "inference"
+SERVICE = f"{_PACKAGE}.GRPCInferenceService"
+METHODS = (
+    "ServerLive",
+    "ServerReady",
+    "ModelReady",
+    "ServerMetadata",
+    "ModelMetadata",
+    "ModelInfer",
+    "ModelStatistics",
+    "RepositoryIndex",
+    "RepositoryModelLoad",
+    "RepositoryModelUnload",
+)
+_SHARED_MEMORY = "this service shares no memory with clients; send tensors in raw_input_contents"
+# Methods of Triton that the service refuses, and what to use instead.
+REFUSED = {
+    "ModelStreamInfer": "this service answers one request at a time; use ModelInfer, or /openai/v1 over HTTP for texts",
+    "ModelConfig": "models have no Triton configuration; ModelMetadata has their inputs, outputs and properties",
+    "TraceSetting": "traces are set by the OTEL_ variables of the service, never by clients",
+    "LogSettings": "logs are set by --log-format and serve.log_requests, never by clients",
+    **{
+        f"{kind}SharedMemory{action}": _SHARED_MEMORY
+        for kind in ("System", "Cuda")
+        for action in ("Status", "Register", "Unregister")
+    },
+}
 _MESSAGES = """
 message ServerLiveRequest
 message ServerLiveResponse
@@ -75,11 +93,11 @@ message ModelInferResponse.InferOutputTensor
   map InferParameter parameters = 4
   InferTensorContents contents = 5
 message InferParameter
-  oneof bool bool_param = 1
-  oneof int64 int64_param = 2
-  oneof string string_param = 3
-  oneof double double_param = 4
-  oneof uint64 uint64_param = 5
+  oneof:parameter_choice bool bool_param = 1
+  oneof:parameter_choice int64 int64_param = 2
+  oneof:parameter_choice string string_param = 3
+  oneof:parameter_choice double double_param = 4
+  oneof:parameter_choice uint64 uint64_param = 5
 message InferTensorContents
   repeated bool bool_contents = 1
   repeated int32 int_contents = 2
@@ -89,6 +107,46 @@ message InferTensorContents
   repeated float fp32_contents = 6
   repeated double fp64_contents = 7
   repeated bytes bytes_contents = 8
+message RepositoryIndexRequest
+  string repository_name = 1
+  bool ready = 2
+message RepositoryIndexResponse
+  repeated ModelIndex models = 1
+message RepositoryIndexResponse.ModelIndex
+  string name = 1
+  string version = 2
+  string state = 3
+  string reason = 4
+message ModelStatisticsRequest
+  string name = 1
+  string version = 2
+message ModelStatisticsResponse
+  repeated ModelStatistics model_stats = 1
+message ModelStatistics
+  string name = 1
+  string version = 2
+  uint64 last_inference = 3
+  uint64 inference_count = 4
+  uint64 execution_count = 5
+  InferStatistics inference_stats = 6
+  repeated InferBatchStatistics batch_stats = 7
+message InferStatistics
+  StatisticDuration success = 1
+  StatisticDuration fail = 2
+  StatisticDuration queue = 3
+  StatisticDuration compute_input = 4
+  StatisticDuration compute_infer = 5
+  StatisticDuration compute_output = 6
+  StatisticDuration cache_hit = 7
+  StatisticDuration cache_miss = 8
+message InferBatchStatistics
+  uint64 batch_size = 1
+  StatisticDuration compute_input = 2
+  StatisticDuration compute_infer = 3
+  StatisticDuration compute_output = 4
+message StatisticDuration
+  uint64 count = 1
+  uint64 ns = 2
 message RepositoryModelLoadRequest
   string model_name = 1
 message RepositoryModelLoadResponse
@@ -100,67 +158,18 @@ message RepositoryModelUnloadResponse
   string model_name = 1
   bool isUnloaded = 2
 """
-_ONEOF = "parameter_choice"
-SERVICE = f"{_PACKAGE}.GRPCInferenceService"
-METHODS = (
-    "ServerLive",
-    "ServerReady",
-    "ModelReady",
-    "ServerMetadata",
-    "ModelMetadata",
-    "ModelInfer",
-    "RepositoryModelLoad",
-    "RepositoryModelUnload",
+_SERVICE_TABLE = "\n".join(
+    ["service GRPCInferenceService", *(f"  rpc {name} {name}Request {name}Response" for name in METHODS)]
 )
+FILE = ProtoFile("open_inference_grpc.proto", _PACKAGE, _MESSAGES + _SERVICE_TABLE)
 
-
-def file_descriptor() -> FileDescriptorProto:
-    """Return the table as protobuf describes a .proto file."""
-    file = FileDescriptorProto(name="open_inference_grpc.proto", package=_PACKAGE, syntax="proto3")
-    messages: dict[str, DescriptorProto] = {}
-    for words in map(str.split, _MESSAGES.strip().splitlines()):
-        if words[0] == "message":
-            parent, _, name = words[1].rpartition(".")
-            message = messages[parent].nested_type.add() if parent else file.message_type.add()
-            message.name, messages[name] = name, message
-        else:
-            *label, type_name, name, _, number = words
-            _add_field(message, "".join(label), type_name, name, int(number))
-    return file
-
-
-def _add_field(message: DescriptorProto, label: str, type_name: str, name: str, number: int) -> None:
-    field = message.field.add(name=name, number=number, label=FieldDescriptorProto.LABEL_OPTIONAL)
-    if label in ("repeated", "map"):
-        field.label = FieldDescriptorProto.LABEL_REPEATED
-    if label == "oneof":
-        if not message.oneof_decl:
-            message.oneof_decl.add(name=_ONEOF)
-        field.oneof_index = 0
-    if label == "map":  # on the wire: repeated messages with a key and a value
-        entry = message.nested_type.add(name=f"{name.title()}Entry")
-        entry.options.map_entry = True
-        _add_field(entry, "", "string", "key", 1)
-        _add_field(entry, "", type_name, "value", 2)
-        type_name = entry.name
-    if type_name[0].isupper():
-        field.type, field.type_name = FieldDescriptorProto.TYPE_MESSAGE, type_name  # protobuf finds its scope
-    else:
-        field.type = FieldDescriptorProto.Type.Value(f"TYPE_{type_name.upper()}")
-
-
-_POOL = DescriptorPool()
-_POOL.AddSerializedFile(file_descriptor().SerializeToString())
-
-
-def message_class(name: str) -> Any:
-    return GetMessageClass(_POOL.FindMessageTypeByName(f"{_PACKAGE}.{name}"))
-
-
+message_class = FILE.message_class
 ModelInferRequest = message_class("ModelInferRequest")
 ModelInferResponse = message_class("ModelInferResponse")
 ModelMetadataResponse = message_class("ModelMetadataResponse")
 ModelReadyResponse = message_class("ModelReadyResponse")
+ModelStatisticsResponse = message_class("ModelStatisticsResponse")
+RepositoryIndexResponse = message_class("RepositoryIndexResponse")
 ServerLiveResponse = message_class("ServerLiveResponse")
 ServerMetadataResponse = message_class("ServerMetadataResponse")
 ServerReadyResponse = message_class("ServerReadyResponse")

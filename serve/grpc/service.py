@@ -23,12 +23,13 @@ from serve.errors import (
     Unimplemented,
     UnsupportedMediaType,
 )
-from serve.grpc import messages, open_inference
+from serve.grpc import health, messages, open_inference, reflection
 from serve.grpc.http2 import hpack
 from serve.grpc.http2.headers import MAX_HEADER_LIST_BYTES
 from serve.grpc.http2.stream import Stream
 from serve.grpc.http2.streams import Streams
 from serve.grpc.messages import Payload
+from serve.grpc.streaming import Answering, MessageStream, Open
 from serve.load_shedding import admit
 from serve.models import ModelRepository
 from serve.request_body import MemoryBudget
@@ -46,8 +47,9 @@ _CONTENT_SUBTYPES = (b"", b"+proto")  # others are not protobuf
 class Method:
     name: str
     parse: Callable[[bytes], Any]
-    answer: Callable[[Any, RpcCall], Awaitable[Any]]
-    open: bool  # to clients without a key
+    answer: Callable[[Any, RpcCall], Awaitable[Any]] | None
+    needs_key: bool = True
+    stream: Open | None = None  # instead of `answer`, where there are several messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,8 @@ class RpcCall(RequestContext):
         self.head, self._stream = head, stream
         self.timeout_seconds = head.timeout_seconds
         self.task: asyncio.Task[None] | None = None  # the event loop holds no reference to it
+        self.messages: MessageStream | None = None  # of a call with several
+        self.answering: Answering | None = None
 
     def is_disconnected(self) -> bool:
         return self._stream.cancelled
@@ -90,16 +94,7 @@ class Calls:
         self._common_headers = hpack.encode_literals((name.encode(), value.encode()) for name, value in headers)
         self._bundle_headers: dict[Any, bytes] = {}
         self._running: set[RpcCall] = set()
-        servicer = Servicer(repository, requests)
-        self._methods = {
-            f"/{open_inference.SERVICE}/{name}": Method(
-                name,
-                open_inference.message_class(f"{name}Request").FromString,
-                getattr(servicer, name),
-                name in OPEN_RPCS,
-            )
-            for name in open_inference.METHODS
-        }
+        self._methods = _methods(Servicer(repository, requests), health.Health(repository))
 
     # Called by a connection
 
@@ -112,7 +107,7 @@ class Calls:
         method = self._methods.get(path)
         try:
             if method is None:
-                raise Unimplemented(f"no method {path[:200]!r} here; there are those of {open_inference.SERVICE}")
+                raise Unimplemented(_why_not(path))
             encoding = messages.encoding_name(request.get(b"grpc-encoding"))
             return Head(request, method.name, method, encoding, parse_grpc_timeout(request.get(b"grpc-timeout")))
         except (InvalidPayload, RequestError) as error:
@@ -122,14 +117,19 @@ class Calls:
         head: Head = stream.head
         stream.state = RpcCall(head, stream)
         try:
-            if self._keys is not None and not (head.method is not None and head.method.open):
+            if self._keys is not None and (head.method is None or head.method.needs_key):
                 self._keys.admit(head.headers)
             if head.error is not None:
                 raise head.error()
+            if head.method is not None and head.method.stream is not None:
+                self._open(streams, stream, head.method.stream)
         except (InvalidPayload, RequestError) as error:
             self._refuse(streams, stream, error)
 
     def on_data(self, streams: Streams, stream: Stream, size: int) -> None:
+        if stream.state.messages is not None:
+            self._receive(stream)
+            return
         try:
             messages.check_size(stream.parts, stream.size, self._max_bytes)
             self._budget.reserve(stream.state, size, max(self._max_bytes, _BUDGET_BYTES))
@@ -138,6 +138,9 @@ class Calls:
 
     def on_complete(self, streams: Streams, stream: Stream) -> None:
         call: RpcCall = stream.state
+        if call.messages is not None:
+            self._receive(stream, ended=True)
+            return
         stream.running = True
         self._running.add(call)
         RequestContext.in_progress += 1
@@ -147,14 +150,17 @@ class Calls:
         self._refuse(streams, stream, RequestTimeout("the call did not arrive whole in time"))
 
     def on_cancel(self, stream: Stream) -> None:
-        self._fail(stream.state, ClientDisconnected("the client cancelled its call before it was whole"))
+        if stream.state.messages is None:
+            self._fail(stream.state, ClientDisconnected("the client cancelled its call before it was whole"))
+        else:
+            stream.state.status = "CANCELLED"  # the only way to end a call that goes on
         self._finish(stream)
 
     # One call
 
     async def _answer(self, streams: Streams, stream: Stream, call: RpcCall) -> None:
         method = call.head.method
-        assert method is not None
+        assert method is not None and method.answer is not None
         try:
             try:
                 answer = await method.answer(await self._read_message(stream, call, method), call)
@@ -177,18 +183,47 @@ class Calls:
         if compressed:
             data = await messages.decompress(data, call.head.encoding, self._max_bytes)
         call.size = len(data)
+        return _parse(method, data)
+
+    # A call with several messages, in either direction
+
+    def _open(self, streams: Streams, stream: Stream, open_call: Open) -> None:
+        call: RpcCall = stream.state
+
+        def end(error: Exception | None) -> None:
+            if error is not None:
+                self._refuse(streams, stream, error)
+                return
+            call.status = "OK"
+            streams.answer(stream, b"", b"", self._head(call) + messages.OK + self._identity(call))
+            self._finish(stream)
+
+        call.messages = MessageStream(streams, stream, end)
+        call.answering = open_call(call.messages)
+
+    def _receive(self, stream: Stream, *, ended: bool = False) -> None:
+        """Handle the messages that are complete."""
+        call: RpcCall = stream.state
+        received, answering, method = call.messages, call.answering, call.head.method
+        assert received is not None and answering is not None and method is not None
         try:
-            return method.parse(data)
-        except DecodeError:
-            raise InvalidPayload(f"the bytes are no message of {method.name}") from None
+            for data in received.receive():
+                answering.on_message(_parse(method, data))
+                if stream.state is None:  # the call has ended
+                    return
+            if ended:
+                received.check_end()
+                answering.on_end()
+        except Exception as error:
+            received.end(error)
 
     def _refuse(self, streams: Streams, stream: Stream, error: Exception) -> None:
-        """Answer a call before it is complete."""
+        """End a call before it is complete."""
         call: RpcCall = stream.state
         stream.parts = []
         status, trailers = call.head.status, self._fail(call, error) + self._identity(call)
         if status == HTTPStatus.OK:
-            streams.answer(stream, b"", b"", messages.ANSWER + trailers)
+            streams.answer(stream, b"", b"", self._head(call) + trailers)
         else:
             call.status = status
             allowed = error.headers if isinstance(error, RequestError) else ()
@@ -205,9 +240,17 @@ class Calls:
 
     def _finish(self, stream: Stream) -> None:
         call: RpcCall = stream.state
+        if call.answering is not None:
+            call.answering.close()
+            call.answering = call.messages = None  # which refer to the stream as well
         stream.state = None  # which refers to the stream: a reference cycle would wait for the garbage collector
         self._budget.release(call)
         self._requests.finish(call)
+
+    @staticmethod
+    def _head(call: RpcCall) -> bytes:
+        """Return the headers of an answer that is only a status, unless they were sent before."""
+        return b"" if call.messages is not None and call.messages.has_begun else messages.ANSWER
 
     def _identity(self, call: RpcCall) -> bytes:
         """Return the headers that name the request and the bundle that answered it."""
@@ -252,10 +295,56 @@ class Servicer:
         metadata = self._repository.model_metadata(message.name, message.version)
         return open_inference.ModelMetadataResponse(**metadata)
 
+    async def ModelStatistics(self, message: Any, _call: RpcCall) -> Any:  # noqa: N802
+        stats = self._repository.statistics(message.name, message.version)
+        return open_inference.ModelStatisticsResponse(model_stats=stats)
+
+    async def RepositoryIndex(self, message: Any, _call: RpcCall) -> Any:  # noqa: N802
+        return open_inference.RepositoryIndexResponse(models=self._repository.index(ready=message.ready))
+
     async def RepositoryModelLoad(self, _message: Any, _call: RpcCall) -> Any:  # noqa: N802
         raise Unimplemented("models are loaded by the operator (`pipe deploy`), never by clients")
 
     RepositoryModelUnload = RepositoryModelLoad
+
+
+def _methods(servicer: Servicer, health_service: health.Health) -> dict[str, Method]:
+    """Return the methods by path."""
+    parse_health = health.HealthCheckRequest.FromString
+    methods = {
+        f"/{open_inference.SERVICE}/{name}": Method(
+            name,
+            open_inference.message_class(f"{name}Request").FromString,
+            getattr(servicer, name),
+            needs_key=name not in OPEN_RPCS,
+        )
+        for name in open_inference.METHODS
+    }
+    methods[f"/{health.SERVICE}/Check"] = Method("Check", parse_health, health_service.check, needs_key=False)
+    methods[f"/{health.SERVICE}/Watch"] = Method(
+        "Watch", parse_health, None, needs_key=False, stream=health_service.watch
+    )
+    files = [open_inference.FILE, health.FILE, *reflection.FILES]
+    for version in reflection.FILES:
+        service = reflection.Reflection(version, files)
+        methods[f"/{version.package}.ServerReflection/ServerReflectionInfo"] = Method(
+            "ServerReflectionInfo", service.request_class.FromString, None, stream=service.open
+        )
+    return methods
+
+
+def _why_not(path: str) -> str:
+    service, _, name = path.removeprefix("/").partition("/")
+    if service == open_inference.SERVICE and name in open_inference.REFUSED:
+        return f"{name}: {open_inference.REFUSED[name]}"
+    return f"no method {path[:200]!r} here; there are those of {open_inference.SERVICE}"
+
+
+def _parse(method: Method, data: bytes) -> Any:
+    try:
+        return method.parse(data)
+    except DecodeError:
+        raise InvalidPayload(f"the bytes are no message of {method.name}") from None
 
 
 def _check_protocol(request: dict[bytes, bytes]) -> Callable[[], RequestError] | None:

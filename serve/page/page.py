@@ -22,6 +22,7 @@ import orjson
 from pipeline.contract.html import Child, Html, el, flat, table
 from pipeline.contract.signature import Generation, TensorSpec
 from serve.errors import Headers
+from serve.metrics import SUCCESS
 from serve.model_version import ModelVersion
 from serve.models import ModelRepository
 from serve.page.fields import form_fields
@@ -60,10 +61,10 @@ def accepts_html(accept: bytes) -> bool:
     return b"text/html" in accept
 
 
-def headers() -> Headers:
-    """Allow only the page's own script and style, and no embedding in frames."""
+def headers(script: str = "page.js", styles: Sequence[str] = ("page.css",)) -> Headers:
+    """Allow only a page's own script and styles, and no embedding in frames."""
     policy = (
-        f"default-src 'none'; script-src {_csp_hash('page.js')}; style-src {_csp_hash('page.css')}; "
+        f"default-src 'none'; script-src {_csp_hash(script)}; style-src {' '.join(map(_csp_hash, styles))}; "
         "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
     return (
@@ -76,16 +77,7 @@ def headers() -> Headers:
 
 
 def render(shown: PageModel) -> bytes:
-    name = shown.current.name
-    head = el(
-        "head",
-        el("meta", charset="utf-8"),
-        el("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        el("meta", name="color-scheme", content="light dark"),
-        el("title", f"{name} · prediction service"),
-        el("link", rel="icon", href=_ICON),
-        el("style", Html(_read_file("page.css"))),
-    )
+    head = page_head(f"{shown.current.name} · prediction service", ("page.css",))
     body = el(
         "body",
         _header(shown),
@@ -99,9 +91,21 @@ def render(shown: PageModel) -> bytes:
         ),
         _footer(shown),
         el("script", Html(embedded(shown.current)), type="application/json", id="data"),
-        el("script", Html(_read_file("page.js"))),
+        el("script", Html(read_file("page.js"))),
     )
     return f"<!doctype html>\n{el('html', head, body, lang='en')}\n".encode()
+
+
+def page_head(title: str, styles: Sequence[str]) -> Html:
+    return el(
+        "head",
+        el("meta", charset="utf-8"),
+        el("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        el("meta", name="color-scheme", content="light dark"),
+        el("title", title),
+        el("link", rel="icon", href=_ICON),
+        [el("style", Html(read_file(name))) for name in styles],
+    )
 
 
 def _header(shown: PageModel) -> Html:
@@ -231,6 +235,7 @@ def _card_section(served: ModelVersion) -> Html | None:
 
 def _footer(shown: PageModel) -> Html:
     links = (
+        ("API", "/docs"),
         ("OpenAPI", "/openapi.json"),
         ("metrics", "/metrics"),
         ("metadata", f"/v2/models/{shown.current.name}"),
@@ -240,14 +245,14 @@ def _footer(shown: PageModel) -> Html:
 
 
 @functools.cache
-def _read_file(name: str) -> str:
+def read_file(name: str) -> str:
     return (_HERE / name).read_text()
 
 
 @functools.cache
 def _csp_hash(name: str) -> str:
     """Return the hash of a file as a content security policy names it."""
-    digest = hashlib.sha256(_read_file(name).encode()).digest()
+    digest = hashlib.sha256(read_file(name).encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 
@@ -340,7 +345,7 @@ def _version_counters(served: ModelVersion, current: bool) -> dict[str, Any]:
     series = served.metrics
     series.flush()
     histograms = list(series.seconds.values())
-    refused = sum(count for (_, code), count in series.requests.items() if code not in (200, "OK"))
+    refused = sum(count for (_, code), count in series.requests.items() if code not in SUCCESS)
     return {
         "model": served.name,
         "version": served.version,

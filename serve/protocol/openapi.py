@@ -14,6 +14,8 @@ import numpy as np
 from pipeline.contract.signature import NUMPY_TYPES, Limits, Signature, TensorSpec
 from serve.model_version import ModelVersion
 from serve.models import ModelRepository
+from serve.protocol.classification import MAX_CLASSES, classes_spec, is_classifiable
+from serve.protocol.v1 import SIGNATURE_NAME
 from serve.protocol.validate import format_shape
 from serve.routes import PATHS, needs_no_key
 
@@ -21,7 +23,7 @@ Schema = dict[str, Any]
 ANY_PARAMETERS: Schema = {
     "type": ["object", "null"],
     "additionalProperties": {"type": ["string", "number", "boolean"]},
-    "description": "classification, shared memory and sequences are rejected; unknown parameters are ignored",
+    "description": "shared memory and sequences are rejected; unknown parameters are ignored",
 }
 # The smallest numbers that are rounded to infinity; BF16 is rounded from float32.
 _INFINITE_FROM = {
@@ -54,6 +56,7 @@ _ERROR_DESCRIPTIONS = {
 _SUMMARIES = {
     "root": "Page for browsers, or a liveness answer",
     "page_counters": "Counters for the page",
+    "docs": "Page for browsers to try these operations",
     "metrics": "Metrics for Prometheus",
     "openapi": "This document",
     "v1_models": "Names of the models",
@@ -67,6 +70,8 @@ _SUMMARIES = {
     "model_ready": "Readiness of the model",
     "infer": "Inference on raw tensors (Open Inference Protocol)",
     "index": "All loaded versions",
+    "statistics": "Counts and durations of all models (Triton's statistics extension)",
+    "model_statistics": "Counts and durations of the model (Triton's statistics extension)",
     "texts_models": "Language models, as OpenAI lists them",
     "texts_model": "One language model",
     "completions": "Completions of prompts, optionally as a stream of events",
@@ -74,6 +79,11 @@ _SUMMARIES = {
     "embeddings": "Vectors of texts",
 }
 _OPENAI_KINDS = ("texts_models", "texts_model", "completions", "chat", "embeddings")
+_OPENAI_EXAMPLES: dict[str, Schema] = {
+    "completions": {"prompt": "Once upon a time", "max_tokens": 16},
+    "chat": {"messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 16},
+    "embeddings": {"input": ["Hello!"]},
+}
 _METRICS = ("text/plain", "application/openmetrics-text")
 _TIMEOUT_HEADER = {
     "name": "x-request-timeout",
@@ -170,13 +180,17 @@ def _server_operation(kind: str) -> Schema:
     if kind == "root":
         alive = _json(_object({"status": {"const": "alive"}}))
         return _responses({"content": {**alive["content"], "text/html": {"schema": _TEXT}}})
+    if kind == "docs":
+        return _responses({"content": {"text/html": {"schema": _TEXT}}}, "404")
     if kind == "metrics":
         return _responses({"content": {name: {"schema": _TEXT} for name in _METRICS}})
     if kind == "index":
-        entry = _object({"name": _TEXT, "version": _TEXT, "state": {"const": "READY"}, "reason": _TEXT})
-        body = {"type": "object", "additionalProperties": False, "properties": {"ready": _BOOLEAN}}
+        state = {"enum": ["READY", "UNAVAILABLE"]}
+        entry = _object({"name": _TEXT, "version": _TEXT, "state": state, "reason": _TEXT})
+        body = {"type": "object", "additionalProperties": False, "properties": {"ready": _NULLABLE_BOOLEAN}}
         responses = _responses(_json({"type": "array", "items": entry}), "400", "413", "415", "431", "500")
-        return {"requestBody": {"content": {"application/json": {"schema": body}}}, **responses}
+        request = {"content": {"application/json": {"schema": body, "example": {"ready": True}}}}
+        return {"requestBody": request, **responses}
     if kind == "page_counters":
         return _responses(_json({"type": "object"}), "404")
     if kind == "ready":
@@ -186,6 +200,7 @@ def _server_operation(kind: str) -> Schema:
         "v1_models": _object({"models": {"type": "array", "items": _TEXT}}),
         "models": _object({"models": {"type": "array", "items": _TEXT}}),
         "live": _object({"live": {"const": True}}),
+        "statistics": statistics(),
         "server": _object({"name": _TEXT, "version": _TEXT, "extensions": {"type": "array", "items": _TEXT}}),
     }
     return _responses(_json(schema[kind]))
@@ -196,11 +211,18 @@ def _model_operation(kind: str, version: ModelVersion) -> Schema:
         return _openai_operation(kind)
     if kind in ("v1_model", "model_ready"):
         return _health(_object({"name": {"const": version.name}, "ready": _BOOLEAN}))
+    if kind == "model_statistics":
+        return _responses(_json(statistics()), "404")
     if kind == "model":
         return _responses(_json(_ref(version, "Metadata")), "404")
     what = "Predict" if kind == "predict" else "Infer"
     request, answer = _json(_ref(version, f"{what}Request")), _json(_ref(version, f"{what}Answer"))
-    if kind == "infer":
+    if (example := version.examples.get(kind)) is not None:
+        request["content"]["application/json"]["example"] = example
+    file = {"schema": {"type": "string", "format": "binary", "description": "one instance"}}
+    if kind == "predict":
+        request["content"] |= dict.fromkeys(version.predictor.media_types, file)
+    else:
         request["content"]["application/octet-stream"] = answer["content"]["application/octet-stream"] = {
             "schema": {"type": "string", "format": "binary"}
         }
@@ -281,7 +303,9 @@ def _openai_schemas(by_kind: Mapping[str, Sequence[str]]) -> Schema:
         result |= {"texts.texts_models.Answer": models(), "texts.texts_model.Answer": model()}
     for kind, names in by_kind.items():
         request, answer = schemas[kind]
-        result |= {f"texts.{kind}.Request": request(names), f"texts.{kind}.Answer": answer()}
+        example = {"model": names[0], **_OPENAI_EXAMPLES[kind]}
+        result[f"texts.{kind}.Request"] = request(names) | {"examples": [example]}
+        result[f"texts.{kind}.Answer"] = answer()
     return result
 
 
@@ -311,6 +335,22 @@ def metadata(signature: Signature, name: str) -> Schema:
     )
 
 
+def statistics() -> Schema:
+    duration = _object({"count": _COUNT, "ns": _COUNT})
+    durations = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output")
+    batch = _object({"batch_size": _COUNT, **dict.fromkeys(durations[3:], duration)})
+    version = {
+        "name": _TEXT,
+        "version": _TEXT,
+        "last_inference": {**_COUNT, "description": "milliseconds since the epoch"},
+        "inference_count": {**_COUNT, "description": "rows that were computed"},
+        "execution_count": {**_COUNT, "description": "runs of the model"},
+        "inference_stats": _object(dict.fromkeys((*durations, "cache_hit", "cache_miss"), duration)),
+        "batch_stats": {"type": "array", "items": batch},
+    }
+    return _object({"model_stats": {"type": "array", "items": _object(version)}})
+
+
 def predict_request(signature: Signature) -> Schema:
     instances = {
         "type": "array",
@@ -319,7 +359,7 @@ def predict_request(signature: Signature) -> Schema:
         "items": {},
         "description": "instances for the model's codec; the model card and the page at / show an example",
     }
-    return _object({"instances": instances}, required=["instances"])
+    return _object({"instances": instances, "signature_name": {"enum": [SIGNATURE_NAME, None]}}, required=["instances"])
 
 
 def predict_answer() -> Schema:
@@ -336,8 +376,16 @@ def infer_request(signature: Signature, name: str) -> Schema:
             {"contains": {"type": "object", "required": ["name"], "properties": {"name": {"const": spec.name}}}}
             for spec in signature.inputs
         ]
+    classes = {
+        **_COUNT,
+        "maximum": MAX_CLASSES,
+        "description": "number of largest values to return as `value:index[:label]`, 0 for the tensor",
+    }
     output = _object(
-        {"name": {"enum": list(signature.output_names)}, "parameters": _parameters(binary_data={"type": "boolean"})},
+        {
+            "name": {"enum": list(signature.output_names)},
+            "parameters": _parameters(binary_data={"type": "boolean"}, classification=classes),
+        },
         required=["name"],
     )
     return _object(
@@ -364,7 +412,7 @@ def infer_answer(signature: Signature, name: str, version: str) -> Schema:
             "model_name": {"const": name},
             "model_version": {"const": version},
             "id": {"type": "string"},
-            "outputs": {"type": "array", "items": {"anyOf": [_output_tensor(spec) for spec in signature.outputs]}},
+            "outputs": {"type": "array", "items": {"anyOf": _output_tensors(signature)}},
         },
         required=["model_name", "model_version", "outputs"],
     )
@@ -391,6 +439,12 @@ def _input_tensor(spec: TensorSpec, limits: Limits) -> Schema:
         },
         required=["name", "shape", "datatype", "data"],
     )
+
+
+def _output_tensors(signature: Signature) -> list[Schema]:
+    """Return each output, and each of numbers again as strings: its largest values (`classification`)."""
+    classes = [classes_spec(spec) for spec in signature.outputs if is_classifiable(spec)]
+    return [_output_tensor(spec) for spec in (*signature.outputs, *classes)]
 
 
 def _output_tensor(spec: TensorSpec) -> Schema:

@@ -14,6 +14,7 @@ import numpy as np
 
 from pipeline.contract.errors import InvalidPayload
 from pipeline.contract.signature import NUMPY_TYPES, Signature
+from serve.protocol.classification import PARAMETER, check_classification
 from serve.protocol.validate import check_bytes, check_names, check_outputs, check_shapes, format_shape
 from serve.runtime import bfloat16
 
@@ -35,7 +36,7 @@ _REJECTED_PARAMETERS = dict.fromkeys(
     ("sequence_id", "sequence_start", "sequence_end"),
     "the service keeps no state between requests",
 )
-_REJECTED_PARAMETERS["classification"] = "request the tensor and take its largest values"
+_REJECTED_PARAMETERS[PARAMETER] = "it is a parameter of a requested output"
 _NULL = type(None)
 _MAX_CACHED_SHAPES = 4096
 _SMALL = 1024  # elements; with more, the overhead of numpy calls does not matter
@@ -57,6 +58,7 @@ class RequestedOutput(NamedTuple):
 
     name: str
     binary: bool
+    classes: int = 0  # that are returned instead of the tensor
 
 
 class InferRequest(NamedTuple):
@@ -74,6 +76,9 @@ class InferRequest(NamedTuple):
             check_names([tensor.name for tensor in inputs], signature.inputs)
         if self.outputs:
             check_outputs([output.name for output in self.outputs], signature.outputs)
+            for output in self.outputs:
+                if output.classes:
+                    check_classification(next(spec for spec in signature.outputs if spec.name == output.name))
         ordered = inputs if len(inputs) == 1 else [by_name[name] for name in specs]
         shapes = tuple([tuple(tensor.shape) for tensor in ordered])
         for tensor in ordered:
@@ -90,10 +95,10 @@ class InferRequest(NamedTuple):
         return self.outputs or [RequestedOutput(name, self.binary) for name in signature.output_names]
 
 
-def reject_parameters(parameters: Parameters, where: str) -> None:
+def reject_parameters(parameters: Parameters, where: str, supported: str = "") -> None:
     """Reject parameters that would change the answer but are not supported; ignore all others."""
     for name, reason in _REJECTED_PARAMETERS.items():
-        if parameters.get(name):
+        if parameters.get(name) and name != supported:
             raise InvalidPayload(f"{where}: parameter {name!r} is not supported: {reason}")
 
 
@@ -215,7 +220,7 @@ def _from_raw(data: bytes | memoryview, datatype: str) -> Array:
     if datatype == "BYTES":
         texts = _split_strings(bytes(data))
         return np.fromiter(texts, np.object_, len(texts))
-    kind = np.dtype(np.uint16) if datatype == "BF16" else _DTYPES[datatype]
+    kind = raw_type(datatype)
     if len(data) % kind.itemsize:
         raise _InvalidData(f"{len(data)} raw bytes are not a whole number of {datatype} elements")
     if datatype == "BOOL" and len(data) and np.frombuffer(data, np.uint8).max() > 1:
@@ -224,6 +229,11 @@ def _from_raw(data: bytes | memoryview, datatype: str) -> Array:
     if datatype == "BF16":
         return bfloat16.from_bits(array)
     return array.astype(kind, copy=not array.flags.aligned)
+
+
+def raw_type(datatype: str) -> np.dtype[Any]:
+    """Return the type of the elements in raw data."""
+    return np.dtype(np.uint16) if datatype == "BF16" else _DTYPES[datatype]
 
 
 def _split_strings(data: bytes) -> list[str]:

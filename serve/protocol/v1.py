@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,12 +15,16 @@ from pipeline.contract.errors import InvalidPayload
 from serve.request_body import parse_object
 from serve.runtime.predictor import Predictor
 
+SIGNATURE_NAME = "serving_default"  # of TensorFlow Serving's models; a model here has one signature
+_FIELDS = {"instances", "signature_name"}
+
 
 @dataclass(slots=True)
 class Payload:
     """The body of one prediction. Its codec is user code, which may block."""
 
     body: bytes
+    is_file: bool = False  # the body is an instance, in one of the codec's media types
     _parts: Sequence[Part] = ()
     is_quick: ClassVar[bool] = False
     timeout_seconds: ClassVar[float] = math.inf  # the protocol has no field for it
@@ -29,7 +34,7 @@ class Payload:
         return ""
 
     def decode(self, predictor: Predictor) -> tuple[Sequence[Part], Sequence[str]]:
-        self._parts = predictor.decode(parse(self.body))
+        self._parts = predictor.decode([file_instance(self.body)] if self.is_file else parse(self.body))
         return self._parts, predictor.session.outputs
 
     def encode(self, predictor: Predictor, outputs: Sequence[Arrays], version: str) -> bytes:  # noqa: ARG002
@@ -38,11 +43,17 @@ class Payload:
         return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
+def file_instance(body: bytes) -> dict[str, str]:
+    return {"b64": base64.b64encode(body).decode()}
+
+
 def parse(body: bytes) -> Any:
     """Return the instances of a request body."""
     fields = parse_object(body)
     if "instances" not in fields:
         raise InvalidPayload('body: the field "instances" is missing')
-    if unknown := sorted(set(fields) - {"instances"}):
-        raise InvalidPayload(f'body: unknown field "{unknown[0]}"; the only one is "instances"')
+    if unknown := sorted(set(fields) - _FIELDS):
+        raise InvalidPayload(f'body: unknown field "{unknown[0][:80]}"; known fields: instances, signature_name')
+    if (name := fields.get("signature_name")) is not None and name != SIGNATURE_NAME:
+        raise InvalidPayload(f'body: signature_name {str(name)[:80]!r} is unknown; the only one is "{SIGNATURE_NAME}"')
     return fields["instances"]

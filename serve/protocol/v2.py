@@ -6,8 +6,9 @@ codec as in V1, and returns a BYTES tensor of predictions. Requests with the gra
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import orjson
@@ -16,8 +17,10 @@ from pipeline.contract.codec import Part
 from pipeline.contract.errors import InvalidPayload
 from pipeline.contract.signature import Signature, TensorSpec
 from serve.protocol import v2_json
-from serve.protocol.tensors import Array, InferRequest, RequestedOutput, Tensor, reject_parameters, to_raw
+from serve.protocol.classification import PARAMETER, classify, parse_classification
+from serve.protocol.tensors import Array, InferRequest, RequestedOutput, Tensor, raw_type, reject_parameters, to_raw
 from serve.protocol.v2_json import JsonOutput, flag, read_v2_json
+from serve.protocol.validate import format_shape
 from serve.request_context import parse_timeout_parameter
 from serve.runtime.predictor import Predictor
 
@@ -36,7 +39,9 @@ class Payload:
 
     def __init__(self, model: str, body: bytes, length_header: str | None) -> None:
         self._model, self._body, self._length = model, body, length_header
-        self._parsed: InferRequest | None = None
+        self._is_raw = length_header == "0" and bool(body)
+        # The request of raw bytes has no fields, and becomes an input once the signature is known.
+        self._parsed: InferRequest | None = InferRequest("", (), ()) if self._is_raw else None
         self._decoded = NOT_DECODED
         self.is_quick = _is_quick(body, length_header)
 
@@ -55,7 +60,9 @@ class Payload:
         return self.request.id
 
     def decode(self, predictor: Predictor) -> tuple[Sequence[Part], Sequence[str]]:
-        self._decoded = decode_request(self.request, predictor)
+        request = raw_request(self._body, predictor.signature) if self._is_raw else self.request
+        self._decoded = decode_request(request, predictor)
+        self.is_quick = self.is_quick and not has_classes(self._decoded.requested_outputs)
         return self._decoded.parts, self._decoded.names
 
     def encode(self, predictor: Predictor, outputs: Sequence[Mapping[str, Array]], version: str) -> Answer:
@@ -87,6 +94,38 @@ def parse(body: bytes, length_header: str | None, model: str = "") -> InferReque
     outputs = [_requested_output(item, f"outputs.{index}", binary) for index, item in enumerate(fields.outputs or ())]
     inputs = _tensors(fields.inputs, memoryview(body)[split:])
     return InferRequest(fields.id or "", inputs, outputs, binary, fields.parameters or {})
+
+
+def raw_request(body: bytes, signature: Signature) -> InferRequest:
+    """Return the request of a body without JSON (Triton's raw binary request): the only input, as a batch of one row.
+
+    The size of at most one more axis follows from that of the body. All outputs are requested as raw bytes.
+    """
+    if len(signature.inputs) != 1:
+        raise InvalidPayload(
+            f"{LENGTH_HEADER}: is 0, so that the body is the model's only input; this model has {len(signature.inputs)}"
+        )
+    (spec,) = signature.inputs
+    shape: list[int | str] = [
+        1 if place == 0 and isinstance(axis, str) else axis for place, axis in enumerate(spec.shape)
+    ]
+    free = [place for place, axis in enumerate(shape) if isinstance(axis, str)]
+    if len(free) > 1:
+        raise InvalidPayload(
+            f"{LENGTH_HEADER}: is 0, but the shape {format_shape(spec.shape)} does not follow from a size"
+        )
+    data: Any = memoryview(body)
+    count = len(body) // raw_type(spec.datatype).itemsize
+    if spec.datatype == "BYTES":  # one element, without its length
+        try:
+            data, count = [body.decode()], 1
+        except UnicodeDecodeError:
+            raise InvalidPayload(f"{spec.name}: the body is not UTF-8") from None
+    if free:
+        known = math.prod(axis for axis in shape if isinstance(axis, int))
+        shape[free[0]] = count // known if known else 0
+    tensor = Tensor(spec.name, spec.datatype, cast("list[int]", shape), data)
+    return InferRequest("", (tensor,), (), binary=True)
 
 
 def render(
@@ -144,10 +183,19 @@ def _raw_part(size: Any, rest: memoryview, tensor: Tensor) -> memoryview:
 
 
 def _requested_output(item: JsonOutput, where: str, binary: bool) -> RequestedOutput:
-    if item.parameters:
-        reject_parameters(item.parameters, where)
-        binary = flag(item.parameters, "binary_data", f"{where}.parameters", default=binary)
-    return RequestedOutput(item.name, binary)
+    if not item.parameters:
+        return RequestedOutput(item.name, binary)
+    reject_parameters(item.parameters, where, supported=PARAMETER)
+    binary = flag(item.parameters, "binary_data", f"{where}.parameters", default=binary)
+    return RequestedOutput(item.name, binary, parse_classification(item.parameters.get(PARAMETER), where))
+
+
+def has_classes(requested_outputs: Sequence[RequestedOutput]) -> bool:
+    """Return whether outputs have to be sorted, which may take long."""
+    for output in requested_outputs:  # noqa: SIM110  # for every request: a generator costs more than the one output
+        if output.classes:
+            return True
+    return False
 
 
 INSTANCES, PREDICTIONS = "instances", "predictions"
@@ -200,7 +248,13 @@ def encode_outputs(
 ) -> tuple[Mapping[str, Array], Mapping[str, str]]:
     """Return the tensors of the answer and their datatypes; predictions that are not strings are written as JSON."""
     if not (count := decoded.text_count):
-        return outputs[0], predictor.datatypes
+        arrays, datatypes = outputs[0], predictor.datatypes
+        for output in decoded.requested_outputs:
+            if output.classes:
+                spec = next(spec for spec in predictor.signature.outputs if spec.name == output.name)
+                arrays = {**arrays, output.name: classify(arrays[output.name], spec, output.classes)}
+                datatypes = {**datatypes, output.name: "BYTES"}
+        return arrays, datatypes
     predictions = np.empty(count, object)
     predictions[:] = [_text(prediction) for prediction in predictor.encode(outputs, decoded.parts)]
     return {PREDICTIONS: predictions}, _DATATYPES

@@ -72,10 +72,10 @@ def validate_fields(fields: Mapping[str, Any]) -> JsonRequest:
     )
 
 
-def check_index(fields: Mapping[str, Any]) -> None:
-    """Validate the body of a repository index request: `ready` has no effect, since all models are ready."""
+def index_is_ready_only(fields: Mapping[str, Any]) -> bool:
+    """Return the field of a repository index request: whether it is for the models that are ready only."""
     _check_keys(fields, "body", ("ready",))
-    flag(fields, "ready", "body", default=True)
+    return fields.get("ready") is not None and flag(fields, "ready", "body", default=False)
 
 
 def flag(parameters: Parameters, name: str, where: str, *, default: bool) -> bool:

@@ -21,6 +21,7 @@ from pipeline.contract.codec import (
     in_order,
     join_equal_shapes,
     load_bundled_codec,
+    media_types,
 )
 from pipeline.contract.errors import BundleError, InvalidPayload
 from pipeline.contract.signature import Drawing, codec_drawing
@@ -56,12 +57,14 @@ class Predictor:
         self._encode: Encode | None = None
         self.drawing: Drawing | None = None
         self.embedding_sizes: tuple[int, ...] | None = None  # None: it embeds no texts
+        self.media_types: tuple[str, ...] = ()  # of files that are an instance
         if bundle.signature.codec:
             with no_bytecode():
                 self._codec = load_bundled_codec(bundle.path, bundle.signature, f"_codec_{bundle.digest}")
             self._encode = encode_method(self._codec, reference)
             self.drawing = codec_drawing(self._codec, reference)
             self.embedding_sizes = embedding_sizes(self._codec, reference)
+            self.media_types = media_types(self._codec, reference)
         self.language_model: LanguageModel | None = None
         self.text_signature: Signature | None = None  # for V2 and gRPC, where the codec's instances are strings
 

@@ -70,6 +70,19 @@ def test_the_words_of_the_service_that_concern_the_model_travel_in_its_bundle(tm
     }
 
 
+def test_outputs_with_a_value_for_each_class_get_the_names_of_the_classes() -> None:
+    shapes: dict[str, tuple[int | str, ...]] = {
+        "logits": ("batch", 2),
+        "other": ("batch", 3),
+        "tags": ("batch", "length", 2),
+        "pair": ("batch",),
+    }
+    outputs = tuple(TensorSpec(name=name, datatype="FP32", shape=shape) for name, shape in shapes.items())
+    found = bundle._labelled(outputs, ("no", 1))
+    assert {spec.name: spec.labels for spec in found if spec.labels} == {"logits": ("no", "1")}
+    assert bundle._labelled(outputs, ()) == outputs
+
+
 REFERENCE = "some_codec.py:Codec"
 
 

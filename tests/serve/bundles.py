@@ -66,7 +66,7 @@ def _model(path: Path, seed: int) -> None:
 def _signature(codec: str) -> Signature:
     return Signature(
         inputs=(TensorSpec(name="image", datatype="FP32", shape=("batch", 1, 8, 8)),),
-        outputs=(TensorSpec(name="logits", datatype="FP32", shape=("batch", 10)),),
+        outputs=(TensorSpec(name="logits", datatype="FP32", shape=("batch", 10), labels=tuple("0123456789")),),
         codec=codec,
         limits=LIMITS,
         runtime=Runtime(provider="cpu", threads=1),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from serve.errors import Busy
 from serve.metrics import Histogram, ModelMetrics
 from serve.prometheus import Metrics
+from serve.protocol.statistics import version_statistics
 from serve.request_context import RequestContext
 from serve.request_log import RequestLog
 from serve.runtime.predictor import CodecError
@@ -70,6 +72,35 @@ def loaded() -> list[tuple[Any, bool]]:
 @pytest.fixture
 def requests(loaded: list[tuple[Any, bool]]) -> RequestLog:
     return RequestLog(Metrics(lambda: loaded))
+
+
+def test_statistics_are_those_of_the_metrics(requests: RequestLog, loaded: list[tuple[Any, bool]]) -> None:
+    version = loaded[0][0]
+    for status in (200, "OK", 400):
+        _answer(requests, version, status)
+    version.metrics.record_request("v2", 200, 0.5, (0.1, 0.2, 0.3, 0.05))
+    for rows in (4, 1, 4):
+        version.metrics.record_batch(1, rows, 0.25)
+    found = version_statistics(version)
+    assert (found["name"], found["version"]) == ("tiny", "1")
+    assert (found["inference_count"], found["execution_count"]) == (9, 3)
+    assert abs(found["last_inference"] / 1000 - time.time()) < 3600
+    stats = found["inference_stats"]
+    assert (stats["success"]["count"], stats["fail"]["count"]) == (3, 1)
+    assert stats["success"]["ns"] >= 500_000_000 > stats["fail"]["ns"] > 0
+    nanoseconds = {"queue": 200, "compute_input": 100, "compute_infer": 300, "compute_output": 50}
+    for name, expected in nanoseconds.items():
+        assert stats[name] == {"count": 1, "ns": expected * 1_000_000}
+    assert stats["cache_hit"] == {"count": 0, "ns": 0}
+    batches = [(one["batch_size"], one["compute_infer"]) for one in found["batch_stats"]]
+    assert batches == [(1, {"count": 1, "ns": 250_000_000}), (4, {"count": 2, "ns": 500_000_000})]
+
+
+def test_kinds_of_batches_are_bounded() -> None:
+    metrics = ModelMetrics()
+    for rows in range(1000):
+        metrics.record_batch(1, rows, 0.25)
+    assert len(metrics.batch_sizes) == 256
 
 
 def test_requests_are_counted_by_model_version_protocol_and_code(

@@ -45,8 +45,11 @@ def test_all_models_are_ready_or_none_is(
     assert repository.model_ready("empty") is False
     repository.find_model("empty").switch(repository.find_version("two"))
     assert repository.ready() is True
+    assert [one["name"] for one in repository.index(ready=True)] == ["one", "two"]
     repository.draining = True
     assert repository.ready() is False
+    assert repository.index(ready=True) == []
+    assert {one["state"] for one in repository.index()} == {"UNAVAILABLE"}
     manager.close()
 
 

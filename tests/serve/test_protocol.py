@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import httpx
+import numpy as np
 import pytest
 from kserve.protocol.grpc import grpc_predict_v2_pb2 as pb
 from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceStub
 
+from pipeline.contract import __version__
 from pipeline.contract.bundle import Bundle
 from serve.grpc import open_inference
 
@@ -105,9 +108,9 @@ def test_metadata_is_the_same_over_grpc_to_its_last_field(client: httpx.Client, 
 
 def test_the_index_lists_every_version(client: httpx.Client) -> None:
     wanted = [{"name": "tiny", "version": "1", "state": "READY", "reason": ""}]
-    for body in (b"", b"{}", b'{"ready": true}'):
+    for body in (b"", b" ", b"{}", b'{"ready": true}', b'{"ready": false}', b'{"ready": null}'):
         assert client.post("/v2/repository/index", content=body).json() == wanted
-    for body in (b"[]", b'{"ready": 1}', b'{"all": true}', b"{"):
+    for body in (b"[]", b"null", b'{"ready": 1}', b'{"ready": "true"}', b'{"all": true}', b"{"):
         assert client.post("/v2/repository/index", content=body).status_code == 400
 
 
@@ -117,12 +120,77 @@ def test_the_index_lists_every_version(client: httpx.Client) -> None:
         ("/v1/models/tiny:explain", "no explainer"),
         ("/v2/repository/models/tiny/load", "`pipe deploy`"),
         ("/v2/repository/models/tiny/unload", "`pipe deploy`"),
+        ("/v2/trace/setting", "OTEL_"),
+        ("/v2/logging", "--log-format"),
+        ("/v2/systemsharedmemory/region/a/register", "shares no memory"),
     ],
 )
 def test_what_is_not_offered_is_refused_with_the_reason(client: httpx.Client, path: str, named: str) -> None:
     response = client.post(path, json={})
     assert response.status_code == 404
     assert named in response.json()["error"]
+
+
+def test_raw_bytes_alone_are_the_only_input(client: httpx.Client) -> None:
+    image = np.full((1, 1, 8, 8), 0.5, np.float32)
+    headers = {"inference-header-content-length": "0", "content-type": "application/octet-stream"}
+    response = client.post("/v2/models/tiny/infer", content=image.tobytes(), headers=headers)
+    place = int(response.headers["inference-header-content-length"])
+    assert response.headers["content-type"] == "application/octet-stream"
+    (output,) = json.loads(response.content[:place])["outputs"]
+    assert (output["name"], output["parameters"]) == ("logits", {"binary_data_size": 40})
+    found = np.frombuffer(response.content[place:], np.float32)
+    as_json = client.post("/v2/models/tiny/infer", json={"inputs": [INPUT]}).json()["outputs"][0]["data"]
+    np.testing.assert_array_equal(found, np.array(as_json, np.float32))
+    assert client.post("/v2/models/tiny/infer", content=b"ab", headers=headers).status_code == 400
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_largest_values_with_their_labels_are_the_same_over_http_and_grpc(
+    client: httpx.Client, stub: Any, rows: int
+) -> None:
+    image = np.random.default_rng(rows).random((rows, 1, 8, 8)).astype(np.float32)
+    tensor = {**RAW, "shape": list(image.shape)}
+    request = {"inputs": [{**tensor, "data": image.ravel().tolist()}]}
+    logits = client.post("/v2/models/tiny/infer", json=request).json()["outputs"][0]["data"]
+    wish = {"name": "logits", "parameters": {"classification": 3}}
+    (output,) = client.post("/v2/models/tiny/infer", json={**request, "outputs": [wish]}).json()["outputs"]
+    assert (output["datatype"], output["shape"]) == ("BYTES", [rows, 3])
+    scores = np.array(logits, np.float32).reshape(rows, 10)
+    order = np.argsort(-scores, axis=1)[:, :3]
+    assert output["data"] == [f"{scores[row, i]!s}:{i}:{i}" for row, best in enumerate(order) for i in best]
+    message = pb.ModelInferRequest(model_name="tiny", inputs=[tensor])
+    message.inputs[0].contents.fp32_contents.extend(image.ravel().tolist())
+    message.outputs.add(name="logits").parameters["classification"].int64_param = 3
+    (answer,) = stub.ModelInfer(message, timeout=60).outputs
+    assert (answer.datatype, list(answer.shape)) == ("BYTES", [rows, 3])
+    assert [text.decode() for text in answer.contents.bytes_contents] == output["data"]
+
+
+def test_statistics_are_the_same_over_http_and_grpc(client: httpx.Client, server: Running) -> None:
+    before = client.get("/v2/models/tiny/stats").json()["model_stats"][0]["inference_stats"]["success"]["count"]
+    for _ in range(3):
+        assert client.post("/v2/models/tiny/infer", json={"inputs": [INPUT]}).status_code == 200
+    (statistics,) = client.get("/v2/models/tiny/stats").json()["model_stats"]
+    assert statistics["inference_stats"]["success"]["count"] == before + 3
+    assert statistics["execution_count"] > 0
+    for path in ("/v2/models/stats", "/v2/models/tiny/versions/1/stats"):
+        assert client.get(path).json() == {"model_stats": [statistics]}
+    with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
+        call = channel.unary_unary(
+            f"/{open_inference.SERVICE}/ModelStatistics", response_deserializer=lambda data: data
+        )
+        for name, version in (("", ""), ("tiny", ""), ("tiny", "1")):
+            request = open_inference.message_class("ModelStatisticsRequest")(name=name, version=version)
+            answer = open_inference.ModelStatisticsResponse.FromString(call(request.SerializeToString(), timeout=60))
+            assert answer == open_inference.ModelStatisticsResponse(model_stats=[statistics])
+    assert client.get("/v2/models/other/stats").status_code == 404
+    assert client.get("/v2/models/tiny/versions/9/stats").status_code == 404
+
+
+def test_server_reports_the_version_of_the_package_and_its_extensions(client: httpx.Client) -> None:
+    extensions = ["binary_tensor_data", "classification", "statistics"]
+    assert client.get("/v2").json() == {"name": "pipe", "version": __version__, "extensions": extensions}
 
 
 @pytest.mark.parametrize("call", ["Load", "Unload"])

@@ -21,6 +21,9 @@ from serve.routes import PATHS, Route, find_route, needs_no_key
         ("/v2/models/a/versions/0123456789ab/ready", "HEAD", ("model_ready", "a", "0123456789ab")),
         ("/v2/models/versions", "GET", ("model", "versions", "")),
         ("/v2/repository/index", "POST", ("index", "", "")),
+        ("/v2/models/stats", "GET", ("statistics", "", "")),
+        ("/v2/models/a/stats", "GET", ("model_statistics", "a", "")),
+        ("/v2/models/a/versions/1/stats", "GET", ("model_statistics", "a", "1")),
     ],
 )
 def test_a_path_is_known_by_what_it_requests(path: str, method: str, route: tuple[str, str, str]) -> None:
@@ -63,6 +66,16 @@ def test_a_path_that_is_not_quite_one_is_unknown(path: str) -> None:
         ("/v1/models/a/versions/1:explain", "this service has no explainer"),
         ("/v2/repository/models/a/load", "models are loaded by the operator"),
         ("/v2/repository/models/a/unload", "never by clients"),
+        ("/v2/models/a/config", "models have no Triton configuration"),
+        ("/v2/models/a/versions/1/config", "the same path without /config"),
+        ("/v2/models/a/generate", "answer at /openai/v1/completions"),
+        ("/v2/models/a/versions/1/generate_stream", "no generate endpoint"),
+        ("/v2/trace/setting", "traces are set by the OTEL_ variables"),
+        ("/v2/models/a/trace/setting", "traces are set by the OTEL_ variables"),
+        ("/v2/logging", "logs are set by --log-format"),
+        ("/v2/systemsharedmemory/status", "shares no memory with clients"),
+        ("/v2/systemsharedmemory/region/a b/register", "send tensors as raw bytes"),
+        ("/v2/cudasharedmemory/unregister", "shares no memory with clients"),
     ],
 )
 def test_what_these_protocols_have_and_is_not_offered_is_refused_with_the_reason(path: str, reason: str) -> None:

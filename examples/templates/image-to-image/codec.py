@@ -19,6 +19,7 @@ class Codec:
     """Instances and predictions are pictures in base64, as in {"b64": "iVBORw0…"}; answers are PNG."""
 
     requires = ("pillow",)  # packages besides numpy that the service needs
+    media_types = ("image/png", "image/jpeg")  # a picture may also be the body of a request, as it is
 
     def decode(self, instances: Any) -> dict[str, np.ndarray[Any, Any]]:
         pictures = [_read(instance) for instance in instances]

@@ -20,6 +20,7 @@ class Codec:
     """An instance is a PNG or JPEG in base64, as in {"b64": "iVBORw0…"}; a prediction is a class."""
 
     requires = ("pillow",)  # packages besides numpy that the service needs
+    media_types = ("image/png", "image/jpeg")  # a picture may also be the body of a request, as it is
 
     def decode(self, instances: Any) -> dict[str, np.ndarray[Any, Any]]:
         return self.pixels([_picture(instance) for instance in instances])

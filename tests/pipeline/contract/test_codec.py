@@ -5,7 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.contract.codec import codec_class, encode_method, load_codec, required_packages, shared_files
+from pipeline.contract.codec import (
+    codec_class,
+    encode_method,
+    load_codec,
+    media_types,
+    required_packages,
+    shared_files,
+)
 from pipeline.contract.errors import ConfigError
 
 METHODS = {
@@ -97,3 +104,15 @@ def test_encode_with_another_argument_is_refused(root: Path, parameters: str) ->
     (root / "some_codec.py").write_text("\n".join(lines) + "\n")
     with pytest.raises(ConfigError, match=r"encode\(\) must take \(outputs\) or \(outputs, inputs\)"):
         encode_method(load_codec("some_codec.py:Codec", root), "some_codec.py:Codec")
+
+
+def test_media_types_of_files_are_read(root: Path) -> None:
+    write_with(root, "    media_types = ('image/png', 'image/svg+xml')")
+    assert media_types(codec_class("some_codec.py:Codec", root), "") == ("image/png", "image/svg+xml")
+
+
+@pytest.mark.parametrize("name", ["png", "image/*", "Image/PNG", "image/png; q=1", "application/json"])
+def test_other_than_a_type_of_files_is_refused(root: Path, name: str) -> None:
+    write_with(root, f"    media_types = ('{name}',)")
+    with pytest.raises(ConfigError, match=r"name types of files, as in image/png"):
+        codec_class("some_codec.py:Codec", root)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,6 +10,7 @@ from serve import request_body
 from serve.grpc.http2 import frames
 from serve.grpc.http2.frames import ErrorCode, frame
 from serve.grpc.service import Calls
+from serve.models import Model, ModelRepository
 from serve.prometheus import Metrics
 from serve.request_log import RequestLog
 from serve.security import ApiKeys
@@ -27,8 +27,8 @@ class GrpcConnection(MemoryConnection):
 
     def __init__(self, keys: ApiKeys | None = None) -> None:
         self.requests = RequestLog(Metrics(list))
-        repository: Any = None  # no call here reaches it
-        self.calls = Calls(repository, self.requests, [("x-served-by", "me")], MOST, keys)
+        self.repository = ModelRepository()
+        self.calls = Calls(self.repository, self.requests, [("x-served-by", "me")], MOST, keys)
         super().__init__(app=self.calls)
         self.send(CLIENT_PREFACE)
 
@@ -44,6 +44,21 @@ def grpc_status(found: list[frames.Frame]) -> tuple[str, str]:
     assert fields[b"x-request-id"]
     assert resets(found) == {1: ErrorCode.NO_ERROR}
     return fields[b"grpc-status"].decode(), fields[b"grpc-message"].decode()
+
+
+def test_watch_ends_with_its_client_and_is_no_failure() -> None:
+    client = GrpcConnection()
+    watch = [*GRPC[:2], (b":path", b"/grpc.health.v1.Health/Watch"), (b"content-type", b"application/grpc")]
+    _, _, _, not_serving = client.send(headers(1, watch), data(1, b"\0\0\0\0\0"))[-1]
+    assert not_serving == b"\0\0\0\0\2\x08\2", "without models nothing is ready"
+    client.repository.add(Model("empty"))
+    client.repository.draining = False  # nothing has changed for the client
+    assert client.received() == []
+    client.send(frames.rst_stream(1, ErrorCode.CANCEL))
+    assert client.streams.open == {}
+    client.repository.draining = True
+    assert client.received() == []
+    assert client.rejected == {}
 
 
 def test_incomplete_call_times_out() -> None:

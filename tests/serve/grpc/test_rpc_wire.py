@@ -137,7 +137,8 @@ def test_compressed_and_plain_messages_are_read(wire: WireClient, coding: str) -
 
 
 HEADERS_CASES: list[tuple[Changes, str, str]] = [
-    ({b":path": b"/inference.GRPCInferenceService/ModelStreamInfer"}, "UNIMPLEMENTED", "no method"),
+    ({b":path": b"/inference.GRPCInferenceService/ModelStreamInfer"}, "UNIMPLEMENTED", "use ModelInfer"),
+    ({b":path": b"/inference.GRPCInferenceService/Other"}, "UNIMPLEMENTED", "no method"),
     ({b":path": b"/other.Service/ModelInfer"}, "UNIMPLEMENTED", "no method"),
     ({b":path": b"/" + b"x" * 9000}, "UNIMPLEMENTED", "no method"),
     ({b":path": b"*"}, "UNIMPLEMENTED", "no method"),

@@ -149,7 +149,7 @@ def test_models_without_inputs_and_scalar_tensors() -> None:
 @pytest.mark.parametrize(
     ("parameters", "sentence"),
     [
-        ({"classification": 3}, "parameter 'classification' is not supported: request the tensor"),
+        ({"classification": 3}, "parameter 'classification' is not supported: it is a parameter of a requested output"),
         ({"shared_memory_region": "r"}, "parameter 'shared_memory_region' is not supported: send the tensor itself"),
         ({"sequence_id": 5}, "parameter 'sequence_id' is not supported: the service keeps no state"),
     ],

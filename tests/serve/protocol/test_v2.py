@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from pipeline.contract.errors import InvalidPayload
+from pipeline.contract.signature import Limits, Runtime, Signature, TensorSpec
 from serve.protocol.tensors import RequestedOutput
-from serve.protocol.v2 import parse, render
+from serve.protocol.v2 import parse, raw_request, render
 
 INPUT = {"name": "x", "shape": [1, 2], "datatype": "FP32"}
 
@@ -98,6 +99,50 @@ def test_wrong_length_of_raw_data_is_rejected(size: Any, raw: bytes, header: str
 def test_malformed_body_is_rejected_with_its_field(fields: dict[str, Any], sentence: str) -> None:
     with pytest.raises(InvalidPayload, match=sentence):
         parse(json.dumps(fields).encode(), None)
+
+
+def _signature(*inputs: TensorSpec) -> Signature:
+    limits, runtime = Limits(max_batch_size=8, max_body_bytes=1000), Runtime(provider="cpu", threads=1)
+    return Signature(inputs=inputs, outputs=inputs, codec="C", limits=limits, runtime=runtime)
+
+
+@pytest.mark.parametrize(
+    ("datatype", "shape", "body", "values"),
+    [
+        ("INT16", ("batch", 2), b"\1\0\2\0", [[1, 2]]),
+        ("INT16", ("batch", "length"), b"\1\0\2\0", [[1, 2]]),
+        ("INT16", (2,), b"\1\0\2\0", [1, 2]),
+        ("BF16", ("batch", "length"), b"\x80\x3f", [[1.0]]),
+        ("BYTES", ("batch",), "hé".encode(), ["hé"]),
+        ("BYTES", ("batch", "length"), b"", [[""]]),
+    ],
+)
+def test_body_without_json_is_the_only_input_as_one_row(
+    datatype: Any, shape: tuple[int | str, ...], body: bytes, values: Any
+) -> None:
+    signature = _signature(TensorSpec(name="x", datatype=datatype, shape=shape))
+    request = raw_request(body, signature)
+    assert request.arrays(signature)["x"].tolist() == values
+    assert request.requested_outputs(signature) == [RequestedOutput("x", True)]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "datatype", "body", "sentence"),
+    [
+        ([("batch", 2)] * 2, "INT16", b"\0" * 4, "this model has 2"),
+        ([("batch", "a", "b")], "INT16", b"\0" * 4, "does not follow from a size"),
+        ([("batch", 2)], "INT16", b"\0" * 8, "data with 4 elements does not fill the shape"),
+        ([("batch", "a")], "INT16", b"\0" * 3, "3 raw bytes are not a whole number of INT16"),
+        ([("batch",)], "BYTES", b"\xff", "the body is not UTF-8"),
+        ([("batch", 2)], "BYTES", b"a", "data with 1 elements does not fill the shape"),
+    ],
+)
+def test_body_without_json_that_is_not_one_row_is_rejected(
+    shapes: Any, datatype: Any, body: bytes, sentence: str
+) -> None:
+    specs = [TensorSpec(name=f"x{place}", datatype=datatype, shape=shape) for place, shape in enumerate(shapes)]
+    with pytest.raises(InvalidPayload, match=sentence):
+        raw_request(body, _signature(*specs)).arrays(_signature(*specs))
 
 
 def test_answer_is_json_followed_by_raw_tensors() -> None:
