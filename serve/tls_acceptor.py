@@ -36,7 +36,7 @@ class TlsAcceptor:
         max_handshakes: int,
         count_rejected: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`has_room` gets the number of handshakes and says whether one more connection is allowed beside them."""
+        """`has_room` gets the number of handshakes and returns whether one more connection is allowed beside them."""
         self._socket, self._context, self._make_connection = sock, context, make_connection
         self._has_room, self._max_handshakes, self._count_rejected = has_room, max_handshakes, count_rejected
         self.handshakes: dict[asyncio.Task[None], None] = {}  # in the order in which they began

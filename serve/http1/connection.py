@@ -67,6 +67,17 @@ class Application(Protocol):
 class HttpRequest(RequestContext):
     """One request of a connection, and its response."""
 
+    keep_alive = True  # the connection goes on after this request
+    answering: asyncio.Task[None] | None = None
+    gone = False  # the client disconnected
+    half_closed = False  # the client sends no more; it may be gone, or still listen
+    started = answered = False  # a response has been begun, or written completely
+    body_bytes = _taken_bytes = 0  # of the body that have arrived, and that the application has taken
+    _more = True  # of the body is to come
+    _small_pieces: bytearray | None = None  # the last piece of the body, if it grows
+    _waiter: asyncio.Future[None] | None = None
+    _unsent_head = b""  # of a stream, written together with its first part
+
     def __init__(
         self,
         connection: Connection,
@@ -77,19 +88,10 @@ class HttpRequest(RequestContext):
     ) -> None:
         super().__init__(headers, target[0])
         self.method, self.query = method, target[1]
-        self.keep_alive = True  # the connection goes on after this request
-        self.answering: asyncio.Task[None] | None = None
-        self.gone = False  # the client disconnected
-        self.half_closed = False  # the client sends no more; it may be gone, or still listen
-        self.started = self.answered = False  # a response has been begun, or written completely
         self._connection, self._http_1_1 = connection, http_1_1
-        self._unsent_head = b""  # of a stream, written together with its first part
         self._pieces: list[bytes | bytearray] = []  # of the body, not yet taken by the application
-        self._small_pieces: bytearray | None = None  # the last of them, if it grows
-        self.body_bytes = self._taken_bytes = 0  # that have arrived, and that the application has taken
-        self._more = True  # of the body is to come
-        self._waiter: asyncio.Future[None] | None = None
-        self._expects_continue = self.headers.get(b"expect", b"").lower() == b"100-continue"
+        expect = headers.get(b"expect")
+        self._expects_continue = expect is not None and expect.lower() == b"100-continue"
 
     def is_disconnected(self) -> bool:
         """Return True once the client is known to be gone; a request that waited is then not computed.

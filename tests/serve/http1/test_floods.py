@@ -217,7 +217,7 @@ def test_bodies_that_do_not_end_are_bounded_over_all_connections(begun: bytes) -
         port.app.go_on.set()
         for _ in range(5):
             await asyncio.sleep(0)
-        assert any(503 in one.statuses for one in port.transports), "who has taken longest is told so"
+        assert any(503 in one.statuses for one in port.transports), "the slowest are refused"
         await port.close()
         assert port.limits.received.held_bytes == 0
 
