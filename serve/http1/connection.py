@@ -89,7 +89,7 @@ class HttpRequest(RequestContext):
         super().__init__(headers, target[0])
         self.method, self.query = method, target[1]
         self._connection, self._http_1_1 = connection, http_1_1
-        self._pieces: list[bytes | bytearray] = []  # of the body, not yet taken by the application
+        self._pieces: list[Any] = []  # of the body, not yet taken by the application: bytes, or small ones joined
         expect = headers.get(b"expect")
         self._expects_continue = expect is not None and expect.lower() == b"100-continue"
 
@@ -126,7 +126,7 @@ class HttpRequest(RequestContext):
             await self._next_piece()
         if self.gone:
             raise ClientDisconnected("the client hung up in the middle of its request")
-        body = cast("bytes", self._pieces[0]) if len(self._pieces) == 1 else b"".join(self._pieces)
+        body: bytes = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
         self._pieces, self._taken_bytes = [], self.body_bytes
         return body, self._more
 
@@ -612,7 +612,8 @@ class Connection(asyncio.Protocol):
         headers = self._state.default_headers
         if _encoded_headers[0] is not headers:
             _encoded_headers[:] = headers, b"".join([b"%b: %b\r\n" % pair for pair in headers])
-        return cast("bytes", _encoded_headers[1])
+        encoded: bytes = _encoded_headers[1]
+        return encoded
 
     def wait_for_body(self) -> None:
         """Read on, and give the client its time."""
