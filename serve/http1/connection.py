@@ -263,7 +263,7 @@ class Connection(asyncio.Protocol):
         self._max_connections = config.limit_concurrency or sys.maxsize
         self._state = server_state
         self.loop = _loop or asyncio.get_running_loop()
-        self._parser = httptools.HttpRequestParser(self)
+        self._parser: Any = httptools.HttpRequestParser(self)
         self.transport: asyncio.Transport
         self._is_tls = False
         self._peer: str | None = None  # its address, while it counts
@@ -311,6 +311,7 @@ class Connection(asyncio.Protocol):
         self._queue.clear()
         self._data, self._parsed = b"", 0
         self._limits.received.hold(self._give_up_received, 0)
+        self._parser = None  # which refers to us: a reference cycle would wait for the garbage collector
         self.resume_writing()
         if self.current is not None and self.current.answering is not None:  # the loop holds no reference to a task
             self._state.tasks.add(self.current.answering)
