@@ -18,6 +18,7 @@ from serve.generate import openai_api
 from serve.generate.endpoints import OPENAI_ROUTES, OpenAIEndpoints
 from serve.http1.connection import HttpRequest
 from serve.load_shedding import admit
+from serve.logs import refusals
 from serve.model_version import ModelVersion, Payload
 from serve.models import ModelRepository
 from serve.page import explorer, page
@@ -145,7 +146,8 @@ class App:
                 async with asyncio.timeout(_LINGER_SECONDS):
                     await request.discard_body()
             except TimeoutError:
-                log.info("a client did not stop sending a body that was refused; closing its connection")
+                if refusals.allows():
+                    log.info("a client did not stop sending a body that was refused; closing its connection")
         finally:
             if request.held_bytes:
                 self.budget.release(request)

@@ -36,12 +36,13 @@ class TlsAcceptor:
         max_handshakes: int,
         count_rejected: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`has_room` gets the number of handshakes and says whether one more connection is allowed beside them."""
+        """`has_room` gets the number of handshakes and returns whether one more connection is allowed beside them."""
         self._socket, self._context, self._make_connection = sock, context, make_connection
         self._has_room, self._max_handshakes, self._count_rejected = has_room, max_handshakes, count_rejected
         self.handshakes: dict[asyncio.Task[None], None] = {}  # in the order in which they began
         self._peers = PeerLimits(max(1, max_handshakes // 2))
         self._loop = asyncio.get_running_loop()
+        self._closed = False
 
     def start(self, backlog: int) -> None:
         self._socket.setblocking(False)
@@ -50,6 +51,7 @@ class TlsAcceptor:
 
     def close(self) -> None:
         """Accept no more; handshakes that have begun go on."""
+        self._closed = True
         self._loop.remove_reader(self._socket)
 
     async def wait_closed(self) -> None:
@@ -68,7 +70,7 @@ class TlsAcceptor:
                 if error.errno not in _NO_FILES:
                     raise
                 self._reject("no_files", str(error))
-                self.close()
+                self._loop.remove_reader(self._socket)
                 self._loop.call_later(_NO_FILES_PAUSE_SECONDS, self._accept_again)
                 return
             peer = peer_address(address)
@@ -87,7 +89,7 @@ class TlsAcceptor:
             self.handshakes[handshake] = None
 
     def _accept_again(self) -> None:
-        if self._socket.fileno() >= 0:
+        if not self._closed:
             self._loop.add_reader(self._socket, self._accept)
 
     async def _shake_hands(self, client: socket.socket, peer: str) -> None:

@@ -67,6 +67,17 @@ class Application(Protocol):
 class HttpRequest(RequestContext):
     """One request of a connection, and its response."""
 
+    keep_alive = True  # the connection goes on after this request
+    answering: asyncio.Task[None] | None = None
+    gone = False  # the client disconnected
+    half_closed = False  # the client sends no more; it may be gone, or still listen
+    started = answered = False  # a response has been begun, or written completely
+    body_bytes = _taken_bytes = 0  # of the body that have arrived, and that the application has taken
+    _more = True  # of the body is to come
+    _small_pieces: bytearray | None = None  # the last piece of the body, if it grows
+    _waiter: asyncio.Future[None] | None = None
+    _unsent_head = b""  # of a stream, written together with its first part
+
     def __init__(
         self,
         connection: Connection,
@@ -77,19 +88,10 @@ class HttpRequest(RequestContext):
     ) -> None:
         super().__init__(headers, target[0])
         self.method, self.query = method, target[1]
-        self.keep_alive = True  # the connection goes on after this request
-        self.answering: asyncio.Task[None] | None = None
-        self.gone = False  # the client disconnected
-        self.half_closed = False  # the client sends no more; it may be gone, or still listen
-        self.started = self.answered = False  # a response has been begun, or written completely
         self._connection, self._http_1_1 = connection, http_1_1
-        self._unsent_head = b""  # of a stream, written together with its first part
-        self._pieces: list[bytes | bytearray] = []  # of the body, not yet taken by the application
-        self._small_pieces: bytearray | None = None  # the last of them, if it grows
-        self.body_bytes = self._taken_bytes = 0  # that have arrived, and that the application has taken
-        self._more = True  # of the body is to come
-        self._waiter: asyncio.Future[None] | None = None
-        self._expects_continue = self.headers.get(b"expect", b"").lower() == b"100-continue"
+        self._pieces: list[Any] = []  # of the body, not yet taken by the application: bytes, or small ones joined
+        expect = headers.get(b"expect")
+        self._expects_continue = expect is not None and expect.lower() == b"100-continue"
 
     def is_disconnected(self) -> bool:
         """Return True once the client is known to be gone; a request that waited is then not computed.
@@ -124,7 +126,7 @@ class HttpRequest(RequestContext):
             await self._next_piece()
         if self.gone:
             raise ClientDisconnected("the client hung up in the middle of its request")
-        body = cast("bytes", self._pieces[0]) if len(self._pieces) == 1 else b"".join(self._pieces)
+        body: bytes = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
         self._pieces, self._taken_bytes = [], self.body_bytes
         return body, self._more
 
@@ -261,7 +263,7 @@ class Connection(asyncio.Protocol):
         self._max_connections = config.limit_concurrency or sys.maxsize
         self._state = server_state
         self.loop = _loop or asyncio.get_running_loop()
-        self._parser = httptools.HttpRequestParser(self)
+        self._parser: Any = httptools.HttpRequestParser(self)
         self.transport: asyncio.Transport
         self._is_tls = False
         self._peer: str | None = None  # its address, while it counts
@@ -309,6 +311,7 @@ class Connection(asyncio.Protocol):
         self._queue.clear()
         self._data, self._parsed = b"", 0
         self._limits.received.hold(self._give_up_received, 0)
+        self._parser = None  # which refers to us: a reference cycle would wait for the garbage collector
         self.resume_writing()
         if self.current is not None and self.current.answering is not None:  # the loop holds no reference to a task
             self._state.tasks.add(self.current.answering)
@@ -610,7 +613,8 @@ class Connection(asyncio.Protocol):
         headers = self._state.default_headers
         if _encoded_headers[0] is not headers:
             _encoded_headers[:] = headers, b"".join([b"%b: %b\r\n" % pair for pair in headers])
-        return cast("bytes", _encoded_headers[1])
+        encoded: bytes = _encoded_headers[1]
+        return encoded
 
     def wait_for_body(self) -> None:
         """Read on, and give the client its time."""

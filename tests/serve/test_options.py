@@ -65,7 +65,7 @@ def closed(bundle_path: Path, module_launcher: Launcher, tmp_path_factory: pytes
     return Closed(module_launcher(bundle_path, options=options), pair, keys)
 
 
-@pytest.mark.parametrize("path", ["/v2/health/live", "/v2/health/ready", "/v2/models/tiny/ready"])
+@pytest.mark.parametrize("path", ["/v2/health/live", "/v2/health/ready"])
 def test_probes_need_no_key(closed: Closed, path: str) -> None:
     assert closed.ask("GET", path)[0] == 200
 
@@ -77,6 +77,7 @@ def test_probes_need_no_key(closed: Closed, path: str) -> None:
         ("POST", "/v2/models/tiny/infer"),
         ("GET", "/v2"),
         ("GET", "/v2/models/tiny"),
+        ("GET", "/v2/models/tiny/ready"),
         ("GET", "/v1/models/tiny"),
         ("GET", "/metrics"),
         ("GET", "/openapi.json"),
@@ -91,6 +92,18 @@ def test_all_else_needs_one(closed: Closed, method: str, path: str) -> None:
         assert (status, answered["www-authenticate"].split()[0]) == (401, "Bearer")
         assert "API key" in json.loads(body)["error"]
     assert closed.ask(method, path, authorization=f"Bearer {KEY}")[0] != 401
+
+
+@pytest.mark.parametrize(
+    "path", ["/v2/models/{}/ready", "/v2/models/{}", "/v2/models/{}/versions/1/ready", "/v1/models/{}", "/{}"]
+)
+def test_without_a_key_all_model_names_answer_alike(closed: Closed, path: str) -> None:
+    answers = []
+    for name in ("tiny", "other"):
+        status, headers, body = closed.ask("GET", path.format(name), x_request_id="same")
+        answers.append((status, {**headers, "date": ""}, body))
+    assert answers[0] == answers[1]
+    assert answers[0][0] == 401
 
 
 def test_a_browser_is_reported_to_ask_for_the_key(closed: Closed) -> None:
@@ -129,6 +142,20 @@ def test_grpc_requests_the_same_keys_over_the_same_tls(closed: Closed) -> None:
         for metadata in ([("x-api-key", KEY)], [("authorization", f"Bearer {KEY}")]):
             found = stub.ModelMetadata(pb.ModelMetadataRequest(name="tiny"), metadata=metadata, timeout=60)
             assert found.name == "tiny"
+
+
+def test_grpc_answers_all_model_names_alike_without_a_key(closed: Closed) -> None:
+    channel, stub = _stub(closed)
+    refusals = []
+    with channel:
+        for name in ("tiny", "other"):
+            with pytest.raises(grpc.RpcError) as caught:
+                stub.ModelReady(pb.ModelReadyRequest(name=name), timeout=60)
+            refusals.append((caught.value.code(), caught.value.details()))
+        ready = stub.ModelReady(pb.ModelReadyRequest(name="tiny"), metadata=[("x-api-key", KEY)], timeout=60)
+    assert ready.ready
+    assert refusals[0] == refusals[1]
+    assert refusals[0][0] is grpc.StatusCode.UNAUTHENTICATED
 
 
 def test_many_large_calls_over_tls_are_answered(closed: Closed) -> None:

@@ -24,7 +24,7 @@ from pipeline.contract.sources import SOURCE_ROOT
 from pipeline.service.process import send_request
 from tests.serve.bundles import TOO_BRIGHT
 
-from .conftest import Launcher, Running
+from .conftest import Running
 
 SOURCES = [*sorted((SOURCE_ROOT / "serve").rglob("*.py")), *sorted((SOURCE_ROOT / "pipeline" / "spec").rglob("*.py"))]
 UNPICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
@@ -117,42 +117,6 @@ def test_values_that_fail_in_the_model_write_nothing_to_the_log(server: Running)
     assert send_request("127.0.0.1", server.port, "GET", "/v2/health/ready")[0] == 200
     # Of a connection that an earlier test had refused the line may come late.
     assert [line for line in server.lines[lines:] if "serve.http1.connection refused" not in line] == []
-
-
-KEY = "a-key-0123456789abcdef"
-
-
-def test_without_a_key_all_model_names_answer_alike(start: Launcher, bundle_path: Path, tmp_path: Path) -> None:
-    keys = tmp_path / "keys"
-    keys.write_text(KEY)
-    running = start(bundle_path, options=["--api-keys", str(keys)])
-
-    def answer(path: str, **headers: str) -> tuple[int, bytes, str | None]:
-        connection = http.client.HTTPConnection("127.0.0.1", running.port, timeout=60)
-        connection.request("GET", path, headers=headers)
-        response = connection.getresponse()
-        found = response.status, response.read(), response.headers["x-bundle-digest"]
-        connection.close()
-        return found
-
-    for path in ("/v2/models/{}/ready", "/v2/models/{}", "/v2/models/{}/versions/1/ready", "/v1/models/{}", "/{}"):
-        known, unknown = answer(path.format("tiny")), answer(path.format("other"))
-        assert known == unknown
-        assert known[0] == 401
-    assert [answer(f"/v2/health/{probe}")[0] for probe in ("live", "ready")] == [200, 200], "probes have no key"
-    assert answer("/v2/models/tiny/ready", **{"x-api-key": KEY})[0] == 200
-    assert answer("/v2/models/other/ready", **{"x-api-key": KEY})[0] == 404
-    with grpc.insecure_channel(f"127.0.0.1:{running.grpc_port}") as channel:
-        stub = GRPCInferenceServiceStub(channel)
-        assert stub.ServerReady(pb.ServerReadyRequest(), timeout=60).ready
-        assert stub.ModelReady(pb.ModelReadyRequest(name="tiny"), timeout=60, metadata=[("x-api-key", KEY)]).ready
-        refusals = []
-        for name in ("tiny", "other"):
-            with pytest.raises(grpc.RpcError) as caught:
-                stub.ModelReady(pb.ModelReadyRequest(name=name), timeout=60)
-            refusals.append((caught.value.code(), caught.value.details()))
-    assert refusals[0] == refusals[1]
-    assert refusals[0][0] is grpc.StatusCode.UNAUTHENTICATED
 
 
 ENDLESS = "n" * 20_000

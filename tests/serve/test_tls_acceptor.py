@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import socket
 import ssl
@@ -124,6 +125,32 @@ def test_an_unfinished_handshake_gives_way_to_a_new_one(pair: CertificatePair, m
         assert (await port.request()).startswith(b"HTTP/1.1 200 ")
         for writer in writers:
             writer.close()
+
+    talk(pair, what)
+
+
+def test_accepting_pauses_while_the_process_may_open_no_more_files(
+    pair: CertificatePair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls_acceptor, "_NO_FILES_PAUSE_SECONDS", 0.01)
+
+    class Exhausted:
+        """A listening socket that fails once."""
+
+        def __init__(self, sock: socket.socket) -> None:
+            self._sock, self.fileno = sock, sock.fileno
+            self.failures = 0
+
+        def accept(self) -> Any:
+            if not self.failures:
+                self.failures = 1
+                raise OSError(errno.EMFILE, "Too many open files")
+            return self._sock.accept()
+
+    async def what(port: Port) -> None:
+        monkeypatch.setattr(port.acceptor, "_socket", Exhausted(port.listener.socket))
+        assert (await port.request()).startswith(b"HTTP/1.1 200 ")
+        assert port.rejected == {"no_files": 1}
 
     talk(pair, what)
 

@@ -10,6 +10,7 @@ from uvicorn.config import Config
 from uvicorn.server import ServerState
 
 from serve.errors import ClientDisconnected
+from serve.http1.connection import Application as AnyApplication
 from serve.http1.connection import Connection, HttpRequest
 from serve.http1.limits import ConnectionLimits
 
@@ -102,7 +103,10 @@ class Application:
 
 
 def connect(
-    app: Application, transport: FakeTransport, state: ServerState | None = None, limits: ConnectionLimits | None = None
+    app: AnyApplication,
+    transport: FakeTransport,
+    state: ServerState | None = None,
+    limits: ConnectionLimits | None = None,
 ) -> Connection:
     """Return a connection of a listener with this state; each has one of its own by default."""
     connection = Connection(CONFIG, state or ServerState(), {}, app=app, limits=limits)

@@ -32,6 +32,8 @@ class Echo:
         if request.path == "/refused":
             request.respond_now(503, (), b"busy")
             return None
+        if request.path == "/fails-at-once":
+            raise ValueError("a secret")
         return self.answer(request)
 
     async def answer(self, request: HttpRequest) -> None:
@@ -213,7 +215,7 @@ def test_a_url_meant_for_a_proxy_is_read() -> None:
     )
 
 
-@pytest.mark.parametrize("path", ["/fails", "/split"])
+@pytest.mark.parametrize("path", ["/fails", "/fails-at-once", "/split"])
 def test_a_fault_of_ours_is_an_opaque_500(path: str, caplog: pytest.LogCaptureFixture) -> None:
     answer = ask(post(path))
     assert answer.startswith(b"HTTP/1.1 500 ")

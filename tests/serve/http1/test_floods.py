@@ -217,7 +217,7 @@ def test_bodies_that_do_not_end_are_bounded_over_all_connections(begun: bytes) -
         port.app.go_on.set()
         for _ in range(5):
             await asyncio.sleep(0)
-        assert any(503 in one.statuses for one in port.transports), "who has taken longest is told so"
+        assert any(503 in one.statuses for one in port.transports), "the slowest are refused"
         await port.close()
         assert port.limits.received.held_bytes == 0
 
@@ -271,12 +271,10 @@ def test_half_closed_connections_end_when_they_are_answered() -> None:
 def test_a_connection_in_use_evicts_idle_ones_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Finding those that are idle looks at all of them, so it must not be done for each new one."""
     looked = [0]
-    idle_until = Connection.idle_until.fget
-    assert idle_until is not None
 
     def counted(connection: Connection) -> float | None:
         looked[0] += 1
-        return idle_until(connection)
+        return connection._due if connection.is_idle else None
 
     monkeypatch.setattr(Connection, "idle_until", property(counted))
     monkeypatch.setattr("tests.serve.http1.fakes.CONFIG.limit_concurrency", 1024)

@@ -246,7 +246,7 @@ class Http1(RuleBasedStateMachine):
 
 @pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=pytest.mark.long)])
 def test_every_valid_request_is_answered_once_and_in_order(count: int) -> None:
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]
+    run_state_machine_as_test(
         Http1,
         settings=settings(
             max_examples=count,
