@@ -72,6 +72,7 @@ class HealthPort:
         """Answer the two paths of the Open Inference Protocol, and no other."""
         live = time.monotonic() - self._turned_at < _STUCK_SECONDS
         ready = live and self._is_ready()
+        body: dict[str, bool] | dict[str, str]
         answers = {_LIVE: (live, {"live": live}), _READY: (ready, {"ready": ready, "live": live})}
         if request.method not in ("GET", "HEAD") or request.path not in answers:
             status, body = HTTPStatus.NOT_FOUND, {"error": f"only GET {_LIVE} and {_READY} are here"}

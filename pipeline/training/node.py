@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -438,10 +438,10 @@ class NodeOutput:
             return
         self._record_size = self._size()
         log = read_attempts(self._run.path)
-        if len(log.attempts) > self._attempts:
-            self._attempts = len(log.attempts)
-            if text := describe_restart(log, self._restarts):
+        for count in range(self._attempts + 1, len(log.attempts) + 1):
+            if text := describe_restart(replace(log, attempts=log.attempts[:count]), self._restarts):
                 self.print_line(text)
+        self._attempts = len(log.attempts)
 
     def print_line(self, text: str) -> None:
         print(text, flush=True)

@@ -347,3 +347,20 @@ def test_machines_without_a_recent_sign_of_life_are_not_counted(new_run: NewRun)
     assert own.count() == 1
     own.remove()
     assert sorted(path.name for path in other.parent.iterdir()) == ["other-7"]
+
+
+def test_restarts_close_together_have_a_line_each(
+    new_run: NewRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = new_run()
+    training = training_node(run, tmp_path, nodes=1, restarts=3)
+    record_event(run.path, event="launch", attempt=0)
+    record_event(run.path, event="start", attempt=1, hosts=["here"], processes=1)
+    for attempt, reason in ((1, "rank 0 was killed"), (2, "the node was killed")):
+        record_event(run.path, event="end", attempt=attempt, host="here", reason=reason)
+        record_event(run.path, event="start", attempt=attempt + 1, hosts=["here"], processes=1)
+    training.output.update()
+    assert capsys.readouterr().out.splitlines() == [
+        "rank 0 was killed; starting again from the beginning (1 of 3 without a new one)",
+        "the node was killed; starting again from the beginning (2 of 3 without a new one)",
+    ]
