@@ -52,6 +52,7 @@ class RequestLog:
     trace: Callable[[RequestContext], None] | None = None
     _failures: RateLimit = field(default_factory=RateLimit)
     _codec_errors: RateLimit = field(default_factory=RateLimit)
+    _faults: RateLimit = field(default_factory=RateLimit)  # each with a traceback
 
     def fail(self, request: RequestContext, error: Exception) -> RequestError | None:
         """Count and return the refusal; a fault of ours is logged with its traceback and returns None."""
@@ -59,7 +60,8 @@ class RequestLog:
         fields = log_fields(request_id=request.id.decode(), path=request.path, model=version.name if version else "")
         refusal = as_request_error(error)
         if refusal is None:
-            log.error("request failed", exc_info=error, extra=fields)
+            if self._faults.allows():
+                log.error("request failed", exc_info=error, extra=fields)
             return None
         metrics = self.metrics.no_model if version is None else version.metrics
         metrics.rejected[refusal.reason] += 1

@@ -138,7 +138,6 @@ class Calls:
 
     def on_complete(self, streams: Streams, stream: Stream) -> None:
         call: RpcCall = stream.state
-        stream.running = True
         self._running.add(call)
         RequestContext.in_progress += 1
         call.task = asyncio.get_running_loop().create_task(self._answer(streams, stream, call))
