@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import math
 import os
 import signal
 import socket
@@ -23,14 +24,17 @@ import uvloop
 
 from serve.admin import Admin
 from serve.app import App
+from serve.connection_limits import PeerLimits, peer_address
 from serve.grpc.http2.connection import Connection as Http2Connection
 from serve.grpc.http2.connection import Host
+from serve.grpc.http2.stream import CallMemory
+from serve.grpc.http2.streams import MAX_CALL_BYTES
 from serve.grpc.http2.streams import Application as Http2Application
 from serve.grpc.service import Calls
 from serve.health import HealthPort
 from serve.http1.connection import Application, Connection
 from serve.http1.limits import ConnectionLimits, make_room, max_grpc_connections, max_http_connections
-from serve.logs import log_fields, log_loop_exception
+from serve.logs import log_fields, log_loop_exception, refusals
 from serve.models import LoadedModel, ModelManager, ModelRepository
 from serve.options import Options
 from serve.prometheus import Metrics
@@ -183,6 +187,8 @@ class Listener(uvicorn.Server):
 _SWEEP_SECONDS = 1.0
 _BACKLOG = 2048
 _TLS_HANDSHAKE_SECONDS = 10.0
+_SWEPT_PER_TURN = 64
+_MAX_LEAVING = 64  # connections that ended and wait a moment for their clients to read why
 
 
 class GrpcListener:
@@ -195,13 +201,19 @@ class GrpcListener:
     ) -> None:
         self.socket, self._tls = sock, tls
         self.connections: set[Http2Connection] = set()
+        self._leaving: set[Http2Connection] = set()
         self._max_connections = max_grpc_connections()
+        # Half of them, so that a gateway has room for all its clients, and no address can shut out the others.
+        self._peers = PeerLimits((self._max_connections + 1) // 2)
         self._stopping = False
         self._host = Host(
             app,
-            self.connections,
-            make_room=lambda: make_room(self.connections, self._max_connections),
+            CallMemory(MAX_CALL_BYTES, self._free_memory),
+            self._admit,
+            self._leave,
+            self._forget,
             on_error=count_rejected,
+            may_log=refusals.allows,
             is_stopping=lambda: self._stopping,
         )
         self._server: asyncio.Server | None = None
@@ -225,9 +237,9 @@ class GrpcListener:
         await asyncio.sleep(_NOTICE_SECONDS)
         await _close_listening(self.socket, [self._server], self._connection, self._tls)
         end = time.monotonic() + grace_seconds
-        while self.connections and time.monotonic() < end:
+        while (self.connections or self._leaving) and time.monotonic() < end:
             await asyncio.sleep(_POLL_SECONDS)
-        for connection in tuple(self.connections):
+        for connection in (*self.connections, *self._leaving):
             connection.transport.abort()
         self._sweeper.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -236,13 +248,48 @@ class GrpcListener:
     def _connection(self) -> Http2Connection:
         return Http2Connection(self._host)
 
+    def _admit(self, connection: Http2Connection) -> str:
+        """Give a connection a place, if need be that of one without progress; return why not, or an empty text."""
+        connection.address = address = peer_address(connection.transport.get_extra_info("peername"))
+        if not self._peers.admit(address):
+            limit = self._peers.maximum
+            make_room([other for other in self.connections if other.address == address], limit)
+            if not self._peers.admit(address):
+                return f"all {limit} connections of one address are in use"
+        if not make_room(self.connections, self._max_connections):
+            self._peers.release(address)
+            return f"all {len(self.connections)} connections are in use"
+        self.connections.add(connection)
+        return ""
+
+    def _leave(self, connection: Http2Connection) -> bool:
+        """Free the place of a connection that ends. Return False if it must not wait for its client to read why."""
+        if connection in self.connections:
+            self.connections.discard(connection)
+            self._peers.release(connection.address)
+        self._leaving.add(connection)
+        return len(self._leaving) <= _MAX_LEAVING
+
+    def _forget(self, connection: Http2Connection) -> None:
+        self._leaving.discard(connection)
+
+    def _free_memory(self) -> bool:
+        """End the connection whose calls have waited for their client the longest."""
+        connection = min(self.connections, key=lambda other: other.waiting_since, default=None)
+        if connection is None or connection.waiting_since == math.inf:
+            return False
+        connection.give_way()
+        return True
+
     async def _sweep(self) -> None:
         """Check all connections once a second, which costs less than a timer in each."""
         loop = asyncio.get_running_loop()
         while True:
             await asyncio.sleep(_SWEEP_SECONDS)
-            for connection in tuple(self.connections):
+            for number, connection in enumerate((*self.connections, *self._leaving), 1):
                 connection.check_timeouts(loop.time())
+                if number % _SWEPT_PER_TURN == 0:
+                    await asyncio.sleep(0)
 
 
 _GRACE_SECONDS = 25  # below the 30 that Kubernetes waits before it kills

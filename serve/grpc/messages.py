@@ -75,13 +75,14 @@ class Payload:
 def parse(message: Any) -> InferRequest:
     """Return the request. Raw contents, if used, are used for every input, and for the outputs as well."""
     raws = message.raw_input_contents
+    for one in message.inputs:  # first: an input in shared memory has no raw contents
+        _parameters(one, f"inputs: {one.name}")
     if raws and len(raws) != len(message.inputs):
         raise InvalidPayload(f"raw_input_contents: {len(raws)} given for {len(message.inputs)} inputs")
     tensors = []
     for index, one in enumerate(message.inputs):
         if raws and one.HasField("contents"):
             raise InvalidPayload(f"inputs: {one.name}: has contents beside raw_input_contents")
-        _parameters(one, f"inputs: {one.name}")
         shape = list(one.shape)
         if shape and min(shape) < 0:
             raise InvalidPayload(f"inputs: {one.name}: shape {format_shape(shape)} has a negative axis")

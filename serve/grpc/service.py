@@ -139,9 +139,9 @@ class Calls:
     def on_complete(self, streams: Streams, stream: Stream) -> None:
         call: RpcCall = stream.state
         if call.messages is not None:
+            streams.wait_for_client(stream)
             self._receive(stream, ended=True)
             return
-        stream.running = True
         self._running.add(call)
         RequestContext.in_progress += 1
         call.task = asyncio.get_running_loop().create_task(self._answer(streams, stream, call))

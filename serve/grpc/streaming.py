@@ -77,10 +77,10 @@ class MessageStream:
 def _send_part(streams: Streams, stream: Stream, head: bytes, data: bytes) -> bool:
     """Send a part of an answer that goes on; False where the windows of the client have no room for it."""
     queue = streams.send_queue
-    if len(data) > min(queue.window, stream.window, queue.frame_bytes):
+    if len(data) > min(queue.window, queue.stream_window(stream), queue.frame_bytes):
         return False
     queue.window -= len(data)
-    stream.window -= len(data)
+    stream.window_offset -= len(data)
     headers = frames.frame(frames.HEADERS, frames.END_HEADERS, stream.id, head) if head else b""
     streams._write(headers + frames.frame(frames.DATA, 0, stream.id, data))
     return True

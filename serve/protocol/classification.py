@@ -18,7 +18,7 @@ Array = np.ndarray[Any, Any]
 
 
 def parse_classification(value: Any, where: str) -> int:
-    """Return how many classes a requested output asks for; 0: none, but the tensor itself."""
+    """Return the number of classes to return of an output; 0: none, but the tensor itself."""
     if value is None:
         return 0
     if type(value) is not int or not 0 <= value <= MAX_CLASSES:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import cast
 
 from serve.grpc.http2.frames import ConnectionFault, ErrorCode, goaway
-from serve.grpc.http2.stream import WRITE_TIMEOUT_SECONDS
+from serve.grpc.http2.stream import WRITE_TIMEOUT_SECONDS, CallMemory
 from serve.grpc.http2.streams import SERVER_PREFACE, Application, Streams
 
 HEADERS_TIMEOUT_SECONDS = 10.0  # for the preface and for a header block, from the first byte to the last
@@ -18,6 +18,7 @@ IDLE_TIMEOUT_SECONDS = 300.0
 _DRAIN_TIMEOUT_SECONDS = 1.0  # for the client to acknowledge GOAWAY
 _CLOSE_TIMEOUT_SECONDS = 2.0  # for the client to read its answers and close
 _UNUSED_CLOSE_TIMEOUT_SECONDS = 0.3  # the same without any request
+_PROGRESS_BYTES = 1 << 10  # moved by calls, at least, to count as progress
 _HTTP1_METHODS = (b"GET ", b"POST", b"HEAD", b"PUT ", b"OPTI", b"DELE", b"PATC")
 _HTTP1_BODY = b'{"error":"this port serves gRPC over HTTP/2 only; use the HTTP port for HTTP/1.1"}'
 _HTTP1_ANSWER = (
@@ -33,39 +34,50 @@ class Host:
     """What a connection needs of its listener."""
 
     app: Application
-    connections: set[Connection]  # all that are open
-    make_room: Callable[[], bool]  # close idle connections above the limit; False where all are busy
+    memory: CallMemory
+    admit: Callable[[Connection], str]  # returns why there is no room for a new connection; empty if there is
+    leave: Callable[[Connection], bool]  # of a connection that ends; False where it must not wait for its client
+    forget: Callable[[Connection], None]  # of one that is closed
     on_error: Callable[[str], None]  # called with the name of each error, for metrics
+    may_log: Callable[[], bool]  # called before each line that a client can cause
     is_stopping: Callable[[], bool]
 
 
 class Connection(asyncio.Protocol):
     transport: asyncio.Transport
+    address = ""  # for the listener, which counts connections by it
 
     def __init__(self, host: Host) -> None:
         self._host = host
         self._loop = asyncio.get_running_loop()
-        self._deadline = self._loop.time() + HEADERS_TIMEOUT_SECONDS
-        self._last_checked_id = -1  # the last stream at the last check of timeouts
+        self.active_at = self._loop.time()  # when a call last began or moved on; updated by the checks of timeouts
+        self._deadline = self.active_at + HEADERS_TIMEOUT_SECONDS
+        self._progress: tuple[int, int] = 0, 0  # of the calls, at the last check of timeouts
         self._unsent_bytes, self._write_deadline = 0, 0.0
+        self._buffered_bytes = 0  # of the transport, counted as memory of the calls while it is full
         self._draining = self._closing = False
+        self._is_behind = False  # received frames are left for the next turn
+        self._reads = True
         self._timer: asyncio.TimerHandle | None = None
 
     # Called by the transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)  # uvloop's transport is not a subclass
-        self._streams = Streams(self._host.app, self.transport.write, self._report, self._on_drained)
-        if not self._host.make_room():
-            self._fail(ErrorCode.ENHANCE_YOUR_CALM, f"all {len(self._host.connections)} connections are in use")
-        self._host.connections.add(self)
-        if self._host.is_stopping():
+        host = self._host
+        self._streams = Streams(host.app, self.transport.write, self._report, self._on_drained, host.memory)
+        if refusal := host.admit(self):
+            self._fail(ErrorCode.ENHANCE_YOUR_CALM, refusal)
+        elif host.is_stopping():
             self.drain()
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
-        self._closing = True
-        self._host.connections.discard(self)
-        self._streams.close()
+        if not self._closing:
+            self._closing = True
+            self._host.leave(self)
+            self._cancel_streams()
+        self._host.forget(self)
+        self._count_buffered(0)
         if self._timer is not None:
             self._timer.cancel()
 
@@ -78,16 +90,39 @@ class Connection(asyncio.Protocol):
             is_new = not streams.reader.has_preface
             if is_new and not self._read_preface(data):
                 return
-            streams.receive(b"" if is_new else data)
+            is_behind = streams.receive(b"" if is_new else data)
         except ConnectionFault as fault:
             if not streams.reader.has_preface and data.startswith(_HTTP1_METHODS):
                 self._host.on_error("h2_http1")
                 self._close(_HTTP1_ANSWER)
             else:
                 self._fail(fault.code, str(fault))
+        except Exception as error:
+            self._end_after(error)
         else:
             if streams.is_awaiting_client and before != (True, streams.last_id):
                 self._deadline = self._loop.time() + HEADERS_TIMEOUT_SECONDS
+            if is_behind and not self._is_behind and not self._closing:
+                self._is_behind = True
+                self._read_if_allowed()
+                self._loop.call_soon(self._catch_up)
+
+    def _catch_up(self) -> None:
+        """Go on with frames that were received in an earlier turn; other connections had theirs meanwhile."""
+        self._is_behind = False
+        self.data_received(b"")
+        if not self._closing:
+            self._read_if_allowed()
+
+    def _read_if_allowed(self) -> None:
+        """Read unless received frames wait for their turn, or the client does not take its answers."""
+        reads = not (self._is_behind or self._streams.paused)
+        if reads != self._reads:
+            self._reads = reads
+            if reads:
+                self.transport.resume_reading()
+            else:
+                self.transport.pause_reading()
 
     def _read_preface(self, data: bytes) -> bool:
         """Send our preface only after the client's, since an HTTP/1.1 client is answered in HTTP/1.1."""
@@ -101,13 +136,24 @@ class Connection(asyncio.Protocol):
     def pause_writing(self) -> None:
         """Stop reading: a client that does not read its answers may not send more requests."""
         self._streams.paused = True
-        self.transport.pause_reading()
+        self._count_buffered(self.transport.get_write_buffer_size())
+        if not self._closing:
+            self._read_if_allowed()
 
     def resume_writing(self) -> None:
-        if not self.transport.is_closing():
-            self._streams.paused = False
-            self.transport.resume_reading()
+        self._count_buffered(0)
+        self._streams.paused = False
+        if self._closing or self.transport.is_closing():
+            return
+        self._read_if_allowed()
+        try:
             self._streams.send_queued()
+        except Exception as error:
+            self._end_after(error)
+
+    def _count_buffered(self, size: int) -> None:
+        self._host.memory.held_bytes += size - self._buffered_bytes
+        self._buffered_bytes = size
 
     # Called by the listener
 
@@ -128,14 +174,19 @@ class Connection(asyncio.Protocol):
         if self._closing:
             return
         streams = self._streams
-        if streams.open or streams.last_id != self._last_checked_id:
-            self._last_checked_id = streams.last_id
-            if not streams.is_awaiting_client:
-                self._deadline = now + IDLE_TIMEOUT_SECONDS
+        moved_bytes = streams.received_bytes + streams.send_queue.taken_bytes
+        progress = streams.last_id, moved_bytes // _PROGRESS_BYTES
+        if progress != self._progress:
+            self._progress, self.active_at = progress, now
+        if (streams.open or self.active_at == now) and not streams.is_awaiting_client:
+            self._deadline = now + IDLE_TIMEOUT_SECONDS
         try:
             streams.check_timeouts(time.monotonic())
         except ConnectionFault as fault:
             self._fail(fault.code, str(fault))
+            return
+        except Exception as error:
+            self._end_after(error)
             return
         if now >= self._deadline:
             if streams.is_awaiting_client:
@@ -152,16 +203,25 @@ class Connection(asyncio.Protocol):
         self._write_deadline = now + WRITE_TIMEOUT_SECONDS
         return False
 
-    # Called when another connection needs room
+    # Called when another connection needs room or memory
 
     @property
     def idle_until(self) -> float | None:
-        """When the connection would be closed as idle; None while it has a request."""
-        return None if self._streams.open else self._deadline
+        """When the connection may be closed, from its last progress; None while the application works for it."""
+        return None if self._streams.running else self.active_at + IDLE_TIMEOUT_SECONDS
+
+    @property
+    def waiting_since(self) -> float:
+        """When the oldest call began that waits for this client; infinity if none does."""
+        return self._streams.waiting_since
 
     def give_way(self) -> None:
-        self._close(goaway(self._streams.last_id, ErrorCode.NO_ERROR))
-        self._host.connections.discard(self)
+        if self._streams.open:
+            self._fail(ErrorCode.ENHANCE_YOUR_CALM, "its calls made no progress while others wait for room")
+            if self._buffered_bytes:
+                self.transport.abort()
+        else:
+            self._close(goaway(self._streams.last_id, ErrorCode.NO_ERROR))
 
     # The end
 
@@ -174,8 +234,19 @@ class Connection(asyncio.Protocol):
             preface = b"" if self._streams.reader.has_preface else SERVER_PREFACE
             self._close(preface + goaway(self._streams.last_id, code, text))
 
+    def _end_after(self, error: Exception) -> None:
+        """End the connection after a mistake of ours, so that its client knows which calls were not handled."""
+        if self._host.may_log():
+            log.error("connection failed", exc_info=error)
+        try:
+            self._fail(ErrorCode.INTERNAL_ERROR, "internal error")
+        except Exception:
+            self.transport.abort()
+            raise
+
     def _report(self, code: ErrorCode, text: str) -> None:
-        log.info("refused", extra={"fields": {"reason": text, "code": code.name}})
+        if self._host.may_log():
+            log.info("refused", extra={"fields": {"reason": text, "code": code.name}})
         self._host.on_error(f"h2_{code.name.lower()}")
 
     def _close(self, data: bytes) -> None:
@@ -183,13 +254,23 @@ class Connection(asyncio.Protocol):
         if self._closing:
             return
         self._closing = True
-        self._streams.close()
+        may_wait = self._host.leave(self)
         if data:
             self.transport.write(data)
-        self.transport.resume_reading()
-        if self.transport.can_write_eof():
-            self.transport.write_eof()
+        if not self._reads:
+            self.transport.resume_reading()
         if self._timer is not None:
             self._timer.cancel()
-        timeout = _CLOSE_TIMEOUT_SECONDS if self._streams.last_id else _UNUSED_CLOSE_TIMEOUT_SECONDS
-        self._timer = self._loop.call_later(timeout, self.transport.close)
+        if may_wait:
+            if self.transport.can_write_eof():
+                self.transport.write_eof()
+            timeout = _CLOSE_TIMEOUT_SECONDS if self._streams.last_id else _UNUSED_CLOSE_TIMEOUT_SECONDS
+            self._timer = self._loop.call_later(timeout, self.transport.close)
+        else:
+            self.transport.abort()
+        self._cancel_streams()
+
+    def _cancel_streams(self) -> None:
+        """Cancel what is open, a part in each turn."""
+        if self._streams.close():
+            self._loop.call_soon(self._cancel_streams)

@@ -19,6 +19,7 @@ PRIORITY_BYTES = 5  # priorities of RFC 7540, which are deprecated and ignored h
 _CONNECTION_FRAMES, _STREAM_FRAMES = frozenset((SETTINGS, PING, GOAWAY)), frozenset((PRIORITY, RST_STREAM))
 _PAYLOAD_BYTES = {PRIORITY: PRIORITY_BYTES, RST_STREAM: 4, PING: 8, WINDOW_UPDATE: 4}
 _ENABLE_PUSH, _MAX_FRAME_SIZE_LIMIT = 2, (1 << 24) - 1
+_MAX_SETTINGS = 32  # in one frame: the standards define 8
 
 FRAME_HEADER = struct.Struct(">HBBBI")  # upper 16 bits of the length, lower 8, type, flags, stream id
 _SETTING = struct.Struct(">HI")
@@ -64,10 +65,11 @@ class StreamFault(Exception):
 class FrameReader:
     """Splits the received bytes into frames, after the connection preface."""
 
-    __slots__ = ("buffer", "has_preface")
+    __slots__ = ("_missing_bytes", "buffer", "has_preface")
 
     def __init__(self) -> None:
-        self.buffer, self.has_preface = b"", False
+        self.buffer, self.has_preface = bytearray(), False
+        self._missing_bytes = 0  # of the frame that the buffer begins with: its header, or all of it
 
     def read_preface(self, data: bytes) -> bool:
         """Return True once the preface is complete. Bytes after it stay in the buffer for `feed`."""
@@ -76,13 +78,21 @@ class FrameReader:
             if not PREFACE.startswith(self.buffer):
                 raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "this is not an HTTP/2 connection")
             return False
-        self.buffer, self.has_preface = self.buffer[len(PREFACE) :], True
+        del self.buffer[: len(PREFACE)]
+        self.has_preface = True
         return True
 
     def feed(self, data: bytes) -> Iterator[Frame]:
+        """Yield the frames that are complete with these bytes; it has to be exhausted before the next call."""
         if self.buffer:
-            data = self.buffer + data
-        position, end = 0, len(data)
+            # A frame may arrive byte by byte: its bytes are joined once, not at each of them.
+            self.buffer += data
+            self._missing_bytes -= len(data)
+            if self._missing_bytes > 0:
+                return
+            data = bytes(self.buffer)
+            self.buffer.clear()
+        position, end, needed = 0, len(data), 9
         while end - position >= 9:
             high, low, kind, flags, stream_id = FRAME_HEADER.unpack_from(data, position)
             length = high << 8 | low
@@ -93,10 +103,13 @@ class FrameReader:
                 )
             stop = position + 9 + length
             if stop > end:
+                needed = 9 + length
                 break
             yield kind, flags, stream_id & MAX_WINDOW, data[position + 9 : stop]
             position = stop
-        self.buffer = data[position:]
+        if position < end:
+            self.buffer += data[position:]
+            self._missing_bytes = needed - (end - position)
 
 
 def frame(kind: int, flags: int, stream_id: int, payload: bytes = b"") -> bytes:
@@ -131,6 +144,8 @@ def strip_padding(flags: int, payload: bytes) -> bytes:
 def parse_settings(payload: bytes) -> Iterator[tuple[int, int]]:
     if len(payload) % _SETTING.size:
         raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, f"the length of SETTINGS is no multiple of {_SETTING.size}")
+    if len(payload) > _MAX_SETTINGS * _SETTING.size:
+        raise ConnectionFault(ErrorCode.ENHANCE_YOUR_CALM, f"a frame has more than {_MAX_SETTINGS} settings")
     for key, value in _SETTING.iter_unpack(payload):
         if key == _ENABLE_PUSH and value > 1:
             raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, f"ENABLE_PUSH must be 0 or 1, not {value}")

@@ -11,7 +11,7 @@ from typing import Any
 
 from serve.grpc.http2 import frames
 from serve.grpc.http2.frames import END_HEADERS, PRIORITY_FLAG, ConnectionFault, ErrorCode, StreamFault
-from serve.grpc.http2.hpack import Decoder, Field
+from serve.grpc.http2.hpack import Decoder, Field, HpackBomb, HpackError
 
 MAX_HEADER_LIST_BYTES = 32 << 10  # decoded; each field counts 32 bytes more, as in RFC 9113, 6.5.2
 # Encoded. A list above the limit is still decoded up to this size, so that the request can be answered with 431.
@@ -24,15 +24,20 @@ HeaderBlock = tuple[int, int, bytes]  # stream id, flags, encoded fields
 
 
 class HeaderReader:
-    """Header blocks of one connection. `parse_head` gets the fields, or None where they exceed the limit."""
+    """Header blocks of one connection. `parse_head` gets the fields, or None where they exceed the limit.
 
-    def __init__(self, parse_head: Callable[[dict[bytes, bytes] | None], Any]) -> None:
-        self._parse_head = parse_head
+    `pay` is called with the cost of each block that is decoded, as a number of fields.
+    """
+
+    def __init__(
+        self, parse_head: Callable[[dict[bytes, bytes] | None], Any], pay: Callable[[int], None] = lambda _: None
+    ) -> None:
+        self._parse_head, self._pay = parse_head, pay
         self._decoder = Decoder(MAX_HEADER_LIST_BYTES)
         self._cache: dict[bytes, ParsedHead] = {}
         self._table_version = 0  # of the decoder, when the cache was filled
         self._fragments: list[bytes] = []  # of a block that is not complete
-        self._stream_id = self._flags = 0
+        self._fragment_bytes = self._stream_id = self._flags = 0
 
     @property
     def is_open(self) -> bool:
@@ -51,13 +56,15 @@ class HeaderReader:
         if flags & END_HEADERS:
             return stream_id, flags, payload
         self._stream_id, self._flags, self._fragments = stream_id, flags, [payload]
+        self._fragment_bytes = len(payload)
         return None
 
     def add_continuation(self, stream_id: int, flags: int, payload: bytes) -> HeaderBlock | None:
         if not self.is_open or self._stream_id != stream_id:
             raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "CONTINUATION without HEADERS before it")
         self._fragments.append(payload)
-        if len(self._fragments) > _MAX_BLOCK_FRAMES or sum(map(len, self._fragments)) > _MAX_BLOCK_BYTES:
+        self._fragment_bytes += len(payload)
+        if len(self._fragments) > _MAX_BLOCK_FRAMES or self._fragment_bytes > _MAX_BLOCK_BYTES:
             raise ConnectionFault(
                 ErrorCode.ENHANCE_YOUR_CALM,
                 f"the header block has more than {_MAX_BLOCK_BYTES} bytes or {_MAX_BLOCK_FRAMES} frames",
@@ -73,12 +80,22 @@ class HeaderReader:
 
     def decode_trailers(self, block: bytes) -> Sequence[Field]:
         """Decode trailers, which are not used; but they may change the HPACK table."""
-        fields = self._decoder.decode(block)
+        fields = self._decode(block)
         self._drop_outdated_cache()
         return fields or ()
 
+    def _decode(self, block: bytes) -> list[Field] | None:
+        before = self._decoder.decoded_fields
+        try:
+            fields = self._decoder.decode(block)
+        except HpackError as error:
+            code = ErrorCode.ENHANCE_YOUR_CALM if isinstance(error, HpackBomb) else ErrorCode.COMPRESSION_ERROR
+            raise ConnectionFault(code, str(error)) from None
+        self._pay(self._decoder.decoded_fields - before)
+        return fields
+
     def _decode_uncached(self, block: bytes) -> ParsedHead:
-        fields = self._decoder.decode(block)
+        fields = self._decode(block)
         changed_table = self._decoder.table_version != self._table_version
         self._drop_outdated_cache()
         if fields is None:
@@ -106,7 +123,11 @@ _FORBIDDEN_IN_VALUE = re.compile(rb"[\0\r\n]|^[ \t]|[ \t]\Z")
 
 
 def parse_request(fields: Iterable[Field]) -> dict[bytes, bytes]:
-    """Validate request header fields and return them by name; the last of equal names counts."""
+    """Validate request header fields and return them by name. Values of a repeated name are a list (RFC 9110, 5.3).
+
+    A field that must have one value, such as content-length or authorization, is then invalid for its reader;
+    to choose one of two values would let a proxy in front choose the other.
+    """
     request: dict[bytes, bytes] = {}
     regular = False
     for name, value in fields:
@@ -116,11 +137,16 @@ def parse_request(fields: Iterable[Field]) -> dict[bytes, bytes]:
         else:
             regular = True
             _validate_field(name, value)
+            if name in request:
+                value = request[name] + b", " + value
         if _FORBIDDEN_IN_VALUE.search(value):
             raise _malformed(f"field {name[:40]!r} has a value with forbidden characters")
         request[name] = value
     if missing := [name.decode() for name in _REQUIRED if not request.get(name)]:
         raise _malformed(f"the request has no {' and no '.join(missing)}")
+    host = request.get(b"host")
+    if host is not None and host.lower() != request.get(b":authority", host).lower():
+        raise _malformed("the fields host and :authority differ")
     return request
 
 

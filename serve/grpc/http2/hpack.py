@@ -12,6 +12,8 @@ Field = tuple[bytes, bytes]
 
 TABLE_BYTES = 4096  # of the client's dynamic table: the default of SETTINGS_HEADER_TABLE_SIZE
 _ENTRY_BYTES = 32  # overhead that the standard adds to each entry
+_BOMB_FACTOR = 4
+_BYTES_PER_FIELD = 32  # so many bytes of strings, possibly Huffman-coded, cost about as much as a field
 _MAX_INTEGER = 1 << 24  # larger than any index, length or size can be
 _NAMES_WITHOUT_VALUE = (
     "accept-charset accept-encoding accept-language accept-ranges accept access-control-allow-origin age allow "
@@ -40,6 +42,10 @@ class HpackError(Exception):
     """A header block cannot be decoded: the state is lost, and the connection has to end."""
 
 
+class HpackBomb(HpackError):
+    """A header block is far larger decoded than it may be."""
+
+
 class Decoder:
     """Decoder of one connection. While `table_version` stays the same, equal bytes decode to equal fields."""
 
@@ -49,13 +55,19 @@ class Decoder:
         self._table_bytes = 0
         self._max_table_bytes = TABLE_BYTES
         self.table_version = 0
+        self.decoded_fields = 0  # the cost of all decoding: fields, and bytes at the price of a part of a field
 
     def decode(self, block: bytes) -> list[Field] | None:
-        """Return the fields; None where the list is too long. The table is updated in both cases."""
+        """Return the fields; None where the list is too long. The table is updated in both cases.
+
+        A list that is several times too long is no mistake but a bomb: it raises HpackBomb after a bounded time.
+        """
         fields: list[Field] = []
         size = position = 0
+        self.decoded_fields += len(block) // _BYTES_PER_FIELD
         while position < len(block):
             byte = block[position]
+            self.decoded_fields += 1
             if byte & 0xE0 == 0x20:
                 if fields or size:
                     raise HpackError("a table size update must come before the first field")
@@ -71,6 +83,8 @@ class Decoder:
             size += len(field[0]) + len(field[1]) + _ENTRY_BYTES
             if size <= self._max_list_bytes:
                 fields.append(field)
+            elif size > _BOMB_FACTOR * self._max_list_bytes:
+                raise HpackBomb(f"a header list has more than {_BOMB_FACTOR} times the allowed size")
         return fields if size <= self._max_list_bytes else None
 
     def _literal(self, block: bytes, position: int, bits: int) -> tuple[Field, int]:

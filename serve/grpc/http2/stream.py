@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import heapq
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,12 +42,13 @@ class Stream:
         "size",
         "state",
         "unacknowledged",
-        "window",
+        "window_offset",
     )
 
-    def __init__(self, stream_id: int, window: int, head: Any, content_length: int | None) -> None:
+    def __init__(self, stream_id: int, head: Any, content_length: int | None) -> None:
         self.id = stream_id
-        self.window = window  # bytes the client will take
+        # Bytes the client will take, less INITIAL_WINDOW_SIZE: a change of that setting need not touch every stream.
+        self.window_offset = 0
         self.head = head  # what Application.parse_head returned
         self.content_length = content_length
         self.state: Any = None  # for the application
@@ -62,17 +64,30 @@ class Stream:
     def is_cancelled(self) -> bool:
         return self.cancelled
 
-    def widen(self, size: int) -> None:
-        if not size:
-            raise StreamFault(ErrorCode.PROTOCOL_ERROR, "WINDOW_UPDATE must not be 0")
-        self.window += size
-        if self.window > MAX_WINDOW:
-            raise StreamFault(ErrorCode.FLOW_CONTROL_ERROR, f"the stream's window exceeds {MAX_WINDOW}")
-
 
 WRITE_TIMEOUT_SECONDS = 30.0  # for a client to take any byte of its answer
+SMALL_DATA_BYTES = 256  # DATA frames below this size count as flood
 _BATCH_BYTES = 1 << 20  # handed to the transport at once
 _MAX_DATA_BYTES = 1 << 18  # of one frame, even if the client allows more: a larger one would delay other answers
+_MAX_OUTDATED_TURNS = 64
+_SETTINGS_PER_COST = 8  # so many settings, or streams examined, cost as much as a control frame
+
+
+class CallMemory:
+    """Memory that calls of all connections hold while they wait for their clients, and what frees some."""
+
+    __slots__ = ("_evict", "held_bytes", "limit")
+
+    def __init__(self, limit: int, evict: Callable[[], bool] = lambda: False) -> None:
+        self.limit, self._evict = limit, evict  # which ends a connection, and returns False if there is none to end
+        self.held_bytes = 0
+
+    def fits(self) -> bool:
+        """End connections whose calls wait for their clients the longest, until the limit is kept."""
+        while self.held_bytes > self.limit:
+            if not self._evict():
+                return False
+        return True
 
 
 @dataclass(slots=True)
@@ -82,29 +97,63 @@ class QueuedAnswer:
     stream: Stream
     data: memoryview
     trailers: bytes
+    queued_at: float
     progress_at: float  # when the client last took some of it
+    turn: int = 0  # of its entry in the heap that counts
 
 
 class SendQueue:
-    __slots__ = ("_progress_at", "_queued", "frame_bytes", "initial_window", "queued_bytes", "window")
+    __slots__ = (
+        "_last_turn",
+        "_paused_at",
+        "_progress_at",
+        "_queued",
+        "_turns",
+        "_widest_offset",
+        "frame_bytes",
+        "initial_window",
+        "memory",
+        "queued_bytes",
+        "small_frames",
+        "taken_bytes",
+        "window",
+    )
 
-    def __init__(self) -> None:
+    def __init__(self, memory: CallMemory) -> None:
+        self.memory = memory
         self.window = self.initial_window = DEFAULT_WINDOW
         self.frame_bytes = MAX_FRAME_BYTES
-        self.queued_bytes = 0
-        self._queued: dict[int, QueuedAnswer] = {}  # in the order of their turns
+        self.queued_bytes = self.taken_bytes = 0
+        self.small_frames = 0  # sent so far because the client's windows are tiny
+        self._queued: dict[int, QueuedAnswer] = {}  # the oldest first
+        # A heap with the widest window first: so one look finds an answer that may be sent, or that there is none.
+        # Answers that are not current, by their turn, are left in it until they come up.
+        self._turns: list[tuple[int, int, QueuedAnswer]] = []
+        self._last_turn = 0
+        self._widest_offset = 0  # of all streams so far
         self._progress_at = 0.0  # when the client last took some of any answer
+        self._paused_at = 0.0  # when the transport was last seen full
 
     @property
     def has_queued(self) -> bool:
         return bool(self._queued)
 
-    def add(self, stream: Stream, head: bytes, body: bytes, trailers: bytes) -> tuple[bytes, bool]:
+    def stream_window(self, stream: Stream) -> int:
+        return self.initial_window + stream.window_offset
+
+    def add(
+        self, stream: Stream, head: bytes, body: bytes, trailers: bytes, *, paused: bool = False
+    ) -> tuple[bytes, bool]:
         """Return the bytes to write now, and whether they are the whole answer. Without a head it is only trailers."""
         if not head:
             return final_frames(stream, trailers), True
         size, stream_id = len(body), stream.id
-        if size <= self.window and size <= stream.window and size <= self.frame_bytes:
+        if (
+            size <= self.window
+            and size <= self.initial_window + stream.window_offset
+            and size <= self.frame_bytes
+            and not paused
+        ):
             self.window -= size
             parts = [
                 FRAME_HEADER.pack(0, len(head), HEADERS, END_HEADERS, stream_id),
@@ -119,71 +168,110 @@ class SendQueue:
             if not stream.complete:
                 parts.append(rst_stream(stream_id, ErrorCode.NO_ERROR))
             return b"".join(parts), True
-        answer = QueuedAnswer(stream, memoryview(body), final_frames(stream, trailers), time.monotonic())
+        now = time.monotonic()
+        answer = QueuedAnswer(stream, memoryview(body), final_frames(stream, trailers), now, now)
         self._queued[stream_id] = answer
         self.queued_bytes += size
+        self.memory.held_bytes += size
+        self._push(answer)
         return frame(HEADERS, END_HEADERS, stream_id, head), False
 
     def take(self) -> tuple[bytes, list[Stream]]:
-        """Return as many frames as the windows allow, one of each answer in turn, and the streams that are complete."""
+        """Return as many frames as the windows allow, widest stream first, and the streams that are complete."""
         parts: list[bytes] = []
         completed: list[Stream] = []
         size, frame_bytes = 0, min(self.frame_bytes, _MAX_DATA_BYTES)
-        progress = True
-        while progress and self.window > 0 and size < _BATCH_BYTES:
-            progress = False
-            for answer in tuple(self._queued.values()):
-                count = min(len(answer.data), answer.stream.window, self.window, frame_bytes)
-                if count <= 0 and answer.data:
-                    continue
-                progress = True
-                size += count
-                self._take_from(answer, count, parts)
-                del self._queued[answer.stream.id]
-                if answer.data:
-                    self._queued[answer.stream.id] = answer  # to the end of the queue
-                else:
-                    parts.append(answer.trailers)
-                    completed.append(answer.stream)
+        while self._turns and size < _BATCH_BYTES:
+            _, turn, answer = self._turns[0]
+            stream, left = answer.stream, len(answer.data)
+            if turn != answer.turn:
+                heapq.heappop(self._turns)
+                continue
+            count = min(left, self.initial_window + stream.window_offset, self.window, frame_bytes)
+            if count <= 0 and left:
+                break
+            heapq.heappop(self._turns)
+            count = max(count, 0)
+            size += count
+            self._take_from(answer, count, parts)
+            if answer.data:
+                self._push(answer)
+                if count < SMALL_DATA_BYTES:
+                    self.small_frames += 1
+            else:
+                del self._queued[stream.id]
+                parts.append(answer.trailers)
+                completed.append(stream)
         return b"".join(parts), completed
+
+    def _push(self, answer: QueuedAnswer) -> None:
+        """Enter an answer into the heap by its present window."""
+        self._last_turn += 1
+        answer.turn = self._last_turn
+        heapq.heappush(self._turns, (-answer.stream.window_offset, answer.turn, answer))
+        if len(self._turns) > 2 * len(self._queued) + _MAX_OUTDATED_TURNS:
+            self._turns = [entry for entry in self._turns if entry[1] == entry[2].turn]
+            heapq.heapify(self._turns)
 
     def _take_from(self, answer: QueuedAnswer, size: int, parts: list[bytes]) -> None:
         stream = answer.stream
         parts += (FRAME_HEADER.pack(size >> 8, size & 0xFF, DATA, 0, stream.id), bytes(answer.data[:size]))
         answer.data = answer.data[size:]
         self._progress_at = answer.progress_at = time.monotonic()
-        stream.window -= size
+        stream.window_offset -= size
         self.window -= size
+        self.taken_bytes += size
+        self._release(size)
+
+    def _release(self, size: int) -> None:
         self.queued_bytes -= size
+        self.memory.held_bytes -= size
 
     def discard(self, stream: Stream) -> None:
         if (answer := self._queued.pop(stream.id, None)) is not None:
-            self.queued_bytes -= len(answer.data)
+            self._release(len(answer.data))
+            answer.turn, answer.data = 0, memoryview(b"")  # its entry in the heap must not keep the bytes
 
     def stalled(self, now: float, *, paused: bool) -> list[Stream]:
         """Return the streams whose client opens no window; time does not count while the transport is `paused`."""
-        stalled = []
+        stalled: list[Stream] = []
+        if paused:
+            self._paused_at = now
+            return stalled
         for answer in self._queued.values():
-            if paused:
-                answer.progress_at = now
+            if now - answer.queued_at <= WRITE_TIMEOUT_SECONDS:
+                break  # so are all that follow
             # A stream with a window of its own waits for its turn in the connection's window.
-            since = max(answer.progress_at, self._progress_at) if answer.stream.window > 0 else answer.progress_at
+            has_window = self.stream_window(answer.stream) > 0
+            since = max(answer.progress_at, self._paused_at, self._progress_at if has_window else 0.0)
             if now - since > WRITE_TIMEOUT_SECONDS:
                 stalled.append(answer.stream)
         return stalled
 
-    def apply_settings(self, payload: bytes, streams: Iterable[Stream]) -> None:
-        for key, value in parse_settings(payload):
-            if key == INITIAL_WINDOW_SIZE:
-                change, self.initial_window = value - self.initial_window, value
-                for stream in streams:
-                    stream.window += change
-                    if stream.window > MAX_WINDOW:
-                        raise ConnectionFault(
-                            ErrorCode.FLOW_CONTROL_ERROR, f"INITIAL_WINDOW_SIZE raises a window above {MAX_WINDOW}"
-                        )
-            elif key == MAX_FRAME_SIZE:
-                self.frame_bytes = value
+    def apply_settings(self, payload: bytes, streams: Collection[Stream]) -> int:
+        """Apply settings, the last of equal ones; return the cost as a number of control frames."""
+        settings = dict(parse_settings(payload))
+        cost = len(settings) // _SETTINGS_PER_COST
+        self.frame_bytes = settings.get(MAX_FRAME_SIZE, self.frame_bytes)
+        self.initial_window = settings.get(INITIAL_WINDOW_SIZE, self.initial_window)
+        if self.initial_window + self._widest_offset > MAX_WINDOW:  # of a stream that may be closed
+            cost += len(streams) // _SETTINGS_PER_COST
+            self._widest_offset = max((stream.window_offset for stream in streams), default=0)
+            if self.initial_window + self._widest_offset > MAX_WINDOW:
+                raise ConnectionFault(
+                    ErrorCode.FLOW_CONTROL_ERROR, f"INITIAL_WINDOW_SIZE raises a window above {MAX_WINDOW}"
+                )
+        return cost
+
+    def widen_stream(self, stream: Stream, size: int) -> None:
+        if not size:
+            raise StreamFault(ErrorCode.PROTOCOL_ERROR, "WINDOW_UPDATE must not be 0")
+        stream.window_offset += size
+        self._widest_offset = max(self._widest_offset, stream.window_offset)
+        if self.stream_window(stream) > MAX_WINDOW:
+            raise StreamFault(ErrorCode.FLOW_CONTROL_ERROR, f"the stream's window exceeds {MAX_WINDOW}")
+        if (answer := self._queued.get(stream.id)) is not None:
+            self._push(answer)
 
     def widen(self, size: int) -> None:
         if not size:

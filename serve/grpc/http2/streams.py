@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 from serve.grpc.http2 import frames
-from serve.grpc.http2.frames import ACK, DATA, END_STREAM, HEADERS, ConnectionFault, ErrorCode, StreamFault
+from serve.grpc.http2.frames import ACK, DATA, END_STREAM, HEADERS, ConnectionFault, ErrorCode, Frame, StreamFault
 from serve.grpc.http2.headers import MAX_HEADER_LIST_BYTES, HeaderBlock, HeaderReader, validate_trailers
-from serve.grpc.http2.hpack import HpackError
-from serve.grpc.http2.stream import SendQueue, Stream
+from serve.grpc.http2.stream import SMALL_DATA_BYTES, CallMemory, SendQueue, Stream
 
 BODY_TIMEOUT_SECONDS = 60.0  # for a request, from its first byte to its last
 MAX_STREAMS = 2048
 _CONNECTION_WINDOW, _STREAM_WINDOW = 16 << 20, 4 << 20
 _MAX_QUEUED_BYTES = 64 << 20  # of answers for which the client opens no window
-_SMALL_DATA_BYTES = 256  # DATA frames below this size count as flood
-_LARGE_BLOCK_BYTES = 1 << 10  # header blocks above this size count as flood; writes above it as useful work
+_STREAM_BYTES = 4 << 10  # of memory that a call takes without its body
+MAX_CALL_BYTES = 256 << 20  # of memory that calls of all connections hold while they wait for their clients
+_USEFUL_WRITE_BYTES = 1 << 10
 _PING_PAYLOAD = b"retiring"
 SERVER_PREFACE = frames.settings(
     {
@@ -28,9 +29,17 @@ SERVER_PREFACE = frames.settings(
     }
 ) + frames.window_update(0, _CONNECTION_WINDOW - frames.DEFAULT_WINDOW)
 
+# Costs are in control frames, which take about 2 microseconds. A usual header block costs less than its answer earns.
+_FIELDS_PER_COST = 16
 _FLOOD_BUDGET = 2000
 _BUDGET_PER_SECOND = 500
 _CREDIT_PER_ANSWER = 8  # a call comes with a few control frames
+
+# Of one connection before others have their turn, in the same unit: a few milliseconds.
+_TURN_COST = 2048
+_REQUEST_COST = 32  # of a call with its answer
+_CANCEL_COST = 8
+_CANCELS_PER_TURN = _TURN_COST // _CANCEL_COST
 
 Write = Callable[[bytes], Any]
 OnError = Callable[[ErrorCode, str], None]
@@ -52,7 +61,7 @@ class Application(Protocol):
         ...
 
     def on_complete(self, streams: Streams, stream: Stream) -> None:
-        """Handle a complete request that was not answered yet. Set `stream.running` until it is answered."""
+        """Handle a complete request that was not answered yet: `stream.running` until it is answered."""
         ...
 
     def on_timeout(self, streams: Streams, stream: Stream) -> None:
@@ -89,26 +98,54 @@ class FloodGuard:
 class Streams:
     """`on_error` is called for each stream error, `on_drained` when a draining connection has answered everything."""
 
-    def __init__(self, app: Application, write: Write, on_error: OnError, on_drained: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        app: Application,
+        write: Write,
+        on_error: OnError,
+        on_drained: Callable[[], None],
+        memory: CallMemory | None = None,
+    ) -> None:
         self._app, self._write, self._on_error, self._on_drained = app, write, on_error, on_drained
-        self.reader, self.send_queue = frames.FrameReader(), SendQueue()
-        self._headers, self._flood_guard = HeaderReader(app.parse_head), FloodGuard()
+        self._memory = CallMemory(MAX_CALL_BYTES) if memory is None else memory
+        self.reader, self.send_queue = frames.FrameReader(), SendQueue(self._memory)
+        self._frames: Iterator[Frame] | None = None  # received, and left for a later turn
+        self._later = bytearray()  # received after those
+        self._turn_cost = 0
+        self._headers, self._flood_guard = HeaderReader(app.parse_head, self._pay_for_decoding), FloodGuard()
         self._has_settings = False  # the client's first SETTINGS arrived
         self.paused = False  # the transport's buffer is full
         self.open: dict[int, Stream] = {}
         self._answered_early: deque[int] = deque(maxlen=64)  # answered while the client was still sending
         self.last_id = 0
+        self.running = 0  # calls that wait for the application and not for their client
+        self.received_bytes = 0  # of bodies
         self._unacknowledged = 0  # received bytes that no WINDOW_UPDATE for the connection has returned yet
         self._draining = self.refusing = self.closed = False
+        self._closing: list[Stream] = []  # to be cancelled after the end
 
     @property
     def is_awaiting_client(self) -> bool:
         """The client has not finished its preface or a header block."""
         return not self._has_settings or self._headers.is_open
 
-    def receive(self, data: bytes) -> None:
-        """Handle received bytes; raises ConnectionFault where the connection has to end."""
-        for kind, flags, stream_id, payload in self.reader.feed(data):
+    @property
+    def waiting_since(self) -> float:
+        """When the oldest call began that waits for its client; infinity if none does."""
+        return next((stream.opened_at for stream in self.open.values() if not stream.running), math.inf)
+
+    def receive(self, data: bytes = b"") -> bool:
+        """Handle received bytes, up to the cost of a turn. Return True if some are left, for which to call it again.
+
+        Raises ConnectionFault where the connection has to end.
+        """
+        received = self._frames
+        if received is None:
+            received = self.reader.feed(data)
+        elif data:
+            self._later += data
+        self._turn_cost = 0
+        for kind, flags, stream_id, payload in received:
             if self._headers.is_open and kind != frames.CONTINUATION:
                 raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "a header block is interrupted by another frame")
             try:
@@ -120,37 +157,55 @@ class Streams:
                     self._handle_other(kind, flags, stream_id, payload)
             except StreamFault as fault:
                 self._reset(stream_id, fault.code, str(fault))
-            except HpackError as error:
-                raise ConnectionFault(ErrorCode.COMPRESSION_ERROR, str(error)) from None
+            self._turn_cost += 1
+            if self._turn_cost >= _TURN_COST or self.closed:
+                self._frames = received
+                return True
+        self._frames = None
+        if self._later:
+            self._frames = self.reader.feed(bytes(self._later))
+            self._later.clear()
+            return True
+        return False
 
     # Called by the application
 
     def answer(self, stream: Stream, head: bytes, body: bytes, trailers: bytes) -> None:
         """Send the answer. Without a head it consists of the trailers."""
-        stream.running = False
+        self.wait_for_client(stream)
         if stream.cancelled:
             self._forget(stream)
             return
         stream.sending = True
-        data, complete = self.send_queue.add(stream, head, body, trailers)
+        data, complete = self.send_queue.add(stream, head, body, trailers, paused=self.paused)
         self._write(data)
         if complete:
             self._finish(stream)
         else:
             self.send_queued()
+            self._memory.fits()
+
+    def wait_for_client(self, stream: Stream) -> None:
+        """Note that the application has nothing to compute: it has answered, or goes on when the client does."""
+        if stream.running:
+            stream.running = False
+            self.running -= 1
 
     # Called by the connection
 
     def send_queued(self) -> None:
+        small_frames = self.send_queue.small_frames
         while self.send_queue.has_queued and not (self.closed or self.paused):
             data, completed = self.send_queue.take()
             if not data:
-                return
+                break
             self._write(data)
-            if len(data) >= _LARGE_BLOCK_BYTES:
+            if len(data) >= _USEFUL_WRITE_BYTES:
                 self._flood_guard.credit()
             for stream in completed:
                 self._finish(stream)
+        # Not the place to raise a fault: the next control frame does.
+        self._flood_guard.charge(self.send_queue.small_frames - small_frames)
 
     def start_draining(self) -> None:
         """Announce the end with GOAWAY; requests sent before the client reads it are still answered."""
@@ -169,21 +224,38 @@ class Streams:
     def check_timeouts(self, now: float) -> None:
         for stream in self.send_queue.stalled(now, paused=self.paused):
             self._reset(stream.id, ErrorCode.CANCEL, "the client opens no window for the answer")
-        for stream in tuple(self.open.values()):
-            receiving = not (stream.complete or stream.sending or stream.cancelled)
-            if receiving and now - stream.opened_at > BODY_TIMEOUT_SECONDS:
-                self._app.on_timeout(self, stream)
+        due = []
+        for stream in self.open.values():
+            if now - stream.opened_at <= BODY_TIMEOUT_SECONDS:
+                break  # so are all that follow
+            if not (stream.complete or stream.sending or stream.cancelled):
+                due.append(stream)
+                if len(due) == _CANCELS_PER_TURN:  # the next check takes the rest
+                    break
+        for stream in due:
+            self._app.on_timeout(self, stream)
 
-    def close(self) -> None:
-        """Cancel all streams: the client has disconnected, or is being disconnected."""
-        self.closed = True
-        for stream in tuple(self.open.values()):
-            self._cancel(stream)
+    def close(self) -> bool:
+        """Cancel streams: the client has disconnected, or is being disconnected. Return True if some are left.
+
+        It is to be called again for those in a later turn: a connection may have many, and others wait.
+        """
+        if not self.closed:
+            self.closed = True
+            self._closing = list(self.open.values())
+            for stream in self._closing:
+                stream.cancelled = True  # so that none is computed any more
+        for stream in self._closing[-_CANCELS_PER_TURN:]:
+            if stream.id in self.open:
+                self._cancel(stream)
+        del self._closing[-_CANCELS_PER_TURN:]
+        return bool(self._closing)
 
     # Frames
 
     def _handle_data(self, flags: int, stream_id: int, payload: bytes) -> None:
         size = len(payload)
+        self.received_bytes += size
         # The window is returned as data is read; the application bounds how much of the bodies is kept.
         self._unacknowledged += size
         if self._unacknowledged > _CONNECTION_WINDOW // 2:
@@ -200,7 +272,7 @@ class Streams:
         if flags & END_STREAM:
             self._complete(stream)
             return
-        if size < _SMALL_DATA_BYTES:
+        if size < SMALL_DATA_BYTES:
             self._charge()
         stream.unacknowledged += size
         if stream.unacknowledged > _STREAM_WINDOW // 2:
@@ -211,7 +283,7 @@ class Streams:
     def _handle_late_data(self, stream: Stream | None, stream_id: int, size: int) -> None:
         """Ignore DATA of a closed stream if the client could not know yet that it is closed."""
         self._check_opened(stream_id, "DATA")
-        if size < _SMALL_DATA_BYTES:
+        if size < SMALL_DATA_BYTES:
             self._charge()
         ended = stream_id not in self._answered_early and stream_id <= self.last_id
         if ended if stream is None else stream.complete:
@@ -225,14 +297,19 @@ class Streams:
             self._handle_trailers(stream_id, flags, block)
             return
         self.last_id = self.last_id if self.refusing else stream_id
-        if len(block) >= _LARGE_BLOCK_BYTES:
-            self._charge(4 * len(block) // _LARGE_BLOCK_BYTES)
         head, content_length = self._headers.decode_request(block)
         if self.refusing:  # GOAWAY excluded this stream
             return
         if len(self.open) >= MAX_STREAMS or self.send_queue.queued_bytes > _MAX_QUEUED_BYTES:
             raise StreamFault(ErrorCode.REFUSED_STREAM, "too many streams are open")
-        stream = self.open[stream_id] = Stream(stream_id, self.send_queue.initial_window, head, content_length)
+        memory = self._memory
+        if memory.held_bytes > memory.limit and not memory.fits():
+            raise StreamFault(ErrorCode.REFUSED_STREAM, "the calls of all clients take too much memory")
+        if self.closed:  # to free memory
+            return
+        memory.held_bytes += _STREAM_BYTES
+        self._turn_cost += _REQUEST_COST
+        stream = self.open[stream_id] = Stream(stream_id, head, content_length)
         stream.complete = bool(flags & END_STREAM)
         self._app.on_headers(self, stream)
         if stream.complete:
@@ -256,16 +333,19 @@ class Streams:
 
     def _complete(self, stream: Stream) -> None:
         stream.complete = True
-        if stream.id not in self.open:  # it was answered early
+        if stream.id not in self.open or stream.sending:  # it was answered early
             return
         if stream.content_length is not None and stream.content_length != stream.size:
             raise StreamFault(ErrorCode.PROTOCOL_ERROR, "the length of the body differs from content-length")
+        stream.running = True
+        self.running += 1
         self._app.on_complete(self, stream)
 
     def _handle_other(self, kind: int, flags: int, stream_id: int, payload: bytes) -> None:
         if not self._has_settings and (kind != frames.SETTINGS or flags & ACK):
             raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "the first frame must be SETTINGS")
         if kind == frames.CONTINUATION:
+            self._charge()
             self._handle_block(self._headers.add_continuation(stream_id, flags, payload))
             return
         self._charge()
@@ -281,12 +361,13 @@ class Streams:
             self._check_opened(stream_id, "WINDOW_UPDATE")
             if (stream := self.open.get(stream_id)) is None:
                 return
-            stream.widen(size)
+            self.send_queue.widen_stream(stream, size)
         self.send_queued()
 
     def _handle_rst_stream(self, _flags: int, stream_id: int, _payload: bytes) -> None:
         self._check_opened(stream_id, "RST_STREAM")
         if (stream := self.open.get(stream_id)) is not None:
+            self._charge()  # twice as much as a frame: the request may have been computed
             self._cancel(stream)
 
     def _handle_ping(self, flags: int, _stream_id: int, payload: bytes) -> None:
@@ -298,7 +379,7 @@ class Streams:
     def _handle_settings(self, flags: int, _stream_id: int, payload: bytes) -> None:
         if flags & ACK:
             return
-        self.send_queue.apply_settings(payload, self.open.values())
+        self._charge(self.send_queue.apply_settings(payload, self.open.values()))
         self._has_settings = True
         self._write(frames.frame(frames.SETTINGS, ACK, 0))
         self.send_queued()
@@ -312,13 +393,15 @@ class Streams:
         self._forget(stream)
 
     def _forget(self, stream: Stream) -> None:
-        self.open.pop(stream.id, None)
+        if self.open.pop(stream.id, None) is not None:
+            self._memory.held_bytes -= _STREAM_BYTES
         if self.refusing and not self.open and not self.closed:
             self._on_drained()
 
     def _cancel(self, stream: Stream) -> None:
         """Cancel a stream. A running one stays open until it is answered, so that cancelling cannot evade the limit."""
         stream.cancelled = True
+        self._turn_cost += _CANCEL_COST
         self.send_queue.discard(stream)
         if stream.running:
             return
@@ -336,6 +419,11 @@ class Streams:
             self._cancel(stream)
         elif stream_id == self.last_id:  # refused before it was opened
             self._answered_early.append(stream_id)
+
+    def _pay_for_decoding(self, fields: int) -> None:
+        self._turn_cost += fields
+        if fields >= _FIELDS_PER_COST:
+            self._charge(fields // _FIELDS_PER_COST)
 
     def _charge(self, cost: int = 1) -> None:
         if not self._flood_guard.charge(cost):

@@ -94,7 +94,6 @@ class EchoApplication:
 
     def on_complete(self, streams: Streams, stream: Stream) -> None:
         self.events.append(f"complete {stream.id} {stream.size}")
-        stream.running = True
         if stream.head[b":path"] == b"/waits":
             self.waiting.append((streams, stream))
         else:
@@ -127,7 +126,8 @@ class MemoryConnection:
         if not self.streams.reader.has_preface:
             assert self.streams.reader.read_preface(data)
             data = b""
-        self.streams.receive(data)
+        while self.streams.receive(data) and not self.streams.closed:
+            data = b""
         return self.received()
 
     def send_until_fault(self, sent: Iterable[bytes]) -> ErrorCode:

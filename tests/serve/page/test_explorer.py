@@ -109,7 +109,7 @@ def test_operations_are_filtered_and_versions_hidden(browser: Browser, server: R
 
 
 @in_browser
-def test_key_is_asked_for_where_one_is_needed(
+def test_key_is_requested_where_one_is_needed(
     browser: Browser, start: Launcher, bundle_path: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "keys").write_text(f"{KEY}\n")

@@ -128,7 +128,7 @@ def test_full_listener_closes_idle_connections_and_rejects_others(monkeypatch: p
         await second.send(request(1, path=b"/waits"))
         await wait_until(lambda: port.app.waiting)
         third = await port.open(b"")
-        assert await third.goaway() == (ErrorCode.ENHANCE_YOUR_CALM, "all 1 connections are in use")
+        assert await third.goaway() == (ErrorCode.ENHANCE_YOUR_CALM, "all 1 connections of one address are in use")
         port.app.answer(*port.app.waiting[0])
         assert bodies(await second.receive_until(frames.HEADERS, frames.END_STREAM)) == {1: b"hello"}
 

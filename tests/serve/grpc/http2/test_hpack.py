@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve.grpc.http2 import hpack
-from serve.grpc.http2.hpack import Decoder, Field, HpackError
+from serve.grpc.http2.hpack import Decoder, Field, HpackBomb, HpackError
 from tests.serve.grpc.http2_frames import FUZZ_SETTINGS, decode_fields
 
 LIST_BYTES = 1 << 16
@@ -123,7 +123,10 @@ def test_oversized_list_is_none_and_updates_the_table() -> None:
 def test_repeated_large_field_takes_no_memory() -> None:
     decoder = Decoder(LIST_BYTES)
     assert decoder.decode(b"\x40\x01a" + b"\x7f\xa1\x1e" + b"x" * 4000) is not None
-    assert decoder.decode(b"\xbe" * 16384) is None
+    assert decoder.decode(b"\xbe" * 30) is None
+    with pytest.raises(HpackBomb):
+        decoder.decode(b"\xbe" * 16384)
+    assert decoder.decoded_fields < 800, "a bomb is not decoded to its end"
 
 
 def test_entry_larger_than_the_table_empties_it() -> None:

@@ -10,18 +10,23 @@ from hypothesis import strategies as st
 
 from serve.grpc.http2 import frames
 from serve.grpc.http2.frames import ConnectionFault, ErrorCode, StreamFault
-from serve.grpc.http2.stream import WRITE_TIMEOUT_SECONDS, SendQueue, Stream
+from serve.grpc.http2.stream import WRITE_TIMEOUT_SECONDS, CallMemory, SendQueue, Stream
 from tests.serve.grpc.http2_frames import FUZZ_SETTINGS, split_frames
 
 
+def new_queue() -> SendQueue:
+    return SendQueue(CallMemory(1 << 30))
+
+
 def new_stream(number: int, window: int, *, complete: bool = True) -> Stream:
-    made = Stream(number, window, None, None)
+    made = Stream(number, None, None)
+    made.window_offset = window - frames.DEFAULT_WINDOW
     made.complete = complete
     return made
 
 
 def test_small_answer_is_one_write() -> None:
-    send_queue = SendQueue()
+    send_queue = new_queue()
     data, whole = send_queue.add(new_stream(1, 100), b"head", b"body", b"end")
     assert whole
     assert split_frames(data) == [
@@ -33,7 +38,7 @@ def test_small_answer_is_one_write() -> None:
 
 
 def test_trailers_only_answer_needs_no_window() -> None:
-    send_queue = SendQueue()
+    send_queue = new_queue()
     send_queue.window = 0
     data, whole = send_queue.add(new_stream(1, 0), b"", b"", b"end")
     assert whole
@@ -42,10 +47,10 @@ def test_trailers_only_answer_needs_no_window() -> None:
 
 @pytest.mark.parametrize("window", [0, 100])
 def test_client_still_sending_gets_rst_stream_no_error(window: int) -> None:
-    send_queue = SendQueue()
+    send_queue = new_queue()
     stream = new_stream(1, window, complete=False)
     data, _ = send_queue.add(stream, b"head", b"body", b"end")
-    stream.window = 100
+    send_queue.widen_stream(stream, 100)
     data += send_queue.take()[0]
     assert split_frames(data)[-1] == (frames.RST_STREAM, 0, 1, b"\0\0\0\0")
 
@@ -59,7 +64,7 @@ def test_client_still_sending_gets_rst_stream_no_error(window: int) -> None:
 def test_windows_are_respected_and_every_answer_arrives(
     sizes: list[int], room: list[tuple[int, int]], frame_bytes: int
 ) -> None:
-    send_queue = SendQueue()
+    send_queue = new_queue()
     send_queue.frame_bytes = frame_bytes
     send_queue.window = 1000
     streams = {number: new_stream(number, 500) for number in range(1, 2 * len(sizes), 2)}
@@ -88,7 +93,7 @@ def test_windows_are_respected_and_every_answer_arrives(
         number = 0 if place == 0 else min(2 * place - 1, max(streams))
         allowed[number] += size
         if number:
-            streams[number].widen(size)
+            send_queue.widen_stream(streams[number], size)
         else:
             send_queue.widen(size)
         while data := send_queue.take()[0]:
@@ -99,7 +104,7 @@ def test_windows_are_respected_and_every_answer_arrives(
 
 
 def test_answers_take_turns() -> None:
-    send_queue = SendQueue()
+    send_queue = new_queue()
     send_queue.window = 0
     for number in (1, 3):
         send_queue.add(new_stream(number, 1 << 20), b"head", b"x" * 40_000, b"end")
@@ -115,20 +120,20 @@ def test_answers_take_turns() -> None:
 
 
 def test_initial_window_size_can_make_a_window_negative() -> None:
-    send_queue = SendQueue()
+    send_queue = new_queue()
     stream = new_stream(1, 65535)
     send_queue.add(stream, b"head", b"x" * 100_000, b"end")
     send_queue.take()
     send_queue.apply_settings(frames.settings({frames.INITIAL_WINDOW_SIZE: 10})[9:], [stream])
-    assert (send_queue.initial_window, stream.window) == (10, 10 - 65535)
+    assert (send_queue.initial_window, send_queue.stream_window(stream)) == (10, 10 - 65535)
     send_queue.widen(1 << 20)
     assert send_queue.take()[0] == b""
-    stream.widen(65535)
+    send_queue.widen_stream(stream, 65535)
     assert [len(payload) for _, _, _, payload in split_frames(send_queue.take()[0])] == [10]
 
 
 def test_discarded_answer_is_not_sent() -> None:
-    send_queue = SendQueue()
+    send_queue = new_queue()
     stream = new_stream(1, 0)
     send_queue.add(stream, b"head", b"body", b"end")
     assert send_queue.queued_bytes == 4
@@ -138,7 +143,7 @@ def test_discarded_answer_is_not_sent() -> None:
 
 
 def test_stream_without_window_is_stalled() -> None:
-    send_queue = SendQueue()
+    send_queue = new_queue()
     stream = new_stream(1, 0)
     send_queue.add(stream, b"head", b"body", b"end")
     assert send_queue.stalled(stream.opened_at, paused=False) == []
@@ -146,7 +151,7 @@ def test_stream_without_window_is_stalled() -> None:
 
 
 def test_paused_transport_does_not_count_as_stalled() -> None:
-    send_queue = SendQueue()
+    send_queue = new_queue()
     stream = new_stream(1, 0)
     send_queue.add(stream, b"head", b"body", b"end")
     assert send_queue.stalled(stream.opened_at + 1000, paused=True) == []
@@ -157,7 +162,7 @@ def test_paused_transport_does_not_count_as_stalled() -> None:
 def test_waiting_for_a_turn_does_not_count_as_stalled(monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    send_queue = SendQueue()
+    send_queue = new_queue()
     send_queue.window = 0
     first, second = new_stream(1, 1 << 20), new_stream(3, 1 << 20)
     for stream in (first, second):
@@ -169,17 +174,17 @@ def test_waiting_for_a_turn_does_not_count_as_stalled(monkeypatch: pytest.Monkey
         turns += [number for kind, _, number, _ in split_frames(send_queue.take()[0]) if kind == frames.DATA]
         assert send_queue.stalled(now + 2, paused=False) == []
     assert turns == [1, 3, 1]
-    assert send_queue.stalled(now + WRITE_TIMEOUT_SECONDS + 1, paused=False) == [second, first]
+    assert send_queue.stalled(now + WRITE_TIMEOUT_SECONDS + 1, paused=False) == [first, second]
 
 
 def test_window_updates_of_zero_or_beyond_maximum_are_faults() -> None:
-    send_queue, stream = SendQueue(), new_stream(1, 65535)
+    send_queue, stream = new_queue(), new_stream(1, 65535)
     for size, code in ((0, ErrorCode.PROTOCOL_ERROR), (frames.MAX_WINDOW, ErrorCode.FLOW_CONTROL_ERROR)):
         with pytest.raises(ConnectionFault) as caught:
             send_queue.widen(size)
         assert caught.value.code is code
         with pytest.raises(StreamFault) as of_stream:
-            stream.widen(size)
+            send_queue.widen_stream(stream, size)
         assert of_stream.value.code is code
     with pytest.raises(ConnectionFault, match="raises a window"):
         send_queue.apply_settings(frames.settings({frames.INITIAL_WINDOW_SIZE: frames.MAX_WINDOW})[9:], [stream])
