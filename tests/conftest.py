@@ -16,8 +16,10 @@ _EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 # What is long begins first, so that no process is left alone with it at the end. `e2e/test_pipeline.py` makes the run
 # that all of e2e waits for.
 _FIRST = ("tests/nodes/", "tests/e2e/test_pipeline.py", "tests/train/parallel/", "tests/e2e/", "tests/train/")
-# A shell starts a background job with Ctrl-C ignored, which the commands under test would inherit.
+# A shell starts a background job with Ctrl-C ignored, and nohup one that a closed terminal does not end; the commands
+# under test would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # Read when torch loads. Tests run side by side and compute little: threads that wait for work actively would take the
 # cores from the other tests.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
