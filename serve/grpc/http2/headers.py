@@ -26,11 +26,11 @@ HeaderBlock = tuple[int, int, bytes]  # stream id, flags, encoded fields
 class HeaderReader:
     """Header blocks of one connection. `parse_head` gets the fields, or None where they exceed the limit.
 
-    `pay` is called with the cost of each block that is decoded, as a number of fields.
+    `pay` is called with the number of fields of each block that is decoded, and its encoded bytes.
     """
 
     def __init__(
-        self, parse_head: Callable[[dict[bytes, bytes] | None], Any], pay: Callable[[int], None] = lambda _: None
+        self, parse_head: Callable[[dict[bytes, bytes] | None], Any], pay: Callable[[int, int], None] = lambda *_: None
     ) -> None:
         self._parse_head, self._pay = parse_head, pay
         self._decoder = Decoder(MAX_HEADER_LIST_BYTES)
@@ -91,7 +91,7 @@ class HeaderReader:
         except HpackError as error:
             code = ErrorCode.ENHANCE_YOUR_CALM if isinstance(error, HpackBomb) else ErrorCode.COMPRESSION_ERROR
             raise ConnectionFault(code, str(error)) from None
-        self._pay(self._decoder.decoded_fields - before)
+        self._pay(self._decoder.decoded_fields - before, len(block))
         return fields
 
     def _decode_uncached(self, block: bytes) -> ParsedHead:

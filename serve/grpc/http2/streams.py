@@ -31,6 +31,7 @@ SERVER_PREFACE = frames.settings(
 
 # Costs are in control frames, which take about 2 microseconds. A usual header block costs less than its answer earns.
 _FIELDS_PER_COST = 16
+_ENCODED_BYTES_PER_COST = 8  # of a turn; long values in Huffman's code take as long as many fields
 _FLOOD_BUDGET = 2000
 _BUDGET_PER_SECOND = 500
 _CREDIT_PER_ANSWER = 8  # a call comes with a few control frames
@@ -411,6 +412,7 @@ class Streams:
 
     def _reset(self, stream_id: int, code: ErrorCode, text: str) -> None:
         self._charge()
+        self._turn_cost += _CANCEL_COST
         self._on_error(code, text)
         self._write(frames.rst_stream(stream_id, code))
         if (stream := self.open.get(stream_id)) is not None:
@@ -420,8 +422,8 @@ class Streams:
         elif stream_id == self.last_id:  # refused before it was opened
             self._answered_early.append(stream_id)
 
-    def _pay_for_decoding(self, fields: int) -> None:
-        self._turn_cost += fields
+    def _pay_for_decoding(self, fields: int, size: int) -> None:
+        self._turn_cost += fields + size // _ENCODED_BYTES_PER_COST
         if fields >= _FIELDS_PER_COST:
             self._charge(fields // _FIELDS_PER_COST)
 
