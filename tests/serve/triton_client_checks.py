@@ -318,6 +318,7 @@ async def _infer_aio(client: Any, judge: Judge) -> None:
 
 async def _stream_aio(client: Any, judge: Judge) -> None:
     async def requests() -> AsyncIterator[dict[str, Any]]:
+        await asyncio.Event().wait()  # for ever: a write beside the refusal would hide it
         yield {"model_name": "tiny", "inputs": judge.inputs()}
 
     message = "it was not refused"
