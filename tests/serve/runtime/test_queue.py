@@ -224,7 +224,8 @@ def test_deadline_that_cannot_be_met_is_rejected_immediately(service: Service) -
 
 def test_memory_of_large_bodies_is_limited(service: Service) -> None:
     """Memory holds four bodies: of eight nearly complete ones some are rejected, and succeed later."""
-    head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: {MAX_BODY_BYTES}\r\n\r\n".encode()
+    fields = f"host: x\r\nx-request-timeout: 1000\r\ncontent-length: {MAX_BODY_BYTES}"
+    head = f"POST {PATH} HTTP/1.1\r\n{fields}\r\n\r\n".encode()
     with contextlib.ExitStack() as stack:
         socks = [stack.enter_context(socket.create_connection(("127.0.0.1", service.running.port))) for _ in range(8)]
         for sock in socks:  # one head after the other: of several at once, admission would reject some first
