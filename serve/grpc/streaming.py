@@ -11,7 +11,6 @@ from typing import Any, Protocol
 
 from serve.errors import Busy, Unimplemented
 from serve.grpc import messages
-from serve.grpc.http2 import frames
 from serve.grpc.http2.stream import Stream
 from serve.grpc.http2.streams import Streams
 
@@ -49,7 +48,7 @@ class MessageStream:
     def send(self, message: Any) -> None:
         data = messages.frame_message(message.SerializeToString())
         head = b"" if self.has_begun else messages.ANSWER
-        if not _send_part(self._streams, self._stream, head, data):
+        if not self._streams.send_part(self._stream, head, data):
             raise Busy("the client takes no more messages of this call")
         self.has_begun = True
 
@@ -72,15 +71,3 @@ class MessageStream:
     def check_end(self) -> None:
         if self._received:
             raise messages.MalformedMessage("message: the call ends in the middle of it")
-
-
-def _send_part(streams: Streams, stream: Stream, head: bytes, data: bytes) -> bool:
-    """Send a part of an answer that goes on; False where the windows of the client have no room for it."""
-    queue = streams.send_queue
-    if len(data) > min(queue.window, queue.stream_window(stream), queue.frame_bytes):
-        return False
-    queue.window -= len(data)
-    stream.window_offset -= len(data)
-    headers = frames.frame(frames.HEADERS, frames.END_HEADERS, stream.id, head) if head else b""
-    streams._write(headers + frames.frame(frames.DATA, 0, stream.id, data))
-    return True

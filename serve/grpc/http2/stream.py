@@ -176,6 +176,14 @@ class SendQueue:
         self._push(answer)
         return frame(HEADERS, END_HEADERS, stream_id, head), False
 
+    def add_part(self, stream: Stream, head: bytes, data: bytes) -> bytes | None:
+        """Return the bytes of a part of an answer that goes on; None where the windows have no room for it."""
+        if len(data) > min(self.window, self.stream_window(stream), self.frame_bytes):
+            return None
+        self.window -= len(data)
+        stream.window_offset -= len(data)
+        return (frame(HEADERS, END_HEADERS, stream.id, head) if head else b"") + frame(DATA, 0, stream.id, data)
+
     def take(self) -> tuple[bytes, list[Stream]]:
         """Return as many frames as the windows allow, widest stream first, and the streams that are complete."""
         parts: list[bytes] = []

@@ -186,6 +186,13 @@ class Streams:
             self.send_queued()
             self._memory.fits()
 
+    def send_part(self, stream: Stream, head: bytes, data: bytes) -> bool:
+        """Send a part of an answer that goes on; return False where the client's windows have no room for it."""
+        if (part := self.send_queue.add_part(stream, head, data)) is None:
+            return False
+        self._write(part)
+        return True
+
     def wait_for_client(self, stream: Stream) -> None:
         """Note that the application has nothing to compute: it has answered, or goes on when the client does."""
         if stream.running:

@@ -8,7 +8,8 @@ import pytest
 
 from serve import request_body
 from serve.grpc.http2 import frames
-from serve.grpc.http2.frames import ErrorCode, frame
+from serve.grpc.http2.frames import END_HEADERS, END_STREAM, ErrorCode, frame
+from serve.grpc.http2.hpack import Field
 from serve.grpc.service import Calls
 from serve.models import Model, ModelRepository
 from serve.prometheus import Metrics
@@ -116,3 +117,28 @@ def test_disconnect_frees_every_call() -> None:
     assert client.calls._budget.held_bytes == 10 * 305
     client.streams.close()
     assert (client.rejected, client.calls._budget.held_bytes, client.streams.open) == ({"gone": 10}, 0, {})
+
+
+GET = [(b":method", b"GET"), *GRPC[1:]]
+JSON = [*CALL[:-1], (b"content-type", b"application/json")]
+
+
+@pytest.mark.parametrize(("fields", "status"), [(GET, b"405"), (JSON, b"415")])
+@pytest.mark.parametrize("end", ["window", "reset", "close", "timeout"])
+def test_refusal_without_a_window_leaves_the_connection_usable(fields: list[Field], status: bytes, end: str) -> None:
+    client = GrpcConnection()
+    client.send(frames.settings({frames.INITIAL_WINDOW_SIZE: 0}))
+    (head,) = client.send(headers(1, fields, END_HEADERS | END_STREAM))
+    assert decode_fields(head[3])[b":status"] == status
+    assert client.send(frame(frames.PING, 0, 0, b"12345678")) == [(frames.PING, frames.ACK, 0, b"12345678")]
+    if end == "window":
+        kinds = [kind for kind, *_ in client.send(frames.window_update(1, 1000))]
+        assert kinds == [frames.DATA, frames.HEADERS]
+    elif end == "reset":
+        assert client.send(frames.rst_stream(1, ErrorCode.CANCEL)) == []
+    elif end == "close":
+        client.streams.close()
+    else:
+        client.streams.check_timeouts(float("inf"))
+        assert resets(client.received()) == {1: ErrorCode.CANCEL}
+    assert client.streams.open == {}

@@ -135,6 +135,58 @@ def test_full_listener_closes_idle_connections_and_rejects_others(monkeypatch: p
     run_with_listener(scenario)
 
 
+def test_begun_call_gives_its_place_to_another_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "max_grpc_connections", lambda: 1)
+
+    async def scenario(port: RunningListener) -> None:
+        first = await port.open()
+        await first.send(headers(1))
+        await wait_until(lambda: port.app.events)
+        second = await port.open()
+        code, _ = await first.goaway()
+        assert code is ErrorCode.ENHANCE_YOUR_CALM
+        assert await second.request(1) == b"hello"
+
+    run_with_listener(scenario)
+
+
+def test_answers_that_wait_for_windows_are_bounded_over_all_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listener, "MAX_CALL_BYTES", 100_000)
+
+    async def scenario(port: RunningListener) -> None:
+        no_window = frames.settings({frames.INITIAL_WINDOW_SIZE: 0})
+        clients = [await port.open() for _ in range(2)]
+        for client in clients:
+            await client.send(no_window, headers(1), data(1, b"x" * 16_384, 0) * 3, data(1, b""))
+            await client.receive_until(frames.HEADERS)
+        code, _ = await clients[0].goaway()
+        assert code is ErrorCode.ENHANCE_YOUR_CALM
+        await clients[1].send(frames.window_update(1, 100_000))
+        answer = await clients[1].receive_until(frames.HEADERS, frames.END_STREAM)
+        assert b"".join(payload for kind, _, _, payload in answer if kind == frames.DATA) == b"x" * 3 * 16_384
+
+    run_with_listener(scenario)
+
+
+def test_unexpected_exception_ends_its_connection_with_goaway(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("a defect")
+
+    async def scenario(port: RunningListener) -> None:
+        other = await port.open()
+        client = await port.open()
+        monkeypatch.setattr(port.app, "on_data", fail)
+        await client.send(headers(1), data(1, b"x", 0))
+        assert await client.goaway() == (ErrorCode.INTERNAL_ERROR, "internal error")
+        assert await other.request(1) == b"hello"
+        assert port.errors == ["h2_internal_error"]
+
+    run_with_listener(scenario)
+    assert caplog.text.count("ZeroDivisionError: a defect") == 1
+
+
 def test_client_that_never_reads_is_paused_then_disconnected() -> None:
     async def scenario(port: RunningListener) -> None:
         client = await port.open()
