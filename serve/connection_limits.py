@@ -1,12 +1,67 @@
-"""Limits of connections by the address of the peer, for the ports of any protocol."""
+"""Connection limits of both ports: maximum count, share of one address, idle eviction, memory, stalled writers."""
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
+import resource
 from collections import Counter
-from typing import Any
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
+WRITE_TIMEOUT_SECONDS = 30.0  # for a client to take any byte of its response
+_MAX_HTTP, _MAX_GRPC = 16 << 10, 2 << 10
+_FILES_PER_GRPC = 8  # one of so many open files may be a gRPC connection
+_OTHER_FILES = 128  # open files that are no connections of clients
+_PEER_SHARE = 2  # one address may have one of so many connections: a gateway needs many, no client needs all
+_EVICTED_SHARE = 256  # one of so many connections is closed to make room, since finding the idle ones takes a while
+MEMORY_BYTES = 64 << 20  # of all connections, for what has arrived, and as much for what clients have not read
+UNSENT_HIGH_WATER_BYTES = 16 << 10  # of one connection; above it no more is written, and its bytes are accounted
 _HOST_BYTES = 8  # of an IPv6 address: one customer gets at least a /64
+
+
+class LimitedConnection(Protocol):
+    """A connection that another one may evict."""
+
+    @property
+    def idle_until(self) -> float | None:
+        """When it will be closed as idle; None while it has a request."""
+        ...
+
+    def give_way(self) -> None: ...
+
+
+def max_http_connections() -> int:
+    """Return as many as the system allows, up to a limit of ours; raises the soft limit of open files."""
+    files = _files()
+    return max(_OTHER_FILES, min(_MAX_HTTP, files - _OTHER_FILES - min(_MAX_GRPC, files // _FILES_PER_GRPC)))
+
+
+def max_grpc_connections() -> int:
+    """Return the number of gRPC connections beside those: few, as each has room for many calls."""
+    return min(_MAX_GRPC, _files() // _FILES_PER_GRPC)
+
+
+def _files() -> int:
+    """Return how many files this process may open, after raising the limit as far as allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = _MAX_HTTP + _MAX_GRPC + _OTHER_FILES
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        soft = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return needed if soft == resource.RLIM_INFINITY else soft
+
+
+def make_room(connections: Collection[LimitedConnection], limit: int) -> bool:
+    """Close some that have been idle for longest, so that one more is allowed. False if all have requests."""
+    if len(connections) < limit:
+        return True
+    idle = [(until, connection) for connection in connections if (until := connection.idle_until) is not None]
+    idle.sort(key=lambda pair: pair[0])
+    for _, connection in idle[: len(connections) + 1 - limit + limit // _EVICTED_SHARE]:
+        connection.give_way()
+    return len(connections) < limit
 
 
 class PeerLimits:
@@ -48,3 +103,68 @@ def peer_address(peername: Any) -> str:
     if address.ipv4_mapped is not None:
         return str(address.ipv4_mapped)
     return address.packed[:_HOST_BYTES].hex()
+
+
+class BufferLimit:
+    """Bytes that all connections hold together.
+
+    Above the limit the one that has held some for longest gives them up: a client that goes on is quicker than one
+    that only takes up memory.
+    """
+
+    def __init__(self, limit: int = MEMORY_BYTES) -> None:
+        self.limit, self.held_bytes = limit, 0
+        self._holders: dict[Callable[[], None], int] = {}  # in the order in which they began to hold any
+
+    def hold(self, give_up: Callable[[], None], size: int) -> None:
+        """Note how many bytes a connection holds now; `give_up` is called to make it hold none, and identifies it."""
+        self.held_bytes += size - (self._holders.pop(give_up, 0) if not size else self._holders.get(give_up, 0))
+        if size:
+            self._holders[give_up] = size
+        while self.held_bytes > self.limit:
+            oldest = next(iter(self._holders))
+            self.held_bytes -= self._holders.pop(oldest)
+            oldest()
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """The limits over all connections of one listener, but for their number."""
+
+    peers: PeerLimits = field(default_factory=lambda: PeerLimits(max_http_connections() // _PEER_SHARE))
+    received: BufferLimit = field(default_factory=BufferLimit)  # that the application has not taken yet
+    unsent: BufferLimit = field(default_factory=BufferLimit)
+
+
+class WriteBackpressure:
+    """What a client has not read yet of its responses; one that reads nothing at all for a while is stalled."""
+
+    __slots__ = ("_due", "_unread", "_writable", "paused")
+
+    def __init__(self) -> None:
+        self._unread, self._due = 0, 0.0
+        self.paused = False  # so much is unread that no more is to be written
+        self._writable: asyncio.Future[None] | None = None
+
+    def pause(self) -> None:
+        self.paused = True
+
+    def resume(self) -> None:
+        """The client has read most of it, or is gone."""
+        self.paused = False
+        if self._writable is not None and not self._writable.done():
+            self._writable.set_result(None)
+
+    async def drained(self, transport: asyncio.WriteTransport) -> None:
+        while self.paused and not transport.is_closing():
+            self._writable = asyncio.get_running_loop().create_future()
+            await self._writable
+
+    def is_stalled(self, transport: asyncio.WriteTransport, now: float) -> bool:
+        """Return True for a client that has read nothing since the deadline began; to be called now and then."""
+        unread, before = transport.get_write_buffer_size(), self._unread
+        self._unread = unread
+        if unread and unread >= before and before:
+            return now >= self._due
+        self._due = now + WRITE_TIMEOUT_SECONDS
+        return False

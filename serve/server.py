@@ -24,7 +24,14 @@ import uvloop
 
 from serve.admin import Admin
 from serve.app import App
-from serve.connection_limits import PeerLimits, peer_address
+from serve.connection_limits import (
+    ConnectionLimits,
+    PeerLimits,
+    make_room,
+    max_grpc_connections,
+    max_http_connections,
+    peer_address,
+)
 from serve.grpc.http2.connection import Connection as Http2Connection
 from serve.grpc.http2.connection import Host
 from serve.grpc.http2.stream import CallMemory
@@ -33,7 +40,6 @@ from serve.grpc.http2.streams import Application as Http2Application
 from serve.grpc.service import Calls
 from serve.health import HealthPort
 from serve.http1.connection import Application, Connection
-from serve.http1.limits import ConnectionLimits, make_room, max_grpc_connections, max_http_connections
 from serve.logs import log_fields, log_loop_exception, refusals
 from serve.models import LoadedModel, ModelManager, ModelRepository
 from serve.options import Options

@@ -25,9 +25,14 @@ import orjson
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
-from serve.connection_limits import peer_address
+from serve.connection_limits import (
+    UNSENT_HIGH_WATER_BYTES,
+    ConnectionLimits,
+    WriteBackpressure,
+    make_room,
+    peer_address,
+)
 from serve.errors import ClientDisconnected
-from serve.http1.limits import UNSENT_HIGH_WATER_BYTES, ConnectionLimits, WriteBackpressure, make_room
 from serve.logs import faults, log_fields, refusals
 from serve.request_context import RequestContext, request_id
 
@@ -199,6 +204,7 @@ class HttpRequest(RequestContext):
         size = len(piece)
         self.body_bytes += size
         if self.answered:  # read only to reach the next request
+            self._pieces, self._taken_bytes = [], self.body_bytes
             return
         if not self._pieces or size > _SMALL_PIECE_BYTES:
             self._pieces.append(piece)

@@ -9,10 +9,10 @@ from typing import Any, cast
 from uvicorn.config import Config
 from uvicorn.server import ServerState
 
+from serve.connection_limits import ConnectionLimits
 from serve.errors import ClientDisconnected
 from serve.http1.connection import Application as AnyApplication
 from serve.http1.connection import Connection, HttpRequest
-from serve.http1.limits import ConnectionLimits
 
 CONFIG = Config(cast("Any", None), interface="asgi3", timeout_keep_alive=65, limit_concurrency=1000)
 STATUS_LINE = re.compile(rb"HTTP/1\.1 ([2-5]\d\d) ")

@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 from uvicorn.server import ServerState
 
-from serve.connection_limits import PeerLimits
+from serve.connection_limits import UNSENT_HIGH_WATER_BYTES, BufferLimit, ConnectionLimits, PeerLimits
 from serve.http1.connection import Connection
-from serve.http1.limits import UNSENT_HIGH_WATER_BYTES, BufferLimit, ConnectionLimits
 from tests.serve.http1.fakes import Application, FakeTransport, connect
 
 READ_BYTES = 256_000  # that uvloop reads at once
@@ -220,6 +219,26 @@ def test_bodies_that_do_not_end_are_bounded_over_all_connections(begun: bytes) -
         assert any(503 in one.statuses for one in port.transports), "the slowest are refused"
         await port.close()
         assert port.limits.received.held_bytes == 0
+
+    asyncio.run(run())
+
+
+def test_bodies_that_are_dropped_take_no_memory() -> None:
+    """A body that comes after its answer is read only to reach the next request."""
+
+    async def run() -> None:
+        port = Port(limits=ConnectionLimits(PeerLimits(1000), received=BufferLimit(1 << 20)))
+        refused = port.connect()
+        refused.connection.data_received(b"POST /refused HTTP/1.1\r\nhost: x\r\ncontent-length: 10000000\r\n\r\n")
+        for _ in range(39):
+            refused.connection.data_received(b"a" * 250_000)
+            assert port.limits.received.held_bytes == 0
+        assert (refused.statuses, refused.closing) == ([503], False)
+        refused.connection.data_received(b"a" * 250_000 + HONEST)
+        while refused.statuses == [503]:
+            await asyncio.sleep(0)
+        assert refused.statuses == [503, 200]
+        await port.close()
 
     asyncio.run(run())
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from serve import connection_limits as limits
 from serve.errors import ClientDisconnected
-from serve.http1 import limits
 from serve.http1.connection import Connection, HttpRequest
 from serve.server import Listener
 
