@@ -22,8 +22,11 @@ from serve.logs import refusals
 from serve.model_version import ModelVersion, Payload
 from serve.models import ModelRepository
 from serve.page import explorer, page
+from serve.prometheus import exposition
 from serve.protocol import openapi, v1, v2, v2_json
+from serve.protocol.statistics import statistics
 from serve.request_body import MemoryBudget, parse_object, read_body
+from serve.request_context import RequestContext
 from serve.request_log import RequestLog
 from serve.routes import (
     Response,
@@ -97,7 +100,7 @@ class App:
             route = find_route(path, method)
             if (protocol := PROTOCOLS.get(route.kind)) is not None:
                 request.protocol = protocol
-                self.requests.metrics.in_flight += 1
+                RequestContext.in_flight += 1
             handler = self._handlers.get(route.kind)
             if handler is not None:
                 return self._answer(request, route, handler(request, route))
@@ -225,7 +228,7 @@ class App:
         if not self.page:
             raise NotFound("/page.json: the page is off (serve.page: false); /metrics has the counters")
         return json_response(
-            page.counters(list(self.repository.loaded_versions()), ready=self.repository.ready()),
+            page.counters(await self.requests.metrics.of_service(), ready=self.repository.ready()),
             headers=((b"cache-control", b"no-store"),),
         )
 
@@ -255,7 +258,8 @@ class App:
         return json_response(self.repository.index(ready=ready))
 
     async def _statistics(self, _request: HttpRequest, route: Route) -> Response:
-        return json_response({"model_stats": self.repository.statistics(route.model, route.version)})
+        chosen = self.repository.find_versions(route.model, route.version)
+        return json_response({"model_stats": statistics(await self.requests.metrics.of_service(), chosen)})
 
     async def _openapi(self, _request: HttpRequest, _: Route) -> Response:
         version = self.repository.find_version(self.repository.names[0]).digest[:12]
@@ -264,7 +268,7 @@ class App:
 
     async def _metrics(self, request: HttpRequest, _: Route) -> Response:
         accept = request.headers.get(b"accept", b"").decode("latin-1")
-        body, content_type = self.requests.metrics.text(accept)
+        body, content_type = exposition(await self.requests.metrics.of_service(), accept)
         return Response(body, ((b"content-type", content_type.encode()),))
 
 

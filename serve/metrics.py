@@ -1,6 +1,6 @@
-"""Histograms and counters of one model version, kept as plain numbers until Prometheus scrapes them.
+"""Histograms and counters of one model version, kept as plain numbers until somebody reads them.
 
-They live and end with the version. `serve.prometheus` writes those of all versions.
+They live and end with the version. `serve.snapshot` collects those of all versions and adds up several processes.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import time
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -42,6 +44,11 @@ class Histogram:
         self.counts = [count + int(more) for count, more in zip(self.counts, added, strict=True)]
         self.total += sum(values)
 
+    def merge(self, other: Histogram) -> None:
+        """Add the counts of another process."""
+        self.counts = [one + more for one, more in zip(self.counts, other.counts, strict=True)]
+        self.total += other.total
+
     @property
     def count(self) -> int:
         return sum(self.counts)
@@ -61,7 +68,7 @@ class ModelMetrics:
     def __init__(self) -> None:
         self.requests: defaultdict[tuple[str, int | str], int] = defaultdict(int)
         self.rejected: defaultdict[str, int] = defaultdict(int)
-        self.seconds: defaultdict[str, Histogram] = defaultdict(lambda: Histogram(SECONDS))
+        self.seconds: defaultdict[str, Histogram] = defaultdict(partial(Histogram, SECONDS))
         self.phases = {phase: Histogram(SECONDS) for phase in PHASES}
         self.batch_rows, self.batch_requests = Histogram(SIZES), Histogram(SIZES)
         self.batch_seconds = Histogram(SECONDS)
@@ -103,6 +110,33 @@ class ModelMetrics:
             for phase, seconds in zip(PHASES, zip(*answered, strict=True), strict=True):
                 self.phases[phase].add(seconds)
 
+    def merge(self, other: ModelMetrics) -> None:
+        """Add the counts of another process."""
+        for protocol_and_status, requests in other.requests.items():
+            self.requests[protocol_and_status] += requests
+        for reason, requests in other.rejected.items():
+            self.rejected[reason] += requests
+        for protocol, histogram in other.seconds.items():
+            self.seconds[protocol].merge(histogram)
+        for phase, histogram in other.phases.items():
+            self.phases[phase].merge(histogram)
+        for name in ("batch_rows", "batch_requests", "batch_seconds"):
+            getattr(self, name).merge(getattr(other, name))
+        for rows, (batches, seconds) in other.batch_sizes.items():
+            before = self.batch_sizes.get(rows, (0, 0.0))
+            self.batch_sizes[rows] = before[0] + batches, before[1] + seconds
+        self.failed += other.failed
+        self.failed_seconds += other.failed_seconds
+        self.last_request_at = max(self.last_request_at, other.last_request_at)
+
+    def __getstate__(self) -> dict[str, Any]:
+        self.flush()
+        with self._lock:
+            return {name: value for name, value in self.__dict__.items() if name != "_lock"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.Lock())
+
 
 class TokenMetrics:
     """The tokens of one language model, counted on the event loop."""
@@ -120,3 +154,10 @@ class TokenMetrics:
             self.between_seconds.observe(now - previous_at)
         else:
             self.first_seconds.observe(now - received_at)
+
+    def merge(self, other: TokenMetrics) -> None:
+        """Add the counts of another process."""
+        for name in ("tokens_in", "tokens_out", "prefix_queries", "prefix_hits", "preemptions"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.first_seconds.merge(other.first_seconds)
+        self.between_seconds.merge(other.between_seconds)

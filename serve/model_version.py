@@ -112,7 +112,7 @@ class ModelVersion:
         request.decoded_at = clock()
         if (timeout := min(payload.timeout_seconds, request.timeout_seconds)) < math.inf:
             request.deadline = request.received_at + timeout
-        alone = RequestContext.in_progress == 1
+        alone = RequestContext.in_flight == 1
         outputs, started_at = [], 0.0
         for part in parts:  # one, unless padding changes answers
             outputs.append(await self.batcher.outputs(part.arrays, output_names, request, is_only=alone))

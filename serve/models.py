@@ -20,7 +20,6 @@ from serve.errors import Conflict, Headers, NotFound
 from serve.logs import log_fields
 from serve.model_version import Canary, ModelVersion
 from serve.options import Options
-from serve.protocol.statistics import version_statistics
 from serve.runtime.loading import load_predictor
 from serve.runtime.predictor import Predictor
 from serve.shadow import Shadow, incompatibility, open_shadow
@@ -202,12 +201,12 @@ class ModelRepository:
             if self.model_ready(version.name) or not ready
         ]
 
-    def statistics(self, name: str = "", version: str = "") -> list[dict[str, Any]]:
-        """Return the statistics of this version, of all versions of this model, or of all models."""
+    def find_versions(self, name: str = "", version: str = "") -> list[ModelVersion]:
+        """Return this version, all versions of this model, or those of all models."""
         if version:
-            return [version_statistics(self.find_version(name, version))]
+            return [self.find_version(name, version)]
         models = [self.find_model(name)] if name else self.models
-        return [version_statistics(one) for model in models for one in model.versions.values()]
+        return [one for model in models for one in model.versions.values()]
 
 
 class ModelManager:

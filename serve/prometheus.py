@@ -1,64 +1,49 @@
-"""The metrics of the service in the formats of Prometheus, collected from all model versions on request."""
+"""The metrics of the service in the formats of Prometheus."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, cast
 
-from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
-from prometheus_client.registry import Collector
 
 from serve.metrics import PHASES, Histogram, ModelMetrics
-from serve.model_version import ModelVersion
+from serve.snapshot import Snapshot, Tokens, VersionSnapshot
 
 _MODEL = ("model", "version")  # labels
 Labelled = Sequence[tuple[tuple[str, str], ModelMetrics]]
 
 
-class Metrics(Collector):
-    """All metrics of the service; which model versions there are is looked up each time."""
+def exposition(snapshot: Snapshot, accept: str = "") -> tuple[bytes, str]:
+    """Return the metrics in the format that the client accepts, and the content type."""
+    encode, content_type = choose_encoder(accept)
+    return encode(cast("Any", _Families(snapshot))), content_type
 
-    def __init__(self, loaded_versions: Callable[[], Iterable[tuple[ModelVersion, bool]]]) -> None:
-        """`loaded_versions` lists each loaded version and whether it is its model's current one."""
-        self._loaded_versions = loaded_versions
-        self.in_flight = 0
-        self.no_model = ModelMetrics()  # requests that named no loaded model
-        self._registry = CollectorRegistry(auto_describe=False)
-        for kind in (ProcessCollector, PlatformCollector, GCCollector):
-            kind(registry=self._registry)
-        self._registry.register(self)
 
-    def count_rejected(self, reason: str) -> None:
-        """Count a request that was refused before its model was known."""
-        self.no_model.rejected[reason] += 1
+class _Families:
+    """What an encoder of prometheus_client reads of a registry."""
 
-    def text(self, accept: str) -> tuple[bytes, str]:
-        """Return the metrics in the format that the client accepts, and the content type."""
-        encode, content_type = choose_encoder(accept)
-        return encode(self._registry), content_type
-
-    def describe(self) -> Iterable[Metric]:
-        return ()
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
 
     def collect(self) -> Iterator[Metric]:
-        versions = list(self._loaded_versions())
-        models = [((version.name, version.version), version.metrics) for version, _ in versions]
-        yield GaugeMetricFamily("pipe_requests_in_flight", "Prediction requests not answered yet.", self.in_flight)
+        snapshot, versions = self._snapshot, list(self._snapshot.versions.values())
+        yield from snapshot.process
+        yield GaugeMetricFamily("pipe_requests_in_flight", "Prediction requests not answered yet.", snapshot.in_flight)
         yield from _version_families(versions)
         yield from _rollout_families(versions)
-        with_unknown = [*models, (("", ""), self.no_model)]
-        for _, metrics in with_unknown:
-            metrics.flush()
+        models = [(key, version.metrics) for key, version in snapshot.versions.items()]
+        with_unknown = [*models, (("", ""), snapshot.no_model)]
         yield _requests_family(with_unknown)
         yield _rejected_family(with_unknown)
         yield _seconds_family(with_unknown)
         yield _phases_family(models)
         yield from _batch_families(models)
-        yield from _token_families(version for version, _ in versions)
+        yield from _token_families(versions)
 
 
-def _version_families(versions: Sequence[tuple[ModelVersion, bool]]) -> Iterator[Metric]:
+def _version_families(versions: Sequence[VersionSnapshot]) -> Iterator[Metric]:
     bundle = GaugeMetricFamily(
         "pipe_bundle_info", "The bundle behind each version.", labels=(*_MODEL, "digest", "verdict", "provider")
     )
@@ -68,17 +53,17 @@ def _version_families(versions: Sequence[tuple[ModelVersion, bool]]) -> Iterator
     )
     batching = GaugeMetricFamily("pipe_batching", "1 where waiting requests are merged into batches.", labels=_MODEL)
     waiting = GaugeMetricFamily("pipe_queue_length", "Requests that wait to be computed.", labels=_MODEL)
-    for version, is_current in versions:
-        model, session = (version.name, version.version), version.predictor.session
-        bundle.add_metric((*model, version.digest, version.bundle.manifest.verdict, session.provider), 1)
-        current.add_metric(model, is_current)
-        fell_back.add_metric(model, bool(session.fallback))
-        batching.add_metric(model, not version.predictor.unbatched_reason)
-        waiting.add_metric(model, version.batcher.waiting)
+    for version in versions:
+        model = (version.name, version.version)
+        bundle.add_metric((*model, version.digest, version.verdict, version.provider), 1)
+        current.add_metric(model, version.is_current)
+        fell_back.add_metric(model, version.fell_back)
+        batching.add_metric(model, version.is_batching)
+        waiting.add_metric(model, version.waiting)
     yield from (bundle, current, fell_back, batching, waiting)
 
 
-def _rollout_families(versions: Sequence[tuple[ModelVersion, bool]]) -> Iterator[Metric]:
+def _rollout_families(versions: Sequence[VersionSnapshot]) -> Iterator[Metric]:
     """Metrics of new bundles beside the current version: a canary has requests of its own, a shadow gets copies."""
     canary = GaugeMetricFamily("pipe_canary_share", "Share of the requests that a new version gets.", labels=_MODEL)
     labels = ("model", "digest")
@@ -87,11 +72,13 @@ def _rollout_families(versions: Sequence[tuple[ModelVersion, bool]]) -> Iterator
     )
     rows = CounterMetricFamily("pipe_shadow_rows", "Instances both have ranked.", labels=(*labels, "same_class"))
     difference = GaugeMetricFamily("pipe_shadow_max_difference", "Largest difference of a number.", labels=labels)
-    for version, _ in versions:
+    for version in versions:
         if version.canary is not None:
-            canary.add_metric((version.name, version.canary.candidate.version), version.canary.share)
+            candidate, share = version.canary
+            canary.add_metric((version.name, candidate), share)
         if version.shadow is not None:
-            agreement, bundle = version.shadow.agreement, (version.name, version.shadow.digest)
+            digest, agreement = version.shadow
+            bundle = (version.name, digest)
             for result in ("same", "other", "failed", "dropped"):
                 shadow.add_metric((*bundle, result), getattr(agreement, result))
             rows.add_metric((*bundle, "true"), agreement.rows_same_class)
@@ -154,10 +141,12 @@ def _batch_families(models: Labelled) -> Iterator[Metric]:
         yield family
 
 
-def _token_families(versions: Iterable[ModelVersion]) -> Iterator[Metric]:
+def _token_families(versions: Iterable[VersionSnapshot]) -> Iterator[Metric]:
     """The metrics of language models; nothing where there are none."""
-    engines = [((one.name, one.version), one.generator.engine) for one in versions if one.generator is not None]
-    if not engines:
+    models: list[tuple[tuple[str, str], Tokens]] = [
+        ((one.name, one.version), one.tokens) for one in versions if one.tokens is not None
+    ]
+    if not models:
         return
     tokens = CounterMetricFamily("pipe_tokens", "Tokens read and written.", labels=(*_MODEL, "direction"))
     texts = GaugeMetricFamily("pipe_sequences", "Texts being written, or waiting to be.", labels=(*_MODEL, "state"))
@@ -172,18 +161,18 @@ def _token_families(versions: Iterable[ModelVersion]) -> Iterator[Metric]:
     queries = CounterMetricFamily("pipe_prefix_cache_queries", "Tokens of prompts that were searched.", labels=_MODEL)
     hits = CounterMetricFamily("pipe_prefix_cache_hits", "Tokens of prompts that were found.", labels=_MODEL)
     prefixes = GaugeMetricFamily("pipe_prefix_cache_bytes", "Memory of the beginnings of earlier texts.", labels=_MODEL)
-    for model, engine in engines:
-        metrics = engine.metrics
+    for model, counted in models:
+        metrics = counted.metrics
         preemptions.add_metric(model, metrics.preemptions)
         queries.add_metric(model, metrics.prefix_queries)
         hits.add_metric(model, metrics.prefix_hits)
-        prefixes.add_metric(model, engine.prefix.bytes)
+        prefixes.add_metric(model, counted.prefix_bytes)
         tokens.add_metric((*model, "in"), metrics.tokens_in)
         tokens.add_metric((*model, "out"), metrics.tokens_out)
-        texts.add_metric((*model, "running"), engine.running)
-        texts.add_metric((*model, "waiting"), engine.waiting)
-        memory.add_metric((*model, "used"), engine.cache_bytes)
-        memory.add_metric((*model, "limit"), engine.limits.cache_bytes)
+        texts.add_metric((*model, "running"), counted.running)
+        texts.add_metric((*model, "waiting"), counted.waiting)
+        memory.add_metric((*model, "used"), counted.cache_bytes)
+        memory.add_metric((*model, "limit"), counted.max_cache_bytes)
         _add_histogram(first, model, metrics.first_seconds)
         _add_histogram(between, model, metrics.between_seconds)
     yield from (tokens, texts, memory, preemptions, queries, hits, prefixes, first, between)

@@ -44,7 +44,7 @@ class AnsweringVersion(Protocol):
 class RequestContext:
     """A request of HTTP/1.1 or gRPC; each protocol adds how it receives the body and sends the response."""
 
-    in_progress: ClassVar[int] = 0  # requests of all connections that have begun and are not answered yet
+    in_flight: ClassVar[int] = 0  # predictions that have begun and are not answered yet
 
     protocol = ""  # "v1", "v2", "openai" or "grpc" once the request is known to be a prediction
     size = 0  # bytes of the decompressed body

@@ -11,9 +11,9 @@ from functools import partial
 
 from serve.errors import RequestError, as_request_error
 from serve.logs import LogLimit, faults, log_fields
-from serve.prometheus import Metrics
 from serve.request_context import RequestContext
 from serve.runtime.predictor import CodecError
+from serve.snapshot import Metrics
 
 TRACE_HEADERS = (b"traceparent", b"tracestate")
 REQUEST_HEADERS = (b"x-request-id", *TRACE_HEADERS)  # that are read of every request
@@ -43,8 +43,7 @@ class RequestLog:
             if faults.allows():
                 log.error("request failed", exc_info=error, extra=fields)
             return None
-        metrics = self.metrics.no_model if version is None else version.metrics
-        metrics.rejected[refusal.reason] += 1
+        self.metrics.of_model(version).rejected[refusal.reason] += 1
         if isinstance(error, CodecError) and self._codec_errors.allows():
             log.warning("the codec cannot decode a request", exc_info=error.__cause__, extra=fields)
         return refusal
@@ -54,8 +53,7 @@ class RequestLog:
         now = request.ended_at = time.monotonic()
         failed = is_failure(request.status)
         if request.protocol:
-            metrics, version = self.metrics, request.model_version
-            metrics.in_flight -= 1
+            RequestContext.in_flight -= 1
             phases = (
                 ()
                 if not request.encoded_at
@@ -66,7 +64,7 @@ class RequestLog:
                     request.encoded_at - request.run_ended_at,
                 )
             )
-            (metrics.no_model if version is None else version.metrics).record_request(
+            self.metrics.of_model(request.model_version).record_request(
                 request.protocol, request.status, now - request.received_at, phases
             )
             if self.trace is not None:

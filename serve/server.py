@@ -43,10 +43,10 @@ from serve.http1.connection import Application, Connection
 from serve.logs import log_fields, log_loop_exception, refusals
 from serve.models import LoadedModel, ModelManager, ModelRepository
 from serve.options import Options
-from serve.prometheus import Metrics
 from serve.request_log import RequestLog
 from serve.security import Security, Tls, reload_changed_files
 from serve.shadow import Shadow
+from serve.snapshot import Metrics
 from serve.sockets import Sockets, accept_waiting, stop_accepting, take_over_port
 from serve.tls_acceptor import TlsAcceptor
 from serve.tracing import Tracer

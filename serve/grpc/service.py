@@ -32,6 +32,7 @@ from serve.grpc.messages import Payload
 from serve.grpc.streaming import Answering, MessageStream, Open
 from serve.load_shedding import admit
 from serve.models import ModelRepository
+from serve.protocol.statistics import statistics
 from serve.request_body import MemoryBudget
 from serve.request_context import RequestContext, parse_grpc_timeout
 from serve.request_log import RequestLog
@@ -143,7 +144,6 @@ class Calls:
             self._receive(stream, ended=True)
             return
         self._running.add(call)
-        RequestContext.in_progress += 1
         call.task = asyncio.get_running_loop().create_task(self._answer(streams, stream, call))
 
     def on_timeout(self, streams: Streams, stream: Stream) -> None:
@@ -172,7 +172,6 @@ class Calls:
                 call.status = "OK"
                 streams.answer(stream, messages.ANSWER, body, messages.OK + self._identity(call))
         finally:
-            RequestContext.in_progress -= 1
             self._running.discard(call)
             self._finish(stream)
 
@@ -270,7 +269,7 @@ class Servicer:
 
     async def ModelInfer(self, message: Any, call: RpcCall) -> Any:  # noqa: N802
         call.protocol = "grpc"
-        self._requests.metrics.in_flight += 1
+        RequestContext.in_flight += 1
         version, payload = self._repository.find_version(message.model_name, message.model_version), Payload(message)
         if version.canary is not None and not message.model_version:
             version = await version.choose(payload, call.id)
@@ -296,7 +295,8 @@ class Servicer:
         return open_inference.ModelMetadataResponse(**metadata)
 
     async def ModelStatistics(self, message: Any, _call: RpcCall) -> Any:  # noqa: N802
-        stats = self._repository.statistics(message.name, message.version)
+        chosen = self._repository.find_versions(message.name, message.version)
+        stats = statistics(await self._requests.metrics.of_service(), chosen)
         return open_inference.ModelStatisticsResponse(model_stats=stats)
 
     async def RepositoryIndex(self, message: Any, _call: RpcCall) -> Any:  # noqa: N802

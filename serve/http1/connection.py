@@ -566,7 +566,6 @@ class Connection(asyncio.Protocol):
             self.current = None
             self._end(request)
         else:
-            RequestContext.in_progress += 1
             request.answering = self.loop.create_task(self._answer(request, answering))
 
     async def _answer(self, request: HttpRequest, answering: Coroutine[Any, Any, None]) -> None:
@@ -577,7 +576,6 @@ class Connection(asyncio.Protocol):
         except Exception:  # likewise
             self._answer_fault(request)
         finally:
-            RequestContext.in_progress -= 1
             self._state.total_requests += 1
             self.current = None
             self._end(request)

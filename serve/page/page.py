@@ -26,6 +26,7 @@ from serve.metrics import SUCCESS
 from serve.model_version import ModelVersion
 from serve.models import ModelRepository
 from serve.page.fields import form_fields
+from serve.snapshot import Snapshot, VersionSnapshot
 
 _HERE = Path(__file__).resolve().parent
 _ICON = (
@@ -336,28 +337,26 @@ def _fitting_examples(examples: Sequence[Any]) -> list[Any]:
     return fitting
 
 
-def counters(models: Sequence[tuple[ModelVersion, bool]], *, ready: bool) -> dict[str, Any]:
+def counters(snapshot: Snapshot, *, ready: bool) -> dict[str, Any]:
     """Return the counters that the script polls; it computes rates and quantiles from the differences."""
-    return {"ready": ready, "models": [_version_counters(one, current) for one, current in models]}
+    return {"ready": ready, "models": [_version_counters(version) for version in snapshot.versions.values()]}
 
 
-def _version_counters(served: ModelVersion, current: bool) -> dict[str, Any]:
-    series = served.metrics
-    series.flush()
-    histograms = list(series.seconds.values())
-    refused = sum(count for (_, code), count in series.requests.items() if code not in SUCCESS)
+def _version_counters(version: VersionSnapshot) -> dict[str, Any]:
+    metrics = version.metrics
+    histograms = list(metrics.seconds.values())
     return {
-        "model": served.name,
-        "version": served.version,
-        "current": current,
-        "digest": served.bundle.digest,
-        "requests": sum(series.requests.values()),
-        "failed": refused,
+        "model": version.name,
+        "version": version.version,
+        "current": version.is_current,
+        "digest": version.digest,
+        "requests": sum(metrics.requests.values()),
+        "failed": sum(count for (_, code), count in metrics.requests.items() if code not in SUCCESS),
         "seconds": [sum(counts) for counts in zip(*(one.counts for one in histograms), strict=True)],
         "bounds": list(histograms[0].bounds) if histograms else [],
-        "batches": series.batch_rows.count,
-        "rows": series.batch_rows.total,
-        "waiting": served.batcher.waiting,
+        "batches": metrics.batch_rows.count,
+        "rows": metrics.batch_rows.total,
+        "waiting": version.waiting,
     }
 
 

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
 from serve.metrics import Histogram
-
-if TYPE_CHECKING:
-    from serve.model_version import ModelVersion
+from serve.model_version import ModelVersion
+from serve.snapshot import Snapshot, VersionSnapshot
 
 # Triton's name of each phase of a request; what decodes and encodes is the codec and the protocol.
 _PHASES = {"queue": "wait", "compute_input": "read", "compute_infer": "run", "compute_output": "write"}
 
 
-def version_statistics(version: ModelVersion) -> dict[str, Any]:
+def statistics(snapshot: Snapshot, versions: Iterable[ModelVersion]) -> list[dict[str, Any]]:
+    """Return those of these versions."""
+    found = (snapshot.versions.get((version.name, version.version)) for version in versions)
+    return [version_statistics(version) for version in found if version is not None]
+
+
+def version_statistics(version: VersionSnapshot) -> dict[str, Any]:
     """Return the counts since the version was loaded; durations are in nanoseconds.
 
     As in Triton, each request of a batch counts the whole run, and `inference_count` counts rows. There is no response
     cache. The phases of a batch as a whole are not measured except its run.
     """
     metrics = version.metrics
-    metrics.flush()
     requests, seconds = sum(metrics.requests.values()), sum(one.total for one in metrics.seconds.values())
     phases = {name: _histogram(metrics.phases[phase]) for name, phase in _PHASES.items()}
     return {

@@ -17,9 +17,9 @@ from serve.logs import (
     log_fields,
     log_loop_exception,
 )
-from serve.prometheus import Metrics
 from serve.request_context import RequestContext
 from serve.request_log import RequestLog, is_failure
+from serve.snapshot import Metrics
 
 
 class Lines(logging.Handler):

@@ -11,12 +11,13 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from serve.errors import Busy
 from serve.metrics import Histogram, ModelMetrics
-from serve.prometheus import Metrics
+from serve.prometheus import exposition
 from serve.protocol.statistics import version_statistics
 from serve.request_context import RequestContext
 from serve.request_log import RequestLog
 from serve.runtime.predictor import CodecError
 from serve.shadow import Agreement
+from serve.snapshot import Metrics, VersionSnapshot
 
 LABELS = ("model", "version", "protocol", "code", "reason", "phase", "digest", "result", "verdict", "provider")
 
@@ -43,7 +44,7 @@ class Loaded:
 
 def _values(metrics: Metrics) -> dict[tuple[str, ...], float]:
     """Each sample by its name and its labels' values, in the order of LABELS."""
-    text = metrics.text("")[0].decode()
+    text = exposition(metrics.snapshot())[0].decode()
     return {
         (sample.name, *(sample.labels[one] for one in LABELS if one in sample.labels)): sample.value
         for family in text_string_to_metric_families(text)
@@ -54,7 +55,7 @@ def _values(metrics: Metrics) -> dict[tuple[str, ...], float]:
 def _prediction(requests: RequestLog, protocol: str = "v2") -> RequestContext:
     request = RequestContext({}, "/")
     request.protocol = protocol
-    requests.metrics.in_flight += 1
+    RequestContext.in_flight += 1
     return request
 
 
@@ -70,7 +71,8 @@ def loaded() -> list[tuple[Any, bool]]:
 
 
 @pytest.fixture
-def requests(loaded: list[tuple[Any, bool]]) -> RequestLog:
+def requests(loaded: list[tuple[Any, bool]], monkeypatch: pytest.MonkeyPatch) -> RequestLog:
+    monkeypatch.setattr(RequestContext, "in_flight", 0)
     return RequestLog(Metrics(lambda: loaded))
 
 
@@ -82,7 +84,7 @@ def test_statistics_are_those_of_the_metrics(requests: RequestLog, loaded: list[
     version.metrics.record_request("v2", 200, 0.5, (0.1, 0.2, 0.3, 0.05))
     for rows in (4, 1, 4):
         version.metrics.record_batch(1, rows, 0.25)
-    found = version_statistics(version)
+    found = version_statistics(VersionSnapshot.of(version, is_current=True))
     assert (found["name"], found["version"]) == ("tiny", "1")
     assert (found["inference_count"], found["execution_count"]) == (9, 3)
     assert int(before * 1000) <= found["last_inference"] <= time.time() * 1000
@@ -243,7 +245,8 @@ def test_batches_from_several_threads_are_all_counted() -> None:
 
 
 def test_both_formats_of_prometheus_are_spoken(requests: RequestLog) -> None:
-    assert requests.metrics.text("")[1].startswith("text/plain; version=")
-    body, content_type = requests.metrics.text("application/openmetrics-text; version=1.0.0")
+    snapshot = requests.metrics.snapshot()
+    assert exposition(snapshot)[1].startswith("text/plain; version=")
+    body, content_type = exposition(snapshot, "application/openmetrics-text; version=1.0.0")
     assert content_type.startswith("application/openmetrics-text")
     assert body.endswith(b"# EOF\n")

@@ -10,7 +10,8 @@ from k8s.objects.manifests import BUNDLE_ANNOTATION
 from pipeline.contract.bundle import Bundle, FileEntry
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.signature import Signature
-from serve.prometheus import Metrics
+from serve.prometheus import exposition
+from serve.snapshot import Metrics
 from tests.serve.generate import tiny
 
 from ..conftest import Configure
@@ -262,7 +263,7 @@ def test_the_autoscaler_uses_requests_in_flight_with_a_target(configure: Configu
 
 
 def test_the_metric_of_the_autoscaler_is_one_the_service_has() -> None:
-    assert IN_FLIGHT in {family.name for family in Metrics(list).collect()}
+    assert IN_FLIGHT in exposition(Metrics(list).snapshot())[0].decode()
 
 
 def test_a_change_of_the_config_map_rolls_out(configure: Configure, bundle: Bundle) -> None:
