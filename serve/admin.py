@@ -23,14 +23,53 @@ _MAX_BODY_BYTES = 64 << 10
 log = logging.getLogger(__name__)
 
 Fields = Mapping[str, Any]
+Reply = tuple[int, Headers, Any]  # status, headers and the object in the body
+
+STATUS = "/"
+CHANGES = ("/load", "/switch", "/canary", "/shadow", "/forget")
 
 
 class Admin:
     """The application of the admin port: `GET /` returns the status, `POST /<what>` changes it; both need the token."""
 
-    def __init__(self, manager: ModelManager, token: str) -> None:
-        self._manager, self._token = manager, token
+    def __init__(self, perform: Callable[[str, Fields], Awaitable[Reply]], token: str) -> None:
+        self._perform, self._token = perform, token
         self._budget = MemoryBudget()
+
+    def begin(self, request: HttpRequest) -> Coroutine[Any, Any, None]:
+        return self._respond(request)
+
+    async def _respond(self, request: HttpRequest) -> None:
+        try:
+            status, headers, body = await self._perform(request.path, await self._read(request))
+        except ClientDisconnected:
+            return
+        except Exception as error:
+            status, headers, body = _failure(error, request.path)
+        finally:
+            self._budget.release(request)
+        headers = ((b"content-type", b"application/json"), *headers, (b"x-request-id", request.id))
+        await request.respond(status, headers, orjson.dumps(body))
+
+    async def _read(self, request: HttpRequest) -> Fields:
+        """Check the request and return the fields of its body."""
+        if not is_token(request.headers.get(b"authorization", b""), self._token):
+            raise Unauthorized("the admin interface needs its token: authorization: Bearer …")
+        path, method = request.path, request.method
+        if path != STATUS and path not in CHANGES:
+            raise NotFound(f"{path[:200]}: not found; there are {STATUS}, {', '.join(CHANGES)}")
+        if method != (allowed := "GET" if path == STATUS else "POST"):
+            raise MethodNotAllowed(f"{method[:16]} {path}: only {allowed}", allowed)
+        if path == STATUS:
+            return {}
+        return parse_object(await read_body(request, _MAX_BODY_BYTES, self._budget))
+
+
+class ModelChanges:
+    """What the admin interface can do with the models of this process; belongs to their event loop."""
+
+    def __init__(self, manager: ModelManager) -> None:
+        self._manager = manager
         self._changes: dict[str, Callable[[Fields], Awaitable[Any]]] = {
             "/load": self._load,
             "/switch": self._switch,
@@ -39,42 +78,13 @@ class Admin:
             "/forget": self._forget,
         }
 
-    def begin(self, request: HttpRequest) -> Coroutine[Any, Any, None]:
-        return self._respond(request)
-
-    async def _respond(self, request: HttpRequest) -> None:
-        status, extra = int(HTTPStatus.OK), Headers()
-        fields = log_fields(path=request.path, request_id=request.id.decode())
+    async def perform(self, path: str, fields: Fields) -> Reply:
+        """Return the status of the models, or change them."""
         try:
-            body = await self._answer(request)
-        except ClientDisconnected:
-            return
-        except RequestError as refusal:
-            status, extra, body = refusal.status, refusal.headers, {"error": str(refusal)}
-        except InvalidPayload as error:
-            status, body = HTTPStatus.BAD_REQUEST, {"error": str(error)}
-        except PipelineError as error:  # the bundle is not what it should be: the caller gets the reason
-            log.warning("refused: %s", error, extra=fields)
-            status, body = HTTPStatus.UNPROCESSABLE_ENTITY, {"error": str(error)}
+            body = self._manager.status() if path == STATUS else await self._changes[path](fields)
         except Exception as error:
-            log.exception("failed", extra=fields)
-            status, body = HTTPStatus.INTERNAL_SERVER_ERROR, {"error": f"{type(error).__name__}: {error}"}
-        finally:
-            self._budget.release(request)
-        headers = ((b"content-type", b"application/json"), *extra, (b"x-request-id", request.id))
-        await request.respond(status, headers, orjson.dumps(body))
-
-    async def _answer(self, request: HttpRequest) -> Any:
-        if not is_token(request.headers.get(b"authorization", b""), self._token):
-            raise Unauthorized("the admin interface needs its token: authorization: Bearer …")
-        path, method = request.path, request.method
-        if path != "/" and path not in self._changes:
-            raise NotFound(f"{path[:200]}: not found; there are /, {', '.join(self._changes)}")
-        if method != (allowed := "GET" if path == "/" else "POST"):
-            raise MethodNotAllowed(f"{method[:16]} {path}: only {allowed}", allowed)
-        if path == "/":
-            return self._manager.status()
-        return await self._changes[path](parse_object(await read_body(request, _MAX_BODY_BYTES, self._budget)))
+            return _failure(error, path)
+        return HTTPStatus.OK, (), body
 
     async def _load(self, fields: Fields) -> Any:
         served = await self._manager.load(_text(fields, "model"), _folder(fields))
@@ -98,6 +108,19 @@ class Admin:
         """Unload the versions that get no requests."""
         self._manager.unload_unused(_text(fields, "model"))
         return self._manager.status()
+
+
+def _failure(error: Exception, path: str) -> Reply:
+    match error:
+        case RequestError():
+            return error.status, error.headers, {"error": str(error)}
+        case InvalidPayload():
+            return HTTPStatus.BAD_REQUEST, (), {"error": str(error)}
+        case PipelineError():  # the bundle is not what it should be: the caller gets the reason
+            log.warning("refused: %s", error, extra=log_fields(path=path))
+            return HTTPStatus.UNPROCESSABLE_ENTITY, (), {"error": str(error)}
+    log.error("failed", exc_info=error, extra=log_fields(path=path))
+    return HTTPStatus.INTERNAL_SERVER_ERROR, (), {"error": f"{type(error).__name__}: {error}"}
 
 
 def _text(fields: Fields, name: str) -> str:

@@ -17,6 +17,7 @@ _OTHER_FILES = 128  # open files that are no connections of clients
 _PEER_SHARE = 2  # one address may have one of so many connections: a gateway needs many, no client needs all
 _EVICTED_SHARE = 256  # one of so many connections is closed to make room, since finding the idle ones takes a while
 MEMORY_BYTES = 64 << 20  # of all connections, for what has arrived, and as much for what clients have not read
+_LEAST_MEMORY_BYTES = 8 << 20  # for one of many processes
 UNSENT_HIGH_WATER_BYTES = 16 << 10  # of one connection; above it no more is written, and its bytes are accounted
 _HOST_BYTES = 8  # of an IPv6 address: one customer gets at least a /64
 
@@ -134,6 +135,18 @@ class ConnectionLimits:
     peers: PeerLimits = field(default_factory=lambda: PeerLimits(max_http_connections() // _PEER_SHARE))
     received: BufferLimit = field(default_factory=BufferLimit)  # that the application has not taken yet
     unsent: BufferLimit = field(default_factory=BufferLimit)
+
+    @classmethod
+    def divided(cls, workers: int = 1) -> ConnectionLimits:
+        """Return the limits of one of several processes."""
+        peers = PeerLimits(divide(max_http_connections(), workers * _PEER_SHARE))
+        memory = divide(MEMORY_BYTES, workers, least=_LEAST_MEMORY_BYTES)
+        return cls(peers, BufferLimit(memory), BufferLimit(memory))
+
+
+def divide(limit: int, workers: int, least: int = 1) -> int:
+    """Return the share of one of several processes, which is at least so much that it can work."""
+    return limit if workers == 1 else max(limit // workers, least)
 
 
 class WriteBackpressure:

@@ -1,76 +1,31 @@
-"""Liveness and readiness on a port of their own, answered by a thread: no load on the other ports delays them.
-
-The service is live as long as its event loop makes turns, so that a probe also notices one that is stuck.
-"""
+"""Liveness and readiness on a port of their own; a service is live as long as its event loop makes turns."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable
 from http import HTTPStatus
-from typing import Protocol
 
 import orjson
-import uvloop
 
-from serve.http1.connection import Application, HttpRequest
+from serve.http1.connection import HttpRequest
 from serve.routes import JSON, PATHS
 
-_BEAT_SECONDS = 1.0
-_STUCK_SECONDS = 10.0  # without a turn of the event loop
+BEAT_SECONDS = 0.5
+STUCK_SECONDS = 10.0  # without a turn of the event loop
 _LIVE, _READY = PATHS["live"][0], PATHS["ready"][0]
 
 
-class Listener(Protocol):
-    listening: asyncio.Event
+class Health:
+    """The application of the health port."""
 
-    async def run_until_stopped(self) -> None: ...
-    def stop(self) -> None: ...
-
-
-class HealthPort:
-    """The thread and the application of its listener; made and stopped in the event loop of the service."""
-
-    def __init__(self, listen: Callable[[Application], Listener], is_ready: Callable[[], bool]) -> None:
-        """`listen` makes the listener, in the thread."""
-        self._listen, self._is_ready = listen, is_ready
-        self._turned_at = time.monotonic()
-        self._beating = asyncio.create_task(self._beat())
-        self._listening = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="health", daemon=True)
-
-    async def start(self) -> None:
-        self._thread.start()
-        await asyncio.to_thread(self._listening.wait)
-
-    async def stop(self) -> None:
-        self._loop.call_soon_threadsafe(self._listener.stop)
-        await asyncio.to_thread(self._thread.join)
-        self._beating.cancel()
-
-    async def _beat(self) -> None:
-        while True:
-            self._turned_at = time.monotonic()
-            await asyncio.sleep(_BEAT_SECONDS)
-
-    # In the thread
-
-    def _run(self) -> None:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(self._serve())
-
-    async def _serve(self) -> None:
-        self._loop, self._listener = asyncio.get_running_loop(), self._listen(self)
-        serving = asyncio.create_task(self._listener.run_until_stopped())
-        await self._listener.listening.wait()
-        self._listening.set()
-        await serving
+    def __init__(self, is_live: Callable[[], bool], is_ready: Callable[[], bool]) -> None:
+        self._is_live, self._is_ready = is_live, is_ready
 
     def begin(self, request: HttpRequest) -> None:
         """Answer the two paths of the Open Inference Protocol, and no other."""
-        live = time.monotonic() - self._turned_at < _STUCK_SECONDS
+        live = self._is_live()
         ready = live and self._is_ready()
         body: dict[str, bool] | dict[str, str]
         answers = {_LIVE: (live, {"live": live}), _READY: (ready, {"ready": ready, "live": live})}
@@ -80,3 +35,27 @@ class HealthPort:
             healthy, body = answers[request.path]
             status = HTTPStatus.OK if healthy else HTTPStatus.SERVICE_UNAVAILABLE
         request.respond_now(status, (JSON,), orjson.dumps(body))
+
+
+async def beat(note: Callable[[float], None]) -> None:
+    """Note the time whenever the event loop has made a turn, until cancelled."""
+    while True:
+        note(time.monotonic())
+        await asyncio.sleep(BEAT_SECONDS)
+
+
+class Heartbeat:
+    """Whether the event loop in which it was started makes turns; any thread may ask."""
+
+    def __init__(self) -> None:
+        self._turned_at = time.monotonic()
+        self._beating = asyncio.create_task(beat(self._note))
+
+    def is_live(self) -> bool:
+        return time.monotonic() - self._turned_at < STUCK_SECONDS
+
+    def stop(self) -> None:
+        self._beating.cancel()
+
+    def _note(self, now: float) -> None:
+        self._turned_at = now

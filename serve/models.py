@@ -88,7 +88,7 @@ class Model:
         self.current.shadow = shadow
 
     def status(self) -> dict[str, Any]:
-        """Return the versions and their roles, for the admin interface."""
+        """Return the versions and their roles, for the admin interface; any thread may ask."""
         canary, shadow = self.canary, self.shadow
         return {
             "current": self.current.version if self.current else "",
@@ -97,7 +97,7 @@ class Model:
             "shadow": shadow.status() if shadow else None,
             "versions": {
                 number: {"bundle": version.digest, "path": str(version.bundle.path)}
-                for number, version in self.versions.items()
+                for number, version in self.versions.copy().items()
             },
         }
 

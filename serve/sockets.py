@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import errno
@@ -9,12 +10,16 @@ import logging
 import socket
 import struct
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pipeline.contract.errors import ResourceError
 
 # asm-generic/socket.h and linux/bpf_common.h; Python's socket module has no names for them.
 _SO_ATTACH_FILTER, _SO_ATTACH_REUSEPORT_CBPF = 26, 51
+_ACCEPTED_PER_TURN = 64  # of the event loop
+_NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+_NO_FILES_PAUSE_SECONDS = 0.5
 _BPF_LOAD_BYTE, _BPF_JUMP_IF_SET, _BPF_RETURN = 0x30, 0x45, 0x06
 
 log = logging.getLogger(__name__)
@@ -102,6 +107,51 @@ def accept_waiting(sock: socket.socket) -> list[socket.socket]:
         while True:
             accepted.append(sock.accept()[0])
     return accepted
+
+
+class Acceptor:
+    """Accepts the connections of a listening socket in the event loop; pauses while no file can be opened."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        take: Callable[[socket.socket], None],
+        reject: Callable[[str, str], None],
+    ) -> None:
+        """`take` gets each connection; `reject` the reason and the text of a failure, for metrics and the log."""
+        self._socket, self._take, self._reject = sock, take, reject
+        self._loop = asyncio.get_running_loop()
+        self._is_open = False
+
+    def start(self, backlog: int) -> None:
+        self._socket.listen(backlog)
+        self._is_open = True
+        self._loop.add_reader(self._socket, self._accept)
+
+    def close(self) -> None:
+        """Accept no more."""
+        self._is_open = False
+        self._loop.remove_reader(self._socket)
+
+    def _accept(self) -> None:
+        for _ in range(_ACCEPTED_PER_TURN):
+            try:
+                client, _ = self._socket.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                if error.errno not in _NO_FILES:
+                    raise
+                self._reject("no_files", str(error))
+                self._loop.remove_reader(self._socket)
+                self._loop.call_later(_NO_FILES_PAUSE_SECONDS, self._accept_again)
+                return
+            client.setblocking(False)
+            self._take(client)
+
+    def _accept_again(self) -> None:
+        if self._is_open:
+            self._loop.add_reader(self._socket, self._accept)
 
 
 def _attach(sock: socket.socket, option: int, *instructions: tuple[int, int, int, int]) -> None:

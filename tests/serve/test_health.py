@@ -1,4 +1,4 @@
-"""The health port: its own thread answers, whatever the event loop of the service does."""
+"""The health port: a thread answers, whatever the event loop of the service does."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import httpx
 import pytest
 
 import serve.health
-from serve.health import HealthPort
-from serve.server import Listener
+from serve.control_thread import ControlThread
+from serve.health import Health, Heartbeat
+from serve.listeners import Listener
 from serve.sockets import Address, bind_socket
 from tests.ports import free_port
 from tests.serve.load_clients import SECONDS
@@ -23,10 +24,12 @@ async def _get_while_the_loop_is_blocked(is_ready: bool, path: str, method: str 
     """Send a request from the event loop's own thread, which makes no turn until the response is there."""
     port = free_port()
     sock = bind_socket(Address("127.0.0.1", port), share=False)
-    health = HealthPort(partial(Listener, sock=sock, headers=(), grace_seconds=1), lambda: is_ready)
-    await health.start()
+    control, heartbeat = ControlThread(), Heartbeat()
+    app = Health(heartbeat.is_live, lambda: is_ready)
+    await control.listen(partial(Listener, app, sock, headers=(), grace_seconds=1))
     response = httpx.request(method, f"http://127.0.0.1:{port}{path}", timeout=SECONDS)
-    await health.stop()
+    await control.stop()
+    heartbeat.stop()
     return response.status_code, response.json() if method == "GET" else response.text
 
 
@@ -50,6 +53,6 @@ def test_head_has_no_body_and_post_is_unknown() -> None:
 
 
 def test_a_stuck_event_loop_is_neither_live_nor_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve.health, "_STUCK_SECONDS", -1.0)
+    monkeypatch.setattr(serve.health, "STUCK_SECONDS", -1.0)
     assert asyncio.run(_get_while_the_loop_is_blocked(True, LIVE)) == (503, {"live": False})
     assert asyncio.run(_get_while_the_loop_is_blocked(True, READY)) == (503, {"ready": False, "live": False})

@@ -11,7 +11,7 @@ import uvloop
 
 from serve.grpc.http2 import frames
 from serve.grpc.http2.frames import ACK, FRAME_HEADER, ErrorCode, Frame
-from serve.server import GrpcListener
+from serve.listeners import GrpcListener
 from tests.serve.grpc.http2_frames import CLIENT_PREFACE, EchoApplication, bodies, request
 
 HANG_TIMEOUT_SECONDS = 10.0
@@ -54,6 +54,7 @@ Errors = list[str]
 class RunningListener:
     def __init__(self, app: EchoApplication, listener: GrpcListener, errors: Errors) -> None:
         self.app, self.listener, self.errors = app, listener, errors
+        assert listener.socket is not None
         self.place = listener.socket.getsockname()
         self._writers: list[asyncio.StreamWriter] = []
 

@@ -12,7 +12,7 @@ import pytest
 from serve.errors import ClientDisconnected
 from serve.http1 import connection
 from serve.http1.connection import Connection, HttpRequest
-from serve.server import Listener
+from serve.listeners import Listener
 
 Exchange = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[Any]]
 LOST = asyncio.TimeoutError

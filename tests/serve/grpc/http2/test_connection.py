@@ -10,7 +10,7 @@ import h2.connection
 import h2.events
 import pytest
 
-from serve import server as listener
+from serve import listeners as listener
 from serve.grpc.http2 import connection, frames
 from serve.grpc.http2.frames import ACK, ErrorCode, frame
 from tests.serve.grpc.http2_frames import CLIENT_PREFACE, GRPC, bodies, data, encode_block, headers, request

@@ -15,11 +15,10 @@ from typing import Any
 import pytest
 import uvloop
 
-from serve import tls_acceptor
+from serve import handshakes, sockets
+from serve.listeners import Listener
 from serve.logs import LINES_PER_SECOND, LogLimit
 from serve.security import CertificatePair, Tls
-from serve.server import Listener
-from serve.tls_acceptor import TlsAcceptor
 from tests.serve import certificates
 from tests.serve.http1.fakes import Application
 
@@ -36,14 +35,14 @@ class Port:
 
     def __init__(self, listener: Listener, pair: CertificatePair, rejected: Counter[str]) -> None:
         self.listener, self.rejected = listener, rejected
+        assert listener.socket is not None
         self.address = listener.socket.getsockname()
         self._context = ssl.create_default_context(cafile=str(pair.certificate))
 
     @property
-    def acceptor(self) -> TlsAcceptor:
-        acceptor: Any = self.listener.servers[0]
-        assert isinstance(acceptor, TlsAcceptor)
-        return acceptor
+    def running(self) -> int:
+        """Return the number of handshakes that are not finished."""
+        return len(self.listener.entrance.handshakes.running)
 
     async def request(self) -> bytes:
         reader, writer = await asyncio.open_connection(*self.address, ssl=self._context, server_hostname="localhost")
@@ -84,13 +83,13 @@ def talk(pair: CertificatePair, what: Callable[[Port], Awaitable[Any]], most: in
 def test_a_handshake_that_is_not_finished_in_time_is_given_up_and_counted(
     pair: CertificatePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tls_acceptor, "HANDSHAKE_TIMEOUT_SECONDS", 0.05)
+    monkeypatch.setattr(handshakes, "HANDSHAKE_TIMEOUT_SECONDS", 0.05)
 
     async def what(port: Port) -> None:
         reader, writer = await port.connect()
         assert await reader.read() == b"", "closed without a word"
         await port.wait_until(lambda: port.rejected["tls_handshake"] == 1)
-        assert not port.acceptor.handshakes
+        assert not port.running
         writer.close()
         assert (await port.request()).startswith(b"HTTP/1.1 200 ")
 
@@ -98,17 +97,17 @@ def test_a_handshake_that_is_not_finished_in_time_is_given_up_and_counted(
 
 
 def test_the_time_for_a_handshake_is_short() -> None:
-    assert tls_acceptor.HANDSHAKE_TIMEOUT_SECONDS <= 10
+    assert handshakes.HANDSHAKE_TIMEOUT_SECONDS <= 10
 
 
 def test_one_address_has_few_unfinished_handshakes_and_the_oldest_gives_way(pair: CertificatePair) -> None:
     async def what(port: Port) -> None:
         writers = [(await port.connect())[1] for _ in range(200)]
         await port.wait_until(lambda: port.rejected["tls_handshakes"] == 200 - 4)
-        assert len(port.acceptor.handshakes) == 4, "half of an eighth of 64 connections"
+        assert port.running == 4, "half of an eighth of 64 connections"
         for writer in writers:
             writer.close()
-        await port.wait_until(lambda: not port.acceptor.handshakes)
+        await port.wait_until(lambda: not port.running)
         assert (await port.request()).startswith(b"HTTP/1.1 200 ")
 
     talk(pair, what)
@@ -117,7 +116,7 @@ def test_one_address_has_few_unfinished_handshakes_and_the_oldest_gives_way(pair
 def test_an_unfinished_handshake_gives_way_to_a_new_one(pair: CertificatePair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The addresses differ, so that no limit of a single one applies."""
     numbers = iter(range(10_000))
-    monkeypatch.setattr(tls_acceptor, "peer_address", lambda _: str(next(numbers)))
+    monkeypatch.setattr(handshakes, "peer_address", lambda _: str(next(numbers)))
 
     async def what(port: Port) -> None:
         writers = [(await port.connect())[1] for _ in range(100)]
@@ -132,7 +131,7 @@ def test_an_unfinished_handshake_gives_way_to_a_new_one(pair: CertificatePair, m
 def test_accepting_pauses_while_the_process_may_open_no_more_files(
     pair: CertificatePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tls_acceptor, "_NO_FILES_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(sockets, "_NO_FILES_PAUSE_SECONDS", 0.01)
 
     class Exhausted:
         """A listening socket that fails once."""
@@ -148,7 +147,9 @@ def test_accepting_pauses_while_the_process_may_open_no_more_files(
             return self._sock.accept()
 
     async def what(port: Port) -> None:
-        monkeypatch.setattr(port.acceptor, "_socket", Exhausted(port.listener.socket))
+        sock = port.listener.socket
+        assert sock is not None
+        monkeypatch.setattr(port.listener.entrance._server, "_socket", Exhausted(sock))
         assert (await port.request()).startswith(b"HTTP/1.1 200 ")
         assert port.rejected == {"no_files": 1}
 
@@ -159,7 +160,7 @@ def test_failed_handshakes_are_logged_at_the_bounded_rate(
     pair: CertificatePair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr("serve.logs.time", SimpleNamespace(monotonic=lambda: 100.0))
-    monkeypatch.setattr(tls_acceptor, "refusals", LogLimit("more"))
+    monkeypatch.setattr(handshakes, "refusals", LogLimit("more"))
     caplog.set_level(logging.INFO)
 
     async def what(port: Port) -> None:

@@ -1,0 +1,92 @@
+"""Connections between accept and their first byte: TLS handshakes are counted, limited in number and time, and logged.
+
+asyncio's servers report a connection only after its handshake, so that clients which never finish one would take up
+files and memory unseen. Without TLS there is nothing to wait for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import ssl
+from collections.abc import Callable
+
+from serve.connection_limits import PeerLimits, peer_address
+from serve.logs import log_fields, refusals
+
+HANDSHAKE_TIMEOUT_SECONDS = 10.0
+
+log = logging.getLogger(__name__)
+
+
+class Handshakes:
+    """Turns accepted sockets into connections of the event loop."""
+
+    def __init__(
+        self,
+        context: ssl.SSLContext | None,
+        make_connection: Callable[[], asyncio.Protocol],
+        has_room: Callable[[int], bool],
+        maximum: int,
+        count_rejected: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """`has_room` gets the number of handshakes and returns whether one more connection is allowed beside them."""
+        self._context, self._make_connection = context, make_connection
+        self._has_room, self._maximum, self._count_rejected = has_room, maximum, count_rejected
+        self.running: dict[asyncio.Task[None], None] = {}  # in the order in which they began
+        self._peers = PeerLimits(max(1, maximum // 2))
+        self._loop = asyncio.get_running_loop()
+
+    def begin(self, client: socket.socket) -> None:
+        """Begin the handshake of an accepted socket, or close it where a limit is reached."""
+        try:
+            peer = peer_address(client.getpeername())
+        except OSError:  # it is gone
+            client.close()
+            return
+        if not self._peers.admit(peer):
+            self.reject("tls_handshakes", f"{self._peers.maximum} handshakes from this address are not finished")
+            client.close()
+            return
+        if len(self.running) >= self._maximum:
+            next(iter(self.running)).cancel()
+        if not self._has_room(len(self.running)):
+            self.reject("connections", "all connections are being served already")
+            self._peers.release(peer)
+            client.close()
+            return
+        self.running[self._loop.create_task(self._shake_hands(client, peer))] = None
+
+    async def finish(self, seconds: float) -> None:
+        """Wait for the handshakes that have begun, and end those that take longer."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await asyncio.gather(*self.running, return_exceptions=True)
+
+    def cancel(self) -> None:
+        for handshake in self.running:
+            handshake.cancel()
+
+    def reject(self, reason: str, text: str) -> None:
+        self._count_rejected(reason)
+        if refusals.allows():
+            log.info("refused", extra=log_fields(reason=text))
+
+    async def _shake_hands(self, client: socket.socket, peer: str) -> None:
+        timeout = None if self._context is None else HANDSHAKE_TIMEOUT_SECONDS
+        try:
+            await self._loop.connect_accepted_socket(
+                self._make_connection, client, ssl=self._context, ssl_handshake_timeout=timeout
+            )
+        except OSError as error:  # ssl.SSLError and timeouts are too
+            self.reject("tls_handshake", str(error))
+        except asyncio.CancelledError:
+            self.reject("tls_handshake", "others wait for room")
+            raise
+        finally:
+            self._peers.release(peer)
+            handshake = asyncio.current_task()
+            assert handshake is not None
+            del self.running[handshake]
