@@ -9,15 +9,18 @@ import os
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 
-from pipeline.contract.bundle import open_bundle
+from pipeline.contract.bundle import Bundle
 from pipeline.contract.errors import ConfigError, PipelineError
 from serve.logs import configure, log_fatal, log_fields
+from serve.models import LoadedModel
 from serve.options import NamedBundle, Options, parse_options
 from serve.runtime.loading import load_predictor
 from serve.runtime.predictor import Predictor
 from serve.security import Security, read_token
-from serve.server import Service
+from serve.server import SingleServer
+from serve.service import Service
 from serve.shadow import Shadow, open_shadow
 from serve.sockets import Sockets, bind_socket
 from serve.tracing import configure_tracing
@@ -37,14 +40,13 @@ def main(argv: Sequence[str]) -> int:
     gc.disable()  # collecting garbage takes a tenth of the start, and there is none
     try:
         configure(options.log_format)
-        serve(options)
+        return serve(options)
     except PipelineError as error:
         log_fatal(error, options.log_format)
         return error.exit_code
-    return 0
 
 
-def serve(options: Options) -> None:
+def serve(options: Options) -> int:
     """Bind the ports first, to report one in use at once; listen last, so that nothing unverified answers."""
     security = Security.load(options.api_keys, options.tls)
     share = options.standby is not None  # then the public port may still be our predecessor's
@@ -54,19 +56,17 @@ def serve(options: Options) -> None:
     health = None if options.health is None else bind_socket(options.health, share=share)
     admin = None if options.admin is None else bind_socket(options.admin, share=False)
     token = None if options.admin_token is None else read_token(options.admin_token)
-    loaded = [_load(named, options) for named in options.bundles]
-    shadows = [_shadow(named, options, dict(loaded)) for named in options.shadows]
-    service = Service(
-        loaded,
-        shadows,
-        options,
-        Sockets(public, standby, admin, grpc, health),
-        security,
-        token,
-        configure_tracing(os.environ),
-    )
-    tune_garbage_collector()
-    service.run()
+    common = (options, Sockets(public, standby, admin, grpc, health), security, token)
+    bundles = [_open(named, options) for named in options.bundles]
+    load = partial(_load, bundles, options)
+    if options.workers == 1:
+        SingleServer(_service(load(), options, security), *common).run()
+        return 0
+    from serve.workers import Supervisor, share_models  # a single process needs none of it
+
+    loaded = share_models(load, options, [bundle for _, bundle in bundles])
+    supervisor = os.getpid()
+    return Supervisor(lambda: _service(loaded or load(), options, security, supervisor), *common).run()
 
 
 def tune_garbage_collector() -> None:
@@ -78,11 +78,26 @@ def tune_garbage_collector() -> None:
     sys.setswitchinterval(_SWITCH_INTERVAL_SECONDS)
 
 
-def _load(named: NamedBundle, options: Options) -> tuple[str, Predictor]:
-    bundle = options.overrides.apply(open_bundle(named.path, options.trust))
+def _open(named: NamedBundle, options: Options) -> tuple[str, Bundle]:
+    bundle = options.open(named.path)
     name = named.name or bundle.name
     log.info("starting", extra=log_fields(model=name, bundle=bundle.digest[:12]))
-    return name, load_predictor(bundle, options.provider, options.threads)
+    return name, bundle
+
+
+def _load(bundles: Sequence[tuple[str, Bundle]], options: Options) -> list[LoadedModel]:
+    loaded = [
+        (name, load_predictor(bundle, options.provider, options.intra_op_threads(bundle))) for name, bundle in bundles
+    ]
+    tune_garbage_collector()
+    return loaded
+
+
+def _service(
+    loaded: Sequence[LoadedModel], options: Options, security: Security, served_by: int | None = None
+) -> Service:
+    shadows = [_shadow(named, options, dict(loaded)) for named in options.shadows]
+    return Service(loaded, shadows, options, security, configure_tracing(os.environ), served_by)
 
 
 def _shadow(named: NamedBundle, options: Options, models: Mapping[str, Predictor]) -> Shadow:

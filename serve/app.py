@@ -58,10 +58,16 @@ class App:
     """The application of the public HTTP port."""
 
     def __init__(
-        self, repository: ModelRepository, requests: RequestLog, keys: ApiKeys | None = None, *, page: bool = True
+        self,
+        repository: ModelRepository,
+        requests: RequestLog,
+        keys: ApiKeys | None = None,
+        *,
+        page: bool = True,
+        workers: int = 1,
     ) -> None:
         self.repository, self.requests, self.keys, self.page = repository, requests, keys, page
-        self.budget = MemoryBudget()
+        self.budget = MemoryBudget(workers)
         self._refusals = 0  # written at once, in this turn of the event loop
         texts = OpenAIEndpoints(repository, self.budget)
         self._handlers: dict[str, Handler] = {

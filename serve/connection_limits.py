@@ -70,6 +70,7 @@ class PeerLimits:
 
     def __init__(self, maximum: int) -> None:
         self.maximum = maximum
+        self.on_release: Callable[[], None] = lambda: None
         self._counts: Counter[str] = Counter()
 
     def admit(self, address: str) -> bool:
@@ -84,6 +85,7 @@ class PeerLimits:
         self._counts[address] -= 1
         if not self._counts[address]:
             del self._counts[address]
+        self.on_release()
 
     def __len__(self) -> int:
         """Return the number of connections that are counted."""

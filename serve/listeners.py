@@ -151,7 +151,7 @@ class Listener(uvicorn.Server):
             self.socket,
             self._tls,
             self._connection,
-            lambda handshakes: make_room(self._connections, most - handshakes),
+            lambda handshakes: make_room(self.connections, most - handshakes),
             most,
             self._count_rejected,
         )
@@ -162,7 +162,7 @@ class Listener(uvicorn.Server):
     async def on_tick(self, counter: int) -> bool:
         """Check all connections once a second, which costs less than a timer in each."""
         now = asyncio.get_running_loop().time()
-        for connection in tuple(self._connections):
+        for connection in tuple(self.connections):
             connection.sweep(now)
         return await super().on_tick(counter)
 
@@ -179,15 +179,14 @@ class Listener(uvicorn.Server):
         while self.server_state.connections and time.monotonic() < start + _FIRST_REQUEST_SECONDS:
             await asyncio.sleep(_POLL_SECONDS)
             if time.monotonic() > start + _IDLE_SECONDS:
-                connections = self._connections
-                answered = [connection for connection in connections if not connection.awaits_request]
-                if len(answered) == len(connections):
+                answered = [connection for connection in self.connections if not connection.awaits_request]
+                if len(answered) == len(self.connections):
                     return
                 for connection in answered:
                     connection.shutdown()
 
     @property
-    def _connections(self) -> set[Connection]:
+    def connections(self) -> set[Connection]:
         return cast("set[Connection]", self.server_state.connections)
 
     def _connection(self) -> asyncio.Protocol:
@@ -216,7 +215,7 @@ class GrpcListener:
         self._leaving: set[Http2Connection] = set()
         self._max_connections = divide(max_grpc_connections(), workers)
         # Half of them, so that a gateway has room for all its clients, and no address can shut out the others.
-        self._peers = PeerLimits((self._max_connections + 1) // 2)
+        self.peers = PeerLimits((self._max_connections + 1) // 2)
         self._stopping = False
         self._host = Host(
             app,
@@ -265,13 +264,13 @@ class GrpcListener:
     def _admit(self, connection: Http2Connection) -> str:
         """Give a connection a place, if need be that of one without progress; return why not, or an empty text."""
         connection.address = address = peer_address(connection.transport.get_extra_info("peername"))
-        if not self._peers.admit(address):
-            limit = self._peers.maximum
+        if not self.peers.admit(address):
+            limit = self.peers.maximum
             make_room([other for other in self.connections if other.address == address], limit)
-            if not self._peers.admit(address):
+            if not self.peers.admit(address):
                 return f"all {limit} connections of one address are in use"
         if not make_room(self.connections, self._max_connections):
-            self._peers.release(address)
+            self.peers.release(address)
             return f"all {len(self.connections)} connections are in use"
         self.connections.add(connection)
         return ""
@@ -280,7 +279,7 @@ class GrpcListener:
         """Free the place of a connection that ends. Return False if it must not wait for its client to read why."""
         if connection in self.connections:
             self.connections.discard(connection)
-            self._peers.release(connection.address)
+            self.peers.release(connection.address)
         self._leaving.add(connection)
         return len(self._leaving) <= _MAX_LEAVING
 

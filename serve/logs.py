@@ -76,9 +76,11 @@ class LogLimit:
     Call `allows` before each line. It costs little where the line is left out, since under a flood that is the rule.
     """
 
-    def __init__(self, summary: str, lines_per_second: int = LINES_PER_SECOND) -> None:
+    lines_per_second = LINES_PER_SECOND  # workers divide them
+
+    def __init__(self, summary: str) -> None:
         """`summary` is the text of the line with the number of those left out."""
-        self._summary, self._limit = summary, lines_per_second
+        self._summary = summary
         self._second = self._lines = self._omitted = 0
 
     def allows(self) -> bool:
@@ -87,7 +89,7 @@ class LogLimit:
                 _access_log.warning(self._summary, extra=log_fields(left_out=self._omitted))
             self._second, self._lines, self._omitted = now, 0, 0
         self._lines += 1
-        if self._lines <= self._limit:
+        if self._lines <= self.lines_per_second:
             return True
         self._omitted += 1
         return False

@@ -243,11 +243,11 @@ class ModelManager:
         return version
 
     def _load(self, model: Model, path: Path) -> ModelVersion | Predictor:
-        bundle = self._options.overrides.apply(open_bundle(path, self._options.trust))
+        bundle = self._options.open(path)
         if (version := model.version_of_bundle(bundle.digest)) is not None:
             return version
         self._check_limits(bundle)
-        return load_predictor(bundle, self._options.provider, self._options.threads)
+        return load_predictor(bundle, self._options.provider, self._options.intra_op_threads(bundle))
 
     def _check_limits(self, bundle: Bundle) -> None:
         if (size := bundle.signature.limits.max_body_bytes) > self.max_body_bytes:

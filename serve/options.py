@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import re
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
-from pipeline.contract.bundle import Bundle
+from pipeline.contract.bundle import Bundle, open_bundle
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.settings.section import parse_share
 from pipeline.contract.signing import Trust
+from serve.connection_limits import divide
 from serve.logs import Format
 from serve.routes import MODEL_NAME
 from serve.runtime.session import Provider
@@ -33,10 +35,15 @@ class Overrides:
     batch_rows: int | None = None
     batch_delay_ms: float | None = None
 
-    def apply(self, bundle: Bundle) -> Bundle:
-        """Return the same bundle, digest and all, with these limits in its signature, to be verified with them."""
+    def apply(self, bundle: Bundle, workers: int = 1) -> Bundle:
+        """Return the same bundle, digest and all, with these limits in its signature, to be verified with them.
+
+        Several processes divide the queue and the KV cache.
+        """
         given = {name: value for name, value in asdict(self).items() if value is not None}
         signature = bundle.signature
+        for name in ("max_waiting", "max_cache_bytes") if workers > 1 else ():
+            given[name] = divide(given.get(name, getattr(signature.limits, name)), workers)
         parts = {
             part: model.model_copy(update={name: given[name] for name in type(model).model_fields if name in given})
             for part, model in (("limits", signature.limits), ("runtime", signature.runtime))
@@ -72,6 +79,26 @@ class Options:
     overrides: Overrides = field(default_factory=Overrides)
     keep_versions: int = 2
     trust: Trust | None = None  # every bundle must be signed by one of these keys
+    workers: int = 1  # processes
+
+    def open(self, path: Path) -> Bundle:
+        """Verify a bundle and return it with its limits overridden."""
+        return self.overrides.apply(open_bundle(path, self.trust), self.workers)
+
+    def intra_op_threads(self, bundle: Bundle) -> int:
+        """Return the threads inside one inference; 0: ONNX Runtime chooses. Workers divide the cores."""
+        threads = bundle.signature.runtime.threads if self.threads is None else self.threads
+        return threads or (0 if self.workers == 1 else max(1, usable_cores() // self.workers))
+
+
+def usable_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """Return the cores that this process may use, by its affinity and the CPU limit of its container."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        limit, period = quota.read_text().split()
+    except (OSError, ValueError):  # no cgroup of version 2
+        return cores
+    return cores if limit == "max" else max(1, min(cores, int(limit) // int(period)))
 
 
 def parse_options(argv: Sequence[str]) -> Options:
@@ -96,6 +123,7 @@ def parse_options(argv: Sequence[str]) -> Options:
         admin_token=given.admin_token,
         overrides=Overrides(**{one.name: getattr(given, one.name) for one in fields(Overrides)}),
         keep_versions=given.keep_versions,
+        workers=given.workers,
         trust=given.require_signature and Trust(given.require_signature.absolute()),
     )
     _check(options)
@@ -136,6 +164,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--provider", choices=("auto", "cpu", "cuda"), help="default: that of the bundle")
     parser.add_argument(
         "--threads", type=_unless_empty(_natural), help="threads inside one inference; 0: ONNX Runtime chooses"
+    )
+    parser.add_argument(
+        "--workers",
+        type=_workers,
+        default=1,
+        metavar="N",
+        help="processes that share the ports and the weights; auto: one for each usable core (default: %(default)s)",
     )
     parser.add_argument(
         "--standby",
@@ -279,6 +314,10 @@ def _natural(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r} is not 0 or a positive number")
     return int(text)
+
+
+def _workers(text: str) -> int:
+    return usable_cores() if text == "auto" else _positive(text)
 
 
 def _positive(text: str) -> int:

@@ -16,6 +16,7 @@ import numpy as np
 import orjson
 
 from pipeline.contract.errors import InvalidPayload
+from serve.connection_limits import divide
 from serve.errors import Busy, TooLarge, UnsupportedMediaType
 
 ACCEPTED_ENCODINGS = "gzip, deflate"
@@ -44,12 +45,14 @@ class IncomingRequest(HoldsMemory, Protocol):
 class MemoryBudget:
     """The memory for bodies: many large ones at once must not take all of the machine's."""
 
-    def __init__(self) -> None:
+    def __init__(self, workers: int = 1) -> None:
+        """`workers` processes divide the memory; each has room for a body of the largest size."""
         self.held_bytes = 0
+        self._bodies = divide(_BODIES_IN_MEMORY, workers)
 
     def reserve(self, request: HoldsMemory, size: int, limit: int) -> None:
         """Reserve `size` more bytes for a body that may have `limit` of them in all."""
-        if self.held_bytes + size > _BODIES_IN_MEMORY * max(limit, _LEAST_LIMIT_BYTES):
+        if self.held_bytes + size > self._bodies * max(limit, _LEAST_LIMIT_BYTES):
             raise Busy(f"other requests' bodies take {self.held_bytes} bytes already; try again in a moment")
         self.held_bytes += size
         request.held_bytes += size

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import os
 import re
 import secrets
 import time
@@ -26,6 +27,14 @@ Array = np.ndarray[Any, Any]
 _SAFE_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:=+/-]{0,127}")
 _PROCESS_ID = secrets.token_hex(8).encode()
 _NUMBERS = itertools.count(1)
+
+
+def _renew_process_id() -> None:
+    global _PROCESS_ID
+    _PROCESS_ID = secrets.token_hex(8).encode()
+
+
+os.register_at_fork(after_in_child=_renew_process_id)  # ids of workers must differ
 
 TIMEOUT_HEADER = b"x-request-timeout"
 _GRPC_UNITS = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}

@@ -5,7 +5,8 @@ One process takes a snapshot of itself. Several workers send theirs to each othe
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable
+import copy
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector, ProcessCollector
@@ -112,6 +113,14 @@ class Snapshot:
             version.waiting = 0
             if (tokens := version.tokens) is not None:
                 tokens.running = tokens.waiting = tokens.cache_bytes = tokens.max_cache_bytes = tokens.prefix_bytes = 0
+
+
+def merge(snapshots: Sequence[Snapshot]) -> Snapshot:
+    """Return the sum of these, with the versions of the first."""
+    total = copy.deepcopy(snapshots[0]) if snapshots else Snapshot()
+    for snapshot in snapshots[1:]:
+        total.merge(snapshot)
+    return total
 
 
 class Metrics:

@@ -17,9 +17,10 @@ from pipeline.contract.errors import ResourceError
 
 # asm-generic/socket.h and linux/bpf_common.h; Python's socket module has no names for them.
 _SO_ATTACH_FILTER, _SO_ATTACH_REUSEPORT_CBPF = 26, 51
-_ACCEPTED_PER_TURN = 64  # of the event loop
+ACCEPTED_PER_TURN = 64  # of the event loop
 _NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-_NO_FILES_PAUSE_SECONDS = 0.5
+_NO_FILES_SECONDS = 0.5  # without accepting, until some may be closed
+PAUSE_SECONDS = 0.005  # without accepting, until those who were accepted are served
 _BPF_LOAD_BYTE, _BPF_JUMP_IF_SET, _BPF_RETURN = 0x30, 0x45, 0x06
 
 log = logging.getLogger(__name__)
@@ -47,6 +48,9 @@ class Sockets:
     admin: socket.socket | None = None
     grpc: socket.socket | None = None
     health: socket.socket | None = None
+
+    def all(self) -> list[socket.socket]:
+        return [sock for sock in (self.public, self.standby, self.admin, self.grpc, self.health) if sock is not None]
 
     @property
     def shared(self) -> list[socket.socket]:
@@ -134,7 +138,7 @@ class Acceptor:
         self._loop.remove_reader(self._socket)
 
     def _accept(self) -> None:
-        for _ in range(_ACCEPTED_PER_TURN):
+        for _ in range(ACCEPTED_PER_TURN):
             try:
                 client, _ = self._socket.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -143,11 +147,15 @@ class Acceptor:
                 if error.errno not in _NO_FILES:
                     raise
                 self._reject("no_files", str(error))
-                self._loop.remove_reader(self._socket)
-                self._loop.call_later(_NO_FILES_PAUSE_SECONDS, self._accept_again)
+                self.pause(_NO_FILES_SECONDS)
                 return
             client.setblocking(False)
             self._take(client)
+
+    def pause(self, seconds: float = PAUSE_SECONDS) -> None:
+        """Leave connections in the kernel's queue for a while."""
+        self._loop.remove_reader(self._socket)
+        self._loop.call_later(seconds, self._accept_again)
 
     def _accept_again(self) -> None:
         if self._is_open:

@@ -23,21 +23,24 @@ class Contender:
     script: str = ""  # a module under benchmarks.serve.servers; `python -m serve` when empty
     peer: str = ""
     base: str = field(default=sys.executable)  # the interpreter its environment is made of
+    workers: int = 1  # processes
 
     def argv(self, bundle: Path, http_port: int, grpc_port: int, threads: int) -> list[str]:
         """Return the command; raise ResourceError if the contender cannot be installed."""
         if not self.script:
             ports = ["--port", str(http_port), "--grpc-port", str(grpc_port)]
-            return [sys.executable, "-m", "serve", str(bundle), *ports]
+            return [sys.executable, "-m", "serve", str(bundle), *ports, "--workers", str(self.workers)]
         python = str(python_of(self.peer, self.base)) if self.peer else sys.executable
-        arguments = [str(bundle / "model.onnx"), str(http_port), str(grpc_port), str(threads)]
+        arguments = [str(bundle / "model.onnx"), str(http_port), str(grpc_port), str(threads), str(self.workers)]
         return [python, "-m", f"benchmarks.serve.servers.{self.script}", *arguments]
 
 
 CONTENDERS: Sequence[Contender] = (
     Contender("ours", {V1: "/v1/models/net:predict", JSON: _INFER, BINARY: _INFER, GRPC: _RPC}),
+    Contender("ours x 2", {JSON: _INFER, BINARY: _INFER, GRPC: _RPC}, workers=2),
     Contender("kserve", {JSON: _INFER, BINARY: _INFER, GRPC: _RPC}, "plain_kserve"),
-    Contender("granian x 2", {JSON: "/"}, "granian_bare", "granian"),
+    Contender("granian", {JSON: "/"}, "granian_bare", "granian"),
+    Contender("granian x 2", {JSON: "/"}, "granian_bare", "granian", workers=2),
     Contender("triton", {JSON: _INFER, BINARY: _INFER, GRPC: _RPC}, "triton_peer", "triton", "/usr/bin/python3.11"),
     Contender("mlserver", {JSON: _INFER, GRPC: _RPC}, "mlserver_peer", "mlserver"),
     Contender("bentoml", {JSON: "/predict"}, "bentoml_peer", "bentoml"),

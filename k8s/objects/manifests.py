@@ -152,7 +152,8 @@ def fill_config_map(item: Object, config: Config, bundle: Bundle, access: Access
     """Fill in the options; an empty one means the value in the bundle. `deploy.environment` overrides and adds."""
     data: dict[str, str] = item["data"]
     # By default ONNX Runtime would start a thread for each CPU of the node, whatever the pod's limits.
-    data["THREADS"] = "" if bundle.signature.runtime.threads else str(_whole_cpus(config.deploy.cpu))
+    threads = max(1, _whole_cpus(config.deploy.cpu) // count_workers(config))
+    data["THREADS"] = "" if bundle.signature.runtime.threads else str(threads)
     environment = config.deploy.environment
     if reserved := sorted(name for name in environment if name in ("LOG_FORMAT", "LOG_REQUESTS", SIGNATURE_KEYS)):
         raise ConfigError(f"deploy.environment.{reserved[0]}: is set from the serve section; leave it out here")
@@ -181,12 +182,20 @@ def refer_to_config_map(container: Object, name: str, config: Config) -> None:
     """Let the pods read the ConfigMap; flags without a value cannot come from it and become arguments."""
     container["envFrom"][0]["configMapRef"]["name"] = name
     container["args"] += [option for option in service_view_options(config.serve) if option == "--no-page"]
+    # Only where there are several: images of earlier versions do not know the option.
+    container["args"] += [] if (workers := count_workers(config)) == 1 else [f"--workers={workers}"]
 
 
 def options_digest(item: Object) -> str:
     """Return a digest for the pods' annotations: a change of the ConfigMap then rolls out like a new image."""
     data: dict[str, Any] = item["data"]
     return digest_mapping(data)[:16]
+
+
+def count_workers(config: Config) -> int:
+    """Return the processes in a pod; `auto` is the CPU request, as the node's other CPUs belong to other pods."""
+    workers = config.serve.workers
+    return _whole_cpus(config.deploy.cpu) if workers == "auto" else workers
 
 
 def _whole_cpus(quantity: str) -> int:

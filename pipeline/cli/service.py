@@ -38,9 +38,10 @@ def serve(
             path = owner.bundle_to_serve()
     else:
         path = (find_run(project.runs, target) if target else newest_bundle(project)).bundle_to_serve()
-    if "--require-signature" not in " ".join(options) and (
-        trust := Access.from_settings(project.config().serve, project.root).trust
-    ):
+    settings = project.config().serve
+    if settings.workers != 1 and not any(option.startswith("--workers") for option in options):
+        options += ["--workers", str(settings.workers)]
+    if "--require-signature" not in " ".join(options) and (trust := Access.from_settings(settings, project.root).trust):
         options += ["--require-signature", str(trust.path)]
     env = {**os.environ, "PYTHONSAFEPATH": "1"}
     sys.stdout.flush()

@@ -64,6 +64,8 @@ def choose_rollout(live: LiveService | None, config: Config, bundle: Bundle, sta
         return "take over", "the address has changed"
     if not live.admin_port:
         return "take over", "the live service has no admin interface"
+    if config.serve.workers != 1:
+        return "take over", "several workers load their bundles at the start"
     if live.stamp != stamp:
         return "take over", "packages, the service's own source or its options have changed"
     if live.name != bundle.name:

@@ -89,8 +89,9 @@ class Calls:
         headers: Sequence[tuple[str, str]],
         max_body_bytes: int,
         keys: ApiKeys | None = None,
+        workers: int = 1,
     ) -> None:
-        self._requests, self._keys, self._budget = requests, keys, MemoryBudget()
+        self._requests, self._keys, self._budget = requests, keys, MemoryBudget(workers)
         self._max_bytes = max_body_bytes + _OVERHEAD_BYTES
         self._common_headers = hpack.encode_literals((name.encode(), value.encode()) for name, value in headers)
         self._bundle_headers: dict[Any, bytes] = {}

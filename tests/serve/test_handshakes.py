@@ -131,7 +131,7 @@ def test_an_unfinished_handshake_gives_way_to_a_new_one(pair: CertificatePair, m
 def test_accepting_pauses_while_the_process_may_open_no_more_files(
     pair: CertificatePair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sockets, "_NO_FILES_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(sockets, "_NO_FILES_SECONDS", 0.01)
 
     class Exhausted:
         """A listening socket that fails once."""

@@ -15,7 +15,7 @@ import pytest
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.errors import BundleError
 from pipeline.contract.signing import SIGNATURE, new_key, private_key, sign
-from serve.__main__ import _load, _shadow
+from serve.__main__ import _open, _shadow
 from serve.models import ModelManager, ModelRepository
 from serve.options import Options, parse_options
 from serve.runtime.loading import load_predictor
@@ -83,7 +83,7 @@ REFUSED = pytest.mark.parametrize(
 
 
 def enter_at_start(given: Given, manager: ModelManager) -> None:
-    _load(given.options.bundles[0], given.options)
+    _open(given.options.bundles[0], given.options)
 
 
 def enter_as_shadow_at_start(given: Given, manager: ModelManager) -> None:

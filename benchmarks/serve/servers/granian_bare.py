@@ -1,4 +1,4 @@
-"""A bare granian handler, two processes: JSON in, the runtime, JSON out; no checks, limits, metrics or versions."""
+"""A bare granian handler, in one or more processes: JSON in, the runtime, JSON out; no checks, limits, metrics or versions."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if __name__ == "__main__":
         "127.0.0.1",
         int(sys.argv[2]),
         interface=Interfaces.RSGI,
-        workers=2,
+        workers=int(sys.argv[5]),
         loop=Loops.uvloop,
         log_enabled=False,
     ).serve()

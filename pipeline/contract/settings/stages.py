@@ -562,6 +562,9 @@ class Serve(Section):
     max_cache_bytes: Positive = Field(
         256 << 20, description="language models: memory for the key-value cache of all running generations"
     )
+    workers: Positive | Literal["auto"] = Field(
+        1, description="processes that share the ports and the weights; `auto`: one per usable core"
+    )
     page: bool = Field(True, description="serve an HTML page at `GET /`")
     log_requests: Fraction = Field(0.0, description="fraction of requests to log, 0 to 1")
     shadow: str = Field(
@@ -580,8 +583,9 @@ class Serve(Section):
 
 
 def service_view_options(serve: Serve) -> list[str]:
-    """Return the options of `python -m serve` for its page and its request log."""
-    options = [] if serve.page else ["--no-page"]
+    """Return the options of `python -m serve` for its processes, its page and its request log."""
+    options = [] if serve.workers == 1 else ["--workers", str(serve.workers)]
+    options += [] if serve.page else ["--no-page"]
     return [*options, *(["--log-requests", f"{serve.log_requests:g}"] if serve.log_requests else [])]
 
 

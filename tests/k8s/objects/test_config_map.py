@@ -45,6 +45,18 @@ def test_threads_follow_the_cpu_request(cpu: Any, threads: str, configure: Confi
     assert data(configure, open_, cpu=cpu, environment={"THREADS": "0"})["THREADS"] == "0"
 
 
+@pytest.mark.parametrize(("workers", "count", "threads"), [(2, 2, "2"), ("auto", 4, "1"), (8, 8, "1")])
+def test_workers_divide_the_cpu_request(
+    workers: Any, count: int, threads: str, configure: Configure, bundle: Bundle
+) -> None:
+    config = configure({"cpu": 4}, serve={"workers": workers})
+    objects = serving.serving_objects(config, with_threads(bundle, 0), "twice:1")
+    pods = [item["spec"]["template"]["spec"] for item in objects if item["kind"] == "Deployment"]
+    assert f"--workers={count}" in pods[0]["containers"][0]["args"]
+    settings = next(item for item in objects if item["kind"] == "ConfigMap")
+    assert settings["data"]["THREADS"] == threads
+
+
 @pytest.mark.parametrize(
     ("name", "text"),
     [

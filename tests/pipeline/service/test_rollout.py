@@ -11,6 +11,7 @@ from pipeline.contract.errors import ConfigError
 from pipeline.contract.registry import CHAMPION, PREVIOUS, read_registry
 from pipeline.contract.run import Run
 from pipeline.contract.settings.access import Access
+from pipeline.contract.settings.stages import Serve, service_view_options
 from pipeline.service.process import LiveService
 from pipeline.service.rollout import (
     Ports,
@@ -140,7 +141,14 @@ def test_what_belongs_to_the_process_needs_another_process(
     assert reason in why
 
 
+def test_several_workers_are_replaced_by_another_process(config: Config, bundle: Bundle) -> None:
+    way, why = choose_rollout(_live(), _with(config, "serve", workers=2), bundle, STAMP)
+    assert (way, why) == ("take over", "several workers load their bundles at the start")
+
+
 def test_the_stamp_is_of_the_options_too_and_stays_the_same() -> None:
+    assert service_view_options(Serve(workers="auto")) == ["--workers", "auto"]
+    assert service_view_options(Serve()) == []
     assert process_stamp(["--no-page"]) == process_stamp(["--no-page"]) != process_stamp([])
 
 

@@ -1,0 +1,118 @@
+"""The models of one process and its public listeners: from loaded bundles to the last answer."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal
+
+from serve.admin import ModelChanges
+from serve.app import App
+from serve.grpc.service import Calls
+from serve.listeners import GrpcListener, Listener
+from serve.models import LoadedModel, ModelManager, ModelRepository
+from serve.options import Options
+from serve.request_log import RequestLog
+from serve.security import Security
+from serve.shadow import Shadow
+from serve.snapshot import Metrics
+from serve.tracing import Tracer
+
+GRACE_SECONDS = 25  # below the 30 that Kubernetes waits before it kills
+
+Port = Literal["http", "grpc", "standby"]  # standby: HTTP on this machine only, before it takes over the public port
+
+
+class Service:
+    """Belongs to one event loop, from `listen` on."""
+
+    def __init__(
+        self,
+        loaded: Sequence[LoadedModel],
+        shadows: Sequence[Shadow],
+        options: Options,
+        security: Security,
+        tracer: Tracer | None = None,
+        served_by: int | None = None,
+    ) -> None:
+        """`served_by` is the process that clients know, if it is another one."""
+        workers = options.workers
+        self._security, self._tracer, self._workers = security, tracer, workers
+        self._pool = ThreadPoolExecutor(max(4, (os.cpu_count() or 1) // workers), thread_name_prefix="predict")
+        self.repository = ModelRepository()
+        self._manager = ModelManager(self.repository, options, self._pool, loaded)
+        for shadow in shadows:
+            self._manager.set_shadow(shadow)
+        self.changes = ModelChanges(self._manager)
+        self.requests = RequestLog(Metrics(self.repository.loaded_versions), options.log_requests, tracer)
+        self._app = App(self.repository, self.requests, security.keys, page=options.page, workers=workers)
+        self.headers = [("x-served-by", str(served_by or os.getpid()))]
+        self._http: dict[Port, Listener] = {}
+        self._grpc: GrpcListener | None = None
+        self._running: set[asyncio.Task[None]] = set()
+        self._on_connection_end: Callable[[], None] = lambda: None
+
+    async def listen(self, port: Port, sock: socket.socket | None) -> None:
+        """Listen on this socket, or without one to the connections that `take` gets."""
+        tls, count_rejected = self._security.tls, self.requests.metrics.count_rejected
+        if port == "grpc":
+            max_body_bytes, keys = self._manager.max_body_bytes, self._security.keys
+            calls = Calls(self.repository, self.requests, self.headers, max_body_bytes, keys, self._workers)
+            context = None if tls is None else tls.grpc_context
+            self._grpc = GrpcListener(calls, sock, context, count_rejected, self._workers)
+            self._grpc.peers.on_release = self._on_connection_end
+            await self._grpc.start()
+            return
+        context = None if tls is None or port == "standby" else tls.context
+        headers = [*self.headers, *self._security.headers]
+        listener = Listener(self._app, sock, headers, GRACE_SECONDS, context, count_rejected, self._workers)
+        listener.limits.peers.on_release = self._on_connection_end
+        serving = asyncio.create_task(listener.run_until_stopped())
+        self._running.add(serving)
+        listening = asyncio.create_task(listener.listening.wait())
+        await asyncio.wait([listening, serving], return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            listening.cancel()
+            await serving  # it ended before it listened: raise its error
+        self._http[port] = listener
+
+    def take(self, port: Port, client: socket.socket) -> None:
+        """Serve a connection that another process has accepted."""
+        listener = self._grpc if port == "grpc" else self._http[port]
+        assert listener is not None
+        listener.take(client)
+
+    def on_connection_end(self, listener: Callable[[], None]) -> None:
+        """Call this whenever a connection has ended, from the next `listen` on."""
+        self._on_connection_end = listener
+
+    @property
+    def open_connections(self) -> int:
+        listeners = (*self._http.values(), *(() if self._grpc is None else (self._grpc,)))
+        return sum(len(listener.connections) + len(listener.entrance.handshakes.running) for listener in listeners)
+
+    def become_unready(self) -> None:
+        self.repository.draining = True
+
+    async def drain(self) -> None:
+        """Answer every request that was accepted, and close the listeners."""
+        self.become_unready()
+        for listener in self._http.values():
+            listener.stop()
+        if self._grpc is not None:
+            await self._grpc.stop(GRACE_SECONDS)
+        await asyncio.gather(*self._running)
+
+    def close(self) -> None:
+        self._manager.close()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        if self._tracer is not None:
+            self._tracer.close()
+
+    def identity(self) -> dict[str, Any]:
+        """Return what log lines say about this service."""
+        bundles = ",".join(model.find_version().bundle.digest[:12] for model in self.repository.models)
+        return {"model": ",".join(self.repository.names), "bundle": bundles}

@@ -1,0 +1,334 @@
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import httpx
+import psutil
+import pytest
+
+from pipeline.contract.bundle import open_bundle
+from serve.connection_limits import ConnectionLimits, max_http_connections
+from serve.errors import Busy
+from serve.listeners import Listener
+from serve.metrics import ModelMetrics, TokenMetrics
+from serve.options import Overrides, parse_options, usable_cores
+from serve.request_body import MemoryBudget
+from serve.shadow import Agreement
+from serve.snapshot import Snapshot, Tokens, VersionSnapshot, merge
+from tests.ports import free_port
+from tests.serve.conftest import Launcher, Running
+from tests.serve.load_clients import SECONDS, GrpcLoad, Load
+
+
+class _Body:
+    held_bytes = 0
+
+
+def _workers(running: Running) -> list[psutil.Process]:
+    return psutil.Process(running.process.pid).children()
+
+
+def _wait_until_gone(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=SECONDS)
+    assert alive == []
+
+
+def _wait_for_workers(running: Running, count: int) -> None:
+    deadline = time.monotonic() + SECONDS
+    while len(_workers(running)) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def _count(running: Running, sample: str) -> float:
+    """Return the sum of one metric's samples; each request may meet another worker."""
+    text = httpx.get(f"{running.url}/metrics", timeout=SECONDS).text
+    return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(f"{sample}{{"))
+
+
+def test_workers_share_the_port_and_the_metrics_and_drain_together(
+    start: Launcher, bundle_path: Path, picture: list[Any]
+) -> None:
+    running = start(bundle_path, options=("--workers", "3"))
+    workers = _workers(running)
+    assert len(workers) == 3
+    load, rpc = Load(running.port, {"instances": [picture]}, keep_alive=False), GrpcLoad(running.grpc_port)
+    with load.running(clients=4), rpc.running(clients=2):
+        load.answers(60)
+        rpc.answers(60)
+        load._stop.set()
+        rpc._stop.set()
+    assert load.failures == rpc.failures == []
+    assert load.served_by == rpc.served_by == {str(running.process.pid)}, "it is one service"
+    for _ in range(5):  # whichever worker answers
+        assert _count(running, "pipe_requests_total") == len(load.heard) + len(rpc.heard)
+    assert running.stop() == 0
+    _wait_until_gone(workers)
+    for state in ("ready", "draining", "stopped"):
+        assert running.log.count(f" {state} ") == 1
+
+
+def test_a_killed_worker_is_replaced_and_only_its_own_requests_end(
+    start: Launcher, bundle_path: Path, picture: list[Any]
+) -> None:
+    running = start(bundle_path, options=("--workers", "2"))
+    before = _workers(running)
+    load = Load(running.port, {"instances": [picture]}, keep_alive=False)
+    with load.running(clients=2):
+        load.answers(20)
+        counted = _count(running, "pipe_requests_total")
+        os.kill(before[0].pid, signal.SIGKILL)
+        running.wait_for("a worker died and is replaced")
+        load.answers(20)
+        _wait_for_workers(running, 2)
+        assert _count(running, "pipe_requests_total") >= counted, "a counter never decreases"
+    assert len(load.failures) <= 2, "at most one request of each client was with that worker"
+    assert not load.refused.is_set()
+    assert running.stop() == 0
+
+
+def test_workers_end_with_a_killed_supervisor(start: Launcher, bundle_path: Path) -> None:
+    running = start(bundle_path, options=("--workers", "2"))
+    workers = _workers(running)
+    running.signal(signal.SIGKILL)
+    _wait_until_gone(workers)
+
+
+def test_a_worker_that_dies_again_and_again_ends_the_service(start: Launcher, bundle_path: Path) -> None:
+    running = start(bundle_path, options=("--workers", "2"))
+    deadline = time.monotonic() + SECONDS
+    while running.process.poll() is None:
+        assert time.monotonic() < deadline
+        try:
+            for worker in _workers(running):
+                worker.kill()
+        except psutil.NoSuchProcess:
+            pass
+        time.sleep(0.01)
+    assert running.process.wait(SECONDS) == 128 + signal.SIGKILL
+
+
+def test_a_bundle_that_cannot_be_loaded_ends_the_service_as_one_process(start: Launcher, own_bundle: Path) -> None:
+    (own_bundle / "model.onnx").write_bytes(b"damaged")
+    for threads in ("1", "2"):  # loaded by the supervisor, and by each worker
+        running = start(own_bundle, options=("--workers", "2", "--threads", threads), ready=False)
+        assert running.process.wait(SECONDS) == 2
+        assert "Traceback" not in running.log
+
+
+def test_models_with_threads_are_loaded_by_each_worker(start: Launcher, bundle_path: Path, picture: list[Any]) -> None:
+    running = start(bundle_path, options=("--workers", "2", "--threads", "2"))
+    answer = httpx.post(f"{running.url}/v1/models/tiny:predict", json={"instances": [picture]}, timeout=SECONDS)
+    assert answer.status_code == 200
+    assert running.stop() == 0
+
+
+@pytest.mark.parametrize("keep_alive", [True, False])
+def test_services_with_other_numbers_of_workers_take_the_port_over_without_a_gap(
+    start: Launcher, bundle_path: Path, picture: list[Any], keep_alive: bool
+) -> None:
+    running = start(bundle_path)
+    load = Load(running.port, {"instances": [picture]}, keep_alive=keep_alive)
+    rpc = GrpcLoad(running.grpc_port)
+    with load.running(clients=4), rpc.running(clients=2):
+        load.answers(20)
+        for workers in ("2", "3", "1"):
+            new = start(
+                bundle_path,
+                port=running.port,
+                grpc_port=running.grpc_port,
+                standby=True,
+                options=("--workers", workers),
+            )
+            pid = str(new.process.pid)
+            standby = httpx.get(f"http://127.0.0.1:{new.standby_port}/v2/health/ready", timeout=SECONDS)
+            assert (standby.status_code, standby.headers["x-served-by"]) == (200, pid)
+            new.signal(signal.SIGUSR1)
+            new.wait_for("ready url=")
+            if not keep_alive:
+                load.answers(20, by=pid)
+            assert running.stop() == 0
+            load.answers(20, by=pid)
+            rpc.answers(20, by=pid)
+            running = new
+    assert load.failures == rpc.failures == []
+    assert not load.refused.is_set() and not rpc.refused.is_set()
+
+
+def test_limits_are_divided_among_workers(bundle_path: Path) -> None:
+    bundle = open_bundle(bundle_path)
+    limits = Overrides().apply(bundle, workers=4).signature.limits
+    assert limits.max_waiting == bundle.signature.limits.max_waiting // 4
+    assert Overrides(max_waiting=2).apply(bundle, workers=4).signature.limits.max_waiting == 1
+    most = 100 << 20
+    for workers, bodies in ((1, 4), (2, 2), (64, 1)):
+        budget, request = MemoryBudget(workers), _Body()
+        budget.reserve(request, most * bodies, limit=most)
+        with pytest.raises(Busy):
+            budget.reserve(request, 1, limit=most)
+    assert Listener(cast("Any", None), None, [], 5, workers=4).config.limit_concurrency == max_http_connections() // 4
+    whole, part, least = (ConnectionLimits.divided(workers) for workers in (1, 4, 1000))
+    assert (part.peers.maximum, part.received.limit) == (whole.peers.maximum // 4, whole.received.limit // 4)
+    assert least.unsent.limit == 8 << 20, "a process must be able to work"
+
+
+def test_threads_are_divided_among_workers(bundle_path: Path, tmp_path: Path) -> None:
+    bundle, cores = open_bundle(bundle_path), usable_cores()
+    options = parse_options([str(bundle_path), "--workers", "auto", "--threads", "0"])
+    assert options.workers == cores
+    assert cores == 1 or options.intra_op_threads(bundle) == 1
+    assert parse_options([str(bundle_path), "--workers", "2", "--threads", "3"]).intra_op_threads(bundle) == 3
+    quota = tmp_path / "cpu.max"
+    quota.write_text("150000 100000\n")
+    assert usable_cores(quota) == 1
+    quota.write_text("max 100000\n")
+    assert usable_cores(quota) == len(os.sched_getaffinity(0))
+
+
+@pytest.fixture
+def admin(tmp_path: Path) -> Iterator[httpx.Client]:
+    token = tmp_path / "token"
+    token.touch(0o600)
+    token.write_text("t" * 32)
+    url, headers = f"http://127.0.0.1:{free_port()}", {"authorization": "Bearer " + "t" * 32}
+    with httpx.Client(base_url=url, headers=headers, timeout=SECONDS) as client:
+        yield client
+
+
+def test_admin_changes_reach_all_workers_and_their_replacements(
+    start: Launcher, admin: httpx.Client, bundle_path: Path, other_path: Path, tmp_path: Path
+) -> None:
+    options = ("--workers", "3", "--admin", str(admin.base_url.port), "--admin-token", str(tmp_path / "token"))
+    running = start(bundle_path, options=(f"tiny={other_path}", *options, "--shadow", str(bundle_path)))
+    first, second = (open_bundle(path).digest for path in (bundle_path, other_path))
+
+    def change(path: str, status: int = 200, **fields: Any) -> Any:
+        answer = admin.post(path, json={"model": "tiny", **fields})
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
+    assert _digests(running) == {second}
+    change("/switch", version="1")
+    assert _digests(running) == {first}
+    before = admin.get("/").json()
+    change("/switch", 404, version="9")
+    for path in ("/load", "/shadow"):
+        assert "--standby" in change(path, 409, bundle=str(other_path))["error"]
+    assert admin.get("/").json() == before
+
+    _workers(running)[0].kill()
+    running.wait_for("a worker died and is replaced")
+    _wait_for_workers(running, 3)
+    assert _digests(running) == {first}
+    assert admin.get("/").json() == before
+
+    deadline = time.monotonic() + SECONDS
+    _digests(running, path="infer")
+    while (shadow := admin.get("/").json()["models"]["tiny"]["shadow"])["same"] < 30:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert shadow["bundle"] == first
+    change("/shadow")
+    assert change("/forget")["models"]["tiny"]["shadow"] is None
+    assert running.stop() == 0
+
+
+def _digests(running: Running, path: str = "") -> set[str]:
+    """Return the bundles behind the answers to 30 requests, each on a connection of its own."""
+    url, tensor = f"{running.url}/v2/models/tiny", {"name": "image", "shape": [1, 1, 8, 8], "datatype": "FP32"}
+    body = {"inputs": [{**tensor, "data": [0.5] * 64}]}
+    answers = [
+        httpx.post(f"{url}/{path}", json=body, timeout=SECONDS) if path else httpx.get(url, timeout=SECONDS)
+        for _ in range(30)
+    ]
+    assert {answer.status_code for answer in answers} == {200}
+    return {answer.headers["x-bundle-digest"] for answer in answers}
+
+
+def test_connections_are_shared_out_evenly_and_metrics_are_summed(start: Launcher, bundle_path: Path) -> None:
+    running = start(bundle_path, options=("--workers", "3"))
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(socket.create_connection(("127.0.0.1", running.port))) for _ in range(30)]
+        for client in clients:
+            client.sendall(b"GET /v2/health/live HTTP/1.1\r\nhost: a\r\n\r\n")
+            assert client.recv(1000).startswith(b"HTTP/1.1 200")
+        public = [
+            [one for one in worker.connections("tcp") if one.laddr.port == running.port] for worker in _workers(running)
+        ]
+        assert [len(connections) for connections in public] == [10, 10, 10]
+    _digests(running, path="infer")
+    for _ in range(3):
+        statistics = httpx.get(f"{running.url}/v2/models/tiny/stats", timeout=SECONDS).json()
+        assert statistics["model_stats"][0]["inference_count"] == 30
+    assert running.stop() == 0
+
+
+def test_the_health_port_is_answered_while_every_worker_is_stuck(start: Launcher, bundle_path: Path) -> None:
+    port = free_port()
+    running = start(bundle_path, options=("--workers", "2", "--health-port", str(port)))
+    assert httpx.get(f"http://127.0.0.1:{port}/v2/health/ready", timeout=SECONDS).status_code == 200
+    for worker in _workers(running):
+        worker.suspend()
+    assert httpx.get(f"http://127.0.0.1:{port}/v2/health/live", timeout=SECONDS).json() == {"live": True}
+    deadline = time.monotonic() + SECONDS
+    while httpx.get(f"http://127.0.0.1:{port}/v2/health/live", timeout=SECONDS).status_code != 503:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    for worker in _workers(running):
+        worker.resume()
+    assert running.stop() == 0
+
+
+def test_more_connections_than_a_busy_worker_takes_wait_for_it(start: Launcher, bundle_path: Path) -> None:
+    running = start(bundle_path, options=("--workers", "2"))
+    workers = _workers(running)
+    for worker in workers:
+        worker.suspend()
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(socket.create_connection(("127.0.0.1", running.port))) for _ in range(1500)]
+        for client in clients:
+            client.sendall(b"GET /v2/health/live HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+        for worker in workers:
+            worker.resume()
+        for client in clients:
+            client.settimeout(SECONDS)
+            assert client.recv(1000).startswith(b"HTTP/1.1 200")
+    assert running.stop() == 0
+
+
+def test_counters_of_processes_are_added_by_their_meaning() -> None:
+    def snapshot(requests: int) -> Snapshot:
+        metrics = ModelMetrics()
+        for _ in range(requests):
+            metrics.record_request("v2", 200, 0.25, (0.1, 0.1, 0.1, 0.1))
+        metrics.record_batch(requests, 8 * requests, 0.5)
+        tokens = Tokens(TokenMetrics(), 1, 2, 3, 4, 5)
+        tokens.metrics.record_token(2.0, 1.0, 0.0)
+        shadow = ("d", Agreement(same=requests, max_difference=requests))
+        version = VersionSnapshot(
+            "m", "1", "d", "pass", "cpu", True, False, True, requests, metrics, ("2", 0.1), shadow, tokens
+        )
+        sent: Snapshot = pickle.loads(pickle.dumps(Snapshot({("m", "1"): version}, in_flight=requests)))
+        return sent
+
+    first = snapshot(1)
+    total = merge([first, snapshot(2)])
+    version = total.versions["m", "1"]
+    assert version.metrics.requests == {("v2", 200): 3}
+    assert (version.metrics.seconds["v2"].count, version.metrics.seconds["v2"].total) == (3, 0.75)
+    assert version.metrics.batch_sizes == {8: (1, 0.5), 16: (1, 0.5)}
+    assert (version.waiting, total.in_flight, version.canary) == (3, 3, ("2", 0.1))
+    assert version.shadow == ("d", Agreement(same=3, max_difference=2))
+    assert version.tokens is not None
+    assert (version.tokens.metrics.tokens_out, version.tokens.running, version.tokens.max_cache_bytes) == (2, 2, 8)
+    assert first.in_flight == 1, "what was added up is unchanged"
+    total.end()
+    assert (version.metrics.requests["v2", 200], version.waiting, total.in_flight) == (3, 0, 0)
