@@ -101,7 +101,7 @@ def test_incomplete_setting_is_a_fault() -> None:
         (frames.RST_STREAM, 0, 0, 4, ConnectionFault, ErrorCode.PROTOCOL_ERROR),
         (frames.RST_STREAM, 0, 1, 5, ConnectionFault, ErrorCode.FRAME_SIZE_ERROR),
         (frames.PRIORITY, 0, 0, 5, ConnectionFault, ErrorCode.PROTOCOL_ERROR),
-        (frames.PRIORITY, 0, 1, 4, StreamFault, ErrorCode.FRAME_SIZE_ERROR),
+        (frames.PRIORITY, 0, 1, 4, ConnectionFault, ErrorCode.FRAME_SIZE_ERROR),
         (frames.WINDOW_UPDATE, 0, 1, 3, ConnectionFault, ErrorCode.FRAME_SIZE_ERROR),
     ],
 )
