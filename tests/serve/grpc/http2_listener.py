@@ -76,10 +76,10 @@ Scenario = Callable[[RunningListener], Awaitable[Any]]
 
 
 @contextlib.contextmanager
-def start_listener() -> Iterator[Callable[[Scenario], None]]:
+def start_listener(app: EchoApplication | None = None) -> Iterator[Callable[[Scenario], None]]:
     """Start a listener in the event loop that the service uses; yield what runs a scenario with it."""
     errors: Errors = []
-    app = EchoApplication()
+    app = app or EchoApplication()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         listener = GrpcListener(app, sock, count_rejected=errors.append)
