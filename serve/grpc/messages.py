@@ -156,6 +156,7 @@ _NAMES = (
     "UNAUTHENTICATED"
 )
 _CODES = {name: b"%d" % number for number, name in enumerate(_NAMES.split())}
+_MAX_TEXT_BYTES = 2000  # of a status; three times as many if encoded, and gRPC clients take 8 KB of headers
 _PLAIN = frozenset(range(0x20, 0x7F)) - {ord("%")}
 
 ANSWER = hpack.encode_status(200) + hpack.encode_literals(
@@ -233,7 +234,9 @@ def encoding_name(header: bytes | None) -> str:
 
 
 def status_headers(code: str, text: str) -> bytes:
-    """Return the encoded headers of a status that is not OK."""
+    """Return the encoded headers of a status that is not OK; a text that is too long for clients is cut."""
+    if len(data := text.encode(errors="replace")) > _MAX_TEXT_BYTES:
+        text = data[:_MAX_TEXT_BYTES].decode(errors="ignore") + "…"
     return hpack.encode_literals(((b"grpc-status", _CODES[code]), (b"grpc-message", percent_encode(text))))
 
 

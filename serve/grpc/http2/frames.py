@@ -173,5 +173,4 @@ def validate_frame(kind: int, flags: int, stream_id: int, payload: bytes) -> Non
     if kind == SETTINGS and flags & ACK and size:
         raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, "SETTINGS with ACK must be empty")
     if size != _PAYLOAD_BYTES.get(kind, size) or (kind == GOAWAY and size < _PAYLOAD_BYTES[PING]):
-        fault = StreamFault if kind == PRIORITY else ConnectionFault
-        raise fault(ErrorCode.FRAME_SIZE_ERROR, f"a frame of type {kind} must not have {size} bytes")
+        raise ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, f"a frame of type {kind} must not have {size} bytes")

@@ -134,13 +134,12 @@ def parse_request(fields: Iterable[Field]) -> dict[bytes, bytes]:
         if name[:1] == b":":
             if regular or name not in _PSEUDO_HEADERS or name in request:
                 raise _malformed(f"pseudo-header {name[:40]!r} is unknown, repeated or after a regular field")
+            _validate_value(name, value)
         else:
             regular = True
             _validate_field(name, value)
             if name in request:
                 value = request[name] + b", " + value
-        if _FORBIDDEN_IN_VALUE.search(value):
-            raise _malformed(f"field {name[:40]!r} has a value with forbidden characters")
         request[name] = value
     if missing := [name.decode() for name in _REQUIRED if not request.get(name)]:
         raise _malformed(f"the request has no {' and no '.join(missing)}")
@@ -169,6 +168,12 @@ def _validate_field(name: bytes, value: bytes) -> None:
         raise _malformed(f"{name[:40]!r} is not a valid field name")
     if name in _HTTP1_ONLY or (name == b"te" and value != b"trailers"):
         raise _malformed(f"field {name.decode()!r} is not allowed in HTTP/2")
+    _validate_value(name, value)
+
+
+def _validate_value(name: bytes, value: bytes) -> None:
+    if _FORBIDDEN_IN_VALUE.search(value):
+        raise _malformed(f"field {name[:40]!r} has a value with forbidden characters")
 
 
 def _malformed(text: str) -> StreamFault:

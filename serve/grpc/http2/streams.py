@@ -118,6 +118,7 @@ class Streams:
         self.paused = False  # the transport's buffer is full
         self.open: dict[int, Stream] = {}
         self._answered_early: deque[int] = deque(maxlen=64)  # answered while the client was still sending
+        self._skipped: deque[range] = deque(maxlen=64)  # stream ids that the client passed over
         self.last_id = 0
         self.running = 0  # calls that wait for the application and not for their client
         self.received_bytes = 0  # of bodies
@@ -304,7 +305,10 @@ class Streams:
         if stream_id <= self.last_id:
             self._handle_trailers(stream_id, flags, block)
             return
-        self.last_id = self.last_id if self.refusing else stream_id
+        if not self.refusing:
+            if stream_id > self.last_id + 2:
+                self._skipped.append(range(self.last_id + 1, stream_id))
+            self.last_id = stream_id
         head, content_length = self._headers.decode_request(block)
         if self.refusing:  # GOAWAY excluded this stream
             return
@@ -330,7 +334,9 @@ class Streams:
         stream = self.open.get(stream_id)
         if stream is None:
             if stream_id not in self._answered_early:
-                raise ConnectionFault(ErrorCode.STREAM_CLOSED, "HEADERS on a closed stream")
+                is_new = any(stream_id in skipped for skipped in self._skipped)
+                code = ErrorCode.PROTOCOL_ERROR if is_new else ErrorCode.STREAM_CLOSED
+                raise ConnectionFault(code, "HEADERS on a closed stream, or one with an id lower than the last")
         elif stream.complete:
             raise StreamFault(ErrorCode.STREAM_CLOSED, "HEADERS after the end of the stream")
         elif not stream.cancelled and not stream.sending:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Any
 
 import uvloop
@@ -72,26 +73,36 @@ class RunningListener:
             writer.close()
 
 
-def run_with_listener(scenario: Callable[[RunningListener], Awaitable[Any]]) -> None:
-    """Run a scenario with a listener in the event loop that the service uses."""
+Scenario = Callable[[RunningListener], Awaitable[Any]]
 
-    async def run() -> None:
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            errors: Errors = []
-            app = EchoApplication()
-            listener = GrpcListener(app, sock, count_rejected=errors.append)
-            await listener.start()
+
+@contextlib.contextmanager
+def start_listener(app: EchoApplication | None = None) -> Iterator[Callable[[Scenario], None]]:
+    """Start a listener in the event loop that the service uses; yield what runs a scenario with it."""
+    errors: Errors = []
+    app = app or EchoApplication()
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner, socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        listener = GrpcListener(app, sock, count_rejected=errors.append)
+
+        async def run(scenario: Scenario) -> None:
             port = RunningListener(app, listener, errors)
             try:
                 async with asyncio.timeout(HANG_TIMEOUT_SECONDS):
                     await scenario(port)
             finally:
                 port.close()
-                await listener.stop(5)
 
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(run())
+        runner.run(listener.start())
+        try:
+            yield lambda scenario: runner.run(run(scenario))
+        finally:
+            runner.run(listener.stop(5))
+
+
+def run_with_listener(scenario: Scenario) -> None:
+    with start_listener() as run:
+        run(scenario)
 
 
 def advance(port: RunningListener, seconds: float) -> None:

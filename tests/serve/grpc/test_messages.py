@@ -28,6 +28,15 @@ def test_status_headers_have_code_and_message() -> None:
     }
 
 
+@pytest.mark.parametrize("text", ["x" * 2001, "\u00fd" * 20_000, "x" + "\U0001f600" * 20_000])
+def test_long_text_of_a_status_is_cut_for_clients(text: str) -> None:
+    encoded = messages.status_headers("INVALID_ARGUMENT", text)
+    assert len(encoded) < 8192 - 1024, "room for other headers"
+    decoded = urllib.parse.unquote(decode_fields(encoded)[b"grpc-message"].decode(), errors="strict")
+    assert decoded.endswith("…") and text.startswith(decoded[:-1])
+    assert len(decoded) > 490
+
+
 @FUZZ_SETTINGS
 @given(message=st.binary(max_size=100))
 def test_message_framing_round_trip(message: bytes) -> None:

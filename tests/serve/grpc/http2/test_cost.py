@@ -131,7 +131,6 @@ FLOODS = {
     "data of answered calls": Flood(data(1, b"x", 0), request(1)),
     "data of reset calls": Flood(data(1, b"x", 0), headers(1), frames.rst_stream(1, ErrorCode.CANCEL)),
     "priority": Flood(frame(frames.PRIORITY, 0, 1, b"\0" * 5)),
-    "priority of its own wrong size": Flood(frame(frames.PRIORITY, 0, 1, b"\0" * 4)),
     "unknown frames": Flood(frame(0xFA, 0, 0)),
     "goaway": Flood(frames.goaway(0, ErrorCode.NO_ERROR)),
     "trailers of answered calls": Flood(

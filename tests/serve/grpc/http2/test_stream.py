@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve.grpc.http2 import frames
-from serve.grpc.http2.frames import ConnectionFault, ErrorCode, StreamFault
 from serve.grpc.http2.stream import WRITE_TIMEOUT_SECONDS, CallMemory, SendQueue, Stream
 from tests.serve.grpc.http2_frames import FUZZ_SETTINGS, split_frames
 
@@ -175,16 +174,3 @@ def test_waiting_for_a_turn_does_not_count_as_stalled(monkeypatch: pytest.Monkey
         assert send_queue.stalled(now + 2, paused=False) == []
     assert turns == [1, 3, 1]
     assert send_queue.stalled(now + WRITE_TIMEOUT_SECONDS + 1, paused=False) == [first, second]
-
-
-def test_window_updates_of_zero_or_beyond_maximum_are_faults() -> None:
-    send_queue, stream = new_queue(), new_stream(1, 65535)
-    for size, code in ((0, ErrorCode.PROTOCOL_ERROR), (frames.MAX_WINDOW, ErrorCode.FLOW_CONTROL_ERROR)):
-        with pytest.raises(ConnectionFault) as caught:
-            send_queue.widen(size)
-        assert caught.value.code is code
-        with pytest.raises(StreamFault) as of_stream:
-            send_queue.widen_stream(stream, size)
-        assert of_stream.value.code is code
-    with pytest.raises(ConnectionFault, match="raises a window"):
-        send_queue.apply_settings(frames.settings({frames.INITIAL_WINDOW_SIZE: frames.MAX_WINDOW})[9:], [stream])

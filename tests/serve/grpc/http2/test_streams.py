@@ -85,20 +85,6 @@ def test_request_is_understood_however_it_is_split_and_padded(client: EchoConnec
     assert bodies(found) == {1: b"hello"}
 
 
-def test_unknown_frames_and_settings_are_ignored(client: EchoConnection) -> None:
-    assert client.send(frame(0xFA, 0xFF, 3, b"?"), frame(frames.PRIORITY, 0, 9, b"\0" * 5)) == []
-    assert client.send(frames.settings({0xABCD: 1, 2: 0, frames.MAX_CONCURRENT_STREAMS: 0})) == [
-        (frames.SETTINGS, ACK, 0, b"")
-    ]
-    assert client.send(frames.goaway(0, ErrorCode.NO_ERROR, "bye")) == []
-    assert bodies(client.send(request(7))) == {7: b"hello"}
-
-
-def test_ping_is_acknowledged_and_an_acknowledgement_is_not(client: EchoConnection) -> None:
-    assert client.send(frame(frames.PING, 0, 0, b"12345678")) == [(frames.PING, ACK, 0, b"12345678")]
-    assert client.send(frame(frames.PING, ACK, 0, b"12345678")) == []
-
-
 def test_header_blocks_of_a_warm_table_are_cached(client: EchoConnection) -> None:
     encoder = hpack.Encoder()
     for number in range(1, 41, 2):
