@@ -1,4 +1,4 @@
-"""A bare granian handler, in one or more processes: JSON in, the runtime, JSON out; no checks, limits, metrics or versions."""
+"""A bare granian handler in one process or more: JSON in, the runtime, JSON out; no checks, limits or metrics."""
 
 from __future__ import annotations
 
