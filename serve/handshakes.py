@@ -37,7 +37,6 @@ class Handshakes:
         self._has_room, self._maximum, self._count_rejected = has_room, maximum, count_rejected
         self.running: dict[asyncio.Task[None], None] = {}  # in the order in which they began
         self._peers = PeerLimits(max(1, maximum // 2))
-        self._loop = asyncio.get_running_loop()
 
     def begin(self, client: socket.socket) -> None:
         """Begin the handshake of an accepted socket, or close it where a limit is reached."""
@@ -57,7 +56,7 @@ class Handshakes:
             self._peers.release(peer)
             client.close()
             return
-        self.running[self._loop.create_task(self._shake_hands(client, peer))] = None
+        self.running[asyncio.create_task(self._shake_hands(client, peer))] = None
 
     async def finish(self, seconds: float) -> None:
         """Wait for the handshakes that have begun, and end those that take longer."""
@@ -77,7 +76,7 @@ class Handshakes:
     async def _shake_hands(self, client: socket.socket, peer: str) -> None:
         timeout = None if self._context is None else HANDSHAKE_TIMEOUT_SECONDS
         try:
-            await self._loop.connect_accepted_socket(
+            await asyncio.get_running_loop().connect_accepted_socket(
                 self._make_connection, client, ssl=self._context, ssl_handshake_timeout=timeout
             )
         except OSError as error:  # ssl.SSLError and timeouts are too

@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 import uvloop
 
-from serve import handshakes, sockets
-from serve.listeners import Listener
+from serve import handshakes, listeners, sockets
+from serve.grpc.http2 import frames
+from serve.listeners import GrpcListener, Listener
 from serve.logs import LINES_PER_SECOND, LogLimit
 from serve.security import CertificatePair, Tls
 from tests.serve import certificates
+from tests.serve.grpc.http2_frames import CLIENT_PREFACE, EchoApplication
 from tests.serve.http1.fakes import Application
 
 REQUEST = b"GET /a HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
@@ -111,6 +113,38 @@ def test_one_address_has_few_unfinished_handshakes_and_the_oldest_gives_way(pair
         assert (await port.request()).startswith(b"HTTP/1.1 200 ")
 
     talk(pair, what)
+
+
+def test_the_grpc_port_has_the_same_limits(pair: CertificatePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listeners, "max_grpc_connections", lambda: 64)
+    rejected: Counter[str] = Counter()
+
+    async def run() -> None:
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            tls = Tls(pair).grpc_context
+            listener = GrpcListener(EchoApplication(), sock, tls, lambda reason: rejected.update([reason]))
+            await listener.start()
+            writers = [(await asyncio.open_connection(*sock.getsockname()))[1] for _ in range(200)]
+            while rejected["tls_handshakes"] < 200 - 4:
+                await asyncio.sleep(0.001)
+            assert len(listener.entrance.handshakes.running) == 4
+            for writer in writers:
+                writer.close()
+            while listener.entrance.handshakes.running:
+                await asyncio.sleep(0.001)
+            context = ssl.create_default_context(cafile=str(pair.certificate))
+            context.set_alpn_protocols(["h2"])
+            reader, writer = await asyncio.open_connection(
+                *sock.getsockname(), ssl=context, server_hostname="localhost"
+            )
+            writer.write(CLIENT_PREFACE)
+            assert (await reader.readexactly(9))[3] == frames.SETTINGS
+            writer.close()
+            await listener.stop(5)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(asyncio.wait_for(run(), 30))
 
 
 def test_an_unfinished_handshake_gives_way_to_a_new_one(pair: CertificatePair, monkeypatch: pytest.MonkeyPatch) -> None:
