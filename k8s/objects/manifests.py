@@ -152,8 +152,7 @@ def fill_config_map(item: Object, config: Config, bundle: Bundle, access: Access
     """Fill in the options; an empty one means the value in the bundle. `deploy.environment` overrides and adds."""
     data: dict[str, str] = item["data"]
     # By default ONNX Runtime would start a thread for each CPU of the node, whatever the pod's limits.
-    threads = max(1, _whole_cpus(config.deploy.cpu) // count_workers(config))
-    data["THREADS"] = "" if bundle.signature.runtime.threads else str(threads)
+    data["THREADS"] = "" if bundle.signature.runtime.threads else str(count_threads(config, bundle))
     environment = config.deploy.environment
     if reserved := sorted(name for name in environment if name in ("LOG_FORMAT", "LOG_REQUESTS", SIGNATURE_KEYS)):
         raise ConfigError(f"deploy.environment.{reserved[0]}: is set from the serve section; leave it out here")
@@ -196,6 +195,11 @@ def count_workers(config: Config) -> int:
     """Return the processes in a pod; `auto` is the CPU request, as the node's other CPUs belong to other pods."""
     workers = config.serve.workers
     return _whole_cpus(config.deploy.cpu) if workers == "auto" else workers
+
+
+def count_threads(config: Config, bundle: Bundle) -> int:
+    """Return the threads inside one inference of a pod."""
+    return bundle.signature.runtime.threads or max(1, _whole_cpus(config.deploy.cpu) // count_workers(config))
 
 
 def _whole_cpus(quantity: str) -> int:

@@ -18,6 +18,8 @@ from k8s.objects.manifests import (
     check_image,
     check_pinned,
     config_map_name,
+    count_threads,
+    count_workers,
     fill_config_map,
     identity_labels,
     load_manifests,
@@ -124,7 +126,7 @@ def _pod_metadata(template_metadata: Object, owner: Object, settings: Object) ->
 
 def _fill_pod(pod: Object, config: Config, bundle: Bundle, image: str, access: Access) -> None:
     deploy = config.deploy
-    memory = deploy.memory or default_memory(bundle)
+    memory = deploy.memory or default_memory(bundle, count_workers(config), count_threads(config, bundle))
     pod["serviceAccountName"] = config.name
     for constraint in pod.get("topologySpreadConstraints", []):
         constraint["labelSelector"]["matchLabels"] = identity_labels(config.name, "serving")
@@ -143,6 +145,7 @@ def _fill_pod(pod: Object, config: Config, bundle: Bundle, image: str, access: A
 _MEMORY_STEP = 64 << 20
 _MIN_MEMORY = 512 << 20
 _SERVICE_MEMORY = 256 << 20  # the service itself takes 96 MiB; the rest is for batches and requests
+_WORKER_MEMORY = 128 << 20  # of each further process; it takes 40 MiB of its own
 _INLINE_COPIES = 2  # ONNX Runtime holds weights in model.onnx twice while it reads the file
 _FILE_COPIES = 1.25  # of the other files; it reads external weights once
 _PREFILL_TOKENS = 512  # positions whose logits a run of a language model returns
@@ -150,14 +153,21 @@ _FLOAT_BYTES = 4
 _SCORE_COPIES = 7  # arrays of attention scores that a graph without fused attention keeps
 
 
-def default_memory(bundle: Bundle) -> str:
-    """Return the memory of a pod that loads and serves this bundle, where `deploy.memory` is not set."""
+def default_memory(bundle: Bundle, workers: int = 1, threads: int = 1) -> str:
+    """Return the memory of a pod that loads and serves this bundle, where `deploy.memory` is not set.
+
+    Workers share the weights unless each has to load them, as `serve.workers.share_models` decides.
+    """
     files = bundle.manifest.files
     inline = files[bundle.model.name].bytes
     other_files = sum(entry.bytes for entry in files.values()) - inline
     size = _SERVICE_MEMORY + _INLINE_COPIES * inline + _FILE_COPIES * other_files
     if (generation := bundle.signature.generation) is not None:
         size += _generation_memory(bundle.signature, generation)
+    if generation is not None or threads > 1:
+        size *= workers
+    else:
+        size += (workers - 1) * _WORKER_MEMORY
     steps = math.ceil(max(size, _MIN_MEMORY) / _MEMORY_STEP)
     return f"{steps * _MEMORY_STEP >> 20}Mi"
 

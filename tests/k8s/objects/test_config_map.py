@@ -45,9 +45,12 @@ def test_threads_follow_the_cpu_request(cpu: Any, threads: str, configure: Confi
     assert data(configure, open_, cpu=cpu, environment={"THREADS": "0"})["THREADS"] == "0"
 
 
-@pytest.mark.parametrize(("workers", "count", "threads"), [(2, 2, "2"), ("auto", 4, "1"), (8, 8, "1")])
+@pytest.mark.parametrize(
+    ("workers", "count", "threads", "memory"),
+    [(2, 2, "2", "576Mi"), ("auto", 4, "1", "704Mi"), (8, 8, "1", "1216Mi")],  # one thread: weights are shared
+)
 def test_workers_divide_the_cpu_request(
-    workers: Any, count: int, threads: str, configure: Configure, bundle: Bundle
+    workers: Any, count: int, threads: str, memory: str, configure: Configure, bundle: Bundle
 ) -> None:
     config = configure({"cpu": 4}, serve={"workers": workers})
     objects = serving.serving_objects(config, with_threads(bundle, 0), "twice:1")
@@ -55,6 +58,7 @@ def test_workers_divide_the_cpu_request(
     assert f"--workers={count}" in pods[0]["containers"][0]["args"]
     settings = next(item for item in objects if item["kind"] == "ConfigMap")
     assert settings["data"]["THREADS"] == threads
+    assert pods[0]["containers"][0]["resources"]["limits"]["memory"] == memory
 
 
 @pytest.mark.parametrize(
