@@ -145,7 +145,7 @@ def _fill_pod(pod: Object, config: Config, bundle: Bundle, image: str, access: A
 _MEMORY_STEP = 64 << 20
 _MIN_MEMORY = 512 << 20
 _SERVICE_MEMORY = 256 << 20  # the service itself takes 96 MiB; the rest is for batches and requests
-_WORKER_MEMORY = 128 << 20  # of each further process; it takes 40 MiB of its own
+_WORKER_MEMORY = 128 << 20  # of each further process, most of it for batches and requests
 _INLINE_COPIES = 2  # ONNX Runtime holds weights in model.onnx twice while it reads the file
 _FILE_COPIES = 1.25  # of the other files; it reads external weights once
 _PREFILL_TOKENS = 512  # positions whose logits a run of a language model returns
