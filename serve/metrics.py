@@ -1,4 +1,4 @@
-"""Histograms and counters of one model version, kept as plain numbers until somebody reads them.
+"""Histograms and counters of one model version, kept as plain numbers until they are read.
 
 They live and end with the version. `serve.snapshot` collects those of all versions and adds up several processes.
 """

@@ -1,6 +1,6 @@
 """Several worker processes behind one port: the supervisor accepts connections and gives each to the least busy worker.
 
-The supervisor binds the ports, loads the models and forks the workers, so that memory which nobody writes to, such as
+The supervisor binds the ports, loads the models and forks the workers, so that memory which is only read, such as
 weights, exists once. It answers the admin and the health port itself and replaces workers that die. A worker gets its
 connections from a socket that only the supervisor writes to; its end is the request to drain.
 
@@ -102,7 +102,7 @@ class Channel:
         self._send(number, method, args)
         return await self._waiting[number]
 
-    def tell(self, method: str) -> None:
+    def notify(self, method: str) -> None:
         """Call a method of the other side without waiting for its answer."""
         self._send(0, method, ())
 
@@ -275,7 +275,7 @@ class Supervisor(Server):
 
     async def drain(self) -> None:
         for worker in self._ready_workers():
-            worker.channel.tell("become_unready")
+            worker.channel.notify("become_unready")
         for sock, _, _ in self._acceptors:
             stop_accepting(sock)
         await asyncio.sleep(NOTICE_SECONDS)
@@ -469,7 +469,7 @@ class Supervisor(Server):
     # Reports and changes
 
     async def perform(self, path: str, fields: Fields) -> Reply:
-        """Have all workers do what the admin interface is asked for; each has the same models, so the first decides."""
+        """Do it in all workers; each has the same models, so that the first decides."""
         if path == "/load" or (path == "/shadow" and "bundle" in fields):
             text = "several workers load their bundles at the start; start a successor with --standby instead"
             return HTTPStatus.CONFLICT, (), {"error": text}
