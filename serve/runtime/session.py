@@ -15,11 +15,12 @@ from pipeline.contract.errors import BundleError, InvalidPayload, ResourceError
 from pipeline.contract.processes import cuda_problem
 from pipeline.contract.signature import TensorSpec
 from serve.logs import log_fields
-from serve.runtime import bfloat16, placement
+from serve.runtime import bfloat16, placement, tensorrt
+from serve.runtime.tensorrt import TENSORRT
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 Array = np.ndarray[Any, Any]
-Provider = Literal["auto", "cpu", "cuda"]
+Provider = Literal["auto", "cpu", "cuda", "tensorrt"]
 
 DATATYPES = {
     "tensor(bool)": "BOOL",
@@ -52,7 +53,7 @@ class Session:
         if self.fallback:
             where = log_fields(provider=self.provider, requested=requested)
             log.warning("requested provider is unavailable: %s", self.fallback, extra=where)
-        self._device = "cuda" if self.provider == CUDA and can_bind(self._session) else ""
+        self._device = "cuda" if self.provider in (CUDA, TENSORRT) and can_bind(self._session) else ""
         self._bfloat16 = bfloat16.uses_bfloat16(self._session)
         _agree(bundle, "input", bundle.signature.inputs, self._session.get_inputs())
         _agree(bundle, "output", bundle.signature.outputs, self._session.get_outputs())
@@ -95,18 +96,20 @@ class Session:
         return run_with_cache(self._session, inputs, read, kept, self.device)
 
 
-def choose_providers(requested: Provider, no_cuda: str) -> tuple[list[str], str]:
-    """Return the providers for ONNX Runtime and the reason of a fallback; `no_cuda`: why CUDA cannot work, or empty."""
+def choose_providers(requested: Provider, problem: str) -> tuple[list[str], str]:
+    """Return the providers for ONNX Runtime and the reason of a fallback; `problem`: why GPUs cannot work, or empty."""
     if requested == "cpu":
         return [CPU], ""
-    return ([CPU] if no_cuda else [CUDA, CPU]), accept_fallback(requested, no_cuda)
+    gpu = [TENSORRT, CUDA] if requested == "tensorrt" else [CUDA]
+    return ([CPU] if problem else [*gpu, CPU]), accept_fallback(requested, problem)
 
 
 def accept_fallback(requested: Provider, reason: str) -> str:
-    """Return the reason for `auto`; raise it for `cuda`, which must not fall back."""
-    if requested == "cuda" and reason:
+    """Return the reason for `auto`; raise it for `cuda` and `tensorrt`, which must not fall back."""
+    if requested != "auto" and reason:
+        others = "cpu, cuda or auto" if requested == "tensorrt" else "cpu or auto"
         raise ResourceError(
-            f"provider cuda: {reason}; to fix it: install what is missing, or start with --provider cpu or auto"
+            f"provider {requested}: {reason}; to fix it: install what is missing, or start with --provider {others}"
         )
     return reason
 
@@ -122,24 +125,45 @@ def disagreements(kind: str, specs: Sequence[TensorSpec], nodes: Sequence[Any]) 
 
 def _open(bundle: Bundle, requested: Provider, threads: int) -> tuple[Any, str]:
     """Return the session, and why it runs on the CPU although another provider was requested."""
-    no_cuda = "" if requested == "cpu" else cuda_problem(onnxruntime.get_available_providers())
-    providers, fallback = choose_providers(requested, no_cuda)
+    providers, fallback = choose_providers(requested, _gpu_problem(bundle, requested))
     options = _options(threads, spinning=bundle.signature.generation is not None)
     if CUDA not in providers:
         return _load(bundle, options, providers), fallback
     with placement.profile_folder() as folder:
         placement.enable_profiling(options, folder)
-        session = _load(bundle, options, providers)
-        return session, accept_fallback(requested, _cuda_fallback_reason(bundle, session))
+        session = _load_tensorrt(bundle, options) if TENSORRT in providers else _load(bundle, options, providers)
+        return session, accept_fallback(requested, _gpu_fallback_reason(bundle, session, providers[:-1]))
 
 
-def _cuda_fallback_reason(bundle: Bundle, session: Any) -> str:
-    """Return why the model does not run on CUDA completely; empty where it does."""
-    if CUDA not in session.get_providers():
-        session.end_profiling()
-        return "there is a device, but ONNX Runtime could not load its CUDA provider (CUDA or cuDNN libraries)"
+def _gpu_problem(bundle: Bundle, requested: Provider) -> str:
+    """Return why the requested provider cannot work here; empty if it should."""
+    if requested == "cpu":
+        return ""
+    available = onnxruntime.get_available_providers()
+    if (problem := cuda_problem(available)) or requested != "tensorrt":
+        return problem
+    if bundle.signature.generation is not None:
+        return "an engine has a maximum size, and the cache of a language model grows with each token"
+    return tensorrt.tensorrt_problem(available)
+
+
+def _load_tensorrt(bundle: Bundle, options: Any) -> Any:
+    """Load the model with one engine for all shapes; where that fails, with engines that grow with the shapes."""
     try:
-        nodes = placement.misplaced_nodes(*placement.profile_run(session, bundle.golden().inputs), CUDA)
+        return _load(bundle, options, [(TENSORRT, tensorrt.provider_options(bundle)), CUDA, CPU], fallback=False)
+    except BundleError as error:  # as where CUDA computes some nodes, and shapes between them vary
+        log.warning("model=%s engines=built-for-new-shapes reason=%r", bundle.name, str(error))
+    settings = tensorrt.provider_options(bundle, profiles=False)
+    return _load(bundle, options, [(TENSORRT, settings), CUDA, CPU], fallback=False)
+
+
+def _gpu_fallback_reason(bundle: Bundle, session: Any, providers: Sequence[str]) -> str:
+    """Return why the model does not run on these providers completely; empty where it does."""
+    if missing := [provider for provider in providers if provider not in session.get_providers()]:
+        session.end_profiling()
+        return f"there is a device, but ONNX Runtime could not load {missing[0]} (CUDA or cuDNN libraries)"
+    try:
+        nodes = placement.misplaced_nodes(*placement.profile_run(session, bundle.golden().inputs), *providers)
     except Exception as error:  # from ONNX Runtime or a damaged golden file
         raise BundleError(f"{bundle.path}: golden requests failed: {type(error).__name__}: {error}") from error
     return placement.describe(nodes)
@@ -159,9 +183,12 @@ def _options(threads: int, *, spinning: bool) -> Any:
     return options
 
 
-def _load(bundle: Bundle, options: Any, providers: Sequence[str]) -> Any:
+def _load(bundle: Bundle, options: Any, providers: Sequence[Any], *, fallback: bool = True) -> Any:
+    """Load the model; `fallback`: on the next provider where one fails, which ONNX Runtime prints."""
     try:
-        return onnxruntime.InferenceSession(str(bundle.model), options, providers=list(providers))
+        return onnxruntime.InferenceSession(
+            str(bundle.model), options, providers=list(providers), enable_fallback=int(fallback)
+        )
     except Exception as error:  # ONNX Runtime raises a dozen types without a common base
         raise BundleError(f"{bundle.model}: ONNX Runtime cannot load it: {' '.join(str(error).split())}") from error
 

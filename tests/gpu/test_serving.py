@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -8,10 +10,16 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from pipeline.contract.bundle import Bundle, open_bundle
 from pipeline.contract.processes import cuda_problem
 from serve.runtime import placement, session
+from serve.runtime.session import Session
+from serve.runtime.tensorrt import TENSORRT, tensorrt_problem
+from tests.serve.bundles import build, digits
 
-NO_CUDA = cuda_problem(onnxruntime.get_available_providers())
+AVAILABLE = onnxruntime.get_available_providers()
+NO_CUDA = cuda_problem(AVAILABLE)
+NO_TENSORRT = NO_CUDA or tensorrt_problem(AVAILABLE)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(bool(NO_CUDA), reason=NO_CUDA or "-")]
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
@@ -64,3 +72,36 @@ def test_outputs_bound_to_the_gpu_equal_those_of_the_cpu(tmp_path: Path) -> None
     np.testing.assert_allclose(
         session.run_bound(on_gpu, ["y"], {"x": image}, "cuda")[0], expected, rtol=1e-2, atol=1e-3
     )
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Bundle:
+    codec = (Path(__file__).parents[2] / "examples/digits/codec.py").read_text()
+    return open_bundle(build(tmp_path / "bundle", "DigitsCodec", codec, [np.zeros((8, 8)).tolist()] * 2, digits))
+
+
+def images(rows: int, seed: int = 0) -> dict[str, Any]:
+    return {"image": np.random.default_rng(seed).random((rows, 1, 8, 8)).astype(np.float32)}
+
+
+def assert_answers_like_the_cpu(found: dict[str, Any], bundle: Bundle, inputs: dict[str, Any]) -> None:
+    expected = Session(bundle, "cpu", 1).run(inputs)["logits"]
+    np.testing.assert_allclose(found["logits"], expected, rtol=1e-2, atol=1e-2)  # the GPU computes in TF32
+
+
+@pytest.mark.skipif(bool(NO_TENSORRT), reason=NO_TENSORRT or "-")
+def test_tensorrt_answers_like_the_cpu_and_keeps_its_engine(
+    bundle: Bundle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    engines: list[dict[str, int]] = []
+    for _ in range(2):
+        began = time.perf_counter()
+        on_tensorrt = Session(bundle, "tensorrt", 1)
+        print(f"loaded in {time.perf_counter() - began:.2f} s")
+        assert on_tensorrt.provider == TENSORRT
+        for rows in (1, 5, 32):
+            assert_answers_like_the_cpu(on_tensorrt.run(images(rows)), bundle, images(rows))
+        engines.append({path.name: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.engine")})
+    assert engines[0]
+    assert engines[0] == engines[1]
