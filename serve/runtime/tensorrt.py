@@ -40,8 +40,11 @@ def tensorrt_problem(available: Sequence[str]) -> str:
 
 
 def required_libraries(provider: bytes) -> list[str]:
-    """Return the names of TensorRT's libraries, with their version, in the file of ONNX Runtime's provider."""
-    return sorted({name.decode() for name in re.findall(rb"libnv(?:infer|onnxparser)\.so\.\d+", provider)})
+    """Return the names of TensorRT's libraries, with their version, in the file of ONNX Runtime's provider.
+
+    The first is libnvinfer, which the others need.
+    """
+    return sorted({name.decode() for name in re.findall(rb"libnv(?:infer|infer_plugin|onnxparser)\.so\.\d+", provider)})
 
 
 def _load_library(name: str) -> ctypes.CDLL:
@@ -85,7 +88,7 @@ def _shape(spec: TensorSpec, sizes: Mapping[str, int]) -> str:
 
 def environment() -> str:
     """Return what an engine is valid for: the device and the versions that built it."""
-    library = next(name for name in required_libraries(_PROVIDER_LIBRARY.read_bytes()) if "infer" in name)
+    library = required_libraries(_PROVIDER_LIBRARY.read_bytes())[0]
     version = _load_library(library).getInferLibVersion()
     return f"{device_name()} onnxruntime {onnxruntime.__version__} tensorrt {version}"
 

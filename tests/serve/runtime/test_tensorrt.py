@@ -107,8 +107,11 @@ def test_provider_gets_its_cache_and_shapes(bundle: Bundle, cache: Path, monkeyp
 def test_missing_tensorrt_is_the_reported_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no TensorRT provider" in tensorrt_problem([CPU, CUDA])
     library = tmp_path / "provider.so"
-    library.write_bytes(b"\0libnvinfer.so.10\0libnvonnxparser.so.10\0libnvinfer.so.10\0libnvinfer\0")
-    assert required_libraries(library.read_bytes()) == ["libnvinfer.so.10", "libnvonnxparser.so.10"]
+    library.write_bytes(
+        b"\0libnvonnxparser.so.10\0libnvinfer_plugin.so.10\0libnvinfer.so.10\0libnvinfer.so.10\0libnvinfer\0"
+    )
+    names = ["libnvinfer.so.10", "libnvinfer_plugin.so.10", "libnvonnxparser.so.10"]
+    assert required_libraries(library.read_bytes()) == names
     monkeypatch.setattr(tensorrt, "_PROVIDER_LIBRARY", library)
     monkeypatch.setattr(onnxruntime, "cuda_version", "13.0")
 
