@@ -161,7 +161,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="PORT",
         help="port of /v2/health for probes, answered by a thread of its own, without TLS (default: none)",
     )
-    parser.add_argument("--provider", choices=("auto", "cpu", "cuda"), help="default: that of the bundle")
+    parser.add_argument("--provider", choices=("auto", "cpu", "cuda", "tensorrt"), help="default: that of the bundle")
     parser.add_argument(
         "--threads", type=_unless_empty(_natural), help="threads inside one inference; 0: ONNX Runtime chooses"
     )

@@ -11,12 +11,13 @@ from dataclasses import asdict, replace
 from types import FrameType
 from typing import Any
 
-from benchmarks.serve import load, openloop, race, table
+from benchmarks.serve import load, openloop, providers, race, table
 from benchmarks.serve.contenders import CONTENDERS, Contender
 from benchmarks.serve.workloads import WORKLOADS
 from pipeline.contract.errors import PipelineError, ResourceError
 
 TABLES = ("closed", "open", "overload", "starts")
+WITHOUT_CLIENTS = {"starts", "providers"}  # they need no load generator
 
 
 def main(argv: Sequence[str]) -> int:
@@ -27,10 +28,10 @@ def main(argv: Sequence[str]) -> int:
         if options.model:
             return _texts(options)
         tables = options.table or TABLES
-        if tables != ["starts"] and (absent := load.missing()):
+        if not WITHOUT_CLIENTS.issuperset(tables) and (absent := load.missing()):
             raise ResourceError(f"{' and '.join(absent)}: not found; install wrk and nghttp2-client")
         for name in tables:
-            {"closed": _closed, "open": _open, "overload": _overload, "starts": _starts}[name](options, found, texts)
+            _MEASURES[name](options, found, texts)
     except PipelineError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -42,7 +43,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.serve", description="how fast the service is, beside its peers"
     )
-    parser.add_argument("--table", action="append", choices=TABLES, help="only this table; may be given again")
+    parser.add_argument("--table", action="append", choices=list(_MEASURES), help="only this table; may be given again")
     parser.add_argument("--model", choices=("deepseek",), help="a language model's tokens a second, and nothing else")
     parser.add_argument("--workload", action="append", choices=list(WORKLOADS), help="only this model")
     parser.add_argument("--only", action="append", choices=[one.name for one in CONTENDERS], help="only this service")
@@ -109,6 +110,18 @@ def _overload(options: argparse.Namespace, found: dict[str, Any], texts: list[st
     rows = [openloop.overload(WORKLOADS[name], seconds) for name in names]
     found["overload"] = [asdict(row) for row in rows]
     texts.append(openloop.overload_text(rows))
+
+
+def _providers(options: argparse.Namespace, found: dict[str, Any], texts: list[str]) -> None:
+    names = options.workload or (["digits"] if options.quick else list(WORKLOADS))
+    rows = [
+        row for name in names for row in providers.measure(WORKLOADS[name], 0.1 if options.quick else options.seconds)
+    ]
+    found["providers"] = [asdict(row) for row in rows]
+    texts.append(providers.text(rows))
+
+
+_MEASURES = {"closed": _closed, "open": _open, "overload": _overload, "starts": _starts, "providers": _providers}
 
 
 def _leave(number: int, _frame: FrameType | None) -> None:

@@ -28,7 +28,7 @@ class Limits(Frozen):
 class Runtime(Frozen):
     """How the service runs the model, unless its options say otherwise."""
 
-    provider: Literal["auto", "cpu", "cuda"]
+    provider: Literal["auto", "cpu", "cuda", "tensorrt"]
     threads: int
     batch_rows: int = 32
     batch_delay_ms: float = 0.0

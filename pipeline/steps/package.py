@@ -51,7 +51,9 @@ def package(run: Run, root: Path) -> None:
     check_verdict(bundle)
     image, partial = image_name(config, bundle), run.partial("package")
     _check_push(config)
-    recipe = recipe_of(config.package, root, bundle.signature.runtime.provider == "cuda" or config.deploy.gpus > 0)
+    recipe = recipe_of(
+        config.package, root, bundle.signature.runtime.provider in ("cuda", "tensorrt") or config.deploy.gpus > 0
+    )
     context = write_context(bundle, recipe, partial / "context")
     print(f"build context ready: {run.output('package') / 'context'}, digest {context[:12]}")
     is_required = config.deploy.on_cluster or (config.package.push and config.package.builder != "none")

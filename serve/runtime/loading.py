@@ -13,7 +13,7 @@ from pipeline.contract.errors import BundleError
 from pipeline.contract.signature import Signature
 from serve.protocol import v2
 from serve.runtime.predictor import Predictor
-from serve.runtime.selfcheck import merging_problem, verify
+from serve.runtime.selfcheck import merging_problem, other_rows, tensor_difference, verify
 from serve.runtime.session import Provider, Session
 
 log = logging.getLogger(__name__)
@@ -26,6 +26,7 @@ def load_predictor(bundle: Bundle, provider: Provider | None, threads: int | Non
     predictor = Predictor(bundle, Session(bundle, provider, threads))
     verify(bundle, predictor)
     predictor.unbatched_reason = predictor.unbatched_reason or check_batching(bundle, predictor)
+    capture_graphs(bundle, predictor)
     warm_up(bundle, predictor)
     predictor.text_signature = v2.text_signature(bundle.signature, bundle.golden().instances)
     if bundle.signature.generation is not None:
@@ -42,6 +43,40 @@ def check_batching(bundle: Bundle, predictor: Predictor) -> str:
     if reason and most > 1:
         log.warning("model=%s batching=off reason=%r", bundle.name, reason)
     return reason
+
+
+def capture_graphs(bundle: Bundle, predictor: Predictor) -> None:
+    """Run batches of fixed shapes as CUDA graphs, if these give the same answers to inputs that they have not seen."""
+    batches = fixed_batches(bundle, predictor) if predictor.session.can_capture else []
+    if not batches:
+        return
+    golden = bundle.golden()
+    try:
+        session = predictor.session.with_graphs(batches)
+        for inputs in map(other_rows, batches):
+            expected, found = predictor.session.run(inputs), session.run(inputs)
+            if wrong := tensor_difference(expected, found, golden.rtol, golden.atol):
+                raise BundleError(f"another answer than without: {wrong}")
+    except Exception as error:  # ONNX Runtime raises a dozen types without a common base
+        log.warning("model=%s cuda-graphs=off reason=%r", bundle.name, " ".join(str(error).split()))
+        return
+    predictor.session = session
+    log.info("model=%s cuda-graphs=%d", bundle.name, len(batches))
+
+
+def fixed_batches(bundle: Bundle, predictor: Predictor) -> list[Mapping[str, Array]]:
+    """Return a batch of each size that requests are merged to; none where other axes vary, or tensors are texts."""
+    signature, inputs = bundle.signature, bundle.golden().inputs
+    specs = (*signature.inputs, *signature.outputs)
+    if signature.generation is not None or any(spec.datatype == "BYTES" for spec in specs):
+        return []
+    varying = {(position, axis) for spec in specs for position, axis in enumerate(spec.shape) if isinstance(axis, str)}
+    if not varying:
+        return [inputs]
+    if signature.unbatched_reason or any(position for position, _ in varying):
+        return []
+    sizes = [1] if predictor.unbatched_reason else batch_sizes(signature)
+    return [resize_inputs(inputs, signature, rows) for rows in sizes]
 
 
 def warm_up(bundle: Bundle, predictor: Predictor) -> None:

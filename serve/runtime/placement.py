@@ -56,7 +56,7 @@ def profile_folder() -> Iterator[Path]:
         folder = tempfile.TemporaryDirectory(prefix="pipe-serve-")
     except OSError as error:
         raise ResourceError(
-            f"provider cuda: a profile shows where nodes run, and needs a writable folder: {error}; "
+            f"providers of GPUs: a profile shows where nodes run, and needs a writable folder: {error}; "
             "to fix it: mount one at /tmp, or set TMPDIR"
         ) from error
     with folder as name:
@@ -96,18 +96,18 @@ def read_profile(path: Path) -> list[Kernel]:
     return [_kernel(event) for event in events if "provider" in event.get("args", {})]
 
 
-def misplaced_nodes(nodes: Iterable[Node], ran: Sequence[Kernel], provider: str) -> list[Node]:
-    """Return the nodes that another provider computes.
+def misplaced_nodes(nodes: Iterable[Node], ran: Sequence[Kernel], *providers: str) -> list[Node]:
+    """Return the nodes that none of these providers computes.
 
     Only the arithmetic of shapes may stay on the CPU, where ONNX Runtime needs its results to allocate memory, and only
     if the profile shows that no data went through it.
     """
-    foreign = [kernel for kernel in ran if kernel.node.provider != provider]
+    foreign = [kernel for kernel in ran if kernel.node.provider not in providers]
     wrong = {kernel.node: None for kernel in foreign if not _is_shape_arithmetic(kernel)}
     seen = {kernel.node.name for kernel in foreign} | {kernel.node.op for kernel in foreign}
     for node in nodes:  # in a branch that did not run, or removed by an optimization
         accepted = (node.name or node.op) in seen or node.op in _SHAPE_ARITHMETIC
-        if node.provider != provider and not accepted:
+        if node.provider not in providers and not accepted:
             wrong[node] = None
     return list(wrong)
 

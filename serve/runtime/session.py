@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import onnxruntime
@@ -15,11 +17,14 @@ from pipeline.contract.errors import BundleError, InvalidPayload, ResourceError
 from pipeline.contract.processes import cuda_problem
 from pipeline.contract.signature import TensorSpec
 from serve.logs import log_fields
-from serve.runtime import bfloat16, placement
+from serve.runtime import bfloat16, placement, tensorrt
+from serve.runtime.cuda import CudaGraphs, PinnedMemory, graph_options
+from serve.runtime.tensorrt import TENSORRT
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 Array = np.ndarray[Any, Any]
-Provider = Literal["auto", "cpu", "cuda"]
+T = TypeVar("T")
+Provider = Literal["auto", "cpu", "cuda", "tensorrt"]
 
 DATATYPES = {
     "tensor(bool)": "BOOL",
@@ -52,8 +57,15 @@ class Session:
         if self.fallback:
             where = log_fields(provider=self.provider, requested=requested)
             log.warning("requested provider is unavailable: %s", self.fallback, extra=where)
-        self._device = "cuda" if self.provider == CUDA and can_bind(self._session) else ""
+        self._device = "cuda" if self.provider in (CUDA, TENSORRT) and can_bind(self._session) else ""
         self._bfloat16 = bfloat16.uses_bfloat16(self._session)
+        # On a GPU, ONNX Runtime has streams, handles and captured graphs for each thread that runs a session, so that
+        # one thread is one stream for each loaded model. Runs that share buffers are one after the other in it.
+        self._thread = None if self.provider == CPU else ThreadPoolExecutor(1, thread_name_prefix="gpu")
+        self._pinned = PinnedMemory() if self._device else None
+        self._graphs: CudaGraphs | None = None
+        self._run_options: Any = None
+        self._bundle, self._threads = bundle, threads
         _agree(bundle, "input", bundle.signature.inputs, self._session.get_inputs())
         _agree(bundle, "output", bundle.signature.outputs, self._session.get_outputs())
         if self._bfloat16 and any(spec.datatype == "BYTES" for spec in bundle.signature.inputs):
@@ -70,18 +82,48 @@ class Session:
         """Return the named outputs, or all in the signature's order."""
         names = list(outputs or self.outputs)
         try:
-            if self._bfloat16:
-                values = bfloat16.run(self._session, names, inputs)
-            elif self._device:
-                values = run_bound(self._session, names, inputs, self._device)
-            else:
-                values = self._session.run(names, dict(inputs))
+            values = self._call(self._compute, names, inputs)
         except InvalidArgument as error:  # names, types and shapes were validated, so the client's values are the cause
             _, _, reason = str(error).partition("Status Message: ")
             raise InvalidPayload(
                 f"inputs: the model cannot compute with these values: {reason or 'rejected'}"
             ) from error
         return dict(zip(names, values, strict=True))
+
+    def _call(self, function: Callable[..., T], *arguments: Any) -> T:
+        """Call it in the session's thread, where it has one."""
+        return function(*arguments) if self._thread is None else self._thread.submit(function, *arguments).result()
+
+    def _compute(self, names: list[str], inputs: Mapping[str, Array]) -> list[Array]:
+        if self._bfloat16:
+            return bfloat16.run(self._session, names, inputs)
+        if not self._device:
+            return list(self._session.run(names, dict(inputs)))
+        if self._graphs and (values := self._graphs.run(names, inputs, self._pinned)) is not None:
+            return values
+        return run_bound(self._session, names, inputs, self._device, self._pinned, self._run_options)
+
+    @property
+    def can_capture(self) -> bool:
+        """Return whether the whole model runs on CUDA, with tensors that stay at one address."""
+        return self.provider == CUDA and bool(self._device) and not self.fallback and not self._bfloat16
+
+    def with_graphs(self, batches: Sequence[Mapping[str, Array]]) -> Session:
+        """Return a session that runs batches of these shapes as CUDA graphs; raise what prevents it."""
+        session = copy.copy(self)
+        providers = [(CUDA, {"enable_cuda_graph": "1"}), CPU]
+        session._session = _load(self._bundle, _options(self._threads, spinning=False), providers, fallback=False)
+        places = {info.name for info in session._session.get_input_memory_infos()}
+        if places != {"Cuda"}:  # a graph would keep the values of the run that it was captured from
+            raise ResourceError(f"inputs are read in {', '.join(sorted(places))}, and not on the GPU alone")
+        session._run_options, session._graphs = graph_options(-1), CudaGraphs(session._session, self._device)
+        names = [node.name for node in session._session.get_outputs()]
+        for batch in batches:
+            outputs = session._call(
+                run_bound, session._session, names, batch, self._device, self._pinned, session._run_options
+            )
+            session._call(session._graphs.capture, batch, outputs)
+        return session
 
     @property
     def device(self) -> str:
@@ -92,21 +134,23 @@ class Session:
         self, inputs: Mapping[str, Any], read: Sequence[str], kept: Sequence[str]
     ) -> tuple[list[Array], list[Any]]:
         """Run once; return outputs to `read` as arrays, and those to be `kept` as inputs of the next run."""
-        return run_with_cache(self._session, inputs, read, kept, self.device)
+        return self._call(run_with_cache, self._session, inputs, read, kept, self.device, self._pinned)
 
 
-def choose_providers(requested: Provider, no_cuda: str) -> tuple[list[str], str]:
-    """Return the providers for ONNX Runtime and the reason of a fallback; `no_cuda`: why CUDA cannot work, or empty."""
+def choose_providers(requested: Provider, problem: str) -> tuple[list[str], str]:
+    """Return the providers for ONNX Runtime and the reason of a fallback; `problem`: why GPUs cannot work, or empty."""
     if requested == "cpu":
         return [CPU], ""
-    return ([CPU] if no_cuda else [CUDA, CPU]), accept_fallback(requested, no_cuda)
+    gpu = [TENSORRT, CUDA] if requested == "tensorrt" else [CUDA]
+    return ([CPU] if problem else [*gpu, CPU]), accept_fallback(requested, problem)
 
 
 def accept_fallback(requested: Provider, reason: str) -> str:
-    """Return the reason for `auto`; raise it for `cuda`, which must not fall back."""
-    if requested == "cuda" and reason:
+    """Return the reason for `auto`; raise it for `cuda` and `tensorrt`, which must not fall back."""
+    if requested != "auto" and reason:
+        others = "cpu, cuda or auto" if requested == "tensorrt" else "cpu or auto"
         raise ResourceError(
-            f"provider cuda: {reason}; to fix it: install what is missing, or start with --provider cpu or auto"
+            f"provider {requested}: {reason}; to fix it: install what is missing, or start with --provider {others}"
         )
     return reason
 
@@ -122,24 +166,48 @@ def disagreements(kind: str, specs: Sequence[TensorSpec], nodes: Sequence[Any]) 
 
 def _open(bundle: Bundle, requested: Provider, threads: int) -> tuple[Any, str]:
     """Return the session, and why it runs on the CPU although another provider was requested."""
-    no_cuda = "" if requested == "cpu" else cuda_problem(onnxruntime.get_available_providers())
-    providers, fallback = choose_providers(requested, no_cuda)
+    providers, fallback = choose_providers(requested, _gpu_problem(bundle, requested))
     options = _options(threads, spinning=bundle.signature.generation is not None)
     if CUDA not in providers:
         return _load(bundle, options, providers), fallback
     with placement.profile_folder() as folder:
         placement.enable_profiling(options, folder)
-        session = _load(bundle, options, providers)
-        return session, accept_fallback(requested, _cuda_fallback_reason(bundle, session))
+        if TENSORRT in providers:
+            session = _load_tensorrt(bundle, options)
+        else:
+            session = _load(bundle, options, [(CUDA, {"use_ep_level_unified_stream": "1"}), CPU])
+        return session, accept_fallback(requested, _gpu_fallback_reason(bundle, session, providers[:-1]))
 
 
-def _cuda_fallback_reason(bundle: Bundle, session: Any) -> str:
-    """Return why the model does not run on CUDA completely; empty where it does."""
-    if CUDA not in session.get_providers():
-        session.end_profiling()
-        return "there is a device, but ONNX Runtime could not load its CUDA provider (CUDA or cuDNN libraries)"
+def _gpu_problem(bundle: Bundle, requested: Provider) -> str:
+    """Return why the requested provider cannot work here; empty if it should."""
+    if requested == "cpu":
+        return ""
+    available = onnxruntime.get_available_providers()
+    if (problem := cuda_problem(available)) or requested != "tensorrt":
+        return problem
+    if bundle.signature.generation is not None:
+        return "an engine has a maximum size, and the cache of a language model grows with each token"
+    return tensorrt.tensorrt_problem(available)
+
+
+def _load_tensorrt(bundle: Bundle, options: Any) -> Any:
+    """Load the model with one engine for all shapes; where that fails, with engines that grow with the shapes."""
     try:
-        nodes = placement.misplaced_nodes(*placement.profile_run(session, bundle.golden().inputs), CUDA)
+        return _load(bundle, options, [(TENSORRT, tensorrt.provider_options(bundle)), CUDA, CPU], fallback=False)
+    except BundleError as error:  # as where CUDA computes some nodes, and shapes between them vary
+        log.warning("model=%s engines=built-for-new-shapes reason=%r", bundle.name, str(error))
+    settings = tensorrt.provider_options(bundle, profiles=False)
+    return _load(bundle, options, [(TENSORRT, settings), CUDA, CPU], fallback=False)
+
+
+def _gpu_fallback_reason(bundle: Bundle, session: Any, providers: Sequence[str]) -> str:
+    """Return why the model does not run on these providers completely; empty where it does."""
+    if missing := [provider for provider in providers if provider not in session.get_providers()]:
+        session.end_profiling()
+        return f"there is a device, but ONNX Runtime could not load {missing[0]} (CUDA or cuDNN libraries)"
+    try:
+        nodes = placement.misplaced_nodes(*placement.profile_run(session, bundle.golden().inputs), *providers)
     except Exception as error:  # from ONNX Runtime or a damaged golden file
         raise BundleError(f"{bundle.path}: golden requests failed: {type(error).__name__}: {error}") from error
     return placement.describe(nodes)
@@ -159,9 +227,12 @@ def _options(threads: int, *, spinning: bool) -> Any:
     return options
 
 
-def _load(bundle: Bundle, options: Any, providers: Sequence[str]) -> Any:
+def _load(bundle: Bundle, options: Any, providers: Sequence[Any], *, fallback: bool = True) -> Any:
+    """Load the model; `fallback`: on the next provider where one fails, which ONNX Runtime prints."""
     try:
-        return onnxruntime.InferenceSession(str(bundle.model), options, providers=list(providers))
+        return onnxruntime.InferenceSession(
+            str(bundle.model), options, providers=list(providers), enable_fallback=int(fallback)
+        )
     except Exception as error:  # ONNX Runtime raises a dozen types without a common base
         raise BundleError(f"{bundle.model}: ONNX Runtime cannot load it: {' '.join(str(error).split())}") from error
 
@@ -188,28 +259,44 @@ def can_bind(session: Any) -> bool:
     return all(node.type != "tensor(string)" for node in (*session.get_inputs(), *session.get_outputs()))
 
 
-def run_bound(session: Any, outputs: Sequence[str], inputs: Mapping[str, Array], device: str) -> list[Array]:
+def run_bound(
+    session: Any,
+    outputs: Sequence[str],
+    inputs: Mapping[str, Array],
+    device: str,
+    pinned: PinnedMemory | None = None,
+    options: Any = None,
+) -> list[Array]:
     """Run with tensors bound to the device. Each run has its own binding, so that threads can run at the same time."""
     bound = session.io_binding()
     for name, array in inputs.items():
-        bound.bind_ortvalue_input(name, onnxruntime.OrtValue.ortvalue_from_numpy(array, device, 0))
+        bound.bind_ortvalue_input(name, _copy_to_device(name, array, device, pinned))
     for name in outputs:  # without a shape: ONNX Runtime allocates it
         bound.bind_output(name, device, 0)
     try:
-        session.run_with_iobinding(bound)
+        session.run_with_iobinding(bound, options)
     except RuntimeError:  # a plain run raises the specific error
-        return list(session.run(list(outputs), dict(inputs)))
+        return list(session.run(list(outputs), dict(inputs), options))
     return list(bound.copy_outputs_to_cpu())
 
 
+def _copy_to_device(name: str, array: Array, device: str, pinned: PinnedMemory | None) -> Any:
+    return onnxruntime.OrtValue.ortvalue_from_numpy(pinned.copy(name, array) if pinned else array, device, 0)
+
+
 def run_with_cache(
-    session: Any, inputs: Mapping[str, Any], read: Sequence[str], kept: Sequence[str], device: str
+    session: Any,
+    inputs: Mapping[str, Any],
+    read: Sequence[str],
+    kept: Sequence[str],
+    device: str,
+    pinned: PinnedMemory | None,
 ) -> tuple[list[Array], list[Any]]:
     """Run with tensors of an earlier run: outputs to `read` are copied to arrays, those `kept` stay on the device."""
     bound = session.io_binding()
     for name, value in inputs.items():
         if isinstance(value, np.ndarray):
-            value = onnxruntime.OrtValue.ortvalue_from_numpy(value, device, 0)
+            value = _copy_to_device(name, value, device, pinned)
         bound.bind_ortvalue_input(name, value)
     for name in read:
         bound.bind_output(name, "cpu", 0)

@@ -546,8 +546,8 @@ class Package(Section):
 class Serve(Section):
     """The prediction service. Settings that concern the model itself travel in its bundle."""
 
-    provider: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="ONNX Runtime execution provider; `cuda` never falls back to CPU"
+    provider: Literal["auto", "cpu", "cuda", "tensorrt"] = Field(
+        "auto", description="ONNX Runtime execution provider; `cuda` and `tensorrt` never fall back to CPU"
     )
     threads: Natural = Field(0, description="threads per inference; 0: ONNX Runtime's default")
     max_batch_size: Positive = Field(1024, description="maximum instances per request")

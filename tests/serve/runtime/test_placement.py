@@ -12,7 +12,7 @@ from pipeline.contract.errors import ResourceError
 from serve.runtime import placement
 from serve.runtime.placement import Kernel, Node, describe, misplaced_nodes
 
-CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
+CPU, CUDA, TENSORRT = "CPUExecutionProvider", "CUDAExecutionProvider", "TensorrtExecutionProvider"
 
 
 def _on_cpu(name: str, op: str, *tensors: tuple[str, tuple[int, ...]]) -> Kernel:
@@ -30,6 +30,13 @@ ON_CUDA = Kernel(Node("product", "MatMul", CUDA), (("float", (4, 64)), ("float",
 def test_model_on_its_provider_has_no_misplaced_nodes() -> None:
     assert misplaced_nodes([ON_CUDA.node], [ON_CUDA], CUDA) == []
     assert describe([]) == ""
+
+
+def test_nodes_may_be_on_several_providers() -> None:
+    engine = Kernel(Node("engine", "TRTKernel_graph_0", TENSORRT), (("float", (4, 64)), ("float", (4, 64))))
+    ran = [*SHAPES, engine, ON_CUDA]
+    assert misplaced_nodes([ON_CUDA.node], ran, TENSORRT, CUDA) == []
+    assert misplaced_nodes([ON_CUDA.node], ran, CUDA) == [engine.node]
 
 
 def test_shape_arithmetic_may_stay_on_the_cpu() -> None:
