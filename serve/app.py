@@ -19,13 +19,14 @@ from serve.generate.endpoints import OPENAI_ROUTES, OpenAIEndpoints
 from serve.http1.connection import HttpRequest
 from serve.load_shedding import admit
 from serve.logs import refusals
+from serve.memory import MemoryBudget
 from serve.model_version import ModelVersion, Payload
 from serve.models import ModelRepository
 from serve.page import explorer, page
 from serve.prometheus import exposition
 from serve.protocol import openapi, v1, v2, v2_json
 from serve.protocol.statistics import statistics
-from serve.request_body import MemoryBudget, parse_object, read_body
+from serve.request_body import parse_object, read_body
 from serve.request_context import RequestContext
 from serve.request_log import RequestLog
 from serve.routes import (
@@ -64,10 +65,10 @@ class App:
         keys: ApiKeys | None = None,
         *,
         page: bool = True,
-        workers: int = 1,
+        budget: MemoryBudget | None = None,
     ) -> None:
         self.repository, self.requests, self.keys, self.page = repository, requests, keys, page
-        self.budget = MemoryBudget(workers)
+        self.budget = budget or MemoryBudget()
         self._refusals = 0  # written at once, in this turn of the event loop
         texts = OpenAIEndpoints(repository, self.budget)
         self._handlers: dict[str, Handler] = {
@@ -206,7 +207,7 @@ class App:
 
     async def _infer(self, request: HttpRequest, route: Route, version: ModelVersion) -> Response:
         version.arriving -= 1
-        body = await read_body(request, version.max_body_bytes, self.budget)
+        body = await read_body(request, version.max_infer_bytes, self.budget)
         length = request.headers.get(_LENGTH)
         payload = v2.Payload(version.name, body, None if length is None else length.decode("latin-1"))
         if version.canary is not None and not route.version:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from serve.memory import share
+
 WRITE_TIMEOUT_SECONDS = 30.0  # for a client to take any byte of its response
 _MAX_HTTP, _MAX_GRPC = 16 << 10, 2 << 10
 _FILES_PER_GRPC = 8  # one of so many open files may be a gRPC connection
@@ -142,13 +144,13 @@ class ConnectionLimits:
     def divided(cls, workers: int = 1) -> ConnectionLimits:
         """Return the limits of one of several processes."""
         peers = PeerLimits(divide(max_http_connections(), workers * _PEER_SHARE))
-        memory = divide(MEMORY_BYTES, workers, least=_LEAST_MEMORY_BYTES)
+        memory = share(0.08, workers, least=_LEAST_MEMORY_BYTES, most=MEMORY_BYTES)
         return cls(peers, BufferLimit(memory), BufferLimit(memory))
 
 
-def divide(limit: int, workers: int, least: int = 1) -> int:
-    """Return the share of one of several processes, which is at least so much that it can work."""
-    return limit if workers == 1 else max(limit // workers, least)
+def divide(limit: int, workers: int) -> int:
+    """Return the part of one of several processes, which is at least 1."""
+    return max(limit // workers, 1)
 
 
 class WriteBackpressure:

@@ -31,6 +31,7 @@ from serve.grpc.http2.streams import Application as Http2Application
 from serve.handshakes import Handshakes
 from serve.http1.connection import Application, Connection
 from serve.logs import refusals
+from serve.memory import share
 from serve.sockets import Acceptor, accept_waiting, stop_accepting
 
 _KEEP_ALIVE_SECONDS = 65  # longer than the idle timeout of the proxies in front, as kserve's is
@@ -196,7 +197,7 @@ class Listener(uvicorn.Server):
 
 _SWEEP_SECONDS = 1.0
 _SWEPT_PER_TURN = 64
-_LEAST_CALL_BYTES = 64 << 20  # of memory for calls in one of many processes
+_LEAST_CALL_BYTES = 16 << 20  # of memory for calls in one of many processes
 _MAX_LEAVING = 64  # connections that ended and wait a moment for their clients to read why
 
 
@@ -219,7 +220,7 @@ class GrpcListener:
         self._stopping = False
         self._host = Host(
             app,
-            CallMemory(divide(MAX_CALL_BYTES, workers, least=_LEAST_CALL_BYTES), self._free_memory),
+            CallMemory(share(0.14, workers, _LEAST_CALL_BYTES, MAX_CALL_BYTES), self._free_memory),
             self._admit,
             self._leave,
             self._forget,

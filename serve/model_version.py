@@ -19,6 +19,7 @@ from pipeline.contract.codec import Part
 from pipeline.contract.signature import TensorSpec
 from serve.errors import Headers
 from serve.generate.model import TextGenerator
+from serve.memory import MemoryBudget, answer_row_memory, largest_request
 from serve.metrics import ModelMetrics
 from serve.protocol.examples import request_examples
 from serve.protocol.validate import format_shape
@@ -29,6 +30,7 @@ from serve.runtime.session import CPU
 from serve.shadow import Shadow
 
 _TEXT_TENSORS = "one input `instances`, BYTES [-1], is answered with one output `predictions`, BYTES [-1]"
+_UNCOUNTED_ROW_BYTES = 1 << 10  # of an answer, as rows of the request take more
 _MISSING = "a missing number is null in JSON, and NaN in raw and typed data"
 PLATFORM = "onnx_onnxv1"  # the protocol's name for an ONNX model run by ONNX Runtime
 
@@ -65,14 +67,19 @@ class ModelVersion:
     canary: Canary | None = None
     shadow: Shadow | None = None  # gets copies of requests; its responses are dropped
 
-    def __init__(self, name: str, version: str, predictor: Predictor, pool: Executor) -> None:
+    def __init__(
+        self, name: str, version: str, predictor: Predictor, pool: Executor, budget: MemoryBudget | None = None
+    ) -> None:
         bundle, limits = predictor.bundle, predictor.signature.limits
         self.name, self.version, self.bundle, self.predictor = name, version, bundle, predictor
-        self.pool = pool
+        self.pool, self._budget = pool, budget or MemoryBudget()
         self.digest = bundle.digest
         self.created = int(time.time())
         self.headers: Headers = ((b"x-bundle-digest", bundle.digest.encode()),)
         self.max_body_bytes = limits.max_body_bytes
+        largest = math.inf if predictor.text_signature else largest_request(predictor.signature)
+        self.max_infer_bytes = int(min(limits.max_body_bytes, largest))  # of tensors, whose sizes are known
+        self._answer_row_bytes = answer_row_memory(predictor.signature)
         self.default_timeout_seconds = limits.deadline_seconds or math.inf
         self.metrics = ModelMetrics()
         self.batcher = Batcher(predictor.session.run, batching_options(predictor), pool, self.metrics.record_batch)
@@ -110,6 +117,9 @@ class ModelVersion:
             finally:
                 self.decoding -= 1
         request.decoded_at = clock()
+        if self._answer_row_bytes > _UNCOUNTED_ROW_BYTES:
+            rows = sum(len(array) for part in parts for array in list(part.arrays.values())[:1])
+            self._budget.reserve(request, rows * self._answer_row_bytes)
         if (timeout := min(payload.timeout_seconds, request.timeout_seconds)) < math.inf:
             request.deadline = request.received_at + timeout
         alone = RequestContext.in_flight == 1

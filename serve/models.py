@@ -18,6 +18,7 @@ from pipeline.contract import __version__
 from pipeline.contract.bundle import Bundle, open_bundle
 from serve.errors import Conflict, Headers, NotFound
 from serve.logs import log_fields
+from serve.memory import MemoryBudget
 from serve.model_version import Canary, ModelVersion
 from serve.options import Options
 from serve.runtime.loading import load_predictor
@@ -56,9 +57,9 @@ class Model:
     def shadow(self) -> Shadow | None:
         return self.current.shadow if self.current else None
 
-    def add(self, predictor: Predictor, pool: Executor) -> ModelVersion:
+    def add(self, predictor: Predictor, pool: Executor, budget: MemoryBudget | None = None) -> ModelVersion:
         """Add a version beside the current one; it answers requests that name it."""
-        version = ModelVersion(self.name, str(next(self._numbers)), predictor, pool)
+        version = ModelVersion(self.name, str(next(self._numbers)), predictor, pool, budget)
         self.versions[version.version] = version
         return version
 
@@ -213,9 +214,14 @@ class ModelManager:
     """Loads bundles and decides which versions answer; belongs to the event loop."""
 
     def __init__(
-        self, repository: ModelRepository, options: Options, pool: Executor, loaded: Sequence[LoadedModel]
+        self,
+        repository: ModelRepository,
+        options: Options,
+        pool: Executor,
+        loaded: Sequence[LoadedModel],
+        budget: MemoryBudget | None = None,
     ) -> None:
-        self._repository, self._options, self._pool = repository, options, pool
+        self._repository, self._options, self._pool, self._budget = repository, options, pool, budget
         self._loader = ThreadPoolExecutor(1, thread_name_prefix="load")  # one at a time, beside the predictions
         for name, predictor in loaded:
             self._add(name, predictor)
@@ -226,7 +232,7 @@ class ModelManager:
         """Of several versions of a name the last one gets all requests, or the canary's share of them."""
         if (model := self._repository.get_model(name)) is None:
             self._repository.add(model := Model(name, self._options.keep_versions))
-        candidate = model.add(predictor, self._pool)
+        candidate = model.add(predictor, self._pool, self._budget)
         if self._options.canary and model.current is not None:
             model.set_canary(Canary(candidate, self._options.canary))
         else:
@@ -238,7 +244,7 @@ class ModelManager:
         loaded = await self._in_loader(self._load, model, path)
         if isinstance(loaded, ModelVersion):
             return loaded
-        version = model.version_of_bundle(loaded.bundle.digest) or model.add(loaded, self._pool)
+        version = model.version_of_bundle(loaded.bundle.digest) or model.add(loaded, self._pool, self._budget)
         log.info("loaded", extra=_version_fields(version))
         return version
 

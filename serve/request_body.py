@@ -16,19 +16,13 @@ import numpy as np
 import orjson
 
 from pipeline.contract.errors import InvalidPayload
-from serve.connection_limits import divide
-from serve.errors import Busy, TooLarge, UnsupportedMediaType
+from serve.errors import TooLarge, UnsupportedMediaType
+from serve.memory import HoldsMemory, MemoryBudget, body_memory
 
 ACCEPTED_ENCODINGS = "gzip, deflate"
 SLICE_BYTES = 256 << 10  # of plain body that are made at once: well under a millisecond of work
-_BODIES_IN_MEMORY = 4  # of the largest size, at once
-_LEAST_LIMIT_BYTES = 16 << 20  # that counts for that, as many small bodies take as much as a few large ones
 _UNCOUNTED_BYTES = 4 << 10  # of a body that arrived in one piece
 _GZIP, _ZLIB, _RAW = 16 + zlib.MAX_WBITS, zlib.MAX_WBITS, -zlib.MAX_WBITS  # as zlib names the formats
-
-
-class HoldsMemory(Protocol):
-    held_bytes: int
 
 
 class IncomingRequest(HoldsMemory, Protocol):
@@ -42,26 +36,6 @@ class IncomingRequest(HoldsMemory, Protocol):
         ...
 
 
-class MemoryBudget:
-    """The memory for bodies: many large ones at once must not take all of the machine's."""
-
-    def __init__(self, workers: int = 1) -> None:
-        """`workers` processes divide the memory; each has room for a body of the largest size."""
-        self.held_bytes = 0
-        self._bodies = divide(_BODIES_IN_MEMORY, workers)
-
-    def reserve(self, request: HoldsMemory, size: int, limit: int) -> None:
-        """Reserve `size` more bytes for a body that may have `limit` of them in all."""
-        if self.held_bytes + size > self._bodies * max(limit, _LEAST_LIMIT_BYTES):
-            raise Busy(f"other requests' bodies take {self.held_bytes} bytes already; try again in a moment")
-        self.held_bytes += size
-        request.held_bytes += size
-
-    def release(self, request: HoldsMemory) -> None:
-        self.held_bytes -= request.held_bytes
-        request.held_bytes = 0
-
-
 async def read_body(request: IncomingRequest, limit: int, budget: MemoryBudget) -> bytes:
     """Return the decompressed body; neither as sent nor decompressed may it be larger than `limit` bytes."""
     headers = request.headers
@@ -73,25 +47,30 @@ async def read_body(request: IncomingRequest, limit: int, budget: MemoryBudget) 
     else:
         body, more = await request.receive()
         if more:
-            body = b"".join([piece async for piece in _pieces(request, body, more, limit, budget)])
+            body = b"".join([piece async for piece in _counted_pieces(request, body, more, limit, budget)])
         elif len(body) > limit:
             raise _too_large(limit, more=False)
         elif len(body) > _UNCOUNTED_BYTES:
-            budget.reserve(request, len(body), limit)
+            budget.reserve(request, body_memory(body))
     request.size = len(body)
     return body
 
 
-async def _pieces(
+async def _counted_pieces(
     request: IncomingRequest, piece: bytes, more: bool, limit: int, budget: MemoryBudget
 ) -> AsyncIterator[bytes]:
+    async for part in _pieces(request, piece, more, limit):
+        budget.reserve(request, body_memory(part))
+        yield part
+
+
+async def _pieces(request: IncomingRequest, piece: bytes, more: bool, limit: int) -> AsyncIterator[bytes]:
     """Yield the body as it is sent, from this piece on."""
     size = 0
     while True:
         size += len(piece)
         if size > limit:
             raise _too_large(limit, more=more)
-        budget.reserve(request, len(piece), limit)
         yield piece
         if not more:
             return
@@ -100,9 +79,9 @@ async def _pieces(
 
 async def _inflate(request: IncomingRequest, limit: int, inflater: Inflater, budget: MemoryBudget) -> bytes:
     parts, size = [], 0
-    async for piece in _pieces(request, *await request.receive(), limit, budget):
+    async for piece in _pieces(request, *await request.receive(), limit):
         for part in inflater.feed(piece):
-            budget.reserve(request, len(part), limit)
+            budget.reserve(request, body_memory(part))
             parts.append(part)
             size += len(part)
             if size > limit:

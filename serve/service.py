@@ -13,6 +13,7 @@ from serve.admin import ModelChanges
 from serve.app import App
 from serve.grpc.service import Calls
 from serve.listeners import GrpcListener, Listener
+from serve.memory import MemoryBudget, request_memory
 from serve.models import LoadedModel, ModelManager, ModelRepository
 from serve.options import Options
 from serve.request_log import RequestLog
@@ -43,12 +44,13 @@ class Service:
         self._security, self._tracer, self._workers = security, tracer, workers
         self._pool = ThreadPoolExecutor(max(4, (os.cpu_count() or 1) // workers), thread_name_prefix="predict")
         self.repository = ModelRepository()
-        self._manager = ModelManager(self.repository, options, self._pool, loaded)
+        self._budget = MemoryBudget(request_memory(workers))
+        self._manager = ModelManager(self.repository, options, self._pool, loaded, self._budget)
         for shadow in shadows:
             self._manager.set_shadow(shadow)
         self.changes = ModelChanges(self._manager)
         self.requests = RequestLog(Metrics(self.repository.loaded_versions), options.log_requests, tracer)
-        self._app = App(self.repository, self.requests, security.keys, page=options.page, workers=workers)
+        self._app = App(self.repository, self.requests, security.keys, page=options.page, budget=self._budget)
         self.headers = [("x-served-by", str(served_by or os.getpid()))]
         self._http: dict[Port, Listener] = {}
         self._grpc: GrpcListener | None = None
@@ -60,7 +62,7 @@ class Service:
         tls, count_rejected = self._security.tls, self.requests.metrics.count_rejected
         if port == "grpc":
             max_body_bytes, keys = self._manager.max_body_bytes, self._security.keys
-            calls = Calls(self.repository, self.requests, self.headers, max_body_bytes, keys, self._workers)
+            calls = Calls(self.repository, self.requests, self.headers, max_body_bytes, keys, self._budget)
             context = None if tls is None else tls.grpc_context
             self._grpc = GrpcListener(calls, sock, context, count_rejected, self._workers)
             self._grpc.peers.on_release = self._on_connection_end

@@ -23,10 +23,11 @@ from serve.generate.sequence import Chunk, Detokenizer, GenerationOptions, Seque
 from serve.generate.tokenizer import ModelTokenizer
 from serve.http1.connection import HttpRequest
 from serve.load_shedding import admit, set_deadline
+from serve.memory import MemoryBudget
 from serve.model_version import ModelVersion
 from serve.models import ModelRepository
 from serve.protocol import embeddings
-from serve.request_body import MemoryBudget, read_body
+from serve.request_body import read_body
 from serve.routes import JSON, Response, Route, Stream, check_content_type, json_response
 
 OPENAI_ROUTES = ("completions", "chat", "embeddings")

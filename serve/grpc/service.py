@@ -31,15 +31,15 @@ from serve.grpc.http2.streams import Streams
 from serve.grpc.messages import Payload
 from serve.grpc.streaming import Answering, MessageStream, Open
 from serve.load_shedding import admit
+from serve.memory import MemoryBudget, message_memory
 from serve.models import ModelRepository
 from serve.protocol.statistics import statistics
-from serve.request_body import MemoryBudget
 from serve.request_context import RequestContext, parse_grpc_timeout
 from serve.request_log import RequestLog
 from serve.security import OPEN_RPCS, ApiKeys
 
 _OVERHEAD_BYTES = 1 << 16  # names and shapes around the tensors' own bytes
-_BUDGET_BYTES = 16 << 20  # of one message: unlike a body of HTTP/1.1, one of 20 KB comes in pieces already
+_COPIES = 3  # of a message: in pieces, whole, and as fields
 _CONTENT_TYPE = b"application/grpc"
 _CONTENT_SUBTYPES = (b"", b"+proto")  # others are not protobuf
 
@@ -89,9 +89,9 @@ class Calls:
         headers: Sequence[tuple[str, str]],
         max_body_bytes: int,
         keys: ApiKeys | None = None,
-        workers: int = 1,
+        budget: MemoryBudget | None = None,
     ) -> None:
-        self._requests, self._keys, self._budget = requests, keys, MemoryBudget(workers)
+        self._requests, self._keys, self._budget = requests, keys, budget or MemoryBudget()
         self._max_bytes = max_body_bytes + _OVERHEAD_BYTES
         self._common_headers = hpack.encode_literals((name.encode(), value.encode()) for name, value in headers)
         self._bundle_headers: dict[Any, bytes] = {}
@@ -134,7 +134,7 @@ class Calls:
             return
         try:
             messages.check_size(stream.parts, stream.size, self._max_bytes)
-            self._budget.reserve(stream.state, size, max(self._max_bytes, _BUDGET_BYTES))
+            self._budget.reserve(stream.state, _COPIES * size)
         except RequestError as error:
             self._refuse(streams, stream, error)
 
@@ -183,6 +183,7 @@ class Calls:
         if compressed:
             data = await messages.decompress(data, call.head.encoding, self._max_bytes)
         call.size = len(data)
+        self._budget.reserve(call, message_memory(data, open_inference.RAW_CONTENTS_FIELD))
         return _parse(method, data)
 
     # A call with several messages, in either direction

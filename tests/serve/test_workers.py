@@ -15,21 +15,16 @@ import psutil
 import pytest
 
 from pipeline.contract.bundle import open_bundle
+from serve import memory
 from serve.connection_limits import ConnectionLimits, max_http_connections
-from serve.errors import Busy
 from serve.listeners import Listener
 from serve.metrics import ModelMetrics, TokenMetrics
 from serve.options import Overrides, parse_options, usable_cores
-from serve.request_body import MemoryBudget
 from serve.shadow import Agreement
 from serve.snapshot import Snapshot, Tokens, VersionSnapshot, merge
 from tests.ports import free_port
 from tests.serve.conftest import Launcher, Running
 from tests.serve.load_clients import SECONDS, GrpcLoad, Load
-
-
-class _Body:
-    held_bytes = 0
 
 
 def _workers(running: Running) -> list[psutil.Process]:
@@ -163,21 +158,18 @@ def test_services_with_other_numbers_of_workers_take_the_port_over_without_a_gap
     assert not load.refused.is_set() and not rpc.refused.is_set()
 
 
-def test_limits_are_divided_among_workers(bundle_path: Path) -> None:
+def test_limits_are_divided_among_workers(bundle_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = open_bundle(bundle_path)
     limits = Overrides().apply(bundle, workers=4).signature.limits
     assert limits.max_waiting == bundle.signature.limits.max_waiting // 4
     assert Overrides(max_waiting=2).apply(bundle, workers=4).signature.limits.max_waiting == 1
-    most = 100 << 20
-    for workers, bodies in ((1, 4), (2, 2), (64, 1)):
-        budget, request = MemoryBudget(workers), _Body()
-        budget.reserve(request, most * bodies, limit=most)
-        with pytest.raises(Busy):
-            budget.reserve(request, 1, limit=most)
     assert Listener(cast("Any", None), None, [], 5, workers=4).config.limit_concurrency == max_http_connections() // 4
     whole, part, least = (ConnectionLimits.divided(workers) for workers in (1, 4, 1000))
-    assert (part.peers.maximum, part.received.limit) == (whole.peers.maximum // 4, whole.received.limit // 4)
+    assert part.peers.maximum == whole.peers.maximum // 4
     assert least.unsent.limit == 8 << 20, "a process must be able to work"
+    monkeypatch.setattr(memory, "memory_limit", lambda: 4 << 30)
+    monkeypatch.setattr(memory, "resident_memory", lambda: 0)
+    assert memory.request_memory(4) == memory.request_memory(1) // 4
 
 
 def test_threads_are_divided_among_workers(bundle_path: Path, tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from serve import request_body
 from serve.grpc.http2 import frames
 from serve.grpc.http2.frames import END_HEADERS, END_STREAM, ErrorCode, frame
 from serve.grpc.http2.hpack import Field
@@ -65,7 +64,7 @@ def test_watch_ends_with_its_client_and_is_no_failure() -> None:
 def test_incomplete_call_times_out() -> None:
     client = GrpcConnection()
     assert client.send(headers(1, CALL), data(1, b"\0\0\0\1\0" + b"x" * 100, 0)) == []
-    assert client.calls._budget.held_bytes == 105
+    assert client.calls._budget.held_bytes == 3 * 105
     client.streams.check_timeouts(float("inf"))
     assert grpc_status(client.received()) == ("1", "the call did not arrive whole in time")
     assert (client.rejected, client.calls._budget.held_bytes) == ({"slow": 1}, 0)
@@ -92,12 +91,12 @@ def test_oversized_call_is_rejected_by_its_prefix() -> None:
     assert (client.rejected, client.calls._budget.held_bytes) == ({"size": 1}, 0)
 
 
-def test_call_without_memory_is_rejected_as_retryable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request_body, "_BODIES_IN_MEMORY", 0)
+def test_call_without_memory_is_rejected_as_retryable() -> None:
     client = GrpcConnection()
+    client.calls._budget.held_bytes = client.calls._budget.total_bytes
     status, sentence = grpc_status(client.send(headers(1, CALL), data(1, b"\0\0\0\1\0" + b"x" * 300, 0)))
     assert (status, "try again in a moment" in sentence) == ("14", True)
-    assert (client.rejected, client.calls._budget.held_bytes) == ({"busy": 1}, 0)
+    assert (client.rejected, client.calls._budget.held_bytes) == ({"busy": 1}, client.calls._budget.total_bytes)
 
 
 def test_missing_key_is_rejected_before_the_message(tmp_path: Path) -> None:
@@ -114,7 +113,7 @@ def test_disconnect_frees_every_call() -> None:
     client = GrpcConnection()
     for number in range(1, 20, 2):
         client.send(headers(number, CALL), data(number, b"\0\0\0\1\0" + b"x" * 300, 0))
-    assert client.calls._budget.held_bytes == 10 * 305
+    assert client.calls._budget.held_bytes == 10 * 3 * 305
     client.streams.close()
     assert (client.rejected, client.calls._budget.held_bytes, client.streams.open) == ({"gone": 10}, 0, {})
 
