@@ -103,7 +103,8 @@ class App:
                 return self._answer(request, route, handler(request, route))
             version = self.repository.find_version(route.model, route.version)
             request.model_version = version
-            if (given := request.headers.get(b"content-type")) is not None and given != b"application/json":
+            given = request.headers.get(b"content-type")
+            if given is not None and given != b"application/json" and not _is_raw(given, request, route):
                 check_content_type(given, "application/json", *_other_types(request, route, version))
             admit(request, version)
         except Exception as error:
@@ -266,6 +267,11 @@ class App:
         accept = request.headers.get(b"accept", b"").decode("latin-1")
         body, content_type = self.requests.metrics.text(accept)
         return Response(body, ((b"content-type", content_type.encode()),))
+
+
+def _is_raw(content_type: bytes, request: HttpRequest, route: Route) -> bool:
+    """Return True for raw tensors behind JSON, the most common of the other types."""
+    return content_type == _BINARY[1] and route.kind == "infer" and _LENGTH in request.headers
 
 
 def _other_types(request: HttpRequest, route: Route, version: ModelVersion) -> tuple[str, ...]:
