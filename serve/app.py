@@ -27,7 +27,7 @@ from serve.prometheus import exposition
 from serve.protocol import openapi, v1, v2, v2_json
 from serve.protocol.statistics import statistics
 from serve.request_body import parse_object, read_body
-from serve.request_context import RequestContext
+from serve.request_context import in_flight
 from serve.request_log import RequestLog
 from serve.routes import (
     Response,
@@ -107,13 +107,14 @@ class App:
             route = find_route(path, method)
             if (protocol := PROTOCOLS.get(route.kind)) is not None:
                 request.protocol = protocol
-                RequestContext.in_flight += 1
+                in_flight.count += 1
             handler = self._handlers.get(route.kind)
             if handler is not None:
                 return self._answer(request, route, handler(request, route))
             version = self.repository.find_version(route.model, route.version)
             request.model_version = version
-            if (given := request.headers.get(b"content-type")) is not None and given != b"application/json":
+            given = request.headers.get(b"content-type")
+            if given is not None and given != b"application/json" and not _is_raw(given, request, route):
                 check_content_type(given, "application/json", *_other_types(request, route, version))
             admit(request, version)
         except Exception as error:
@@ -277,6 +278,11 @@ class App:
         accept = request.headers.get(b"accept", b"").decode("latin-1")
         body, content_type = exposition(await self.requests.metrics.of_service(), accept)
         return Response(body, ((b"content-type", content_type.encode()),))
+
+
+def _is_raw(content_type: bytes, request: HttpRequest, route: Route) -> bool:
+    """Return True for raw tensors behind JSON, the most common of the other types."""
+    return content_type == _BINARY[1] and route.kind == "infer" and _LENGTH in request.headers
 
 
 def _other_types(request: HttpRequest, route: Route, version: ModelVersion) -> tuple[str, ...]:

@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from serve.errors import RequestError, as_request_error
 from serve.logs import LogLimit, faults, log_fields
-from serve.request_context import RequestContext
+from serve.request_context import RequestContext, in_flight
 from serve.runtime.predictor import CodecError
 from serve.snapshot import Metrics
 
@@ -37,15 +38,14 @@ class RequestLog:
     def fail(self, request: RequestContext, error: Exception) -> RequestError | None:
         """Count and return the refusal; a fault of ours is logged with its traceback and returns None."""
         version = request.model_version
-        fields = log_fields(request_id=request.id.decode(), path=request.path, model=version.name if version else "")
         refusal = as_request_error(error)
         if refusal is None:
             if faults.allows():
-                log.error("request failed", exc_info=error, extra=fields)
+                log.error("request failed", exc_info=error, extra=_identity(request))
             return None
         self.metrics.of_model(version).rejected[refusal.reason] += 1
         if isinstance(error, CodecError) and self._codec_errors.allows():
-            log.warning("the codec cannot decode a request", exc_info=error.__cause__, extra=fields)
+            log.warning("the codec cannot decode a request", exc_info=error.__cause__, extra=_identity(request))
         return refusal
 
     def finish(self, request: RequestContext) -> None:
@@ -53,7 +53,7 @@ class RequestLog:
         now = request.ended_at = time.monotonic()
         failed = is_failure(request.status)
         if request.protocol:
-            RequestContext.in_flight -= 1
+            in_flight.count -= 1
             phases = (
                 ()
                 if not request.encoded_at
@@ -79,6 +79,12 @@ class RequestLog:
 def is_failure(status: int | str) -> bool:
     """Return True for faults of ours and for a lack of capacity or time; gRPC has names for its codes."""
     return status in _FAILURE_CODES if isinstance(status, str) else status >= 500
+
+
+def _identity(request: RequestContext) -> dict[str, Any]:
+    """Return the fields that name a request and its model in a line about its failure."""
+    version = request.model_version
+    return log_fields(request_id=request.id.decode(), path=request.path, model=version.name if version else "")
 
 
 def _log_request(request: RequestContext, level: int) -> None:

@@ -125,7 +125,7 @@ JSON = (b"content-type", b"application/json")
 _CURL = "application/x-www-form-urlencoded"  # the default of `curl -d`, read as JSON
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which makes it three times as slow to create
 class Response:
     body: bytes
     headers: Headers = (JSON,)

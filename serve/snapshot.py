@@ -15,7 +15,7 @@ from prometheus_client.samples import Sample
 
 from serve.metrics import ModelMetrics, TokenMetrics
 from serve.model_version import ModelVersion
-from serve.request_context import AnsweringVersion, RequestContext
+from serve.request_context import AnsweringVersion, in_flight
 from serve.shadow import Agreement
 
 _SAME_IN_ALL = ("python_info", "process_start_time_seconds")  # metrics of a process that are not added up
@@ -149,7 +149,7 @@ class Metrics:
         return Snapshot(
             {(version.name, version.version): version for version in versions},
             self.no_model,
-            RequestContext.in_flight,
+            in_flight.count,
             list(self._process.collect()),
         )
 

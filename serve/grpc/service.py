@@ -34,7 +34,7 @@ from serve.load_shedding import admit
 from serve.memory import MemoryBudget, message_memory
 from serve.models import ModelRepository
 from serve.protocol.statistics import statistics
-from serve.request_context import RequestContext, parse_grpc_timeout
+from serve.request_context import RequestContext, in_flight, parse_grpc_timeout
 from serve.request_log import RequestLog
 from serve.security import OPEN_RPCS, ApiKeys
 
@@ -271,7 +271,7 @@ class Servicer:
 
     async def ModelInfer(self, message: Any, call: RpcCall) -> Any:  # noqa: N802
         call.protocol = "grpc"
-        RequestContext.in_flight += 1
+        in_flight.count += 1
         version, payload = self._repository.find_version(message.model_name, message.model_version), Payload(message)
         if version.canary is not None and not message.model_version:
             version = await version.choose(payload, call.id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import struct
+import sys
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple, TypeAlias
@@ -41,6 +42,7 @@ _NULL = type(None)
 _MAX_CACHED_SHAPES = 4096
 _SMALL = 1024  # elements; with more, the overhead of numpy calls does not matter
 _DTYPES = {name: np.dtype(kind) for name, kind in NUMPY_TYPES.items()}
+_SWAPS_BYTES = sys.byteorder == "big"  # raw data is little-endian everywhere
 
 
 class Tensor(msgspec.Struct, forbid_unknown_fields=True, gc=False):
@@ -97,6 +99,8 @@ class InferRequest(NamedTuple):
 
 def reject_parameters(parameters: Parameters, where: str, supported: str = "") -> None:
     """Reject parameters that would change the answer but are not supported; ignore all others."""
+    if parameters.keys().isdisjoint(_REJECTED_PARAMETERS):
+        return
     for name, reason in _REJECTED_PARAMETERS.items():
         if parameters.get(name) and name != supported:
             raise InvalidPayload(f"{where}: parameter {name!r} is not supported: {reason}")
@@ -109,7 +113,7 @@ def to_raw(array: Array, datatype: str) -> bytes:
         return b"".join(struct.pack("<I", len(text)) + text for text in texts)
     if datatype == "BF16":
         array = bfloat16.to_bits(array)
-    return array.astype(array.dtype.newbyteorder("<"), copy=False).tobytes()
+    return (array.byteswap() if _SWAPS_BYTES else array).tobytes()
 
 
 def _check_shapes(shapes: tuple[tuple[int, ...], ...], signature: Signature) -> None:
@@ -225,10 +229,12 @@ def _from_raw(data: bytes | memoryview, datatype: str) -> Array:
         raise _InvalidData(f"{len(data)} raw bytes are not a whole number of {datatype} elements")
     if datatype == "BOOL" and len(data) and np.frombuffer(data, np.uint8).max() > 1:
         raise _InvalidData("raw BOOL data holds a byte other than 0 and 1")
-    array = np.frombuffer(data, kind.newbyteorder("<"))
+    array = np.frombuffer(data, kind)
+    if _SWAPS_BYTES:
+        array = array.byteswap()
     if datatype == "BF16":
         return bfloat16.from_bits(array)
-    return array.astype(kind, copy=not array.flags.aligned)
+    return array if array.flags.aligned else array.copy()
 
 
 def raw_type(datatype: str) -> np.dtype[Any]:

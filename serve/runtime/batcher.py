@@ -130,12 +130,14 @@ class Batcher:
         request.batch_key, request.rows, request.queued_at = key, rows, time.monotonic()
         if request.queued_at >= request.deadline:
             raise DeadlineExceeded("the deadline passed before the request was queued; it was not computed")
-        answer: asyncio.Future[dict[str, Array]] = asyncio.get_running_loop().create_future()
-        request.outputs = answer
         if is_only and not self.waiting and not self._running and self._estimate.is_quick(input_size((request,))):
             request.run_started_at = request.queued_at
-            self._deliver([request], self._compute([request]))
-            return answer.result()
+            (computed,) = self._compute([request])
+            if isinstance(computed, BaseException):
+                raise computed
+            return computed
+        answer: asyncio.Future[dict[str, Array]] = asyncio.get_running_loop().create_future()
+        request.outputs = answer
         lane = self._lanes.get(key)
         if lane is None:
             lane = self._lanes[key] = Lane()
@@ -227,16 +229,16 @@ class Batcher:
         self._expected_end = time.monotonic() + self._estimate.queue_seconds(total_rows(batch))
         future.add_done_callback(lambda done: self._finish(batch, done))
 
-    def _finish(self, batch: list[RequestContext], done: asyncio.Future[list[Any]]) -> None:
+    def _finish(self, batch: list[RequestContext], done: asyncio.Future[Sequence[Any]]) -> None:
         self._running = False
         if done.cancelled():  # the service is shutting down
-            answers: list[Any] = [Busy("the service is shutting down; try again")] * len(batch)
+            answers: Sequence[Any] = [Busy("the service is shutting down; try again")] * len(batch)
         else:
             answers = [error] * len(batch) if (error := done.exception()) else done.result()
         self._deliver(batch, answers)
         self._schedule()
 
-    def _deliver(self, batch: list[RequestContext], answers: list[Any]) -> None:
+    def _deliver(self, batch: list[RequestContext], answers: Sequence[Any]) -> None:
         if len(batch) > 1:
             self._merged_at = time.monotonic()
         for item, answer in zip(batch, answers, strict=True):
@@ -247,9 +249,11 @@ class Batcher:
             else:
                 item.outputs.set_result(answer)
 
-    def _compute(self, batch: list[RequestContext]) -> list[Any]:
+    def _compute(self, batch: list[RequestContext]) -> Sequence[dict[str, Array] | BaseException]:
         """Return for each request its outputs or the exception it causes."""
-        started_at, cpu_started_at = time.perf_counter(), time.thread_time()
+        size = input_size(batch)
+        reads_cpu_time = self.options.cpu_bound and self._estimate.needs_cpu_time(size)
+        started_at, cpu_started_at = time.perf_counter(), time.thread_time() if reads_cpu_time else 0.0
         try:
             parts = split(self._run(concatenate(batch), batch[0].output_names), batch)
         except Exception as error:  # may be caused by one request: halving the batch isolates it
@@ -258,8 +262,10 @@ class Batcher:
             half = len(batch) // 2
             return [*self._compute(batch[:half]), *self._compute(batch[half:])]
         seconds, rows = time.perf_counter() - started_at, total_rows(batch)
-        cpu_seconds = time.thread_time() - cpu_started_at if self.options.cpu_bound else math.inf
-        self._estimate.record(input_size(batch), rows, seconds, cpu_seconds)
+        if reads_cpu_time:
+            self._estimate.record(size, rows, seconds, time.thread_time() - cpu_started_at)
+        else:
+            self._estimate.record(size, rows, seconds, None if self.options.cpu_bound else math.inf)
         self._record_batch(len(batch), rows, seconds)
         return parts
 
@@ -328,6 +334,7 @@ class RunTimeEstimate:
     def __init__(self) -> None:
         self._seconds: dict[int, float] = {}  # shortest recent run, by the size of a batch
         self._distrusted: dict[int, int] = {}  # runs until a size is trusted again
+        self._cpu_timed: dict[int, int] = {}  # runs of a quick size whose CPU time is still to be read
         self._total_seconds = self._total_rows = 0.0  # exponentially weighted
         self._previous: tuple[int, float] | None = (
             None  # rows and start of the batch before, if requests waited behind it
@@ -336,17 +343,34 @@ class RunTimeEstimate:
             0.0  # between starts of batches while requests waited, exponentially weighted
         )
 
-    def record(self, size: int, rows: int, seconds: float, cpu_seconds: float = math.inf) -> None:
-        """`cpu_seconds`: CPU time of the run's thread, for runs that only compute."""
+    def needs_cpu_time(self, size: int) -> bool:
+        """Return whether to read the CPU time of a run; not of a quick one, unless one took long a while ago.
+
+        Reading it is a system call, which took 1 to 40 microseconds where a small run took 10.
+        """
+        return not self.is_quick(size) or self._cpu_timed.get(size, 0) > 0
+
+    def record(self, size: int, rows: int, seconds: float, cpu_seconds: float | None = math.inf) -> None:
+        """`cpu_seconds`: CPU time of the run's thread, for runs that only compute; None if it was not read."""
+        if cpu_seconds is None and seconds >= _QUICK_SECONDS:
+            # Either another process had its turn or the values made it slow: the CPU time of the next runs decides.
+            self._cpu_timed[size] = _DISTRUSTED_RUNS
+        else:
+            self._record_own(size, seconds, cpu_seconds)
+        self._total_seconds = _SMOOTHING * self._total_seconds + seconds
+        self._total_rows = _SMOOTHING * self._total_rows + rows
+
+    def _record_own(self, size: int, seconds: float, cpu_seconds: float | None) -> None:
+        """Record the time of one run without that of other processes."""
         # The minimum counts: on a busy machine the turns of other processes are part of the measured time.
-        own = min(seconds, cpu_seconds)
+        own = seconds if cpu_seconds is None else min(seconds, cpu_seconds)
         self._seconds[size] = min(own, self._seconds.get(size, own) * _MINIMUM_GROWTH)
+        if self._cpu_timed:
+            self._cpu_timed[size] = max(0, self._cpu_timed.get(size, 0) - 1)
         if own > _LONG_SECONDS:
             self._distrusted[size] = _DISTRUSTED_RUNS
         elif self._distrusted:
             self._distrusted[size] = max(0, self._distrusted.get(size, 0) - 1)
-        self._total_seconds = _SMOOTHING * self._total_seconds + seconds
-        self._total_rows = _SMOOTHING * self._total_rows + rows
 
     async def call(self, pool: Executor, size: int, work: Callable[..., T], *args: Any) -> T:
         """Call `work` in a thread, or directly where calls of this size are known to be quick."""

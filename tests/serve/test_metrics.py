@@ -13,7 +13,7 @@ from serve.errors import Busy
 from serve.metrics import Histogram, ModelMetrics
 from serve.prometheus import exposition
 from serve.protocol.statistics import version_statistics
-from serve.request_context import RequestContext
+from serve.request_context import RequestContext, in_flight
 from serve.request_log import RequestLog
 from serve.runtime.predictor import CodecError
 from serve.shadow import Agreement
@@ -55,7 +55,7 @@ def _values(metrics: Metrics) -> dict[tuple[str, ...], float]:
 def _prediction(requests: RequestLog, protocol: str = "v2") -> RequestContext:
     request = RequestContext({}, "/")
     request.protocol = protocol
-    RequestContext.in_flight += 1
+    in_flight.count += 1
     return request
 
 
@@ -72,7 +72,7 @@ def loaded() -> list[tuple[Any, bool]]:
 
 @pytest.fixture
 def requests(loaded: list[tuple[Any, bool]], monkeypatch: pytest.MonkeyPatch) -> RequestLog:
-    monkeypatch.setattr(RequestContext, "in_flight", 0)
+    monkeypatch.setattr(in_flight, "count", 0)
     return RequestLog(Metrics(lambda: loaded))
 
 

@@ -305,3 +305,24 @@ def test_waiting_for_the_cpu_keeps_a_size_quick() -> None:
         estimate.record(5, 1, 0.02, 1e-4)
     assert estimate.is_quick(5)
     assert estimate.queue_seconds(1) == pytest.approx(0.02), "the queue waits for all of it"
+
+
+def test_cpu_time_of_a_quick_size_is_read_only_after_a_slow_run() -> None:
+    estimate = RunTimeEstimate()
+    assert estimate.needs_cpu_time(5), "nothing is known of it"
+    estimate.record(5, 1, 1e-4, 1e-4)
+    assert not estimate.needs_cpu_time(5)
+    estimate.record(5, 1, 0.1, None)
+    assert estimate.is_quick(5), "another process may have had its turn"
+    for _ in range(1000):
+        assert estimate.needs_cpu_time(5)
+        estimate.record(5, 1, 1e-4, 1e-4)
+    assert not estimate.needs_cpu_time(5)
+
+
+def test_second_long_run_makes_its_size_distrusted() -> None:
+    estimate = RunTimeEstimate()
+    for _ in range(2):
+        estimate.record(5, 1, 1e-4, 1e-4)
+        estimate.record(5, 1, 0.1, 0.1 if estimate.needs_cpu_time(5) else None)
+    assert not estimate.is_quick(5)
