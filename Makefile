@@ -15,10 +15,10 @@ endif
 INSTALL_TORCH = $(PIP) --no-deps --retries 1 $(CPU_INDEX) torch
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-long lint types unit docs format clean
+.PHONY: help run test test-long test-cluster lint types unit docs format clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 run: $(VENV)/.run  ## install what the example in digits/ needs, then run it: pipe demo
 	$(BIN)/pipe demo
@@ -28,6 +28,11 @@ test: lint  ## every check and test that CI runs
 
 test-long: $(VENV)/.dev  ## the tests that take minutes
 	$(BIN)/python -m pytest -m "long and not gpu"
+
+# Only a KUBECONFIG on the command line counts: the tests drain nodes, and the environment may name any cluster.
+test-cluster: export PIPE_TEST_CLUSTER = $(if $(findstring command,$(origin KUBECONFIG)),$(KUBECONFIG))
+test-cluster: $(VENV)/.dev  ## the tests on a real cluster: make test-cluster KUBECONFIG=FILE
+	$(BIN)/python -m pytest -m cluster -v tests/cluster
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -1,0 +1,92 @@
+"""Steady requests from a pod in the cluster, on their own way through the Service, and their count."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from collections.abc import Iterator
+
+from k8s.objects.kustomize import Object
+
+from .images import NAME
+from .place import Place, wait_until
+
+_NAME = "load"
+_MAX_SECONDS = 1800
+_START_SECONDS = 3  # of requests before the test begins, and after it
+# Every response must be right. Each thread connects anew for each request.
+_PROGRAM = """
+import json, sys, threading, time, urllib.request
+counts, lock, errors = {"requests": 0, "failed": 0}, threading.Lock(), []
+url, seconds = sys.argv[1], float(sys.argv[2])
+body = json.dumps({"instances": [[1, 2]]}).encode()
+end = time.monotonic() + seconds
+
+def send():
+    while time.monotonic() < end:
+        try:
+            request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+            with urllib.request.urlopen(request, timeout=10) as response:
+                right = json.load(response) == {"predictions": [[2, 4]]}
+                error = "" if right else "a wrong answer"
+        except Exception as caught:
+            error = repr(caught)
+        with lock:
+            counts["requests"] += 1
+            counts["failed"] += bool(error)
+            errors.extend([error] if error and len(errors) < 5 else [])
+        time.sleep(0.02)
+
+for _ in range(4):
+    threading.Thread(target=send, daemon=True).start()
+while time.monotonic() < end:
+    time.sleep(0.5)
+    with lock:
+        print(json.dumps({**counts, "errors": errors}), flush=True)
+"""
+
+
+class Load:
+    def __init__(self, place: Place) -> None:
+        self._place = place
+
+    def counts(self) -> Object:
+        path = f"/api/v1/namespaces/{self._place.namespace}/pods/{_NAME}/log"
+        response = self._place.cluster.connection.request("GET", path, {"tailLines": "1"})
+        lines = response.body.splitlines() if response.ok else []
+        counts: Object = json.loads(lines[-1]) if lines else {"requests": 0, "failed": 0, "errors": []}
+        return counts
+
+    def check(self, at_least: int) -> None:
+        """Check that requests went on, and that none failed."""
+        time.sleep(_START_SECONDS)
+        counts = self.counts()
+        print(f"load: {counts}")
+        assert counts["requests"] >= at_least
+        assert counts["failed"] == 0, counts
+
+
+@contextlib.contextmanager
+def send_load(place: Place) -> Iterator[Load]:
+    place.create("pods", load_pod(place))
+    load = Load(place)
+    try:
+        wait_until(lambda: load.counts()["requests"] > 0, "the first request of the load")
+        time.sleep(_START_SECONDS)
+        yield load
+    finally:
+        place.delete_pod(_NAME, 0)
+
+
+def load_pod(place: Place) -> Object:
+    url = f"http://{NAME}.{place.namespace}:8080/v1/models/{NAME}:predict"
+    container = {
+        "name": "load",
+        "image": place.image_of("stable"),
+        "command": ["python", "-c", _PROGRAM, url, str(_MAX_SECONDS)],
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+    }
+    security = {"runAsNonRoot": True, "runAsUser": 10001, "seccompProfile": {"type": "RuntimeDefault"}}
+    spec = {"containers": [container], "restartPolicy": "Never", "securityContext": security}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": _NAME}, "spec": spec}

@@ -1,0 +1,49 @@
+"""Training as an Indexed Job of two pods, of which one is killed in the middle."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from k8s.objects.training import training_objects
+from pipeline.history import Project, example_folder
+
+from .place import Place, Reports, wait_until
+
+pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.usefixtures("nodes")]
+
+TIMEOUT_SECONDS = 600
+MIN_EPOCHS = 2  # that are logged before the pod is killed
+
+
+def test_training_finishes_after_a_pod_was_killed(place: Place, reports: Reports) -> None:
+    image = os.environ.get("PIPE_TEST_TRAIN_IMAGE")
+    if not image:
+        pytest.skip("needs PIPE_TEST_TRAIN_IMAGE, the image of the example `starter`")
+    settings = [
+        "train.nodes=2", "train.epochs=200", f"train.image={image}", f"deploy.namespace={place.namespace}",
+        "cluster.access_mode=ReadWriteOnce", "cluster.volume_size=1Gi", "cluster.cpu=100m",
+    ]  # fmt: skip
+    config = Project(example_folder("starter"), place.folder / "runs").config(settings)
+    objects = training_objects(config, image, "/project/runs/run-1", standalone=True)
+    place.cluster.apply(objects, place.namespace, reports)
+    job = objects[-1]
+    selector = f"batch.kubernetes.io/job-name={job['metadata']['name']}"
+
+    def status() -> dict[str, object]:
+        live = place.cluster.read(job, place.namespace)
+        assert live is not None
+        assert not live["status"].get("failedIndexes"), live["status"]
+        return dict(live["status"])
+
+    def log() -> str:
+        pod = min(pod["metadata"]["name"] for pod in place.pods(selector))
+        path = f"/api/v1/namespaces/{place.namespace}/pods/{pod}/log"
+        return place.request("GET", path).body.decode(errors="replace")
+
+    wait_until(lambda: len(place.pods(selector)) == 2 and log().count("epoch") >= MIN_EPOCHS, "epochs", TIMEOUT_SECONDS)
+    killed = max(pod["metadata"]["name"] for pod in place.pods(selector))
+    place.delete_pod(killed, 0)
+    wait_until(lambda: status().get("succeeded") == 2, "the end of training", TIMEOUT_SECONDS)
+    assert killed not in {pod["metadata"]["name"] for pod in place.pods(selector)}
