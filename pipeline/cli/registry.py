@@ -12,6 +12,7 @@ import typer
 from pipeline.cli.app import KubeContext, Output, OutputOption, app, emit, project_of, table
 from pipeline.cli.run import cluster_overrides, emit_run, finish, newest_bundle
 from pipeline.contract.bundle import Bundle
+from pipeline.contract.config import override_config
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.registry import CHAMPION, PREVIOUS, Change, Entry, Registry, open_store, read_registry
 from pipeline.contract.run import Run
@@ -156,16 +157,18 @@ def _serve_again(runs: Path, live: LiveService | None, entry: Entry) -> str:
 def _deploy_version(
     project: Project, record: ClusterRecord, version: Version, context: str | None, output: Output
 ) -> None:
-    """Give one version all requests, with the image that was recorded."""
+    """Give one version all requests again, with the image and the settings that it was deployed with."""
     display = Display(live=sys.stderr.isatty())
     source = run_of_version(project.runs, version)
     overrides = [
         *record.place(source.config),
         f"deploy.image={version.image}",
+        f"registry={project.config().registry}",
         "rollout.canary_percent=0",
         *cluster_overrides(None, context),
     ]
-    emit_run(output, finish(display, lambda: redeploy(project, source, overrides, display)))
+    config = override_config(source.config, overrides)
+    emit_run(output, finish(display, lambda: redeploy(project, source, config, display)))
 
 
 def _roll_back_cluster(project: Project, record: ClusterRecord, context: str | None, output: Output) -> None:
@@ -196,7 +199,6 @@ def _roll_back_cluster(project: Project, record: ClusterRecord, context: str | N
 
 def _end_cluster_canary(project: Project, record: ClusterRecord, context: str | None, output: Output) -> None:
     from k8s.deploy import end_canary  # slow to load
-    from pipeline.contract.config import override_config
 
     recorded = run_of_version(project.runs, record.current).config
     config = override_config(recorded, [*record.place(recorded), *cluster_overrides(None, context)])

@@ -18,7 +18,7 @@ from pipeline.contract.settings.access import Access
 from pipeline.contract.settings.stages import service_view_options
 from pipeline.history import Project
 from pipeline.processes import Report
-from pipeline.runner import load_deployable
+from pipeline.runner import check_deployable
 from pipeline.service.cluster_record import record_deployment
 from pipeline.service.process import LiveService, measure_latency, read_live
 from pipeline.service.rollout import (
@@ -146,9 +146,9 @@ def _exit(signal_number: int, _frame: object) -> None:
     sys.exit(128 + signal_number)
 
 
-def preview(project: Project, source: Run, overrides: Sequence[str], report: Report) -> list[dict[str, Any]]:
+def preview(project: Project, source: Run, config: Config, report: Report) -> list[dict[str, Any]]:
     """Return one entry for each object that would be created or changed."""
-    config, _ = load_deployable(source, overrides)
+    check_deployable(source)
     access = Access.from_settings(config.serve, project.root)
     bundle = source.bundle(access.trust)
     if config.deploy.on_cluster:

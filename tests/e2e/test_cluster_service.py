@@ -71,7 +71,7 @@ def test_bundle_is_deployed_replaced_tried_as_canary_and_rolled_back(api: ApiSer
     assert f"pipe-road/bundle: {first.bundle().digest} → {second.bundle().digest}" in stdout
     assert serving(api, copied).digest == first.bundle().digest, "nothing was deployed"
     copied.pipe("deploy", second.id, *ON_CLUSTER)
-    assert copied.pipe("deploy", "--dry-run", "--exit-code").stdout == "nothing would change\n"
+    assert copied.pipe("deploy", *ON_CLUSTER, "--dry-run", "--exit-code").stdout == "nothing would change\n"
     found = cluster_of(copied)
     assert (found["current"]["bundle"], found["previous"]["bundle"]) == (second.bundle().digest, first.bundle().digest)
     assert found["drift"] == []

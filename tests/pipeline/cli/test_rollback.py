@@ -67,7 +67,7 @@ def test_canary_left_by_a_killed_deployment_is_ended(
     ended: list[str] = []
     config = SimpleNamespace(deploy=SimpleNamespace(on_cluster=True, target="kubernetes"))
     monkeypatch.setattr(registry, "run_of_version", lambda runs, version: SimpleNamespace(config=config))
-    monkeypatch.setattr("pipeline.contract.config.override_config", lambda config, overrides: overrides)
+    monkeypatch.setattr(registry, "override_config", lambda config, overrides: overrides)
     monkeypatch.setattr("k8s.deploy.end_canary", lambda config, report: ended.extend(config))
     roll_back("b" * 64, A, B, canary=True)
     assert deployed == []
