@@ -19,7 +19,7 @@ from pipeline.contract.settings.stages import service_view_options
 from pipeline.history import Project
 from pipeline.processes import Report
 from pipeline.runner import check_deployable
-from pipeline.service.cluster_record import record_deployment
+from pipeline.service.cluster_record import begin_deployment, record_deployment
 from pipeline.service.process import LiveService, measure_latency, read_live
 from pipeline.service.rollout import (
     VERSION_DIGITS,
@@ -83,7 +83,14 @@ def _on_cluster(run: Run, bundle: Bundle, access: Access) -> dict[str, Any]:
 
     try:
         record = deploy_to_cluster(
-            run.config, bundle, image, directory, render, lambda text: _print(final_path(text)), access
+            run.config,
+            bundle,
+            image,
+            directory,
+            render,
+            lambda text: _print(final_path(text)),
+            access,
+            on_apply=lambda server: begin_deployment(run, run.config, server),
         )
     except ClusterError as error:
         raise ClusterError(final_path(str(error))) from error

@@ -53,8 +53,8 @@ def serving(api: ApiServer, project: ProjectFolder, name: str = "sides") -> Bund
 
 
 def cluster_of(project: ProjectFolder) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(project.pipe("status", "-o", "json").stdout)["cluster"]
-    return found
+    (found,) = json.loads(project.pipe("status", "-o", "json").stdout)["clusters"]
+    return dict(found)
 
 
 def test_bundle_is_deployed_replaced_tried_as_canary_and_rolled_back(api: ApiServer, copied: ProjectFolder) -> None:
@@ -92,3 +92,18 @@ def test_bundle_is_deployed_replaced_tried_as_canary_and_rolled_back(api: ApiSer
     assert cluster_of(copied)["canary"] is None
     api.store.change(DEPLOYMENT, lambda item: item["spec"].update(progressDeadlineSeconds=7))
     assert "deployment/sides: spec.progressDeadlineSeconds: 7 → 900" in cluster_of(copied)["drift"]
+
+    api.namespaces.add("production")
+    api.service = lambda path, body: answers(first.bundle(), path)
+    copied.pipe("deploy", first.id, *ON_CLUSTER, "deploy.namespace=production")
+    copied.pipe("deploy", *ON_CLUSTER, "--dry-run", "--exit-code", expect=4)
+    done = copied.pipe("registry", "rollback", expect=2)
+    assert f"--context small --namespace production ({api.url}), or --context small --namespace default" in done.stderr
+    api.service = lambda path, body: answers(serving(api, copied), path)
+    copied.pipe("registry", "rollback", "--namespace", "default")
+    assert serving(api, copied).digest == first.bundle().digest
+    stdout = copied.pipe("status").stdout
+    assert "namespace production: sides serves bundle" in stdout
+    assert "namespace default: sides serves bundle" in stdout
+    done = copied.pipe("registry", "rollback", "--namespace", "default", expect=2)
+    assert "sides in namespace default has no previous version" in done.stderr
