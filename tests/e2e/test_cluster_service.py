@@ -65,10 +65,14 @@ def test_bundle_is_deployed_replaced_tried_as_canary_and_rolled_back(api: ApiSer
     assert "plan: deployment/sides: new" in done.stderr
     assert "there is nothing to roll back to" in copied.pipe("registry", "rollback", expect=2).stderr
 
-    copied.pipe("run", "--until", "package", *NEXT)
+    copied.pipe("run", "--until", "package", *NEXT, *ON_CLUSTER)
     second = copied.latest
     stdout = copied.pipe("deploy", second.id, *ON_CLUSTER, "--dry-run", "--exit-code", expect=4).stdout
     assert f"pipe-road/bundle: {first.bundle().digest} → {second.bundle().digest}" in stdout
+    assert f" → {second.bundle().digest}" in copied.pipe("plan", "deploy", *ON_CLUSTER, *NEXT).stdout
+    copied.pipe("run", "--until", "export", *NEXT)
+    done = copied.pipe("deploy", *ON_CLUSTER, "--dry-run", "--exit-code", expect=4)
+    assert f"has no finished package; run {second.id} has one of the same bundle" in done.stderr
     assert serving(api, copied).digest == first.bundle().digest, "nothing was deployed"
     copied.pipe("deploy", second.id, *ON_CLUSTER)
     assert copied.pipe("deploy", *ON_CLUSTER, "--dry-run", "--exit-code").stdout == "nothing would change\n"
