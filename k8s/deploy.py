@@ -36,8 +36,12 @@ def deploy(
     render_only: bool,
     report: Report,
     access: Access = OPEN_ACCESS,
+    on_apply: Callable[[str], None] = lambda _: None,
 ) -> dict[str, Any]:
-    """Render the manifests into a folder and, unless `render_only`, deploy them; return what is recorded."""
+    """Render the manifests into a folder and, unless `render_only`, deploy them; return what is recorded.
+
+    `on_apply` is called with the server before the new version is applied to it.
+    """
     check_verdict(bundle)
     objects = serving.serving_objects(config, bundle, image, access)
     namespace = config.deploy.namespace
@@ -64,7 +68,8 @@ def deploy(
         raise ClusterError(message) from error
     report(f"deploying to {cluster.describe()}, namespace {namespace}")
     with deployment_lease(cluster, config).hold(LEASE_TIMEOUT_SECONDS, report) as check_lease:
-        outcome = Deployer(config, bundle, objects, access, cluster, report, check_lease).run()
+        before_apply = lambda: on_apply(cluster.connection.server)  # noqa: E731
+        outcome = Deployer(config, bundle, objects, access, cluster, report, check_lease, before_apply).run()
     return {**record, **outcome, "context": cluster.context, "server": cluster.connection.server}
 
 
@@ -117,6 +122,7 @@ class Deployer:
     cluster: Cluster
     report: Report
     check_lease: Callable[[], None]  # raises once another deployment has started
+    before_apply: Callable[[], None]
 
     @property
     def namespace(self) -> str:
@@ -138,6 +144,7 @@ class Deployer:
             }
         objects = [*network.access_secrets(self.config, self.access), *self.objects]
         self.check_lease()
+        self.before_apply()
         applied = self.cluster.apply(objects, self.namespace, self.report, rollout.force_conflicts)
         self.report(f"applied {', '.join(applied)}")
         try:

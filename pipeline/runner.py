@@ -20,7 +20,7 @@ from typing import Literal, Protocol
 
 from pipeline.continuation import StartingPoint, recorded_starting_point
 from pipeline.contract.bundle import OVERRIDDEN
-from pipeline.contract.config import Config, override_config
+from pipeline.contract.config import Config, override_config, parse_config
 from pipeline.contract.errors import (
     BundleError,
     ConfigError,
@@ -87,6 +87,7 @@ from pipeline.readers import changed_read_files
 from pipeline.tracking.process import TRACKED_STEPS, Tracking, check_trackers, track_run
 from pipeline.training.launchers import check_launcher, uses_agent
 
+MANIFEST = "bundle/manifest.json"  # of the export step: its digest is that of the bundle
 REDEPLOYED = "deployed again"  # reason in the records of `pipe deploy`, whose steps are those of another run
 
 # Settings of the train section that a resumed run may change. Not `checkpoints`: the run's own are there;
@@ -392,9 +393,9 @@ def _is_unfinished(body: RunFile) -> bool:
     return not is_ended and not all(record is not None and record.complete for record in records)
 
 
-def redeploy(project: Project, source: Run, overrides: Sequence[str], display: Display) -> Run:
+def redeploy(project: Project, source: Run, config: Config, display: Display) -> Run:
     """Deploy the bundle of an earlier run unchanged, whatever has changed in the project since, as a new run."""
-    config, records = load_deployable(source, overrides)
+    records = check_deployable(source)
     request = RunRequest(tuple(record.step for record in records))
     pipeline_run = PipelineRun(project, config, request, [(source, source.read())])
     run = create_run(project.runs, config, (*request.steps, "deploy"), parent=source.id)
@@ -410,26 +411,55 @@ def redeploy(project: Project, source: Run, overrides: Sequence[str], display: D
     return run
 
 
-def load_deployable(source: Run, overrides: Sequence[str]) -> tuple[Config, list[StepRecord]]:
-    """Return the configuration to deploy a run's bundle with, and its records, after checking every file."""
+def deployment_config(project: Project, source: Run, overrides: Sequence[str]) -> Config:
+    """Return the settings of a run's bundle, with those of deployments as pipe.yaml and the command line have them now.
+
+    What an earlier deployment of the bundle was started with has no effect.
+    """
     for override in overrides:
         if not _is_deployment_setting(override.partition("=")[0]):
             raise ConfigError(
                 f"{override}: a deployment may change only deploy.*, rollout.* and "
                 f"serve.{{{','.join(DEPLOYMENT_SETTINGS)}}}; use `pipe run` to change other settings"
             )
-    config, body = override_config(source.config, overrides), source.read()
-    records = [record for record in body.steps.values() if record.step != "deploy" and record.complete]
-    if missing := sorted({"export", "package"} - {record.step for record in records}):
-        raise ConfigError(
-            f"run {source.id} has no finished {' and no '.join(missing)}; `pipe run --resume` finishes it"
-        )
+    values, current = source.config.model_dump(mode="json"), project.config(overrides).model_dump(mode="json")
+    values |= {name: current[name] for name in ("registry", "deploy", "rollout")}
+    values["serve"] |= {name: current["serve"][name] for name in DEPLOYMENT_SETTINGS}
+    return parse_config(values, f"{project.root / 'pipe.yaml'} with the bundle of run {source.id}")
+
+
+def find_deployable(project: Project, source: Run, report: Callable[[str], None]) -> Run:
+    """Return the run, or the newest other one of the same bundle if only that has a finished package."""
+    body = source.read()
+    if not (missing := _missing_steps(body)):
+        return source
+    complete = [(run, other) for run, other in load_history(project.runs) if not _missing_steps(other)]
+    hint = f"`pipe run --resume {source.id} package` finishes it"
+    if "export" not in missing:
+        bundle = body.steps["export"].outputs.get(MANIFEST)
+        for run, other in complete:
+            if other.steps["export"].outputs.get(MANIFEST) == bundle:
+                report(f"run {source.id} has no finished package; run {run.id} has one of the same bundle")
+                return run
+    if complete:
+        hint += f"; `pipe deploy {complete[0][0].id}` deploys another bundle, of the newest complete run"
+    raise ConfigError(f"run {source.id} has no finished {' and no '.join(missing)}; {hint}")
+
+
+def _missing_steps(body: RunFile) -> list[str]:
+    """Return the steps that a deployment needs and that are not complete."""
+    return [name for name in ("export", "package") if name not in body.steps or not body.steps[name].complete]
+
+
+def check_deployable(source: Run) -> list[StepRecord]:
+    """Return the records of a run to deploy, after checking every file."""
+    records = [record for record in source.read().steps.values() if record.step != "deploy" and record.complete]
     source.check_seal()
     for record in records:
         source.check_record(record)
         if changed := changed_outputs(source, record):
             raise BundleError(f"run {source.id}: {record.step}/{changed[0]} changed on disk; it must not be deployed")
-    return config, records
+    return records
 
 
 def _is_deployment_setting(key: str) -> bool:

@@ -24,15 +24,17 @@ class DeploymentState:
 
 
 def inspect_deployment(
-    context: str, namespace: str, manifests: Path, bundle: str, canary: bool = False
+    context: str, namespace: str, manifests: Path, bundle: str, canary: bool = False, server: str = ""
 ) -> DeploymentState:
-    """Compare the cluster with the manifests that were applied; `bundle` and `canary` are what was recorded."""
+    """Compare the cluster with the manifests that were applied; `bundle`, `canary` and `server` were recorded."""
     objects = read_manifests(manifests)
     workload = _find_workload(objects)
     if workload is None:
         return DeploymentState(f"its manifests are missing from {manifests}")
     try:
         cluster = Cluster.connect(context)
+        if server not in ("", cluster.connection.server):
+            return DeploymentState(f"unknown: the context {context} is that of {cluster.connection.server} now")
         live = cluster.read(workload, namespace)
         if live is None:
             return DeploymentState("gone", drift=(f"{kubectl_name(workload)} is not on the cluster any more",))

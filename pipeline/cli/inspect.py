@@ -30,7 +30,7 @@ from pipeline.contract.run import STEPS, Run, RunFile
 from pipeline.contract.signing import Trust
 from pipeline.history import Project, find_run, load_history, lock_run, lock_runs, open_run
 from pipeline.override import override_verdict, verdict_digest
-from pipeline.service.cluster_record import read_cluster_status
+from pipeline.service.cluster_record import describe_clusters, read_cluster_status
 from pipeline.service.process import LiveService, read_live
 from pipeline.service.rollout import AdminClient
 from pipeline.tune.record import count_trials
@@ -50,16 +50,16 @@ def status(
     names = [run.id for run, _ in shown]
     restarts, overrides = _restarts(project, names), _overrides(project, names)
     studies = count_trials(project.runs, history)
-    live, cluster = read_live(project.runs), read_cluster_status(project)
+    live, clusters = read_live(project.runs), read_cluster_status(project)
     service, service_lines = _service(live) if live else (None, ["no service is live"])
     columns = ("run", "age", "state", "model", "verdict", "metric")
     lines = [table([{name: row[name] for name in columns} for row in runs]), "", *map(_restart_line, restarts)]
     lines += [f"run {override['run']} went past the gate: {override['text']}" for override in overrides]
     lines += [f"study {study['study']}: runs of {study['runs']} trials; see `pipe tune status`" for study in studies]
-    lines += service_lines if live or not cluster else []
-    lines += cluster.lines() if cluster else []
+    lines += service_lines if live or not clusters else []
+    lines += describe_clusters(clusters)
     facts = {"runs": runs, "restarts": restarts, "overrides": overrides, "studies": studies, "service": service}
-    emit(output, facts | {"cluster": cluster.facts() if cluster else None}, "\n".join(lines))
+    emit(output, facts | {"clusters": [cluster.facts() for cluster in clusters]}, "\n".join(lines))
 
 
 def _run_row(run: Run, body: RunFile) -> dict[str, Any]:

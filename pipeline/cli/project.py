@@ -43,7 +43,7 @@ from pipeline.doctor import check_machine
 from pipeline.history import Project, example_folder, find_run, load_history, lock_runs
 from pipeline.plan import steps_of_setting
 from pipeline.runner import RunRequest, run_pipeline
-from pipeline.service.cluster_record import read_cluster_record
+from pipeline.service.cluster_record import read_cluster_records
 from pipeline.service.process import read_live
 from pipeline.tune.record import needed_runs
 
@@ -315,9 +315,10 @@ def gc(
 
 def _removable_runs(project: Project, entries: list[Entry], keep: int) -> list[Run]:
     history = load_history(project.runs)
-    live, cluster = read_live(project.runs), read_cluster_record(project.runs)
+    live = read_live(project.runs)
     needed_names = {live.run} if live else set()
-    needed_names |= {version.run for version in cluster.versions} if cluster else set()
+    for record in read_cluster_records(project.runs):
+        needed_names |= record.needed_runs()
     needed_names |= {entry.run for entry in entries}
     needed_names |= needed_runs(project.runs, history)
     needed_names |= {run.id for run in [run for run, body in history if not body.study][:keep]}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,14 +14,24 @@ import typer
 from pipeline.cli.app import KubeContext, Output, OutputOption, app, emit, project_of, table
 from pipeline.cli.run import cluster_overrides, emit_run, finish, newest_bundle
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.errors import ConfigError
+from pipeline.contract.config import override_config
+from pipeline.contract.errors import ConfigError, StageError
 from pipeline.contract.registry import CHAMPION, PREVIOUS, Change, Entry, Registry, open_store, read_registry
 from pipeline.contract.run import Run
 from pipeline.contract.signing import new_key, private_key
 from pipeline.display import Display
 from pipeline.history import Project, find_run, lock_run, lock_runs, lock_service
 from pipeline.runner import redeploy
-from pipeline.service.cluster_record import ClusterRecord, Version, read_cluster_record, run_of_version, without_canary
+from pipeline.service.cluster_record import (
+    ClusterRecord,
+    Version,
+    end_failed_restore,
+    read_cluster_records,
+    run_of_version,
+    select_record,
+    step_back,
+    without_canary,
+)
 from pipeline.service.process import LiveService, read_live
 from pipeline.service.rollout import promote as promote_name
 from pipeline.service.rollout import rollback as roll_back_name
@@ -30,6 +42,9 @@ commands = typer.Typer(
 app.add_typer(commands, name="registry")
 
 Name = Annotated[str, typer.Option("--name", help="Name in the registry; new candidates must beat the champion.")]
+Namespace = Annotated[
+    str | None, typer.Option("--namespace", help="Namespace on a cluster, where there are several deployments.")
+]
 Reason = Annotated[str, typer.Option("--reason", help="Reason to record in the history.")]
 
 
@@ -81,6 +96,7 @@ def promote(
     name: Name = CHAMPION,
     reason: Reason = "promoted by hand",
     cluster_context: KubeContext = None,
+    namespace: Namespace = None,
     output: OutputOption = Output.text,
 ) -> None:
     """Make a run's bundle the champion, or give it another name; a canary that becomes champion gets all requests."""
@@ -88,8 +104,9 @@ def promote(
     with lock_service(project.runs):
         if name == CHAMPION:
             live = _live_service(project.runs)
-            record = _cluster_record(project.runs, live)
-            if record and record.canary and (not run or find_run(project.runs, run).id == record.canary.run):
+            records = _cluster_records(project.runs, live, cluster_context, namespace)
+            canaries = [item for item in records if item.canary and (not run or _names_run(project, run, item.canary))]
+            if (record := _select_record(canaries, cluster_context)) and record.canary:
                 return _deploy_version(project, record, record.canary, cluster_context, output)
             if live and live.canary and (not run or find_run(project.runs, run).id == live.canary.run):
                 from pipeline.service.rollout import finish_canary  # numpy is slow to load
@@ -106,6 +123,7 @@ def rollback(
     name: Name = CHAMPION,
     reason: Reason = "rolled back",
     cluster_context: KubeContext = None,
+    namespace: Namespace = None,
     output: OutputOption = Output.text,
 ) -> None:
     """End a canary; without one, restore the previous champion and serve it again, or restore another name."""
@@ -115,7 +133,8 @@ def rollback(
         if name != CHAMPION:
             return _print_entry(output, name, roll_back_name(runs, project.config().registry, name, reason))
         live = _live_service(runs)
-        if record := _cluster_record(runs, live):
+        records = _cluster_records(runs, live, cluster_context, namespace)
+        if record := _select_record(records, cluster_context):
             return _roll_back_cluster(project, record, cluster_context, output)
         if live and live.canary:
             return _end_local_canary(runs, live, output)
@@ -128,9 +147,40 @@ def _live_service(runs: Path) -> LiveService | None:
     return live if live and live.alive else None
 
 
-def _cluster_record(runs: Path, live: LiveService | None) -> ClusterRecord | None:
-    """Return what serves on a cluster, unless a service is live on this machine."""
-    return read_cluster_record(runs) if live is None else None
+def _cluster_records(
+    runs: Path, live: LiveService | None, context: str | None, namespace: str | None
+) -> list[ClusterRecord]:
+    """Return what serves on clusters, at the named place; without a name, a service on this machine comes first."""
+    if context is None and namespace is None:
+        return [] if live else read_cluster_records(runs)
+    records = [record for record in read_cluster_records(runs) if namespace in (None, record.namespace)]
+    if context is not None:
+        server = _server_of(context)  # the same name may be that of another cluster in another kubeconfig
+        records = [record for record in records if record.server == server]
+    if not records:
+        raise ConfigError("nothing that this project deployed is recorded there; `pipe status` lists all places")
+    return records
+
+
+def _select_record(records: Sequence[ClusterRecord], context: str | None) -> ClusterRecord | None:
+    """Return the only record, or None without one; its context must still be that of its cluster."""
+    record = select_record(records)
+    if record and context is None and (server := _server_of(record.context)) != record.server:
+        raise ConfigError(
+            f"{record.name} was deployed to {record.place}, but the context {record.context} is that of {server} now; "
+            "name the right one with --context, or set KUBECONFIG"
+        )
+    return record
+
+
+def _server_of(context: str) -> str:
+    from k8s.cluster.api import connect  # slow to load
+
+    return connect(context).server
+
+
+def _names_run(project: Project, name: str, version: Version) -> bool:
+    return find_run(project.runs, name).id == version.run
 
 
 def _end_local_canary(runs: Path, live: LiveService, output: Output) -> None:
@@ -156,50 +206,63 @@ def _serve_again(runs: Path, live: LiveService | None, entry: Entry) -> str:
 def _deploy_version(
     project: Project, record: ClusterRecord, version: Version, context: str | None, output: Output
 ) -> None:
-    """Give one version all requests, with the image that was recorded."""
+    """Give one version all requests again, with the image and the settings that it was deployed with."""
     display = Display(live=sys.stderr.isatty())
     source = run_of_version(project.runs, version)
     overrides = [
-        *record.place(source.config),
+        *record.place_overrides(source.config),
         f"deploy.image={version.image}",
+        f"registry={json.dumps(project.config().registry)}",
         "rollout.canary_percent=0",
         *cluster_overrides(None, context),
     ]
-    emit_run(output, finish(display, lambda: redeploy(project, source, overrides, display)))
+    config = override_config(source.config, overrides)
+    emit_run(output, finish(display, lambda: redeploy(project, source, config, display)))
+
+
+def _restore_current(project: Project, record: ClusterRecord, context: str | None, output: Output) -> None:
+    try:
+        _deploy_version(project, record, record.current, context, output)
+    except StageError:
+        end_failed_restore(project.runs, record)
+        raise
 
 
 def _roll_back_cluster(project: Project, record: ClusterRecord, context: str | None, output: Output) -> None:
     """Restore the recorded version where the cluster has another one, as after an interrupted deployment.
 
-    Where the cluster has the recorded version, restore the one before it.
+    Where the cluster has the recorded version, restore the one before it, and forget the recorded one, so that another
+    rollback goes one version further.
     """
     if record.canary is not None and not record.canary_in_place:
         return _end_cluster_canary(project, record, context, output)
     if record.canary is not None:
-        return _deploy_version(project, record, record.current, context, output)
+        return _restore_current(project, record, context, output)
     from k8s.cluster.drift import read_live_version  # slow to load
 
     manifests = Run(project.runs / record.current.run).output("deploy") / "manifests"
     live = read_live_version(context or record.context, record.namespace, manifests)
-    if live.bundle != record.current.bundle:
+    if record.unfinished or live.bundle != record.current.bundle:
         bundle = f"bundle {live.bundle[:12]}" if live.bundle else "an unknown bundle"
-        print(f"{bundle}, which was never verified on the cluster, is replaced", file=sys.stderr)
-        return _deploy_version(project, record, record.current, context, output)
+        deployment = f" of run {record.unfinished}" if record.unfinished else ""
+        print(f"{bundle}{deployment}, whose deployment was not verified, is replaced", file=sys.stderr)
+        return _restore_current(project, record, context, output)
     if live.canary:
         return _end_cluster_canary(project, record, context, output)
     if record.previous is None:
         raise ConfigError(
             f"{record.name} in namespace {record.namespace} has no previous version; there is nothing to roll back to"
         )
-    return _deploy_version(project, record, record.previous, context, output)
+    run_of_version(project.runs, record.previous)  # nothing is recorded if its run is gone
+    record = step_back(project.runs, record)
+    return _restore_current(project, record, context, output)
 
 
 def _end_cluster_canary(project: Project, record: ClusterRecord, context: str | None, output: Output) -> None:
     from k8s.deploy import end_canary  # slow to load
-    from pipeline.contract.config import override_config
 
     recorded = run_of_version(project.runs, record.current).config
-    config = override_config(recorded, [*record.place(recorded), *cluster_overrides(None, context)])
+    config = override_config(recorded, [*record.place_overrides(recorded), *cluster_overrides(None, context)])
     end_canary(config, lambda text: print(text, file=sys.stderr))
     without_canary(project.runs, record)
     canary = f"the canary of run {record.canary.run}" if record.canary else "the unrecorded canary"

@@ -29,9 +29,9 @@ from pipeline.cli.app import (
 )
 from pipeline.continuation import continued_config, find_starting_point
 from pipeline.contract.bundle import read_override
-from pipeline.contract.config import Config, override_config
+from pipeline.contract.config import Config
 from pipeline.contract.errors import ConfigError, Interrupted, ResourceError
-from pipeline.contract.run import STEPS, Run, RunFile
+from pipeline.contract.run import STEPS, Run
 from pipeline.contract.sources import is_mentioned
 from pipeline.display import Display
 from pipeline.history import Project, find_run, load_history, lock_run, lock_runs, lock_service, open_run
@@ -40,11 +40,12 @@ from pipeline.plan_memory import describe_memory, plan_memory
 from pipeline.processes import follow, start_detached
 from pipeline.runner import (
     LONG_TRAINING_SECONDS,
-    REDEPLOYED,
     OnChanges,
     PipelineRun,
     RunRequest,
     accept_outputs,
+    deployment_config,
+    find_deployable,
     last_training_seconds,
     latest_unfinished,
     redeploy,
@@ -118,10 +119,21 @@ def plan(
     memory = _plan_memory(project, config, steps)
     values = [asdict(step) | ({"memory": memory} if memory and step.name == "train" else {}) for step in steps]
     rows = [{"step": step.name, "action": step.action, "reason": step.reason} for step in steps]
-    emit(output, values, "\n".join([table(rows), *([describe_memory(memory)] if memory else [])]))
+    texts = [table(rows), *([describe_memory(memory)] if memory else [])]
+    changes: list[dict[str, Any]] = []
+    if "deploy" in names and steps[-1].name == "deploy":
+        if waiting := [step.name for step in steps if step.action == "run" and step.name != "deploy"]:
+            note = f"note: what a deployment would change is known once {waiting[-1]} is complete"
+            print(f"{note}; `pipe deploy --dry-run` compares the newest bundle", file=sys.stderr)
+        else:
+            source = find_run(project.runs, next(step.source for step in steps if step.name == "package"))
+            changes, text = _preview_deployment(project, source, config)
+            values[-1]["changes"] = changes
+            texts.append(text)
+    emit(output, values, "\n".join(texts))
     if any(step.action == "run" for step in steps if step.name in ("prepare", "train", "export")):
         _check_export(config, project, steps[0])
-    if exit_code and any(step.action == "run" and step.name != "deploy" for step in steps):
+    if exit_code and (changes or any(step.action == "run" and step.name != "deploy" for step in steps)):
         raise typer.Exit(4)
     return None
 
@@ -437,43 +449,43 @@ def deploy(
     project = project_of(context)
     names, overrides = split_overrides(words)
     overrides += cluster_overrides(None, cluster_context)
+    if render is not None:
+        overrides += _render_overrides(project.config(overrides))
+    overrides += canary_overrides(project.config(overrides).deploy.target, canary, auto)
     if dry_run:
-        source = find_run(project.runs, names[0]) if names else newest_bundle(project)
-        overrides += canary_overrides(override_config(source.config, overrides).deploy.target, canary, auto)
-        return _print_deployment_changes(project, source, overrides, exit_code, output)
+        source = _find_deployable(project, names)
+        changes, text = _preview_deployment(project, source, deployment_config(project, source, overrides))
+        emit(output, changes, text)
+        if exit_code and changes:
+            raise typer.Exit(4)
+        return
     display = Display(live=sys.stderr.isatty())
     with lock_service(project.runs):
-        source = find_run(project.runs, names[0]) if names else newest_bundle(project)
-        if render is not None:
-            overrides += _render_overrides(override_config(source.config, overrides))
-        overrides += canary_overrides(override_config(source.config, overrides).deploy.target, canary, auto)
-        finished_run = finish(display, lambda: redeploy(project, source, overrides, display))
+        source = _find_deployable(project, names)
+        config = deployment_config(project, source, overrides)
+        finished_run = finish(display, lambda: redeploy(project, source, config, display))
     _copy_manifests(finished_run, render)
     emit_run(output, finished_run)
-    return None
 
 
-def _print_deployment_changes(
-    project: Project, source: Run, overrides: list[str], exit_code: bool, output: Output
-) -> None:
+def _preview_deployment(project: Project, source: Run, config: Config) -> tuple[list[dict[str, Any]], str]:
+    """Return what a deployment would change where it serves, and the lines that show it."""
     from pipeline.steps.deploy import lines, preview  # numpy is slow to load
 
-    changes = preview(project, source, overrides, lambda text: print(text, file=sys.stderr))
-    emit(output, changes, lines(changes))
-    if exit_code and changes:
-        raise typer.Exit(4)
+    changes = preview(project, source, config, lambda text: print(text, file=sys.stderr))
+    return changes, lines(changes)
+
+
+def _find_deployable(project: Project, names: list[str]) -> Run:
+    source = find_run(project.runs, names[0]) if names else newest_bundle(project)
+    return find_deployable(project, source, lambda text: print(text, file=sys.stderr))
 
 
 def newest_bundle(project: Project) -> Run:
     for run, body in load_history(project.runs):
-        if "export" in body.steps and body.steps["export"].complete and not _is_only_rendered(run, body):
+        if "export" in body.steps and body.steps["export"].complete:
             return run
     raise ConfigError(f"no run in {project.runs} has a bundle yet; `pipe run --until export` makes one")
-
-
-def _is_only_rendered(run: Run, body: RunFile) -> bool:
-    """Return True for a run of `pipe deploy --render`: its settings are not those of the next deployment."""
-    return body.steps["export"].reason == REDEPLOYED and run.config.deploy.render
 
 
 def cluster_overrides(executor: str | None, context: str | None) -> list[str]:

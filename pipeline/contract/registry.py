@@ -56,6 +56,7 @@ class Change(Frozen):
     by: str = ""
     before: str = ""  # SHA-256 of the previous change, so that changes cannot be altered or removed unnoticed
     token: str = ""  # distinguishes changes of the same second
+    rollback: bool = False  # back to an entry from before: the later ones count no more
 
 
 class _LegacyRegistry(Frozen):
@@ -73,10 +74,9 @@ class Registry:
     def names(self) -> dict[str, Entry]:
         entries: dict[str, Entry] = {}
         for change in self.history:
-            current = entries.get(change.name)
-            if change.name == CHAMPION and current is not None and current.bundle != change.entry.bundle:
-                entries[PREVIOUS] = current
             entries[change.name] = change.entry
+        if previous := self.previous_entry(CHAMPION):
+            entries[PREVIOUS] = previous
         return entries
 
     def champion_for(self, checkpoint: str | None) -> Entry | None:
@@ -85,9 +85,15 @@ class Registry:
         return next((entry for entry in past if entry.checkpoint != checkpoint), None)
 
     def previous_entry(self, name: str) -> Entry | None:
-        """Return the previous entry of a name."""
-        past = [change.entry for change in reversed(self.history) if change.name == name]
-        return next((entry for entry in past if entry.bundle != past[0].bundle), None)
+        """Return the previous entry of a name, where those that were rolled back do not count."""
+        entries: list[Entry] = []
+        for change in (change for change in self.history if change.name == name):
+            while change.rollback and len(entries) > 1 and entries[-1].bundle != change.entry.bundle:
+                entries.pop()
+            if entries and entries[-1].bundle == change.entry.bundle:
+                entries.pop()
+            entries.append(change.entry)
+        return entries[-2] if len(entries) > 1 else None
 
     def promotion(self, entry: Entry) -> Change:
         """Return the latest change that made this entry the champion."""
@@ -104,6 +110,7 @@ class ProposedChange:
     name: str
     entry: Entry
     reason: str
+    rollback: bool = False
 
 
 def read_registry(runs: Path, url: str) -> Registry:
@@ -231,6 +238,7 @@ def _new_change(proposed: ProposedChange, digest: str) -> Change:
         by=_current_user(),
         before=digest,
         token=secrets.token_hex(8),
+        rollback=proposed.rollback,
     )
 
 

@@ -1,10 +1,15 @@
-"""The record of what serves on a cluster, `runs/cluster.json`, and its comparison with the cluster itself."""
+"""The record of what serves on clusters, `runs/cluster.json`, and its comparison with the clusters themselves."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
 
 from pipeline.contract.config import Config
 from pipeline.contract.errors import ConfigError, PipelineError
@@ -16,32 +21,55 @@ from pipeline.history import Project, now
 if TYPE_CHECKING:
     from k8s.cluster.drift import DeploymentState
 
+VERSIONS_KEPT = 10  # of each place, as Kubernetes keeps revisions; `pipe gc` keeps their runs
+
 
 class Version(Frozen):
     run: str
     bundle: str
     image: str
+    since: str = ""
+
+    def serves_as(self, other: Version) -> bool:
+        """Return whether both are the same bundle in the same image."""
+        return (self.bundle, self.image) == (other.bundle, other.image)
 
 
 class ClusterRecord(Frozen):
+    """The versions that served at one place: under one name in one namespace of one cluster."""
+
     name: str
     context: str
     server: str
     namespace: str
-    current: Version
-    since: str
-    previous: Version | None = None
+    versions: tuple[Version, ...] = Field(min_length=1)  # oldest first; the last one serves
+    unfinished: str = ""  # run of a deployment that may be applied and is not the current version
     canary: Version | None = None
     percent: float = 0.0
     target: str = ""  # `deploy.target` of the newest deployment; empty in older records
     canary_in_place: bool = False  # in the object of the stable version, as with Knative; else in its own objects
 
     @property
-    def versions(self) -> list[Version]:
-        """Return the versions that serve or may serve again."""
-        return [version for version in (self.current, self.previous, self.canary) if version is not None]
+    def key(self) -> tuple[str, str, str]:
+        return self.server, self.namespace, self.name
 
-    def place(self, config: Config) -> list[str]:
+    @property
+    def current(self) -> Version:
+        return self.versions[-1]
+
+    @property
+    def previous(self) -> Version | None:
+        return self.versions[-2] if len(self.versions) > 1 else None
+
+    @property
+    def place(self) -> str:
+        return f"cluster {self.context} ({self.server}), namespace {self.namespace}"
+
+    def needed_runs(self) -> set[str]:
+        """Return the runs of the versions that serve or may serve again."""
+        return {version.run for version in (*self.versions, self.canary) if version is not None}
+
+    def place_overrides(self, config: Config) -> list[str]:
         """Return the overrides that deploy to the same place."""
         target = self.target or (config.deploy.target if config.deploy.on_cluster else "kubernetes")
         return [
@@ -51,54 +79,83 @@ class ClusterRecord(Frozen):
         ]
 
 
-def read_cluster_record(runs: Path) -> ClusterRecord | None:
+def read_cluster_records(runs: Path) -> list[ClusterRecord]:
+    """Return one record for each place, the newest deployment first."""
     path = runs / "cluster.json"
     if not path.exists():
-        return None
+        return []
     try:
-        return ClusterRecord.model_validate_json(path.read_text())
+        body = json.loads(path.read_text())
+        return [ClusterRecord.model_validate(item) for item in ([_upgrade(body)] if isinstance(body, dict) else body)]
     except ValueError as error:
         raise PipelineError(f"{path}: damaged; to fix it: move it away, `pipe deploy` writes a new one") from error
 
 
-def write_cluster_record(runs: Path, record: ClusterRecord) -> None:
-    write_json(runs / "cluster.json", record.model_dump())
+def _upgrade(body: dict[str, Any]) -> dict[str, Any]:
+    """Return the record of an earlier version, which had one place with two versions."""
+    since, versions = body.pop("since", ""), [body.pop("previous", None), body.pop("current", None)]
+    if versions[1]:
+        versions[1]["since"] = since
+    return {**body, "versions": [version for version in versions if version]}
+
+
+def write_cluster_record(runs: Path, record: ClusterRecord) -> ClusterRecord:
+    """Replace the record of one place."""
+    others = [other for other in read_cluster_records(runs) if other.key != record.key]
+    write_json(runs / "cluster.json", [item.model_dump() for item in (record, *others)])
+    return record
 
 
 def record_deployment(run: Run, name: str, deployed: dict[str, Any]) -> ClusterRecord:
     """Record a deployment; the same bundle in the same image is not a new version."""
-    recorded = read_cluster_record(run.runs)
-    version = Version(run=run.id, bundle=deployed["bundle"], image=deployed["image"])
     location = {key: deployed[key] for key in ("context", "server", "namespace", "target")}
-    same_place = (
-        recorded
-        if recorded and (recorded.server, recorded.namespace) == (deployed["server"], deployed["namespace"])
-        else None
-    )
-    if deployed.get("canary") and same_place is not None:
-        update = {
-            "target": deployed["target"],
-            "canary": version,
-            "percent": deployed["canary"],
-            "canary_in_place": deployed.get("canary_in_place", False),
-        }
-        updated = same_place.model_copy(update=update)
-    elif same_place is not None and (same_place.current.bundle, same_place.current.image) == (
-        version.bundle,
-        version.image,
-    ):
-        updated = same_place.model_copy(update={**location, "current": version, "canary": None, "percent": 0.0})
+    version = Version(run=run.id, bundle=deployed["bundle"], image=deployed["image"], since=now())
+    new = ClusterRecord(name=name, **location, versions=(version,))
+    record = next((record for record in read_cluster_records(run.runs) if record.key == new.key), None)
+    if record is None:
+        return write_cluster_record(run.runs, new)
+    if deployed.get("canary"):
+        in_place = deployed.get("canary_in_place", False)
+        update = {"canary": version, "percent": deployed["canary"], "canary_in_place": in_place}
+        return write_cluster_record(run.runs, record.model_copy(update={**location, **update}))
+    if record.current.serves_as(version):
+        versions = (*record.versions[:-1], version.model_copy(update={"since": record.current.since}))
     else:
-        previous = same_place.current if same_place is not None else None
-        updated = ClusterRecord(name=name, **location, current=version, since=now(), previous=previous)
-    write_cluster_record(run.runs, updated)
-    return updated
+        versions = (*record.versions, version)[-VERSIONS_KEPT:]
+    return write_cluster_record(run.runs, new.model_copy(update={"versions": versions}))
+
+
+def begin_deployment(run: Run, config: Config, server: str) -> None:
+    """Record that a deployment is applied from now on, so that a rollback knows of it if it fails."""
+    key = (server, config.deploy.namespace, config.name)
+    for record in read_cluster_records(run.runs):
+        if record.key == key:
+            write_cluster_record(run.runs, record.model_copy(update={"unfinished": run.id}))
+
+
+def end_failed_restore(runs: Path, record: ClusterRecord) -> None:
+    """Let the next rollback go one version further, if the restored version was applied and failed."""
+    recorded = next(other for other in read_cluster_records(runs) if other.key == record.key)
+    if recorded.unfinished != record.unfinished:
+        write_cluster_record(runs, recorded.model_copy(update={"unfinished": ""}))
+
+
+def step_back(runs: Path, record: ClusterRecord) -> ClusterRecord:
+    """Record the previous version as the current one before it is deployed; if that is interrupted, it is repeated."""
+    update = {"versions": record.versions[:-1], "unfinished": record.current.run}
+    return write_cluster_record(runs, record.model_copy(update=update))
 
 
 def without_canary(runs: Path, record: ClusterRecord) -> ClusterRecord:
-    updated = record.model_copy(update={"canary": None, "percent": 0.0})
-    write_cluster_record(runs, updated)
-    return updated
+    return write_cluster_record(runs, record.model_copy(update={"canary": None, "percent": 0.0}))
+
+
+def select_record(records: Sequence[ClusterRecord]) -> ClusterRecord | None:
+    """Return the only record, or None without one."""
+    if len(records) < 2:
+        return records[0] if records else None
+    places = ", or ".join(f"--context {item.context} --namespace {item.namespace} ({item.server})" for item in records)
+    raise ConfigError(f"{records[0].name} is deployed at {len(records)} places; name one of them: {places}")
 
 
 def run_of_version(runs: Path, version: Version) -> Run:
@@ -115,40 +172,61 @@ class ClusterStatus:
     state: DeploymentState
 
     def facts(self) -> dict[str, Any]:
-        return {**self.record.model_dump(), **asdict(self.state)}
+        record = self.record
+        versions = {
+            "current": record.current.model_dump(),
+            "previous": record.previous and record.previous.model_dump(),
+        }
+        return {**record.model_dump(), **versions, **asdict(self.state)}
 
-    def lines(self) -> list[str]:
+    def lines(self, options: str = "") -> list[str]:
+        """Return what a person needs to know; `options` name the place where there are several."""
         record, state = self.record, self.state
-        location = f"cluster {record.context} ({record.server}), namespace {record.namespace}"
         serves = f"{record.name} serves bundle {record.current.bundle[:12]} of run {record.current.run}"
-        lines = [f"{location}: {serves} since {record.since}: {state.state}"]
+        lines = [f"{record.place}: {serves} since {record.current.since}: {state.state}"]
         lines += [f"problem: {problem}" for problem in state.problems]
         lines += [f"drift (live → recorded): {drift}" for drift in state.drift]
+        rollback = f"`pipe registry rollback{options}`"
         if record.canary is not None:
             lines.append(
                 f"canary: about {record.percent:g} % of the requests to bundle {record.canary.bundle[:12]} of run "
-                f"{record.canary.run}; `pipe registry promote` or `pipe registry rollback` ends it"
+                f"{record.canary.run}; `pipe registry promote{options}` or {rollback} ends it"
             )
-        if any(drift.startswith("bundle ") for drift in state.drift):
-            lines.append(
-                f"`pipe registry rollback` restores bundle {record.current.bundle[:12]} of run {record.current.run}"
-            )
+        if record.unfinished:
+            lines.append(f"the deployment of run {record.unfinished} did not end, or failed")
+        if record.unfinished or any(drift.startswith("bundle ") for drift in state.drift):
+            lines.append(f"{rollback} restores bundle {record.current.bundle[:12]} of run {record.current.run}")
         elif record.previous is not None and record.canary is None:
-            lines.append(
-                f"`pipe registry rollback` restores bundle {record.previous.bundle[:12]} of run {record.previous.run}"
-            )
+            earlier = [f"{version.bundle[:12]} of run {version.run}" for version in reversed(record.versions[:-1])]
+            lines.append(f"{rollback} restores bundle {earlier[0]}")
+            lines += [f"before it: bundle {version}" for version in earlier[1:]]
         return lines
 
 
-def read_cluster_status(project: Project) -> ClusterStatus | None:
-    """Return None where nothing was ever deployed to a cluster."""
-    record = read_cluster_record(project.runs)
-    if record is None:
-        return None
-    from k8s.cluster.drift import inspect_deployment
+def read_cluster_status(project: Project) -> list[ClusterStatus]:
+    """Return the state of every place; empty where nothing was ever deployed to a cluster."""
+    records = read_cluster_records(project.runs)
+    if not records:
+        return []
+    with ThreadPoolExecutor(len(records)) as pool:  # a cluster that does not answer delays no other
+        return list(pool.map(lambda record: _read_status(project, record), records))
+
+
+def describe_clusters(clusters: Sequence[ClusterStatus]) -> list[str]:
+    lines = []
+    for status in clusters:
+        place = f" --context {status.record.context} --namespace {status.record.namespace}"
+        lines += status.lines(place if len(clusters) > 1 else "")
+    return lines
+
+
+def _read_status(project: Project, record: ClusterRecord) -> ClusterStatus:
+    from k8s.cluster.drift import inspect_deployment  # slow to load
 
     version = record.canary if record.canary and record.canary_in_place else record.current
     manifests = Run(project.runs / version.run).output("deploy") / "manifests"
     has_canary = record.canary is not None
-    state = inspect_deployment(record.context, record.namespace, manifests, version.bundle, canary=has_canary)
+    state = inspect_deployment(
+        record.context, record.namespace, manifests, version.bundle, canary=has_canary, server=record.server
+    )
     return ClusterStatus(record, state)

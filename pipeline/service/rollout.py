@@ -261,7 +261,7 @@ def promote(run: Run, bundle: Bundle, reason: str = "", name: str = CHAMPION, lo
 
 
 def rollback(runs: Path, location: str, name: str = CHAMPION, reason: str = "rolled back") -> Entry:
-    """Point a name to the bundle it had before; a second rollback undoes the first."""
+    """Point a name to the bundle it had before; a second rollback goes one bundle further back."""
 
     def decide(registry: Registry) -> ProposedChange:
         entry = registry.previous_entry(name)
@@ -270,7 +270,7 @@ def rollback(runs: Path, location: str, name: str = CHAMPION, reason: str = "rol
         run = Run(runs / entry.run)
         if (run.bundle_path / "manifest.json").is_file():  # else a shared registry has it, and its digest
             run.require_bundle(entry.bundle)
-        return ProposedChange(name, entry, reason)
+        return ProposedChange(name, entry, reason, rollback=True)
 
     return change_registry(runs, location, decide).names[name]
 

@@ -18,8 +18,8 @@ from pipeline.contract.settings.access import Access
 from pipeline.contract.settings.stages import service_view_options
 from pipeline.history import Project
 from pipeline.processes import Report
-from pipeline.runner import load_deployable
-from pipeline.service.cluster_record import record_deployment
+from pipeline.runner import check_deployable
+from pipeline.service.cluster_record import begin_deployment, record_deployment
 from pipeline.service.process import LiveService, measure_latency, read_live
 from pipeline.service.rollout import (
     VERSION_DIGITS,
@@ -83,7 +83,14 @@ def _on_cluster(run: Run, bundle: Bundle, access: Access) -> dict[str, Any]:
 
     try:
         record = deploy_to_cluster(
-            run.config, bundle, image, directory, render, lambda text: _print(final_path(text)), access
+            run.config,
+            bundle,
+            image,
+            directory,
+            render,
+            lambda text: _print(final_path(text)),
+            access,
+            on_apply=lambda server: begin_deployment(run, run.config, server),
         )
     except ClusterError as error:
         raise ClusterError(final_path(str(error))) from error
@@ -146,9 +153,9 @@ def _exit(signal_number: int, _frame: object) -> None:
     sys.exit(128 + signal_number)
 
 
-def preview(project: Project, source: Run, overrides: Sequence[str], report: Report) -> list[dict[str, Any]]:
+def preview(project: Project, source: Run, config: Config, report: Report) -> list[dict[str, Any]]:
     """Return one entry for each object that would be created or changed."""
-    config, _ = load_deployable(source, overrides)
+    check_deployable(source)
     access = Access.from_settings(config.serve, project.root)
     bundle = source.bundle(access.trust)
     if config.deploy.on_cluster:

@@ -53,8 +53,8 @@ def serving(api: ApiServer, project: ProjectFolder, name: str = "sides") -> Bund
 
 
 def cluster_of(project: ProjectFolder) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(project.pipe("status", "-o", "json").stdout)["cluster"]
-    return found
+    (found,) = json.loads(project.pipe("status", "-o", "json").stdout)["clusters"]
+    return dict(found)
 
 
 def test_bundle_is_deployed_replaced_tried_as_canary_and_rolled_back(api: ApiServer, copied: ProjectFolder) -> None:
@@ -65,13 +65,17 @@ def test_bundle_is_deployed_replaced_tried_as_canary_and_rolled_back(api: ApiSer
     assert "plan: deployment/sides: new" in done.stderr
     assert "there is nothing to roll back to" in copied.pipe("registry", "rollback", expect=2).stderr
 
-    copied.pipe("run", "--until", "package", *NEXT)
+    copied.pipe("run", "--until", "package", *NEXT, *ON_CLUSTER)
     second = copied.latest
     stdout = copied.pipe("deploy", second.id, *ON_CLUSTER, "--dry-run", "--exit-code", expect=4).stdout
     assert f"pipe-road/bundle: {first.bundle().digest} → {second.bundle().digest}" in stdout
+    assert f" → {second.bundle().digest}" in copied.pipe("plan", "deploy", *ON_CLUSTER, *NEXT).stdout
+    copied.pipe("run", "--until", "export", *NEXT)
+    done = copied.pipe("deploy", *ON_CLUSTER, "--dry-run", "--exit-code", expect=4)
+    assert f"has no finished package; run {second.id} has one of the same bundle" in done.stderr
     assert serving(api, copied).digest == first.bundle().digest, "nothing was deployed"
     copied.pipe("deploy", second.id, *ON_CLUSTER)
-    assert copied.pipe("deploy", "--dry-run", "--exit-code").stdout == "nothing would change\n"
+    assert copied.pipe("deploy", *ON_CLUSTER, "--dry-run", "--exit-code").stdout == "nothing would change\n"
     found = cluster_of(copied)
     assert (found["current"]["bundle"], found["previous"]["bundle"]) == (second.bundle().digest, first.bundle().digest)
     assert found["drift"] == []
@@ -92,3 +96,18 @@ def test_bundle_is_deployed_replaced_tried_as_canary_and_rolled_back(api: ApiSer
     assert cluster_of(copied)["canary"] is None
     api.store.change(DEPLOYMENT, lambda item: item["spec"].update(progressDeadlineSeconds=7))
     assert "deployment/sides: spec.progressDeadlineSeconds: 7 → 900" in cluster_of(copied)["drift"]
+
+    api.namespaces.add("production")
+    api.service = lambda path, body: answers(first.bundle(), path)
+    copied.pipe("deploy", first.id, *ON_CLUSTER, "deploy.namespace=production")
+    copied.pipe("deploy", *ON_CLUSTER, "--dry-run", "--exit-code", expect=4)
+    done = copied.pipe("registry", "rollback", expect=2)
+    assert f"--context small --namespace production ({api.url}), or --context small --namespace default" in done.stderr
+    api.service = lambda path, body: answers(serving(api, copied), path)
+    copied.pipe("registry", "rollback", "--namespace", "default")
+    assert serving(api, copied).digest == first.bundle().digest
+    stdout = copied.pipe("status").stdout
+    assert "namespace production: sides serves bundle" in stdout
+    assert "namespace default: sides serves bundle" in stdout
+    done = copied.pipe("registry", "rollback", "--namespace", "default", expect=2)
+    assert "sides in namespace default has no previous version" in done.stderr

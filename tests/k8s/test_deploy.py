@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from k8s.cluster.cluster import Change, describe_changes
+from k8s.cluster.drift import inspect_deployment
 from k8s.deploy import deploy, preview
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.errors import ConfigError, StageError
@@ -198,3 +199,28 @@ def test_a_change_shared_by_many_objects_is_listed_once() -> None:
         "plan: kind/a and 2 others: version: 1 → 2", "plan: kind/c: cpu: 1 → 2", "plan: kind/d: new",
     ]  # fmt: skip
     assert describe_changes(changes[:2]) == ["plan: kind/a: version: 1 → 2", "plan: kind/b: version: 1 → 2"]
+
+
+def test_caller_learns_the_server_before_anything_is_applied(
+    api: ApiServer, model: Model, tmp_path: Path, configure: Configure, bundle: Bundle
+) -> None:
+    calls: list[tuple[str, bool]] = []
+    api.service = model
+
+    def on_apply(server: str) -> None:
+        calls.append((server, any("/deployments/" in path for path in api.objects)))
+
+    deploy(configure(), bundle, "twice:1", tmp_path, False, print, on_apply=on_apply)
+    assert calls == [(api.url, False)]
+
+
+def test_context_of_another_cluster_is_no_drift(
+    api: ApiServer, model: Model, tmp_path: Path, configure: Configure, bundle: Bundle
+) -> None:
+    api.service = model
+    deploy(configure(), bundle, "twice:1", tmp_path / "out", False, print)
+    found = inspect_deployment("small", "default", tmp_path / "out", bundle.digest, server=api.url)
+    assert "available" in found.state
+    assert found.drift == ()
+    found = inspect_deployment("small", "default", tmp_path / "out", bundle.digest, server="http://elsewhere")
+    assert found.state == f"unknown: the context small is that of {api.url} now"

@@ -4,23 +4,23 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cli.run import newest_bundle
 from pipeline.contract.config import Config, override_config
 from pipeline.contract.errors import BundleError, ConfigError, StageError
 from pipeline.contract.run import Run, StepRecord
 from pipeline.contract.settings.stages import Train
 from pipeline.display import Display
-from pipeline.history import Project, create_run, load_history, seal_step, write_record
+from pipeline.history import Project, create_run, link_outputs, load_history, seal_step, write_record
 from pipeline.plan import key_parts
 from pipeline.readers import find_files, write_read_files
 from pipeline.runner import (
-    REDEPLOYED,
     RESUMABLE_SETTINGS,
     PipelineRun,
     RunRequest,
     accept_outputs,
     check_config,
+    deployment_config,
     describe_kept_settings,
+    find_deployable,
     find_failure,
     latest_unfinished,
     override_resumed,
@@ -80,7 +80,7 @@ QUIET = Display(live=False)
 
 def recorded(run: Run, step: str, status: str = "done") -> Run:
     """A step with one file of output, as if it had run."""
-    run.partial(step).mkdir()
+    run.partial(step).mkdir(exist_ok=True)
     (run.partial(step) / "file").write_text(step)
     outputs, digest = seal_step(run, step)
     values = {"step": step, "status": status, "key": "k", "parts": {}, "outputs": outputs, "digest": digest}
@@ -180,20 +180,61 @@ def test_a_pruned_run_is_not_unfinished(project: Project, new_run: NewRun) -> No
         latest_unfinished(project)
 
 
+def complete_run(project: Project, config: Config, text: str = "export") -> Run:
+    """Return a run with a bundle and an image, each one file."""
+    run = create_run(project.runs, config, ("export", "package"), parent="")
+    (run.partial("export") / "bundle").mkdir(parents=True)
+    (run.partial("export") / "bundle" / "manifest.json").write_text(text)
+    return recorded(recorded(run, "export"), "package")
+
+
 def test_only_an_undamaged_bundle_is_deployed_again(project: Project, config: Config) -> None:
-    run = recorded(create_run(project.runs, config, ("export", "package"), parent=""), "export")
-    with pytest.raises(ConfigError, match=f"run {run.id} has no finished package"):
-        redeploy(project, run, [], QUIET)
-    recorded(run, "package")
-    (run.output("export") / "file").write_text("other")
-    with pytest.raises(BundleError, match="export/file changed on disk; it must not be deployed"):
-        redeploy(project, run, [], QUIET)
+    run = complete_run(project, config)
+    (run.output("export") / "bundle" / "manifest.json").write_text("other")
+    with pytest.raises(BundleError, match=r"export/bundle/manifest\.json changed on disk; it must not be deployed"):
+        redeploy(project, run, config, QUIET)
+    assert len(load_history(project.runs)) == 1
+
+
+def test_deployment_takes_settings_as_they_are_now(project: Project, config: Config) -> None:
+    then = ["deploy.namespace=old", "deploy.context=old", "rollout.canary_percent=10", "serve.page=false", "train.lr=9"]
+    source = complete_run(project, override_config(config, then))
+    file = project.root / "pipe.yaml"
+    file.write_text(file.read_text() + "registry: /shared\ndeploy: {min_replicas: 3}\nserve: {max_batch_size: 7}\n")
+    now = deployment_config(project, source, ["deploy.max_replicas=9"])
+    assert (now.deploy.namespace, now.deploy.context, now.rollout.canary_percent, now.serve.page) == (
+        "default", "", 0, True,
+    )  # fmt: skip
+    assert (now.deploy.min_replicas, now.deploy.max_replicas, now.registry) == (3, 9, "/shared")
+    assert (now.train.lr, now.serve.max_batch_size) == (9, config.serve.max_batch_size), (
+        "the bundle keeps its own settings"
+    )
     with pytest.raises(
         ConfigError,
         match=r"train\.lr=1: a deployment may change only deploy\.\*, rollout\.\* and serve\.\{.*api_keys.*\}",
     ):
-        redeploy(project, run, ["train.lr=1"], QUIET)
-    assert len(load_history(project.runs)) == 1
+        deployment_config(project, source, ["train.lr=1"])
+
+
+def test_complete_run_of_the_same_bundle_is_deployed(project: Project, config: Config) -> None:
+    complete = complete_run(project, config, "same")
+    complete_run(project, config, "other")
+    run = create_run(project.runs, config, ("export",), parent="")
+    link_outputs(complete, run, complete.read().steps["export"])
+    write_record(run, complete.read().steps["export"])
+    reports: list[str] = []
+    assert find_deployable(project, run, reports.append).id == complete.id
+    assert reports == [f"run {run.id} has no finished package; run {complete.id} has one of the same bundle"]
+    assert find_deployable(project, complete, reports.append) is complete
+
+
+def test_run_without_a_package_names_the_newest_complete_one(project: Project, config: Config) -> None:
+    run = recorded(create_run(project.runs, config, ("export",), parent=""), "export")
+    with pytest.raises(ConfigError, match=rf"{run.id} has no finished package; `pipe run --resume {run.id} package` "):
+        find_deployable(project, run, print)
+    other = complete_run(project, config)
+    with pytest.raises(ConfigError, match=f"`pipe deploy {other.id}` deploys another bundle, of the newest complete"):
+        find_deployable(project, run, print)
 
 
 def test_train_step_without_a_model_on_this_machine_fails(new_run: NewRun) -> None:
@@ -205,16 +246,6 @@ def test_train_step_without_a_model_on_this_machine_fails(new_run: NewRun) -> No
     (run.partial("train") / "model.safetensors").touch()
     assert find_failure(run, "train", 0, "") is None
     assert find_failure(run, "prepare", 0, "") is None
-
-
-def test_rendered_run_is_not_the_source_of_the_next_deployment(project: Project, config: Config) -> None:
-    first = recorded(create_run(project.runs, config, ("export", "package"), parent=""), "export")
-    for word in ("deploy.min_replicas=3", "deploy.render=true"):
-        words = override_config(config, ["deploy.target=kubernetes", word])
-        again = recorded(create_run(project.runs, words, ("export", "deploy"), parent=first.id), "export")
-        write_record(again, again.read().steps["export"].model_copy(update={"reason": REDEPLOYED}))
-    assert newest_bundle(project).config.deploy.min_replicas == 3
-    assert not newest_bundle(project).config.deploy.render
 
 
 def test_prepare_runs_again_when_a_file_that_it_read_has_changed(

@@ -31,7 +31,7 @@ def test_status_of_an_empty_project_is_json_too(pipe: Pipe) -> None:
         "overrides": [],
         "studies": [],
         "service": None,
-        "cluster": None,
+        "clusters": [],
     }
     assert done.stderr == ""
 

@@ -8,11 +8,12 @@ import pytest
 from typer.testing import CliRunner
 
 from pipeline.cli import app
-from pipeline.contract.config import load_config
+from pipeline.contract.config import Config, load_config
 from pipeline.contract.errors import ConfigError, install_command
-from pipeline.contract.run import StepRecord
+from pipeline.contract.run import STEPS, Run, StepRecord
 from pipeline.display import Display
-from pipeline.history import create_run, find_project, write_record
+from pipeline.history import Project, create_run, find_project, write_record
+from pipeline.plan import Step
 
 from .conftest import Pipe
 
@@ -244,3 +245,32 @@ def test_a_long_training_is_replaced_only_after_a_confirmation(
     monkeypatch.setattr(Display, "ask", lambda *_: False)
     assert "nothing was run; `pipe accept`" in pipe("run", "train", expect=2).stderr
     assert [path.name for path in project.runs.iterdir() if path.is_dir()] == [run.id]
+
+
+def test_plan_of_a_deployment_prints_what_would_change(
+    pipe: Pipe, starter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`pipe plan deploy` compares with what serves, once everything before the deployment is complete."""
+    changes = [{"object": "deployment/digits", "new": False, "fields": ["spec.replicas: 2 → 3"]}]
+    steps = tuple(Step(name, "reuse", "unchanged", "key", {}, "first") for name in STEPS[:-1])
+    steps += (Step("deploy", "run", "always", "key", {}),)
+    compared: list[str] = []
+
+    def preview(project: Project, source: Run, config: Config, report: object) -> list[dict[str, object]]:
+        compared.append(f"{source.id} {config.deploy.namespace}")
+        return changes
+
+    monkeypatch.setattr("pipeline.steps.deploy.preview", preview)
+    monkeypatch.setattr("pipeline.cli.run.find_run", lambda runs, name: Run(runs / name))
+    waiting = pipe("plan", "deploy")
+    assert "known once package is complete; `pipe deploy --dry-run` compares the newest bundle" in waiting.stderr
+    assert compared == []
+    monkeypatch.setattr("pipeline.cli.run.PipelineRun.preview", lambda self: steps)
+    words = ("deploy.target=kubernetes", "deploy.namespace=models")
+    done = pipe("plan", "deploy", *words, "--exit-code", expect=4)
+    assert done.stdout.endswith("deployment/digits: spec.replicas: 2 → 3\n")
+    assert compared == ["first models"]
+    assert json.loads(pipe("plan", "deploy", "-o", "json").stdout)[-1]["changes"] == changes
+    assert "changes" not in json.loads(pipe("plan", "all", "-o", "json").stdout)[-1]
+    changes.clear()
+    assert pipe("plan", "deploy", "--exit-code").stdout.endswith("nothing would change\n")

@@ -4,15 +4,24 @@ from typing import Any
 
 import pytest
 
+from k8s.cluster.drift import DeploymentState
+from pipeline.contract.config import Config, override_config
 from pipeline.contract.errors import ConfigError, PipelineError
+from pipeline.contract.files import write_json
 from pipeline.contract.run import Run
 from pipeline.service.cluster_record import (
-    Version,
-    read_cluster_record,
+    VERSIONS_KEPT,
+    ClusterRecord,
+    ClusterStatus,
+    begin_deployment,
+    describe_clusters,
+    end_failed_restore,
+    read_cluster_records,
     record_deployment,
     run_of_version,
+    select_record,
+    step_back,
     without_canary,
-    write_cluster_record,
 )
 
 from ..conftest import NewRun
@@ -27,10 +36,11 @@ def test_what_served_before_stays_known(new_run: NewRun) -> None:
     first, second = new_run(), new_run()
     record_deployment(first, "tiny", deployment("a"))
     found = record_deployment(second, "tiny", deployment("b"))
-    assert found == read_cluster_record(first.runs)
-    assert found.previous == Version(run=first.id, bundle="a" * 64, image="tiny:a")
+    assert read_cluster_records(first.runs) == [found]
+    assert found.previous is not None
+    assert (found.previous.run, found.previous.bundle, found.previous.image) == (first.id, "a" * 64, "tiny:a")
     assert found.current.run == second.id
-    assert found.versions == [found.current, found.previous]
+    assert found.needed_runs() == {first.id, second.id}
 
 
 def test_the_same_bundle_again_is_no_new_version(new_run: NewRun) -> None:
@@ -62,15 +72,101 @@ def test_a_canary_replaces_nothing_until_it_is_promoted(new_run: NewRun) -> None
     run = new_run()
     found = record_deployment(run, "tiny", deployment("b", canary=10.0))
     assert (found.current.bundle[0], found.previous, found.percent) == ("a", None, 10.0)
-    assert found.canary == Version(run=run.id, bundle="b" * 64, image="tiny:b")
+    assert found.canary is not None
+    assert (found.canary.run, found.canary.bundle, found.canary.image) == (run.id, "b" * 64, "tiny:b")
     assert without_canary(run.runs, found).canary is None
     promoted = record_deployment(new_run(), "tiny", deployment("b"))
     assert (promoted.current.bundle[0], promoted.canary) == ("b", None)
 
 
-def test_another_cluster_has_no_way_back_to_this_one(new_run: NewRun) -> None:
+def bundles(record: ClusterRecord) -> str:
+    return "".join(version.bundle[0] for version in record.versions)
+
+
+def test_each_place_has_a_history_of_its_own(new_run: NewRun) -> None:
+    for bundle, namespace in (("a", "staging"), ("a", "production"), ("b", "staging"), ("c", "staging")):
+        record_deployment(new_run(), "tiny", deployment(bundle, namespace=namespace))
+    record_deployment(new_run(), "other", deployment("z", namespace="staging"))
+    run = new_run()
+    record_deployment(run, "tiny", deployment("b", namespace="production"))
+    record_deployment(run, "tiny", deployment("d", server="http://there", namespace="production"))
+    found = {(item.name, item.server, item.namespace): bundles(item) for item in read_cluster_records(run.runs)}
+    assert found == {
+        ("tiny", "http://here", "staging"): "abc",
+        ("tiny", "http://here", "production"): "ab",
+        ("tiny", "http://there", "production"): "d",
+        ("other", "http://here", "staging"): "z",
+    }
+
+
+def test_only_the_newest_versions_are_kept(new_run: NewRun) -> None:
+    run = new_run()
+    for number in range(VERSIONS_KEPT + 3):
+        found = record_deployment(run, "tiny", deployment("a", image=f"tiny:{number}"))
+    assert found.versions[0].image == "tiny:3"
+    assert len(found.versions) == VERSIONS_KEPT
+
+
+def test_restored_version_is_no_new_one(new_run: NewRun) -> None:
+    run = new_run()
+    for bundle in "abc":
+        record = record_deployment(run, "tiny", deployment(bundle))
+    record = step_back(run.runs, record)
+    assert (bundles(record), record.unfinished) == ("ab", run.id), "interrupted here, it is repeated"
+    record = record_deployment(new_run(), "tiny", deployment("b"))
+    assert (bundles(record), record.unfinished) == ("ab", "")
+
+
+def test_deployment_that_fails_is_remembered_until_one_succeeds(new_run: NewRun, config: Config) -> None:
+    run = new_run()
     record_deployment(new_run(), "tiny", deployment("a"))
-    assert record_deployment(new_run(), "tiny", deployment("b", server="http://there")).previous is None
+    begin_deployment(run, override_config(config, ["deploy.namespace=elsewhere"]), "http://here")
+    (record,) = read_cluster_records(run.runs)
+    assert record.unfinished == ""
+    begin_deployment(run, override_config(config, ["deploy.namespace=models"]), "http://here")
+    (failed,) = read_cluster_records(run.runs)
+    assert (failed.unfinished, bundles(failed)) == (run.id, "a")
+    end_failed_restore(run.runs, failed)
+    assert read_cluster_records(run.runs) == [failed], "nothing was applied"
+    end_failed_restore(run.runs, record)
+    assert read_cluster_records(run.runs) == [record]
+
+
+def test_record_of_an_earlier_version_is_read(new_run: NewRun) -> None:
+    run = new_run()
+    place = {"name": "tiny", "context": "small", "server": "http://here", "namespace": "models"}
+    versions = {
+        "current": {"run": "2", "bundle": "b", "image": "2"},
+        "previous": {"run": "1", "bundle": "a", "image": "1"},
+    }
+    write_json(run.runs / "cluster.json", {**place, **versions, "since": "then", "canary": None, "percent": 0.0})
+    (record,) = read_cluster_records(run.runs)
+    assert (bundles(record), record.current.since) == ("ab", "then")
+
+
+def test_status_shows_all_places_and_how_to_roll_back_each(new_run: NewRun) -> None:
+    run = new_run()
+    for bundle in "abc":
+        staging = record_deployment(run, "tiny", deployment(bundle, namespace="staging"))
+    production = record_deployment(run, "tiny", deployment("a", namespace="production"))
+    clusters = [ClusterStatus(staging, DeploymentState("up")), ClusterStatus(production, DeploymentState("gone"))]
+    rollback = "`pipe registry rollback --context small --namespace staging`"
+    serves = "tiny serves bundle {} of run {} since {}"
+    up = serves.format("c" * 12, run.id, staging.current.since)
+    gone = serves.format("a" * 12, run.id, production.current.since)
+    assert describe_clusters(clusters) == [
+        f"cluster small (http://here), namespace staging: {up}: up",
+        f"{rollback} restores bundle bbbbbbbbbbbb of run {run.id}",
+        f"before it: bundle aaaaaaaaaaaa of run {run.id}",
+        f"cluster small (http://here), namespace production: {gone}: gone",
+    ]
+    assert clusters[0].facts()["previous"]["bundle"] == "b" * 64
+    assert clusters[1].facts()["previous"] is None
+    with pytest.raises(
+        ConfigError, match=r"at 2 places; .* --namespace staging \(http://here\), or --context small --n"
+    ):
+        select_record([staging, production])
+    assert select_record([production]) is production
 
 
 def test_a_run_that_is_gone_is_named(new_run: NewRun) -> None:
@@ -81,7 +177,7 @@ def test_a_run_that_is_gone_is_named(new_run: NewRun) -> None:
 
 def test_a_damaged_record_is_named(new_run: NewRun) -> None:
     run: Run = new_run()
-    write_cluster_record(run.runs, record_deployment(run, "tiny", deployment("a")))
+    record_deployment(run, "tiny", deployment("a"))
     (run.runs / "cluster.json").write_text("{")
     with pytest.raises(PipelineError, match=r"cluster\.json: damaged"):
-        read_cluster_record(run.runs)
+        read_cluster_records(run.runs)

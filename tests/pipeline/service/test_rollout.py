@@ -57,12 +57,16 @@ def test_the_same_bundle_in_a_later_run_changes_nothing(new_run: NewRun) -> None
     assert read_registry(first.runs, "") == before
 
 
-def test_going_back_exchanges_champion_and_previous(new_run: NewRun) -> None:
+def test_each_rollback_goes_one_bundle_further_back(new_run: NewRun) -> None:
     run = new_run()
-    for digest in ("one", "two"):
+    for digest in ("one", "two", "three"):
         promote(run, bundle_of(run, digest))
-    assert rollback(run.runs, "").bundle == champion(run) == "one"
     assert rollback(run.runs, "").bundle == champion(run) == "two"
+    assert rollback(run.runs, "").bundle == champion(run) == "one"
+    with pytest.raises(ConfigError, match="no previous champion"):
+        rollback(run.runs, "")
+    promote(run, bundle_of(run, "four"))
+    assert rollback(run.runs, "").bundle == champion(run) == "one"
     assert [change.reason for change in read_registry(run.runs, "").history][-1] == "rolled back"
 
 

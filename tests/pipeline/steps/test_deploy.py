@@ -78,9 +78,9 @@ def test_a_canary_is_no_champion_yet(new_run: NewRun, monkeypatch: pytest.Monkey
 
 
 @pytest.fixture
-def source(new_run: NewRun, config: Config, monkeypatch: pytest.MonkeyPatch) -> Run:
+def source(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> Run:
     """A run with a bundle, which would be deployed with its own configuration."""
-    monkeypatch.setattr(deploy, "load_deployable", lambda source, words: (override_config(config, words), []))
+    monkeypatch.setattr(deploy, "check_deployable", lambda source: [])
     monkeypatch.setattr(Run, "bundle", lambda self, trust=None: bundle_of(self, "b" * 64))
     return new_run()
 
@@ -97,7 +97,7 @@ def serve(run: Run, config: Config, bundle: str) -> None:
 
 
 def preview_text(project: Project, source: Run, *words: str) -> str:
-    return deploy.lines(deploy.preview(project, source, words, print))
+    return deploy.lines(deploy.preview(project, source, override_config(source.config, words), print))
 
 
 def test_where_nothing_serves_the_service_is_new(project: Project, source: Run) -> None:
@@ -135,7 +135,7 @@ def test_the_exit_status_shows_a_program_whether_anything_would_change(
 ) -> None:
     found = [{"object": "service/tiny", "new": True, "fields": []}] * changes
     monkeypatch.setattr(deploy, "preview", lambda *_: found)
-    monkeypatch.setattr(run, "newest_bundle", lambda project: source)
+    monkeypatch.setattr(run, "_find_deployable", lambda *_: source)
     done = CliRunner().invoke(app, ["-C", str(folder), "deploy", "--dry-run", "-o", "json", *words])
     assert done.exit_code == status
     assert json.loads(done.stdout) == found
