@@ -525,6 +525,7 @@ def save_weights(state: Mapping[str, Tensor], path: Path, step: int | None = Non
 
     tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()}
     save_file(tensors, path, None if step is None else {"step": str(step)})
+    path.chmod(0o644)  # not only for this user, as safetensors leaves it: the next step may run as another one
 
 
 def load_weights(model: nn.Module, path: Path, device: torch.device | str = "cpu") -> nn.Module:
