@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pipeline.contract.errors import ConfigError, ResourceError
+from pipeline.contract.files import sync_tree
 from pipeline.contract.settings.stages import Model
 from pipeline.contract.task import transformers_model
 from train.pretrained.materialize import BuildModel, MetaModel
@@ -185,3 +186,4 @@ def _write_adapter(transformer: Any, settings: Model, folder: Path) -> None:
     config.target_modules = sorted(config.target_modules)  # a set has another order in each process
     config.task_type = "CAUSAL_LM" if type(transformer).__name__.endswith("ForCausalLM") else None
     config.save_pretrained(str(folder))
+    sync_tree(folder)
