@@ -2,24 +2,36 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 from k8s import workflows
 from k8s.cluster.api import Connection, connect
 from k8s.cluster.rollout_status import JobResult
-from k8s.objects.jobs import StepJob, step_job
+from k8s.objects.jobs import PodUser, StepJob, step_job
 from k8s.objects.manifests import check_pinned, kubectl_name, write_documents, write_manifests
 from k8s.objects.training import run_name, training_objects, volume_claims
 from k8s.step_runner import StepRunner
 from k8s.workflows import WorkflowTask
 from pipeline.contract.config import Config, override_config
-from pipeline.contract.errors import ConfigError, PipelineError, StageError, read_error, write_error
+from pipeline.contract.errors import (
+    ConfigError,
+    PipelineError,
+    ResourceError,
+    StageError,
+    missing_module_in_log,
+    read_error,
+    write_error,
+)
+from pipeline.contract.restarts import newest_attempt, read_events, record_event
 from pipeline.contract.run import STEPS, Run, StepRecord
 from pipeline.history import Project
 from pipeline.plan import CLUSTER_STEPS, STEP_KINDS, Step, run_argument, step_command
-from pipeline.processes import Ask, Report, pod_environment
+from pipeline.processes import Ask, Report, pod_environment, prepare_log, read_log_end
 
+_PRINTED_ERROR = re.compile(r"^(?:\[\d+\] )?error: (.+)$", re.MULTILINE)  # with the pod's number
 PENDING_TIMEOUT_SECONDS = 300  # for a pod whose image or volume the cluster cannot get
 
 
@@ -38,7 +50,8 @@ class ClusterExecutor:
     def run_step(self, run: Run, record: StepRecord, tick: Callable[[], None]) -> int:
         """Run or follow the Job and return its exit status; a failure leaves the error file a process would leave."""
         runner = self._step_runner(run, record.step, record.key, tick)
-        partial = run.partial(record.step)
+        partial, log = run.partial(record.step), run.log(record.step)
+        log_start = prepare_log(log)
         try:
             result = self._run_job(runner, run)
         except PipelineError as error:
@@ -46,11 +59,23 @@ class ClusterExecutor:
             if read_error(partial) is None:
                 write_error(error, partial)
         if result.status and read_error(partial) is None:
-            write_error(StageError(result.reason), partial)
+            write_error(self._find_cause(result, run.config.train.image, read_log_end(log, log_start)), partial)
         if not result.status and not partial.is_dir():
             write_error(_other_volume(run, runner.step_job), partial)
             return StageError.exit_code
         return result.status
+
+    def _find_cause(self, result: JobResult, image: str, log: str) -> PipelineError:
+        """Return why the pods failed: a module that the image lacks, the error they printed, or their exit status."""
+        if (missing := missing_module_in_log(log)) is not None:
+            what = str(missing).partition("; to fix it")[0]
+            return ConfigError(
+                f"{what} in {image}; to fix it: import it at the top of task.py or codec.py, whose packages the image "
+                "gets, then `pipe package --train --push` and set train.image"
+            )
+        printed = _PRINTED_ERROR.findall(log)
+        kind = StageError if result.status == StageError.exit_code else ResourceError
+        return kind(printed[-1]) if printed else StageError(result.reason)
 
     def _run_job(self, runner: StepRunner, run: Run) -> JobResult:
         connection = runner.connection
@@ -59,6 +84,9 @@ class ClusterExecutor:
             if (job := runner.find()) is not None:
                 self._report(f"{kubectl_name(job)} was started before; following it")
             else:
+                if runner.step_job.step == "train":  # by a person: pods that replace others record no launch
+                    record_event(run.path, event="launch", attempt=newest_attempt(read_events(run.path)))
+                give_to_pods(run, runner.step_job.step)
                 runner.start()
             result = self._follow(runner, run)
         except KeyboardInterrupt as interrupt:
@@ -95,13 +123,36 @@ class ClusterExecutor:
         return StepRunner(
             self._connection,
             config.deploy.namespace,
-            step_job(config, step, run.id, key, command, pod_environment()),
+            step_job(config, step, run.id, key, command, pod_environment(), pod_user(run)),
             run.path / "logs" / step,
             run.log(step),
             PENDING_TIMEOUT_SECONDS,
             self._report,
             tick,
         )
+
+
+def pod_user(run: Run) -> PodUser:
+    """Return the owner of the run's folder, as which pods may write to it; instead of root, the manifests' user."""
+    owner = run.path.stat()
+    return PodUser(owner.st_uid, owner.st_gid) if owner.st_uid else PodUser()
+
+
+def give_to_pods(run: Run, step: str) -> None:
+    """Make the pods' user the owner of what they write to, where that belongs to root: their pods are not root."""
+    if os.geteuid() != 0:
+        return
+    user = pod_user(run)
+    folders = (run.path / "logs", run.partial(step))
+    try:
+        for path in (run.path, *folders, *(path for folder in folders for path in folder.rglob("*"))):
+            if path.exists() and path.lstat().st_uid == 0:
+                os.chown(path, user.uid, user.gid, follow_symlinks=False)
+    except OSError as error:
+        raise ResourceError(
+            f"{error.filename}: cannot be given to user {user.uid}, as which pods write to {run.path} "
+            f"({os.strerror(error.errno or 0).lower()}); to fix it: run `pipe` as the user who owns {run.runs}"
+        ) from error
 
 
 def check_jobs(config: Config) -> None:

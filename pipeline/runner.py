@@ -29,7 +29,7 @@ from pipeline.contract.errors import (
     ResourceError,
     StageError,
     clear_error,
-    missing_extra_in_log,
+    missing_module_in_log,
     read_error,
 )
 from pipeline.contract.files import empty_folders
@@ -719,7 +719,7 @@ def find_failure(run: Run, step: str, status: int, log: str) -> PipelineError | 
     if (error is None or error.echo) and (killed := find_killed_process(log)):
         return StageError(f"{step}: {killed}")
     if error is None:
-        error = missing_extra_in_log(log)
+        error = missing_module_in_log(log)
     if error is not None:
         return type(error)(f"{step}: {error}")
     if shutil.disk_usage(run.path).free < _DISK_FULL_BYTES:

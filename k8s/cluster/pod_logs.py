@@ -26,6 +26,8 @@ _POD = {"apiVersion": "v1", "kind": "Pod"}
 _READ_TIMEOUT_SECONDS = 3600.0  # a step may print nothing for long
 _RETRY_PAUSE_SECONDS, _MAX_RETRY_PAUSE_SECONDS = 0.1, 5.0
 _LINE = re.compile(rb"^(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.\d+)?(Z|[+-]\d\d:\d\d) ?(.*)$", re.DOTALL)
+# The kubelet sends this, with status 200 and no timestamp, where the container is gone; the container did not write it.
+_NO_LOG = (b"unable to retrieve container logs", b"Unable to retrieve container logs")
 _HTTP_BAD_REQUEST, _HTTP_NOT_FOUND = 400, 404  # the container has not started; the pod is gone
 _HTTP_UNAUTHORIZED_OR_FORBIDDEN = (401, 403)
 
@@ -164,6 +166,8 @@ class PodLog:
         if self._closed.is_set():
             lines.close()
         for line in lines:
+            if line.startswith(_NO_LOG):
+                continue
             if repeated[line]:
                 repeated[line] -= 1
             else:

@@ -48,7 +48,23 @@ class StepJob:
         return f"{RUN_LABEL}={self.run},{STEP_LABEL}={self.step}"
 
 
-def step_job(config: Config, step: str, run: str, key: str, argv: tuple[str, ...], env: Mapping[str, str]) -> StepJob:
+@dataclass(frozen=True)
+class PodUser:
+    """The user as which pods write to the volume, and their group, which is also that of a volume with an owner."""
+
+    uid: int = 10001  # as in the images and manifests
+    gid: int = 10001
+
+
+def step_job(
+    config: Config,
+    step: str,
+    run: str,
+    key: str,
+    argv: tuple[str, ...],
+    env: Mapping[str, str],
+    user: PodUser = PodUser(),
+) -> StepJob:
     """Return the objects for a step; `argv` is its local command, whose last argument is the run directory."""
     image = config.train.image
     if not image:
@@ -63,7 +79,7 @@ def step_job(config: Config, step: str, run: str, key: str, argv: tuple[str, ...
         parts = {"Job": _job(config, step, run, key, argv, env)}
     for item in parts.values():
         item["metadata"]["labels"] |= step_labels(run, step, key)
-    _fill_step(parts["Job"], config, step_labels(run, step, key))
+    _fill_step(parts["Job"], config, step_labels(run, step, key), user)
     pods = parts["Job"]["spec"].get("completions", 1)
     objects = training.wrap_in_workload(parts, config) if step == "train" else [parts["Job"]]
     container = training.container_name(config) if step == "train" else training.TRAINER_CONTAINER
@@ -115,11 +131,12 @@ def _pod(config: Config, step: str, argv: tuple[str, ...], env: Mapping[str, str
     return pod
 
 
-def _fill_step(job: Object, config: Config, labels: Mapping[str, str]) -> None:
-    """Set queue, labels and working directory."""
+def _fill_step(job: Object, config: Config, labels: Mapping[str, str], user: PodUser) -> None:
+    """Set queue, labels, user and working directory."""
     if config.cluster.queue:
         job["metadata"]["labels"][training.QUEUE_LABEL] = config.cluster.queue
     template = job["spec"]["template"]
     template["metadata"]["labels"] |= labels
+    template["spec"]["securityContext"] |= {"runAsUser": user.uid, "runAsGroup": user.gid, "fsGroup": user.gid}
     for container in template["spec"]["containers"]:
         container["workingDir"] = PROJECT_FOLDER

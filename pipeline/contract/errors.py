@@ -166,7 +166,8 @@ EXTRAS = {  # extra: the modules it installs, by the names they are imported by
 # Also with `-gpu`. ONNX Runtime for CPUs must not be installed over the one for GPUs: both are the same module.
 _EXTRAS_WITH_RUNTIME = ("serve", "train", "all")
 _EXTRA_OF = {module: extra for extra, modules in EXTRAS.items() for module in modules}
-_IMPORT_FAILED = re.compile(r"^(?:\[rank\d+\]: )?ModuleNotFoundError: No module named '([\w.]+)'", re.MULTILINE)
+# Torch marks lines with their rank, and logs of a Job have the pod's number.
+_IMPORT_FAILED = re.compile(r"^(?:\[(?:rank)?\d+\]:? )*ModuleNotFoundError: No module named '([\w.]+)'", re.MULTILINE)
 
 
 def missing_extra(error: BaseException) -> ConfigError | None:
@@ -179,10 +180,14 @@ def missing_extra(error: BaseException) -> ConfigError | None:
     return _missing_module(error.name or "") if isinstance(error, ModuleNotFoundError) else None
 
 
-def missing_extra_in_log(log: str) -> ConfigError | None:
+def missing_module_in_log(log: str) -> ConfigError | None:
     """Return the error for a process that ended while it imported its modules, before it could report anything."""
     names = _IMPORT_FAILED.findall(log)
-    return _missing_module(names[-1]) if names else None
+    if not names:
+        return None
+    return _missing_module(names[-1]) or ConfigError(
+        f"the module `{names[-1]}` is not installed; to fix it: install its package where this step runs"
+    )
 
 
 def _missing_module(name: str) -> ConfigError | None:

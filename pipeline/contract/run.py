@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import itertools
 import json
 import os
 import re
 import socket
+import stat
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -340,13 +342,14 @@ def run_step(name: str, work: Callable[[Run, Path], None], argv: Sequence[str]) 
     options = parser.parse_args(argv)
     watch_parent()
     run, root = Run(options.run.resolve()), options.root.resolve()
-    run.partial(name).mkdir(parents=True, exist_ok=True)
     try:
+        make_partial(run, name)
         if (run.path / "run.json").is_file():
             check_inputs(run, name)
         work(run, root)
     except PipelineError as error:
-        write_error(error, run.partial(name))
+        with contextlib.suppress(PermissionError):  # which may be the error itself; then only the log has it
+            write_error(error, run.partial(name))
         print(f"{'echo' if error.echo else 'error'}: {error}", file=sys.stderr)
         return error.exit_code
     except Exception as error:
@@ -355,6 +358,27 @@ def run_step(name: str, work: Callable[[Run, Path], None], argv: Sequence[str]) 
         write_error(unexpected, run.partial(name))
         return unexpected.exit_code
     return 0
+
+
+def make_partial(run: Run, step: str) -> None:
+    """Create the folder that a step writes to, or raise an error that names the users who disagree."""
+    folder = run.partial(step)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except PermissionError as error:
+        raise _not_writable(run.path) from error
+    for path in (folder, run.path):
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise _not_writable(path)
+
+
+def _not_writable(folder: Path) -> ResourceError:
+    owner = folder.stat()
+    return ResourceError(
+        f"cannot write to {folder}: this process is user {os.geteuid()}, and the folder belongs to user "
+        f"{owner.st_uid} and group {owner.st_gid} with mode {stat.S_IMODE(owner.st_mode):04o}; to fix it: give the "
+        "folder to this user, or on a cluster see docs/kubernetes.md, Users of the volume"
+    )
 
 
 def _unexpected_error(error: Exception, root: Path) -> PipelineError:

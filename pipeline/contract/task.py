@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import json
+import os
 import stat
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -525,6 +526,9 @@ def save_weights(state: Mapping[str, Tensor], path: Path, step: int | None = Non
 
     tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()}
     save_file(tensors, path, None if step is None else {"step": str(step)})
+    path.chmod(0o644)  # not only for this user, as safetensors leaves it: the next step may run as another one
+    with path.open("rb") as file:
+        os.fsync(file.fileno())  # before the summary that calls training complete
 
 
 def load_weights(model: nn.Module, path: Path, device: torch.device | str = "cpu") -> nn.Module:

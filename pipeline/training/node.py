@@ -31,6 +31,7 @@ from pipeline.contract.errors import (
     PipelineError,
     StageError,
     clear_error,
+    missing_module_in_log,
     read_error,
     write_error,
 )
@@ -52,7 +53,7 @@ from pipeline.contract.restarts import (
     record_event,
     restart_after,
 )
-from pipeline.contract.run import Run
+from pipeline.contract.run import Run, make_partial
 from pipeline.contract.settings.stages import Train
 from pipeline.contract.sources import project_code
 from pipeline.display import is_raw
@@ -108,11 +109,14 @@ def run_node(run: Run, root: Path, joined: bool, train: Train, restarted: bool =
     """Train until training is complete or cannot continue, and return the exit status."""
     processes = processes_per_node(train, count_gpus(os.environ))
     env = {**os.environ, **step_environment(processes, os.cpu_count() or 1, train.threads)}
-    run.partial("train").mkdir(parents=True, exist_ok=True)
+    try:
+        make_partial(run, "train")
+    except PipelineError as error:  # which cannot be written there
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
     node = TrainingNode(run, root, env, joined, train)
-    if not joined and not restarted:  # a person started or resumed training
-        clear_error(run.partial("train"))
-        record_event(run.path, event="launch", attempt=newest_attempt(read_events(run.path)))
+    if not joined and not restarted:
+        _record_start(run, node.host, in_pod=POD_NUMBER in env)
     try:
         node.train_to_end()
     except PipelineError as error:
@@ -123,6 +127,17 @@ def run_node(run: Run, root: Path, joined: bool, train: Train, restarted: bool =
     finally:
         node.presence.remove()
     return 0
+
+
+def _record_start(run: Run, host: str, *, in_pod: bool) -> None:
+    """Record that a person started or resumed training, or that this pod replaces one that was lost."""
+    error, log = read_error(run.partial("train")), read_attempts(run.path)
+    if in_pod and read_events(run.path) and (error is None or error.passing):
+        if not log.launched:
+            record_end(run.path, ProcessEnd(host, "the leading pod was lost"))
+        return
+    clear_error(run.partial("train"))
+    record_event(run.path, event="launch", attempt=newest_attempt(read_events(run.path)))
 
 
 @dataclass
@@ -148,7 +163,7 @@ class TrainingNode:
         leads_many = not self.joined and self.train.launcher == "torchrun" and self.train.most_nodes > 1
         rendezvous, attempts = None, 0
         with contextlib.ExitStack() as server, contextlib.ExitStack() as store:
-            while True:
+            while not self._is_complete():  # then the other machines leave, too
                 self._ensure_server(server)
                 if leads_many and rendezvous is None:
                     rendezvous = store.enter_context(self.run_store())
@@ -174,6 +189,11 @@ class TrainingNode:
                         continue
                 self._pause_or_give_up(end)
 
+    def _is_complete(self) -> bool:
+        """Return whether the first process has written its last file, the summary."""
+        outputs = (self.run.partial("train"), self.run.output("train"))
+        return any((folder / "summary.json").exists() for folder in outputs)
+
     def _ensure_server(self, server: contextlib.ExitStack) -> None:
         """Run a fork server for the agent, unless `pipe` runs one and it has not been killed."""
         if uses_agent(self.train) and not has_server(self.env):
@@ -190,9 +210,8 @@ class TrainingNode:
         if not keeps_store:
             raise fault
         self.output.print_line(f"{fault}; the other machines go on")
-        outputs = (self.run.partial("train"), self.run.output("train"))
         deadline = time.monotonic() + meeting_seconds(self.train.timeout_seconds)
-        while not any((folder / "summary.json").exists() for folder in outputs):
+        while not self._is_complete():
             self.output.update()
             self._raise_permanent_error()
             if self.presence.count_others():
@@ -225,13 +244,12 @@ class TrainingNode:
         Until this machine has taken part, a recorded error is that of an earlier launch.
         """
         timeout, waits = meeting_seconds(self.train.timeout_seconds), False
-        outputs = (self.run.partial("train"), self.run.output("train"))
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             rendezvous = read_rendezvous(self.run)
             if rendezvous is not None and is_listening(rendezvous.address) and rendezvous == read_rendezvous(self.run):
                 return rendezvous
-            if any((folder / "summary.json").exists() for folder in outputs):
+            if self._is_complete():
                 return None
             if not waits:
                 waits = True
@@ -252,8 +270,10 @@ class TrainingNode:
             env = {"GLOO_SOCKET_IFNAME": name, "NCCL_SOCKET_IFNAME": f"={name}", **env}  # `=`: not as a beginning
         offset = prepare_log(self.log)
         launcher = LocalLauncher(self.root, self._tick, LAUNCHER_END_SECONDS, forks=uses_agent(self.train))
-        status = launcher.launch(argv, self.log, env)
-        self.output.update()
+        try:
+            status = launcher.launch(argv, self.log, env)
+        finally:  # on SIGTERM, too: the last lines name the checkpoint
+            self.output.update()
         return status, read_log_end(self.log, offset)
 
     def _tick(self) -> None:
@@ -274,6 +294,8 @@ class TrainingNode:
             return ProcessEnd(self.host, "the store where machines meet was lost", echo=True)
         if error is not None:
             return ProcessEnd(self.host, str(error), error.echo, error.passing)
+        if (missing := missing_module_in_log(log)) is not None:
+            return ProcessEnd(self.host, str(missing), passing=False)
         reason = describe_exit(f"the launcher on {self.host}", status)
         return ProcessEnd(self.host, reason, passing=status < 0 or was_terminated(status))
 

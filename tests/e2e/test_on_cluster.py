@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -40,7 +41,7 @@ def project(api: ApiServer, tmp_path: Path) -> ProjectFolder:
     return project
 
 
-def play(pod: MockPod, folder: Path) -> int:
+def play(pod: MockPod, folder: Path, prefix: tuple[str, ...] = ()) -> int:
     """As a node would: the command, its environment, the volume where it is mounted; SIGTERM when it must go."""
     container = pod.spec["containers"][0]
     words = [*container["command"], *container.get("args", [])]
@@ -48,7 +49,7 @@ def play(pod: MockPod, folder: Path) -> int:
     env = {item["name"]: item.get("value", str(pod.index)) for item in container["env"]}
     known = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST")}
     process = subprocess.Popen(
-        argv,
+        [*prefix, *argv],
         cwd=folder,
         env={**known, **env, "HOME": str(folder)},
         stdin=subprocess.DEVNULL,
@@ -132,3 +133,64 @@ def test_an_interrupted_training_is_cancelled_and_goes_on_from_its_checkpoint(
     assert project.latest.read().steps["train"].status == "interrupted"
     project.pipe("run", "--resume")
     assert "resumed from" in project.latest.log("train").read_text()
+
+
+CALLER, IMAGE_USER = 1234, 10001
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to run processes as other users")
+
+
+def as_user(uid: int, gid: int) -> tuple[str, ...]:
+    """Return the command that starts another as this user, who may read the interpreter wherever it is."""
+    rights = ("--inh-caps=-all,+dac_read_search", "--ambient-caps=-all,+dac_read_search")
+    return ("setpriv", "--clear-groups", *rights, f"--reuid={uid}", f"--regid={gid}")
+
+
+@pytest.fixture
+def shared(api: ApiServer, tmp_path: Path) -> Iterator[ProjectFolder]:
+    """A project where all users may enter; its pods run as the user that their manifest names."""
+
+    def program(pod: MockPod) -> int:
+        security = pod.spec["securityContext"]
+        return play(pod, volume.folder, as_user(security["runAsUser"], security["runAsGroup"]))
+
+    with tempfile.TemporaryDirectory() as place:
+        Path(place).chmod(0o755)
+        volume = ProjectFolder.create(Path(place) / "sides")
+        (tmp_path / "kubeconfig").rename(Path(place) / "kubeconfig")
+        os.environ["KUBECONFIG"] = str(Path(place) / "kubeconfig")  # `api` restores it
+        api.nodes.program = program
+        yield volume
+
+
+def give(folder: Path, uid: int) -> None:
+    for path in (folder, *folder.rglob("*")):
+        os.chown(path, uid, uid)
+
+
+@needs_root
+@pytest.mark.parametrize(("caller", "writer"), [(CALLER, CALLER), (0, IMAGE_USER)])
+def test_pods_write_as_the_owner_of_the_runs_but_never_as_root(shared: ProjectFolder, caller: int, writer: int) -> None:
+    give(shared.folder, caller)
+    shared.pipe("run", "--until", "prepare", *WORDS, prefix=as_user(caller, caller) if caller else ())
+    assert (shared.latest.output("prepare") / "data.json").stat().st_uid == writer
+
+
+@needs_root
+def test_a_folder_that_pods_cannot_write_is_named_with_its_owner(api: ApiServer, shared: ProjectFolder) -> None:
+    give(shared.folder, CALLER)
+    api.nodes.program = lambda pod: play(pod, shared.folder, as_user(4321, 4321))  # a volume with other users
+    done = shared.pipe("run", "--until", "prepare", *WORDS, prefix=as_user(CALLER, CALLER), expect=2)
+    assert "this process is user 4321, and the folder belongs to user 1234" in done.stderr
+    assert "Traceback" not in shared.latest.log("prepare").read_text()
+
+
+@needs_root
+@pytest.mark.long
+@pytest.mark.parametrize("caller", [CALLER, 0])
+def test_all_steps_of_all_users_end_with_files_that_others_can_read(shared: ProjectFolder, caller: int) -> None:
+    give(shared.folder, caller)
+    prefix = as_user(caller, caller) if caller else ()
+    shared.pipe("run", "--until", "export", *WORDS, prefix=prefix)
+    run = shared.latest
+    assert {record.status for record in run.read().steps.values()} == {"done"}
+    assert not [path for path in run.path.rglob("*") if path.stat().st_mode & 0o444 != 0o444]

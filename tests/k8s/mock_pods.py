@@ -35,11 +35,11 @@ class MockPod:
         item: Object = self.store.objects[self.path]["spec"]
         return item
 
-    def log(self, line: str) -> None:
-        """Write a line with a timestamp in nanoseconds, like the kubelet."""
+    def log(self, line: str, *, stamped: bool = True) -> None:
+        """Write a line with a timestamp in nanoseconds, like the kubelet; its own messages have none."""
         stamp = datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S") + f".{time.time_ns() % 10**9:09d}Z"
         with self.store.changed:
-            self._lines.append((stamp, line))
+            self._lines.append((stamp if stamped else "", line))
             self.store.changed.notify_all()
 
     def lines(self, since: str = "") -> list[tuple[str, str]]:

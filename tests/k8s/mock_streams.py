@@ -47,7 +47,7 @@ def log_lines(store: Store, pod: MockPod, query: Mapping[str, str], closing: thr
                 continue
         shown += len(new)
         for stamp, line in new:
-            yield (f"{stamp} {line}\n" if stamped else f"{line}\n").encode()
+            yield (f"{stamp} {line}\n" if stamped and stamp else f"{line}\n").encode()
         if ended and shown == len(pod.lines()):
             return
 

@@ -1,4 +1,7 @@
-"""JSON schemas of Kubernetes objects: built-in kinds from a package, others from their published CRDs."""
+"""JSON schemas of Kubernetes objects: built-in kinds and those of KServe, JobSet and Kubeflow Trainer from packages.
+
+Where the published CRDs are at hand, they judge the custom resources a second time.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,11 @@ from typing import Any
 import jsonschema
 import kubernetes_validate
 import kubernetes_validate.utils
-import pytest
 import yaml
 
-# The published CRDs of KServe, JobSet, Kubeflow Trainer and the Gateway API; kinds without one are skipped.
+from .published_models import model_schema
+
+# The published CRDs of KServe, JobSet, Kubeflow Trainer and the Gateway API, which are not part of the project.
 CRDS = Path(os.environ.get("PIPE_TEST_CRDS") or Path(__file__).resolve().parents[3] / "shared" / "crds")
 FILES = {
     "HTTPRoute": "gateway-api-*/gateway.networking.k8s.io_httproutes.yaml",
@@ -23,7 +27,86 @@ FILES = {
     "TrainJob": "trainer-*/trainer.kubeflow.org_trainjobs.yaml",
     "TrainingRuntime": "trainer-*/trainer.kubeflow.org_trainingruntimes.yaml",
 }
-# The CRD of the Prometheus operator is not among them: the part of its API that we use.
+# No package has models of these two: the part of their API that we use.
+_HTTP_ROUTE = {
+    "type": "object",
+    "required": ["apiVersion", "kind", "metadata", "spec"],
+    "additionalProperties": False,
+    "properties": {
+        "apiVersion": {"const": "gateway.networking.k8s.io/v1"},
+        "kind": {"const": "HTTPRoute"},
+        "metadata": {"type": "object"},
+        "spec": {
+            "type": "object",
+            "required": ["parentRefs", "rules"],
+            "additionalProperties": False,
+            "properties": {
+                "hostnames": {"type": "array", "items": {"type": "string"}},
+                "parentRefs": {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "required": ["name"],
+                        "additionalProperties": False,
+                        "properties": {
+                            name: {"type": "string"} for name in ("group", "kind", "name", "namespace", "sectionName")
+                        },
+                    },
+                },
+                "rules": {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "additionalProperties": False,
+                        "properties": {
+                            "name": {"type": "string"},
+                            "matches": {
+                                "type": "array",
+                                "items": {
+                                    "type": "object",
+                                    "additionalProperties": False,
+                                    "properties": {
+                                        "path": {
+                                            "type": "object",
+                                            "required": ["type", "value"],
+                                            "additionalProperties": False,
+                                            "properties": {
+                                                "type": {"enum": ["Exact", "PathPrefix", "RegularExpression"]},
+                                                "value": {"type": "string", "maxLength": 1024},
+                                            },
+                                        }
+                                    },
+                                },
+                            },
+                            "backendRefs": {
+                                "type": "array",
+                                "items": {
+                                    "type": "object",
+                                    "required": ["name", "port"],
+                                    "additionalProperties": False,
+                                    "properties": {
+                                        "name": {"type": "string"},
+                                        "namespace": {"type": "string"},
+                                        "port": {"type": "integer", "minimum": 1, "maximum": 65535},
+                                        "weight": {"type": "integer", "minimum": 0, "maximum": 1000000},
+                                    },
+                                },
+                            },
+                            "timeouts": {
+                                "type": "object",
+                                "additionalProperties": False,
+                                "properties": {
+                                    name: {"type": "string", "pattern": "^([0-9]{1,5}(h|m|s|ms)){1,4}$"}
+                                    for name in ("request", "backendRequest")
+                                },
+                            },
+                        },
+                    },
+                },
+            },
+        },
+    },
+}
 _SERVICE_MONITOR = {
     "type": "object",
     "required": ["apiVersion", "kind", "metadata", "spec"],
@@ -57,18 +140,23 @@ _SERVICE_MONITOR = {
     },
 }
 
+_OWN_SCHEMAS = {"HTTPRoute": _HTTP_ROUTE, "ServiceMonitor": _SERVICE_MONITOR}
+
 # The package reads its schemas, which are large, from disk at every validation.
 kubernetes_validate.utils.schema_contents = cache(kubernetes_validate.utils.schema_contents)
 
 
 def validate(item: dict[str, Any]) -> None:
     """Validate strictly: an unknown field is an error."""
-    if item["kind"] == "ServiceMonitor":
-        jsonschema.Draft202012Validator(_SERVICE_MONITOR).validate(item)
-    elif item["kind"] in FILES:
-        _custom(item["kind"], item["apiVersion"]).validate(item)
+    kind = item["kind"]
+    if kind in _OWN_SCHEMAS:
+        jsonschema.Draft202012Validator(_OWN_SCHEMAS[kind]).validate(item)
+    elif kind in FILES:
+        _published(kind).validate(item)
     else:
         validate_builtin(item)
+    if kind in FILES and CRDS.is_dir():
+        _custom(kind, item["apiVersion"]).validate(item)
 
 
 def validate_builtin(item: dict[str, Any]) -> None:
@@ -76,11 +164,14 @@ def validate_builtin(item: dict[str, Any]) -> None:
 
 
 @cache
+def _published(kind: str) -> Any:
+    return jsonschema.Draft202012Validator(_closed(model_schema(kind)))
+
+
+@cache
 def _custom(kind: str, api_version: str) -> Any:
-    found = sorted(CRDS.glob(FILES[kind]))
-    if not found:
-        pytest.skip(f"no CRD at {CRDS / FILES[kind]}: the {kind} is not checked against its schema")
-    crd = yaml.load(found[-1].read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    file = max(CRDS.glob(FILES[kind]))
+    crd = yaml.load(file.read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     group, _, version = api_version.partition("/")
     assert (crd["spec"]["group"], crd["spec"]["names"]["kind"]) == (group, kind)
     schema = next(item for item in crd["spec"]["versions"] if item["name"] == version)["schema"]["openAPIV3Schema"]

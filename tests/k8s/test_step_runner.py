@@ -472,3 +472,15 @@ def test_a_job_deleted_right_after_its_end_has_succeeded(
     api.nodes.program = lambda pod: 0 if runs.wait(30) else 1
     api.nodes.keeps_ended = False
     assert run_step(make_runner()) == JobResult(0)
+
+
+def test_the_kubelets_own_words_are_not_taken_for_the_pods(api: ApiServer, make_runner: MakeStepRunner) -> None:
+    def program(pod: MockPod) -> int:
+        pod.log("last words of the pod")
+        pod.log("unable to retrieve container logs for containerd://0123", stamped=False)
+        return 0
+
+    api.nodes.program = program
+    step = make_runner()
+    assert run_step(step) == JobResult(0)
+    assert log_lines(step) == ["last words of the pod"]

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import yaml
 
+from k8s.cluster.rollout_status import JobResult
 from k8s.objects.training import CONFIG_VARIABLE
-from pipeline.cluster_executor import missing_image, render_workflow
+from pipeline.cluster_executor import ClusterExecutor, missing_image, render_workflow
 from pipeline.history import Project, example_folder
 
 IMAGE = "train.image=registry.example/train@sha256:" + "1" * 64
@@ -42,3 +43,17 @@ def test_what_the_last_step_lacks_is_stated_before(project: Project) -> None:
     image = "deploy.image=registry.example/serve@sha256:" + "2" * 64
     assert missing_image(project.config([IMAGE, image, "deploy.target=kserve", STORED])) == ""
     assert missing_image(project.config([IMAGE, "package.builder=podman"])) == ""
+
+
+@pytest.mark.parametrize(
+    ("log", "cause"),
+    [
+        ("[1] ModuleNotFoundError: No module named 'einops'\n", f"`einops` is not installed in {IMAGE[12:]}"),
+        ("starting\n[0] error: cannot write to /project/runs/run-1\n", "cannot write to /project/runs/run-1"),
+        ("starting\n", "the container ended with Error"),
+    ],
+)
+def test_what_pods_printed_explains_how_they_failed(log: str, cause: str, tmp_path: Path) -> None:
+    executor = ClusterExecutor(tmp_path, print, lambda _question: True)
+    result = JobResult(1, "the container ended with Error, exit code 1")
+    assert cause in str(executor._find_cause(result, IMAGE[12:], log))

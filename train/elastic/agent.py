@@ -41,7 +41,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token, create_handler
 
-from pipeline.contract.errors import DeviceFault, Stalled, read_error
+from pipeline.contract.errors import DeviceFault, Stalled, missing_module_in_log, read_error
 from pipeline.contract.fork_server import Process, start_module
 from pipeline.contract.processes import TERMINATED, AgentStatus, describe_exit, was_terminated, watch_parent
 from pipeline.contract.restarts import PROCESS_END_SECONDS, GiveUp, ProcessEnd, Restart, restart_after
@@ -182,6 +182,8 @@ def describe_failures(statuses: Mapping[int, int], directory: Path, output: str 
         return ProcessEnd(host, exit_text)
     if error is not None:
         return ProcessEnd(host, str(error), echo=error.echo)
+    if (missing := missing_module_in_log(output)) is not None:
+        return ProcessEnd(host, f"rank {rank} on {host}: {missing}", passing=False)
     # Status 1 without an error may come from a process that lost contact while a new attempt began.
     return ProcessEnd(host, f"{exit_text} and left no reason", passing=causes[rank] == 1)
 

@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pipeline.contract.errors import ConfigError, ResourceError
+from pipeline.contract.files import sync_tree
 from pipeline.contract.settings.stages import Model
 from pipeline.contract.task import transformers_model
 from train.pretrained.materialize import BuildModel, MetaModel
@@ -178,9 +179,11 @@ def _write_adapter(transformer: Any, settings: Model, folder: Path) -> None:
     state |= {name: value for name, value in transformer.state_dict().items() if name.partition(".")[0] in heads}
     tensors = {_PREFIX + name: value.detach().cpu().contiguous() for name, value in state.items()}
     save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
+    (folder / "adapter_model.safetensors").chmod(0o644)  # as `save_weights` does
     config = transformer.peft_config["default"]
     config.inference_mode, config.modules_to_save = True, heads or None
     config.base_model_name_or_path = settings.pretrained or None
     config.target_modules = sorted(config.target_modules)  # a set has another order in each process
     config.task_type = "CAUSAL_LM" if type(transformer).__name__.endswith("ForCausalLM") else None
     config.save_pretrained(str(folder))
+    sync_tree(folder)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import train
 from pipeline.contract.errors import ConfigError, DataError
@@ -24,6 +26,7 @@ from pipeline.contract.task import (
     load_class,
     load_task,
     open_task,
+    save_weights,
     shared_file_digests,
 )
 
@@ -290,3 +293,12 @@ def test_only_language_models_run_in_onnxruntime_genai(root: Path) -> None:
     write(root, WHOLE)
     with pytest.raises(ConfigError, match="genai is for language models"):
         check_export(load_task("some_task.py:Net", root), config)
+
+
+def test_weights_can_be_read_by_all_users_and_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.fstat(handle).st_ino))
+    path = tmp_path / "model.safetensors"
+    save_weights({"weight": torch.ones(2)}, path)
+    assert path.stat().st_mode & 0o777 == 0o644
+    assert synced == [path.stat().st_ino]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.contract.errors import ConfigError, DeviceFault, PipelineError, StageError
+from pipeline.contract.errors import ConfigError, DeviceFault, PipelineError, StageError, read_error, write_error
 from pipeline.contract.processes import AgentStatus
 from pipeline.contract.restarts import read_attempts, record_event
 from pipeline.contract.run import Run
@@ -364,3 +364,60 @@ def test_restarts_close_together_have_a_line_each(
         "rank 0 was killed; starting again from the beginning (1 of 3 without a new one)",
         "the node was killed; starting again from the beginning (2 of 3 without a new one)",
     ]
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_no_machine_waits_for_others_once_training_is_complete(
+    joined: bool, new_run: NewRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = new_run()
+    training = training_node(run, tmp_path, joined=joined)
+    (run.partial("train") / "summary.json").write_text("{}")
+    launches, stores = set_statuses(training, monkeypatch), set_stores(training, monkeypatch)
+    training.train_to_end()
+    assert not launches
+    assert not stores
+
+
+def test_loss_of_the_leading_pod_counts_as_a_restart(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = new_run()
+    monkeypatch.setattr(TrainingNode, "train_to_end", lambda _self: None)
+    monkeypatch.setenv(node.POD_NUMBER, "0")
+    train = Train(processes=1)
+    for attempt in (1, 2):  # the second pod has the number and name of the first
+        node.run_node(run, Path(), joined=False, train=train)
+        record_event(run.path, event="start", attempt=attempt, hosts=("train-0",), step=40)
+    log = read_attempts(run.path)
+    assert log.restarts == 1
+    assert [attempt.after for attempt in log.attempts] == ["launch", "loss"]
+    assert log.attempts[0].ends[0].reason == "the leading pod was lost"
+
+
+def test_a_pod_after_a_permanent_error_is_a_new_launch(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = new_run()
+    monkeypatch.setattr(TrainingNode, "train_to_end", lambda _self: None)
+    monkeypatch.setenv(node.POD_NUMBER, "0")
+    record_event(run.path, event="start", attempt=1, hosts=("train-0",))
+    write_error(ConfigError("train.lr: too large"), run.partial("train"))
+    node.run_node(run, Path(), joined=False, train=Train(processes=1))
+    assert read_attempts(run.path).launched
+    assert read_error(run.partial("train")) is None
+
+
+def test_last_lines_of_processes_are_printed_on_sigterm(
+    new_run: NewRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    training = training_node(new_run(), tmp_path, nodes=1)
+    monkeypatch.setenv(node.POD_NUMBER, "0")
+
+    class Launcher:
+        def __init__(self, *_arguments: object, **_options: object) -> None: ...
+
+        def launch(self, _argv: object, log: Path, _env: object) -> int:
+            log.write_text("saved the checkpoint of step 40\n")
+            raise SystemExit(143)
+
+    monkeypatch.setattr(node, "LocalLauncher", Launcher)
+    with pytest.raises(SystemExit):
+        training.train_to_end()
+    assert "saved the checkpoint of step 40" in capfd.readouterr().out

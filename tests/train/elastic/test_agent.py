@@ -210,3 +210,10 @@ def test_the_last_call_starts_when_the_reader_sees_it(backend: C10dRendezvousBac
     reader, before = LocalClockBackend(backend, 2), datetime.now(UTC)
     backend.set_state(pickle.dumps(SimpleNamespace(last_heartbeats={}, deadline=before - HOUR)))
     assert before + timedelta(seconds=2) <= read_state(reader).deadline <= datetime.now(UTC) + timedelta(seconds=2)
+
+
+def test_a_missing_module_is_the_reason_and_permanent(tmp_path: Path) -> None:
+    output = "Traceback (most recent call last):\nModuleNotFoundError: No module named 'einops'\n"
+    end = describe_failures({0: 1}, tmp_path, output)
+    assert not end.passing
+    assert "the module `einops` is not installed" in end.reason
