@@ -11,6 +11,7 @@ from typing import Any
 from k8s.cluster.api import (
     TRANSIENT_STATUSES,
     Connection,
+    NotKubernetes,
     Response,
     api_path,
     connect,
@@ -19,7 +20,14 @@ from k8s.cluster.api import (
 )
 from k8s.cluster.errors import api_error
 from k8s.cluster.pending_reasons import pending_pod_warnings
-from k8s.cluster.rollout_status import Progress, crashed_containers, created_workload, pod_problems, rollout_progress
+from k8s.cluster.rollout_status import (
+    Progress,
+    crashed_containers,
+    created_workload,
+    minimum_replicas,
+    pod_problems,
+    rollout_progress,
+)
 from k8s.objects.kustomize import Object
 from k8s.objects.manifests import BUNDLE_ANNOTATION, WORKLOAD_KINDS, kubectl_name
 from pipeline.contract.errors import PipelineError, ResourceError, StageError
@@ -57,7 +65,10 @@ class Cluster:
                 f"the Kubernetes API server {connection.server} (context {connection.context}) "
                 f"refuses our credentials ({response.status}): {response.reason}"
             )
-        return cls(connection, str(response.json().get("gitVersion", "unknown")))
+        try:
+            return cls(connection, str(response.json().get("gitVersion", "unknown")))
+        except NotKubernetes as error:
+            raise ResourceError(f"{connection.server} (context {connection.context}): {error}") from error
 
     @property
     def context(self) -> str:
@@ -126,12 +137,15 @@ class Cluster:
         deadline = time.monotonic() + timeout_seconds
         for item in objects:
             if item["kind"] in WORKLOAD_KINDS:
-                self._wait_for(item, namespace, deadline, timeout_seconds, report)
+                replicas = minimum_replicas(item, objects)
+                self._wait_for(item, replicas, namespace, deadline, timeout_seconds, report)
 
-    def _wait_for(self, item: Object, namespace: str, deadline: float, timeout_seconds: float, report: Report) -> None:
+    def _wait_for(
+        self, item: Object, replicas: int, namespace: str, deadline: float, timeout_seconds: float, report: Report
+    ) -> None:
         reported = ""
         while True:
-            progress, problems = self._progress_and_problems(item, namespace)
+            progress, problems = self._progress_and_problems(item, replicas, namespace)
             text = "; ".join([progress.text, *problems])
             if text != reported:
                 report(f"{kubectl_name(item)}: {text}")
@@ -146,25 +160,25 @@ class Cluster:
                 )
             time.sleep(min(self.poll_seconds, max(0.0, deadline - time.monotonic())))
 
-    def _progress_and_problems(self, item: Object, namespace: str) -> tuple[Progress, list[str]]:
+    def _progress_and_problems(self, item: Object, replicas: int, namespace: str) -> tuple[Progress, list[str]]:
         try:
-            progress = self._progress(item, namespace)
+            progress = self._progress(item, replicas, namespace)
             return progress, [] if progress.done else self.pod_problems(item, namespace)
         except ResourceError as error:  # the roll-out goes on while the API server restarts
             return Progress(False, str(error)), []
 
-    def _progress(self, item: Object, namespace: str) -> Progress:
+    def _progress(self, item: Object, replicas: int, namespace: str) -> Progress:
         response = self.connection.request("GET", _object_path(item, namespace))
         if response.status in TRANSIENT_STATUSES:
             return Progress(False, f"the API server answers {response.status}")
         if not response.ok:
             raise StageError(f"{kubectl_name(item)}: cannot be read ({response.status}): {response.reason}")
-        progress = rollout_progress(response.json())
+        progress = rollout_progress(response.json(), replicas)
         if progress.done and item["kind"] == "InferenceService":
-            return self._created_progress(item, namespace, response.json()) or progress
+            return self._created_progress(item, replicas, namespace, response.json()) or progress
         return progress
 
-    def _created_progress(self, item: Object, namespace: str, live: Object) -> Progress | None:
+    def _created_progress(self, item: Object, replicas: int, namespace: str, live: Object) -> Progress | None:
         """Return the state of KServe's Deployment or Revision: the InferenceService is ready while old pods answer."""
         created = created_workload(live)
         response = self.connection.request("GET", _object_path(created, namespace))
@@ -175,7 +189,7 @@ class Cluster:
         bundle = pod_owner["metadata"].get("annotations", {}).get(BUNDLE_ANNOTATION)
         if bundle != item["metadata"]["annotations"][BUNDLE_ANNOTATION]:
             return Progress(False, "KServe has not adopted the new version yet")
-        return rollout_progress(workload) if created["kind"] == "Deployment" else None
+        return rollout_progress(workload, replicas) if created["kind"] == "Deployment" else None
 
     def _report_crash_logs(self, item: Object, namespace: str, report: Report) -> None:
         """Report the last lines of each container that crashed: its exit reason rarely explains it."""
