@@ -14,14 +14,19 @@ from k8s.cluster.canary import (
     KnativeCanaryRollout,
     canary_deployment,
     canary_name,
-    canary_percent,
     revision_service,
 )
 from k8s.cluster.cluster import Change, Cluster, Report
 from k8s.cluster.lease import LEASE_TIMEOUT_SECONDS, Lease, holder_identity
 from k8s.objects import network, serving
 from k8s.objects.kustomize import Object
-from k8s.objects.manifests import BUNDLE_ANNOTATION, WORKLOAD_KINDS, kubectl_name, write_manifests
+from k8s.objects.manifests import (
+    BUNDLE_ANNOTATION,
+    WORKLOAD_KINDS,
+    identity_labels,
+    kubectl_name,
+    write_manifests,
+)
 from pipeline.contract.bundle import Bundle, passed_gate
 from pipeline.contract.config import Config
 from pipeline.contract.errors import ClusterError, GateError, ResourceError, StageError
@@ -138,10 +143,11 @@ class Deployer:
             }
         objects = [*network.access_secrets(self.config, self.access), *self.objects]
         self.check_lease()
+        previous = self._read_digests(live)
         applied = self.cluster.apply(objects, self.namespace, self.report, rollout.force_conflicts)
         self.report(f"applied {', '.join(applied)}")
         try:
-            count = self._wait_and_check()
+            count = self._wait_and_check(previous)
         except StageError as error:
             hint = "; it is applied, and `pipe registry rollback` restores the version before it" if live else ""
             raise StageError(f"{error}{hint}") from error
@@ -154,9 +160,8 @@ class Deployer:
             self.report("rollout.canary_percent: nothing serves yet, so this bundle gets all requests")
             return None
         by_knative = self.config.deploy.by_knative
-        is_live = live["metadata"].get("annotations", {}).get(BUNDLE_ANNOTATION) == self.bundle.digest
-        if is_live and not (by_knative and canary_percent(live) is not None):
-            self.report("rollout.canary_percent: this bundle serves already")
+        if not self._changes_pods():
+            self.report("rollout.canary_percent: this version serves already")
             return None
         canary_class = KnativeCanaryRollout if by_knative else CanaryRollout
         result = canary_class(
@@ -176,14 +181,26 @@ class Deployer:
             raise StageError(f"the canary was rolled back, the stable version gets all requests: {result.text}")
         return result.text if result.outcome == "inconclusive" else None
 
-    def _wait_and_check(self) -> int:
+    def _changes_pods(self) -> bool:
+        """Return whether the pods would change, be it in their bundle, image or options."""
+        (change,) = self.cluster.plan([self.workload], self.namespace, self.config.rollout.force_conflicts)
+        return any(field.startswith(("spec.template.", "spec.predictor.")) for field in change.fields)
+
+    def _read_digests(self, live: Object | None) -> frozenset[str]:
+        """Return the bundles of all pods there are, and of the workload."""
+        selector = ",".join(f"{name}={value}" for name, value in identity_labels(self.config.name, "serving").items())
+        owners = [*([live] if live else []), *self.cluster.select(selector, self.namespace)]
+        annotations = (item["metadata"].get("annotations", {}) for item in owners)
+        return frozenset(item[BUNDLE_ANNOTATION] for item in annotations if BUNDLE_ANNOTATION in item)
+
+    def _wait_and_check(self, previous: frozenset[str]) -> int:
         """Wait for the roll-out and send the golden requests; return their number."""
         self.cluster.wait(self.objects, self.namespace, self.config.deploy.timeout_seconds, self.report)
         if not self.config.deploy.by_kserve:
             self.cluster.delete(canary_deployment(self.objects), self.namespace)
         headers = self.access.headers()
         return smoke.check_service(
-            self.cluster, self.namespace, self._service_name(), self.bundle, self.report, headers
+            self.cluster, self.namespace, self._service_name(), self.bundle, self.report, headers, previous
         )
 
     def _service_name(self) -> str:

@@ -19,12 +19,11 @@ from typing import Literal
 from k8s.cluster import smoke
 from k8s.cluster.cluster import Cluster, Report
 from k8s.objects.kustomize import Object
-from k8s.objects.manifests import HTTP_PORT
+from k8s.objects.manifests import HTTP_PORT, TRACK_LABEL
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.errors import PipelineError, StageError
 from pipeline.contract.settings.cluster import Rollout
 
-TRACK_LABEL = "pipe-road/track"
 CANARY_TRAFFIC_PERCENT = "canaryTrafficPercent"
 
 _OBSERVATION_ATTEMPTS = 5  # at a percentage whose measurements are not conclusive yet

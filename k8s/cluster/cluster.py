@@ -29,7 +29,7 @@ from k8s.cluster.rollout_status import (
     rollout_progress,
 )
 from k8s.objects.kustomize import Object
-from k8s.objects.manifests import BUNDLE_ANNOTATION, WORKLOAD_KINDS, kubectl_name
+from k8s.objects.manifests import BUNDLE_ANNOTATION, TRACK_LABEL, WORKLOAD_KINDS, kubectl_name
 from pipeline.contract.errors import PipelineError, ResourceError, StageError
 
 APPLY_QUERY = {"fieldManager": "pipe", "fieldValidation": "Strict"}
@@ -321,9 +321,10 @@ def _apply_query(force_conflicts: bool) -> dict[str, str]:
 
 
 def _version_selector(item: Object) -> str:
-    """Select by all common labels, which include the version."""
+    """Select by all common labels, which include the version, and by the one of a canary."""
     labels = item["metadata"]["labels"]
-    return ",".join(f"{name}={labels[name]}" for name in sorted(labels) if name.startswith("app.kubernetes.io/"))
+    names = (name for name in sorted(labels) if name.startswith("app.kubernetes.io/") or name == TRACK_LABEL)
+    return ",".join(f"{name}={labels[name]}" for name in names)
 
 
 def _object_path(item: Object, namespace: str) -> str:

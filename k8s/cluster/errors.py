@@ -46,8 +46,8 @@ def api_error(response: Response, subject: str, namespace: str, api_version: str
         fields = "; ".join(f"{field}: {message}" for field, message in causes)
         return StageError(f"{subject}: the cluster rejects it as invalid: {fields}")
     if response.status == 409 and (conflicts := conflicting_fields(reason)):
-        fields = [field.removeprefix(".") for _, field in conflicts]
-        if subject.startswith("deployment/") and (immutable := [name for name in fields if _SELECTOR.match(name)]):
+        paths = [field.removeprefix(".") for _, field in conflicts]
+        if subject.startswith("deployment/") and (immutable := [path for path in paths if _SELECTOR.match(path)]):
             return _immutable_fields_error(subject, namespace, immutable)  # overwriting is refused, too
         owners = "; ".join(f"{field} was set by {owner}" for owner, field in conflicts)
         return ConfigError(f"{subject}: {owners}; rollout.force_conflicts=true overwrites it, or set it in pipe.yaml")

@@ -22,6 +22,7 @@ from pipeline.contract.settings.stages import service_view_options
 HTTP_PORT = 8080
 GRPC_PORT = 8081
 BUNDLE_ANNOTATION = "pipe-road/bundle"
+TRACK_LABEL = "pipe-road/track"  # of a canary and its pods
 WORKLOAD_KINDS = ("Deployment", "InferenceService")  # the kinds that run a service
 GPU_RESOURCE = "nvidia.com/gpu"
 

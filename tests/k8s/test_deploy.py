@@ -9,6 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,49 @@ def test_requests_are_retried_until_endpoints_exist(
     answers: list[Model] = [api.service, model, model]
     api.service = lambda path, body: answers.pop(0)(path, body)
     assert deploy(configure(), bundle, "twice:1", tmp_path, False, print)["golden"] == {"requests": 2}
+
+
+@pytest.mark.parametrize(
+    "late",
+    [
+        (200, {"x-bundle-digest": "0" * 64}, {"predictions": [[0, 0], [0, 0]]}),
+        (400, {"x-bundle-digest": "0" * 64}, {"error": "another signature"}),
+        (401, {}, {"error": "another key"}),
+    ],
+)
+def test_a_late_answer_of_an_old_pod_is_waited_for(
+    late: Response,
+    api: ApiServer,
+    model: Model,
+    tmp_path: Path,
+    configure: Configure,
+    bundle: Bundle,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("k8s.cluster.smoke._RETRY_PAUSE_SECONDS", 0)
+    old = "0" * 64
+    api.service = lambda path, body: (200, {"x-bundle-digest": old}, model(path, body)[2])
+    deploy(configure(), replace(bundle, digest=old), "twice:1", tmp_path, False, print)
+    late_answers = [late, late]
+    api.service = lambda path, body: late_answers.pop() if late_answers else model(path, body)
+    assert deploy(configure(), bundle, "twice:2", tmp_path, False, print)["golden"] == {"requests": 2}
+    assert not late_answers
+
+
+def test_an_old_pod_that_answers_for_ever_fails_the_deployment(
+    api: ApiServer,
+    model: Model,
+    tmp_path: Path,
+    configure: Configure,
+    bundle: Bundle,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("k8s.cluster.smoke._RETRY_TIMEOUT_SECONDS", 0)
+    old = "0" * 64
+    api.service = lambda path, body: (200, {"x-bundle-digest": old}, model(path, body)[2])
+    deploy(configure(), replace(bundle, digest=old), "twice:1", tmp_path, False, print)
+    with pytest.raises(StageError, match=f"answered by bundle {old}, not {bundle.digest}"):
+        deploy(configure(), bundle, "twice:2", tmp_path, False, print)
 
 
 def test_an_answer_that_is_not_json_is_an_error(
