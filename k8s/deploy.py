@@ -10,6 +10,7 @@ from typing import Any
 
 from k8s.cluster import smoke
 from k8s.cluster.canary import (
+    CanaryResult,
     CanaryRollout,
     KnativeCanaryRollout,
     canary_deployment,
@@ -17,12 +18,14 @@ from k8s.cluster.canary import (
     revision_service,
 )
 from k8s.cluster.cluster import Change, Cluster, Report
+from k8s.cluster.garbage_collection import delete_unused_configuration
 from k8s.cluster.lease import LEASE_TIMEOUT_SECONDS, Lease, holder_identity
 from k8s.objects import network, serving
 from k8s.objects.kustomize import Object
 from k8s.objects.manifests import (
     BUNDLE_ANNOTATION,
     WORKLOAD_KINDS,
+    format_selector,
     identity_labels,
     kubectl_name,
     write_manifests,
@@ -95,6 +98,7 @@ def end_canary(config: Config, report: Report) -> None:
     canary = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": canary_name(config.name)}}
     with deployment_lease(cluster, config).hold(LEASE_TIMEOUT_SECONDS, report):
         cluster.delete(canary, namespace)
+        delete_unused_configuration(cluster, config.name, namespace, "", report)
 
 
 def check_verdict(bundle: Bundle) -> None:
@@ -131,6 +135,12 @@ class Deployer:
     def workload(self) -> Object:
         return next(item for item in self.objects if item["kind"] in WORKLOAD_KINDS)
 
+    @property
+    def configuration(self) -> list[Object]:
+        """The Secret of the pods, if there is one, and their ConfigMap."""
+        config_maps = [item for item in self.objects if item["kind"] == "ConfigMap"]
+        return [*network.access_secrets(self.config, self.access), *config_maps]
+
     def run(self) -> dict[str, Any]:
         """Run the canary if one is configured, then give the new version all requests."""
         live, rollout = self.cluster.read(self.workload, self.namespace), self.config.rollout
@@ -152,6 +162,8 @@ class Deployer:
             hint = "; it is applied, and `pipe registry rollback` restores the version before it" if live else ""
             raise StageError(f"{error}{hint}") from error
         self.report(f"{count} golden requests answered as at export")
+        config_map = self.configuration[-1]["metadata"]["name"]
+        delete_unused_configuration(self.cluster, self.config.name, self.namespace, config_map, self.report)
         return {"canary": None, "applied": applied, "golden": {"requests": count}}
 
     def _run_canary(self, live: Object | None) -> str | None:
@@ -159,10 +171,21 @@ class Deployer:
         if live is None:
             self.report("rollout.canary_percent: nothing serves yet, so this bundle gets all requests")
             return None
-        by_knative = self.config.deploy.by_knative
         if not self._changes_pods():
             self.report("rollout.canary_percent: this version serves already")
             return None
+        self.check_lease()
+        self.cluster.apply(self.configuration, self.namespace, self.report, self.config.rollout.force_conflicts)
+        try:
+            result = self._start_canary(live)
+        except StageError:
+            if not self.config.deploy.by_knative:  # its object still describes the canary
+                delete_unused_configuration(self.cluster, self.config.name, self.namespace, "", self.report)
+            raise
+        return result.text if result.outcome == "inconclusive" else None
+
+    def _start_canary(self, live: Object) -> CanaryResult:
+        by_knative = self.config.deploy.by_knative
         canary_class = KnativeCanaryRollout if by_knative else CanaryRollout
         result = canary_class(
             cluster=self.cluster,
@@ -173,13 +196,12 @@ class Deployer:
             settings=self.config.rollout,
             timeout_seconds=self.config.deploy.timeout_seconds,
             headers=self.access.headers(),
-            https=bool(self.access.tls_key),
             report=self.report,
             check_lease=self.check_lease,
         ).run()
         if result.outcome == "roll back":
             raise StageError(f"the canary was rolled back, the stable version gets all requests: {result.text}")
-        return result.text if result.outcome == "inconclusive" else None
+        return result
 
     def _changes_pods(self) -> bool:
         """Return whether the pods would change, be it in their bundle, image or options."""
@@ -188,7 +210,7 @@ class Deployer:
 
     def _read_digests(self, live: Object | None) -> frozenset[str]:
         """Return the bundles of all pods there are, and of the workload."""
-        selector = ",".join(f"{name}={value}" for name, value in identity_labels(self.config.name, "serving").items())
+        selector = format_selector(identity_labels(self.config.name, "serving"))
         owners = [*([live] if live else []), *self.cluster.select(selector, self.namespace)]
         annotations = (item["metadata"].get("annotations", {}) for item in owners)
         return frozenset(item[BUNDLE_ANNOTATION] for item in annotations if BUNDLE_ANNOTATION in item)

@@ -16,6 +16,7 @@ from k8s.cluster.api import (
     api_path,
     connect,
     list_objects,
+    plural,
     response_warnings,
 )
 from k8s.cluster.errors import api_error
@@ -29,13 +30,13 @@ from k8s.cluster.rollout_status import (
     rollout_progress,
 )
 from k8s.objects.kustomize import Object
-from k8s.objects.manifests import BUNDLE_ANNOTATION, TRACK_LABEL, WORKLOAD_KINDS, kubectl_name
+from k8s.objects.manifests import BUNDLE_ANNOTATION, TRACK_LABEL, WORKLOAD_KINDS, format_selector, kubectl_name
 from pipeline.contract.errors import PipelineError, ResourceError, StageError
 
 APPLY_QUERY = {"fieldManager": "pipe", "fieldValidation": "Strict"}
 APPLY_CONTENT_TYPE = "application/apply-patch+yaml"  # JSON is YAML
 
-_POD = {"apiVersion": "v1", "kind": "Pod"}
+POD = {"apiVersion": "v1", "kind": "Pod"}
 _NO_HEADERS: Mapping[str, str] = {}
 _VERSION_TIMEOUT_SECONDS = 10.0
 _CRASH_LOG_LINES = 10
@@ -105,9 +106,11 @@ class Cluster:
 
     def delete(self, item: Object, namespace: str) -> None:
         """Delete the object if it exists, but not one that was created under its name meanwhile."""
-        if (live := self.read(item, namespace)) is None:
-            return
-        options = {"preconditions": {"uid": live["metadata"]["uid"]}, "propagationPolicy": "Background"}
+        options: dict[str, Any] = {"propagationPolicy": "Background"}
+        if item["kind"] != "Secret":  # we may write Secrets, not read them
+            if (live := self.read(item, namespace)) is None:
+                return
+            options["preconditions"] = {"uid": live["metadata"]["uid"]}
         body = json.dumps(options).encode()
         response = self.connection.request("DELETE", _object_path(item, namespace), body=body)
         if not response.ok and response.status != 404:
@@ -117,11 +120,11 @@ class Cluster:
         """Return the pods of this version of a workload; pods of older versions may still terminate."""
         return self.select(_version_selector(item), namespace)
 
-    def select(self, selector: str, namespace: str) -> list[Object]:
-        """Return pods by a label selector."""
-        listing = list_objects(self.connection, _POD, namespace, {"labelSelector": selector})
+    def select(self, selector: str, namespace: str, kind: Mapping[str, str] = POD) -> list[Object]:
+        """Return objects by a label selector."""
+        listing = list_objects(self.connection, kind, namespace, {"labelSelector": selector})
         if isinstance(listing, Response):
-            raise api_error(listing, "listing pods", namespace)
+            raise api_error(listing, f"listing {plural(kind['kind'])}", namespace, kind["apiVersion"])
         return listing.items
 
     def pod_problems(self, item: Object, namespace: str) -> list[str]:
@@ -199,7 +202,7 @@ class Cluster:
             return  # already reported as what the roll-out is stuck on
         for pod, container, previous in crashed:
             query = {"container": container, "tailLines": str(_CRASH_LOG_LINES), "previous": str(previous).lower()}
-            response = self.connection.request("GET", f"{api_path(_POD, namespace, pod)}/log", query)
+            response = self.connection.request("GET", f"{api_path(POD, namespace, pod)}/log", query)
             text = response.body.decode(errors="replace")
             lines = text.splitlines() if response.ok else [f"(its log cannot be read: {response.reason})"]
             report(f"the last lines of {pod}:")
@@ -324,7 +327,7 @@ def _version_selector(item: Object) -> str:
     """Select by all common labels, which include the version, and by the one of a canary."""
     labels = item["metadata"]["labels"]
     names = (name for name in sorted(labels) if name.startswith("app.kubernetes.io/") or name == TRACK_LABEL)
-    return ",".join(f"{name}={labels[name]}" for name in names)
+    return format_selector({name: labels[name] for name in names})
 
 
 def _object_path(item: Object, namespace: str) -> str:

@@ -179,7 +179,7 @@ def test_a_file_in_the_place_of_the_runs_is_named(pipe: Pipe, starter: Path) -> 
 
 @pytest.mark.parametrize(("signal_name", "status"), [("SIGTERM", 143), ("SIGINT", 130), ("SIGHUP", 130)])
 @pytest.mark.parametrize("handled", [True, False])
-def test_the_exit_code_tells_sigterm_from_ctrl_c(signal_name: str, status: int, handled: bool) -> None:
+def test_the_exit_code_distinguishes_sigterm_from_ctrl_c(signal_name: str, status: int, handled: bool) -> None:
     code = (
         "import os, signal\nimport pipeline.cli as cli\nfrom pipeline.contract.errors import Interrupted\n"
         "@cli.app.command()\ndef waste() -> None:\n"
