@@ -96,9 +96,9 @@ def end_canary(config: Config, report: Report) -> None:
     namespace = config.deploy.namespace
     report(f"ending the canary on {cluster.describe()}, namespace {namespace}")
     canary = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": canary_name(config.name)}}
-    with deployment_lease(cluster, config).hold(LEASE_TIMEOUT_SECONDS, report):
+    with deployment_lease(cluster, config).hold(LEASE_TIMEOUT_SECONDS, report) as check_lease:
         cluster.delete(canary, namespace)
-        delete_unused_configuration(cluster, config.name, namespace, "", report)
+        delete_unused_configuration(cluster, config.name, namespace, "", report, check_lease)
 
 
 def check_verdict(bundle: Bundle) -> None:
@@ -162,8 +162,7 @@ class Deployer:
             hint = "; it is applied, and `pipe registry rollback` restores the version before it" if live else ""
             raise StageError(f"{error}{hint}") from error
         self.report(f"{count} golden requests answered as at export")
-        config_map = self.configuration[-1]["metadata"]["name"]
-        delete_unused_configuration(self.cluster, self.config.name, self.namespace, config_map, self.report)
+        self._delete_unused_configuration(self.configuration[-1]["metadata"]["name"])
         return {"canary": None, "applied": applied, "golden": {"requests": count}}
 
     def _run_canary(self, live: Object | None) -> str | None:
@@ -180,7 +179,7 @@ class Deployer:
             result = self._start_canary(live)
         except StageError:
             if not self.config.deploy.by_knative:  # its object still describes the canary
-                delete_unused_configuration(self.cluster, self.config.name, self.namespace, "", self.report)
+                self._delete_unused_configuration("")
             raise
         return result.text if result.outcome == "inconclusive" else None
 
@@ -202,6 +201,9 @@ class Deployer:
         if result.outcome == "roll back":
             raise StageError(f"the canary was rolled back, the stable version gets all requests: {result.text}")
         return result
+
+    def _delete_unused_configuration(self, keep: str) -> None:
+        delete_unused_configuration(self.cluster, self.config.name, self.namespace, keep, self.report, self.check_lease)
 
     def _changes_pods(self) -> bool:
         """Return whether the pods would change, be it in their bundle, image or options."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from k8s.cluster.canary import canary_name
 from k8s.cluster.cluster import Cluster, Report
@@ -21,7 +21,9 @@ _CONFIG_MAP = {"apiVersion": "v1", "kind": "ConfigMap"}
 _REPLICA_SET = {"apiVersion": "apps/v1", "kind": "ReplicaSet"}
 
 
-def delete_unused_configuration(cluster: Cluster, name: str, namespace: str, keep: str, report: Report) -> None:
+def delete_unused_configuration(
+    cluster: Cluster, name: str, namespace: str, keep: str, report: Report, check_lease: Callable[[], None]
+) -> None:
     """Delete what no version names, not even one that `kubectl rollout undo` restores; `keep` is the newest ConfigMap.
 
     The Secrets are those that the ConfigMaps name, so that no Secret has to be read. An error is only a warning: what
@@ -31,15 +33,15 @@ def delete_unused_configuration(cluster: Cluster, name: str, namespace: str, kee
         selector = format_selector(identity_labels(name, "serving"))
         items = cluster.select(selector, namespace, _CONFIG_MAP)
         used_names = {keep, *_used_names(cluster, name, namespace, selector)}
+        check_lease()  # another deployment may have applied what its pods do not name yet
         used = [item for item in items if item["metadata"]["name"] in used_names]
         used_secrets = {_secret_name(item) for item in used}
         for item in items:
             if item in used or not item.get("immutable"):  # by hand, or by an earlier version of pipe
                 continue
-            if (secret := _secret_name(item)) and secret not in used_secrets:
-                _delete(
-                    {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": secret}}, cluster, namespace, report
-                )
+            if (secret_name := _secret_name(item)) and secret_name not in used_secrets:
+                secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": secret_name}}
+                _delete(secret, cluster, namespace, report)
             _delete(item, cluster, namespace, report)
     except PipelineError as error:
         report(f"warning: unused ConfigMaps and Secrets are left: {error}")

@@ -18,7 +18,7 @@ import pytest
 from k8s.cluster.cluster import Change, describe_changes
 from k8s.deploy import deploy, preview
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.errors import ConfigError, StageError
+from pipeline.contract.errors import ConfigError, ResourceError, StageError
 from pipeline.contract.sources import SOURCE_ROOT
 
 from .api_server import ApiServer, Response
@@ -226,6 +226,12 @@ def test_a_preview_lists_each_field_and_changes_nothing(
     assert describe_changes(changes) == [
         "plan: deployment/twice: spec.template.spec.containers[server].resources.requests.cpu: 500m → 2"
     ]
+
+
+def test_a_login_page_ends_a_preview_with_an_error(api: ApiServer, configure: Configure, bundle: Bundle) -> None:
+    api.login_page = "<html>Log in</html>"
+    with pytest.raises(ResourceError, match="not a Kubernetes API server, but perhaps a proxy with a login page"):
+        preview(configure(), bundle, "twice:1", print)
 
 
 def test_a_failed_deployment_names_the_command_to_roll_back(
