@@ -10,18 +10,26 @@ from typing import Any
 
 from k8s.cluster import smoke
 from k8s.cluster.canary import (
+    CanaryResult,
     CanaryRollout,
     KnativeCanaryRollout,
     canary_deployment,
     canary_name,
-    canary_percent,
     revision_service,
 )
 from k8s.cluster.cluster import Change, Cluster, Report
+from k8s.cluster.garbage_collection import delete_unused_configuration
 from k8s.cluster.lease import LEASE_TIMEOUT_SECONDS, Lease, holder_identity
 from k8s.objects import network, serving
 from k8s.objects.kustomize import Object
-from k8s.objects.manifests import BUNDLE_ANNOTATION, WORKLOAD_KINDS, kubectl_name, write_manifests
+from k8s.objects.manifests import (
+    BUNDLE_ANNOTATION,
+    WORKLOAD_KINDS,
+    format_selector,
+    identity_labels,
+    kubectl_name,
+    write_manifests,
+)
 from pipeline.contract.bundle import Bundle, passed_gate
 from pipeline.contract.config import Config
 from pipeline.contract.errors import ClusterError, GateError, ResourceError, StageError
@@ -93,8 +101,9 @@ def end_canary(config: Config, report: Report) -> None:
     namespace = config.deploy.namespace
     report(f"ending the canary on {cluster.describe()}, namespace {namespace}")
     canary = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": canary_name(config.name)}}
-    with deployment_lease(cluster, config).hold(LEASE_TIMEOUT_SECONDS, report):
+    with deployment_lease(cluster, config).hold(LEASE_TIMEOUT_SECONDS, report) as check_lease:
         cluster.delete(canary, namespace)
+        delete_unused_configuration(cluster, config.name, namespace, "", report, check_lease)
 
 
 def check_verdict(bundle: Bundle) -> None:
@@ -132,6 +141,12 @@ class Deployer:
     def workload(self) -> Object:
         return next(item for item in self.objects if item["kind"] in WORKLOAD_KINDS)
 
+    @property
+    def configuration(self) -> list[Object]:
+        """The Secret of the pods, if there is one, and their ConfigMap."""
+        config_maps = [item for item in self.objects if item["kind"] == "ConfigMap"]
+        return [*network.access_secrets(self.config, self.access), *config_maps]
+
     def run(self) -> dict[str, Any]:
         """Run the canary if one is configured, then give the new version all requests."""
         live, rollout = self.cluster.read(self.workload, self.namespace), self.config.rollout
@@ -145,14 +160,16 @@ class Deployer:
         objects = [*network.access_secrets(self.config, self.access), *self.objects]
         self.check_lease()
         self.before_apply()
+        previous = self._read_digests(live)
         applied = self.cluster.apply(objects, self.namespace, self.report, rollout.force_conflicts)
         self.report(f"applied {', '.join(applied)}")
         try:
-            count = self._wait_and_check()
+            count = self._wait_and_check(previous)
         except StageError as error:
             hint = "; it is applied, and `pipe registry rollback` restores the version before it" if live else ""
             raise StageError(f"{error}{hint}") from error
         self.report(f"{count} golden requests answered as at export")
+        self._delete_unused_configuration(self.configuration[-1]["metadata"]["name"])
         return {"canary": None, "applied": applied, "golden": {"requests": count}}
 
     def _run_canary(self, live: Object | None) -> str | None:
@@ -160,11 +177,21 @@ class Deployer:
         if live is None:
             self.report("rollout.canary_percent: nothing serves yet, so this bundle gets all requests")
             return None
-        by_knative = self.config.deploy.by_knative
-        is_live = live["metadata"].get("annotations", {}).get(BUNDLE_ANNOTATION) == self.bundle.digest
-        if is_live and not (by_knative and canary_percent(live) is not None):
-            self.report("rollout.canary_percent: this bundle serves already")
+        if not self._changes_pods():
+            self.report("rollout.canary_percent: this version serves already")
             return None
+        self.check_lease()
+        self.cluster.apply(self.configuration, self.namespace, self.report, self.config.rollout.force_conflicts)
+        try:
+            result = self._start_canary(live)
+        except StageError:
+            if not self.config.deploy.by_knative:  # its object still describes the canary
+                self._delete_unused_configuration("")
+            raise
+        return result.text if result.outcome == "inconclusive" else None
+
+    def _start_canary(self, live: Object) -> CanaryResult:
+        by_knative = self.config.deploy.by_knative
         canary_class = KnativeCanaryRollout if by_knative else CanaryRollout
         result = canary_class(
             cluster=self.cluster,
@@ -175,22 +202,36 @@ class Deployer:
             settings=self.config.rollout,
             timeout_seconds=self.config.deploy.timeout_seconds,
             headers=self.access.headers(),
-            https=bool(self.access.tls_key),
             report=self.report,
             check_lease=self.check_lease,
         ).run()
         if result.outcome == "roll back":
             raise StageError(f"the canary was rolled back, the stable version gets all requests: {result.text}")
-        return result.text if result.outcome == "inconclusive" else None
+        return result
 
-    def _wait_and_check(self) -> int:
+    def _delete_unused_configuration(self, keep: str) -> None:
+        delete_unused_configuration(self.cluster, self.config.name, self.namespace, keep, self.report, self.check_lease)
+
+    def _changes_pods(self) -> bool:
+        """Return whether the pods would change, be it in their bundle, image or options."""
+        (change,) = self.cluster.plan([self.workload], self.namespace, self.config.rollout.force_conflicts)
+        return any(field.startswith(("spec.template.", "spec.predictor.")) for field in change.fields)
+
+    def _read_digests(self, live: Object | None) -> frozenset[str]:
+        """Return the bundles of all pods there are, and of the workload."""
+        selector = format_selector(identity_labels(self.config.name, "serving"))
+        owners = [*([live] if live else []), *self.cluster.select(selector, self.namespace)]
+        annotations = (item["metadata"].get("annotations", {}) for item in owners)
+        return frozenset(item[BUNDLE_ANNOTATION] for item in annotations if BUNDLE_ANNOTATION in item)
+
+    def _wait_and_check(self, previous: frozenset[str]) -> int:
         """Wait for the roll-out and send the golden requests; return their number."""
         self.cluster.wait(self.objects, self.namespace, self.config.deploy.timeout_seconds, self.report)
         if not self.config.deploy.by_kserve:
             self.cluster.delete(canary_deployment(self.objects), self.namespace)
         headers = self.access.headers()
         return smoke.check_service(
-            self.cluster, self.namespace, self._service_name(), self.bundle, self.report, headers
+            self.cluster, self.namespace, self._service_name(), self.bundle, self.report, headers, previous
         )
 
     def _service_name(self) -> str:

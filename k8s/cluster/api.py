@@ -27,6 +27,7 @@ _CONNECT_TIMEOUT_SECONDS = 5.0
 _READ_TIMEOUT_SECONDS = 60.0
 _MAX_ATTEMPTS = 6
 _MAX_RETRY_AFTER_SECONDS = 20.0
+_MAX_QUOTED_CHARACTERS = 80
 _WARNING = re.compile(r'\d{3} \S+ "((?:[^"\\]|\\.)*)"')
 _RETRYABLE_METHODS = ("GET", "PATCH", "DELETE")  # sending them twice has the effect of sending them once
 
@@ -37,6 +38,10 @@ class Unreachable(ResourceError):
 
 class StreamBroken(Unreachable):
     """A stream ended in its middle: what was read is valid, and the rest can be requested again."""
+
+
+class NotKubernetes(ResourceError):
+    """A response that is not a JSON object."""
 
 
 @dataclass(frozen=True)
@@ -50,14 +55,22 @@ class Response:
         return 200 <= self.status < 300
 
     def json(self) -> Any:
-        return json.loads(self.body)
+        """Return the body; raise for what no API server sends, such as a proxy's login page."""
+        with contextlib.suppress(ValueError):
+            if isinstance(body := json.loads(self.body), dict):
+                return body
+        raise NotKubernetes(
+            "what answers is not a Kubernetes API server, but perhaps a proxy with a login page: "
+            f"{self.body.decode(errors='replace').strip()[:_MAX_QUOTED_CHARACTERS]!r}; log in again, or correct the "
+            "server in the kubeconfig"
+        )
 
     @property
     def reason(self) -> str:
         """The message of a Kubernetes Status, or the plain text that some proxies return."""
         try:
             return str(self.json()["message"])
-        except (ValueError, KeyError, TypeError):
+        except (NotKubernetes, KeyError, TypeError):
             return self.body.decode(errors="replace").strip()[:300] or f"HTTP {self.status}"
 
 

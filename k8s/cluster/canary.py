@@ -19,12 +19,11 @@ from typing import Literal
 from k8s.cluster import smoke
 from k8s.cluster.cluster import Cluster, Report
 from k8s.objects.kustomize import Object
-from k8s.objects.manifests import HTTP_PORT
+from k8s.objects.manifests import HTTP_PORT, TRACK_LABEL
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.errors import PipelineError, StageError
 from pipeline.contract.settings.cluster import Rollout
 
-TRACK_LABEL = "pipe-road/track"
 CANARY_TRAFFIC_PERCENT = "canaryTrafficPercent"
 
 _OBSERVATION_ATTEMPTS = 5  # at a percentage whose measurements are not conclusive yet
@@ -38,7 +37,7 @@ _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _SERVER_ERROR_CODES = ("INTERNAL", "UNKNOWN", "UNAVAILABLE", "DEADLINE_EXCEEDED", "DATA_LOSS")
 _REVISION_LABEL = "serving.knative.dev/revision"
 _KNATIVE_PROXY_PORT = 8012  # Knative's proxy in each pod; the network policy lets requests in only there
-_HTTP_OK, _HTTP_NOT_FOUND = 200, 404
+_HTTP_OK, _HTTP_UNAUTHORIZED, _HTTP_NOT_FOUND = 200, 401, 404
 
 Outcome = Literal["promote", "inconclusive", "roll back"]
 
@@ -190,7 +189,6 @@ class CanaryRollout:
     settings: Rollout
     timeout_seconds: float
     headers: Mapping[str, str]  # credentials of the service
-    https: bool
     report: Report
     check_lease: Callable[[], None]  # raises once another deployment has started
     sleep: Callable[[float], None] = time.sleep
@@ -238,7 +236,9 @@ class CanaryRollout:
         self.cluster.apply([item], self.namespace, self.report, self.settings.force_conflicts)
         self.cluster.wait([item], self.namespace, self.timeout_seconds, self.report)
         for pod in self._canary_pods():
-            count = smoke.check_pod(self.cluster, self.namespace, self._pod_address(pod), self.bundle, self.headers)
+            count = smoke.check_pod(
+                self.cluster, self.namespace, self._pod_address(pod, self.candidate), self.bundle, self.headers
+            )
             self.report(f"{pod}: {count} golden requests answered as at export")
 
     def _observe(self) -> CanaryResult:
@@ -261,15 +261,21 @@ class CanaryRollout:
     def _read_counts(self) -> tuple[dict[str, RequestCounts], dict[str, RequestCounts]]:
         """Return the counters of the stable version's pods and of the canary's, by pod."""
         canary_pods, stable_pods = self._canary_pods(), self._stable_pods()
-        return self._read_metrics(stable_pods), self._read_metrics(canary_pods)
+        return self._read_metrics(stable_pods, self.stable), self._read_metrics(canary_pods, self.candidate)
 
-    def _read_metrics(self, pods: Sequence[str]) -> dict[str, RequestCounts]:
+    def _read_metrics(self, pods: Sequence[str], owner: Object) -> dict[str, RequestCounts]:
         """Skip pods that an autoscaler has removed since they were listed."""
         counts = {}
         for pod in pods:
-            status, text = smoke.read_metrics(self.cluster, self.namespace, self._pod_address(pod), self.headers)
+            address = self._pod_address(pod, owner)
+            status, text = smoke.read_metrics(self.cluster, self.namespace, address, self.headers)
             if status == _HTTP_NOT_FOUND:
                 continue
+            if status == _HTTP_UNAUTHORIZED:
+                raise StageError(
+                    f"{pod}: GET /metrics does not accept our API key; a canary needs one that both versions accept: "
+                    "keep it in the file of serve.api_keys, and set PIPE_API_KEY to it"
+                )
             if status != _HTTP_OK:
                 raise StageError(f"{pod}: GET /metrics returned {status}; a canary needs them to be measured")
             counts[pod] = parse_request_counts(text, self.bundle.name)
@@ -283,8 +289,9 @@ class CanaryRollout:
         canary_pods = set(self._canary_pods())
         return [pod for pod in ready_pods(self.cluster.pods(self.stable, self.namespace)) if pod not in canary_pods]
 
-    def _pod_address(self, pod: str) -> str:
-        return f"{'https:' if self.https else ''}{pod}:{HTTP_PORT}"
+    def _pod_address(self, pod: str, owner: Object) -> str:
+        """Return the address for the API server's proxy; one version may use TLS and the other not."""
+        return f"{'https:' if _uses_tls(owner) else ''}{pod}:{HTTP_PORT}"
 
 
 def canary_deployment(objects: Sequence[Object]) -> Object:
@@ -295,6 +302,11 @@ def canary_deployment(objects: Sequence[Object]) -> Object:
     for labels in (item["metadata"]["labels"], item["spec"]["selector"]["matchLabels"], template["metadata"]["labels"]):
         labels[TRACK_LABEL] = "canary"
     return item
+
+
+def _uses_tls(deployment: Object) -> bool:
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    return "--tls-key" in container.get("args", [])
 
 
 def canary_name(name: str) -> str:
@@ -352,7 +364,7 @@ class KnativeCanaryRollout(CanaryRollout):
     def _revision_pods(self, revision: str) -> list[str]:
         return ready_pods(self.cluster.select(f"{_REVISION_LABEL}={revision}", self.namespace))
 
-    def _pod_address(self, pod: str) -> str:
+    def _pod_address(self, pod: str, owner: Object) -> str:  # noqa: ARG002 - KServe ends TLS before the pods
         return f"{pod}:{_KNATIVE_PROXY_PORT}"
 
 

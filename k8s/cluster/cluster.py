@@ -11,23 +11,32 @@ from typing import Any
 from k8s.cluster.api import (
     TRANSIENT_STATUSES,
     Connection,
+    NotKubernetes,
     Response,
     api_path,
     connect,
     list_objects,
+    plural,
     response_warnings,
 )
 from k8s.cluster.errors import api_error
 from k8s.cluster.pending_reasons import pending_pod_warnings
-from k8s.cluster.rollout_status import Progress, crashed_containers, created_workload, pod_problems, rollout_progress
+from k8s.cluster.rollout_status import (
+    Progress,
+    crashed_containers,
+    created_workload,
+    minimum_replicas,
+    pod_problems,
+    rollout_progress,
+)
 from k8s.objects.kustomize import Object
-from k8s.objects.manifests import BUNDLE_ANNOTATION, WORKLOAD_KINDS, kubectl_name
+from k8s.objects.manifests import BUNDLE_ANNOTATION, TRACK_LABEL, WORKLOAD_KINDS, format_selector, kubectl_name
 from pipeline.contract.errors import PipelineError, ResourceError, StageError
 
 APPLY_QUERY = {"fieldManager": "pipe", "fieldValidation": "Strict"}
 APPLY_CONTENT_TYPE = "application/apply-patch+yaml"  # JSON is YAML
 
-_POD = {"apiVersion": "v1", "kind": "Pod"}
+POD = {"apiVersion": "v1", "kind": "Pod"}
 _NO_HEADERS: Mapping[str, str] = {}
 _VERSION_TIMEOUT_SECONDS = 10.0
 _CRASH_LOG_LINES = 10
@@ -57,7 +66,10 @@ class Cluster:
                 f"the Kubernetes API server {connection.server} (context {connection.context}) "
                 f"refuses our credentials ({response.status}): {response.reason}"
             )
-        return cls(connection, str(response.json().get("gitVersion", "unknown")))
+        try:
+            return cls(connection, str(response.json().get("gitVersion", "unknown")))
+        except NotKubernetes as error:
+            raise ResourceError(f"{connection.server} (context {connection.context}): {error}") from error
 
     @property
     def context(self) -> str:
@@ -94,9 +106,11 @@ class Cluster:
 
     def delete(self, item: Object, namespace: str) -> None:
         """Delete the object if it exists, but not one that was created under its name meanwhile."""
-        if (live := self.read(item, namespace)) is None:
-            return
-        options = {"preconditions": {"uid": live["metadata"]["uid"]}, "propagationPolicy": "Background"}
+        options: dict[str, Any] = {"propagationPolicy": "Background"}
+        if item["kind"] != "Secret":  # we may write Secrets, not read them
+            if (live := self.read(item, namespace)) is None:
+                return
+            options["preconditions"] = {"uid": live["metadata"]["uid"]}
         body = json.dumps(options).encode()
         response = self.connection.request("DELETE", _object_path(item, namespace), body=body)
         if not response.ok and response.status != 404:
@@ -106,11 +120,11 @@ class Cluster:
         """Return the pods of this version of a workload; pods of older versions may still terminate."""
         return self.select(_version_selector(item), namespace)
 
-    def select(self, selector: str, namespace: str) -> list[Object]:
-        """Return pods by a label selector."""
-        listing = list_objects(self.connection, _POD, namespace, {"labelSelector": selector})
+    def select(self, selector: str, namespace: str, kind: Mapping[str, str] = POD) -> list[Object]:
+        """Return objects by a label selector."""
+        listing = list_objects(self.connection, kind, namespace, {"labelSelector": selector})
         if isinstance(listing, Response):
-            raise api_error(listing, "listing pods", namespace)
+            raise api_error(listing, f"listing {plural(kind['kind'])}", namespace, kind["apiVersion"])
         return listing.items
 
     def pod_problems(self, item: Object, namespace: str) -> list[str]:
@@ -126,12 +140,15 @@ class Cluster:
         deadline = time.monotonic() + timeout_seconds
         for item in objects:
             if item["kind"] in WORKLOAD_KINDS:
-                self._wait_for(item, namespace, deadline, timeout_seconds, report)
+                replicas = minimum_replicas(item, objects)
+                self._wait_for(item, replicas, namespace, deadline, timeout_seconds, report)
 
-    def _wait_for(self, item: Object, namespace: str, deadline: float, timeout_seconds: float, report: Report) -> None:
+    def _wait_for(
+        self, item: Object, replicas: int, namespace: str, deadline: float, timeout_seconds: float, report: Report
+    ) -> None:
         reported = ""
         while True:
-            progress, problems = self._progress_and_problems(item, namespace)
+            progress, problems = self._progress_and_problems(item, replicas, namespace)
             text = "; ".join([progress.text, *problems])
             if text != reported:
                 report(f"{kubectl_name(item)}: {text}")
@@ -146,25 +163,25 @@ class Cluster:
                 )
             time.sleep(min(self.poll_seconds, max(0.0, deadline - time.monotonic())))
 
-    def _progress_and_problems(self, item: Object, namespace: str) -> tuple[Progress, list[str]]:
+    def _progress_and_problems(self, item: Object, replicas: int, namespace: str) -> tuple[Progress, list[str]]:
         try:
-            progress = self._progress(item, namespace)
+            progress = self._progress(item, replicas, namespace)
             return progress, [] if progress.done else self.pod_problems(item, namespace)
         except ResourceError as error:  # the roll-out goes on while the API server restarts
             return Progress(False, str(error)), []
 
-    def _progress(self, item: Object, namespace: str) -> Progress:
+    def _progress(self, item: Object, replicas: int, namespace: str) -> Progress:
         response = self.connection.request("GET", _object_path(item, namespace))
         if response.status in TRANSIENT_STATUSES:
             return Progress(False, f"the API server answers {response.status}")
         if not response.ok:
             raise StageError(f"{kubectl_name(item)}: cannot be read ({response.status}): {response.reason}")
-        progress = rollout_progress(response.json())
+        progress = rollout_progress(response.json(), replicas)
         if progress.done and item["kind"] == "InferenceService":
-            return self._created_progress(item, namespace, response.json()) or progress
+            return self._created_progress(item, replicas, namespace, response.json()) or progress
         return progress
 
-    def _created_progress(self, item: Object, namespace: str, live: Object) -> Progress | None:
+    def _created_progress(self, item: Object, replicas: int, namespace: str, live: Object) -> Progress | None:
         """Return the state of KServe's Deployment or Revision: the InferenceService is ready while old pods answer."""
         created = created_workload(live)
         response = self.connection.request("GET", _object_path(created, namespace))
@@ -175,7 +192,7 @@ class Cluster:
         bundle = pod_owner["metadata"].get("annotations", {}).get(BUNDLE_ANNOTATION)
         if bundle != item["metadata"]["annotations"][BUNDLE_ANNOTATION]:
             return Progress(False, "KServe has not adopted the new version yet")
-        return rollout_progress(workload) if created["kind"] == "Deployment" else None
+        return rollout_progress(workload, replicas) if created["kind"] == "Deployment" else None
 
     def _report_crash_logs(self, item: Object, namespace: str, report: Report) -> None:
         """Report the last lines of each container that crashed: its exit reason rarely explains it."""
@@ -185,7 +202,7 @@ class Cluster:
             return  # already reported as what the roll-out is stuck on
         for pod, container, previous in crashed:
             query = {"container": container, "tailLines": str(_CRASH_LOG_LINES), "previous": str(previous).lower()}
-            response = self.connection.request("GET", f"{api_path(_POD, namespace, pod)}/log", query)
+            response = self.connection.request("GET", f"{api_path(POD, namespace, pod)}/log", query)
             text = response.body.decode(errors="replace")
             lines = text.splitlines() if response.ok else [f"(its log cannot be read: {response.reason})"]
             report(f"the last lines of {pod}:")
@@ -307,9 +324,10 @@ def _apply_query(force_conflicts: bool) -> dict[str, str]:
 
 
 def _version_selector(item: Object) -> str:
-    """Select by all common labels, which include the version."""
+    """Select by all common labels, which include the version, and by the one of a canary."""
     labels = item["metadata"]["labels"]
-    return ",".join(f"{name}={labels[name]}" for name in sorted(labels) if name.startswith("app.kubernetes.io/"))
+    names = (name for name in sorted(labels) if name.startswith("app.kubernetes.io/") or name == TRACK_LABEL)
+    return format_selector({name: labels[name] for name in names})
 
 
 def _object_path(item: Object, namespace: str) -> str:

@@ -10,7 +10,7 @@ import yaml
 
 from k8s.cluster.canary import canary_name, canary_percent
 from k8s.cluster.cluster import Cluster
-from k8s.cluster.rollout_status import rollout_progress
+from k8s.cluster.rollout_status import minimum_replicas, rollout_progress
 from k8s.objects.kustomize import Object
 from k8s.objects.manifests import BUNDLE_ANNOTATION, WORKLOAD_KINDS, kubectl_name
 from pipeline.contract.errors import PipelineError
@@ -38,7 +38,7 @@ def inspect_deployment(
         live = cluster.read(workload, namespace)
         if live is None:
             return DeploymentState("gone", drift=(f"{kubectl_name(workload)} is not on the cluster any more",))
-        progress = rollout_progress(live)
+        progress = rollout_progress(live, minimum_replicas(workload, objects))
         problems = () if progress.done else tuple(cluster.pod_problems(workload, namespace))
         drift = _find_drift(cluster, objects, live, namespace, bundle)
         if not canary and (unrecorded := _read_canary(cluster, workload, namespace)):

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from k8s.cluster.api import Response
+from k8s.cluster.api import NotKubernetes, Response
 from pipeline.contract.errors import ConfigError, PipelineError, ResourceError, StageError
 
 # How to install the kinds that plain Kubernetes does not have, by API group.
@@ -22,6 +22,7 @@ _FORBIDDEN = re.compile(r'cannot (?P<verb>\w+) resource "(?P<resource>[^"]+)" in
 _CONFLICT = re.compile(r'conflicts? with "([^"]+)"')
 _FIELD = re.compile(r"(?<=[\s-])\.[^\s;]+")
 _IMMUTABLE = re.compile(r"immutable|may not be changed|may not change|updates to .* are forbidden")
+_SELECTOR = re.compile(r"spec\.selector\b")
 _VALUE = re.compile(r"^Invalid value: .*: (?=[^:]+$)", re.DOTALL)
 _MAX_CAUSE_CHARACTERS = 200
 
@@ -45,6 +46,9 @@ def api_error(response: Response, subject: str, namespace: str, api_version: str
         fields = "; ".join(f"{field}: {message}" for field, message in causes)
         return StageError(f"{subject}: the cluster rejects it as invalid: {fields}")
     if response.status == 409 and (conflicts := conflicting_fields(reason)):
+        paths = [field.removeprefix(".") for _, field in conflicts]
+        if subject.startswith("deployment/") and (immutable := [path for path in paths if _SELECTOR.match(path)]):
+            return _immutable_fields_error(subject, namespace, immutable)  # overwriting is refused, too
         owners = "; ".join(f"{field} was set by {owner}" for owner, field in conflicts)
         return ConfigError(f"{subject}: {owners}; rollout.force_conflicts=true overwrites it, or set it in pipe.yaml")
     return StageError(f"{subject}: the cluster refused it ({response.status}): {reason}")
@@ -83,7 +87,7 @@ def _causes(response: Response) -> list[tuple[str, str]]:
     try:
         causes = response.json()["details"]["causes"]
         pairs = [(str(cause["field"]), str(cause["message"])) for cause in causes]
-    except (ValueError, KeyError, TypeError):  # not a Status: it comes from a proxy
+    except (NotKubernetes, KeyError, TypeError):  # not a Status: it comes from a proxy
         return []
     return list(dict.fromkeys((field, _VALUE.sub("", message)[:_MAX_CAUSE_CHARACTERS]) for field, message in pairs))
 
@@ -112,6 +116,6 @@ def _is_unknown_api(response: Response) -> bool:
     """Distinguish an unknown API from a missing object: for the latter the server returns a Status that names it."""
     try:
         body: Any = response.json()
-    except ValueError:
+    except NotKubernetes:
         return True
     return "could not find the requested resource" in str(body.get("message"))

@@ -72,15 +72,19 @@ def pending_pod_warnings(connection: Connection, namespace: str, pods: Sequence[
 
 
 def newest_warning(connection: Connection, namespace: str, kind: str, name: str, since: Object) -> list[str]:
-    """Return the newest warning about an object that is not older than `since`; none if we may not list events."""
-    query = {"fieldSelector": f"involvedObject.kind={kind},involvedObject.name={name},type=Warning"}
-    events = list_objects(connection, _EVENT, namespace, query)
-    if isinstance(events, Response):
+    """Return the newest warning about an object that is not older than `since`; none if we may not list events.
+
+    Without a warning, it is the image that is being pulled: from a registry that does not answer that takes minutes.
+    """
+    query = {"fieldSelector": f"involvedObject.kind={kind},involvedObject.name={name}"}
+    listing = list_objects(connection, _EVENT, namespace, query)
+    if isinstance(listing, Response):
         return []
     created = since["metadata"].get("creationTimestamp", "")
-    warnings = [(_event_time(event), _event_text(event)) for event in events.items]
-    newest = max((warning for warning in warnings if warning[0][:19] >= created[:19]), default=None)
-    return [newest[1]] if newest else []
+    events = sorted((item for item in listing.items if _event_time(item)[:19] >= created[:19]), key=_event_time)
+    warnings = [event for event in events if event.get("type") == "Warning"]
+    pulls = [event for event in events[-1:] if event.get("reason") == "Pulling"]
+    return [_event_text(event) for event in (warnings or pulls)[-1:]]
 
 
 def _pod_owner_name(job: Object) -> str:

@@ -30,8 +30,22 @@ class Progress:
     failed: bool = False  # waiting longer cannot help
 
 
-def rollout_progress(live: Object) -> Progress:
-    """Return the state of a Deployment or an InferenceService; a status older than the spec does not count."""
+def minimum_replicas(workload: Object, objects: Iterable[Object]) -> int:
+    """Return the replicas that the autoscaler will set at least; 0 without one."""
+    if workload["kind"] == "InferenceService":
+        return int(workload["spec"]["predictor"].get("minReplicas", 0))
+    target = {"kind": workload["kind"], "name": workload["metadata"]["name"]}
+    specs = (item["spec"] for item in objects if item["kind"] == "HorizontalPodAutoscaler")
+    return max(
+        (int(spec["minReplicas"]) for spec in specs if target.items() <= spec["scaleTargetRef"].items()), default=0
+    )
+
+
+def rollout_progress(live: Object, replicas: int = 0) -> Progress:
+    """Return the state of a Deployment or an InferenceService; a status older than the spec does not count.
+
+    A new Deployment has one replica until the autoscaler has seen it, so at least `replicas` are required.
+    """
     status = live.get("status", {})
     if live["kind"] == "InferenceService":
         # KServe fills observedGeneration only since 0.16.
@@ -42,10 +56,10 @@ def rollout_progress(live: Object) -> Progress:
         return Progress(False, "waiting for the controller to see the new version")
     if live["kind"] == "InferenceService":
         return _inference_service_progress(status)
-    return _deployment_progress(live, status)
+    return _deployment_progress(live, status, replicas)
 
 
-def _deployment_progress(live: Object, status: Object) -> Progress:
+def _deployment_progress(live: Object, status: Object, minimum: int) -> Progress:
     conditions = _conditions(status)
     failure = conditions.get("ReplicaFailure", {})
     if failure.get("status") == "True":
@@ -53,7 +67,7 @@ def _deployment_progress(live: Object, status: Object) -> Progress:
     progressing = conditions.get("Progressing", {})
     if progressing.get("reason") == "ProgressDeadlineExceeded":
         return Progress(False, progressing.get("message", "progress deadline exceeded"), failed=True)
-    replicas = live["spec"].get("replicas", 1)
+    replicas = max(live["spec"].get("replicas", 1), minimum)
     updated, total = status.get("updatedReplicas", 0), status.get("replicas", 0)
     available = status.get("availableReplicas", 0)
     if updated < replicas:

@@ -22,6 +22,7 @@ from pipeline.contract.settings.stages import service_view_options
 HTTP_PORT = 8080
 GRPC_PORT = 8081
 BUNDLE_ANNOTATION = "pipe-road/bundle"
+TRACK_LABEL = "pipe-road/track"  # of a canary and its pods
 WORKLOAD_KINDS = ("Deployment", "InferenceService")  # the kinds that run a service
 GPU_RESOURCE = "nvidia.com/gpu"
 
@@ -47,6 +48,10 @@ def load_manifests(folder: str, components: Iterable[str] = ()) -> dict[str, Obj
 def identity_labels(name: str, component: str) -> dict[str, str]:
     """Return the labels that select a model's pods; they never change between versions."""
     return {"app.kubernetes.io/name": name, "app.kubernetes.io/component": component}
+
+
+def format_selector(labels: Mapping[str, str]) -> str:
+    return ",".join(f"{name}={value}" for name, value in labels.items())
 
 
 def set_metadata(
@@ -143,7 +148,8 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
-OPTIONS_ANNOTATION = "pipe-road/options"
+OPTIONS_ANNOTATION = "pipe-road/options"  # of pods: the name of their ConfigMap
+ACCESS_ANNOTATION = "pipe-road/access"  # of a ConfigMap: the name of the Secret that is used with it
 SIGNATURE_KEYS = "SIGNATURE_KEYS"  # public keys, one of which must have signed the bundle
 _FOLDER = "/signature-keys"
 
@@ -164,14 +170,22 @@ def fill_config_map(item: Object, config: Config, bundle: Bundle, access: Access
     item["data"] = dict(sorted({**data, **environment}.items()))
 
 
-def config_map_name(config: Config) -> str:
-    return fit_name(f"{config.name}-options", MAX_LABEL)
+def name_config_map(item: Object, config: Config, secret: str) -> None:
+    """Name the ConfigMap by its content, which never changes, so that each version of the pods keeps its own."""
+    item["immutable"] = True
+    name = name_by_content(f"{config.name}-options", {**item["data"], ACCESS_ANNOTATION: secret})
+    annotations = {ACCESS_ANNOTATION: secret} if secret else {}
+    set_metadata(item, name, config.deploy.namespace, identity_labels(config.name, "serving"), annotations)
 
 
-def mount_signature_keys(pod: Object, config: Config) -> None:
+def name_by_content(prefix: str, content: Mapping[str, str]) -> str:
+    return fit_name(f"{prefix}-{digest_mapping(content)[:_HASH_CHARACTERS]}")
+
+
+def mount_signature_keys(pod: Object, config_map: str) -> None:
     """Mount the public keys as a file, from which the service reads them."""
     items = [{"key": SIGNATURE_KEYS, "path": "keys"}]
-    pod["volumes"].append({"name": "signature-keys", "configMap": {"name": config_map_name(config), "items": items}})
+    pod["volumes"].append({"name": "signature-keys", "configMap": {"name": config_map, "items": items}})
     container = pod["containers"][0]
     container["volumeMounts"].append({"name": "signature-keys", "mountPath": _FOLDER, "readOnly": True})
     container.setdefault("args", []).append(f"--require-signature={_FOLDER}/keys")
@@ -183,12 +197,6 @@ def refer_to_config_map(container: Object, name: str, config: Config) -> None:
     container["args"] += [option for option in service_view_options(config.serve) if option == "--no-page"]
     # Only where there are several: images of earlier versions do not know the option.
     container["args"] += [] if (workers := count_workers(config)) == 1 else [f"--workers={workers}"]
-
-
-def options_digest(item: Object) -> str:
-    """Return a digest for the pods' annotations: a change of the ConfigMap then rolls out like a new image."""
-    data: dict[str, Any] = item["data"]
-    return digest_mapping(data)[:16]
 
 
 def count_workers(config: Config) -> int:

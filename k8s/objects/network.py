@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from k8s.objects.kustomize import Object
-from k8s.objects.manifests import identity_labels, mount_signature_keys, set_metadata
+from k8s.objects.manifests import identity_labels, mount_signature_keys, name_by_content, set_metadata
 from pipeline.contract.config import Config
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.settings.access import Access
@@ -145,10 +145,10 @@ def _use_tls(parts: dict[str, Object], deploy: Deploy) -> None:
         endpoint |= {"scheme": "https", "tlsConfig": {"insecureSkipVerify": True}}
 
 
-def mount_access(pod: Object, config: Config, access: Access) -> None:
-    """Mount the Secret, pass its files to the service, and let the probes use HTTPS if it does."""
+def mount_access(pod: Object, config: Config, access: Access, config_map: str) -> None:
+    """Mount the Secret and the signature keys, and pass their files to the service."""
     if access.require_signature:
-        mount_signature_keys(pod, config)
+        mount_signature_keys(pod, config_map)
     files = {name: f"{_ACCESS_FOLDER}/{file}" for name, file in _SECRET_FILES.items() if getattr(access, name)}
     if not files:
         return
@@ -157,17 +157,18 @@ def mount_access(pod: Object, config: Config, access: Access) -> None:
     container = pod["containers"][0]
     container.setdefault("args", []).extend(Access(**files).options)
     container["volumeMounts"].append({"name": "access", "mountPath": _ACCESS_FOLDER, "readOnly": True})
-    pod["volumes"].append({"name": "access", "secret": {"secretName": _secret_name(config)}})
+    pod["volumes"].append({"name": "access", "secret": {"secretName": secret_name(config, access)}})
 
 
 def access_secrets(config: Config, access: Access) -> list[Object]:
     """Return one Secret or none. API keys are stored as hashes: with the Secret one can check a key, not use it."""
-    contents = {file: _file_content(name, access) for name, file in _SECRET_FILES.items() if getattr(access, name)}
+    contents = _secret_data(access)
     if not contents:
         return []
-    data = {file: base64.b64encode(content).decode() for file, content in contents.items()}
-    item: Object = {"apiVersion": "v1", "kind": "Secret", "metadata": {}, "type": "Opaque", "data": data}
-    set_metadata(item, _secret_name(config), config.deploy.namespace, identity_labels(config.name, "serving"), {})
+    item: Object = {"apiVersion": "v1", "kind": "Secret", "metadata": {}, "type": "Opaque", "data": contents}
+    item["immutable"] = True
+    name = secret_name(config, access)
+    set_metadata(item, name, config.deploy.namespace, identity_labels(config.name, "serving"), {})
     item["metadata"]["labels"]["app.kubernetes.io/managed-by"] = "pipe"
     return [item]
 
@@ -177,12 +178,19 @@ def create_secret_command(config: Config, access: Access) -> str:
     files = [f"--from-file={file}={path}" for name, file in _SECRET_FILES.items() if (path := getattr(access, name))]
     context = ["--context", config.deploy.context] if config.deploy.context else []
     argv = ["kubectl", *context, "--namespace", config.deploy.namespace, "create", "secret", "generic"]
-    return shlex.join([*argv, _secret_name(config), *files]) if files else ""
+    return shlex.join([*argv, secret_name(config, access), *files]) if files else ""
+
+
+def secret_name(config: Config, access: Access) -> str:
+    """Return the name of the Secret by its content; empty if there is none."""
+    data = _secret_data(access)
+    return name_by_content(f"{config.name}-access", data) if data else ""
+
+
+def _secret_data(access: Access) -> dict[str, str]:
+    contents = {file: _file_content(name, access) for name, file in _SECRET_FILES.items() if getattr(access, name)}
+    return {file: base64.b64encode(content).decode() for file, content in contents.items()}
 
 
 def _file_content(name: str, access: Access) -> bytes:
     return access.hashed_keys().encode() if name == "api_keys" else Path(getattr(access, name)).read_bytes()
-
-
-def _secret_name(config: Config) -> str:
-    return f"{config.name}-access"

@@ -17,13 +17,12 @@ from k8s.objects.manifests import (
     OPTIONS_ANNOTATION,
     check_image,
     check_pinned,
-    config_map_name,
     count_threads,
     count_workers,
     fill_config_map,
     identity_labels,
     load_manifests,
-    options_digest,
+    name_config_map,
     refer_to_config_map,
     set_metadata,
 )
@@ -49,9 +48,10 @@ def serving_objects(config: Config, bundle: Bundle, image: str, access: Access =
     parts = _load_parts(config)
     for kind, item in parts.items():
         labels = {**identity_labels(config.name, "serving"), "app.kubernetes.io/version": bundle.digest[:12]}
-        name = config_map_name(config) if kind == "ConfigMap" else config.name
-        set_metadata(item, name, config.deploy.namespace, labels, {BUNDLE_ANNOTATION: bundle.digest})
+        if kind != "ConfigMap":  # several versions may share it
+            set_metadata(item, config.name, config.deploy.namespace, labels, {BUNDLE_ANNOTATION: bundle.digest})
     fill_config_map(parts["ConfigMap"], config, bundle, access)
+    name_config_map(parts["ConfigMap"], config, network.secret_name(config, access))
     network.fill_policy(parts["NetworkPolicy"], config)
     network.fill_routes(parts, config, bundle.signature.limits.max_body_bytes)
     parts["PodDisruptionBudget"]["spec"]["selector"]["matchLabels"] = identity_labels(config.name, "serving")
@@ -91,7 +91,7 @@ def _fill_deployment(parts: dict[str, Object], config: Config, bundle: Bundle, i
     template = deployment["spec"]["template"]
     template["metadata"] = _pod_metadata(template["metadata"], deployment, parts["ConfigMap"])
     deployment["spec"]["progressDeadlineSeconds"] += loading_seconds(bundle)
-    _fill_pod(template["spec"], config, bundle, image, access)
+    _fill_pod(template["spec"], config, bundle, image, access, parts["ConfigMap"])
     parts["Service"]["spec"]["selector"] = selector
     network.fill_security(parts, config.deploy, access)
     autoscaler["scaleTargetRef"]["name"] = config.name
@@ -111,7 +111,7 @@ def _fill_inference_service(
     set_replicas(service, config.deploy)
     if config.deploy.by_knative and (seconds := loading_seconds(bundle)):
         predictor["annotations"]["serving.knative.dev/progress-deadline"] = f"{_KNATIVE_DEADLINE_SECONDS + seconds}s"
-    _fill_pod(predictor, config, bundle, image, access)
+    _fill_pod(predictor, config, bundle, image, access, parts["ConfigMap"])
 
 
 def _pod_metadata(template_metadata: Object, owner: Object, settings: Object) -> Object:
@@ -119,12 +119,12 @@ def _pod_metadata(template_metadata: Object, owner: Object, settings: Object) ->
     metadata = owner["metadata"]
     annotations = {
         BUNDLE_ANNOTATION: metadata["annotations"][BUNDLE_ANNOTATION],
-        OPTIONS_ANNOTATION: options_digest(settings),
+        OPTIONS_ANNOTATION: settings["metadata"]["name"],
     }
     return {"labels": {**template_metadata["labels"], **metadata["labels"]}, "annotations": annotations}
 
 
-def _fill_pod(pod: Object, config: Config, bundle: Bundle, image: str, access: Access) -> None:
+def _fill_pod(pod: Object, config: Config, bundle: Bundle, image: str, access: Access, settings: Object) -> None:
     deploy = config.deploy
     memory = deploy.memory or default_memory(bundle, count_workers(config), count_threads(config, bundle))
     pod["serviceAccountName"] = config.name
@@ -138,8 +138,8 @@ def _fill_pod(pod: Object, config: Config, bundle: Bundle, image: str, access: A
         "limits": {"memory": memory},
     }
     training.set_node_placement(pod, container, deploy.gpus, deploy, deploy.image_pull_secret)
-    refer_to_config_map(container, config_map_name(config), config)
-    network.mount_access(pod, config, access)
+    refer_to_config_map(container, settings["metadata"]["name"], config)
+    network.mount_access(pod, config, access, settings["metadata"]["name"])
 
 
 _MEMORY_STEP = 64 << 20

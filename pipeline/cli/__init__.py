@@ -15,13 +15,14 @@ import typer
 
 from pipeline.cli import experiments, inspect, project, registry, run, service
 from pipeline.cli.app import app
-from pipeline.contract.errors import ConfigError, PipelineError, missing_extra
-from pipeline.contract.processes import watch_parent
+from pipeline.contract.errors import ConfigError, Interrupted, PipelineError, missing_extra
+from pipeline.contract.processes import TERMINATED, watch_parent
 
 __all__ = ["app", "experiments", "inspect", "main", "project", "registry", "run", "service"]
 
 _RUN = re.compile(r"latest$|\d|[^=]*/")  # a run after `--resume`; no step and no setting begins like this
 _FOLDER_OPTIONS = ("-C", "--project")
+_signals: list[int] = []  # that interrupted this process
 
 
 def main() -> None:
@@ -31,7 +32,7 @@ def main() -> None:
         signal.signal(signal.SIGHUP, _interrupt)
     watch_parent()  # `pipe chaos` starts commands, which must end with it
     try:
-        sys.exit(app(complete_arguments(sys.argv[1:]), prog_name="pipe", standalone_mode=False))
+        sys.exit(_exit_code(app(complete_arguments(sys.argv[1:]), prog_name="pipe", standalone_mode=False)))
     except typer.TyperException as error:  # an unknown command, an option without its value
         text = usage_error(error)
         if not text.startswith("error: "):  # the help of `pipe` alone
@@ -58,9 +59,15 @@ def main() -> None:
 
 def _exit_with(error: PipelineError) -> None:
     print(f"error: {error}", file=sys.stderr)
+    exit_code = _exit_code(error.exit_code)
     if _wants_json(sys.argv[1:]):
-        print(json.dumps({"error": str(error), "kind": type(error).__name__, "exit_code": error.exit_code}))
-    sys.exit(error.exit_code)
+        print(json.dumps({"error": str(error), "kind": type(error).__name__, "exit_code": exit_code}))
+    sys.exit(exit_code)
+
+
+def _exit_code(status: int | None) -> int | None:
+    """Return 143 for an interruption by SIGTERM, as supervisors expect it."""
+    return TERMINATED if status == Interrupted.exit_code and signal.SIGTERM in _signals else status
 
 
 def _wants_json(argv: Sequence[str]) -> bool:
@@ -107,4 +114,5 @@ def _split_folder(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 def _interrupt(signal_number: int, _frame: FrameType | None) -> None:
     """Handle the signal like Ctrl-C: end the steps and keep the run resumable."""
+    _signals.append(signal_number)
     raise KeyboardInterrupt(signal_number)

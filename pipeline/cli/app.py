@@ -25,7 +25,7 @@ GROUPS = {
 COMMANDS = [command for group in GROUPS.values() for command in group]
 EXIT_CODES = (
     "Exit codes: 0 done, 1 failed, 2 usage or configuration, 3 rejected by the gate, 4 the plan has changes, "
-    "130 interrupted."
+    "130 interrupted, 143 by SIGTERM."
 )
 REPLACED = {
     "bench": "python -m benchmarks.train, or .serve, .export, .faults, in a checkout",

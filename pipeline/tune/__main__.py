@@ -9,7 +9,7 @@ from pathlib import Path
 from types import FrameType
 
 from pipeline.contract.errors import Interrupted, PipelineError, write_error
-from pipeline.contract.processes import watch_parent
+from pipeline.contract.processes import TERMINATED, watch_parent
 from pipeline.display import Display
 from pipeline.history import find_project
 from pipeline.tune.record import read_study
@@ -32,8 +32,8 @@ def main() -> int:
         run_worker(
             body, project, lambda: project.config(options.overrides), options.workers, Display(live=False).report
         )
-    except KeyboardInterrupt:
-        return Interrupted.exit_code
+    except KeyboardInterrupt as interrupt:
+        return TERMINATED if interrupt.args else Interrupted.exit_code  # SIGTERM's has an argument
     except PipelineError as error:
         write_error(error, options.errors)
         return error.exit_code

@@ -83,10 +83,10 @@ def test_bundle_is_deployed_replaced_tried_as_canary_and_rolled_back(api: ApiSer
     copied.pipe("registry", "rollback")
     assert serving(api, copied).digest == first.bundle().digest
 
-    api.nodes.replicas = 1
+    api.nodes.replicas = 2
     api.pod = lambda pod, path, body: answers(serving(api, copied, "sides-canary"), path)
     done = copied.pipe("deploy", second.id, *ON_CLUSTER, "--canary", "50")
-    assert "canary: 1 pod next to 1 get about 50 % of the requests" in done.stderr
+    assert "canary: 2 pods next to 2 get about 50 % of the requests" in done.stderr
     assert cluster_of(copied)["canary"]["bundle"] == second.bundle().digest
     assert serving(api, copied).digest == first.bundle().digest
 

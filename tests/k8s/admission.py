@@ -34,6 +34,9 @@ def immutable_field_causes(old: Object | None, new: Object) -> list[Object]:
     """Return the causes of a 422, one for each immutable field that changes."""
     if old is None:
         return []
+    if old.get("immutable") and new.get("data") != old.get("data"):
+        text = "Forbidden: field is immutable when `immutable` is set"
+        return [{"reason": "FieldValueForbidden", "field": "data", "message": text}]
     return [
         {
             "reason": "FieldValueInvalid",

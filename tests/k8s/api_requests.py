@@ -18,6 +18,7 @@ KINDS = {
     "persistentvolumeclaims": "PersistentVolumeClaim",
     "pods": "Pod",
     "poddisruptionbudgets": "PodDisruptionBudget",
+    "replicasets": "ReplicaSet",
     "revisions": "Revision",
     "secrets": "Secret",
     "services": "Service",

@@ -51,8 +51,10 @@ class ApiServer:
         self.knative = Knative(self.store)
         self.statuses: dict[str, Object] = {}  # kind → status, instead of that of a working controller
         self.unready_polls = 1
+        self.unscaled_polls = 0  # while the autoscaler has not seen a new Deployment
         self.page = 0  # objects in each page of a list; 0: all
         self.warning = ""
+        self.login_page = ""  # of a proxy, in place of the version
         self.quota: dict[str, str] = {}  # kind → the exceeded quota
         self.rules: list[Object] | None = None  # rules of a Role; None allows everything
         self.faults: list[Fault] = []
@@ -132,6 +134,8 @@ class ApiServer:
                 raise ConnectionAbortedError
             if not fault.seconds:
                 return status_of(fault.status, "the server is busy", fault.headers)
+        if path == "/version" and self.login_page:
+            return 200, {"Content-Type": "text/html"}, self.login_page
         if path == "/version":
             return 200, {}, {"gitVersion": "v1.37.0"}
         if request.group not in _OWN_GROUPS and f"{request.group}/{request.version}" not in self.crds:
@@ -233,18 +237,24 @@ class ApiServer:
         if "status" in item or item.get("kind") not in ("Deployment", "InferenceService"):
             return item
         self._polls[path] = self._polls.get(path, 0) + count
-        return {**item, "status": self._status_of(item, self._polls[path] > self.unready_polls)}
+        ready, scaled = (self._polls[path] > polls for polls in (self.unready_polls, self.unscaled_polls))
+        return {**item, "status": self._status_of(item, ready, scaled)}
 
-    def _status_of(self, item: Object, ready: bool) -> Object:
+    def _status_of(self, item: Object, ready: bool, scaled: bool) -> Object:
         if item["kind"] in self.statuses:
             return self.statuses[item["kind"]]
         generation = item["metadata"]["generation"]
         if item["kind"] == "InferenceService":
             conditions = [{"type": "Ready", "status": "True" if ready else "False", "message": "pods start"}]
             return {"observedGeneration": generation, "conditions": conditions}
-        wanted = item["spec"].get("replicas", self.nodes.replicas or 1)
+        wanted = item["spec"].get("replicas", self.nodes.replicas or (self._autoscaled(item) if scaled else 1))
         counts = {"replicas": wanted, "updatedReplicas": wanted, "availableReplicas": wanted if ready else 0}
         return {"observedGeneration": generation, **counts}
+
+    def _autoscaled(self, item: Object) -> int:
+        scalers = (other["spec"] for other in self.objects.values() if other["kind"] == "HorizontalPodAutoscaler")
+        names = {spec["scaleTargetRef"]["name"]: int(spec["minReplicas"]) for spec in scalers}
+        return names.get(item["metadata"]["name"], 1)
 
     def _watch(self, request: ApiRequest) -> Response:
         since = int(request.query.get("resourceVersion") or 0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 import threading
 import time
 import uuid
@@ -13,6 +15,7 @@ from typing import Any
 from .object_store import Object, Store
 
 POD_OWNERS = ("Deployment", "Job", "JobSet", "TrainJob")
+REVISION = "deployment.kubernetes.io/revision"
 INDEX = "batch.kubernetes.io/job-completion-index"
 
 
@@ -86,6 +89,8 @@ class Nodes:
 
     def on_apply(self, path: str, item: Object) -> None:
         """Create the pods of an applied Job, once, and as many pods of a Deployment as it has replicas."""
+        if item["kind"] == "Deployment":
+            self._make_replica_set(path)
         if item["kind"] == "Deployment" and self.replicas:
             self._scale(path, item)
         own = [pod for pod in self.pods.values() if pod.job == path and not pod.gone.is_set()]
@@ -127,18 +132,61 @@ class Nodes:
         (inner,) = item["spec"]["replicatedJobs"]
         return f"{name}-{inner['name']}-0", inner["template"]["spec"]
 
+    def _make_replica_set(self, path: str) -> None:
+        """Create the ReplicaSet of a new template, and remove those beyond the limit of the history."""
+        spec, name = self.store.objects[path]["spec"], path.rsplit("/", 1)[1]
+        digest = hashlib.sha256(json.dumps(spec["template"], sort_keys=True).encode()).hexdigest()[:10]
+        collection = path.replace(f"/deployments/{name}", "/replicasets")
+        own = self._replica_sets(path)
+        last = max((_revision(self.store.objects[where]) for where in own), default=0)
+        metadata = {
+            "name": f"{name}-{digest}",
+            "labels": {**spec["template"]["metadata"]["labels"], "pod-template-hash": digest},
+            "annotations": {REVISION: str(last + 1)},
+            "ownerReferences": [{"apiVersion": "apps/v1", "kind": "Deployment", "name": name, "controller": True}],
+        }
+        body = {
+            "apiVersion": "apps/v1",
+            "kind": "ReplicaSet",
+            "metadata": metadata,
+            "spec": {"template": spec["template"]},
+        }
+        if (where := f"{collection}/{name}-{digest}") in own:
+            self.store.delete(where)
+        self.store.create(where, body)
+        for old in self._replica_sets(path)[: -1 - spec.get("revisionHistoryLimit", 10)]:
+            self.store.delete(old)
+
+    def _replica_sets(self, path: str) -> list[str]:
+        """Return the paths of a Deployment's ReplicaSets, the oldest first."""
+        name = path.rsplit("/", 1)[1]
+        own = [
+            where
+            for where, item in self.store.objects.items()
+            if item["kind"] == "ReplicaSet" and item["metadata"]["ownerReferences"][0]["name"] == name
+        ]
+        return sorted(own, key=lambda where: _revision(self.store.objects[where]))
+
     def _scale(self, path: str, item: Object) -> None:
-        self.on_delete(path)
+        self._end_pods(path)
         ready = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}
-        labels = item["spec"]["template"]["metadata"]["labels"]
+        template = item["spec"]["template"]["metadata"]
+        more = {name: template[name] for name in ("labels", "annotations") if name in template}
         for index in range(item["spec"].get("replicas", self.replicas)):
             where = self._pod(path, index)
-            body = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": where.rsplit("/", 1)[1], "labels": labels}}
+            body = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": where.rsplit("/", 1)[1], **more}}
             self.store.create(where, {**body, "spec": {}, "status": ready})
             self.pods[where] = MockPod(self.store, where, path, index)
 
     def on_delete(self, path: str) -> None:
-        """Terminate the pods of a deleted Job or Deployment; they are removed when they have ended."""
+        """Remove the ReplicaSets of a deleted Deployment, and end its pods."""
+        if "/deployments/" in path:
+            for where in self._replica_sets(path):
+                self.store.delete(where)
+        self._end_pods(path)
+
+    def _end_pods(self, path: str) -> None:
+        """Terminate the pods of a Job or Deployment; they are removed when they have ended."""
         for where, pod in list(self.pods.items()):
             if pod.job == path and not pod.gone.is_set():
                 if pod.runs:
@@ -209,6 +257,10 @@ class Nodes:
     def _pod(job: str, index: int) -> str:
         namespace = job.split("/namespaces/")[1].split("/")[0]
         return f"/api/v1/namespaces/{namespace}/pods/{job.rsplit('/', 1)[1]}-{index}"
+
+
+def _revision(replica_set: Object) -> int:
+    return int(replica_set["metadata"]["annotations"][REVISION])
 
 
 def _mark_deleted(item: Object) -> None:

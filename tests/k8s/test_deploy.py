@@ -9,6 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from k8s.cluster.cluster import Change, describe_changes
 from k8s.cluster.drift import inspect_deployment
 from k8s.deploy import deploy, preview
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.errors import ConfigError, StageError
+from pipeline.contract.errors import ConfigError, ResourceError, StageError
 from pipeline.contract.sources import SOURCE_ROOT
 
 from .api_server import ApiServer, Response
@@ -107,7 +108,9 @@ def test_a_deployment_is_applied_awaited_and_checked(
     record = deploy(configure({"target": target}), bundle, "twice:1", tmp_path / "out", False, reports.append)
     assert record["golden"] == {"requests": 2}
     assert (record["context"], record["bundle"], record["image"]) == ("small", bundle.digest, "twice:1")
-    assert len(record["applied"]) == len([path for path in api.objects if "/leases/" not in path])
+    assert len(record["applied"]) == len(
+        [path for path in api.objects if "/leases/" not in path and "/replicasets/" not in path]
+    )
     assert reports[1] == f"deploying to context small, server {api.url}, Kubernetes v1.37.0, namespace default"
     assert reports[-1] == "2 golden requests answered as at export"
 
@@ -151,6 +154,49 @@ def test_requests_are_retried_until_endpoints_exist(
     assert deploy(configure(), bundle, "twice:1", tmp_path, False, print)["golden"] == {"requests": 2}
 
 
+@pytest.mark.parametrize(
+    "late",
+    [
+        (200, {"x-bundle-digest": "0" * 64}, {"predictions": [[0, 0], [0, 0]]}),
+        (400, {"x-bundle-digest": "0" * 64}, {"error": "another signature"}),
+        (401, {}, {"error": "another key"}),
+    ],
+)
+def test_a_late_answer_of_an_old_pod_is_waited_for(
+    late: Response,
+    api: ApiServer,
+    model: Model,
+    tmp_path: Path,
+    configure: Configure,
+    bundle: Bundle,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("k8s.cluster.smoke._RETRY_PAUSE_SECONDS", 0)
+    old = "0" * 64
+    api.service = lambda path, body: (200, {"x-bundle-digest": old}, model(path, body)[2])
+    deploy(configure(), replace(bundle, digest=old), "twice:1", tmp_path, False, print)
+    late_answers = [late, late]
+    api.service = lambda path, body: late_answers.pop() if late_answers else model(path, body)
+    assert deploy(configure(), bundle, "twice:2", tmp_path, False, print)["golden"] == {"requests": 2}
+    assert not late_answers
+
+
+def test_an_old_pod_that_answers_for_ever_fails_the_deployment(
+    api: ApiServer,
+    model: Model,
+    tmp_path: Path,
+    configure: Configure,
+    bundle: Bundle,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("k8s.cluster.smoke._RETRY_TIMEOUT_SECONDS", 0)
+    old = "0" * 64
+    api.service = lambda path, body: (200, {"x-bundle-digest": old}, model(path, body)[2])
+    deploy(configure(), replace(bundle, digest=old), "twice:1", tmp_path, False, print)
+    with pytest.raises(StageError, match=f"answered by bundle {old}, not {bundle.digest}"):
+        deploy(configure(), bundle, "twice:2", tmp_path, False, print)
+
+
 def test_an_answer_that_is_not_json_is_an_error(
     api: ApiServer, tmp_path: Path, configure: Configure, bundle: Bundle
 ) -> None:
@@ -181,6 +227,12 @@ def test_a_preview_lists_each_field_and_changes_nothing(
     assert describe_changes(changes) == [
         "plan: deployment/twice: spec.template.spec.containers[server].resources.requests.cpu: 500m → 2"
     ]
+
+
+def test_a_login_page_ends_a_preview_with_an_error(api: ApiServer, configure: Configure, bundle: Bundle) -> None:
+    api.login_page = "<html>Log in</html>"
+    with pytest.raises(ResourceError, match="not a Kubernetes API server, but perhaps a proxy with a login page"):
+        preview(configure(), bundle, "twice:1", print)
 
 
 def test_a_failed_deployment_names_the_command_to_roll_back(

@@ -98,6 +98,9 @@ def roll_out(configure: Configure, bundle: Bundle, api: ApiServer, folder: Path)
     assert drift.inspect_deployment("", "default", folder / "new", bundle.digest) == drift.DeploymentState(
         "2 replicas available"
     )
+    (folder / "keys").write_text("a-key\nanother-key\n")
+    other = configure(serve={"log_requests": 0.5}).model_copy(update={"rollout": Rollout(canary_percent=10)})
+    deploy.deploy(other, bundle, "twice:2", folder / "other", False, print, access)
     deploy.end_canary(config, print)
     for name, settings in OTHER_SETTINGS.items():
         deploy.deploy(configure(settings), bundle, "twice:1", folder / name, False, print)

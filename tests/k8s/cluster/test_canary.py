@@ -230,6 +230,38 @@ def test_without_auto_a_canary_stays_until_a_person_ends_it(
     assert (deployed_bundle(stable), deployed_bundle(stable, "twice-canary")) == (OLD, "")
 
 
+@pytest.mark.parametrize(("image", "settings"), [("twice:3", {}), ("twice:2", {"cpu": 2})])
+def test_another_image_or_other_options_get_a_canary_of_the_same_bundle(
+    image: str,
+    settings: dict[str, Any],
+    stable: ApiServer,
+    deploy_canary: Deploy,
+    model: Model,
+    configure: Configure,
+    bundle: Bundle,
+    tmp_path: Path,
+) -> None:
+    stable.pod = counting_pods(model)
+    deploy_canary([], auto=True)
+    reports: list[str] = []
+    config = with_canary(configure(settings), auto=True)
+    deploy.deploy(config, bundle, image, tmp_path / "newer", False, reports.append)
+    text = "\n".join(reports)
+    assert "canary: 1 pod next to 3 get" in text
+    assert "twice-canary-0: 2 golden requests" in text
+    assert "twice-0: 2 golden" not in text, "a stable pod of the same bundle is no canary"
+    assert "canary at 50 %: promote" in text
+
+
+def test_a_version_that_serves_already_gets_no_canary(stable: ApiServer, deploy_canary: Deploy, model: Model) -> None:
+    stable.pod = counting_pods(model)
+    deploy_canary([], auto=True)
+    reports: list[str] = []
+    deploy_canary(reports, auto=True)
+    assert "rollout.canary_percent: this version serves already" in reports
+    assert not any(line.startswith("canary:") for line in reports)
+
+
 def knative_pods(model: Model, failure_rate: float = 0.0) -> Callable[[str, str, Any], Response]:
     """Return pods of two revisions; only the second sends the digest of its bundle."""
     pods = counting_pods(model, failure_rate, candidate="-00002-")

@@ -64,6 +64,15 @@ def test_wrong_credentials_are_reported_as_such(api: ApiServer, tmp_path: Path) 
         Cluster.connect("")
 
 
+@pytest.mark.parametrize("page", ["<!doctype html><title>Log in</title>", '["not", "ours"]'])
+def test_a_login_page_in_place_of_the_api_server_is_named(page: str, api: ApiServer) -> None:
+    api.login_page = page
+    with pytest.raises(
+        ResourceError, match=rf"{api.url} \(context small\): what answers is not a Kubernetes API server"
+    ):
+        Cluster.connect("")
+
+
 @pytest.mark.parametrize("text", ["", "a: [", "apiVersion: v1\nkind: Config\n"])
 def test_a_damaged_kubeconfig_is_named(text: str, api: ApiServer, tmp_path: Path) -> None:
     (tmp_path / "kubeconfig").write_text(text)
@@ -74,7 +83,7 @@ def test_a_damaged_kubeconfig_is_named(text: str, api: ApiServer, tmp_path: Path
 def test_apply_is_server_side_and_strict(api: ApiServer, objects: list[dict[str, Any]]) -> None:
     applied = fast_polling_cluster().apply(objects, "default", print)
     assert applied[0] == "serviceaccount/twice"
-    assert len(api.objects) == len(objects) == len(applied)
+    assert len([path for path in api.objects if "/replicasets/" not in path]) == len(objects) == len(applied)
     patches = [(query, kind) for method, _, query, kind in api.requests if method == "PATCH"]
     expected = {"fieldManager": "pipe", "fieldValidation": "Strict"}
     assert patches[-1] == (expected, "application/apply-patch+yaml")
@@ -111,9 +120,20 @@ def test_waiting_ends_when_the_deployment_is_rolled_out(api: ApiServer, objects:
     cluster.apply(objects, "default", print)
     cluster.wait(objects, "default", 10, reports.append)
     assert reports == [
-        "deployment/twice: 0 of 1 updated replicas available",
-        "deployment/twice: 1 replicas available",
+        "deployment/twice: 0 of 2 updated replicas available",
+        "deployment/twice: 2 replicas available",
     ]
+
+
+def test_a_new_deployment_is_not_done_before_the_autoscaler_has_scaled_it(
+    api: ApiServer, objects: list[dict[str, Any]]
+) -> None:
+    reports: list[str] = []
+    api.unready_polls, api.unscaled_polls = 0, 2
+    cluster = fast_polling_cluster()
+    cluster.apply(objects, "default", print)
+    cluster.wait(objects, "default", 10, reports.append)
+    assert reports == ["deployment/twice: 1 of 2 replicas updated", "deployment/twice: 2 replicas available"]
 
 
 def test_waiting_survives_a_busy_api_server(api: ApiServer, objects: list[dict[str, Any]]) -> None:
@@ -124,7 +144,7 @@ def test_waiting_survives_a_busy_api_server(api: ApiServer, objects: list[dict[s
     api.fail("GET", "/deployments/", status=429)
     cluster.wait(objects, "default", 10, reports.append)
     assert reports[0] == "deployment/twice: the API server answers 503"
-    assert reports[-1] == "deployment/twice: 1 replicas available"
+    assert reports[-1] == "deployment/twice: 2 replicas available"
 
 
 def test_waiting_for_kserve_ends_with_its_ready_condition(api: ApiServer, kserve: list[dict[str, Any]]) -> None:
@@ -175,6 +195,30 @@ def test_a_stuck_roll_out_names_the_reason_of_its_pods(
     cluster.apply(objects, "default", print)
     with pytest.raises(StageError, match=f"twice-abc: {problem}"):
         cluster.wait(objects, "default", 0.1, print)
+
+
+def test_an_image_that_is_pulled_all_the_time_is_named(api: ApiServer, objects: list[dict[str, Any]]) -> None:
+    deployment = next(item for item in objects if item["kind"] == "Deployment")
+    creating = {"state": {"waiting": {"reason": "ContainerCreating"}}}
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    api.add_pod("twice-abc", labels, {"phase": "Pending", "containerStatuses": [creating]})
+    for second, reason, message in ((1, "Scheduled", "to node-1"), (2, "Pulling", f'Pulling image "{IMAGE}"')):
+        event = {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"name": f"twice-abc.{second}"},
+            "type": "Normal",
+            "reason": reason,
+            "message": message,
+            "involvedObject": {"kind": "Pod", "name": "twice-abc"},
+            "lastTimestamp": f"2026-01-01T00:00:0{second}Z",
+        }
+        api.add(event)
+    api.unready_polls = 10**6
+    cluster = fast_polling_cluster()
+    cluster.apply(objects, "default", print)
+    with pytest.raises(StageError, match=f'twice-abc: Pulling: Pulling image "{IMAGE}"'):
+        cluster.wait(objects, "default", 0.05, print)
 
 
 def test_an_exceeded_progress_deadline_ends_the_wait(api: ApiServer, objects: list[dict[str, Any]]) -> None:

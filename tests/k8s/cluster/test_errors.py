@@ -116,3 +116,15 @@ def test_an_anonymous_user_is_not_advised_to_add_a_role() -> None:
 
 def test_rejected_credentials_advise_to_log_in() -> None:
     assert "log in again" in str(error_for(401, "Unauthorized"))
+
+
+def test_overwriting_is_not_suggested_for_a_selector_that_cannot_change() -> None:
+    reason = (
+        'Apply failed with 2 conflicts: conflicts with "kubectl-create" using apps/v1:\n'
+        '- .spec.selector.matchLabels.app\n- .spec.template.spec.containers[name="server"].image'
+    )
+    error = error_for(409, reason)
+    assert isinstance(error, ConfigError)
+    assert "spec.selector.matchLabels.app cannot be changed in the existing object" in str(error)
+    assert "kubectl -n models delete deployment twice" in str(error)
+    assert "force_conflicts" not in str(error)

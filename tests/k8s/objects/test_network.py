@@ -85,7 +85,7 @@ def test_a_deployment_applies_the_secret_first_and_sends_a_key(
 ) -> None:
     api.service, api.unready_polls = model, 0
     record = deploy(configure(), bundle, "twice:1", tmp_path / "out", False, print, access)
-    assert record["applied"][0] == "secret/twice-access"
+    assert record["applied"][0] == f"secret/{network.secret_name(configure(), access)}"
     assert {headers["x-api-key"] for headers in api.proxied} == {KEY}
     assert any("/services/https:twice:http/proxy/" in path for _, path, _, _ in api.requests)
 
@@ -100,7 +100,9 @@ def test_no_rendered_file_contains_a_secret(
     assert KEY not in written
     assert "PRIVATE" not in written
     assert "twice-access" in written
-    wanted = "kubectl --namespace default create secret generic twice-access --from-file=api-keys="
+    name = network.secret_name(configure(), access)
+    assert name in written
+    wanted = f"kubectl --namespace default create secret generic {name} --from-file=api-keys="
     assert any(wanted in line and f"--from-file=tls.key={access.tls_key}" in line for line in reports)
 
 
@@ -222,8 +224,9 @@ def test_an_ingress_terminates_tls_with_the_configured_secret(configure: Configu
     assert made(configure(words), bundle, "Ingress")["tls"] == [{"hosts": ["a.example"], "secretName": "cert"}]
 
 
-def test_prometheus_uses_tls_and_a_key_where_pods_require_them(configure: Configure, bundle: Bundle) -> None:
-    access = Access(api_keys="/keys", tls_certificate="/crt", tls_key="/key")
+def test_prometheus_uses_tls_and_a_key_where_pods_require_them(
+    configure: Configure, bundle: Bundle, access: Access
+) -> None:
     config = configure({"service_monitor_labels": {"release": "p"}, "service_monitor_secret": "prometheus-key"})
     parts = {item["kind"]: item for item in serving.serving_objects(config, bundle, "twice:1", access)}
     for item in parts.values():
@@ -235,15 +238,16 @@ def test_prometheus_uses_tls_and_a_key_where_pods_require_them(configure: Config
 
 
 @pytest.mark.parametrize(
-    ("deploy", "access", "message"),
+    ("deploy", "files", "message"),
     [
-        ({"service_monitor_labels": {"release": "p"}}, {"api_keys": "/keys"}, "deploy.service_monitor_secret"),
-        ({"ingress_class": "default"}, {"tls_certificate": "/crt", "tls_key": "/key"}, "deploy.ingress_tls_secret"),
-        ({"gateway": "edge"}, {"tls_certificate": "/crt", "tls_key": "/key"}, "TLS ends before"),
+        ({"service_monitor_labels": {"release": "p"}}, ["api_keys"], "deploy.service_monitor_secret"),
+        ({"ingress_class": "default"}, ["tls_certificate", "tls_key"], "deploy.ingress_tls_secret"),
+        ({"gateway": "edge"}, ["tls_certificate", "tls_key"], "TLS ends before"),
     ],
 )
 def test_settings_without_a_way_to_call_the_service_are_refused(
-    deploy: dict[str, Any], access: dict[str, str], message: str, configure: Configure, bundle: Bundle
+    deploy: dict[str, Any], files: list[str], message: str, configure: Configure, bundle: Bundle, access: Access
 ) -> None:
+    some = Access(**{name: getattr(access, name) for name in files})
     with pytest.raises(ConfigError, match=message):
-        serving.serving_objects(configure(deploy), bundle, "twice:1", Access(**access))
+        serving.serving_objects(configure(deploy), bundle, "twice:1", some)

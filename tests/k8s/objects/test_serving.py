@@ -103,6 +103,7 @@ def test_the_bundle_is_named_on_the_objects_and_on_the_pods(target: str, configu
     parts = objects(configure({"target": target}), bundle)
     owner = parts["Deployment"]["spec"]["template"]["metadata"] if target == "kubernetes" else pod_of(parts)[1]
     assert owner["annotations"][BUNDLE_ANNOTATION] == bundle.digest
+    assert "app.kubernetes.io/version" not in parts.pop("ConfigMap")["metadata"]["labels"], "versions may share it"
     assert all(item["metadata"]["annotations"][BUNDLE_ANNOTATION] == bundle.digest for item in parts.values())
     assert all(item["metadata"]["labels"]["app.kubernetes.io/version"] == bundle.digest[:12] for item in parts.values())
 

@@ -175,3 +175,18 @@ def test_a_file_in_the_place_of_the_runs_is_named(pipe: Pipe, starter: Path) -> 
     (starter / "runs").touch()
     stderr = pipe("run", expect=2).stderr
     assert stderr == f"error: {starter / 'runs'}: is a file, but must be the folder of runs; move it away\n"
+
+
+@pytest.mark.parametrize(("signal_name", "status"), [("SIGTERM", 143), ("SIGINT", 130), ("SIGHUP", 130)])
+@pytest.mark.parametrize("handled", [True, False])
+def test_the_exit_code_distinguishes_sigterm_from_ctrl_c(signal_name: str, status: int, handled: bool) -> None:
+    code = (
+        "import os, signal\nimport pipeline.cli as cli\nfrom pipeline.contract.errors import Interrupted\n"
+        "@cli.app.command()\ndef waste() -> None:\n"
+        f"    try:\n        os.kill(os.getpid(), signal.{signal_name})\n        signal.pause()\n"
+        "    except KeyboardInterrupt:\n"
+        f"        {'raise Interrupted(str()) from None' if handled else 'raise'}\n"
+        "cli.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code, "waste"], capture_output=True, text=True, check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (status, False), done.stderr
