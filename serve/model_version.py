@@ -22,7 +22,7 @@ from serve.generate.model import TextGenerator
 from serve.metrics import ModelMetrics
 from serve.protocol.examples import request_examples
 from serve.protocol.validate import format_shape
-from serve.request_context import RequestContext
+from serve.request_context import RequestContext, in_progress
 from serve.runtime.batcher import Array, Batcher, BatchingOptions, RunTimeEstimate
 from serve.runtime.predictor import Predictor
 from serve.runtime.session import CPU
@@ -112,7 +112,7 @@ class ModelVersion:
         request.decoded_at = clock()
         if (timeout := min(payload.timeout_seconds, request.timeout_seconds)) < math.inf:
             request.deadline = request.received_at + timeout
-        alone = RequestContext.in_progress == 1
+        alone = in_progress.count == 1
         outputs, started_at = [], 0.0
         for part in parts:  # one, unless padding changes answers
             outputs.append(await self.batcher.outputs(part.arrays, output_names, request, is_only=alone))

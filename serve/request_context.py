@@ -13,7 +13,7 @@ import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -41,10 +41,20 @@ class AnsweringVersion(Protocol):
     metrics: ModelMetrics
 
 
+class InProgress:
+    """A count of requests. It is no class attribute, as a change of one slows down every access to its instances."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+in_progress = InProgress()  # of all connections: begun, and not answered yet
+
+
 class RequestContext:
     """A request of HTTP/1.1 or gRPC; each protocol adds how it receives the body and sends the response."""
-
-    in_progress: ClassVar[int] = 0  # requests of all connections that have begun and are not answered yet
 
     protocol = ""  # "v1", "v2", "openai" or "grpc" once the request is known to be a prediction
     size = 0  # bytes of the decompressed body

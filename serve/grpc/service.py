@@ -33,7 +33,7 @@ from serve.grpc.streaming import Answering, MessageStream, Open
 from serve.load_shedding import admit
 from serve.models import ModelRepository
 from serve.request_body import MemoryBudget
-from serve.request_context import RequestContext, parse_grpc_timeout
+from serve.request_context import RequestContext, in_progress, parse_grpc_timeout
 from serve.request_log import RequestLog
 from serve.security import OPEN_RPCS, ApiKeys
 
@@ -143,7 +143,7 @@ class Calls:
             self._receive(stream, ended=True)
             return
         self._running.add(call)
-        RequestContext.in_progress += 1
+        in_progress.count += 1
         call.task = asyncio.get_running_loop().create_task(self._answer(streams, stream, call))
 
     def on_timeout(self, streams: Streams, stream: Stream) -> None:
@@ -172,7 +172,7 @@ class Calls:
                 call.status = "OK"
                 streams.answer(stream, messages.ANSWER, body, messages.OK + self._identity(call))
         finally:
-            RequestContext.in_progress -= 1
+            in_progress.count -= 1
             self._running.discard(call)
             self._finish(stream)
 

@@ -34,7 +34,7 @@ from serve.connection_limits import (
 )
 from serve.errors import ClientDisconnected
 from serve.logs import faults, log_fields, refusals
-from serve.request_context import RequestContext, request_id
+from serve.request_context import RequestContext, in_progress, request_id
 
 HEAD_SECONDS = 10.0  # for a head to arrive, from its first byte to its last
 BODY_SECONDS = 60.0  # for a body, likewise
@@ -576,7 +576,7 @@ class Connection(asyncio.Protocol):
             self.current = None
             self._end(request)
         else:
-            RequestContext.in_progress += 1
+            in_progress.count += 1
             request.answering = self.loop.create_task(self._answer(request, answering))
 
     async def _answer(self, request: HttpRequest, answering: Coroutine[Any, Any, None]) -> None:
@@ -587,7 +587,7 @@ class Connection(asyncio.Protocol):
         except Exception:  # likewise
             self._answer_fault(request)
         finally:
-            RequestContext.in_progress -= 1
+            in_progress.count -= 1
             self._state.total_requests += 1
             self.current = None
             self._end(request)
