@@ -74,13 +74,14 @@ class Payload:
 
 def parse(message: Any) -> InferRequest:
     """Return the request. Raw contents, if used, are used for every input, and for the outputs as well."""
-    raws = message.raw_input_contents
-    for one in message.inputs:  # first: an input in shared memory has no raw contents
-        _parameters(one, f"inputs: {one.name}")
-    if raws and len(raws) != len(message.inputs):
-        raise InvalidPayload(f"raw_input_contents: {len(raws)} given for {len(message.inputs)} inputs")
+    raws, inputs = list(message.raw_input_contents), list(message.inputs)
+    for one in inputs:  # first: an input in shared memory has no raw contents
+        if one.parameters:
+            _parameters(one, f"inputs: {one.name}")
+    if raws and len(raws) != len(inputs):
+        raise InvalidPayload(f"raw_input_contents: {len(raws)} given for {len(inputs)} inputs")
     tensors = []
-    for index, one in enumerate(message.inputs):
+    for index, one in enumerate(inputs):
         if raws and one.HasField("contents"):
             raise InvalidPayload(f"inputs: {one.name}: has contents beside raw_input_contents")
         shape = list(one.shape)

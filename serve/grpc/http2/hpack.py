@@ -172,7 +172,8 @@ def encode_literals(fields: Iterable[Field]) -> bytes:
 
 
 def _encode_string(value: bytes) -> bytes:
-    return _encode_integer(len(value), 7) + value
+    size = len(value)
+    return b"%c%b" % (size, value) if size < 0x7F else _encode_integer(size, 7) + value
 
 
 def _encode_integer(value: int, bits: int) -> bytes:
