@@ -34,7 +34,7 @@ from serve.connection_limits import (
 )
 from serve.errors import ClientDisconnected
 from serve.logs import faults, log_fields, refusals
-from serve.request_context import RequestContext, request_id
+from serve.request_context import RequestContext, in_progress, request_id
 
 HEAD_SECONDS = 10.0  # for a head to arrive, from its first byte to its last
 BODY_SECONDS = 60.0  # for a body, likewise
@@ -446,7 +446,7 @@ class Connection(asyncio.Protocol):
                 self._refuse(*describe_parser_error(str(error)))
             return parsed
         if self._body:
-            self._hand_over_body(self._reading)
+            self._hand_over_body()
         if self._useful and not self._head_is_open:
             self._useful, self._overhead_bytes = False, 0
         else:
@@ -544,21 +544,21 @@ class Connection(asyncio.Protocol):
         self._queue.append(request)
 
     def on_message_complete(self) -> None:
+        if self._body:  # always: no piece may reach the next request
+            self._hand_over_body()
         if self._skipped_framing is not None or self._reading is None:
             return
-        if self._body:
-            self._hand_over_body(self._reading)
         request, self._reading = self._reading, None
         request.end_body()
         if request.answered:
             self._due = self.loop.time() + self._keep_alive_seconds
 
-    def _hand_over_body(self, request: HttpRequest | None) -> None:
+    def _hand_over_body(self) -> None:
         """Give the request the pieces of its body that the parser has found."""
         self._useful, pieces = True, self._body
         self._body_pieces += len(pieces)
-        if request is not None:
-            request.add_body(pieces)
+        if self._reading is not None:
+            self._reading.add_body(pieces)
         pieces.clear()
 
     # Answering
