@@ -34,7 +34,7 @@ from serve.connection_limits import (
 )
 from serve.errors import ClientDisconnected
 from serve.logs import faults, log_fields, refusals
-from serve.request_context import RequestContext, in_progress, request_id
+from serve.request_context import RequestContext, request_id
 
 HEAD_SECONDS = 10.0  # for a head to arrive, from its first byte to its last
 BODY_SECONDS = 60.0  # for a body, likewise
