@@ -145,6 +145,9 @@ class Calls:
             self._receive(stream, ended=True)
             return
         self._running.add(call)
+        if (method := call.head.method) is not None and method.name == "ModelInfer":
+            call.protocol = "grpc"
+            in_flight.count += 1  # now: the calls that are complete in one turn of the event loop run together
         call.task = asyncio.get_running_loop().create_task(self._answer(streams, stream, call))
 
     def on_timeout(self, streams: Streams, stream: Stream) -> None:
@@ -270,8 +273,6 @@ class Servicer:
         self._repository, self._requests = repository, requests
 
     async def ModelInfer(self, message: Any, call: RpcCall) -> Any:  # noqa: N802
-        call.protocol = "grpc"
-        in_flight.count += 1
         version, payload = self._repository.find_version(message.model_name, message.model_version), Payload(message)
         if version.canary is not None and not message.model_version:
             version = await version.choose(payload, call.id)

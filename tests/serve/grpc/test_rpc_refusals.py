@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from serve.grpc.http2.frames import END_HEADERS, END_STREAM, ErrorCode, frame
 from serve.grpc.http2.hpack import Field
 from serve.grpc.service import Calls
 from serve.models import Model, ModelRepository
+from serve.request_context import in_flight
 from serve.request_log import RequestLog
 from serve.security import ApiKeys
 from serve.snapshot import Metrics
@@ -59,6 +61,21 @@ def test_watch_ends_with_its_client_and_is_no_failure() -> None:
     client.repository.draining = True
     assert client.received() == []
     assert client.rejected == {}
+
+
+def test_calls_that_arrive_together_are_in_flight_before_the_first_begins() -> None:
+    """Else each takes itself for the only one, and they are not merged into a batch."""
+
+    async def run() -> None:
+        client, before = GrpcConnection(), in_flight.count
+        calls = [(headers(number, CALL), data(number, b"\0\0\0\0\0")) for number in (1, 3, 5)]
+        client.send(*(part for call in calls for part in call))
+        assert in_flight.count == before + 3
+        while client.calls._running:
+            await asyncio.sleep(0)
+        assert in_flight.count == before
+
+    asyncio.run(run())
 
 
 def test_incomplete_call_times_out() -> None:
