@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,11 +19,12 @@ from pipeline.cli.app import (
     complete_logs,
     complete_runs,
     emit,
+    names_image,
     project_of,
     table,
 )
 from pipeline.compare import align_columns, describe_different_tests, differences, result_row
-from pipeline.contract.bundle import read_override
+from pipeline.contract.bundle import check_gate, open_bundle, read_override
 from pipeline.contract.errors import BundleError, ConfigError
 from pipeline.contract.restarts import read_attempts
 from pipeline.contract.run import STEPS, Run, RunFile
@@ -270,27 +271,60 @@ def _write_index(runs: Path, file: Path | None, output: Output) -> None:
 @app.command()
 def verify(
     context: typer.Context,
-    target: Annotated[str, typer.Argument(metavar="[RUN|BUNDLE]", help="A run, or a bundle directory.")] = "latest",
+    target: Annotated[
+        str, typer.Argument(metavar="[RUN|BUNDLE|IMAGE]", help="A run, a bundle directory, or a pushed image.")
+    ] = "latest",
     key: Annotated[
-        Path | None, typer.Option("--key", metavar="PUB", help="Public keys: one of them must have signed the bundle.")
+        Path | None, typer.Option("--key", metavar="PUB", help="Public keys: one of them must have signed.")
+    ] = None,
+    bundle: Annotated[
+        Path | None,
+        typer.Option("--bundle", metavar="DIR", help="Check only what a deployment requires of a bundle; needs --key."),
     ] = None,
     output: OutputOption = Output.text,
 ) -> None:
-    """Check every digest of the chain and repeat the golden requests."""
-    from pipeline.verify import (
-        verify_bundle,
-        verify_run,  # onnxruntime is slow to load
-    )
+    """Check every digest of the chain and repeat the golden requests.
 
-    is_bundle, trust = (Path(target) / "manifest.json").is_file(), Trust(key) if key else None
-    run = None if is_bundle else open_run(target, context.obj)
+    `--bundle` and an image are checked without a project, and nothing of them is run: digests, the signature, and the
+    verdict of the gate.
+    """
     checked = []
-    for sentence in verify_run(run, trust) if run else verify_bundle(Path(target), trust):
+    for sentence in _verify(target, key, bundle, context.obj):
         checked.append(sentence)
         if output is Output.text:
             print(sentence)
     if output is Output.json:
         emit(output, {"verified": True, "checked": checked}, "")
+
+
+def _verify(target: str, key: Path | None, bundle: Path | None, folder: Path) -> Iterator[str]:
+    if bundle is not None or names_image(target):
+        if key is None:
+            raise ConfigError("--key FILE is needed: the public keys, one of which must have signed")
+        if bundle is not None:
+            if target != "latest":
+                raise ConfigError(f"{target}: --bundle checks a folder and nothing else; leave one out")
+            return _verify_before_deployment(bundle, Trust(key))
+        from k8s.images.cosign import verify_image
+
+        return verify_image(target, Trust(key))
+    from pipeline.verify import (
+        verify_bundle,
+        verify_run,  # onnxruntime is slow to load
+    )
+
+    trust = Trust(key) if key else None
+    if (Path(target) / "manifest.json").is_file():
+        return verify_bundle(Path(target), trust)
+    return verify_run(open_run(target, folder), trust)
+
+
+def _verify_before_deployment(path: Path, trust: Trust) -> Iterator[str]:
+    bundle = open_bundle(path, trust)
+    yield f"signed by {trust.check(path, (path / 'manifest.json').read_bytes())}"
+    yield f"bundle {bundle.digest[:12]}: {len(bundle.manifest.files)} files match the manifest"
+    check_gate(bundle.manifest.verdict, str(path))
+    yield f"the gate's verdict is {bundle.override or bundle.manifest.verdict}"
 
 
 gate = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Explain or override a gate verdict.")

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pydantic import ValidationError
 
-from pipeline.contract.errors import BundleError, PipelineError
+from pipeline.contract.errors import BundleError, GateError, PipelineError
 from pipeline.contract.files import digest_bytes, digest_file, empty_folders, write_json
 from pipeline.contract.settings.section import Frozen
 from pipeline.contract.signature import Signature
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 PROVENANCE = "provenance.json"
 STATEMENT = "https://in-toto.io/Statement/v1"
 PREDICATE = "https://slsa.dev/provenance/v1"
-
-_BUILDER = "pkg:pypi/pipe-road"
+BUILDER = "pkg:pypi/pipe-road"
 
 
 def statement(
@@ -54,12 +53,12 @@ def statement(
         "predicateType": PREDICATE,
         "predicate": {
             "buildDefinition": {
-                "buildType": f"{_BUILDER}#export",
+                "buildType": f"{BUILDER}#export",
                 "externalParameters": {"config": dict(parameters)},
                 "internalParameters": {},
                 "resolvedDependencies": [*sources, *tools],
             },
-            "runDetails": {"builder": {"id": f"{_BUILDER}#pipe", "version": dict(builder)}},
+            "runDetails": {"builder": {"id": f"{BUILDER}#pipe", "version": dict(builder)}},
         },
     }
 
@@ -249,6 +248,12 @@ def write_override(directory: Path, override: Override) -> None:
 def passed_gate(verdict: str) -> bool:
     """Return whether a model with this verdict may be deployed; older versions wrote `forced` for `overridden`."""
     return verdict in ("pass", "no-baseline", OVERRIDDEN) or verdict.startswith("forced")
+
+
+def check_gate(verdict: str, owner: str) -> None:
+    """Raise unless a model with this verdict may be deployed."""
+    if not passed_gate(verdict):
+        raise GateError(f"{owner}: the gate's verdict is {verdict!r}; only pass, no-baseline or overridden is deployed")
 
 
 class FileEntry(Frozen):

@@ -1,4 +1,4 @@
-"""Signatures of bundles: ed25519 keys, and a DSSE envelope next to the manifest, over manifest and provenance."""
+"""Signatures with ed25519 keys. That of a bundle is a DSSE envelope over manifest and provenance, next to them."""
 
 from __future__ import annotations
 
@@ -43,6 +43,14 @@ class Envelope(Frozen):
     payloadType: str  # noqa: N815 - the name in the standard
     signatures: tuple[Signed, ...]
 
+    @property
+    def message(self) -> bytes:
+        """The bytes that are signed: DSSE's encoding of type and payload; empty for a payload that is not base64."""
+        try:
+            return _pre_authentication_encoding(self.payloadType, base64.b64decode(self.payload, validate=True))
+        except ValueError:
+            return b""
+
 
 @dataclass(frozen=True)
 class Trust:
@@ -67,6 +75,15 @@ class Trust:
             _verify(keys[signature.keyid], signature, envelope, directory)
         return known_signatures[0].keyid
 
+    def signer(self, message: bytes, signature: str) -> str:
+        """Return the id of the key that made a signature, given in base64; empty if none of the keys did."""
+        return next((fingerprint(key) for key in self.keys() if _is_made_by(key, message, signature)), "")
+
+    def envelope_signer(self, envelope: Envelope) -> str:
+        """Return the id of a key that signed an envelope; empty if none of the keys did."""
+        signers = (self.signer(envelope.message, signed.sig) for signed in envelope.signatures)
+        return next(filter(None, signers), "")
+
     def keys(self) -> list[Ed25519PublicKey]:
         try:
             text = self.path.read_text()
@@ -89,7 +106,7 @@ def check_cover(directory: Path, manifest: bytes) -> None:
     envelope = read_envelope(directory)
     if envelope is None:
         return
-    if envelope.payloadType != _KIND or (digests := _payload(envelope)) is None:
+    if envelope.payloadType != _KIND or (digests := read_payload(envelope)) is None:
         raise BundleError(f"{directory / SIGNATURE}: is not a signature of a bundle")
     if digests.get("manifest.json") != digest_bytes(manifest):
         raise BundleError(f"{directory}: was changed after it was signed; sign it again with `pipe sign`")
@@ -113,10 +130,16 @@ def sign(directory: Path, key: Ed25519PrivateKey) -> str:
     """Sign a verified bundle and return the id of the key; the same key and bundle give the same bytes."""
     digests = {name: digest_file(directory / name) for name in COVERED if (directory / name).is_file()}
     payload = json.dumps(digests, sort_keys=True, separators=(",", ":")).encode()
-    signed = Signed(keyid=fingerprint(key.public_key()), sig=_base64(key.sign(_pre_authentication_encoding(payload))))
-    envelope = Envelope(payload=_base64(payload), payloadType=_KIND, signatures=(signed,))
+    envelope = sign_payload(_KIND, payload, key)
     write_json(directory / SIGNATURE, envelope.model_dump())
-    return signed.keyid
+    return envelope.signatures[0].keyid
+
+
+def sign_payload(kind: str, payload: bytes, key: Ed25519PrivateKey) -> Envelope:
+    """Return a DSSE envelope with a payload of this media type and its signature."""
+    signature = _base64(key.sign(_pre_authentication_encoding(kind, payload)))
+    signed = Signed(keyid=fingerprint(key.public_key()), sig=signature)
+    return Envelope(payload=_base64(payload), payloadType=kind, signatures=(signed,))
 
 
 def new_key(path: Path) -> str:
@@ -191,16 +214,22 @@ def _public(block: str, path: Path) -> Ed25519PublicKey:
 
 
 def _verify(key: Ed25519PublicKey, signed: Signed, envelope: Envelope, directory: Path) -> None:
+    if not _is_made_by(key, envelope.message, signed.sig):
+        raise BundleError(f"{directory / SIGNATURE}: was not made by the key {signed.keyid}")
+
+
+def _is_made_by(key: Ed25519PublicKey, message: bytes, signature: str) -> bool:
     from cryptography.exceptions import InvalidSignature
 
     try:
-        payload = base64.b64decode(envelope.payload, validate=True)
-        key.verify(base64.b64decode(signed.sig, validate=True), _pre_authentication_encoding(payload))
-    except (InvalidSignature, ValueError) as error:
-        raise BundleError(f"{directory / SIGNATURE}: was not made by the key {signed.keyid}") from error
+        key.verify(base64.b64decode(signature, validate=True), message)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
 
 
-def _payload(envelope: Envelope) -> dict[str, Any] | None:
+def read_payload(envelope: Envelope) -> dict[str, Any] | None:
+    """Return the payload of an envelope; None if it is not a JSON object."""
     try:
         payload = json.loads(base64.b64decode(envelope.payload, validate=True))
     except ValueError:
@@ -208,9 +237,8 @@ def _payload(envelope: Envelope) -> dict[str, Any] | None:
     return payload if isinstance(payload, dict) else None
 
 
-def _pre_authentication_encoding(payload: bytes) -> bytes:
-    """Return the bytes that are signed: DSSE's encoding includes the document type."""
-    parts: Iterable[bytes] = (b"DSSEv1", b"%d" % len(_KIND), _KIND.encode(), b"%d" % len(payload), payload)
+def _pre_authentication_encoding(kind: str, payload: bytes) -> bytes:
+    parts: Iterable[bytes] = (b"DSSEv1", b"%d" % len(kind), kind.encode(), b"%d" % len(payload), payload)
     return b" ".join(parts)
 
 

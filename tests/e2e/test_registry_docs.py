@@ -47,11 +47,12 @@ def test_the_commands_work_one_after_the_other(copied: ProjectFolder, monkeypatc
     blocks = re.findall(r"^```sh\n(.*?)^```$", DOCUMENT, re.MULTILINE | re.DOTALL)
     stderr = {}
     for line in "".join(blocks).splitlines():
-        done = CliRunner().invoke(app, shlex.split(line)[1:])
+        done = CliRunner().invoke(app, shlex.split(line.replace("RUN", later.id))[1:])
         assert (done.exit_code, done.exception) == (0, None), f"{line}\n{done.output}\n{done.exception!r}"
         stderr[line] = done.stdout
     names = {row["name"]: row["run"] for row in json.loads(stderr["pipe registry list -o json"])["names"]}
     assert names == {"champion": first.id, "previous": later.id, "staging": later.id}
     assert "slow on Mondays" not in stderr["pipe registry history"]
     assert "signed by SHA256:" in stderr["pipe verify --key team.key.pub"]
+    assert "the gate's verdict is" in stderr["pipe verify --key team.key.pub --bundle runs/RUN/export/bundle"]
     assert Path("team.key").stat().st_mode & 0o777 == 0o600

@@ -20,9 +20,7 @@ def check(objects: Sequence[Object]) -> None:
     assert len(parts) == len(objects), "each kind once"
     text = json.dumps(objects)
     assert ":latest" not in text
-    for pod in pods(objects):
-        _check_security(pod)
-        _check_mounts(pod)
+    check_pods(objects)
     if served := [item for item in objects if item["kind"] in ("Deployment", "InferenceService")]:
         _check_serving(parts, served[0])
     if "Job" in parts:
@@ -31,6 +29,12 @@ def check(objects: Sequence[Object]) -> None:
         _check_jobset(parts["JobSet"]["spec"])
     if "TrainingRuntime" in parts:
         _check_jobset(parts["TrainingRuntime"]["spec"]["template"]["spec"])
+
+
+def check_pods(objects: Sequence[Object]) -> None:
+    for pod in pods(objects):
+        _check_security(pod)
+        _check_mounts(pod)
 
 
 def pods(objects: Sequence[Object]) -> Iterator[Object]:

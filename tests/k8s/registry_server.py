@@ -85,6 +85,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._send(registry.busy.pop(0), {"Retry-After": "0"})
         if challenge := self._challenge(given):
             return self._send(401, {"WWW-Authenticate": challenge}, _errors("UNAUTHORIZED", "who are you?"))
+        if url.path == "/v2/":
+            return self._send(200, {})
         kind = "manifests" if "/manifests/" in url.path else "blobs"
         getattr(self, f"_{kind}")(url.path.rpartition("/")[2], url.query, body)
         return None

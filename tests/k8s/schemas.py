@@ -142,6 +142,38 @@ _SERVICE_MONITOR = {
 
 _OWN_SCHEMAS = {"HTTPRoute": _HTTP_ROUTE, "ServiceMonitor": _SERVICE_MONITOR}
 
+def _object(required: str = "", **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "additionalProperties": False, "properties": properties, "required": required.split()}
+
+
+_TEXT = {"type": "string", "minLength": 1}
+_METADATA = _object("name namespace", name=_TEXT, namespace=_TEXT)
+_SOURCE = _object("kind name", kind={"const": "GitRepository"}, name=_TEXT)
+_SWITCH, _DURATION = {"type": "boolean"}, {"type": "string", "pattern": r"^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$"}
+# Of Argo CD and Flux, the part of their CRDs that our examples use.
+_GITOPS = {
+    "argoproj.io/v1alpha1 Application": _object(
+        "destination project source",
+        project=_TEXT,
+        source=_object("repoURL", repoURL=_TEXT, targetRevision=_TEXT, path=_TEXT),
+        destination=_object("", server=_TEXT, namespace=_TEXT),
+        syncPolicy=_object(
+            "",
+            automated=_object("", prune=_SWITCH, selfHeal=_SWITCH),
+            syncOptions={"type": "array", "items": {"type": "string", "pattern": r"^\w+=\w+$"}},
+        ),
+    ),
+    "source.toolkit.fluxcd.io/v1 GitRepository": _object(
+        "interval url", interval=_DURATION, url={"type": "string", "pattern": "^(http|https|ssh)://.*$"},
+        ref=_object("", branch=_TEXT),
+    ),
+    "kustomize.toolkit.fluxcd.io/v1 Kustomization": _object(
+        "interval prune sourceRef", interval=_DURATION, timeout=_DURATION, sourceRef=_SOURCE, path=_TEXT,
+        targetNamespace=_TEXT, prune=_SWITCH, wait=_SWITCH, force=_SWITCH,
+        dependsOn={"type": "array", "items": _object("name", name=_TEXT, namespace=_TEXT)},
+    ),
+}  # fmt: skip
+
 # The package reads its schemas, which are large, from disk at every validation.
 kubernetes_validate.utils.schema_contents = cache(kubernetes_validate.utils.schema_contents)
 
@@ -151,6 +183,9 @@ def validate(item: dict[str, Any]) -> None:
     kind = item["kind"]
     if kind in _OWN_SCHEMAS:
         jsonschema.Draft202012Validator(_OWN_SCHEMAS[kind]).validate(item)
+    elif (spec := _GITOPS.get(f"{item['apiVersion']} {kind}")) is not None:
+        schema = _object("apiVersion kind metadata spec", apiVersion={}, kind={}, metadata=_METADATA, spec=spec)
+        jsonschema.Draft202012Validator(schema).validate(item)
     elif kind in FILES:
         _published(kind).validate(item)
     else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -12,6 +12,7 @@ from pipeline.contract.settings.section import (
     Egress,
     Gateway,
     Host,
+    InKeyOrder,
     Label,
     LabelKey,
     Name,
@@ -29,7 +30,7 @@ from pipeline.contract.settings.section import (
 class NodePlacement(Section):
     """Which nodes a pod may run on."""
 
-    node_selector: dict[LabelKey, Label] = Field(
+    node_selector: Annotated[dict[LabelKey, Label], InKeyOrder] = Field(
         {}, description="node labels that the pods require, as in `{pool: gpus}`"
     )
     tolerations: tuple[Toleration, ...] = Field((), description="taints to tolerate, as in `pool=gpus:NoSchedule`")
@@ -75,7 +76,7 @@ class ServingPods(NodePlacement):
     image_pull_secret: Name = Field(
         "", description="Secret with the credentials of the image registry, for all pods; empty: none"
     )
-    environment: dict[Variable, Text] = Field(
+    environment: Annotated[dict[Variable, Text], InKeyOrder] = Field(
         {}, description="environment variables of the serving pods, such as OTEL_EXPORTER_OTLP_ENDPOINT or MAX_WAITING"
     )
     clients: tuple[Namespace, ...] = Field((), description="namespaces allowed to call the service; empty: all")
@@ -92,7 +93,9 @@ class ServingPods(NodePlacement):
     ingress_tls_secret: Name = Field(
         "", description="TLS Secret with the certificate of the host name, for the Ingress"
     )
-    ingress_annotations: dict[LabelKey, Text] = Field({}, description="annotations of the Ingress")
+    ingress_annotations: Annotated[dict[LabelKey, Text], InKeyOrder] = Field(
+        {}, description="annotations of the Ingress"
+    )
     gateway: Gateway = Field(
         "",
         description="expose the service by an HTTPRoute at this Gateway, `NAME` or `NAMESPACE/NAME`; empty: no "
@@ -104,7 +107,7 @@ class ServingPods(NodePlacement):
         description="requests in flight per pod that the autoscaler aims at; needs prometheus-adapter, except with "
         "Knative; 0: scale by CPU",
     )
-    service_monitor_labels: dict[LabelKey, Label] = Field(
+    service_monitor_labels: Annotated[dict[LabelKey, Label], InKeyOrder] = Field(
         {}, description="write a ServiceMonitor with these labels, by which Prometheus selects it; empty: none"
     )
     service_monitor_secret: Name = Field(

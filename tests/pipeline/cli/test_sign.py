@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import base64
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +11,24 @@ import pytest
 from typer.testing import CliRunner
 
 from pipeline.cli import app
-from pipeline.contract.bundle import open_bundle
+from pipeline.contract.bundle import Manifest, open_bundle, write_manifest
 from pipeline.contract.errors import BundleError, ConfigError, PipelineError
+from pipeline.contract.files import digest_tree
+from pipeline.contract.run import StepRecord
 from pipeline.contract.signing import SIGNATURE, Trust, new_key, private_key, sign
+from pipeline.history import write_record
 from pipeline.steps.deploy import deploy
 
-from ..packing import MakeRun, write_bundle
+from ...k8s.registry_server import RegistryServer
+from ..packing import MakeRun, pack, write_bundle
+from .conftest import Pipe
+
+
+@pytest.fixture
+def registry() -> Iterator[RegistryServer]:
+    server = RegistryServer().start()
+    yield server
+    server.stop()
 
 
 def typed(*words: str) -> Any:
@@ -82,3 +96,77 @@ def test_serving_by_hand_requests_the_signature_that_the_project_requests(
     assert argv[-2] == "--require-signature"
     assert Path(argv[-1]).name == named
     assert argv.count("--require-signature") == 1
+
+
+@pytest.mark.parametrize("words", [(), ("-o", "json")], ids=" ".join)
+def test_a_bundle_is_checked_before_a_deployment_without_running_it(
+    words: tuple[str, ...], tmp_path: Path, pipe_process: Pipe
+) -> None:
+    bundle, key = tmp_path / "bundle", tmp_path / "key"
+    write_bundle(bundle, "pass")
+    (bundle / "codec.py").write_text("raise SystemExit('it was run')\n")
+    manifest = open_manifest(bundle)
+    write_manifest(bundle, "twice", "pass", manifest.ancestors)
+    gate = ("verify", "--bundle", str(bundle), "--key", f"{key}.pub", *words)
+    new_key(key)
+    assert "is not signed by a key of" in pipe_process(*gate, expect=2).stderr
+    sign(bundle, private_key(key))
+    assert "the gate's verdict is pass" in pipe_process(*gate).stdout
+    (bundle / "card.md").write_text("changed\n")
+    assert "card.md: content changed since export" in pipe_process(*gate, expect=2).stderr
+    write_manifest(bundle, "twice", "fail", manifest.ancestors)
+    sign(bundle, private_key(key))
+    assert "the gate's verdict is 'fail'" in pipe_process(*gate, expect=3).stderr
+
+
+def test_before_a_deployment_the_trusted_keys_are_required(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="--key FILE is needed"):
+        typed("verify", "--bundle", str(tmp_path))
+    with pytest.raises(ConfigError, match="--key FILE is needed"):
+        typed("verify", "registry.example/team/digits:0123456789ab")
+    with pytest.raises(ConfigError, match="leave one out"):
+        typed("verify", "some-run", "--bundle", str(tmp_path), "--key", "key.pub")
+
+
+def test_a_pushed_image_is_signed_and_verified(
+    make_run: MakeRun, registry: RegistryServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"image": f"{registry.host}/twice", "push": True, "builder": "none", "modelcar": "scratch"}
+    run, key = make_run(package=settings), tmp_path / "key"
+    record = pack(run)
+    run.partial("package").rename(run.output("package"))
+    outputs = digest_tree(run.output("package"))
+    step = StepRecord(
+        step="package", status="done", key="k", parts={}, outputs=outputs, started="2026-01-01T12:00:00+00:00",
+        seconds=9.6,
+    )  # fmt: skip
+    write_record(run, step)
+    (tmp_path / "pipe.yaml").write_text("name: twice\ntask: task.py:T\ncodec: codec.py:C\n")
+    monkeypatch.chdir(tmp_path)
+    new_key(key)
+    image = record["modelcar"]["reference"]
+    for target in (image, record["modelcar"]["image"]):
+        assert typed("sign", target, "--key", str(key))["image"] == image
+        checked = typed("verify", target, "--key", f"{key}.pub")["checked"]
+        assert checked[-1] == f"bundle {run.bundle().digest[:12]}: the gate's verdict is pass"
+    (manifest,) = [json.loads(body) for tag, (_, body) in registry.manifests.items() if tag.startswith(tag_of(image))]
+    envelope = json.loads(registry.blobs[manifest["layers"][0]["digest"]])
+    details = json.loads(base64.b64decode(envelope["payload"]))["predicate"]["runDetails"]
+    assert details["metadata"] == {
+        "invocationId": run.id,
+        "startedOn": "2026-01-01T12:00:00+00:00",
+        "finishedOn": "2026-01-01T12:00:10+00:00",
+    }
+    with pytest.raises(ConfigError, match=r"no run in .* has pushed"):
+        typed("sign", f"{registry.host}/twice@sha256:{'0' * 64}", "--key", str(key))
+    (run.output("package") / "sbom.cdx.json").write_text("{}")
+    with pytest.raises(BundleError, match=r"sbom\.cdx\.json: changed since the image was made"):
+        typed("sign", image, "--key", str(key))
+
+
+def tag_of(image: str) -> str:
+    return f"{image.partition('@')[2].replace(':', '-')}.att"
+
+
+def open_manifest(bundle: Path) -> Manifest:
+    return Manifest.model_validate_json((bundle / "manifest.json").read_bytes())
