@@ -13,11 +13,11 @@ from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any
 
-from serve.errors import Headers, NotFound, TooLarge
+from serve.errors import Busy, DeadlineExceeded, Headers, NotFound, TooLarge
 from serve.generate import openai_api
 from serve.generate.endpoints import OPENAI_ROUTES, OpenAIEndpoints
 from serve.http1.connection import HttpRequest
-from serve.load_shedding import admit
+from serve.load_shedding import Rests, admit
 from serve.logs import refusals
 from serve.memory import MemoryBudget
 from serve.model_version import ModelVersion, Payload
@@ -69,6 +69,8 @@ class App:
     ) -> None:
         self.repository, self.requests, self.keys, self.page = repository, requests, keys, page
         self.budget = budget or MemoryBudget()
+        self._rests = Rests()
+        repository.on_readiness(self._rests.end_all)  # when the service drains
         self._refusals = 0  # written at once, in this turn of the event loop
         texts = OpenAIEndpoints(repository, self.budget)
         self._handlers: dict[str, Handler] = {
@@ -126,6 +128,8 @@ class App:
             self._refusals += 1
             request.status = response.status
             request.respond_now(response.status, self._headers(request, route, response.headers), response.body)
+            if isinstance(error, Busy | DeadlineExceeded) and not self.repository.draining:
+                self._rests.add(request.rest())
             self.requests.finish(request)
             return None
         version.arriving += 1

@@ -1,4 +1,4 @@
-"""Admission: whether a prediction may wait for its model, decided once, before its body is read.
+"""Load shedding: whether a prediction may wait for its model, decided once, before its body is read.
 
 Requests that find the queue full or cannot meet their deadline at the current throughput get 503 immediately, which
 costs a fraction of reading and computing them. HTTP decides by the head of a request. gRPC names the model in the
@@ -12,8 +12,11 @@ many bodies arrive at the same moment the queue may thus grow past its limit, by
 
 from __future__ import annotations
 
+import asyncio
 import math
 import time
+from collections import deque
+from collections.abc import Callable
 
 from serve.errors import Busy, DeadlineExceeded
 from serve.model_version import ModelVersion
@@ -52,3 +55,37 @@ def check_capacity(batcher: Batcher, deadline: float, arriving: int = 0) -> None
         seconds = batcher.expected_seconds(now, arriving)
         if now + seconds * _SAFETY_FACTOR > deadline:
             raise Busy(f"the requests before it take about {seconds:.2g} s, longer than its deadline", seconds)
+
+
+_REST_SECONDS = 0.05
+_RESTS_ENDED = 128  # in that time: so many refusals take a tenth of it
+
+
+class Rests:
+    """Pauses of the clients that were refused for lack of capacity.
+
+    Many that ask again at once would take all the time with their refusals. What a paused client sends stays in the
+    kernel's buffers and costs nothing. Each has its turn, so that refusals take a tenth of the time.
+    """
+
+    def __init__(self) -> None:
+        self._ends: deque[Callable[[], None]] = deque()
+        self._is_due = False
+
+    def add(self, end: Callable[[], None]) -> None:
+        """Note what ends the pause of a client, which has begun."""
+        self._ends.append(end)
+        if not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_later(_REST_SECONDS, self._end_some)
+
+    def end_all(self) -> None:
+        while self._ends:
+            self._ends.popleft()()
+
+    def _end_some(self) -> None:
+        for _ in range(min(_RESTS_ENDED, len(self._ends))):
+            self._ends.popleft()()
+        self._is_due = bool(self._ends)
+        if self._is_due:
+            asyncio.get_running_loop().call_later(_REST_SECONDS, self._end_some)

@@ -1,6 +1,7 @@
 """`python -m benchmarks.serve.arrivals`: requests that come at a fixed rate whether or not earlier ones are answered.
 
 A request counts from when it was due, whatever kept it: one that waits for a free connection waits for its answer too.
+With a deadline a client gives up: what was not sent or answered by then has failed.
 The connections are opened before the clock starts and are kept open; one that the service closes is opened anew.
 Not measured: more requests in flight than there are connections (the delay this causes is reported), and
 whether an answer is right, beyond its status and length.
@@ -15,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import math
 import resource
 import sys
 from collections import Counter, deque
@@ -98,8 +100,8 @@ class Client(asyncio.Protocol):
 
 
 class Clients:
-    def __init__(self, host: str, port: int, request: bytes) -> None:
-        self._place, self._request = (host, port), request
+    def __init__(self, host: str, port: int, request: bytes, deadline_seconds: float = math.inf) -> None:
+        self._place, self._request, self._deadline_seconds = (host, port), request, deadline_seconds
         self._loop = asyncio.get_running_loop()
         self.answers: list[tuple[int, float, float, float]] = []  # status, due, sent, answered
         self._free: list[Client] = []  # last freed, first used
@@ -125,7 +127,9 @@ class Clients:
 
     def answered(self, client: Client, status: int, *, last: bool) -> None:
         """`last`: the service closes the connection; a request sent on it would be lost."""
-        self.answers.append((status, client.due, client.sent, self._loop.time()))
+        now = self._loop.time()
+        if now - client.due <= self._deadline_seconds:
+            self.answers.append((status, client.due, client.sent, now))
         client.due = -1.0
         if last:
             client.transport.close()
@@ -134,8 +138,10 @@ class Clients:
 
     def free(self, client: Client) -> None:
         self._all.add(client)
-        if self._due:
-            self._ask(client, self._due.popleft())
+        while self._due and self._loop.time() - self._due[0] > self._deadline_seconds:
+            self._due.popleft()
+        if self._due:  # with a deadline the last first, as for clients of their own
+            self._ask(client, self._due.popleft() if self._deadline_seconds == math.inf else self._due.pop())
         else:
             self._free.append(client)
 
@@ -159,7 +165,11 @@ class Clients:
 
     def _ask(self, client: Client, due: float) -> None:
         client.due, client.sent = due, self._loop.time()
-        client.transport.write(self._request)
+        if self._deadline_seconds == math.inf:
+            client.transport.write(self._request)
+        else:
+            left = self._deadline_seconds - client.sent + due
+            client.transport.write(self._request.replace(b"\r\n", b"\r\nx-request-timeout: %.3f\r\n" % left, 1))
 
     async def _connect(self) -> None:
         await self._loop.create_connection(lambda: Client(self), *self._place)
@@ -177,12 +187,22 @@ def complete(data: bytes) -> bool:
     return len(data) >= end + 4 + size
 
 
-async def arrive(url: str, body: bytes, headers: Mapping[str, str], rate: float, seconds: float) -> dict[str, Any]:
+async def arrive(
+    url: str,
+    body: bytes,
+    headers: Mapping[str, str],
+    rate: float,
+    seconds: float,
+    deadline_seconds: float = math.inf,
+) -> dict[str, Any]:
     """Send requests at a fixed rate; return the fields of `Arrived`."""
     target = urlsplit(url)
     lines = [f"POST {target.path} HTTP/1.1", f"host: {target.netloc}", f"content-length: {len(body)}"]
     head = "\r\n".join([*lines, *(f"{name}: {value}" for name, value in headers.items()), "", ""]).encode()
-    clients, loop = Clients(target.hostname or "", target.port or 80, head + body), asyncio.get_running_loop()
+    clients, loop = (
+        Clients(target.hostname or "", target.port or 80, head + body, deadline_seconds),
+        asyncio.get_running_loop(),
+    )
     count = max(1, round(rate * seconds))
     await clients.open(connections(rate, seconds))
     gc.freeze()

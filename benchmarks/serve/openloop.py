@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -44,7 +45,7 @@ class Overload:
     seconds: float
     deadline_seconds: float
     capacity: float  # requests a second of closed-loop clients, before and after
-    goodput: float  # predictions a second at twice of it
+    goodput: float  # predictions a second within the deadline, at twice of it
     p99_ms: float  # of predictions
     refused: int  # 503
     refused_p99_ms: float
@@ -70,10 +71,7 @@ def overload(workload: Workload, seconds: float) -> Overload:
     with _start_our_service(workload) as (service, folder):
         request_spec = service.request_specs[BINARY]
         capacity_before = _capacity(request_spec, folder)
-        headers = (*request_spec.headers, ("x-request-timeout", str(_DEADLINE_SECONDS)))
-        arrived, cores = _arrive(
-            service, RequestSpec(request_spec.url, request_spec.body, headers), 2 * capacity_before, seconds, folder
-        )
+        arrived, cores = _arrive(service, request_spec, 2 * capacity_before, seconds, folder, _DEADLINE_SECONDS)
         capacity = (capacity_before + _capacity(request_spec, folder)) / 2
     return summarize(workload.name, capacity, arrived, cores)
 
@@ -138,7 +136,12 @@ def _capacity(request_spec: RequestSpec, folder: Path) -> float:
 
 
 def _arrive(
-    started: Started, request_spec: RequestSpec, rate: float, seconds: float, folder: Path
+    started: Started,
+    request_spec: RequestSpec,
+    rate: float,
+    seconds: float,
+    folder: Path,
+    deadline_seconds: float = math.inf,
 ) -> tuple[Arrived, tuple[float, float]]:
     """Send requests at a rate; return the result, and the cores used by client and service on average."""
     body = folder / "arriving"
@@ -149,6 +152,7 @@ def _arrive(
         "headers": dict(request_spec.headers),
         "rate": rate,
         "seconds": seconds,
+        "deadline_seconds": deadline_seconds,
     }
     argv = [sys.executable, "-m", "benchmarks.serve.arrivals", json.dumps(arguments)]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}

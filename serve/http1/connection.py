@@ -14,6 +14,7 @@ import logging
 import re
 import socket
 import sys
+import time
 import urllib.parse
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -36,6 +37,7 @@ from serve.errors import ClientDisconnected
 from serve.logs import faults, log_fields, refusals
 from serve.request_context import RequestContext, request_id
 
+_AGED_SECONDS = 0.005  # after a rest, until what was sent in it is read
 HEAD_SECONDS = 10.0  # for a head to arrive, from its first byte to its last
 BODY_SECONDS = 60.0  # for a body, likewise
 _PROBE_SECONDS = 0.02  # after a client half-closed; most requests are answered by then
@@ -157,6 +159,11 @@ class HttpRequest(RequestContext):
         head = self._head(status, headers, _LENGTH % len(body))
         self.started = self.answered = True
         self._connection.transport.write(head if self.method == "HEAD" else head + body)
+
+    def rest(self) -> Callable[[], None]:
+        """Read no further request of this client for now; return what ends that."""
+        self._connection.rest()
+        return self._connection.end_rest
 
     def start_stream(self, status: int, headers: Iterable[Header]) -> None:
         """Begin a response of unknown length; HTTP/1.0 has no chunks, there it ends with the connection."""
@@ -283,6 +290,7 @@ class Connection(asyncio.Protocol):
         self._refusal = b""  # sent when the requests before it are answered; nothing more is read
         self._url, self._head_is_open = b"", False
         self._headers: list[Header] = []
+        self._rested_at = 0.0  # since when the next request may have waited in the kernel
         self._head_bytes = 0  # of an unfinished head, without the slice in which it began
         self._useful = False  # the last slice contained the end of a head or a part of a body
         self._overhead_bytes = 0  # since something useful was parsed
@@ -293,7 +301,7 @@ class Connection(asyncio.Protocol):
         self._replays = False  # the parser gets the framing of that body, which is no new request
         self._held_bytes = 0  # as accounted in the limits
         self.backpressure = WriteBackpressure()
-        self._ending = self._read_paused = self._half_closed = self._turn_is_due = False
+        self._ending = self._read_paused = self._half_closed = self._turn_is_due = self._is_resting = False
 
     # Called by the transport
 
@@ -392,7 +400,7 @@ class Connection(asyncio.Protocol):
                 cost += self._parse_slice()
         if self._queue or self._data or self._reading is not None or self._head_is_open or self._held_bytes:
             self._account_received()
-        if self._read_paused and self._is_waiting_for_client():
+        if self._read_paused and not self._is_resting and self._is_waiting_for_client():
             self._resume_reading()
 
     def _go_on_later(self) -> None:
@@ -540,6 +548,8 @@ class Connection(asyncio.Protocol):
             framing = [b"%b: %b\r\n" % pair for pair in headers if pair[0] in _FRAMING_HEADERS]
             if framing:
                 self._skipped_framing = b"".join(framing) + (b"" if request.keep_alive else _CLOSE)
+        if self._rested_at:
+            request.received_at, self._rested_at = self._rested_at, 0.0
         self._reading = request
         self._queue.append(request)
 
@@ -642,6 +652,22 @@ class Connection(asyncio.Protocol):
         if not self._read_paused:
             self._read_paused = True
             self.transport.pause_reading()
+
+    def rest(self) -> None:
+        """Leave what the client sends next in the kernel, until `end_rest`."""
+        self._is_resting = True
+        self._rested_at = time.monotonic()
+        self.pause_reading()
+
+    def end_rest(self) -> None:
+        self._is_resting = False
+        if not self.transport.is_closing():
+            self.loop.call_later(_AGED_SECONDS, self._forget_rest)
+            self._go_on()
+
+    def _forget_rest(self) -> None:
+        """What comes now was sent after the rest."""
+        self._rested_at = 0.0
 
     def _resume_reading(self) -> None:
         if self._read_paused and not self.transport.is_closing():

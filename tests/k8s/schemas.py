@@ -142,6 +142,7 @@ _SERVICE_MONITOR = {
 
 _OWN_SCHEMAS = {"HTTPRoute": _HTTP_ROUTE, "ServiceMonitor": _SERVICE_MONITOR}
 
+
 def _object(required: str = "", **properties: Any) -> dict[str, Any]:
     return {"type": "object", "additionalProperties": False, "properties": properties, "required": required.split()}
 

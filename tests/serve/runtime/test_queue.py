@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import select
 import socket
 import time
 from collections.abc import Iterator
@@ -220,30 +218,6 @@ def test_deadline_that_cannot_be_met_is_rejected_immediately(service: Service) -
     assert "longer than its deadline" in answer.json()["error"]
     service.release()
     assert [one.result().status_code for one in (first, second)] == [200, 200]
-
-
-def test_memory_of_large_bodies_is_limited(service: Service) -> None:
-    """Memory holds four bodies: of eight nearly complete ones some are rejected, and succeed later."""
-    fields = f"host: x\r\nx-request-timeout: 1000\r\ncontent-length: {MAX_BODY_BYTES}"
-    head = f"POST {PATH} HTTP/1.1\r\n{fields}\r\n\r\n".encode()
-    with contextlib.ExitStack() as stack:
-        socks = [stack.enter_context(socket.create_connection(("127.0.0.1", service.running.port))) for _ in range(8)]
-        for sock in socks:  # one head after the other: of several at once, admission would reject some first
-            sock.sendall(head)
-            assert service.client.get("/v2/health/live").status_code == 200
-        senders = [service.threads.submit(sock.sendall, b" " * (MAX_BODY_BYTES - 100)) for sock in socks]
-        rejected, _, _ = select.select(socks, [], [], 60)
-        answer = rejected[0].recv(1000)
-        assert answer.startswith(b"HTTP/1.1 503 ")
-        assert b"retry-after: 1" in answer
-        assert b"other requests' bodies take" in answer
-        for sender in senders:
-            sender.result()
-        assert len(select.select(socks, [], [], 0)[0]) <= 4
-    service.wait_until(lambda: service.value("pipe_requests_in_flight") == 0)
-    half = MAX_BODY_BYTES // 2
-    large = service.client.post(PATH, content=iter([b" " * half, b" " * (half - 1000), body(QUICK)]))
-    assert large.status_code == 200
 
 
 @pytest.mark.long

@@ -1,0 +1,80 @@
+"""Clients that were refused for lack of capacity rest, so that refusals do not take all the time."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+
+from serve import load_shedding
+from serve.http1.connection import HttpRequest
+from serve.listeners import Listener
+from serve.load_shedding import Rests
+
+REQUEST = b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+class Refusing:
+    """Refuses each request, and has its client rest."""
+
+    def __init__(self) -> None:
+        self.seen: list[HttpRequest] = []
+        self.ends: list[Any] = []
+
+    def begin(self, request: HttpRequest) -> None:
+        self.seen.append(request)
+        request.respond_now(503, (), b"")
+        self.ends.append(request.rest())
+
+
+def test_what_a_resting_client_sends_waits_in_the_kernel_and_counts_as_old() -> None:
+    async def run() -> None:
+        app = Refusing()
+        with socket.socket() as sock:
+            sock.bind(("127.0.0.1", 0))
+            listener = Listener(app, sock, [], 5)
+            serving = asyncio.create_task(listener.run_until_stopped())
+            await listener.listening.wait()
+            reader, writer = await asyncio.open_connection(*sock.getsockname())
+            writer.write(REQUEST)
+            await reader.readuntil(b"\r\n\r\n")
+            rested_at = time.monotonic()
+            writer.write(REQUEST)
+            other_reader, other_writer = await asyncio.open_connection(*sock.getsockname())
+            other_writer.write(REQUEST)
+            await other_reader.readuntil(b"\r\n\r\n")
+            assert len(app.seen) == 2, "that of the resting client is not read"
+            app.ends[0]()
+            await reader.readuntil(b"\r\n\r\n")
+            assert app.seen[0].received_at <= app.seen[2].received_at <= rested_at
+            writer.close()
+            other_writer.close()
+            app.ends[1]()  # gone
+            app.ends[2]()
+            listener.stop()
+            await serving
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+
+
+def test_so_many_rests_end_that_refusals_take_a_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load_shedding, "_REST_SECONDS", 0.01)
+    monkeypatch.setattr(load_shedding, "_RESTS_ENDED", 2)
+
+    async def run() -> None:
+        rests, ended = Rests(), list[int]()
+        for number in range(5):
+            rests.add(partial(ended.append, number))
+        counts = set()
+        while len(ended) < 4:
+            await asyncio.sleep(0)
+            counts.add(len(ended))
+        assert counts == {0, 2, 4}
+        rests.end_all()
+        assert ended == [0, 1, 2, 3, 4]
+
+    asyncio.run(asyncio.wait_for(run(), 30))
