@@ -49,6 +49,8 @@ def main(argv: Sequence[str]) -> int:
 def serve(options: Options) -> int:
     """Bind the ports first, to report one in use at once; listen last, so that nothing unverified answers."""
     security = Security.load(options.api_keys, options.tls)
+    if options.check:
+        return check(options, security)
     share = options.standby is not None  # then the public port may still be our predecessor's
     public = bind_socket(options.public, share=share)
     standby = None if options.standby is None else bind_socket(options.standby, share=False)
@@ -67,6 +69,15 @@ def serve(options: Options) -> int:
     loaded = share_models(load, options, [bundle for _, bundle in bundles])
     supervisor = os.getpid()
     return Supervisor(lambda: _service(loaded or load(), options, security, supervisor), *common).run()
+
+
+def check(options: Options, security: Security) -> int:
+    """Do all that a start does before it listens, as in the build of an image."""
+    bundles = [_open(named, options) for named in options.bundles]
+    service = _service(_load(bundles, options), options, security)
+    print("ok: golden requests answered:", *(f"{name}={value}" for name, value in service.identity().items()))
+    service.close()
+    return 0
 
 
 def tune_garbage_collector() -> None:

@@ -80,6 +80,7 @@ class Options:
     keep_versions: int = 2
     trust: Trust | None = None  # every bundle must be signed by one of these keys
     workers: int = 1  # processes
+    check: bool = False  # end after the golden requests
 
     def open(self, path: Path) -> Bundle:
         """Verify a bundle and return it with its limits overridden."""
@@ -124,6 +125,7 @@ def parse_options(argv: Sequence[str]) -> Options:
         overrides=Overrides(**{one.name: getattr(given, one.name) for one in fields(Overrides)}),
         keep_versions=given.keep_versions,
         workers=given.workers,
+        check=given.check,
         trust=given.require_signature and Trust(given.require_signature.absolute()),
     )
     _check(options)
@@ -177,6 +179,9 @@ def _parser() -> argparse.ArgumentParser:
         type=_port,
         metavar="PORT",
         help="listen on this local port alone until SIGUSR1, then take over the public one",
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="load the bundles, run their golden requests, and exit without listening"
     )
     _add_limits(parser)
     _add_security(parser)

@@ -18,7 +18,14 @@ from pathlib import Path
 
 from packaging.utils import parse_wheel_filename
 
-from k8s.images.contents import ACCELERATORS, PROJECT, locked_requirements, own_requirements, packages_from_pins
+from k8s.images.contents import (
+    ACCELERATORS,
+    PROJECT,
+    locked_requirements,
+    own_requirements,
+    packages_from_pins,
+    serving_requirements,
+)
 from k8s.images.modelcar import bundle_annotations
 from k8s.images.registry import Reference, parse_reference
 from pipeline.contract.bundle import Bundle, open_bundle
@@ -222,7 +229,7 @@ def write_context(bundle: Bundle, recipe: Recipe, directory: Path) -> str:
     create_context(directory)
     write_dockerfile(directory, "serve", recipe, bundle_annotations(bundle))
     write_requirements(
-        directory, recipe, {name: locked_requirements(name, also=bundle.signature.requires) for name in ACCELERATORS}
+        directory, recipe, {name: serving_requirements(name, bundle.signature.requires) for name in ACCELERATORS}
     )
     copy_files(_IMAGES / "slim.py", directory / "slim.py")
     _copy_bundle(bundle, directory / "bundle")

@@ -232,17 +232,32 @@ _ACCELERATOR_PINS = {
     },
 }
 ACCELERATORS = tuple(_ACCELERATOR_PINS)
+# Requirements that the service never imports: those of the command line, and the client that downloads tokenizers.
+_NOT_SERVED = {(PROJECT, "psutil"), (PROJECT, "typer"), ("tokenizers", "huggingface-hub")}
 
 
-def locked_requirements(accelerator: str, extra: str = "serve", also: Iterable[str] = ()) -> list[str]:
+def serving_requirements(accelerator: str, also: Iterable[str] = ()) -> list[str]:
+    """Return `name==version` of all that the service imports, and of further requirements, sorted.
+
+    To be installed without the dependencies that the packages name.
+    """
+    own = [text for text in own_requirements("serve") if (PROJECT, Requirement(text).name) not in _NOT_SERVED]
+    return _for_accelerator(_dependency_closure((*own, *also), all_needs=False), accelerator)
+
+
+def locked_requirements(accelerator: str, extra: str, also: Iterable[str] = ()) -> list[str]:
     """Return `name==version` of our requirements with an extra, further requirements, and all dependencies, sorted."""
-    pins = lock_requirements([*own_requirements(extra), *also])
-    return [_for_accelerator(pin, _ACCELERATOR_PINS[accelerator]) for pin in pins if not pin.startswith(f"{PROJECT}==")]
+    return _for_accelerator(lock_requirements([*own_requirements(extra), *also]), accelerator)
 
 
-def _for_accelerator(pin: str, templates: Mapping[str, str]) -> str:
-    name, _, version = pin.partition("==")
-    return templates[name].format(version) if name in templates else pin
+def _for_accelerator(pins: Iterable[str], accelerator: str) -> list[str]:
+    templates = _ACCELERATOR_PINS[accelerator]
+    packages = [(pin, *pin.split("==")) for pin in pins]
+    return [
+        templates[name].format(version) if name in templates else pin
+        for pin, name, version in packages
+        if name != PROJECT
+    ]
 
 
 def lock_requirements(requirements: Iterable[str]) -> list[str]:
@@ -251,7 +266,7 @@ def lock_requirements(requirements: Iterable[str]) -> list[str]:
 
 
 @functools.cache  # reading the metadata of installed packages is slow
-def _dependency_closure(requirements: tuple[str, ...]) -> tuple[str, ...]:
+def _dependency_closure(requirements: tuple[str, ...], *, all_needs: bool = True) -> tuple[str, ...]:
     queue = [Requirement(text) for text in requirements]
     versions: dict[str, str] = {}
     expanded: set[tuple[str, str]] = set()  # a distribution and one of its extras; "" is none
@@ -262,7 +277,12 @@ def _dependency_closure(requirements: tuple[str, ...]) -> tuple[str, ...]:
         for extra in ("", *requirement.extras):
             if (name, extra) not in expanded:
                 expanded.add((name, extra))
-                queue += [need for need in needs if applies_to_image(need, extra)]
+                queue += [
+                    need
+                    for need in needs
+                    if applies_to_image(need, extra)
+                    and (all_needs or (name, canonicalize_name(need.name)) not in _NOT_SERVED)
+                ]
     return tuple(f"{name}=={versions[name]}" for name in sorted(versions))
 
 

@@ -8,14 +8,19 @@ ARG PIP_EXTRA_INDEX_URL
 ARG PIP_TRUSTED_HOST
 COPY requirements-${ACCELERATOR}.txt slim.py /build/
 COPY wheels /build/wheels
+# The requirements are complete, except the CUDA libraries, which pip chooses as the dependencies of two packages.
 RUN python3 -m venv --without-pip /venv \
- && python3 -m pip --python /venv/bin/python install --no-cache-dir --no-compile --disable-pip-version-check \
-    --find-links /build/wheels -r /build/requirements-${ACCELERATOR}.txt
+ && install="python3 -m pip --python /venv/bin/python install --no-cache-dir --no-compile \
+    --disable-pip-version-check --find-links /build/wheels" \
+ && grep -E '^(onnxruntime|torch)' /build/requirements-${ACCELERATOR}.txt > /build/runtimes.txt \
+ && $install --no-deps -r /build/requirements-${ACCELERATOR}.txt \
+ && $install -r /build/runtimes.txt
 COPY app /app
 RUN python3 /build/slim.py /venv /app
 
 FROM ${BASE}
 ARG BASE=python:3.11-slim
+ARG ACCELERATOR=cpu
 ARG NAME=model
 ARG VERSION=unbuilt
 ARG BUNDLE=unbuilt
@@ -33,5 +38,7 @@ COPY --from=packages /venv /venv
 COPY --from=packages /app /app
 COPY bundle /bundle
 USER 10001:10001
+# Start the service once, on the CPU where the machine that builds has no GPU: an image that cannot start is not built.
+RUN [ "$ACCELERATOR" = cpu ] || provider="--provider auto"; python -m serve /bundle --check $provider
 EXPOSE 8080 8081
 ENTRYPOINT ["python", "-m", "serve", "/bundle", "--host", "0.0.0.0", "--port", "8080", "--grpc-port", "8081"]

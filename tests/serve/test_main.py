@@ -127,6 +127,28 @@ def test_several_models_and_versions_are_served_by_one_process(
         assert client.get("/v2/models/tricky").json()["versions"] == ["1"]
 
 
+def _check(*bundles: Path) -> subprocess.CompletedProcess[str]:
+    argv = [sys.executable, "-m", "serve", *map(str, bundles), "--check", "--log-format", "text"]
+    return subprocess.run(argv, env=ENV, capture_output=True, text=True, check=False, timeout=300)
+
+
+def test_check_loads_the_bundles_and_exits_without_listening(bundle_path: Path, tricky_path: Path) -> None:
+    done = _check(Path(f"digits={bundle_path}"), Path(f"tricky={tricky_path}"))
+    assert done.returncode == 0, done.stderr
+    digests = ",".join(open_bundle(path).digest[:12] for path in (bundle_path, tricky_path))
+    assert done.stdout == f"ok: golden requests answered: model=digits,tricky bundle={digests}\n"
+
+
+def test_check_fails_with_a_wrong_golden_answer(own_bundle: Path, seal: Callable[[Path], str]) -> None:
+    golden = json.loads((own_bundle / "golden.json").read_text())
+    golden["predictions"][0]["digit"] = 99
+    (own_bundle / "golden.json").write_text(json.dumps(golden))
+    seal(own_bundle)
+    done = _check(own_bundle)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "golden requests: predictions[0].digit: expected 99" in done.stderr
+
+
 def test_a_shadow_of_no_model_there_is_stops_the_start(bundle_path: Path, port: str) -> None:
     output = _refusal(bundle_path, "--port", port, "--shadow", f"big={bundle_path}")
     assert "which model? Write NAME=BUNDLE with one of tiny" in output

@@ -14,11 +14,11 @@ from cyclonedx.validation.json import JsonStrictValidator
 from k8s.images.contents import (
     Package,
     bill_of_materials,
-    locked_requirements,
     package_url,
     packages_from_pins,
     parse_package_databases,
     read_installed_packages,
+    serving_requirements,
 )
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.errors import StageError
@@ -153,6 +153,6 @@ def test_the_image_depends_on_all_components(bundle: Bundle) -> None:
 
 @pytest.mark.parametrize("accelerator", ["cpu", "gpu"])
 def test_without_an_image_locked_requirements_are_listed(accelerator: str) -> None:
-    lines = locked_requirements(accelerator)
+    lines = serving_requirements(accelerator)
     assert len(packages_from_pins(lines)) == len(lines)
     assert all(package.version[0].isdigit() for package in packages_from_pins(lines))

@@ -8,7 +8,13 @@ import pytest
 from packaging.requirements import Requirement
 
 from k8s.images import contents
-from k8s.images.contents import applies_to_image, lock_requirements, locked_requirements
+from k8s.images.contents import (
+    applies_to_image,
+    lock_requirements,
+    locked_requirements,
+    packages_from_pins,
+    serving_requirements,
+)
 from pipeline.contract.errors import StageError
 
 
@@ -92,3 +98,15 @@ def test_torch_for_cpu_is_excluded_on_gpus() -> None:
     assert requirement.specifier.contains(public)
     assert requirement.specifier.contains(f"{public}+cu128")
     assert not requirement.specifier.contains(f"{public}+cpu")
+
+
+@pytest.mark.parametrize("accelerator", contents.ACCELERATORS)
+def test_the_service_has_no_packages_that_it_does_not_import(accelerator: str) -> None:
+    names = {package.name for package in packages_from_pins(serving_requirements(accelerator))}
+    assert {"numpy", "flatbuffers", "pydantic", "tokenizers", "uvicorn", "click"} <= names
+    assert not names & {"typer", "rich", "psutil", "huggingface-hub", "hf-xet", "tqdm", "httpx2", "kserve"}
+
+
+def test_what_a_codec_requires_is_installed_with_its_dependencies() -> None:
+    names = {package.name for package in packages_from_pins(serving_requirements("cpu", ["transformers"]))}
+    assert {"huggingface-hub", "tqdm"} <= names
