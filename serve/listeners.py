@@ -32,10 +32,9 @@ from serve.handshakes import Handshakes
 from serve.http1.connection import Application, Connection
 from serve.logs import refusals
 from serve.memory import share
-from serve.sockets import Acceptor, accept_waiting, stop_accepting
+from serve.sockets import Acceptor, close_listener
 
 _KEEP_ALIVE_SECONDS = 65  # longer than the idle timeout of the proxies in front, as kserve's is
-NOTICE_SECONDS = 0.1  # for the handshakes that are under way: one round trip
 _IDLE_SECONDS = 0.3  # for the next request of a connection that was answered before
 _FIRST_REQUEST_SECONDS = 5.0  # for a client that has connected and not sent its whole request head yet
 _POLL_SECONDS = 0.005
@@ -74,13 +73,11 @@ class Entrance:
     async def close(self) -> None:
         """Let no more in; clients that wait in the kernel's queue at this moment are served all the same."""
         if self._socket is not None:
-            stop_accepting(self._socket)
-            await asyncio.sleep(NOTICE_SECONDS)
-            waiting = accept_waiting(self._socket)
+            sock = self._socket.dup()  # the server closes its own
             if self._server is not None:
                 self._server.close()
             self._socket.close()
-            for client in waiting:
+            for client in await close_listener(sock):
                 self.handshakes.begin(client)
         await self.handshakes.finish(_FIRST_REQUEST_SECONDS)
 

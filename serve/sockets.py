@@ -15,13 +15,14 @@ from dataclasses import dataclass
 
 from pipeline.contract.errors import ResourceError
 
-# asm-generic/socket.h and linux/bpf_common.h; Python's socket module has no names for them.
-_SO_ATTACH_FILTER, _SO_ATTACH_REUSEPORT_CBPF = 26, 51
+# From Linux's headers; Python's socket module has no names for them.
+_SO_ATTACH_REUSEPORT_CBPF, _BPF_RETURN = 51, 0x06
+_IP_MINTTL, _IPV6_MINHOPCOUNT, _MAX_HOPS = 21, 73, 255
+NOTICE_SECONDS = 0.1  # for the handshakes that are under way: one round trip
 ACCEPTED_PER_TURN = 64  # of the event loop
 _NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _NO_FILES_SECONDS = 0.5  # without accepting, until some may be closed
 PAUSE_SECONDS = 0.005  # without accepting, until those who were accepted are served
-_BPF_LOAD_BYTE, _BPF_JUMP_IF_SET, _BPF_RETURN = 0x30, 0x45, 0x06
 
 log = logging.getLogger(__name__)
 
@@ -85,32 +86,48 @@ def take_over_port(sock: socket.socket) -> None:
     Without it the kernel goes on sharing new connections out to the predecessor. When that is gone the
     rule names no socket and is void.
     """
-    _attach(sock, _SO_ATTACH_REUSEPORT_CBPF, (_BPF_RETURN, 0, 0, 1))  # the socket with index 1
+    if sys.platform != "linux":
+        return
+    code = ctypes.create_string_buffer(struct.pack("HBBI", _BPF_RETURN, 0, 0, 1))  # the socket with index 1
+    try:
+        program = struct.pack("HL", 1, ctypes.addressof(code))
+        sock.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_REUSEPORT_CBPF, program)
+    except OSError as error:
+        # A container without capabilities may not set one, and cannot change that.
+        level = logging.INFO if error.errno == errno.EPERM else logging.WARNING
+        log.log(level, "cannot send all new connections here (%s): the predecessor gets some until it ends", error)
 
 
-def stop_accepting(sock: socket.socket) -> None:
-    """Let no new connection into the queue of a listening socket that is about to be closed.
+async def close_listener(sock: socket.socket) -> list[socket.socket]:
+    """Close a listening socket, from which nothing accepts any more; return the connections in its queue.
 
-    The kernel resets what is still in the queue at the close, after the client got its handshake.
-    A client whose first packet is dropped instead repeats it, and is refused or meets the successor.
+    The kernel resets what is in the queue at the close, after the client got its handshake. So no new handshake is
+    answered before: a client repeats its first packet, and is refused or meets the successor.
     """
-    _attach(
-        sock,
-        _SO_ATTACH_FILTER,
-        (_BPF_LOAD_BYTE, 0, 0, 13),  # the flags of the TCP header
-        (_BPF_JUMP_IF_SET, 0, 1, 0x02),  # SYN
-        (_BPF_RETURN, 0, 0, 0),  # drop
-        (_BPF_RETURN, 0, 0, 0xFFFFFFFF),  # keep all of it
-    )
-
-
-def accept_waiting(sock: socket.socket) -> list[socket.socket]:
-    """Accept all connections that wait in the queue of a listening socket, right before it is closed."""
-    accepted = []
+    _set_min_hops(sock, _MAX_HOPS)
+    await asyncio.sleep(NOTICE_SECONDS)
+    clients = []
     with contextlib.suppress(OSError):
         while True:
-            accepted.append(sock.accept()[0])
-    return accepted
+            clients.append(sock.accept()[0])
+    sock.close()
+    for client in clients:
+        _set_min_hops(client, 0)  # a connection inherits it from its listener
+    return clients
+
+
+def _set_min_hops(sock: socket.socket, hops: int) -> None:
+    """Ignore packets with a lower TTL or hop limit; clients send them with 64, rarely more.
+
+    On a listening socket Linux applies it to the first packet of a handshake and not to the last. It takes no
+    privileges, unlike a socket filter. Other systems live with the small gap.
+    """
+    if sys.platform != "linux":
+        return
+    with contextlib.suppress(OSError):
+        if sock.family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, _IPV6_MINHOPCOUNT, hops)
+        sock.setsockopt(socket.IPPROTO_IP, _IP_MINTTL, hops)  # also for IPv4 clients of an IPv6 socket
 
 
 class Acceptor:
@@ -154,22 +171,11 @@ class Acceptor:
 
     def pause(self, seconds: float = PAUSE_SECONDS) -> None:
         """Leave connections in the kernel's queue for a while."""
+        if not self._is_open:
+            return
         self._loop.remove_reader(self._socket)
         self._loop.call_later(seconds, self._accept_again)
 
     def _accept_again(self) -> None:
         if self._is_open:
             self._loop.add_reader(self._socket, self._accept)
-
-
-def _attach(sock: socket.socket, option: int, *instructions: tuple[int, int, int, int]) -> None:
-    """Attach a classic BPF program; other systems than Linux have none and live with the small gap it closes."""
-    if sys.platform != "linux":
-        return
-    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *one) for one in instructions))
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("HL", len(instructions), ctypes.addressof(code)))
-    except OSError as error:
-        # A container without capabilities may not set one, and cannot change that.
-        level = logging.INFO if error.errno == errno.EPERM else logging.WARNING
-        log.log(level, "this kernel takes no socket filter (%s): a connection made in this moment may be reset", error)

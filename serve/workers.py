@@ -39,7 +39,7 @@ from pipeline.contract.processes import cuda_problem
 from serve.admin import STATUS, Fields, Reply
 from serve.health import STUCK_SECONDS, beat
 from serve.http1.connection import Application
-from serve.listeners import BACKLOG, NOTICE_SECONDS, Listener
+from serve.listeners import BACKLOG, Listener
 from serve.logs import LogLimit, log_fatal, log_fields, log_loop_exception, refusals
 from serve.models import LoadedModel
 from serve.options import Options
@@ -47,7 +47,7 @@ from serve.security import Security, reload_changed_files
 from serve.server import Server, wait_for_first
 from serve.service import GRACE_SECONDS, Port, Service
 from serve.snapshot import Snapshot, merge
-from serve.sockets import ACCEPTED_PER_TURN, PAUSE_SECONDS, Acceptor, accept_waiting, stop_accepting
+from serve.sockets import ACCEPTED_PER_TURN, PAUSE_SECONDS, Acceptor, close_listener
 
 _MAX_DEATHS, _DEATHS_SECONDS = 5, 60.0  # more in that time end the service: replacing would not help
 _FORK_RETRY_SECONDS = 1.0
@@ -276,14 +276,7 @@ class Supervisor(Server):
     async def drain(self) -> None:
         for worker in self._ready_workers():
             worker.channel.notify("become_unready")
-        for sock, _, _ in self._acceptors:
-            stop_accepting(sock)
-        await asyncio.sleep(NOTICE_SECONDS)
-        for sock, port, acceptor in self._acceptors:
-            acceptor.close()
-            for client in accept_waiting(sock):
-                self._give(port, client)
-            sock.close()
+        await asyncio.gather(*(self._stop_accepting(*listening) for listening in self._acceptors))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(2 * GRACE_SECONDS):
                 while self._queue and self._ready_workers():
@@ -310,6 +303,11 @@ class Supervisor(Server):
                 os.kill(worker.pid, signal.SIGKILL)
 
     # Connections
+
+    async def _stop_accepting(self, sock: socket.socket, port: Port, acceptor: Acceptor) -> None:
+        acceptor.close()
+        for client in await close_listener(sock):
+            self._give(port, client)
 
     def _give(self, port: Port, client: socket.socket) -> None:
         self._queue.append((port, client))

@@ -116,9 +116,6 @@ def test_image_serves_in_a_restricted_pod_and_drains_all_requests(
             assert process.wait(timeout=300) == 0
         assert set(clients.answers) <= {200, 503}
         assert clients.lost == []
-        stderr = process.stdout.read() if process.stdout else ""
-    filters = [json.loads(line)["level"] for line in stderr.splitlines() if "socket filter" in line]
-    assert set(filters) <= {"info"}, "what a restricted pod may not do is no news"
 
 
 def test_it_runs_as_no_one_and_can_write_nowhere_but_in_tmp(containers: Containers, packed: dict[str, Any]) -> None:

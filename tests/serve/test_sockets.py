@@ -1,15 +1,17 @@
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import socket
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
 from pipeline.contract.errors import ResourceError
-from serve.sockets import Address, accept_waiting, bind_socket, stop_accepting, take_over_port
+from serve.sockets import Address, bind_socket, close_listener, take_over_port
 
 
 @pytest.fixture
@@ -66,15 +68,58 @@ def test_a_successor_gets_every_new_connection_and_the_first_keeps_its_queue(add
             assert _accepted(second) == 20
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such filter")
-def test_a_closing_socket_keeps_its_queue_and_admits_no_one_else(address: Address) -> None:
-    with bind_socket(address, share=False) as sock:
+@pytest.fixture(params=["127.0.0.1", "::1"])
+def listening(request: pytest.FixtureRequest, free_ports: Callable[[int], list[int]]) -> Iterator[socket.socket]:
+    """A listening socket in a container that may not attach a filter."""
+    address = Address(request.param, free_ports(1)[0])
+    try:
+        bound = bind_socket(address, share=False)
+    except ResourceError:
+        pytest.skip(f"no {request.param} here")
+    with Unprivileged(fileno=bound.detach()) as sock:
+        sock.setblocking(False)
         sock.listen()
-        with _connections(address, 3):
-            stop_accepting(sock)
-            with pytest.raises(TimeoutError):
-                socket.create_connection((address.host, address.port), 0.1)
-            assert _accepted(sock) == 3
+        yield sock
+
+
+class Unprivileged(socket.socket):
+    def setsockopt(self, level: int, option: int, *value: Any) -> None:
+        if level == socket.SOL_SOCKET:
+            raise OSError(errno.EPERM, "Operation not permitted")
+        super().setsockopt(level, option, *value)
+
+
+def set_hops(sock: socket.socket, hops: int) -> None:
+    if sock.family == socket.AF_INET6:
+        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_UNICAST_HOPS, hops)
+    else:
+        sock.setsockopt(socket.IPPROTO_IP, socket.IP_TTL, hops)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems cannot ignore handshakes")
+def test_a_closing_listener_returns_its_queue_and_admits_no_one_else(listening: socket.socket) -> None:
+    address = Address(*listening.getsockname()[:2])
+
+    async def close() -> list[socket.socket]:
+        closing = asyncio.create_task(close_listener(listening))
+        await asyncio.sleep(0)
+        with pytest.raises(TimeoutError):
+            socket.create_connection((address.host, address.port), 0.05)
+        set_hops(late, 255)  # its handshake is completed, as one that was under way
+        late.connect((address.host, address.port))
+        return await closing
+
+    with socket.socket(listening.family) as late, _connections(address, 3):
+        accepted = asyncio.run(close())
+        set_hops(late, 64)
+        late.sendall(b"request")
+        assert len(accepted) == 4
+        accepted[-1].settimeout(60)
+        assert accepted[-1].recv(100) == b"request", "only handshakes are ignored"
+        for client in accepted:
+            client.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((address.host, address.port), 5)
 
 
 def test_a_host_that_is_not_ours_is_one_clear_sentence() -> None:
@@ -86,7 +131,7 @@ def test_an_ipv6_address_is_written_in_brackets() -> None:
     assert Address("::1", 8080).url == "http://[::1]:8080"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such filter")
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems share ports by rules of their own")
 @pytest.mark.parametrize(("number", "level"), [(errno.EPERM, "INFO"), (errno.ENOMEM, "WARNING")])
 def test_a_container_without_capabilities_is_not_warned_of_what_it_may_not_do(
     number: int, level: str, caplog: pytest.LogCaptureFixture
@@ -96,18 +141,7 @@ def test_a_container_without_capabilities_is_not_warned_of_what_it_may_not_do(
             raise OSError(number, "no")
 
     with caplog.at_level("INFO"), Refusing() as sock:
-        stop_accepting(sock)
-    assert [(record.levelname, "takes no socket filter" in record.message) for record in caplog.records] == [
+        take_over_port(sock)
+    assert [(record.levelname, "predecessor gets some" in record.message) for record in caplog.records] == [
         (level, True)
     ]
-
-
-def test_connections_in_the_queue_are_accepted_at_once(address: Address) -> None:
-    with contextlib.closing(bind_socket(address, share=False)) as sock:
-        sock.listen()
-        with _connections(address, 3):
-            waiting = accept_waiting(sock)
-            assert len(waiting) == 3
-            assert accept_waiting(sock) == []
-        for client in waiting:
-            client.close()
