@@ -104,6 +104,7 @@ async def close_listener(sock: socket.socket) -> list[socket.socket]:
     The kernel resets what is in the queue at the close, after the client got its handshake. So no new handshake is
     answered before: a client repeats its first packet, and is refused or meets the successor.
     """
+    sock.setblocking(False)
     _set_min_hops(sock, _MAX_HOPS)
     await asyncio.sleep(NOTICE_SECONDS)
     clients = []
@@ -145,6 +146,7 @@ class Acceptor:
         self._is_open = False
 
     def start(self, backlog: int) -> None:
+        self._socket.setblocking(False)
         self._socket.listen(backlog)
         self._is_open = True
         self._loop.add_reader(self._socket, self._accept)
