@@ -72,11 +72,12 @@ class Entrance:
 
     async def close(self) -> None:
         """Let no more in; clients that wait in the kernel's queue at this moment are served all the same."""
-        if self._socket is not None:
-            sock = self._socket.dup()  # the server closes its own
+        own, self._socket = self._socket, None
+        if own is not None:
+            sock = own.dup()  # the server closes its own
             if self._server is not None:
                 self._server.close()
-            self._socket.close()
+            own.close()
             for client in await close_listener(sock):
                 self.handshakes.begin(client)
         await self.handshakes.finish(_FIRST_REQUEST_SECONDS)

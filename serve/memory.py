@@ -25,7 +25,7 @@ _MAX_MESSAGE_FIELDS = 1024  # that are read one by one
 _SMALL_BYTES = 64 << 10  # of a message that takes less memory than the service has to spare
 _MAX_NUMBER_BYTES = 64  # of one in JSON, with a line break and spaces before it
 _ANSWER_NUMBER_BYTES = 32  # of one in an answer: as an array, and in JSON
-_FIELDS_BYTES = 64 << 10  # for the other fields of a request
+_FIELDS_BYTES = 1 << 20  # for the other fields of a request, and spaces
 _CGROUPS = Path("/sys/fs/cgroup")
 _MEMBERSHIP = Path("/proc/self/cgroup")
 

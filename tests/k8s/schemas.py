@@ -184,7 +184,7 @@ def validate(item: dict[str, Any]) -> None:
     kind = item["kind"]
     if kind in _OWN_SCHEMAS:
         jsonschema.Draft202012Validator(_OWN_SCHEMAS[kind]).validate(item)
-    elif (spec := _GITOPS.get(f"{item['apiVersion']} {kind}")) is not None:
+    elif (spec := _GITOPS.get(f"{item.get('apiVersion')} {kind}")) is not None:
         schema = _object("apiVersion kind metadata spec", apiVersion={}, kind={}, metadata=_METADATA, spec=spec)
         jsonschema.Draft202012Validator(schema).validate(item)
     elif kind in FILES:
