@@ -7,33 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
-from onnx import TensorProto, helper
 
 from k8s.cluster.api import connect
 from k8s.step_runner import StepRunner
-from pipeline.contract.bundle import Ancestors, Bundle, open_bundle, write_manifest
+from pipeline.contract.bundle import Bundle
 from pipeline.contract.config import Config, parse_config
-from pipeline.contract.files import digest_file, write_json
-from pipeline.contract.golden import Golden
-from pipeline.contract.signature import Limits, Runtime, Signature, TensorSpec
 
 from .api_server import ApiServer, Response
+from .doubling_bundle import make_bundle
 from .step_runners import MakeStepRunner, Reports, make_step_job
 
 Configure = Callable[..., Config]
-CODEC = """
-import numpy as np
-
-
-class C:
-    def decode(self, instances):
-        return {"x": np.asarray(instances, np.float32)}
-
-    def encode(self, outputs):
-        return outputs["y"].tolist()
-"""
 
 
 @pytest.fixture
@@ -54,28 +39,7 @@ def configure() -> Configure:
 @pytest.fixture(scope="session")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """A model that doubles its input."""
-    directory = tmp_path_factory.mktemp("bundle")
-    row = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 2]) for name in ("x", "y")]
-    graph = helper.make_graph([helper.make_node("Add", ["x", "x"], ["y"])], "twice", row[:1], row[1:])
-    onnx.save(
-        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), directory / "model.onnx"
-    )
-    specs = {name: TensorSpec(name=name, datatype="FP32", shape=("batch", 2)) for name in ("x", "y")}
-    signature = Signature(
-        inputs=(specs["x"],),
-        outputs=(specs["y"],),
-        codec="C",
-        limits=Limits(max_batch_size=8, max_body_bytes=1024),
-        runtime=Runtime(provider="cpu", threads=1),
-    )
-    write_json(directory / "signature.json", signature.model_dump())
-    x = np.array([[1, 2], [3, 4]], np.float32)
-    Golden({"x": x}, {"y": 2 * x}, x.tolist(), (2 * x).tolist(), rtol=1e-3, atol=1e-4).write(directory)
-    (directory / "codec.py").write_text(CODEC)
-    (directory / "card.md").write_text("# twice\n")
-    digest = digest_file(directory / "model.onnx")
-    write_manifest(directory, "twice", "pass", Ancestors(code="a", data="b", checkpoint="c", verdict="d", onnx=digest))
-    return open_bundle(directory)
+    return make_bundle(tmp_path_factory.mktemp("bundle"))
 
 
 @pytest.fixture
