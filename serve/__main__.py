@@ -26,7 +26,7 @@ from serve.sockets import Sockets, bind_socket
 from serve.tracing import configure_tracing
 
 _SWITCH_INTERVAL_SECONDS = 0.5e-3  # the longest wait of a thread back from an inference for one that decodes
-_GC_THRESHOLD = 10_000  # new objects between two collections; a request leaves no reference cycles
+_GC_THRESHOLD = 50_000  # new objects between two collections: a full queue has so many, and no reference cycles
 
 log = logging.getLogger("serve")
 

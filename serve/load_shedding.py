@@ -58,14 +58,14 @@ def check_capacity(batcher: Batcher, deadline: float, arriving: int = 0) -> None
 
 
 _REST_SECONDS = 0.05
-_RESTS_ENDED = 128  # in that time: so many refusals take a tenth of it
+_RESTS_ENDED = 64  # in that time: so many refusals take a twentieth of it
 
 
 class Rests:
     """Pauses of the clients that were refused for lack of capacity.
 
     Many that ask again at once would take all the time with their refusals. What a paused client sends stays in the
-    kernel's buffers and costs nothing. Each has its turn, so that refusals take a tenth of the time.
+    kernel's buffers and costs nothing. Each has its turn, so that refusals take a twentieth of the time.
     """
 
     def __init__(self) -> None:

@@ -37,7 +37,6 @@ from serve.errors import ClientDisconnected
 from serve.logs import faults, log_fields, refusals
 from serve.request_context import RequestContext, request_id
 
-_AGED_SECONDS = 0.005  # after a rest, until what was sent in it is read
 HEAD_SECONDS = 10.0  # for a head to arrive, from its first byte to its last
 BODY_SECONDS = 60.0  # for a body, likewise
 _PROBE_SECONDS = 0.02  # after a client half-closed; most requests are answered by then
@@ -662,12 +661,14 @@ class Connection(asyncio.Protocol):
     def end_rest(self) -> None:
         self._is_resting = False
         if not self.transport.is_closing():
-            self.loop.call_later(_AGED_SECONDS, self._forget_rest)
+            # Two turns later, what was sent in the rest has been read.
+            self.loop.call_soon(self.loop.call_soon, self._forget_rest, self._rested_at)
             self._go_on()
 
-    def _forget_rest(self) -> None:
-        """What comes now was sent after the rest."""
-        self._rested_at = 0.0
+    def _forget_rest(self, rested_at: float) -> None:
+        """What comes now was sent after that rest; the next one may have begun meanwhile."""
+        if self._rested_at == rested_at:
+            self._rested_at = 0.0
 
     def _resume_reading(self) -> None:
         if self._read_paused and not self.transport.is_closing():

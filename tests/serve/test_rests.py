@@ -51,10 +51,16 @@ def test_what_a_resting_client_sends_waits_in_the_kernel_and_counts_as_old() -> 
             app.ends[0]()
             await reader.readuntil(b"\r\n\r\n")
             assert app.seen[0].received_at <= app.seen[2].received_at <= rested_at
+            rested_at = time.monotonic()  # again, as soon as the request after the first rest was read
+            writer.write(REQUEST)
+            await asyncio.sleep(0.02)
+            app.ends[2]()
+            await reader.readuntil(b"\r\n\r\n")
+            assert app.seen[3].received_at <= rested_at
             writer.close()
             other_writer.close()
             app.ends[1]()  # gone
-            app.ends[2]()
+            app.ends[3]()
             listener.stop()
             await serving
 
