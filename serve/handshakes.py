@@ -40,6 +40,9 @@ class Handshakes:
 
     def begin(self, client: socket.socket) -> None:
         """Begin the handshake of an accepted socket, or close it where a limit is reached."""
+        if self._context is None:  # nothing to wait for, and a connection refuses in its own words
+            self.running[asyncio.create_task(self._connect(client))] = None
+            return
         try:
             peer = peer_address(client.getpeername())
         except OSError:  # it is gone
@@ -73,11 +76,21 @@ class Handshakes:
         if refusals.allows():
             log.info("refused", extra=log_fields(reason=text))
 
+    async def _connect(self, client: socket.socket) -> None:
+        try:
+            await asyncio.get_running_loop().connect_accepted_socket(self._make_connection, client)
+        except OSError:  # it is gone
+            client.close()
+        finally:
+            self._end()
+
     async def _shake_hands(self, client: socket.socket, peer: str) -> None:
-        timeout = None if self._context is None else HANDSHAKE_TIMEOUT_SECONDS
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
-                self._make_connection, client, ssl=self._context, ssl_handshake_timeout=timeout
+                self._make_connection,
+                client,
+                ssl=self._context,
+                ssl_handshake_timeout=HANDSHAKE_TIMEOUT_SECONDS,
             )
         except OSError as error:  # ssl.SSLError and timeouts are too
             self.reject("tls_handshake", str(error))
@@ -86,6 +99,9 @@ class Handshakes:
             raise
         finally:
             self._peers.release(peer)
-            handshake = asyncio.current_task()
-            assert handshake is not None
-            del self.running[handshake]
+            self._end()
+
+    def _end(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        del self.running[task]

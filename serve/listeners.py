@@ -55,30 +55,23 @@ class Entrance:
         max_connections: int,
         count_rejected: Callable[[str], None],
     ) -> None:
-        self._socket, self._tls, self._make_connection = sock, tls, make_connection
+        self._socket = sock
         most = max(1, max_connections // _HANDSHAKE_SHARE)
         self.handshakes = Handshakes(tls, make_connection, has_room, most, count_rejected)
-        self._server: asyncio.Server | Acceptor | None = None
+        self._acceptor: Acceptor | None = None
 
-    async def open(self) -> None:
-        if self._socket is None:
-            return
-        if self._tls is None:  # asyncio's own server takes less time
-            loop = asyncio.get_running_loop()
-            self._server = await loop.create_server(self._make_connection, sock=self._socket, backlog=BACKLOG)
-        else:
-            self._server = Acceptor(self._socket, self.handshakes.begin, self.handshakes.reject)
-            self._server.start(BACKLOG)
+    def open(self) -> None:
+        if self._socket is not None:
+            self._acceptor = Acceptor(self._socket, self.handshakes.begin, self.handshakes.reject)
+            self._acceptor.start(BACKLOG)
 
     async def close(self) -> None:
         """Let no more in; clients that wait in the kernel's queue at this moment are served all the same."""
         own, self._socket = self._socket, None
         if own is not None:
-            sock = own.dup()  # the server closes its own
-            if self._server is not None:
-                self._server.close()
-            own.close()
-            for client in await close_listener(sock):
+            if self._acceptor is not None:
+                self._acceptor.close()
+            for client in await close_listener(own):
                 self.handshakes.begin(client)
         await self.handshakes.finish(_FIRST_REQUEST_SECONDS)
 
@@ -154,7 +147,7 @@ class Listener(uvicorn.Server):
             most,
             self._count_rejected,
         )
-        await self.entrance.open()
+        self.entrance.open()
         self.servers, self.started = [], True
         self.listening.set()
 
@@ -237,7 +230,7 @@ class GrpcListener:
         self._sweeper: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        await self.entrance.open()
+        self.entrance.open()
         self._sweeper = asyncio.create_task(self._sweep())
 
     def take(self, client: socket.socket) -> None:

@@ -183,7 +183,7 @@ def test_accepting_pauses_while_the_process_may_open_no_more_files(
     async def what(port: Port) -> None:
         sock = port.listener.socket
         assert sock is not None
-        monkeypatch.setattr(port.listener.entrance._server, "_socket", Exhausted(sock))
+        monkeypatch.setattr(port.listener.entrance._acceptor, "_socket", Exhausted(sock))
         assert (await port.request()).startswith(b"HTTP/1.1 200 ")
         assert port.rejected == {"no_files": 1}
 
