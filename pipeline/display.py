@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import re
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,11 @@ class Display:
             self._line.print_above(text)
         else:
             print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+    @property
+    def panel(self) -> Callable[[Sequence[str]], None] | None:
+        """What shows lines below the progress; None without a terminal."""
+        return None if self._line is None else functools.partial(setattr, self._line, "panel")
 
     def ask(self, question: str) -> bool:
         """Ask a question on the terminal; the answer is yes without a terminal, or without an answer."""

@@ -1,4 +1,7 @@
-"""One line at the bottom of a terminal that shows the progress of a step; the other output is printed above it."""
+"""One line at the bottom of a terminal that shows the progress of a step; the other output is printed above it.
+
+Below it there may be a panel, lines of which as many are drawn as there is room for.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TextIO
 
 _REDRAW_SECONDS = 0.1
-_DEFAULT_WIDTH = 80
+_DEFAULT_WIDTH, _DEFAULT_HEIGHT = 80, 24
 _LONGEST_BAR, _SHORTEST_BAR = 24, 6
 
 # The cursor stays at the beginning of the line, so that clearing works after the window has become narrower, too.
@@ -57,6 +60,7 @@ class StatusLine:
         self._stream = stream or sys.stderr
         self._style = choose_style(self._stream)
         self._progress: StepProgress | None = None
+        self.panel: Sequence[str] = ()
         self._turns = itertools.cycle(self._style.spinner)
         self._lock = threading.Lock()  # for all output
         self._stopped = threading.Event()
@@ -91,8 +95,12 @@ class StatusLine:
 
     def _drawn(self) -> str:
         assert self._progress is not None
-        line = format_line(self._progress, next(self._turns), terminal_width(self._stream), self._style)
-        return f"{_HIDE_CURSOR}\r{line}\x1b[J\r"
+        width, height = terminal_size(self._stream)
+        line = format_line(self._progress, next(self._turns), width, self._style)
+        panel = clip(self.panel, width, height - 2)
+        below = "".join(f"\x1b[K\n{text}" for text in panel)
+        back = f"\x1b[{len(panel)}A" if panel else ""
+        return f"{_HIDE_CURSOR}\r{line}{below}\x1b[J{back}\r"
 
     def _write(self, text: str) -> None:
         self._stream.write(text)
@@ -106,11 +114,21 @@ def choose_style(stream: TextIO) -> Style:
     return Style(spinner="|/-\\", done="#", rest="-", has_colors=has_colors)
 
 
-def terminal_width(stream: TextIO) -> int:
+def terminal_size(stream: TextIO) -> tuple[int, int]:
+    """Return columns and lines."""
     try:
-        return os.get_terminal_size(stream.fileno()).columns or _DEFAULT_WIDTH
+        columns, lines = os.get_terminal_size(stream.fileno())
     except OSError:  # no terminal
-        return _DEFAULT_WIDTH
+        columns = lines = 0
+    return columns or _DEFAULT_WIDTH, lines or _DEFAULT_HEIGHT
+
+
+def clip(lines: Sequence[str], width: int, height: int) -> list[str]:
+    """Return the lines, or as many as there is room for and the number of the others; the last column stays free."""
+    shown = [line[: max(0, width - 1)] for line in lines]
+    if len(shown) <= max(0, height):
+        return shown
+    return [*shown[: max(0, height - 1)], f"… {len(shown) - max(0, height - 1)} more lines"[: max(0, width - 1)]]
 
 
 def format_line(progress: StepProgress, turn: str, width: int, style: Style) -> str:

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import copy
 import math
-import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Literal
 
 from k8s.cluster import smoke
 from k8s.cluster.cluster import Cluster, Report
+from k8s.cluster.request_counts import RequestCounts, parse_request_counts
 from k8s.objects.kustomize import Object
 from k8s.objects.manifests import HTTP_PORT, TRACK_LABEL
 from pipeline.contract.bundle import Bundle
@@ -31,12 +31,8 @@ _SECOND_STEP_PERCENT = 50.0  # after the first percentage and before all request
 _CONFIDENCE = 0.95  # of the intervals that are compared
 _SLOW_MARGIN = 0.05  # how much larger the canary's fraction of slow requests may be
 _FAST_FRACTION = 0.95  # of the stable version's requests; slower than these counts as slow
-_METRIC_LINE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})? (?P<value>\S+)")
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-# Server errors of gRPC; those of HTTP begin with a 5. Errors of clients do not count against a version.
-_SERVER_ERROR_CODES = ("INTERNAL", "UNKNOWN", "UNAVAILABLE", "DEADLINE_EXCEEDED", "DATA_LOSS")
-_REVISION_LABEL = "serving.knative.dev/revision"
-_KNATIVE_PROXY_PORT = 8012  # Knative's proxy in each pod; the network policy lets requests in only there
+REVISION_LABEL = "serving.knative.dev/revision"
+KNATIVE_PROXY_PORT = 8012  # Knative's proxy in each pod; the network policy lets requests in only there
 _HTTP_OK, _HTTP_UNAUTHORIZED, _HTTP_NOT_FOUND = 200, 401, 404
 
 Outcome = Literal["promote", "inconclusive", "roll back"]
@@ -52,57 +48,6 @@ class CanaryResult:
         return "; ".join(self.reasons)
 
 
-@dataclass(frozen=True)
-class RequestCounts:
-    """Requests of one version, or of one of its pods, over some time."""
-
-    requests: float = 0.0
-    failed: float = 0.0
-    answered_within: Mapping[float, float] = field(default_factory=dict)  # histogram: seconds → requests
-
-    @property
-    def timed(self) -> float:
-        return self.answered_within.get(math.inf, 0.0)
-
-    def __add__(self, other: RequestCounts) -> RequestCounts:
-        bounds = self.answered_within.keys() | other.answered_within.keys()
-        answered_within = {
-            bound: self.answered_within.get(bound, 0.0) + other.answered_within.get(bound, 0.0) for bound in bounds
-        }
-        return RequestCounts(self.requests + other.requests, self.failed + other.failed, answered_within)
-
-    def since(self, earlier: RequestCounts) -> RequestCounts:
-        """Return the difference to an earlier reading; a counter that went down was reset by a restart."""
-        if self.requests < earlier.requests or self.failed < earlier.failed or self.timed < earlier.timed:
-            return self
-        answered_within = {
-            bound: count - earlier.answered_within.get(bound, 0.0) for bound, count in self.answered_within.items()
-        }
-        return RequestCounts(self.requests - earlier.requests, self.failed - earlier.failed, answered_within)
-
-
-def parse_request_counts(text: str, model: str) -> RequestCounts:
-    """Read the counters of one model, over all protocols, from a pod's `/metrics`."""
-    requests = failed = 0.0
-    answered_within: dict[float, float] = {}
-    for name, labels, value in _parse_metric_lines(text.splitlines()):
-        if labels.get("model") != model:
-            continue
-        if name == "pipe_requests_total":
-            requests += value
-            failed += value if labels["code"].startswith("5") or labels["code"] in _SERVER_ERROR_CODES else 0.0
-        elif name == "pipe_request_seconds_bucket":
-            bound = float(labels["le"])
-            answered_within[bound] = answered_within.get(bound, 0.0) + value
-    return RequestCounts(requests, failed, answered_within)
-
-
-def _parse_metric_lines(lines: Iterable[str]) -> Iterator[tuple[str, dict[str, str], float]]:
-    for line in lines:
-        if match := _METRIC_LINE.match(line):
-            yield match["name"], dict(_LABEL.findall(match["labels"] or "")), float(match["value"])
-
-
 def compare_versions(stable: RequestCounts, canary: RequestCounts, settings: Rollout) -> CanaryResult:
     """Decide whether the canary is not inferior in its rates of failed and of slow requests, with confidence."""
     if min(stable.requests, canary.requests) < settings.min_requests:
@@ -114,7 +59,7 @@ def compare_versions(stable: RequestCounts, canary: RequestCounts, settings: Rol
     failed = [(counts.failed, counts.requests) for counts in (canary, stable)]
     comparisons = [_compare_rates("failed", failed[0], failed[1], settings.margin, z)]
     if stable.timed and canary.timed:
-        threshold = _latency_threshold(stable)
+        threshold = stable.seconds_of(_FAST_FRACTION)
         slow = [
             (counts.timed - counts.answered_within.get(threshold, 0.0), counts.timed) for counts in (canary, stable)
         ]
@@ -122,14 +67,6 @@ def compare_versions(stable: RequestCounts, canary: RequestCounts, settings: Rol
     worst_first: tuple[Outcome, ...] = ("roll back", "inconclusive", "promote")
     outcome = min((outcome for outcome, _ in comparisons), key=worst_first.index)
     return CanaryResult(outcome, tuple(text for _, text in comparisons))
-
-
-def _latency_threshold(stable: RequestCounts) -> float:
-    """Return the smallest bucket bound within which most requests of the stable version are answered."""
-    bounds = (
-        bound for bound, count in sorted(stable.answered_within.items()) if count >= _FAST_FRACTION * stable.timed
-    )
-    return next(bounds, math.inf)
 
 
 def _compare_rates(
@@ -291,7 +228,7 @@ class CanaryRollout:
 
     def _pod_address(self, pod: str, owner: Object) -> str:
         """Return the address for the API server's proxy; one version may use TLS and the other not."""
-        return f"{'https:' if _uses_tls(owner) else ''}{pod}:{HTTP_PORT}"
+        return pod_address(pod, owner["spec"]["template"]["spec"])
 
 
 def canary_deployment(objects: Sequence[Object]) -> Object:
@@ -304,9 +241,10 @@ def canary_deployment(objects: Sequence[Object]) -> Object:
     return item
 
 
-def _uses_tls(deployment: Object) -> bool:
-    (container,) = deployment["spec"]["template"]["spec"]["containers"]
-    return "--tls-key" in container.get("args", [])
+def pod_address(pod: str, spec: Object) -> str:
+    """Return a pod's address for the API server's proxy."""
+    uses_tls = any("--tls-key" in container.get("args", []) for container in spec["containers"])
+    return f"{'https:' if uses_tls else ''}{pod}:{HTTP_PORT}"
 
 
 def canary_name(name: str) -> str:
@@ -314,10 +252,10 @@ def canary_name(name: str) -> str:
 
 
 def ready_pods(pods: Iterable[Object]) -> list[str]:
-    return sorted(pod["metadata"]["name"] for pod in pods if _is_ready(pod))
+    return sorted(pod["metadata"]["name"] for pod in pods if is_ready(pod))
 
 
-def _is_ready(pod: Object) -> bool:
+def is_ready(pod: Object) -> bool:
     conditions = {item["type"]: item["status"] for item in pod.get("status", {}).get("conditions", [])}
     return conditions.get("Ready") == "True" and "deletionTimestamp" not in pod["metadata"]
 
@@ -362,10 +300,10 @@ class KnativeCanaryRollout(CanaryRollout):
         return self._revision_pods(stable_revision(self.stable))
 
     def _revision_pods(self, revision: str) -> list[str]:
-        return ready_pods(self.cluster.select(f"{_REVISION_LABEL}={revision}", self.namespace))
+        return ready_pods(self.cluster.select(f"{REVISION_LABEL}={revision}", self.namespace))
 
     def _pod_address(self, pod: str, owner: Object) -> str:  # noqa: ARG002 - KServe ends TLS before the pods
-        return f"{pod}:{_KNATIVE_PROXY_PORT}"
+        return f"{pod}:{KNATIVE_PROXY_PORT}"
 
 
 def latest_ready_revision(live: Object) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import sys
@@ -32,6 +33,7 @@ from pipeline.contract.bundle import read_override
 from pipeline.contract.config import Config
 from pipeline.contract.errors import ConfigError, Interrupted, ResourceError
 from pipeline.contract.run import STEPS, Run
+from pipeline.contract.settings.access import Access
 from pipeline.contract.sources import is_mentioned
 from pipeline.display import Display
 from pipeline.history import Project, find_run, load_history, lock_run, lock_runs, lock_service, open_run
@@ -439,6 +441,10 @@ def deploy(
         bool, typer.Option("--auto", help="On a cluster: measure the canary, then promote it or end it.")
     ] = False,
     cluster_context: KubeContext = None,
+    watch: Annotated[
+        bool,
+        typer.Option("--watch", help="On a cluster: show pods, errors and latency of the old and the new version."),
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would change, field by field.")] = False,
     exit_code: Annotated[
         bool, typer.Option("--exit-code", help="With --dry-run: exit with 4 when something would change.")
@@ -463,9 +469,23 @@ def deploy(
     with lock_service(project.runs):
         source = _find_deployable(project, names)
         config = deployment_config(project, source, overrides)
-        finished_run = finish(display, lambda: redeploy(project, source, config, display))
+        with _watch(project, config, display) if watch else contextlib.nullcontext():
+            finished_run = finish(display, lambda: redeploy(project, source, config, display))
     _copy_manifests(finished_run, render)
     emit_run(output, finished_run)
+
+
+def _watch(project: Project, config: Config, display: Display) -> contextlib.AbstractContextManager[None]:
+    """Show the pods on the cluster while the deployment goes on."""
+    if not config.deploy.on_cluster or config.deploy.render:
+        raise ConfigError("--watch: shows the pods of a deployment on a cluster; set deploy.target, without --render")
+    from k8s.cluster.cluster import Cluster  # slow to load
+    from k8s.cluster.rollout_view import RolloutView, following
+
+    headers = Access.from_settings(config.serve, project.root).headers()
+    connect = functools.partial(Cluster.connect, config.deploy.context)
+    view = RolloutView(connect, config.name, config.deploy.namespace, headers)
+    return following(view, display.panel, display.report)
 
 
 def _preview_deployment(project: Project, source: Run, config: Config) -> tuple[list[dict[str, Any]], str]:

@@ -85,7 +85,8 @@ def test_bundle_is_deployed_replaced_tried_as_canary_and_rolled_back(api: ApiSer
 
     api.nodes.replicas = 2
     api.pod = lambda pod, path, body: answers(serving(api, copied, "sides-canary"), path)
-    done = copied.pipe("deploy", second.id, *ON_CLUSTER, "--canary", "50")
+    done = copied.pipe("deploy", second.id, *ON_CLUSTER, "--canary", "50", "--watch")
+    assert f"new bundle {second.bundle().digest[:12]}  2 of 2 ready" in done.stderr
     assert "canary: 2 pods next to 2 get about 50 % of the requests" in done.stderr
     assert cluster_of(copied)["canary"]["bundle"] == second.bundle().digest
     assert serving(api, copied).digest == first.bundle().digest

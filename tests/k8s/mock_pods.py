@@ -170,12 +170,12 @@ class Nodes:
     def _scale(self, path: str, item: Object) -> None:
         self._end_pods(path)
         ready = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}
-        template = item["spec"]["template"]["metadata"]
+        spec, template = item["spec"]["template"]["spec"], item["spec"]["template"]["metadata"]
         more = {name: template[name] for name in ("labels", "annotations") if name in template}
         for index in range(item["spec"].get("replicas", self.replicas)):
             where = self._pod(path, index)
             body = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": where.rsplit("/", 1)[1], **more}}
-            self.store.create(where, {**body, "spec": {}, "status": ready})
+            self.store.create(where, {**body, "spec": copy.deepcopy(spec), "status": ready})
             self.pods[where] = MockPod(self.store, where, path, index)
 
     def on_delete(self, path: str) -> None:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.status_line import StatusLine, StepProgress, Style, choose_style, format_duration, format_line
+from pipeline.status_line import StatusLine, StepProgress, Style, choose_style, clip, format_duration, format_line
 
 from .terminal import Terminal
 
@@ -68,6 +68,29 @@ def test_the_line_follows_the_width_of_the_window() -> None:
     finally:
         line.stop()
         terminal.close()
+
+
+def test_a_panel_is_drawn_below_the_line_and_the_cursor_returns() -> None:
+    terminal = Terminal(width=20)
+    line = StatusLine(terminal.stream)
+    line.panel = ["first", "second line, which is longer than the window"]
+    line.start(training())
+    try:
+        while "\x1b[K\nfirst\x1b[K\nsecond line, which \x1b[J\x1b[2A\r" not in terminal.read_all():
+            time.sleep(0.01)
+        line.panel = []
+        terminal.line_with("train")  # and nothing below it
+    finally:
+        line.stop()
+        terminal.close()
+
+
+def test_of_a_panel_that_is_too_long_the_first_lines_are_drawn() -> None:
+    lines = ["a", "b", "c"]
+    assert clip(lines, 80, 3) == lines
+    assert clip(lines, 80, 2) == ["a", "… 2 more lines"]
+    assert clip(lines, 5, 1) == ["… 3 "]
+    assert clip([], 80, -1) == []
 
 
 def test_colors_follow_no_color(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from k8s import deploy
 from k8s.cluster import canary, drift
-from k8s.cluster.canary import RequestCounts
+from k8s.cluster.request_counts import RequestCounts, parse_request_counts
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.config import Config
 from pipeline.contract.errors import ConfigError, StageError
@@ -99,7 +99,7 @@ def metrics_text(requests: int, failed: int, seconds: float) -> str:
 
 def test_requests_of_other_models_are_not_counted() -> None:
     expected = RequestCounts(10, 2, {0.01: 0, 0.1: 10, math.inf: 10})
-    assert canary.parse_request_counts(metrics_text(10, 2, 0.05), "twice") == expected
+    assert parse_request_counts(metrics_text(10, 2, 0.05), "twice") == expected
 
 
 def counting_pods(
