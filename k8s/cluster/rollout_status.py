@@ -14,6 +14,7 @@ from k8s.objects.kustomize import Object
 COMPLETION_INDEX = "batch.kubernetes.io/job-completion-index"
 
 _FINISHED_PHASES = ("Succeeded", "Failed")
+_MINIMUM = {"HorizontalPodAutoscaler": "minReplicas", "ScaledObject": "minReplicaCount"}  # kind → field
 _SUCCESS_CONDITIONS = ("Complete", "Completed")  # of a Job and of a JobSet
 # Waiting does not help with these; a pod that waits for a free node, by contrast, may wait for days.
 _UNRECOVERABLE_REASONS = (
@@ -35,9 +36,9 @@ def minimum_replicas(workload: Object, objects: Iterable[Object]) -> int:
     if workload["kind"] == "InferenceService":
         return int(workload["spec"]["predictor"].get("minReplicas", 0))
     target = {"kind": workload["kind"], "name": workload["metadata"]["name"]}
-    specs = (item["spec"] for item in objects if item["kind"] == "HorizontalPodAutoscaler")
+    scalers = [(item["spec"], _MINIMUM[item["kind"]]) for item in objects if item["kind"] in _MINIMUM]
     return max(
-        (int(spec["minReplicas"]) for spec in specs if target.items() <= spec["scaleTargetRef"].items()), default=0
+        (int(spec[field]) for spec, field in scalers if target.items() <= spec["scaleTargetRef"].items()), default=0
     )
 
 

@@ -52,6 +52,8 @@ def _apply_patch(objects: list[Object], entry: Mapping[str, Any], file: Path) ->
     target = entry.get("target") or {"kind": patch["kind"], "name": patch["metadata"]["name"]}
     if not any(_is_target(item, target) for item in objects):
         raise ValueError(f"{file}: no object for a patch of {dict(target)}")
+    if isinstance(patch, dict) and patch.get("$patch") == "delete":
+        return [item for item in objects if not _is_target(item, target)]
     apply = apply_merge_patch if isinstance(patch, dict) else apply_json_patch
     return [apply(item, patch) if _is_target(item, target) else item for item in objects]
 

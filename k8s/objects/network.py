@@ -27,7 +27,8 @@ _SECRET_FILES = {"api_keys": "api-keys", "tls_certificate": "tls.crt", "tls_key"
 def components(deploy: Deploy) -> list[str]:
     """Return the kustomize components of k8s/manifests/serve that the configuration needs."""
     settings = {
-        "in-flight": deploy.target_concurrency,
+        "keda": deploy.prometheus,
+        "in-flight": deploy.target_concurrency and not deploy.prometheus,
         "servicemonitor": deploy.service_monitor_labels,
         "ingress": deploy.ingress_class,
         "httproute": deploy.gateway,
@@ -39,9 +40,11 @@ def check_settings(deploy: Deploy) -> None:
     """Refuse settings that exclude each other."""
     if deploy.ingress_class and deploy.gateway:
         raise ConfigError("deploy.ingress_class and deploy.gateway are both set; requests come in by one of them")
+    if deploy.prometheus and not deploy.target_concurrency:
+        raise ConfigError("deploy.prometheus: KEDA needs a target; set deploy.target_concurrency, as in 8")
     if not deploy.by_kserve:
         return
-    unused = ["ingress_class", "gateway", "service_monitor_labels"]
+    unused = ["ingress_class", "gateway", "service_monitor_labels", "prometheus"]
     for name in unused if deploy.by_knative else [*unused, "target_concurrency"]:
         if value := getattr(deploy, name):
             raise ConfigError(

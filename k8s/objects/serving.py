@@ -37,7 +37,7 @@ _OCI = "oci://"
 # Objects come after those they refer to.
 _ORDER = (
     "ServiceAccount", "NetworkPolicy", "ConfigMap", "Service", "ServingRuntime", "Deployment", "InferenceService",
-    "HorizontalPodAutoscaler", "PodDisruptionBudget", "HTTPRoute", "Ingress", "ServiceMonitor",
+    "HorizontalPodAutoscaler", "ScaledObject", "PodDisruptionBudget", "HTTPRoute", "Ingress", "ServiceMonitor",
 )  # fmt: skip
 
 
@@ -86,7 +86,7 @@ def _load_parts(config: Config) -> dict[str, Object]:
 
 def _fill_deployment(parts: dict[str, Object], config: Config, bundle: Bundle, image: str, access: Access) -> None:
     selector = identity_labels(config.name, "serving")
-    deployment, autoscaler = parts["Deployment"], parts["HorizontalPodAutoscaler"]["spec"]
+    deployment = parts["Deployment"]
     deployment["spec"]["selector"]["matchLabels"] = selector
     template = deployment["spec"]["template"]
     template["metadata"] = _pod_metadata(template["metadata"], deployment, parts["ConfigMap"])
@@ -94,12 +94,30 @@ def _fill_deployment(parts: dict[str, Object], config: Config, bundle: Bundle, i
     _fill_pod(template["spec"], config, bundle, image, access, parts["ConfigMap"])
     parts["Service"]["spec"]["selector"] = selector
     network.fill_security(parts, config.deploy, access)
-    autoscaler["scaleTargetRef"]["name"] = config.name
-    autoscaler["minReplicas"] = config.deploy.min_replicas
-    autoscaler["maxReplicas"] = config.deploy.max_replicas
-    for metric in autoscaler["metrics"]:
+    if config.deploy.prometheus:
+        _fill_scaled_object(parts["ScaledObject"]["spec"], config)
+    else:
+        _fill_autoscaler(parts["HorizontalPodAutoscaler"]["spec"], config)
+
+
+def _fill_autoscaler(spec: Object, config: Config) -> None:
+    spec["scaleTargetRef"]["name"] = config.name
+    spec["minReplicas"], spec["maxReplicas"] = config.deploy.min_replicas, config.deploy.max_replicas
+    for metric in spec["metrics"]:
         if metric["type"] == "Pods":
             metric["pods"]["target"]["averageValue"] = str(config.deploy.target_concurrency)
+
+
+def _fill_scaled_object(spec: Object, config: Config) -> None:
+    """Fill in KEDA's object; the pods of the Deployment have two parts after its name, those of a canary three."""
+    spec["scaleTargetRef"]["name"] = spec["advanced"]["horizontalPodAutoscalerConfig"]["name"] = config.name
+    spec["minReplicaCount"], spec["maxReplicaCount"] = config.deploy.min_replicas, config.deploy.max_replicas
+    pods = f'namespace="{config.deploy.namespace}",pod=~"{config.name}-[^-]+-[^-]+"'
+    spec["triggers"][0]["metadata"] = {
+        "serverAddress": config.deploy.prometheus,
+        "query": f"sum(pipe_requests_in_flight{{{pods}}})",
+        "threshold": str(config.deploy.target_concurrency),
+    }
 
 
 def _fill_inference_service(

@@ -30,6 +30,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "exposed": {"ingress_class": "default", "hostname": "twice.example", "ingress_tls_secret": "tls"},
     "gateway": {"gateway": "infra/edge", "hostname": "twice.example"},
     "monitored": {"service_monitor_labels": {"release": "prometheus"}, "target_concurrency": 8},
+    "keda": {"prometheus": "http://prometheus.monitoring:9090", "target_concurrency": 8},
     "network": {"clients": ["shop"], "egress": ["10.0.0.0/8:4318"]},
     "gpu": {"gpus": 1, "spot": True, "tolerations": ["pool=gpus:NoSchedule"]},
     "kserve": {"target": "kserve"},

@@ -20,6 +20,7 @@ KINDS = {
     "poddisruptionbudgets": "PodDisruptionBudget",
     "replicasets": "ReplicaSet",
     "revisions": "Revision",
+    "scaledobjects": "ScaledObject",
     "secrets": "Secret",
     "services": "Service",
     "serviceaccounts": "ServiceAccount",

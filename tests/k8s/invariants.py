@@ -150,14 +150,18 @@ def _check_budget(parts: dict[str, Object], owner: Object) -> None:
         predictor = owner["spec"]["predictor"]
         assert 1 <= predictor["minReplicas"] <= predictor["maxReplicas"]
         return
-    scaler = parts["HorizontalPodAutoscaler"]["spec"]
+    kind, fields = "HorizontalPodAutoscaler", ("minReplicas", "maxReplicas")
+    if "ScaledObject" in parts:
+        assert kind not in parts, "KEDA makes it"
+        kind, fields = "ScaledObject", ("minReplicaCount", "maxReplicaCount")
+    scaler = parts[kind]["spec"]
     assert "replicas" not in owner["spec"], "the autoscaler owns the number"
     assert scaler["scaleTargetRef"] == {
         "apiVersion": owner["apiVersion"],
         "kind": owner["kind"],
         "name": owner["metadata"]["name"],
     }
-    assert 1 <= scaler["minReplicas"] <= scaler["maxReplicas"]
+    assert 1 <= scaler[fields[0]] <= scaler[fields[1]]
     (container,) = owner["spec"]["template"]["spec"]["containers"]
     startup = container["startupProbe"]
     assert owner["spec"]["progressDeadlineSeconds"] > startup["periodSeconds"] * startup["failureThreshold"]

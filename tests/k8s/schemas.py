@@ -27,7 +27,7 @@ FILES = {
     "TrainJob": "trainer-*/trainer.kubeflow.org_trainjobs.yaml",
     "TrainingRuntime": "trainer-*/trainer.kubeflow.org_trainingruntimes.yaml",
 }
-# No package has models of these two: the part of their API that we use.
+# No package has models of these: the part of their API that we use.
 _HTTP_ROUTE = {
     "type": "object",
     "required": ["apiVersion", "kind", "metadata", "spec"],
@@ -140,8 +140,6 @@ _SERVICE_MONITOR = {
     },
 }
 
-_OWN_SCHEMAS = {"HTTPRoute": _HTTP_ROUTE, "ServiceMonitor": _SERVICE_MONITOR}
-
 
 def _object(required: str = "", **properties: Any) -> dict[str, Any]:
     return {"type": "object", "additionalProperties": False, "properties": properties, "required": required.split()}
@@ -149,6 +147,32 @@ def _object(required: str = "", **properties: Any) -> dict[str, Any]:
 
 _TEXT = {"type": "string", "minLength": 1}
 _METADATA = _object("name namespace", name=_TEXT, namespace=_TEXT)
+# Of KEDA, the part of its CRD that we use; its triggers take texts only.
+_SCALED_OBJECT_SPEC = _object(
+    "scaleTargetRef triggers",
+    scaleTargetRef=_object("name", apiVersion=_TEXT, kind=_TEXT, name=_TEXT),
+    minReplicaCount={"type": "integer"},
+    maxReplicaCount={"type": "integer"},
+    pollingInterval={"type": "integer"},
+    advanced=_object("", horizontalPodAutoscalerConfig=_object("", name=_TEXT, behavior={"type": "object"})),
+    triggers={
+        "type": "array",
+        "items": _object(
+            "type metadata",
+            type=_TEXT,
+            metricType={"enum": ["AverageValue", "Value", "Utilization"]},
+            metadata={"type": "object", "additionalProperties": _TEXT},
+        ),
+    },
+)
+_SCALED_OBJECT = _object(
+    "apiVersion kind metadata spec",
+    apiVersion={"const": "keda.sh/v1alpha1"},
+    kind={},
+    metadata={"type": "object"},
+    spec=_SCALED_OBJECT_SPEC,
+)
+_OWN_SCHEMAS = {"HTTPRoute": _HTTP_ROUTE, "ServiceMonitor": _SERVICE_MONITOR, "ScaledObject": _SCALED_OBJECT}
 _SOURCE = _object("kind name", kind={"const": "GitRepository"}, name=_TEXT)
 _SWITCH, _DURATION = {"type": "boolean"}, {"type": "string", "pattern": r"^([0-9]+(\.[0-9]+)?(ms|s|m|h))+$"}
 # Of Argo CD and Flux, the part of their CRDs that our examples use.

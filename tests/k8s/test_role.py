@@ -34,6 +34,7 @@ IMAGE = f"registry.test/twice@sha256:{'0' * 64}"
 OTHER_SETTINGS: dict[str, dict[str, Any]] = {
     "ingress": {"ingress_class": "default", "service_monitor_labels": {"release": "p"}},
     "gateway": {"gateway": "front"},
+    "keda": {"prometheus": "http://prometheus.monitoring:9090", "target_concurrency": 8},
     "kserve": {"target": "kserve"},
     "storage": {"target": "kserve", "storage_uri": "pvc://bundles/twice"},
     "knative": {"target": "kserve-knative"},
@@ -60,7 +61,7 @@ def guarded(api: ApiServer, model: Callable[[str, Any], Response], monkeypatch: 
     api.crds |= {"serving.kserve.io/v1beta1", "serving.kserve.io/v1alpha1"}
     api.crds |= {"jobset.x-k8s.io/v1alpha2", "trainer.kubeflow.org/v1alpha1", "kueue.x-k8s.io/v1beta2"}
     api.crds |= {"serving.knative.dev/v1"}
-    api.crds |= {"gateway.networking.k8s.io/v1", "monitoring.coreos.com/v1"}
+    api.crds |= {"gateway.networking.k8s.io/v1", "monitoring.coreos.com/v1", "keda.sh/v1alpha1"}
     claim = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "twice-runs"}, "spec": {}}
     api.add(claim)
     return api

@@ -104,8 +104,13 @@ class ServingPods(NodePlacement):
     hostname: Host = Field("", description="external host name; empty: any")
     target_concurrency: Natural = Field(
         0,
-        description="requests in flight per pod that the autoscaler aims at; needs prometheus-adapter, except with "
-        "Knative; 0: scale by CPU",
+        description="requests in flight per pod that the autoscaler aims at; needs prometheus-adapter or KEDA, except "
+        "with Knative; 0: scale by CPU",
+    )
+    prometheus: Text = Field(
+        "",
+        description="URL of the Prometheus from which KEDA reads the requests in flight; empty: prometheus-adapter "
+        "offers them",
     )
     service_monitor_labels: Annotated[dict[LabelKey, Label], InKeyOrder] = Field(
         {}, description="write a ServiceMonitor with these labels, by which Prometheus selects it; empty: none"

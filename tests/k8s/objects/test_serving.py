@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from k8s.cluster.rollout_status import minimum_replicas
 from k8s.objects import serving
 from k8s.objects.manifests import BUNDLE_ANNOTATION
 from pipeline.contract.bundle import Bundle, FileEntry
@@ -33,6 +35,7 @@ PLAIN: tuple[dict[str, Any], ...] = (
     {"gateway": "edge"},
     {"gateway": "infra/edge", "hostname": "twice.example", "spot": True},
     {"target_concurrency": 4, "service_monitor_labels": {"release": "p"}},
+    {"target_concurrency": 4, "prometheus": "http://prometheus:9090"},
 )
 KSERVE: tuple[dict[str, Any], ...] = (
     {"target": "kserve-knative"},
@@ -239,6 +242,8 @@ def test_an_image_by_fixed_tag_or_digest_is_accepted(image: str, configure: Conf
         ({"gateway": "edge", "ingress_class": "nginx"}, "are both set"),
         ({"target": "kserve", "ingress_class": "default"}, "deploy.ingress_class=default: KServe creates"),
         ({"target": "kserve", "target_concurrency": 4}, "deploy.target_concurrency"),
+        ({"target": "kserve", "target_concurrency": 4, "prometheus": "http://p"}, "deploy.prometheus"),
+        ({"prometheus": "http://p"}, "deploy.prometheus: KEDA needs a target"),
         ({"target": "kserve", "service_monitor_labels": {"release": "p"}}, "deploy.service_monitor_labels"),
         ({"environment": {"LOG_FORMAT": "text"}}, "deploy.environment.LOG_FORMAT: is set"),
     ],
@@ -261,6 +266,27 @@ def test_the_autoscaler_uses_requests_in_flight_with_a_target(configure: Configu
         "metric": {"name": IN_FLIGHT},
         "target": {"type": "AverageValue", "averageValue": "4"},
     }
+
+
+def test_keda_replaces_the_autoscaler_and_counts_the_requests_of_its_own_pods(
+    configure: Configure, bundle: Bundle
+) -> None:
+    settings = {"target_concurrency": 4, "prometheus": "http://p:9090", "namespace": "prod", "max_replicas": 9}
+    parts = objects(configure(settings), bundle)
+    assert "HorizontalPodAutoscaler" not in parts
+    spec = parts["ScaledObject"]["spec"]
+    assert (spec["minReplicaCount"], spec["maxReplicaCount"], spec["scaleTargetRef"]["name"]) == (2, 9, "twice")
+    requests, cpu = spec["triggers"]
+    assert requests["metadata"] == {
+        "serverAddress": "http://p:9090",
+        "query": f'sum({IN_FLIGHT}{{namespace="prod",pod=~"twice-[^-]+-[^-]+"}})',
+        "threshold": "4",
+    }
+    assert cpu["metadata"] == {"value": "70"}
+    (pattern,) = re.findall(r'pod=~"(.*)"', requests["metadata"]["query"])
+    assert re.fullmatch(pattern, "twice-66b4cd-x7k2p")
+    assert not re.fullmatch(pattern, "twice-canary-66b4cd-x7k2p")
+    assert minimum_replicas(parts["Deployment"], list(parts.values())) == 2
 
 
 def test_the_metric_of_the_autoscaler_is_one_the_service_has() -> None:
