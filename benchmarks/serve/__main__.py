@@ -1,4 +1,4 @@
-"""`python -m benchmarks.serve`: closed loop, open loop, overload and start times."""
+"""`python -m benchmarks.serve`: closed loop, open loop, overload, start times, and how many requests suit a pod."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import argparse
 import json
 import signal
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from benchmarks.serve import load, openloop, providers, race, table
+from benchmarks.serve import capacity, load, openloop, providers, race, table
 from benchmarks.serve.contenders import CONTENDERS, Contender
 from benchmarks.serve.workloads import WORKLOADS
 from pipeline.contract.errors import PipelineError, ResourceError
@@ -53,6 +55,8 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--seconds", type=float, default=race.FULL.seconds, help="of one turn")
     parser.add_argument("--overload-seconds", type=float, default=60.0, help="of twice the capacity")
+    parser.add_argument("--bundle", type=Path, help="of the table capacity: this bundle instead of the workloads")
+    parser.add_argument("--deadline-ms", type=float, default=100.0, help="of the table capacity")
     parser.add_argument("--quick", action="store_true", help="short and digits only: that it works, no more")
     parser.add_argument("-o", "--output", choices=("text", "json"), default="text", help="how results are printed")
     return parser.parse_args(argv)
@@ -121,7 +125,27 @@ def _providers(options: argparse.Namespace, found: dict[str, Any], texts: list[s
     texts.append(providers.text(rows))
 
 
-_MEASURES = {"closed": _closed, "open": _open, "overload": _overload, "starts": _starts, "providers": _providers}
+def _capacity(options: argparse.Namespace, found: dict[str, Any], texts: list[str]) -> None:
+    seconds = 1.0 if options.quick else options.seconds
+    with tempfile.TemporaryDirectory() as folder:
+        names = [] if options.bundle else options.workload or (["digits"] if options.quick else list(WORKLOADS))
+        bundles = {name: WORKLOADS[name].bundle(Path(folder) / name) for name in names}
+        rows = [
+            capacity.measure(name, bundle, options.deadline_ms, seconds)
+            for name, bundle in (bundles or {str(options.bundle): options.bundle}).items()
+        ]
+    found["capacity"] = [asdict(row) for row in rows]
+    texts.append(capacity.text(rows))
+
+
+_MEASURES = {
+    "closed": _closed,
+    "open": _open,
+    "overload": _overload,
+    "starts": _starts,
+    "providers": _providers,
+    "capacity": _capacity,
+}
 
 
 def _leave(number: int, _frame: FrameType | None) -> None:
