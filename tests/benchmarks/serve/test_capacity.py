@@ -32,7 +32,7 @@ def test_the_target_is_below_the_limits_of_the_deadline_and_of_the_gain(deadline
     assert capacity.target(STEPS, deadline_ms) == target
 
 
-def test_the_text_ends_with_the_setting_or_says_why_there_is_none() -> None:
+def test_the_text_ends_with_the_setting_or_with_why_there_is_none() -> None:
     found = capacity.Capacity("net", 50, STEPS, 2)
     assert capacity.text([found]).splitlines()[-1] == (
         "deploy.target_concurrency=2: about 190 requests a second per pod"
