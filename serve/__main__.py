@@ -13,17 +13,17 @@ from functools import partial
 
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.errors import ConfigError, PipelineError
-from serve.logs import configure, log_fatal, log_fields
 from serve.models import LoadedModel
+from serve.monitoring.logs import configure, log_fatal, log_fields
+from serve.monitoring.tracing import configure_tracing
 from serve.options import NamedBundle, Options, parse_options
+from serve.process.server import SingleServer
+from serve.process.service import Service
+from serve.process.sockets import Sockets, bind_socket
 from serve.runtime.loading import load_predictor
 from serve.runtime.predictor import Predictor
 from serve.security import Security, read_token
-from serve.server import SingleServer
-from serve.service import Service
 from serve.shadow import Shadow, open_shadow
-from serve.sockets import Sockets, bind_socket
-from serve.tracing import configure_tracing
 
 _SWITCH_INTERVAL_SECONDS = 0.5e-3  # the longest wait of a thread back from an inference for one that decodes
 _GC_THRESHOLD = 50_000  # new objects between two collections: a full queue has so many, and no reference cycles
@@ -64,7 +64,7 @@ def serve(options: Options) -> int:
     if options.workers == 1:
         SingleServer(_service(load(), options, security), *common).run()
         return 0
-    from serve.workers import Supervisor, share_models  # a single process needs none of it
+    from serve.process.workers import Supervisor, share_models  # a single process needs none of it
 
     loaded = share_models(load, options, [bundle for _, bundle in bundles])
     supervisor = os.getpid()

@@ -18,17 +18,17 @@ from serve.generate import openai_api
 from serve.generate.endpoints import OPENAI_ROUTES, OpenAIEndpoints
 from serve.http1.connection import HttpRequest
 from serve.load_shedding import Rests, admit
-from serve.logs import refusals
 from serve.memory import MemoryBudget
 from serve.model_version import ModelVersion, Payload
 from serve.models import ModelRepository
+from serve.monitoring.logs import refusals
+from serve.monitoring.prometheus import exposition
+from serve.monitoring.request_log import RequestLog
 from serve.page import explorer, page
-from serve.prometheus import exposition
 from serve.protocol import openapi, v1, v2, v2_json
 from serve.protocol.statistics import statistics
 from serve.request_body import parse_object, read_body
 from serve.request_context import in_flight
-from serve.request_log import RequestLog
 from serve.routes import (
     Response,
     Route,

@@ -20,7 +20,7 @@ from pipeline.contract.signature import TensorSpec
 from serve.errors import Headers
 from serve.generate.model import TextGenerator
 from serve.memory import MemoryBudget, answer_row_memory, largest_request
-from serve.metrics import ModelMetrics
+from serve.monitoring.metrics import ModelMetrics
 from serve.protocol.examples import request_examples
 from serve.protocol.validate import format_shape
 from serve.request_context import RequestContext, in_flight

@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 from pipeline.contract import __version__
 from pipeline.contract.bundle import Bundle, open_bundle
 from serve.errors import Conflict, Headers, NotFound
-from serve.logs import log_fields
 from serve.memory import MemoryBudget
 from serve.model_version import Canary, ModelVersion
+from serve.monitoring.logs import log_fields
 from serve.options import Options
 from serve.runtime.loading import load_predictor
 from serve.runtime.predictor import Predictor

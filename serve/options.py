@@ -16,11 +16,11 @@ from pipeline.contract.errors import ConfigError
 from pipeline.contract.settings.section import parse_share
 from pipeline.contract.signing import Trust
 from serve.connection_limits import divide
-from serve.logs import Format
+from serve.monitoring.logs import Format
+from serve.process.sockets import Address
 from serve.routes import MODEL_NAME
 from serve.runtime.session import Provider
 from serve.security import CertificatePair
-from serve.sockets import Address
 
 
 @dataclass(frozen=True)

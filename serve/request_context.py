@@ -20,7 +20,7 @@ import numpy as np
 
 from pipeline.contract.errors import InvalidPayload
 from serve.errors import Headers
-from serve.metrics import ModelMetrics
+from serve.monitoring.metrics import ModelMetrics
 
 Array = np.ndarray[Any, Any]
 

@@ -23,7 +23,7 @@ from pipeline.contract.bundle import open_bundle
 from pipeline.contract.errors import BundleError
 from pipeline.contract.signature import Signature, TensorSpec
 from pipeline.contract.signing import Trust
-from serve.logs import log_fields
+from serve.monitoring.logs import log_fields
 from serve.runtime.loading import load_predictor
 from serve.runtime.predictor import Predictor
 

@@ -29,7 +29,7 @@ from serve.generate.kv_cache import CacheBudget, DecoderGraph, KVCache
 from serve.generate.prefix_cache import BLOCK_TOKENS, PrefixCache, copy_blocks
 from serve.generate.sampling import TokenLogprob
 from serve.generate.sequence import Chunk, TextSequence, prompt_logprobs
-from serve.metrics import TokenMetrics
+from serve.monitoring.metrics import TokenMetrics
 
 Array = np.ndarray[Any, Any]
 Tokens = tuple[int, ...]

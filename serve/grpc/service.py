@@ -33,9 +33,9 @@ from serve.grpc.streaming import Answering, MessageStream, Open
 from serve.load_shedding import admit
 from serve.memory import MemoryBudget, message_memory
 from serve.models import ModelRepository
+from serve.monitoring.request_log import RequestLog
 from serve.protocol.statistics import statistics
 from serve.request_context import RequestContext, in_flight, parse_grpc_timeout
-from serve.request_log import RequestLog
 from serve.security import OPEN_RPCS, ApiKeys
 
 _OVERHEAD_BYTES = 1 << 16  # names and shapes around the tensors' own bytes

@@ -34,7 +34,7 @@ from serve.connection_limits import (
     peer_address,
 )
 from serve.errors import ClientDisconnected
-from serve.logs import faults, log_fields, refusals
+from serve.monitoring.logs import faults, log_fields, refusals
 from serve.request_context import RequestContext, request_id
 
 HEAD_SECONDS = 10.0  # for a head to arrive, from its first byte to its last

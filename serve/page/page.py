@@ -22,11 +22,11 @@ import orjson
 from pipeline.contract.html import Child, Html, el, flat, table
 from pipeline.contract.signature import Generation, TensorSpec
 from serve.errors import Headers
-from serve.metrics import SUCCESS
 from serve.model_version import ModelVersion
 from serve.models import ModelRepository
+from serve.monitoring.metrics import SUCCESS
+from serve.monitoring.snapshot import Snapshot, VersionSnapshot
 from serve.page.fields import form_fields
-from serve.snapshot import Snapshot, VersionSnapshot
 
 _HERE = Path(__file__).resolve().parent
 _ICON = (

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from serve.metrics import Histogram
 from serve.model_version import ModelVersion
-from serve.snapshot import Snapshot, VersionSnapshot
+from serve.monitoring.metrics import Histogram
+from serve.monitoring.snapshot import Snapshot, VersionSnapshot
 
 # Triton's name of each phase of a request; what decodes and encodes is the codec and the protocol.
 _PHASES = {"queue": "wait", "compute_input": "read", "compute_infer": "run", "compute_output": "write"}

@@ -16,7 +16,7 @@ from pipeline.contract.bundle import Bundle
 from pipeline.contract.errors import BundleError, InvalidPayload, ResourceError
 from pipeline.contract.processes import cuda_problem
 from pipeline.contract.signature import TensorSpec
-from serve.logs import log_fields
+from serve.monitoring.logs import log_fields
 from serve.runtime import bfloat16, placement, tensorrt
 from serve.runtime.cuda import CudaGraphs, PinnedMemory, graph_options
 from serve.runtime.tensorrt import TENSORRT

@@ -25,10 +25,10 @@ from pipeline.contract.signature import BUNDLED_SETTINGS
 from pipeline.service.process import send_request
 from serve.model_version import ModelVersion
 from serve.options import NamedBundle, Overrides, parse_options
+from serve.process.sockets import Address
 from serve.runtime.batcher import BatchingOptions
 from serve.runtime.loading import load_predictor
 from serve.security import CertificatePair
-from serve.sockets import Address
 
 from . import certificates
 from .conftest import Launcher, Running

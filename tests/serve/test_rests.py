@@ -12,8 +12,8 @@ import pytest
 
 from serve import load_shedding
 from serve.http1.connection import HttpRequest
-from serve.listeners import Listener
 from serve.load_shedding import Rests
+from serve.process.listeners import Listener
 
 REQUEST = b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n"
 

@@ -27,7 +27,7 @@ from tests.serve.bundles import TOO_BRIGHT
 from .conftest import Running
 
 SOURCES = sorted((SOURCE_ROOT / "serve").rglob("*.py"))
-OWN_PROCESSES = SOURCE_ROOT / "serve/workers.py"  # it pickles what it sends to processes that it has forked itself
+OWN_PROCESSES = SOURCE_ROOT / "serve/process/workers.py"  # it pickles what it sends to its own forks
 UNPICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal"}
 CALLS = {"eval", "exec", "compile", "__import__"}
 

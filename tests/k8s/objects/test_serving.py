@@ -12,8 +12,8 @@ from k8s.objects.manifests import BUNDLE_ANNOTATION
 from pipeline.contract.bundle import Bundle, FileEntry
 from pipeline.contract.errors import ConfigError
 from pipeline.contract.signature import Signature
-from serve.prometheus import exposition
-from serve.snapshot import Metrics
+from serve.monitoring.prometheus import exposition
+from serve.monitoring.snapshot import Metrics
 from tests.serve.generate import tiny
 
 from ..conftest import Configure

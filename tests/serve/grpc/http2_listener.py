@@ -12,7 +12,7 @@ import uvloop
 
 from serve.grpc.http2 import frames
 from serve.grpc.http2.frames import ACK, FRAME_HEADER, ErrorCode, Frame
-from serve.listeners import GrpcListener
+from serve.process.listeners import GrpcListener
 from tests.serve.grpc.http2_frames import CLIENT_PREFACE, EchoApplication, bodies, request
 
 HANG_TIMEOUT_SECONDS = 10.0

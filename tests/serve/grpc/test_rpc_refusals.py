@@ -12,10 +12,10 @@ from serve.grpc.http2.frames import END_HEADERS, END_STREAM, ErrorCode, frame
 from serve.grpc.http2.hpack import Field
 from serve.grpc.service import Calls
 from serve.models import Model, ModelRepository
+from serve.monitoring.request_log import RequestLog
+from serve.monitoring.snapshot import Metrics
 from serve.request_context import in_flight
-from serve.request_log import RequestLog
 from serve.security import ApiKeys
-from serve.snapshot import Metrics
 from tests.serve.grpc.http2_frames import CLIENT_PREFACE, GRPC, MemoryConnection, data, decode_fields, headers, resets
 
 MOST = 30_000

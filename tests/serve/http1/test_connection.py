@@ -12,7 +12,7 @@ import pytest
 from serve.errors import ClientDisconnected
 from serve.http1 import connection
 from serve.http1.connection import Connection, HttpRequest
-from serve.listeners import Listener
+from serve.process.listeners import Listener
 
 Exchange = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[Any]]
 LOST = asyncio.TimeoutError

@@ -14,7 +14,7 @@ import pytest
 from serve import connection_limits as limits
 from serve.errors import ClientDisconnected
 from serve.http1.connection import Connection, HttpRequest
-from serve.listeners import Listener
+from serve.process.listeners import Listener
 
 HEAD = b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\n"
 WAIT_SECONDS = 0.15  # longer than a client that ended its side is left without a sign

@@ -10,9 +10,9 @@ import h2.connection
 import h2.events
 import pytest
 
-from serve import listeners as listener
 from serve.grpc.http2 import connection, frames
 from serve.grpc.http2.frames import ACK, ErrorCode, frame
+from serve.process import listeners as listener
 from tests.serve.grpc.http2_frames import CLIENT_PREFACE, GRPC, bodies, data, encode_block, headers, request
 from tests.serve.grpc.http2_listener import Client, RunningListener, advance, run_with_listener, wait_until
 

@@ -1,6 +1,6 @@
 """Histograms and counters of one model version, kept as plain numbers until they are read.
 
-They live and end with the version. `serve.snapshot` collects those of all versions and adds up several processes.
+They live and end with the version. `snapshot.py` collects those of all versions and adds up several processes.
 """
 
 from __future__ import annotations

@@ -28,11 +28,11 @@ from serve.grpc.http2.connection import Host
 from serve.grpc.http2.stream import CallMemory
 from serve.grpc.http2.streams import MAX_CALL_BYTES
 from serve.grpc.http2.streams import Application as Http2Application
-from serve.handshakes import Handshakes
 from serve.http1.connection import Application, Connection
-from serve.logs import refusals
 from serve.memory import share
-from serve.sockets import Acceptor, close_listener
+from serve.monitoring.logs import refusals
+from serve.process.handshakes import Handshakes
+from serve.process.sockets import Acceptor, close_listener
 
 _KEEP_ALIVE_SECONDS = 65  # longer than the idle timeout of the proxies in front, as kserve's is
 _IDLE_SECONDS = 0.3  # for the next request of a connection that was answered before

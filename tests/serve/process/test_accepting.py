@@ -7,7 +7,7 @@ import socket
 
 import uvloop
 
-from serve.listeners import Listener
+from serve.process.listeners import Listener
 from tests.serve.http1.fakes import Application
 
 REQUEST = b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n"

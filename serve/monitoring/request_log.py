@@ -11,10 +11,10 @@ from functools import partial
 from typing import Any
 
 from serve.errors import RequestError, as_request_error
-from serve.logs import LogLimit, faults, log_fields
+from serve.monitoring.logs import LogLimit, faults, log_fields
+from serve.monitoring.snapshot import Metrics
 from serve.request_context import RequestContext, in_flight
 from serve.runtime.predictor import CodecError
-from serve.snapshot import Metrics
 
 TRACE_HEADERS = (b"traceparent", b"tracestate")
 REQUEST_HEADERS = (b"x-request-id", *TRACE_HEADERS)  # that are read of every request

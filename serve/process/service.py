@@ -9,18 +9,18 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
-from serve.admin import ModelChanges
 from serve.app import App
 from serve.grpc.service import Calls
-from serve.listeners import GrpcListener, Listener
 from serve.memory import MemoryBudget, request_memory
 from serve.models import LoadedModel, ModelManager, ModelRepository
+from serve.monitoring.request_log import RequestLog
+from serve.monitoring.snapshot import Metrics
+from serve.monitoring.tracing import Tracer
 from serve.options import Options
-from serve.request_log import RequestLog
+from serve.process.admin import ModelChanges
+from serve.process.listeners import GrpcListener, Listener
 from serve.security import Security
 from serve.shadow import Shadow
-from serve.snapshot import Metrics
-from serve.tracing import Tracer
 
 GRACE_SECONDS = 25  # below the 30 that Kubernetes waits before it kills
 

@@ -36,18 +36,18 @@ import uvloop
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.errors import ConfigError, PipelineError
 from pipeline.contract.processes import cuda_problem
-from serve.admin import STATUS, Fields, Reply
-from serve.health import STUCK_SECONDS, beat
 from serve.http1.connection import Application
-from serve.listeners import BACKLOG, Listener
-from serve.logs import LogLimit, log_fatal, log_fields, log_loop_exception, refusals
 from serve.models import LoadedModel
+from serve.monitoring.logs import LogLimit, log_fatal, log_fields, log_loop_exception, refusals
+from serve.monitoring.snapshot import Snapshot, merge
 from serve.options import Options
+from serve.process.admin import STATUS, Fields, Reply
+from serve.process.health import STUCK_SECONDS, beat
+from serve.process.listeners import BACKLOG, Listener
+from serve.process.server import Server, wait_for_first
+from serve.process.service import GRACE_SECONDS, Port, Service
+from serve.process.sockets import ACCEPTED_PER_TURN, PAUSE_SECONDS, Acceptor, close_listener
 from serve.security import Security, reload_changed_files
-from serve.server import Server, wait_for_first
-from serve.service import GRACE_SECONDS, Port, Service
-from serve.snapshot import Snapshot, merge
-from serve.sockets import ACCEPTED_PER_TURN, PAUSE_SECONDS, Acceptor, close_listener
 
 _MAX_DEATHS, _DEATHS_SECONDS = 5, 60.0  # more in that time end the service: replacing would not help
 _FORK_RETRY_SECONDS = 1.0

@@ -17,11 +17,11 @@ import pytest
 from pipeline.contract.bundle import open_bundle
 from serve import memory
 from serve.connection_limits import ConnectionLimits, max_http_connections
-from serve.listeners import Listener
-from serve.metrics import ModelMetrics, TokenMetrics
+from serve.monitoring.metrics import ModelMetrics, TokenMetrics
+from serve.monitoring.snapshot import Snapshot, Tokens, VersionSnapshot, merge
 from serve.options import Overrides, parse_options, usable_cores
+from serve.process.listeners import Listener
 from serve.shadow import Agreement
-from serve.snapshot import Snapshot, Tokens, VersionSnapshot, merge
 from tests.ports import free_port
 from tests.serve.conftest import Launcher, Running
 from tests.serve.load_clients import SECONDS, GrpcLoad, Load

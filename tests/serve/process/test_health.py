@@ -9,11 +9,11 @@ from typing import Any
 import httpx
 import pytest
 
-import serve.health
-from serve.control_thread import ControlThread
-from serve.health import Health, Heartbeat
-from serve.listeners import Listener
-from serve.sockets import Address, bind_socket
+from serve.process import health
+from serve.process.control_thread import ControlThread
+from serve.process.health import Health, Heartbeat
+from serve.process.listeners import Listener
+from serve.process.sockets import Address, bind_socket
 from tests.ports import free_port
 from tests.serve.load_clients import SECONDS
 
@@ -53,6 +53,6 @@ def test_head_has_no_body_and_post_is_unknown() -> None:
 
 
 def test_a_stuck_event_loop_is_neither_live_nor_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve.health, "STUCK_SECONDS", -1.0)
+    monkeypatch.setattr(health, "STUCK_SECONDS", -1.0)
     assert asyncio.run(_get_while_the_loop_is_blocked(True, LIVE)) == (503, {"live": False})
     assert asyncio.run(_get_while_the_loop_is_blocked(True, READY)) == (503, {"ready": False, "live": False})

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from serve.logs import (
+from serve.monitoring.logs import (
     LINES_PER_SECOND,
     JsonFormatter,
     LogLimit,
@@ -17,9 +17,9 @@ from serve.logs import (
     log_fields,
     log_loop_exception,
 )
+from serve.monitoring.request_log import RequestLog, is_failure
+from serve.monitoring.snapshot import Metrics
 from serve.request_context import RequestContext
-from serve.request_log import RequestLog, is_failure
-from serve.snapshot import Metrics
 
 
 class Lines(logging.Handler):
@@ -53,18 +53,24 @@ def _request(status: int | str) -> RequestContext:
 
 @pytest.mark.parametrize("lines", [TextFormatter], indirect=True)
 def test_a_line_for_people_names_each_field(lines: Lines) -> None:
-    logging.getLogger("serve.server").info(
+    logging.getLogger("serve.process.server").info(
         "ready", extra=log_fields(url="http://a:1", reason='no "device" here', empty="")
     )
     line = lines.found[0].partition(" ")[2]
-    assert line == r'INFO serve.server ready url=http://a:1 reason="no \"device\" here" empty=""'
+    assert line == r'INFO serve.process.server ready url=http://a:1 reason="no \"device\" here" empty=""'
 
 
 def test_a_json_line_is_one_object_with_the_same_fields(lines: Lines) -> None:
-    logging.getLogger("serve.server").warning("signal %d", 15, extra=log_fields(pid=7, ratio=0.5))
+    logging.getLogger("serve.process.server").warning("signal %d", 15, extra=log_fields(pid=7, ratio=0.5))
     line = json.loads(lines.found[0])
     time = line.pop("time")
-    assert line == {"level": "warning", "logger": "serve.server", "message": "signal 15", "pid": 7, "ratio": 0.5}
+    assert line == {
+        "level": "warning",
+        "logger": "serve.process.server",
+        "message": "signal 15",
+        "pid": 7,
+        "ratio": 0.5,
+    }
     assert len(time) == len("2026-01-31T12:00:00.000Z")
 
 
@@ -148,7 +154,7 @@ def test_a_flood_of_refusals_does_not_flood_the_log_but_is_counted(
 ) -> None:
     requests, now = RequestLog(Metrics(list)), 100.0
     failed = [_request(503) for _ in range(1001)]
-    monkeypatch.setattr("serve.logs.time.monotonic", lambda: now)
+    monkeypatch.setattr("serve.monitoring.logs.time.monotonic", lambda: now)
     for request in failed[1:]:
         requests.finish(request)
     assert 1 < len(lines.found) < 50
@@ -159,9 +165,9 @@ def test_a_flood_of_refusals_does_not_flood_the_log_but_is_counted(
 
 def test_tracebacks_keep_the_limit_too_and_the_rest_is_counted(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 200.0
-    monkeypatch.setattr("serve.logs.time.monotonic", lambda: now)
-    monkeypatch.setattr("serve.request_log.faults", limit := LogLimit("more"))
-    monkeypatch.setattr("serve.logs.faults", limit)
+    monkeypatch.setattr("serve.monitoring.logs.time.monotonic", lambda: now)
+    monkeypatch.setattr("serve.monitoring.request_log.faults", limit := LogLimit("more"))
+    monkeypatch.setattr("serve.monitoring.logs.faults", limit)
     requests = RequestLog(Metrics(list))
     for _ in range(100):
         requests.fail(_request("aborted"), KeyError("a fault of ours"))

@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import uvloop
 
-from serve import handshakes, listeners, sockets
 from serve.grpc.http2 import frames
-from serve.listeners import GrpcListener, Listener
-from serve.logs import LINES_PER_SECOND, LogLimit
+from serve.monitoring.logs import LINES_PER_SECOND, LogLimit
+from serve.process import handshakes, listeners, sockets
+from serve.process.listeners import GrpcListener, Listener
 from serve.security import CertificatePair, Tls
 from tests.serve import certificates
 from tests.serve.grpc.http2_frames import CLIENT_PREFACE, EchoApplication
@@ -193,7 +193,7 @@ def test_accepting_pauses_while_the_process_may_open_no_more_files(
 def test_failed_handshakes_are_logged_at_the_bounded_rate(
     pair: CertificatePair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("serve.logs.time", SimpleNamespace(monotonic=lambda: 100.0))
+    monkeypatch.setattr("serve.monitoring.logs.time", SimpleNamespace(monotonic=lambda: 100.0))
     monkeypatch.setattr(handshakes, "refusals", LogLimit("more"))
     caplog.set_level(logging.INFO)
 

@@ -14,9 +14,9 @@ from importlib.metadata import entry_points
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from serve.logs import log_fields
+from serve.monitoring.logs import log_fields
+from serve.monitoring.request_log import TRACE_HEADERS, is_failure
 from serve.request_context import RequestContext
-from serve.request_log import TRACE_HEADERS, is_failure
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider

@@ -14,7 +14,7 @@ import ssl
 from collections.abc import Callable
 
 from serve.connection_limits import PeerLimits, peer_address
-from serve.logs import log_fields, refusals
+from serve.monitoring.logs import log_fields, refusals
 
 HANDSHAKE_TIMEOUT_SECONDS = 10.0
 

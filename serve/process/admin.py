@@ -13,9 +13,9 @@ import orjson
 from pipeline.contract.errors import InvalidPayload, PipelineError
 from serve.errors import ClientDisconnected, Headers, MethodNotAllowed, NotFound, RequestError, Unauthorized
 from serve.http1.connection import HttpRequest
-from serve.logs import log_fields
 from serve.memory import MemoryBudget
 from serve.models import ModelManager
+from serve.monitoring.logs import log_fields
 from serve.request_body import parse_object, read_body
 from serve.security import is_token
 

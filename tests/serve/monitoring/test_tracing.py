@@ -17,9 +17,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.sdk.trace.sampling import ParentBasedTraceIdRatio
 from opentelemetry.trace import SpanKind, StatusCode
 
-from serve import tracing
+from serve.monitoring import tracing
+from serve.monitoring.tracing import Tracer, configure_tracing, exporter_names
 from serve.request_context import RequestContext
-from serve.tracing import Tracer, configure_tracing, exporter_names
 
 if TYPE_CHECKING:
     from tests.serve.conftest import Launcher

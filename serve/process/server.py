@@ -13,16 +13,16 @@ from typing import Any
 
 import uvloop
 
-from serve.admin import STATUS, Admin, Fields, Reply
-from serve.control_thread import ControlThread
-from serve.health import Health, Heartbeat
 from serve.http1.connection import Application
-from serve.listeners import Listener
-from serve.logs import log_fields, log_loop_exception
+from serve.monitoring.logs import log_fields, log_loop_exception
 from serve.options import Options
+from serve.process.admin import STATUS, Admin, Fields, Reply
+from serve.process.control_thread import ControlThread
+from serve.process.health import Health, Heartbeat
+from serve.process.listeners import Listener
+from serve.process.service import GRACE_SECONDS, Port, Service
+from serve.process.sockets import Sockets, take_over_port
 from serve.security import Security, reload_changed_files
-from serve.service import GRACE_SECONDS, Port, Service
-from serve.sockets import Sockets, take_over_port
 
 log = logging.getLogger(__name__)
 

@@ -10,9 +10,8 @@ import threading
 from pathlib import Path
 
 from serve.security import CertificatePair
-
-from . import certificates
-from .conftest import Launcher
+from tests.serve import certificates
+from tests.serve.conftest import Launcher
 
 
 class Client(threading.Thread):

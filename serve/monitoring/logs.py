@@ -26,7 +26,7 @@ def log_fields(**fields: Any) -> dict[str, Any]:
 
 
 class TextFormatter(logging.Formatter):
-    """`2026-01-31T12:00:00Z INFO serve.server ready url=http://…`"""
+    """`2026-01-31T12:00:00Z INFO serve.process.server ready url=http://…`"""
 
     def __init__(self) -> None:
         super().__init__("%(asctime)s %(levelname)s %(name)s %(message)s", "%Y-%m-%dT%H:%M:%SZ")

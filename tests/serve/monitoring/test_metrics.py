@@ -10,14 +10,14 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from serve.errors import Busy
-from serve.metrics import Histogram, ModelMetrics
-from serve.prometheus import exposition
+from serve.monitoring.metrics import Histogram, ModelMetrics
+from serve.monitoring.prometheus import exposition
+from serve.monitoring.request_log import RequestLog
+from serve.monitoring.snapshot import Metrics, VersionSnapshot
 from serve.protocol.statistics import version_statistics
 from serve.request_context import RequestContext, in_flight
-from serve.request_log import RequestLog
 from serve.runtime.predictor import CodecError
 from serve.shadow import Agreement
-from serve.snapshot import Metrics, VersionSnapshot
 
 LABELS = ("model", "version", "protocol", "code", "reason", "phase", "digest", "result", "verdict", "provider")
 

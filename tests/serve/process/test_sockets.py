@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from pipeline.contract.errors import ResourceError
-from serve.sockets import Address, bind_socket, close_listener, take_over_port
+from serve.process.sockets import Address, bind_socket, close_listener, take_over_port
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry, GCCollector, PlatformCollector,
 from prometheus_client.core import Metric
 from prometheus_client.samples import Sample
 
-from serve.metrics import ModelMetrics, TokenMetrics
 from serve.model_version import ModelVersion
+from serve.monitoring.metrics import ModelMetrics, TokenMetrics
 from serve.request_context import AnsweringVersion, in_flight
 from serve.shadow import Agreement
 

@@ -1,0 +1,1 @@
+"""What the service reports about itself: metrics, logs and traces."""
