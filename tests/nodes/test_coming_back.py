@@ -56,7 +56,7 @@ def test_machines_that_are_all_reported_to_leave_lose_no_step(three: Cluster) ->
     for machine in three.machines:
         three.terminate(machine)
     for command in three.commands.values():
-        assert f"pipe run --resume {three.run.id}" in command.ends(expect=130)
+        assert f"pipe run --resume {three.run.id}" in command.ends(expect=143)
     three.resume()
     three.wait_until_training(processes=3)
     assert three.began >= made, "no step was lost"

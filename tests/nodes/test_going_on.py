@@ -97,7 +97,7 @@ def test_a_machine_that_is_requested_to_end_makes_a_checkpoint_first_and_the_oth
     wait_for(lambda: 3 <= three.step % 10 <= 7)  # far from the checkpoints at the ends of epochs
     made = three.step
     three.terminate(machine)
-    assert f"`pipe join {three.run.id}` joins again" in three.commands[machine.name].ends(expect=130)
+    assert f"`pipe join {three.run.id}` joins again" in three.commands[machine.name].ends(expect=143)
     three.wait_until_training(processes=2)
     assert three.began >= made, "no step was lost"
     three.join(machine)
