@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from k8s.cluster.api import (
@@ -30,7 +30,14 @@ from k8s.cluster.rollout_status import (
     rollout_progress,
 )
 from k8s.objects.kustomize import Object
-from k8s.objects.manifests import BUNDLE_ANNOTATION, TRACK_LABEL, WORKLOAD_KINDS, format_selector, kubectl_name
+from k8s.objects.manifests import (
+    BUNDLE_ANNOTATION,
+    OPTIONS_ANNOTATION,
+    TRACK_LABEL,
+    WORKLOAD_KINDS,
+    format_selector,
+    kubectl_name,
+)
 from pipeline.contract.errors import PipelineError, ResourceError, StageError
 
 APPLY_QUERY = {"fieldManager": "pipe", "fieldValidation": "Strict"}
@@ -80,7 +87,13 @@ class Cluster:
 
     def plan(self, objects: Sequence[Object], namespace: str, force_conflicts: bool = False) -> list[Change]:
         """Return what applying would change, by a dry run on the server; nothing is changed."""
-        return [self._plan_object(item, namespace, force_conflicts) for item in objects]
+        changes = [self._plan_object(item, namespace, force_conflicts) for item in objects]
+        return [
+            replace(change, fields=self._changed_options(item, objects, namespace))
+            if change.new and item["kind"] == "ConfigMap"
+            else change
+            for change, item in zip(changes, objects, strict=True)
+        ]
 
     def apply(
         self, objects: Sequence[Object], namespace: str, report: Report, force_conflicts: bool = False
@@ -241,6 +254,17 @@ class Cluster:
         planned = self._patch(item, namespace, query).json()
         return Change(kubectl_name(item), live is None, tuple(field_changes(live, planned)))
 
+    def _changed_options(self, item: Object, objects: Sequence[Object], namespace: str) -> tuple[str, ...]:
+        """Compare a ConfigMap with the one that the workload uses now, which has another name."""
+        workload = next((other for other in objects if other["kind"] in WORKLOAD_KINDS), None)
+        if workload is None or (live := self.read(workload, namespace)) is None:
+            return ()
+        pod = live["spec"].get("predictor") or live["spec"]["template"]["metadata"]
+        name = pod.get("annotations", {}).get(OPTIONS_ANNOTATION)
+        used = self.read({**item, "metadata": {"name": name}}, namespace) if name else None
+        changes = field_changes({**item, "data": used.get("data", {})}, item) if used else []
+        return tuple(changes)
+
     def _patch(self, item: Object, namespace: str, query: dict[str, str]) -> Response:
         body = json.dumps(item).encode()
         response = self.connection.request("PATCH", _object_path(item, namespace), query, body, APPLY_CONTENT_TYPE)
@@ -255,14 +279,14 @@ class Change:
 
     name: str  # as kubectl names it: deployment/digits
     new: bool
-    fields: tuple[str, ...]
+    fields: tuple[str, ...]  # of a new ConfigMap: how it differs from the one before it
 
 
 def describe_changes(changes: Sequence[Change]) -> list[str]:
     """Return one line for each change; a change that many objects share, such as their version, only once."""
     names_by_field: dict[str, list[str]] = {}
     for change in changes:
-        for field in ["new"] if change.new else change.fields:
+        for field in ["new", *change.fields] if change.new else change.fields:
             names_by_field.setdefault(field, []).append(change.name)
     lines = []
     for field, names in names_by_field.items():

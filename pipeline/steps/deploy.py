@@ -164,7 +164,7 @@ def preview(project: Project, source: Run, config: Config, report: Report) -> li
 
 
 def lines(changes: Sequence[dict[str, Any]]) -> str:
-    rows = [(change["object"], ["new"] if change["new"] else change["fields"]) for change in changes]
+    rows = [(change["object"], ["new", *change["fields"]] if change["new"] else change["fields"]) for change in changes]
     return "\n".join(f"{name}: {field}" for name, fields in rows for field in fields) or "nothing would change"
 
 

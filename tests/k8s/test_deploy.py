@@ -229,6 +229,19 @@ def test_a_preview_lists_each_field_and_changes_nothing(
     ]
 
 
+@pytest.mark.parametrize("target", ["kubernetes", "kserve"])
+def test_a_preview_of_other_options_shows_their_values(
+    target: str, api: ApiServer, model: Model, tmp_path: Path, configure: Configure, bundle: Bundle
+) -> None:
+    api.service = model
+    api.crds.add("serving.kserve.io/v1beta1")
+    deploy(configure({"target": target}), bundle, "twice:1", tmp_path, False, print)
+    changed = configure({"target": target, "environment": {"MORE": "1"}}, serve={"log_requests": 0.5})
+    (change,) = [change for change in preview(changed, bundle, "twice:1", print) if change.name.startswith("configmap")]
+    assert change.new
+    assert change.fields == ("data.LOG_REQUESTS: 0 → 0.5", "data.MORE: + 1")
+
+
 def test_a_login_page_ends_a_preview_with_an_error(api: ApiServer, configure: Configure, bundle: Bundle) -> None:
     api.login_page = "<html>Log in</html>"
     with pytest.raises(ResourceError, match="not a Kubernetes API server, but perhaps a proxy with a login page"):
