@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import threading
 import time
 from collections import deque
@@ -32,7 +33,7 @@ class PodView:
     """One pod, and what it has answered lately."""
 
     name: str
-    version: str  # "old" or "new", with its bundle
+    version: str  # "old" or "new", or "live" where there is only one, with its bundle
     state: str
     is_ready: bool
     counts: RequestCounts
@@ -57,14 +58,12 @@ class RolloutView:
         pods = self._cluster.select(format_selector(identity_labels(self.name, "serving")), self.namespace)
         if self._old_groups is None:
             self._old_groups = frozenset(map(_group, pods))
-        return sorted(
-            (self._view(pod) for pod in pods),
-            key=lambda view: (view.version.startswith("new"), view.version, view.name),
-        )
+        new_groups = frozenset(map(_group, pods)) - self._old_groups
+        old = [self._view(pod, "old" if new_groups else "live") for pod in pods if _group(pod) not in new_groups]
+        new = [self._view(pod, "new") for pod in pods if _group(pod) in new_groups]
+        return [*sorted(old, key=_by_bundle), *sorted(new, key=_by_bundle)]
 
-    def _view(self, pod: Object) -> PodView:
-        assert self._old_groups is not None
-        age = "old" if _group(pod) in self._old_groups else "new"
+    def _view(self, pod: Object, age: str) -> PodView:
         bundle = pod["metadata"].get("annotations", {}).get(BUNDLE_ANNOTATION, "unknown")
         counts, seconds = self._recent(pod) if is_ready(pod) else (RequestCounts(), 0.0)
         name = pod["metadata"]["name"]
@@ -86,6 +85,10 @@ class RolloutView:
             readings.popleft()
         started_at, earlier = readings[0]
         return counts.since(earlier), now - started_at
+
+
+def _by_bundle(view: PodView) -> tuple[str, str]:
+    return view.version, view.name
 
 
 def describe_state(pod: Object) -> str:
@@ -124,8 +127,14 @@ def _cells(pods: Sequence[PodView]) -> tuple[str, str, str]:
     rate = sum(pod.counts.requests / pod.seconds for pod in known)
     total = sum((pod.counts for pod in known), RequestCounts())
     failed = f"{total.failed / total.requests:.2%}" if total.requests else ""
-    latency = f"≤ {total.seconds_of(_FRACTION) * 1e3:g} ms" if total.timed else ""
-    return f"{rate:.1f}", failed, latency
+    return f"{rate:.1f}", failed, _describe_latency(total) if total.timed else ""
+
+
+def _describe_latency(counts: RequestCounts) -> str:
+    """Describe the bound of the histogram that most requests kept."""
+    if math.isfinite(bound := counts.seconds_of(_FRACTION)):
+        return f"≤ {bound * 1e3:g} ms"
+    return f"> {max(filter(math.isfinite, counts.answered_within), default=0.0) * 1e3:g} ms"
 
 
 def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:

@@ -50,7 +50,7 @@ def test_a_table_shows_pods_errors_and_latency_of_the_old_and_the_new_version(
     assert table(view.read()) == ["no pods yet"]
     view = RolloutView(view.connect, view.name, view.namespace, {}, view.clock)
     add(api, "twice-a", OLD, READY)
-    assert table(view.read())[1].split() == ["old", "bundle", OLD[:12], "1", "of", "1", "ready"]
+    assert table(view.read())[1].split() == ["live", "bundle", OLD[:12], "1", "of", "1", "ready"]
     add(api, "twice-b", NEW, STARTING)
     add(api, "twice-c", NEW, STUCK)
     add(api, "twice-d", NEW, READY)
@@ -74,6 +74,14 @@ def test_rates_are_those_of_the_last_seconds(api: ApiServer, view: RolloutView) 
     assert rates == [None, 200, 100, 0, 0]
 
 
+def test_latencies_beyond_the_histogram_are_named_as_such(api: ApiServer, view: RolloutView) -> None:
+    requests = iter((0, 1000))
+    api.pod = lambda *_: (200, {}, metrics_text(next(requests), 0, 5.0))
+    add(api, "twice-a", OLD, READY)
+    view.read()
+    assert table(view.read())[-1].endswith("> 100 ms")
+
+
 def test_without_a_terminal_changes_are_reported_and_the_table_at_the_end(api: ApiServer, view: RolloutView) -> None:
     api.pod = lambda *_: (200, {}, metrics_text(10, 0, 0.005))
     add(api, "twice-a", OLD, READY)
@@ -85,7 +93,7 @@ def test_without_a_terminal_changes_are_reported_and_the_table_at_the_end(api: A
 
     with following(view, None, report):
         assert seen.wait(30)
-    assert lines[0] == f"old bundle {OLD[:12]}: 1 of 1 ready"
+    assert lines[0] == f"live bundle {OLD[:12]}: 1 of 1 ready"
     assert lines[1:] == table(view.read())
 
 
