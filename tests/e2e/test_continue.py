@@ -28,6 +28,7 @@ def newest(project: ProjectFolder) -> int:
     return max((int(path.parent.name[5:]) for path in project.checkpoints.glob("step-*/manifest.json")), default=0)
 
 
+@pytest.mark.long
 def test_a_longer_training_ends_as_if_it_had_never_been_shorter(copied: ProjectFolder) -> None:
     copied.pipe(*TRAIN, "train.epochs=2")
     source, kept = copied.latest, checkpoints(copied)

@@ -73,6 +73,7 @@ def test_killed_pipe_ends_its_processes_and_resume_skips_a_damaged_checkpoint(
     assert copied.weights == expected
 
 
+@pytest.mark.long
 def test_trainings_run_side_by_side_and_an_interrupted_one_can_be_continued(copied: ProjectFolder) -> None:
     with copied.paused_training(HELD_AFTER, *TRAIN, "train.processes=1") as pipe:
         run = until_held(copied)

@@ -111,6 +111,7 @@ class Project:
         return losses
 
 
+@pytest.mark.long
 def test_packed_conversations_give_the_losses_of_sft_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     project = Project("sft", tmp_path, samples=60)
@@ -124,6 +125,7 @@ def test_packed_conversations_give_the_losses_of_sft_trainer(tmp_path: Path, mon
     assert losses == pytest.approx(expected, abs=1e-5)
 
 
+@pytest.mark.long
 def test_pairs_in_a_row_give_the_losses_of_dpo_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     project = Project("dpo", tmp_path, samples=STEPS * BATCH)

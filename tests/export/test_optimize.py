@@ -138,6 +138,7 @@ def test_a_decoder_has_one_operator_for_attention_and_gives_torchs_logits(tmp_pa
     assert np.allclose(decoder.run(feed)["logits"], reference.run(feed)["logits"], atol=1e-4)
 
 
+@pytest.mark.long
 def test_a_decoder_is_exported_again_if_its_fused_file_is_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,7 +89,7 @@ def test_processes_learn_the_same_as_one_with_logits(settings: dict[str, Any]) -
     assert alone[-1] < 0.97 * alone[0]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
 def test_bf16_follows_logits_in_bf16(strategy: str) -> None:
     settings = {"strategy": strategy, "precision": "bf16"}
     whole, chunked = (run_distributed(losses, 2, task, settings)[0] for task in (Text, Chunked))

@@ -167,7 +167,11 @@ CONFIGURATIONS: dict[str, tuple[Any, int, dict[str, Any]]] = {  # task, processe
 }
 
 
-@pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.parametrize(
+    "name",
+    # bf16 takes a CPU 50 s.
+    [pytest.param(name, marks=pytest.mark.long) if "bf16" in name else name for name in CONFIGURATIONS],
+)
 def test_estimate_is_within_15_percent_of_what_is_measured(name: str) -> None:
     task, processes, train = CONFIGURATIONS[name]
     config = settings(**train)
