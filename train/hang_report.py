@@ -265,9 +265,9 @@ def enable_flight_recorder() -> None:
 
 
 def unfinished_collectives() -> list[dict[str, Any]]:
-    """Return the entries of the flight recorders: NCCL has one of its own."""
+    """Return the entries of the flight recorders; NCCL has its own, which retires a completed one a little later."""
     entries = [entry for dump in flight_recorder_dumps() for entry in json.loads(dump).get("entries", [])]
-    return [entry for entry in entries if not entry["retired"]]
+    return [entry for entry in entries if not entry["retired"] and entry["state"] != "completed"]
 
 
 def waits_on_gpu(entries: Sequence[Mapping[str, Any]]) -> bool:

@@ -160,7 +160,8 @@ def _run(net: str, gpus: int, steps: int, settings: Mapping[str, Any]) -> dict[s
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={gpus}"]
     argv = [sys.executable, *launch, "-m", "benchmarks.train.on_gpu", net, str(steps), json.dumps(settings)]
     root = str(Path(__file__).resolve().parents[2])
-    env = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": root, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    env = {**os.environ, "PYTHONSAFEPATH": "1", "PYTHONPATH": path, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
     with subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             output, errors = process.communicate(timeout=_SECONDS)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -46,6 +49,31 @@ def group(monkeypatch: pytest.MonkeyPatch) -> Iterator[ProcessGroup]:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # required by deterministic algorithms
     yield ProcessGroup(Rank(), torch.device("cuda", 0))
     torch.use_deterministic_algorithms(False)
+
+
+def compiles(test: Callable[..., None]) -> Callable[..., None]:
+    """Skip a test without a C compiler, and ignore warnings that torch's compiler gives or hides by itself."""
+    for ignored in (
+        "ignore::DeprecationWarning",
+        "ignore:TensorFloat32 tensor cores",  # the tests compare full precision
+        "ignore:The .grad attribute of a Tensor that is not a leaf",
+    ):
+        pytest.mark.filterwarnings(ignored)(test)
+    no_compiler = not (shutil.which("gcc") or shutil.which("clang"))
+    pytest.mark.skipif(no_compiler, reason="no C compiler for Triton")(test)
+    return test
+
+
+@contextmanager
+def forbid_waiting() -> Iterator[None]:
+    """Raise an error where the host would wait for the GPU."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature")
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 EXACT = {"precision": "fp32", "matmul_precision": "highest"}  # comparable with a CPU

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -23,7 +22,7 @@ from train.accelerator import configure_accelerator
 from train.process_group import ProcessGroup
 from train.trainer import Trainer
 
-from .conftest import losses, make
+from .conftest import compiles, losses, make
 
 pytestmark = pytest.mark.gpu
 
@@ -95,7 +94,7 @@ def peak_bytes(trainer: Trainer, steps: int = 2) -> int:
 def operators(function: Callable[[], object], device: torch.device) -> set[str]:
     """Return the names of what a function runs: operators of torch, and kernels of the GPU."""
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
-    with profile(activities=activities) as profiler:
+    with profile(activities=activities, acc_events=True) as profiler:
         function()
     return {event.key for event in profiler.key_averages()}
 
@@ -135,8 +134,7 @@ def test_the_fused_optimizer_updates_as_the_one_in_parts(group: ProcessGroup) ->
     assert ["aten::_fused_adamw_" in own for own in names] == [True, False]
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler uses what torch deprecates
-@pytest.mark.skipif(not (shutil.which("gcc") or shutil.which("clang")), reason="no C compiler for Triton")
+@compiles
 @pytest.mark.parametrize("how", [True, "blocks"])
 def test_compiled_text_follows_eager(group: ProcessGroup, how: object) -> None:
     eager, compiled = losses(text_trainer(group), range(5)), losses(text_trainer(group, compile=how), range(5))

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import time
@@ -26,7 +25,7 @@ from train.process_group import ProcessGroup
 from train.state import Progress
 from train.trainer import Trainer
 
-from .conftest import Waves, losses, make
+from .conftest import Waves, compiles, forbid_waiting, losses, make
 
 pytestmark = pytest.mark.gpu
 
@@ -46,8 +45,7 @@ def test_half_precision_follows_full_precision(group: ProcessGroup, precision: s
     assert half == pytest.approx(full, rel=0.3, abs=0.1)  # fp16 may skip a step at first
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler uses what torch deprecates
-@pytest.mark.skipif(not (shutil.which("gcc") or shutil.which("clang")), reason="no C compiler for Triton")
+@compiles
 def test_compiled_training_follows_plain_training(group: ProcessGroup) -> None:
     plain, compiled = make(group), make(group, compile=True)
     for trainer in (plain, compiled):
@@ -78,12 +76,9 @@ def test_interrupted_run_resumes_to_the_same_bits(group: ProcessGroup, tmp_path:
 def test_step_does_not_make_the_host_wait(group: ProcessGroup, settings: dict[str, Any]) -> None:
     trainer = make(group, Pictures() if "prefetch" in settings else None, **settings)  # pictures come from the host
     losses(trainer, range(3))
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with forbid_waiting():
         for step in range(3, 8):
             trainer._step(step)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_memory_does_not_grow_with_steps(group: ProcessGroup) -> None:
@@ -112,8 +107,7 @@ def gradient(strategy_type: type[Strategy], group: ProcessGroup, accumulate: int
     torch.manual_seed(0)
     model = task.model().eval()
     strategy = strategy_type(model, Objective(task, Precision("fp32", group.device)), group, config)
-    strategy.module.eval()
-    columns = {name: torch.as_tensor(column).cuda() for name, column in task.data("train").items()}
+    columns = {name: torch.as_tensor(column).to(group.device) for name, column in task.data("train").items()}
     cuts = [20 * i // accumulate for i in range(accumulate + 1)]
     slices = [slice(*cuts[i : i + 2]) for i in range(accumulate)]
     micro_batches = [
@@ -125,6 +119,8 @@ def gradient(strategy_type: type[Strategy], group: ProcessGroup, accumulate: int
         )
         for cut in slices
     ]
+    strategy.warm_up(lambda: micro_batches)  # wraps the model in DDP
+    strategy.module.eval()
     strategy.backward(micro_batches)
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
@@ -137,11 +133,8 @@ def test_columns_are_loaded_from_the_gpu_or_pinned_memory(
     columns = Waves().data("train")
     loader = BatchLoader(Samples("train", columns), group, seed=0, workers=0)
     indices = make(group).order.batch(3)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with forbid_waiting():
         batch = loader.fetch(LoadRequest(3, 0, indices)).columns
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert batch["x"].device == group.device
     assert torch.equal(batch["x"].cpu(), torch.from_numpy(columns["x"])[indices])
 
