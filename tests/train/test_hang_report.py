@@ -153,7 +153,10 @@ NCCL_ENTRY = {
 
 
 def record_nccl(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
-    finished = [{"collective_seq_id": 5, "retired": True}, {"collective_seq_id": 6, "state": "completed"}]
+    finished: list[dict[str, Any]] = [
+        {"collective_seq_id": 5, "retired": True},
+        {"collective_seq_id": 6, "state": "completed"},
+    ]
     entries = [{**NCCL_ENTRY, **entry} for entry in (*finished, changes)]
     dump = json.dumps({"entries": entries})
     monkeypatch.setattr(c10d, "_dump_nccl_trace_json", lambda _collectives, _active: dump, raising=False)

@@ -12,6 +12,7 @@ import threading
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -236,7 +237,7 @@ def test_a_blocked_checkpoint_write_is_reported_as_the_place(tmp_path: Path) -> 
     writing.start()
     try:
         group.heartbeat.at(3, "checkpoint")
-        message = {"place": ""}
+        message: dict[str, Any] = {"place": ""}
         while not message["place"].startswith("storage.py"):  # until the thread is there
             watchdog.publish()
             message = json.loads(watchdog.path(0).read_text())
