@@ -15,7 +15,7 @@ endif
 INSTALL_TORCH = $(PIP) --no-deps --retries 1 $(CPU_INDEX) torch
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-long test-cluster lint types unit docs format clean
+.PHONY: help run test test-long test-cluster lint lint-all types unit docs format clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -23,7 +23,7 @@ help:  ## this list
 run: $(VENV)/.run  ## install what the example in digits/ needs, then run it: pipe demo
 	$(BIN)/pipe demo
 
-test: lint  ## every check and test that CI runs
+test: lint  ## ruff, mypy over the source, and every test but the long ones
 	$(MAKE) --jobs 2 types unit
 
 test-long: $(VENV)/.dev  ## the tests that take minutes
@@ -38,9 +38,12 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 
-# One cache for all: the examples import what was checked already.
-types: export MYPY_CACHE_DIR = $(CURDIR)/.mypy_cache
 types: $(VENV)/.dev
+	$(BIN)/mypy pipeline train export serve k8s
+
+# One cache for all: the examples import what was checked already.
+lint-all: export MYPY_CACHE_DIR = $(CURDIR)/.mypy_cache
+lint-all: lint  ## mypy over tests, benchmarks and examples too, as CI runs it after `make test`
 	$(BIN)/mypy
 	cd examples/digits && ../../$(BIN)/mypy --config-file ../../pyproject.toml task.py codec.py
 	cd examples/starter && ../../$(BIN)/mypy --config-file ../../pyproject.toml task.py codec.py
@@ -50,8 +53,8 @@ types: $(VENV)/.dev
 	cd examples/deepseek/classify && ../../../$(BIN)/mypy --config-file ../../../pyproject.toml task.py codec.py
 
 unit: $(VENV)/.dev
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 --dist loadfile --no-loadscope-reorder \
-	  -m "not long and not gpu"
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 --no-loadscope-reorder \
+	  -m "not long and not gpu" --durations 10 --durations-min 0
 
 docs: $(VENV)/.dev  ## write docs/config.md from the settings, and docs/damages.md from tests/damages
 	$(BIN)/pipe explain > docs/config.md

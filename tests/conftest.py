@@ -13,6 +13,8 @@ from types import ModuleType
 import pytest
 
 _EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+# Files whose tests share little, so that each of them can run in any process.
+_SPREAD = ("tests/damages/",)
 # What is long begins first, so that no process is left alone with it at the end. `e2e/test_pipeline.py` makes the run
 # that all of e2e waits for.
 _FIRST = ("tests/nodes/", "tests/e2e/test_pipeline.py", "tests/train/parallel/", "tests/e2e/", "tests/train/")
@@ -47,6 +49,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for file in places:
         places[file] = next((place for place, start in enumerate(_FIRST) if file.startswith(start)), len(_FIRST))
     items.sort(key=lambda item: places[item.nodeid.partition("::")[0]])
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Give each process whole files, but for those of _SPREAD single tests."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    scheduler = LoadScopeScheduling(config, log)
+    scheduler._split_scope = lambda nodeid: nodeid if nodeid.startswith(_SPREAD) else nodeid.partition("::")[0]
+    return scheduler
 
 
 def pytest_collection_finish() -> None:

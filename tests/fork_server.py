@@ -19,6 +19,7 @@ from pathlib import Path
 _PRELOADED = [
     "sklearn",  # before torch: its libraries look for threads at import
     "torch.utils.tensorboard.writer",
+    "train.preload",  # with torch's compiler
     "train.parameter_server",
     "train.batch_size",
     "train.watchdog",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from collections.abc import Iterator
 
 from k8s.objects.kustomize import Object
@@ -14,7 +13,7 @@ from .place import Place, wait_until
 
 _NAME = "load"
 _MAX_SECONDS = 1800
-_START_SECONDS = 3  # of requests before the test begins, and after it
+_MORE_REQUESTS = 100  # before the test begins, and after it
 # Every response must be right. Each thread connects anew for each request.
 _PROGRAM = """
 import json, sys, threading, time, urllib.request
@@ -58,12 +57,12 @@ class Load:
         counts: Object = json.loads(lines[-1]) if lines else {"requests": 0, "failed": 0, "errors": []}
         return counts
 
-    def check(self, at_least: int) -> None:
-        """Check that requests went on, and that none failed."""
-        time.sleep(_START_SECONDS)
+    def check(self) -> None:
+        """Check that requests go on, and that none has failed."""
+        enough = self.counts()["requests"] + _MORE_REQUESTS
+        wait_until(lambda: self.counts()["requests"] >= enough, f"{_MORE_REQUESTS} more requests")
         counts = self.counts()
         print(f"load: {counts}")
-        assert counts["requests"] >= at_least
         assert counts["failed"] == 0, counts
 
 
@@ -72,8 +71,7 @@ def send_load(place: Place) -> Iterator[Load]:
     place.create("pods", load_pod(place))
     load = Load(place)
     try:
-        wait_until(lambda: load.counts()["requests"] > 0, "the first request of the load")
-        time.sleep(_START_SECONDS)
+        load.check()
         yield load
     finally:
         place.delete_pod(_NAME, 0)

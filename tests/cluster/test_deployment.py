@@ -40,14 +40,14 @@ def test_rollout_and_rollback_under_load_lose_no_request(place: Place, reports: 
         for version in ("candidate", "stable"):
             place.deploy(version, reports)
             assert serving_bundle(place) == place.bundles[version].digest
-        load.check(at_least=500)
+        load.check()
 
 
 def test_good_canary_is_promoted_under_load(place: Place, reports: Reports) -> None:
     place.deploy("stable", reports)
     with send_load(place) as load:
         record = place.deploy("candidate", reports, place.config(rollout=CANARY))
-        load.check(at_least=500)
+        load.check()
     assert record["canary"] is None
     assert serving_bundle(place) == place.bundles["candidate"].digest
     assert not has_canary(place)
@@ -58,7 +58,7 @@ def test_slow_canary_is_rolled_back_under_load(place: Place, reports: Reports) -
     with send_load(place) as load:
         with pytest.raises(StageError, match="the canary was rolled back"):
             place.deploy("slow", reports, place.config(rollout=CANARY))
-        load.check(at_least=500)
+        load.check()
     assert serving_bundle(place) == place.bundles["stable"].digest
     assert not has_canary(place)
 
@@ -70,7 +70,7 @@ def test_deleted_pod_is_replaced_without_a_lost_request(place: Place, reports: R
         place.delete_pod(min(before))
         wait_until(lambda: bool({pod["metadata"]["name"] for pod in place.pods()} - before), "a new pod")
         place.wait_for_replicas(2, reports)
-        load.check(at_least=300)
+        load.check()
 
 
 def test_disruption_budget_allows_one_eviction_at_a_time(place: Place, reports: Reports) -> None:
@@ -81,7 +81,7 @@ def test_disruption_budget_allows_one_eviction_at_a_time(place: Place, reports: 
         assert place.evict(second) == 429
         wait_until(lambda: place.evict(second) == 201, "the second eviction")
         place.wait_for_replicas(2, reports)
-        load.check(at_least=300)
+        load.check()
 
 
 def test_drained_node_moves_pods_without_a_lost_request(place: Place, reports: Reports, nodes: list[str]) -> None:
@@ -94,14 +94,14 @@ def test_drained_node_moves_pods_without_a_lost_request(place: Place, reports: R
         drained = next(node for node in nodes if node != load_node["spec"]["nodeName"])
         try:
             set_unschedulable(place, drained, True)
-            for pod in [pod for pod in place.pods() if pod["spec"]["nodeName"] == drained]:
+            for pod in [pod for pod in place.pods() if pod["spec"].get("nodeName") == drained]:
                 name = pod["metadata"]["name"]
                 wait_until(lambda name=name: place.evict(name) == 201, f"the eviction of {name}")  # type: ignore[misc]
             place.wait_for_replicas(2, reports)
-            assert drained not in {pod["spec"]["nodeName"] for pod in place.pods()}
+            assert drained not in {pod["spec"].get("nodeName") for pod in place.pods()}  # a pending pod has none
         finally:
             set_unschedulable(place, drained, False)
-        load.check(at_least=300)
+        load.check()
 
 
 def set_unschedulable(place: Place, node: str, unschedulable: bool) -> None:
@@ -122,7 +122,7 @@ def test_failed_rollout_leaves_the_old_version_serving(place: Place, reports: Re
     with send_load(place) as load:
         with pytest.raises(StageError, match="`pipe registry rollback`"):
             place.deploy("candidate", reports, place.config({"memory": "32Mi", "timeout_seconds": 60}))
-        load.check(at_least=500)
+        load.check()
         place.deploy("stable", reports)
 
 

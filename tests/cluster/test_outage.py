@@ -58,7 +58,7 @@ def deploy_through_outage(
         assert proxy.outages == 1, f"nothing reported {trigger!r}"
         proxy.wait_until_up()
         place.deploy("candidate", reports, config)
-        load.check(at_least=500)
+        load.check()
     live = place.cluster.read(DEPLOYMENT, place.namespace)
     assert live is not None
     assert live["metadata"]["annotations"][BUNDLE_ANNOTATION] == place.bundles["candidate"].digest

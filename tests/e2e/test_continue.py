@@ -44,6 +44,7 @@ def test_a_longer_training_ends_as_if_it_had_never_been_shorter(copied: ProjectF
     assert copied.weights == weights
 
 
+@pytest.mark.long  # test_changes.py has changes that are accepted
 def test_the_rate_of_an_interrupted_training_is_lowered_and_that_run_resumes(copied: ProjectFolder) -> None:
     known = copied.latest.id
     with copied.paused_training(57, *TRAIN, "--force", "train") as pipe:

@@ -229,6 +229,7 @@ def test_stop_ends_the_service_and_status_states_it(project: ProjectFolder, live
     assert "no service is live" in project.pipe("predict", expect=2).stderr
 
 
+@pytest.mark.long
 def test_a_service_that_died_is_reported_and_started_again(
     project: ProjectFolder, live: LiveService, first: Run
 ) -> None:
@@ -240,6 +241,7 @@ def test_a_service_that_died_is_reported_and_started_again(
     assert project.request("/v2/health/ready")[0] == 200
 
 
+@pytest.mark.long
 def test_next_free_port_is_used_when_the_port_is_taken(project: ProjectFolder, first: Run) -> None:
     project.pipe("stop")
     with socket.socket() as foreigner:

@@ -7,6 +7,8 @@ import os
 import signal
 import subprocess
 
+import pytest
+
 from .project_folder import PIPE, ProjectFolder, environment, wait_for
 
 TRAIN = ("run", "train", "--force", "train", "train.processes=1", "--detach", "-o", "json")
@@ -30,6 +32,7 @@ def test_a_run_goes_on_without_its_terminal_and_can_be_followed(copied: ProjectF
     assert copied.latest.read().steps["train"].status == "done"
 
 
+@pytest.mark.long
 def test_a_run_that_ends_otherwise_is_reported_with_its_status(copied: ProjectFolder) -> None:
     hold = copied.folder / "hold"
     hold.write_text("5")

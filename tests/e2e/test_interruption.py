@@ -123,6 +123,7 @@ class Unequal(Sides):
 """
 
 
+@pytest.mark.long  # tests/train/elastic/test_agent.py has the same of the agent
 def test_processes_that_call_different_collectives_are_not_restarted(copied: ProjectFolder) -> None:
     task = copied.folder / "task.py"
     task.write_text(task.read_text() + UNEQUAL)

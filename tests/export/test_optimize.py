@@ -159,6 +159,7 @@ def test_a_decoder_is_exported_again_if_its_fused_file_is_another(
     assert "Attention" not in operators(made.path)
 
 
+@pytest.mark.long
 def test_a_decoder_whose_attention_takes_other_arguments_is_exported_without_fusions(tmp_path: Path) -> None:
     model = causal("Llama")
     attention = model.model.layers[0].self_attn

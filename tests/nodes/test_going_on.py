@@ -43,6 +43,7 @@ def test_a_killed_worker_starts_again_with_all_the_others(three: Cluster) -> Non
     assert pid not in [process.pid for process in three.machines[1].processes(*WORKER)]
 
 
+@pytest.mark.long  # tests/pipeline/training/test_node.py has the decision
 def test_a_lost_machine_is_dropped_and_joins_again_when_it_is_back(three: Cluster) -> None:
     lost = three.machines[2]
     lost.lose()
@@ -81,6 +82,7 @@ def test_a_link_that_is_cut_for_a_moment_is_waited_for(three: Cluster) -> None:
     assert [event for event in three.events if event not in before and event.event in ("start", "end")] == []
 
 
+@pytest.mark.long
 def test_a_slow_link_is_no_fault(three: Cluster) -> None:
     before = three.events
     three.machines[2].host.slow(megabits=0.2)

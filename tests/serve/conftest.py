@@ -174,9 +174,9 @@ def start() -> Iterator[Launcher]:
         yield launcher
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def server(bundle_path: Path) -> Iterator[Running]:
-    """One service of the digits bundle, shared by the tests of a module."""
+    """One service of the digits bundle, which tests share and leave as it is."""
     with contextlib.closing(Launcher()) as launcher:
         yield launcher(bundle_path)
 

@@ -118,6 +118,7 @@ def instances(item: bytes, count: int) -> bytes:
     return b'{"instances":[' + item * count + b"0]}"
 
 
+@pytest.mark.long
 def test_the_largest_requests_that_are_accepted_fit_into_the_memory_of_a_pod(bundle: Bundle, tmp_path: Path) -> None:
     limit = int(default_memory(bundle).removesuffix("Mi")) << 20
     predict, infer = "/v1/models/tiny:predict", "/v2/models/tiny/infer"

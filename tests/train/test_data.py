@@ -156,6 +156,7 @@ def drawn(project: Project) -> Project:
     return project
 
 
+@pytest.mark.long
 def test_workers_end_when_the_training_process_is_killed() -> None:
     with subprocess.Popen([sys.executable, "-c", SPY], stdout=subprocess.PIPE, text=True) as spy:
         assert spy.stdout is not None

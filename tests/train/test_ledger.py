@@ -20,6 +20,7 @@ from train.parameter_server import ParameterServerTrainer
 from train.process_group import ProcessGroup
 from train.state import Progress
 
+from ..quick import quick
 from .conftest import Project
 
 ORDER = BatchOrder(samples=37, batch_size=8, seed=0)
@@ -155,7 +156,7 @@ CREWS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("crew", CREWS)
+@pytest.mark.parametrize("crew", quick(["shares that change", "cut layers", "a parameter server"], CREWS))
 def test_lines_match_the_plan_for_every_strategy(tmp_path: Path, crew: str) -> None:
     """Two epochs of 10 steps; the 149 samples are divided by no number of processes."""
     size, words = CREWS[crew]
@@ -181,7 +182,10 @@ def killed(project: Project, run: Run, place: KillPoint, processes: int) -> None
     assert done.returncode == -9, done.stderr
 
 
-@pytest.mark.parametrize(("place", "processes"), [("step", 1), ("step", 3), ("ledger", 2)])
+@pytest.mark.parametrize(
+    ("place", "processes"),
+    [("step", 1), *(pytest.param(*case, marks=pytest.mark.long) for case in (("step", 3), ("ledger", 2)))],
+)
 def test_killed_and_resumed_with_other_processes_every_sample_counts_once(
     project: Project, place: KillPoint, processes: int
 ) -> None:

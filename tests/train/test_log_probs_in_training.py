@@ -16,6 +16,7 @@ from pipeline.contract.processes import Rank
 from train.memory import estimate_memory
 from train.process_group import ProcessGroup
 
+from ..quick import quick
 from .distributed import run_distributed, trainer
 
 CPU = ProcessGroup(Rank(), torch.device("cpu"))
@@ -73,13 +74,16 @@ def losses(group: ProcessGroup, task: type[Text], settings: dict[str, Any]) -> l
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {},
-        {"strategy": "fsdp"},
-        {"strategy": "fsdp", "recompute": "blocks", "accumulate": 2},
-        {"tensor_parallel": 2},
-        {"pipeline_parallel": 2, "accumulate": 4},
-    ],
+    quick(
+        [{"strategy": "fsdp"}],
+        [
+            {},
+            {"strategy": "fsdp"},
+            {"strategy": "fsdp", "recompute": "blocks", "accumulate": 2},
+            {"tensor_parallel": 2},
+            {"pipeline_parallel": 2, "accumulate": 4},
+        ],
+    ),
 )
 def test_processes_learn_the_same_as_one_with_logits(settings: dict[str, Any]) -> None:
     alone = losses(CPU, Text, {})
@@ -89,7 +93,8 @@ def test_processes_learn_the_same_as_one_with_logits(settings: dict[str, Any]) -
     assert alone[-1] < 0.97 * alone[0]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_bf16_follows_logits_in_bf16(strategy: str) -> None:
     settings = {"strategy": strategy, "precision": "bf16"}
     whole, chunked = (run_distributed(losses, 2, task, settings)[0] for task in (Text, Chunked))

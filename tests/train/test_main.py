@@ -190,6 +190,7 @@ def finish_both(project: Project, run: Run) -> str:
     return (project.root / f"{run.id}-0.txt").read_text()
 
 
+@pytest.mark.long
 def test_a_newer_checkpoint_is_preferred_to_a_snapshot(slow: Project) -> None:
     run = slow.run("killed", **WORDS, **{**SNAPSHOTS, "snapshot": "memory:12"})
     try:
@@ -200,12 +201,14 @@ def test_a_newer_checkpoint_is_preferred_to_a_snapshot(slow: Project) -> None:
         shutil.rmtree(open_snapshot_folder(run), ignore_errors=True)
 
 
+@pytest.mark.long
 def test_a_lost_snapshot_falls_back_to_the_checkpoint(slow: Project, run: Run) -> None:
     killed_after(slow, run, 23, checkpoint=13)
     shutil.rmtree(open_snapshot_folder(run))
     assert resumed_from(finish_both(slow, run)) == ("checkpoint", 13)
 
 
+@pytest.mark.long
 def test_after_training_nothing_is_left_in_memory(slow: Project, run: Run) -> None:
     folder = open_snapshot_folder(run)
     finish_both(slow, run)

@@ -31,6 +31,7 @@ from train.memory import (
 from train.process_group import ProcessGroup
 from train.trainer import Trainer
 
+from ..quick import quick
 from .distributed import run_distributed
 
 CPU = torch.device("cpu")
@@ -168,9 +169,7 @@ CONFIGURATIONS: dict[str, tuple[Any, int, dict[str, Any]]] = {  # task, processe
 
 
 @pytest.mark.parametrize(
-    "name",
-    # bf16 takes a CPU 50 s.
-    [pytest.param(name, marks=pytest.mark.long) if "bf16" in name else name for name in CONFIGURATIONS],
+    "name", quick(["perceptron, adamw", "conv net, sgd", "transformer, accumulate=4"], CONFIGURATIONS)
 )
 def test_estimate_is_within_15_percent_of_what_is_measured(name: str) -> None:
     task, processes, train = CONFIGURATIONS[name]

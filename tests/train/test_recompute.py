@@ -93,6 +93,7 @@ def train_in_all(group: ProcessGroup, folder: Path) -> None:
                 trained(sized, path, task=NoisyTiny(), epochs=1, recompute=recompute, **settings)
 
 
+@pytest.mark.long
 def test_every_strategy_trains_the_same_bits_with_recomputation(tmp_path: Path) -> None:
     run_distributed(train_in_all, 2, tmp_path)
     for name in CASES:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from pipeline.contract.run import Run
 from pipeline.verify import verify_run_ledger
 from tests.fork_server import launch
+from tests.quick import quick
 from tests.train.distributed import Wave, run_distributed, trainer, weights
 from train.batch_order import BatchOrder, Indices
 from train.chaos_hooks import CHAOS_VARIABLE, ChaosLog, Kill
@@ -133,6 +134,7 @@ def order_of(run: Run) -> str:
     return str(json.loads((run.output("prepare") / "data.json").read_text())["order"]["kind"])
 
 
+@pytest.mark.long
 def test_padded_batches_by_length_resume_to_the_same_bits(texts: Project) -> None:
     texts.replace("\n    def loss(", f"{LENGTHS}\n    def loss(")
     whole, cut = prepared(texts, "whole"), prepared(texts, "cut")
@@ -209,7 +211,7 @@ def trained_in_order(group: ProcessGroup, directory: Path, kind: Any) -> tuple[A
     return weights(made), batches, order
 
 
-@pytest.mark.parametrize("kind", ["groups", "weights", "lengths", "stream"])
+@pytest.mark.parametrize("kind", quick(["groups", "stream"], ["groups", "weights", "lengths", "stream"]))
 def test_two_processes_train_in_the_order_of_one(tmp_path: Path, kind: str) -> None:
     (one,) = run_distributed(trained_in_order, 1, tmp_path / "one", kind)
     two = run_distributed(trained_in_order, 2, tmp_path / "two", kind)
@@ -250,6 +252,7 @@ def validated(group: ProcessGroup, whole: bool) -> list[dict[str, float]]:
     ]
 
 
+@pytest.mark.long
 def test_validation_keeps_groups_whole_for_any_number_of_processes() -> None:
     (one,), two = run_distributed(validated, 1, True), run_distributed(validated, 2, True)
     for found in (one[1], *two[0], *two[1]):

@@ -88,8 +88,8 @@ def end(processes: list[ForkedProcess]) -> None:
 @pytest.mark.parametrize(
     ("hang", "message"),
     [
-        (ASLEEP, "has made no progress for"),
-        (STOPPED, "does not answer: it is stopped (SIGSTOP)"),
+        pytest.param(ASLEEP, "has made no progress for", marks=pytest.mark.long),
+        pytest.param(STOPPED, "does not answer: it is stopped (SIGSTOP)", marks=pytest.mark.long),
         (FROZEN, "does not answer: its interpreter is blocked in native code"),
     ],
     ids=["asleep", "stopped", "frozen"],

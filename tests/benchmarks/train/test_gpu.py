@@ -78,6 +78,7 @@ class SmallResNet(ResNet):
 
 
 @pytest.mark.parametrize("task", [Small, SmallForeach, SmallResNet])
+@pytest.mark.long
 def test_a_process_measures_each_kind_of_net(monkeypatch: pytest.MonkeyPatch, task: type[Task]) -> None:
     monkeypatch.setitem(NETS, "small", Large("a small net", task, lambda memory: 2, "things", 10))
     monkeypatch.setattr(on_gpu, "LAP", 1)
@@ -88,6 +89,7 @@ def test_a_process_measures_each_kind_of_net(monkeypatch: pytest.MonkeyPatch, ta
     assert float(line(row, row).split()[1].replace(",", "")) == pytest.approx(row["per_second"], abs=1)
 
 
+@pytest.mark.long
 def test_a_process_that_fails_writes_its_reason() -> None:
     """It is a real process, which needs no GPU to find a setting that does not exist."""
     row = measure("gpt2", row_with(device="cpu", cudnn_benchmark=False, no_such_setting=1), gpus=1, steps=1)

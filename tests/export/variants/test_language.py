@@ -95,6 +95,7 @@ def test_perplexity_is_in_the_record_and_the_log(whole: tuple[VariantEvaluation,
     assert "perplexity" in explanations(entries, choice.reasons)[3]
 
 
+@pytest.mark.long
 def test_rounding_weights_beyond_the_budget_is_a_fault(tmp_path: Path) -> None:
     def damage(material: VariantInputs, path: Path) -> str:
         note = CONVERTERS["int4"](material, path)

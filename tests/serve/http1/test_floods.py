@@ -18,6 +18,7 @@ from uvicorn.server import ServerState
 
 from serve.connection_limits import UNSENT_HIGH_WATER_BYTES, BufferLimit, ConnectionLimits, PeerLimits
 from serve.http1.connection import Connection
+from tests.quick import quick
 from tests.serve.http1.fakes import Application, FakeTransport, connect
 
 READ_BYTES = 256_000  # that uvloop reads at once
@@ -134,9 +135,17 @@ FLOODS: dict[str, tuple[bytes, bytes, int]] = {
     ),
     "idle connections": (b"", b"", 1),
 }
+SAMPLE = (
+    "pipelined requests",
+    "heads of too many headers",
+    "tiny chunks",
+    "many trailers",
+    "a slow chunked body",
+    "idle connections",
+)
 
 
-@pytest.mark.parametrize("name", FLOODS)
+@pytest.mark.parametrize("name", quick(SAMPLE, FLOODS))
 def test_an_honest_client_is_answered_within_few_turns(name: str) -> None:
     async def run() -> list[int]:
         port, calls = Port(), [0]

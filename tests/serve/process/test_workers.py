@@ -23,6 +23,7 @@ from serve.options import Overrides, parse_options, usable_cores
 from serve.process.listeners import Listener
 from serve.shadow import Agreement
 from tests.ports import free_port
+from tests.quick import quick
 from tests.serve.conftest import Launcher, Running
 from tests.serve.load_clients import SECONDS, GrpcLoad, Load
 
@@ -126,7 +127,7 @@ def test_models_with_threads_are_loaded_by_each_worker(start: Launcher, bundle_p
     assert running.stop() == 0
 
 
-@pytest.mark.parametrize("keep_alive", [True, False])
+@pytest.mark.parametrize("keep_alive", quick([True], [True, False]))
 def test_services_with_other_numbers_of_workers_take_the_port_over_without_a_gap(
     start: Launcher, bundle_path: Path, picture: list[Any], keep_alive: bool
 ) -> None:
@@ -263,6 +264,7 @@ def test_connections_are_shared_out_evenly_and_metrics_are_summed(start: Launche
     assert running.stop() == 0
 
 
+@pytest.mark.long
 def test_the_health_port_is_answered_while_every_worker_is_stuck(start: Launcher, bundle_path: Path) -> None:
     port = free_port()
     running = start(bundle_path, options=("--workers", "2", "--health-port", str(port)))

@@ -78,6 +78,7 @@ def test_all_processes_end_after_the_same_step_and_none_is_repeated(slow: Projec
     assert [line["step"] for line in journal(run)] == [line["step"] for line in journal(whole)]
 
 
+@pytest.mark.long
 def test_local_sgd_ends_at_its_next_synchronization(slow: Project) -> None:
     run = slow.run(**LONG, strategy="local_sgd", sync_every=8)
     processes = start_two(slow, run)
@@ -86,6 +87,7 @@ def test_local_sgd_ends_at_its_next_synchronization(slow: Project) -> None:
     assert final_step(run) % 8 == 0, "all have exchanged their weights then"
 
 
+@pytest.mark.long
 def test_parameter_server_training_ends_with_the_epoch(slow: Project) -> None:
     run = slow.run(**LONG, strategy="parameter_server")
     processes = start_two(slow, run, steps=10)
@@ -104,6 +106,7 @@ def test_a_single_process_ends_after_its_step(slow: Project) -> None:
     assert final_step(run) > 10
 
 
+@pytest.mark.long
 def test_a_stopped_process_is_not_waited_for(slow: Project) -> None:
     run = slow.run(**LONG)
     processes = start_two(slow, run)
@@ -119,6 +122,7 @@ def test_a_stopped_process_is_not_waited_for(slow: Project) -> None:
             process.communicate(timeout=300)
 
 
+@pytest.mark.long
 def test_a_second_signal_ends_a_process_at_once(slow: Project) -> None:
     """While its main thread hangs."""
     slow.replace(SLOW, SLOW + HANG)

@@ -20,6 +20,7 @@ def test_fsdp_trains_the_weights_of_one_process(project: Project) -> None:
     assert_close(trained(project, "three", 3, strategy="fsdp", **settings), trained(project, "one", 1, **settings))
 
 
+@pytest.mark.long  # test_together.py resumes one
 def test_interrupted_run_resumes_bit_for_bit_and_with_ddp(project: Project) -> None:
     settings = {"checkpoint_every": 7, "keep_checkpoints": 9}
     project.replace("nn.Tanh()", DEEP.replace("DROP", "0.2"))
@@ -28,6 +29,7 @@ def test_interrupted_run_resumes_bit_for_bit_and_with_ddp(project: Project) -> N
     assert_close(resumed(project, whole, "ddp", 7, 2, **settings), whole)
 
 
+@pytest.mark.long
 def test_bf16_follows_fp32_and_keeps_running_statistics(project: Project) -> None:
     project.replace("nn.Tanh()", "nn.BatchNorm1d(8), nn.Tanh()")
     half = trained(project, "half", 2, strategy="fsdp", precision="bf16", epochs=2)

@@ -45,6 +45,7 @@ def sleep(loss: Tensor) -> Tensor:
     return loss
 
 
+@pytest.mark.long
 def test_slow_worker_does_not_slow_others(tmp_path: Path) -> None:
     for saved, updates in run_distributed(train_with_slow_worker, 2, tmp_path):
         assert saved

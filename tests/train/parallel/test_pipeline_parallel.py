@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from pipeline.contract.errors import ConfigError
@@ -17,6 +18,7 @@ STAGE_STARTS = """
     def model("""
 
 
+@pytest.mark.long  # test_together.py has the same for known families
 def test_stages_train_the_weights_of_one_process(transformer: Project) -> None:
     """Slices of 3 and 4 samples as three micro-batches, of two sizes in some steps; two copies with 4 processes."""
     settings = {"accumulate": 3, "epochs": 1}
@@ -26,6 +28,7 @@ def test_stages_train_the_weights_of_one_process(transformer: Project) -> None:
     assert_close(trained(transformer, "four", 4, pipeline_parallel=2, **settings), one)
 
 
+@pytest.mark.long
 def test_pipeline_resumes_from_the_checkpoint_of_one_process(project: Project) -> None:
     """Running statistics and optimizer state, too, though each process only has those of its stage."""
     project.replace("nn.Tanh()", "nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 8)")
@@ -35,6 +38,7 @@ def test_pipeline_resumes_from_the_checkpoint_of_one_process(project: Project) -
     torch.testing.assert_close(checkpoint(two, 5), checkpoint(one, 5), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.long
 def test_interrupted_pipeline_resumes_bit_for_bit(project: Project) -> None:
     project.replace("nn.Tanh()", "nn.Tanh(), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Dropout(0.2)")
     settings = {"pipeline_parallel": 2, "accumulate": 2, "epochs": 1, "checkpoint_every": 2, "keep_checkpoints": 9}

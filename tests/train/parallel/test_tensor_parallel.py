@@ -162,6 +162,7 @@ def test_split_that_changes_a_gradient_is_refused(transformer: Project) -> None:
 CHECKPOINTS = {"epochs": 1, "checkpoint_every": 2, "keep_checkpoints": 9}
 
 
+@pytest.mark.long  # test_together.py has the same for known families
 def test_split_transformer_trains_the_weights_of_one_process(transformer: Project) -> None:
     """With DDP it resumes from the checkpoint of one process, whose optimizer has other parameter groups."""
     settings = {"accumulate": 2, **CHECKPOINTS}
@@ -170,6 +171,7 @@ def test_split_transformer_trains_the_weights_of_one_process(transformer: Projec
     assert_close(trained(transformer, "fsdp", 4, tensor_parallel=2, strategy="fsdp", **settings), one)
 
 
+@pytest.mark.long
 def test_interrupted_run_resumes_bit_for_bit(transformer: Project) -> None:
     transformer.replace("nn.Dropout(0.0)", "nn.Dropout(0.1)")
     whole = trained(transformer, "whole", 2, tensor_parallel=2, **CHECKPOINTS)
