@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from pipeline.contract.errors import DataError
+from pipeline.contract.restarts import attempt_files
 from train.batch_order import BatchOrder
 
 from .conftest import Project, equal, failure, journal, weights
@@ -56,6 +57,44 @@ def test_resumed_run_ends_with_identical_weights(project: Project) -> None:
     assert "resumed from the checkpoint of step 7 of 15" in done.stdout
     assert equal(weights(cut), weights(whole))
     assert [line["step"] for line in journal(cut)] == [line["step"] for line in journal(whole)]
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_training_goes_on_when_the_best_checkpoint_is_damaged(project: Project, processes: int) -> None:
+    """The best is that of step 5; cut at step 10, the newest. Then the weights of a later step become the model."""
+    rising = 'batch["target"]) + (0.0 if torch.is_grad_enabled() else 9.0 * self.validations())'
+    project.replace('batch["target"])\n', f"{rising}\n")
+    counter = "    count = 0\n\n    def validations(self):\n        self.count += 1\n        return self.count\n\n"
+    project.replace("    def loss(", f"{counter}    def loss(")
+    run = project.run(epochs=2)
+    assert project.train(run, processes).returncode == 0
+    (run.partial("train") / "model.safetensors").unlink()
+    (run.partial("train") / "checkpoints" / "step-00000005" / "0.safetensors").write_bytes(b"")
+    done = project.train(run, processes)
+    assert done.returncode == 0, done.stderr
+    assert "resumed from the checkpoint of step 10 of 10" in done.stdout
+    assert "best at step 10 (that of step 5 was better, but its checkpoint was damaged)" in done.stdout
+    summary = json.loads((run.partial("train") / "summary.json").read_text())
+    assert (summary["best_step"], summary["lost_best"]["step"]) == (10, 5)
+    assert (run.partial("train") / "checkpoints" / "step-00000005").is_dir(), "nothing is deleted"
+
+
+@pytest.mark.parametrize("content", [b"", bytes(99), b"{", b"\xff\n1\n", None])
+def test_damaged_records_of_training_cost_no_step(project: Project, content: bytes | None) -> None:
+    """The ledger, the curves, the record of attempts and the chosen batch size, all at once."""
+    run = project.run(epochs=2, batch_size="auto")
+    assert project.train(run).returncode == 0
+    train = run.partial("train")
+    (train / "model.safetensors").unlink()
+    (attempts,) = attempt_files(run.path)
+    for path in (train / "ledger.jsonl", train / "metrics.jsonl", train / "batch_size.json", attempts):
+        path.unlink() if content is None else path.write_bytes(content)
+    done = project.train(run)
+    assert done.returncode == 0, done.stderr
+    assert "resumed from the checkpoint of step" in done.stdout
+    for name in ("ledger.jsonl has 0 lines for the", "batch_size.json is damaged; the checkpoints have batches of"):
+        assert f"warning: {name}" in done.stderr
+    assert ("warning: metrics.jsonl is damaged" in done.stderr) == (content != b"")
 
 
 MISTAKES = {
