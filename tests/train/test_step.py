@@ -11,8 +11,12 @@ import pytest
 import torch
 
 from pipeline.contract.errors import DataError
+from pipeline.contract.processes import Rank
 from pipeline.contract.restarts import attempt_files
+from pipeline.contract.run import Run
 from train.batch_order import BatchOrder
+from train.elastic.attempts import begin_attempt
+from train.process_group import ProcessGroup
 
 from .conftest import Project, equal, failure, journal, weights
 
@@ -95,6 +99,18 @@ def test_damaged_records_of_training_cost_no_step(project: Project, content: byt
     for name in ("ledger.jsonl has 0 lines for the", "batch_size.json is damaged; the checkpoints have batches of"):
         assert f"warning: {name}" in done.stderr
     assert ("warning: metrics.jsonl is damaged" in done.stderr) == (content != b"")
+
+
+def test_attempts_are_numbered_on_where_their_record_is_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(tmp_path)
+    run.partial("train").mkdir()
+    (run.partial("train") / "ledger.jsonl").write_text('{"step": 1, "attempt": 3}\n{"step": 2, "att\n\0\0\n')
+    assert begin_attempt(run, ProcessGroup(Rank(), torch.device("cpu")), 1).number == 4
+    assert "warning: logs/attempts is damaged: it lacks attempt 3 of the ledger" in capsys.readouterr().err
+    assert begin_attempt(run, ProcessGroup(Rank(), torch.device("cpu")), 1).number == 5
+    assert capsys.readouterr().err == ""
 
 
 MISTAKES = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 
 from pipeline.contract.errors import clear_passing
 from pipeline.contract.restarts import newest_attempt, read_events, record_event
@@ -36,8 +37,10 @@ def begin_attempt(run: Run, group: ProcessGroup, step: int) -> AttemptReporter:
     hosts = group.gather(socket.gethostname())
     number = 0
     if group.rank.first:
-        # The ledger knows the last attempt where the record of attempts is damaged.
-        number = 1 + max(newest_attempt(read_events(run.path)), last_attempt(run.partial("train") / LEDGER_FILE))
+        recorded, trained = newest_attempt(read_events(run.path)), last_attempt(run.partial("train") / LEDGER_FILE)
+        if recorded < trained:
+            print(f"warning: logs/attempts is damaged: it lacks attempt {trained} of the ledger", file=sys.stderr)
+        number = 1 + max(recorded, trained)
         clear_passing(run.partial("train"))
     number = group.share(number)
     if group.rank.first:

@@ -54,7 +54,7 @@ def start(run: Run, processes: int = 1) -> subprocess.CompletedProcess[str]:
     return launch(argv, run.path.parent, processes, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())})
 
 
-def test_verdict_says_that_the_best_checkpoint_was_lost(tmp_path: Path, weights: Path) -> None:
+def test_verdict_warns_that_the_best_checkpoint_was_lost(tmp_path: Path, weights: Path) -> None:
     run = make_run(tmp_path / "one", weights, margin=2.0)
     write_json(run.output("train") / "summary.json", {"best_step": 200, "lost_best": {"step": 48, "loss": 0.1}})
     sentence = "the model is of step 200, because the better checkpoint of step 48 was damaged"
