@@ -63,14 +63,16 @@ def test_resumed_run_ends_with_identical_weights(project: Project) -> None:
     assert [line["step"] for line in journal(cut)] == [line["step"] for line in journal(whole)]
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_training_goes_on_when_the_best_checkpoint_is_damaged(project: Project, processes: int) -> None:
+@pytest.mark.parametrize(
+    ("processes", "strategy"), [(1, "ddp"), (2, "ddp"), (2, "fsdp"), (2, "parameter_server"), (2, "local_sgd")]
+)
+def test_training_goes_on_when_the_best_checkpoint_is_damaged(project: Project, processes: int, strategy: str) -> None:
     """The best is that of step 5; cut at step 10, the newest. Then the weights of a later step become the model."""
     rising = 'batch["target"]) + (0.0 if torch.is_grad_enabled() else 9.0 * self.validations())'
     project.replace('batch["target"])\n', f"{rising}\n")
     counter = "    count = 0\n\n    def validations(self):\n        self.count += 1\n        return self.count\n\n"
     project.replace("    def loss(", f"{counter}    def loss(")
-    run = project.run(epochs=2)
+    run = project.run(epochs=2, strategy=strategy)
     assert project.train(run, processes).returncode == 0
     (run.partial("train") / "model.safetensors").unlink()
     (run.partial("train") / "checkpoints" / "step-00000005" / "0.safetensors").write_bytes(b"")

@@ -82,6 +82,14 @@ def test_other_commands_go_on_without_it(pipe: Pipe, good: Run, bad: Run, comman
     assert good.path.exists()
 
 
+def test_gc_removes_older_runs_but_not_the_unreadable_one(pipe: Pipe, good: Run, bad: Run, starter: Path) -> None:
+    oldest = bad.path.rename(bad.path.with_name("20000101-000000-aaaa"))
+    project = find_project(starter)
+    newest = create_run(project.runs, project.config(), ("prepare",), parent="")
+    assert json.loads(pipe("gc", "--keep", "1", "-o", "json").stdout)["removed"] == [good.id]
+    assert [path.is_dir() for path in (oldest, good.path, newest.path)] == [True, False, True]
+
+
 LATEST = ("gate explain", "deploy", "repro", "registry promote", "attach", "run --resume")
 
 
