@@ -138,6 +138,13 @@ def test_status_names_a_damaged_result_and_the_fix(pipe: Pipe, good: Run, name: 
     assert good.id in pipe("compare").stdout
 
 
+@pytest.mark.parametrize("content", [b"", bytes(9), b"here 12", b"\xff"])
+def test_attach_names_a_damaged_owner(pipe: Pipe, good: Run, content: bytes) -> None:
+    path = good.path / "logs" / "pipe.owner"
+    path.write_bytes(content)
+    assert f"{path} is damaged; `pipe logs --follow` prints a step's log" in pipe("attach", expect=2).stderr
+
+
 @pytest.mark.parametrize("content", [b"", bytes(9), b"{", b"[]", b"{}", b"\xff"])
 def test_status_survives_a_damaged_record_of_attempts(pipe: Pipe, good: Run, content: bytes) -> None:
     (good.path / "logs" / "attempts").mkdir()
