@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from pipeline.contract.bundle import OVERRIDDEN
+from pipeline.contract.errors import PipelineError
 from pipeline.contract.run import STEPS, Run, StepRecord
 
 
@@ -31,13 +31,17 @@ def record_differences(a: Mapping[str, StepRecord], b: Mapping[str, StepRecord])
 def result_row(run: Run) -> dict[str, Any]:
     """Return one row of a comparison; None for what a run does not have yet."""
     row: dict[str, Any] = {"run": run.id, "verdict": None, "bundle": None, "test": None}
-    if (run.output("evaluate") / "verdict.json").exists():
-        record = run.read().steps.get("evaluate")
-        row["verdict"] = OVERRIDDEN if record and record.status == OVERRIDDEN else run.verdict()["verdict"]
+    body: dict[str, Any] = {}
+    try:
+        if (run.output("evaluate") / "verdict.json").exists():
+            record = run.read().steps.get("evaluate")
+            row["verdict"] = OVERRIDDEN if record and record.status == OVERRIDDEN else run.verdict()["verdict"]
+        if (run.output("evaluate") / "metrics.json").exists():
+            body = run.evaluation("metrics.json", "candidate")
+    except PipelineError:  # `pipe status` names the file
+        row["verdict"] = "damaged"
     if (run.bundle_path / "manifest.json").exists():
         row["bundle"] = run.bundle().digest[:12]
-    metrics = run.output("evaluate") / "metrics.json"
-    body: dict[str, Any] = json.loads(metrics.read_text()) if metrics.exists() else {}
     row["test"] = str(body.get("test_fingerprint", ""))[:12] or None
     scores: dict[str, Any] = body.get("candidate", {})
     return row | scores | {"train_seconds": _train_seconds(run)}
@@ -77,7 +81,7 @@ def _train_seconds(run: Run) -> float | None:
     record = run.read().steps.get("train")
     if record is not None and record.reused_from:
         original_run = Run(run.runs / record.reused_from)
-        record = original_run.read().steps.get("train") if (original_run.path / "run.json").is_file() else None
+        record = None if original_run.problem else original_run.read().steps.get("train")
     return round(record.seconds, 1) if record is not None else None
 
 

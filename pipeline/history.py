@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import TextIO, TypeAlias
 
 from pipeline.contract.config import Config, load_config
-from pipeline.contract.errors import ConfigError, ResourceError
+from pipeline.contract.errors import ConfigError, PipelineError, ResourceError
 from pipeline.contract.files import digest_file, digest_mapping, digest_tree, empty_folders, write_atomic
-from pipeline.contract.run import Run, RunFile, StepRecord, all_runs, sealed_text
+from pipeline.contract.run import PIPE, Run, RunFile, StepRecord, all_runs, sealed_text
 
-PACKAGES = ("torch", "numpy", "onnx", "onnxscript", "onnxruntime-gpu", "onnxruntime", "kserve", "pydantic")
+PACKAGES = ("torch", "numpy", "onnx", "onnxscript", "onnxruntime-gpu", "onnxruntime", "kserve", "pydantic", PIPE)
 _POLL_SECONDS = 0.2
 _GIT_TIMEOUT_SECONDS = 10
 
@@ -120,19 +120,35 @@ def write_record(run: Run, record: StepRecord) -> StepRecord:
 
 
 def load_history(runs: Path) -> History:
-    """Return every run with its records, newest first."""
-    return [(run, run.read()) for run in all_runs(runs)]
+    """Return every run with its records, newest first; those that cannot be read are left out."""
+    history: History = []
+    for run in all_runs(runs):
+        with contextlib.suppress(PipelineError):
+            history.append((run, run.read()))
+    return history
+
+
+def unreadable_runs(runs: Path, history: History) -> list[tuple[Run, str]]:
+    """Return the runs that a history leaves out, newest first, and why."""
+    readable = {run for run, _ in history}
+    return [(run, run.problem) for run in all_runs(runs) if run not in readable]
 
 
 def find_run(runs: Path, name: str) -> Run:
-    """Find a run by `latest`, its id, a unique beginning of it, or its path."""
+    """Find a run by `latest` (the newest that can be read), its id, a unique beginning of it, or its path."""
+    run = _locate_run(runs, name)
+    run.read()  # a run that cannot be read takes part in nothing
+    return run
+
+
+def _locate_run(runs: Path, name: str) -> Run:
     if (Path(name) / "run.json").is_file():
         return Run(Path(name).resolve())
     existing = all_runs(runs)
     if not existing:
         raise ConfigError(f"no runs in {runs} yet; `pipe run all` makes one")
     if name == "latest":
-        return existing[0]
+        return next((run for run in existing if not run.problem), existing[0])
     matches = [run for run in existing if run.id.startswith(name)]
     if len(matches) != 1:
         newest = ", ".join(run.id for run in existing[:3])
@@ -143,7 +159,7 @@ def find_run(runs: Path, name: str) -> Run:
 def open_run(name: str = "latest", folder: str | Path = ".") -> Run:
     """Return a run by its path, or one of the project in a folder by its id, the beginning of it, or `latest`."""
     is_path = (Path(name) / "run.json").is_file()
-    return Run(Path(name).resolve()) if is_path else find_run(find_project(Path(folder)).runs, name)
+    return find_run(Path() if is_path else find_project(Path(folder)).runs, name)
 
 
 def changed_outputs(run: Run, record: StepRecord) -> list[str]:

@@ -334,11 +334,11 @@ def adopt_output(run: Run) -> None:
 
 def follow(run: Run, write: Callable[[str], object]) -> None:
     """Pass on what a command in the background prints, until it ends; raise how it ended unless all went well."""
-    if not _owner_file(run).exists():
-        raise ConfigError(
-            f"run {run.id} was not started by `pipe run --detach`; `pipe logs --follow` prints a step's log"
-        )
-    owner = _owner_file(run).read_text()
+    file = _owner_file(run)
+    owner = file.read_text(errors="replace") if file.exists() else ""
+    if len(owner.split()) != _IDENTITY_WORDS:
+        reason = f"{file} is damaged" if file.exists() else f"run {run.id} was not started by `pipe run --detach`"
+        raise ConfigError(f"{reason}; `pipe logs --follow` prints a step's log")
     with run.log(_LOG).open(errors="replace") as log:
         while True:
             alive = is_alive(owner)
@@ -347,6 +347,9 @@ def follow(run: Run, write: Callable[[str], object]) -> None:
                 break
             time.sleep(_POLL_SECONDS)
     _raise_failure(run, run.read())
+
+
+_IDENTITY_WORDS = 3  # of `own_identity`
 
 
 def _owner_file(run: Run) -> Path:

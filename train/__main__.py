@@ -89,10 +89,10 @@ def train(run: Run, root: Path) -> None:
         splits[0] = splits[0].first(config.max_samples)
         make_model = partial(_make_model, task, run)
         probed = _longest_first(splits[0], prepared)
-        batch_size = decide_batch_size(task, config, group, probed, run.partial("train"), make_model)
+        storage = make_storage(config.checkpoints, run.partial("train"), run.id)
+        batch_size = decide_batch_size(task, config, group, probed, run.partial("train"), make_model, storage)
         order = read_order(prepared, batch_size, config.seed, config.max_samples)
         identity = _identity(run, len(splits[0]), batch_size)
-        storage = make_storage(config.checkpoints, run.partial("train"), run.id)
         store = CheckpointStore(storage, config.keep_checkpoints, identity, group, config.timeout_seconds)
         snapshots = None
         if config.snapshot_every:
@@ -215,6 +215,7 @@ def summarize(
         "epochs": round(progress.step / trainer.order.steps_per_epoch, 2),
         "best_step": progress.best_step,
         "best_validation": dict(progress.best_validation),
+        **({"lost_best": dict(progress.lost_best)} if progress.lost_best else {}),
         "stopped_early": progress.step < trainer.total_steps,
         "world_size": group.size,
         "batch_size": trainer.order.batch_size,
@@ -234,6 +235,8 @@ def describe_summary(summary: Mapping[str, Any]) -> str:
         f"{summary['steps']} steps in batches of {summary['batch_size']}, "
         f"{summary['samples_per_second']:,.0f} samples/s; best at step {summary['best_step']}"
     )
+    if lost := summary.get("lost_best"):
+        text += f" (that of step {lost['step']} was better, but its checkpoint was damaged)"
     if "overflow_steps" not in summary:
         return text
     steps = "1 step" if summary["overflow_steps"] == 1 else f"{summary['overflow_steps']} steps"
@@ -276,6 +279,8 @@ def resume(trainer: Trainer, resume_point: ResumePoint, group: ProcessGroup) -> 
         trainer.restore(resume_point.saved)
         if group.rank.first:
             print(f"resumed from the {resume_point.kind} of step {progress.step} of {trainer.total_steps}", flush=True)
+        if progress.lost_best and not progress.best_step:
+            progress = trainer.choose_best_again(progress)
     if trainer.snapshots is not None:
         trainer.snapshots.begin(group.share(secrets.token_hex(4)), progress.step)
     return progress

@@ -7,9 +7,11 @@ it will fit.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -25,6 +27,8 @@ from pipeline.contract.errors import ResourceError
 from pipeline.contract.files import write_json
 from pipeline.contract.settings.stages import Train
 from pipeline.contract.task import Task
+from train.checkpoint.load import read_batch_size
+from train.checkpoint.storage import Storage
 from train.memory import LiveBytes, available_bytes, model_tensors
 from train.memory_format import choose_input_formats
 from train.optim import Precision, make_optimizer, seed_step
@@ -51,14 +55,20 @@ class BatchSizeChoice:
 
 
 def decide_batch_size(
-    task: Task, config: Train, group: ProcessGroup, samples: Samples, directory: Path, make: ModelFactory | None = None
+    task: Task,
+    config: Train,
+    group: ProcessGroup,
+    samples: Samples,
+    directory: Path,
+    make: ModelFactory | None = None,
+    checkpoints: Storage | None = None,
 ) -> int:
     """Return the configured batch size, the one this run has chosen before, or the result of measurements."""
     if config.batch_size != "auto":
         return config.batch_size
     path = directory / BATCH_SIZE_FILE
     # The order of samples depends on it, so a resumed run must not choose again.
-    chosen: int | None = group.share(json.loads(path.read_text())["batch_size"] if _first_has(path, group) else None)
+    chosen: int | None = group.share(_earlier_choice(path, checkpoints) if group.rank.first else None)
     if chosen is not None:
         return chosen
     choice = find_batch_size(task, config, group, samples, make)
@@ -132,8 +142,15 @@ def describe_choice(choice: BatchSizeChoice) -> str:
     return f"batch size {choice.batch_size} (samples/s by size: {speeds}; limited by {choice.limit})"
 
 
-def _first_has(path: Path, group: ProcessGroup) -> bool:
-    return group.rank.first and path.exists()
+def _earlier_choice(path: Path, checkpoints: Storage | None) -> int | None:
+    """Return the batch size of this run, from its checkpoints where the file is damaged; None at its first start."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        size: int = json.loads(path.read_bytes())["batch_size"]
+        return size
+    of_checkpoints = read_batch_size(checkpoints) if checkpoints else None
+    if of_checkpoints is not None:
+        print(f"warning: {path.name} is damaged; the checkpoints have batches of {of_checkpoints}", file=sys.stderr)
+    return of_checkpoints
 
 
 def _exchange_seconds(probe: StepProbe, group: ProcessGroup) -> float:

@@ -296,6 +296,21 @@ class Ledger:
             del self._unwritten[: len(lines)]
 
 
+def row_number(row: str, name: str) -> int:
+    """Return a number of a row that may be damaged; 0 if it has none."""
+    try:
+        number = json.loads(row)[name]
+    except (ValueError, KeyError, TypeError):
+        return 0
+    return number if isinstance(number, int) else 0
+
+
+def last_attempt(path: Path) -> int:
+    """Return the number of the last attempt that wrote lines, intact ones; 0 without any."""
+    rows = path.read_text(errors="replace").split("\n") if path.exists() else []
+    return max((row_number(row, "attempt") for row in rows), default=0)
+
+
 def _flatten(samples: dict[int, list[tuple[Indices, Tensor | None]]]) -> _Records:
     """Return few arrays, however many steps and micro-batches there were: they are cheap to send."""
     parts = [part for step in samples for part in samples[step]]
@@ -308,14 +323,8 @@ def _flatten(samples: dict[int, list[tuple[Indices, Tensor | None]]]) -> _Record
 
 def _drop_lines_after(path: Path, step: int) -> None:
     """Keep the lines up to the checkpoint that training continues from; later steps will be repeated."""
-    kept_rows = []
-    for row in path.read_text().split("\n")[:-1] if path.exists() else []:
-        try:
-            if json.loads(row)["step"] > step:
-                break
-        except (ValueError, KeyError, TypeError):
-            break  # lines after it are not reliable
-        kept_rows.append(f"{row}\n")
+    rows = path.read_text(errors="replace").split("\n") if path.exists() else []
+    kept_rows = [f"{row}\n" for row in rows if 0 < row_number(row, "step") <= step]
     if len(kept_rows) < step:
         print(
             f"warning: {path.name} has {len(kept_rows)} lines for the {step} steps of the checkpoint, so `pipe verify` "

@@ -22,6 +22,7 @@ from pipeline.contract.facts import curve_values
 from pipeline.contract.files import unwritable, write_atomic
 from train.data import BatchLoader
 from train.flops import ModelFlops
+from train.ledger import row_number
 from train.optim import Precision
 from train.parallel.base import Strategy
 from train.process_group import ProcessGroup
@@ -69,17 +70,15 @@ def _report_unwritable(path: Path) -> Iterator[None]:
 
 
 def _drop_lines_after(path: Path, step: int) -> None:
-    """Drop the lines of steps that will be repeated, so that each step has one line."""
-    if not path.exists():
-        return
-    kept_lines = []
-    for line in path.read_text().splitlines():
-        try:
-            if json.loads(line)["step"] <= step:
-                kept_lines.append(line + "\n")
-        except ValueError:
-            break  # half a line, left by a killed process
-    write_atomic(path, "".join(kept_lines))
+    """Drop the lines of steps that will be repeated, so that each step has one line, and those that are damaged."""
+    # A killed process leaves half a line at the end, which is no damage.
+    *rows, half = path.read_text(errors="replace").split("\n") if path.exists() else [""]
+    steps = [row_number(row, "step") for row in rows]
+    if 0 in steps or (step and not path.exists()) or (half and not rows):
+        print(f"warning: {path.name} is damaged; the curves lack what cannot be read", file=sys.stderr)
+    kept_rows = [f"{row}\n" for row, number in zip(rows, steps, strict=True) if 0 < number <= step]
+    if path.exists():
+        write_atomic(path, "".join(kept_rows))
 
 
 _RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # unit of getrusage

@@ -23,6 +23,7 @@ class Progress:
     best_loss: float | None = None
     best_validation: Mapping[str, float] = field(default_factory=dict)
     stale_epochs: int = 0
+    lost_best: Mapping[str, float] | None = None  # step and loss of a better checkpoint that was damaged, if one was
 
 
 @dataclass(frozen=True)

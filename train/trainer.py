@@ -110,6 +110,14 @@ class Trainer:
     def restore(self, saved: SavedCheckpoint) -> None:
         self.strategy.restore(self._optimizer, saved)
 
+    def choose_best_again(self, progress: Progress) -> Progress:
+        """Make the checkpoint of this step, whose weights were restored, the best so far; all take part."""
+        self.heartbeat.at(progress.step - 1, "validation")
+        means = validate(
+            self._task, self.strategy, self._validation, self._group, self.order.batch_size, self._validation_cuts
+        )
+        return replace(progress, best_step=progress.step, best_loss=means["loss"], best_validation=means)
+
     def fit(
         self,
         progress: Progress,
@@ -366,16 +374,14 @@ def _is_multiple(steps: int, step: int) -> bool:
 
 
 def update_best(progress: Progress, validation: dict[str, float]) -> Progress:
-    """Record the best validation so far, or one more without improvement."""
-    if progress.best_loss is not None and validation["loss"] >= progress.best_loss:
-        return replace(progress, stale_epochs=progress.stale_epochs + 1)
-    return replace(
-        progress,
-        best_step=progress.step,
-        best_loss=validation["loss"],
-        best_validation=validation,
-        stale_epochs=0,
-    )
+    """Record the best validation so far, or one more without improvement, also on a best one that was lost."""
+    loss, lost = validation["loss"], progress.lost_best
+    improves = progress.best_loss is None or loss < progress.best_loss
+    if improves:
+        progress = replace(progress, best_step=progress.step, best_loss=loss, best_validation=validation)
+    if improves and (lost is None or loss < lost["loss"]):
+        return replace(progress, stale_epochs=0, lost_best=None)
+    return replace(progress, stale_epochs=progress.stale_epochs + 1)
 
 
 def not_finite_message(quantity: str, step: int, ranks: list[int]) -> str:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeAlias
 
 import typer
 
@@ -25,11 +25,11 @@ from pipeline.cli.app import (
 )
 from pipeline.compare import align_columns, describe_different_tests, differences, result_row
 from pipeline.contract.bundle import check_gate, open_bundle, read_override
-from pipeline.contract.errors import BundleError, ConfigError
+from pipeline.contract.errors import BundleError, ConfigError, PipelineError
 from pipeline.contract.restarts import read_attempts
 from pipeline.contract.run import STEPS, Run, RunFile
 from pipeline.contract.signing import Trust
-from pipeline.history import Project, find_run, load_history, lock_run, lock_runs, open_run
+from pipeline.history import Project, find_run, load_history, lock_run, lock_runs, open_run, unreadable_runs
 from pipeline.override import override_verdict, verdict_digest
 from pipeline.service.cluster_record import describe_clusters, read_cluster_status
 from pipeline.service.process import LiveService, read_live
@@ -46,24 +46,30 @@ def status(
     """Show the newest runs and the live service."""
     project = project_of(context)
     history = load_history(project.runs)
+    problems = unreadable_runs(project.runs, history)
     shown = [(run, body) for run, body in history if not body.study][:count]
-    runs = [_run_row(run, body) for run, body in shown]
+    runs = [_run_row(run, body, problems) for run, body in shown]
     names = [run.id for run, _ in shown]
-    restarts, overrides = _restarts(project, names), _overrides(project, names)
+    restarts, overrides = _restarts(project, names), _overrides([run for run, _ in shown], problems)
     studies = count_trials(project.runs, history)
     live, clusters = read_live(project.runs), read_cluster_status(project)
     service, service_lines = _service(live) if live else (None, ["no service is live"])
     columns = ("run", "age", "state", "model", "verdict", "metric")
     lines = [table([{name: row[name] for name in columns} for row in runs]), "", *map(_restart_line, restarts)]
+    lines += [f"run {run.id}: {problem}" for run, problem in problems]
     lines += [f"run {override['run']} went past the gate: {override['text']}" for override in overrides]
     lines += [f"study {study['study']}: runs of {study['runs']} trials; see `pipe tune status`" for study in studies]
     lines += service_lines if live or not clusters else []
     lines += describe_clusters(clusters)
     facts = {"runs": runs, "restarts": restarts, "overrides": overrides, "studies": studies, "service": service}
+    facts["problems"] = [{"run": run.id, "problem": problem} for run, problem in problems]
     emit(output, facts | {"clusters": [cluster.facts() for cluster in clusters]}, "\n".join(lines))
 
 
-def _run_row(run: Run, body: RunFile) -> dict[str, Any]:
+Problems: TypeAlias = list[tuple[Run, str]]
+
+
+def _run_row(run: Run, body: RunFile, problems: Problems) -> dict[str, Any]:
     """Return what became of a run: how far it came, whether it trained, and what the gate decided."""
     steps = {step: body.steps[step].current_status for step in STEPS if step in body.steps}
     unfinished = next(
@@ -81,10 +87,14 @@ def _run_row(run: Run, body: RunFile) -> dict[str, Any]:
         "metric": "-",
     }
     if body.steps.get("evaluate") is not None and (run.output("evaluate") / "verdict.json").is_file():
-        verdict = run.verdict()
-        name = str(verdict["metric"])
-        row["verdict"] = "overridden" if steps["evaluate"] == "overridden" else str(verdict["verdict"])
-        row["metric"] = f"{name} {run.metrics[name]:.4g}" if name in run.metrics else name
+        try:
+            verdict, metrics = run.verdict(), run.metrics
+        except PipelineError as error:
+            problems.append((run, str(error)))
+        else:
+            name = str(verdict["metric"])
+            row["verdict"] = "overridden" if steps["evaluate"] == "overridden" else str(verdict["verdict"])
+            row["metric"] = f"{name} {metrics[name]:.4g}" if name in metrics else name
     return {**row, "steps": steps}
 
 
@@ -112,9 +122,15 @@ def _restart_line(row: dict[str, Any]) -> str:
     return f"training of {row['run']} was restarted {times} automatically, {row['seconds_lost']:.0f} s without a step"
 
 
-def _overrides(project: Project, names: list[str]) -> list[dict[str, Any]]:
-    overrides = [(name, read_override(project.runs / name)) for name in names]
-    return [{"run": name, **override.model_dump(), "text": str(override)} for name, override in overrides if override]
+def _overrides(runs: list[Run], problems: Problems) -> list[dict[str, Any]]:
+    rows = []
+    for run in runs:
+        try:
+            if override := read_override(run.path):
+                rows.append({"run": run.id, **override.model_dump(), "text": str(override)})
+        except PipelineError as error:
+            problems.append((run, str(error)))
+    return rows
 
 
 def _service(live: LiveService) -> tuple[dict[str, Any], list[str]]:
@@ -162,7 +178,7 @@ def logs(
         return _print_log(source, step, Path(live.log), follow, output)  # an earlier run may have started the process
     record = source.read().steps.get(step)
     if record is not None and record.reused_from:  # the run that did the work has the log
-        source = find_run(source.runs, record.reused_from)
+        source = Run(source.runs / record.reused_from)
     path = source.log(step)
     if not path.exists():
         names = sorted(log.stem for log in path.parent.glob("*.log"))

@@ -234,7 +234,7 @@ def read_override(directory: Path) -> Override | None:
     """Return the override in the directory of a run or a bundle, whichever verdict it is about."""
     path = directory / OVERRIDE_FILE
     try:
-        return Override.model_validate_json(path.read_text())
+        return Override.model_validate_json(path.read_bytes())
     except FileNotFoundError:
         return None
     except ValidationError as error:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.contract.config import Config
-from pipeline.contract.errors import ConfigError, DataError, ResourceError
+from pipeline.contract.errors import ConfigError, DataError, PipelineError, ResourceError
 from pipeline.contract.run import Run, all_runs
 from pipeline.contract.settings.stages import Model
 from pipeline.contract.task import HasFiles, Task, make_shared_files
@@ -258,7 +258,7 @@ def choose_run(project: Path, name: str, recorded: str = "") -> Run:
     Digests are compared later, so another run is refused unless it has the same weights.
     """
     runs = project / "runs"
-    if recorded and (runs / recorded / "run.json").is_file():
+    if recorded and not Run(runs / recorded).problem:
         return Run(runs / recorded)
     problems = {run: _problem(run) for run in all_runs(runs)}
     usable = next((run for run, problem in problems.items() if not problem), None)
@@ -281,6 +281,8 @@ def check_trained(run: Run, digest: str) -> None:
 
 def _problem(run: Run) -> str:
     """Return why the weights of a run cannot be used; empty if they can."""
+    if problem := run.problem:
+        return problem
     steps = run.read().steps
     for name in ("prepare", "train", "evaluate"):
         status = steps[name].status if name in steps else "never run"
@@ -288,8 +290,8 @@ def _problem(run: Run) -> str:
             return f"{name} {status}"
     try:
         verdict = run.verdict()["verdict"]
-    except (OSError, json.JSONDecodeError, KeyError) as error:
-        raise DataError(f"{run.output('evaluate') / 'verdict.json'}: damaged or missing ({error})") from error
+    except PipelineError as error:
+        return str(error)
     return "" if verdict in _PASSED else f"verdict {verdict}"
 
 

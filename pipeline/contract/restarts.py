@@ -215,9 +215,10 @@ def record_event(run: Path, **values: Any) -> None:
     line = Event(time=time.time(), number=number, **values).model_dump(exclude_defaults=True)
     path = run / _FOLDER / f"{socket.gethostname()}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
+    is_cut = path.exists() and not path.read_bytes().endswith(b"\n")  # the end of a line was lost
     handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
-        os.write(handle, json.dumps(line).encode() + b"\n")
+        os.write(handle, b"\n" * is_cut + json.dumps(line).encode() + b"\n")
     finally:
         os.close(handle)
 

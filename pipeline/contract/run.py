@@ -15,10 +15,12 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+from pydantic import ValidationError
 
 from pipeline.contract.bundle import Bundle, Override, open_bundle, read_override
 from pipeline.contract.config import Config, parse_recorded
@@ -49,7 +51,10 @@ def _second(run: Run) -> str:
 
 def created(run: Run) -> datetime:
     """Return the time of creation, to the microsecond, or to the second for runs of older versions."""
-    return datetime.fromisoformat(run.read().created)
+    try:
+        return datetime.fromisoformat(run.read().created)
+    except PipelineError:  # `pipe status` names it
+        return datetime.fromtimestamp((run.path / "run.json").stat().st_mtime, UTC)
 
 
 STEPS = ("prepare", "train", "evaluate", "export", "package", "deploy")
@@ -251,14 +256,21 @@ class Run:
         except FileNotFoundError:
             raise PipelineError(f"{self.path}: not a run directory (no run.json)") from None
         try:
-            return RunFile.model_validate_json(body)
-        except ValueError as error:
-            if (version := _schema_version(body)) > SCHEMA:
-                raise PipelineError(
-                    f"{path}: written by a newer version of pipe (schema {version}, this one reads {SCHEMA}); "
-                    "to fix it: pip install --upgrade pipe-road"
-                ) from None
-            raise PipelineError(f"{path}: damaged: {str(error).splitlines()[0]}") from error
+            file = RunFile.model_validate_json(body)
+        except ValidationError as error:
+            raise PipelineError(f"{path}: {_describe_problem(body, error)}") from error
+        if file.schema_version > SCHEMA:
+            raise PipelineError(f"{path}: {_describe_newer(file.model_dump(), '')}")
+        return file
+
+    @property
+    def problem(self) -> str:
+        """Return why run.json cannot be read, so that this run takes part in nothing; empty if it can."""
+        try:
+            self.read()
+        except PipelineError as error:
+            return str(error)
+        return ""
 
     @cached_property
     def config(self) -> Config:
@@ -273,17 +285,24 @@ class Run:
 
     def verdict(self) -> dict[str, object]:
         """Return the verdict of a complete evaluation."""
-        body: dict[str, object] = json.loads((self.output("evaluate") / "verdict.json").read_text())
-        return body
+        return self.evaluation("verdict.json", "verdict")
 
     @property
     def metrics(self) -> dict[str, float]:
         """The metrics of the model on the test set."""
-        path = self.output("evaluate") / "metrics.json"
+        metrics: dict[str, float] = self.evaluation("metrics.json", "candidate")["candidate"]
+        return metrics
+
+    def evaluation(self, name: str, key: str) -> dict[str, Any]:
+        """Return a file of the evaluation, which has this key."""
+        path = self.output("evaluate") / name
         if not path.is_file():
             raise PipelineError(f"run {self.id} has no evaluation yet; `pipe run --resume {self.id}` continues it")
-        metrics: dict[str, float] = json.loads(path.read_text())["candidate"]
-        return metrics
+        with contextlib.suppress(ValueError):
+            body = json.loads(path.read_bytes())
+            if isinstance(body, dict) and key in body:
+                return body
+        raise PipelineError(f"{path}: damaged; `pipe run --resume {self.id}` evaluates again")
 
     def override(self, verdict_digest: str) -> Override | None:
         """Return the override of exactly this verdict; an override of another verdict does not count."""
@@ -291,13 +310,35 @@ class Run:
         return override if override is not None and override.verdict == verdict_digest else None
 
 
-def _schema_version(body: bytes) -> int:
-    """Return the version that a run.json names; 0 where it is unreadable."""
-    try:
+PIPE = "pipe-road"  # name of the package, and of its version in the environment of a run
+
+
+def _describe_problem(body: bytes, error: ValidationError) -> str:
+    """Return what is wrong with a run.json that is not valid, and how to fix it."""
+    problem = error.errors()[0]
+    name = ".".join(map(str, problem["loc"]))
+    unknown_name = name if problem["type"] == "extra_forbidden" else ""
+    with contextlib.suppress(ValueError):
         fields = json.loads(body)
-    except ValueError:
-        return 0
-    version = fields.get("schema_version") if isinstance(fields, dict) else None
+        if isinstance(fields, dict) and (unknown_name or _schema_version(fields) > SCHEMA):
+            return _describe_newer(fields, unknown_name)
+    reason = f"{name}: {problem['msg']}".removeprefix(": ") if body.strip(b"\0 \n") else "it is empty"
+    return f"damaged: {reason}; to fix it: restore it from a copy, or move the folder of the run away"
+
+
+def _describe_newer(fields: Mapping[str, object], unknown_name: str) -> str:
+    environment, version = fields.get("environment"), _schema_version(fields)
+    writer = environment.get(PIPE) if isinstance(environment, dict) else None
+    reason = f"schema {version}, this one reads {SCHEMA}" if version > SCHEMA else f"{unknown_name} is unknown here"
+    writer_version = f"{writer}; " if isinstance(writer, str) else ""
+    return (
+        f"written by a newer version of pipe ({writer_version}{reason}); to fix it: pip install --upgrade pipe-road, "
+        "or move the folder of the run away"
+    )
+
+
+def _schema_version(fields: Mapping[str, object]) -> int:
+    version = fields.get("schema_version")
     return version if isinstance(version, int) else 0
 
 

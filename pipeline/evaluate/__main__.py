@@ -77,7 +77,8 @@ def evaluate(run: Run, root: Path) -> None:
     data = _verify_test_data(run, samples)
     codec = _check_codec(run, root, task, samples, candidate)
     results = _results(task, columns, baseline, data, run.runs)
-    results = replace(results, codec=codec, copies=read_near_copies(run.output("prepare")), repeated=data.repeated)
+    copies = read_near_copies(run.output("prepare"))
+    results = replace(results, codec=codec, copies=copies, repeated=data.repeated, training=_lost_best(run))
     verdict = _decide_and_write(run, results, data, checkpoint)
     if baseline is not None and baseline.champion is not None:
         write_json(run.partial("evaluate") / CHAMPION, baseline.champion)
@@ -136,6 +137,18 @@ def _results(task: Task, columns: Columns, baseline: Baseline | None, data: Data
     if baseline is not None and baseline.champion is not None:
         change = compare_with_champion(data, baseline.test_set, runs / baseline.champion["run"])
     return Results(columns, kind, bundle, classes, lower_is_better(task), change)
+
+
+def _lost_best(run: Run) -> str:
+    """Return a note where the best checkpoint was damaged, so that the model is a later one; empty where it was not."""
+    path = run.output("train") / "summary.json"
+    summary = json.loads(path.read_text()) if path.is_file() else {}
+    if not (lost := summary.get("lost_best")):
+        return ""
+    return (
+        f"the model is of step {summary['best_step']}, because the better checkpoint of step {lost['step']} was "
+        "damaged; to fix it: train again with `pipe run --force train`"
+    )
 
 
 def _check_codec(run: Run, root: Path, task: Task, samples: Samples, predict: Predictor) -> CodecCheck | None:

@@ -53,6 +53,7 @@ class Results:
     codec: CodecCheck | None = None  # None for a language model
     copies: tuple[int, ...] = ()  # test samples with a near copy in the training data
     repeated: int = 0  # test samples that equal an earlier one
+    training: str = ""  # what the verdict must say of the training
 
     @cached_property
     def candidate(self) -> Columns:
@@ -98,7 +99,9 @@ class Results:
             baseline=baseline,
             lower=frozenset(name for name, metric in metrics.items() if metric.lower),
             undefined={name: metric.why for name, metric in metrics.items() if metric.why},
-            notes=tuple(note for note in (*(metric.note for metric in metrics.values()), unrecorded) if note),
+            notes=tuple(
+                note for note in (*(metric.note for metric in metrics.values()), unrecorded, self.training) if note
+            ),
             comparison=self.comparison(config, number),
             number=number,
             slices=slices,

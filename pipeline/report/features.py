@@ -41,7 +41,7 @@ def read_champion_profile(run: Run, facts: Facts) -> Body:
         return {}
     for other in all_runs(run.runs):
         path = other.output("prepare") / "profile.json"
-        if bundle not in (other.path / "run.json").read_text() or not path.is_file():
+        if bundle.encode() not in (other.path / "run.json").read_bytes() or not path.is_file():
             continue
         try:
             export = other.read().steps.get("export")
@@ -49,7 +49,7 @@ def read_champion_profile(run: Run, facts: Facts) -> Body:
                 body = json.loads(path.read_text())
                 return body if isinstance(body, dict) else {}
         except (PipelineError, ValueError):  # damaged; commands that need the run report it
-            return {}
+            continue
     return {}
 
 

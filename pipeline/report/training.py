@@ -97,6 +97,8 @@ def _summary(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "restarted", f"{times} automatically, {seconds(summary.get('seconds_lost'))} without a step"
     best = sorted((summary.get("best_validation") or {}).items())
     yield "best validation", ", ".join(f"{name} {number(value)}" for name, value in best)
+    if lost := summary.get("lost_best"):
+        yield "lost", f"the better checkpoint of step {lost['step']}, which was damaged"
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -104,26 +104,32 @@ def count_trials(runs: Path, history: History) -> list[dict[str, object]]:
 
 def trial_value(run: Run, metric: str) -> float | None:
     """Return the metric of a trial's best weights; None if it is missing or not finite."""
-    summary = json.loads((run.output("train") / "summary.json").read_text())
-    value: float | None = summary["best_validation"].get(metric)
+    path = run.output("train") / "summary.json"
+    try:
+        value: float | None = json.loads(path.read_bytes())["best_validation"].get(metric)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PipelineError(
+            f"{path}: damaged or missing; to fix it: restore it from a copy, or move the folder of the run away"
+        ) from error
     return value
 
 
 def needed_runs(runs: Path, history: History) -> set[str]:
-    """Return the runs that must be kept: the best trial of each study, and unfinished ones."""
+    """Return the runs that must be kept: the best trial of each study, unfinished and damaged ones."""
     names: set[str] = set()
     for study in all_studies(runs):
         trials = study_trials(study.name, history).values()
         names |= {run.id for run, body in trials if _train_status(body) in ("", "running", "interrupted")}
-        if best := _best(study, [run for run, body in trials if _train_status(body) == "done"]):
-            names.add(best.id)
+        values: dict[Run, float] = {}
+        for run in (run for run, body in trials if _train_status(body) == "done"):
+            try:
+                if (value := trial_value(run, study.metric)) is not None:
+                    values[run] = value
+            except PipelineError:  # it may be the best
+                names.add(run.id)
+        if values:
+            names.add((max if study.direction == "maximize" else min)(values, key=values.__getitem__).id)
     return names
-
-
-def _best(study: StudyFile, trained: Iterable[Run]) -> Run | None:
-    values = {run: value for run in trained if (value := trial_value(run, study.metric)) is not None}
-    choose = max if study.direction == "maximize" else min
-    return choose(values, key=lambda run: values[run], default=None)
 
 
 def _train_status(body: RunFile) -> str:

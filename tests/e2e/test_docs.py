@@ -117,15 +117,33 @@ def test_the_demo_runs_the_pipeline_and_leaves_a_service(tmp_path: Path) -> None
         project.stop()
 
 
+@pytest.fixture
+def wine(project: ProjectFolder) -> Iterator[ProjectFolder]:
+    """The project of the README: what `pipe init` writes, with the task that the README shows."""
+    init, _ = (words for words in readme_commands() if words[0] in ("init", "-C"))
+    project.pipe(*init)
+    ((language, body),) = [block for block in blocks(SOURCE_ROOT / "README.md") if _FILE.match(block[1])]
+    assert language == "python"
+    (project.folder / _FILE.findall(body)[0]).write_text(body)
+    yield project
+    ProjectFolder(project.folder / "wine", 0).stop()
+
+
+def test_the_task_of_the_readme_passes_the_checks_before_training(wine: ProjectFolder) -> None:
+    assert "prepare: done" in wine.pipe("-C", "wine", "run", "prepare").stderr
+
+
 @pytest.mark.long
-def test_the_project_that_init_writes_runs_the_pipeline_as_the_readme_states(project: ProjectFolder) -> None:
-    try:
-        for words in readme_commands():
-            if words[0] in ("init", "-C"):
-                project.pipe(*words)
-        assert (project.folder / "my-model" / "runs" / "live.json").is_file()
-    finally:
-        ProjectFolder(project.folder / "my-model", 0).stop()
+def test_the_task_of_the_readme_is_served_with_the_output_it_shows(wine: ProjectFolder) -> None:
+    """The numbers depend on the machine; the lines do not."""
+    _, run = (words for words in readme_commands() if words[0] in ("init", "-C"))
+    printed = wine.pipe(*run).stderr
+    (shown,) = [body for language, body in blocks(SOURCE_ROOT / "README.md") if language == "text"]
+    for line in shown.splitlines():
+        parts = re.split(r"\b[0-9a-f]{12}\b|[+-]?\d[\d.,]*(?:e-\d+)?", line)
+        assert re.search(r"\S+?".join(map(re.escape, parts)), printed), line
+    assert len(shown.splitlines()) == 6
+    assert (wine.folder / "wine" / "runs" / "live.json").is_file()
 
 
 def help_of(command: str, subcommand: str) -> tuple[int, str]:

@@ -32,6 +32,7 @@ from pipeline.history import (
     lock_service,
     seal_step,
     try_lock,
+    unreadable_runs,
     write_record,
 )
 
@@ -112,14 +113,13 @@ def test_linking_replaces_what_a_crash_left_half_linked(sealed: tuple[Run, StepR
     assert changed_outputs(target, record) == []
 
 
-def named(runs: Path, *names: str) -> None:
+def named(runs: Path, config: Config, *names: str) -> None:
     for name in names:
-        (runs / name).mkdir(parents=True)
-        (runs / name / "run.json").write_text("{}")
+        begin_run(Run(runs / name), config, ("prepare",))
 
 
-def test_run_is_found_by_id_prefix_path_or_latest(tmp_path: Path) -> None:
-    named(tmp_path, "20260101-100000-aaaa", "20260102-100000-bbbb")
+def test_run_is_found_by_id_prefix_path_or_latest(tmp_path: Path, config: Config) -> None:
+    named(tmp_path, config, "20260101-100000-aaaa", "20260102-100000-bbbb")
     (tmp_path / "manifests").mkdir()  # not a run
     assert find_run(tmp_path, "latest").id == "20260102-100000-bbbb"
     assert find_run(tmp_path, "20260101").id == "20260101-100000-aaaa"
@@ -134,21 +134,27 @@ def test_runs_of_one_second_are_reported_apart_by_a_finer_time(tmp_path: Path, c
     assert find_run(tmp_path, "latest") == made[-1]
 
 
-def test_a_name_that_fits_no_run_or_several_is_a_mistake(tmp_path: Path) -> None:
+def test_a_name_that_fits_no_run_or_several_is_a_mistake(tmp_path: Path, config: Config) -> None:
     with pytest.raises(ConfigError, match=r"no runs in .* yet; `pipe run all` makes one"):
         find_run(tmp_path, "latest")
-    named(tmp_path, "20260101-100000-aaaa", "20260102-100000-bbbb")
+    named(tmp_path, config, "20260101-100000-aaaa", "20260102-100000-bbbb")
     with pytest.raises(ConfigError, match=r"more than one run '2026' .*newest: 20260102-100000-bbbb"):
         find_run(tmp_path, "2026")
     with pytest.raises(ConfigError, match="no run '2025'"):
         find_run(tmp_path, "2025")
 
 
-def test_a_damaged_record_is_named(sealed: tuple[Run, StepRecord]) -> None:
+def test_unreadable_run_is_left_out_and_named(sealed: tuple[Run, StepRecord], config: Config) -> None:
     run, _ = sealed
+    other = create_run(run.runs, config, ("prepare",), "")
     (run.path / "run.json").write_text("{")
+    history = load_history(run.runs)
+    assert [each for each, _ in history] == [other]
+    ((unreadable, problem),) = unreadable_runs(run.runs, history)
+    assert unreadable == run
+    assert "run.json: damaged: Invalid JSON" in problem
     with pytest.raises(PipelineError, match=r"run.json: damaged"):
-        load_history(run.runs)
+        find_run(run.runs, run.id)
 
 
 def test_runs_that_a_workflow_has_named_stand_where_their_time_puts_them(tmp_path: Path, config: Config) -> None:

@@ -11,7 +11,12 @@ import pytest
 import torch
 
 from pipeline.contract.errors import DataError
+from pipeline.contract.processes import Rank
+from pipeline.contract.restarts import attempt_files
+from pipeline.contract.run import Run
 from train.batch_order import BatchOrder
+from train.elastic.attempts import begin_attempt
+from train.process_group import ProcessGroup
 
 from .conftest import Project, equal, failure, journal, weights
 
@@ -56,6 +61,58 @@ def test_resumed_run_ends_with_identical_weights(project: Project) -> None:
     assert "resumed from the checkpoint of step 7 of 15" in done.stdout
     assert equal(weights(cut), weights(whole))
     assert [line["step"] for line in journal(cut)] == [line["step"] for line in journal(whole)]
+
+
+@pytest.mark.parametrize(
+    ("processes", "strategy"), [(1, "ddp"), (2, "ddp"), (2, "fsdp"), (2, "parameter_server"), (2, "local_sgd")]
+)
+def test_training_goes_on_when_the_best_checkpoint_is_damaged(project: Project, processes: int, strategy: str) -> None:
+    """The best is that of step 5; cut at step 10, the newest. Then the weights of a later step become the model."""
+    rising = 'batch["target"]) + (0.0 if torch.is_grad_enabled() else 9.0 * self.validations())'
+    project.replace('batch["target"])\n', f"{rising}\n")
+    counter = "    count = 0\n\n    def validations(self):\n        self.count += 1\n        return self.count\n\n"
+    project.replace("    def loss(", f"{counter}    def loss(")
+    run = project.run(epochs=2, strategy=strategy)
+    assert project.train(run, processes).returncode == 0
+    (run.partial("train") / "model.safetensors").unlink()
+    (run.partial("train") / "checkpoints" / "step-00000005" / "0.safetensors").write_bytes(b"")
+    done = project.train(run, processes)
+    assert done.returncode == 0, done.stderr
+    assert "resumed from the checkpoint of step 10 of 10" in done.stdout
+    assert "best at step 10 (that of step 5 was better, but its checkpoint was damaged)" in done.stdout
+    summary = json.loads((run.partial("train") / "summary.json").read_text())
+    assert (summary["best_step"], summary["lost_best"]["step"]) == (10, 5)
+    assert (run.partial("train") / "checkpoints" / "step-00000005").is_dir(), "nothing is deleted"
+
+
+@pytest.mark.parametrize("content", [b"", bytes(99), b"{", b"\xff\n1\n", None])
+def test_damaged_records_of_training_cost_no_step(project: Project, content: bytes | None) -> None:
+    """The ledger, the curves, the record of attempts and the chosen batch size, all at once."""
+    run = project.run(epochs=2, batch_size="auto")
+    assert project.train(run).returncode == 0
+    train = run.partial("train")
+    (train / "model.safetensors").unlink()
+    (attempts,) = attempt_files(run.path)
+    for path in (train / "ledger.jsonl", train / "metrics.jsonl", train / "batch_size.json", attempts):
+        path.unlink() if content is None else path.write_bytes(content)
+    done = project.train(run)
+    assert done.returncode == 0, done.stderr
+    assert "resumed from the checkpoint of step" in done.stdout
+    for name in ("ledger.jsonl has 0 lines for the", "batch_size.json is damaged; the checkpoints have batches of"):
+        assert f"warning: {name}" in done.stderr
+    assert ("warning: metrics.jsonl is damaged" in done.stderr) == (content != b"")
+
+
+def test_attempts_are_numbered_on_where_their_record_is_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = Run(tmp_path)
+    run.partial("train").mkdir()
+    (run.partial("train") / "ledger.jsonl").write_text('{"step": 1, "attempt": 3}\n{"step": 2, "att\n\0\0\n')
+    assert begin_attempt(run, ProcessGroup(Rank(), torch.device("cpu")), 1).number == 4
+    assert "warning: logs/attempts is damaged: it lacks attempt 3 of the ledger" in capsys.readouterr().err
+    assert begin_attempt(run, ProcessGroup(Rank(), torch.device("cpu")), 1).number == 5
+    assert capsys.readouterr().err == ""
 
 
 MISTAKES = {

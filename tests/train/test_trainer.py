@@ -213,6 +213,16 @@ def test_an_epoch_without_gain_keeps_the_best_and_is_counted(loss: float) -> Non
     assert update_best(before, {"loss": loss}) == Progress(20, 10, 0.5, {"loss": 0.5}, 2)
 
 
+@pytest.mark.parametrize(
+    ("loss", "best", "stale", "lost"),
+    [(0.25, 20, 3, True), (0.35, 10, 3, True), (0.2, 20, 3, True), (0.1, 20, 0, False)],
+)
+def test_patience_compares_with_a_best_that_was_lost(loss: float, best: int, stale: int, lost: bool) -> None:
+    before = Progress(20, 10, 0.3, {"loss": 0.3}, 2, lost_best={"step": 5, "loss": 0.2})
+    after = update_best(before, {"loss": loss})
+    assert (after.best_step, after.stale_epochs, after.lost_best is not None) == (best, stale, lost)
+
+
 def test_the_first_epoch_is_the_best_so_far_however_bad() -> None:
     assert update_best(Progress(step=5), {"loss": 1e9}).best_step == 5
 

@@ -5,11 +5,13 @@ A checkpoint is intact if every file has the size and the digest of the manifest
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import sys
 import warnings
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -158,17 +160,40 @@ class SavedCheckpoint:
 
 
 def find_newest(storage: Storage, identity: Mapping[str, Any], group: ProcessGroup) -> SavedCheckpoint | None:
-    """Return the newest intact checkpoint; collective, the processes divide the checking of files."""
+    """Return the newest intact checkpoint; collective, the processes divide the checking of files.
+
+    Where the best one so far is damaged, its progress has none: `best_step` is 0, and `lost_best` is that one.
+    """
     for step in reversed(group.share(storage.steps() if group.rank.first else [])):
         try:
             manifest = _check_together(storage, step, identity, group)
-            if manifest.progress.best_step not in (0, step):
-                _check_together(storage, manifest.progress.best_step, identity, group)
         except StageError as error:
-            if group.rank.first:
-                print(f"warning: {error}; skipped", file=sys.stderr)
-        else:
-            return SavedCheckpoint(storage, manifest)
+            _warn(group, f"{error}; skipped")
+            continue
+        progress = manifest.progress
+        try:
+            if progress.best_step not in (0, step):
+                _check_together(storage, progress.best_step, identity, group)
+        except StageError as error:
+            _warn(group, f"{error}; it was the best so far, so the best one is chosen from step {step} on")
+            lost = progress.lost_best or {"step": progress.best_step, "loss": progress.best_loss or 0.0}
+            left = Progress(step, stale_epochs=progress.stale_epochs, lost_best=lost)
+            return SavedCheckpoint(storage, replace(manifest, progress=left))
+        return SavedCheckpoint(storage, manifest)
+    return None
+
+
+def _warn(group: ProcessGroup, text: str) -> None:
+    if group.rank.first:
+        print(f"warning: {text}", file=sys.stderr)
+
+
+def read_batch_size(storage: Storage) -> int | None:
+    """Return the batch size of the newest checkpoint whose manifest can be read."""
+    for step in reversed(storage.steps()):
+        with contextlib.suppress(OSError, DamagedCheckpoint):
+            size: int = decode_manifest(storage.manifest(step)).identity["batch_size"]
+            return size
     return None
 
 

@@ -91,7 +91,7 @@ class CheckpointStore:
         return self._storage.steps()
 
     def newest(self) -> SavedCheckpoint | None:
-        """Return the newest intact checkpoint of which the best one is intact, too; collective, the same on all."""
+        """Return the newest intact checkpoint; collective, the same on all."""
         return find_newest(self._storage, self._identity, self._group)
 
     def load(self, step: int) -> SavedCheckpoint:

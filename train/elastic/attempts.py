@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import socket
+import sys
 
 from pipeline.contract.errors import clear_passing
-from pipeline.contract.restarts import read_events, record_event
+from pipeline.contract.restarts import newest_attempt, read_events, record_event
 from pipeline.contract.run import Run
+from train.ledger import LEDGER_FILE, last_attempt
 from train.process_group import ProcessGroup
 
 
@@ -35,7 +37,10 @@ def begin_attempt(run: Run, group: ProcessGroup, step: int) -> AttemptReporter:
     hosts = group.gather(socket.gethostname())
     number = 0
     if group.rank.first:
-        number = 1 + max((event.attempt for event in read_events(run.path)), default=0)
+        recorded, trained = newest_attempt(read_events(run.path)), last_attempt(run.partial("train") / LEDGER_FILE)
+        if recorded < trained:
+            print(f"warning: logs/attempts is damaged: it lacks attempt {trained} of the ledger", file=sys.stderr)
+        number = 1 + max(recorded, trained)
         clear_passing(run.partial("train"))
     number = group.share(number)
     if group.rank.first:

@@ -32,6 +32,7 @@ def test_status_of_an_empty_project_is_json_too(pipe: Pipe) -> None:
         "studies": [],
         "service": None,
         "clusters": [],
+        "problems": [],
     }
     assert done.stderr == ""
 

@@ -309,7 +309,7 @@ def test_without_such_a_run_it_states_how_to_make_one(
 def test_a_verdict_that_is_gone_is_no_passed_one(root: Path, other: Path) -> None:
     run = walked(other, 1)
     (run.output("evaluate") / "verdict.json").unlink()
-    with pytest.raises(DataError, match=r"verdict.json: damaged or missing"):
+    with pytest.raises(ConfigError, match="has no evaluation yet"):
         found(root)
 
 

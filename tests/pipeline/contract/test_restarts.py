@@ -57,6 +57,14 @@ def test_recorded_events_are_read_again(tmp_path: Path) -> None:
     assert (end.attempt, end.reason, end.passing) == (1, "rank 1 was killed", True)
 
 
+def test_line_after_a_cut_one_is_read(tmp_path: Path) -> None:
+    record_event(tmp_path, event="launch", attempt=0)
+    (path,) = attempt_files(tmp_path)
+    path.write_bytes(path.read_bytes()[:-3])
+    record_event(tmp_path, event="launch", attempt=7)
+    assert [event.attempt for event in read_events(tmp_path)] == [7]
+
+
 def test_half_a_line_of_a_lost_machine_is_skipped(tmp_path: Path) -> None:
     record_event(tmp_path, event="launch", attempt=0)
     (file_of_this_machine,) = attempt_files(tmp_path)

@@ -12,7 +12,7 @@ import torch
 
 from pipeline.contract.data import forward, open_split
 from pipeline.contract.errors import GateError, read_error
-from pipeline.contract.files import write_atomic
+from pipeline.contract.files import write_atomic, write_json
 from pipeline.contract.run import Run, RunFile
 from pipeline.contract.sources import SOURCE_ROOT
 from pipeline.contract.task import load_task, save_weights
@@ -52,6 +52,15 @@ def make_run(path: Path, weights: Path, **evaluate: object) -> Run:
 def start(run: Run, processes: int = 1) -> subprocess.CompletedProcess[str]:
     argv = ("-m", "pipeline.evaluate", str(run.path), "--root", str(DIGITS))
     return launch(argv, run.path.parent, processes, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())})
+
+
+def test_verdict_warns_that_the_best_checkpoint_was_lost(tmp_path: Path, weights: Path) -> None:
+    run = make_run(tmp_path / "one", weights, margin=2.0)
+    write_json(run.output("train") / "summary.json", {"best_step": 200, "lost_best": {"step": 48, "loss": 0.1}})
+    sentence = "the model is of step 200, because the better checkpoint of step 48 was damaged"
+    assert f"warning: {sentence}" in start(run).stdout
+    verdict = json.loads((run.partial("evaluate") / "verdict.json").read_text())
+    assert any(warning.startswith(sentence) for warning in verdict["warnings"])
 
 
 def test_one_and_two_processes_score_every_sample_identically(tmp_path: Path, weights: Path) -> None:

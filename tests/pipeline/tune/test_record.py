@@ -20,6 +20,7 @@ from pipeline.tune.record import (
     study_name,
     study_parts,
     study_trials,
+    trial_value,
     write_study,
 )
 
@@ -112,6 +113,20 @@ def test_best_and_unfinished_trials_are_needed(
     runs = [trial_run(project, config, study, i, status, value) for i, (status, value) in enumerate(endings)]
     create_run(project.runs, config, ("prepare",), "")
     assert needed_runs(project.runs, load_history(project.runs)) == {runs[number].id for number in kept}
+
+
+@pytest.mark.parametrize("content", [b"", bytes(9), b"{}", b"[]", b"\xff", None])
+def test_trial_with_a_damaged_summary_is_needed(
+    project: Project, make_config: MakeConfig, content: bytes | None
+) -> None:
+    config = make_config()
+    study = begun(project, config)
+    runs = [trial_run(project, config, study, i, "done", value) for i, value in enumerate((0.5, 0.9, 0.7))]
+    path = runs[0].output("train") / "summary.json"
+    path.unlink() if content is None else path.write_bytes(content)
+    assert needed_runs(project.runs, load_history(project.runs)) == {runs[0].id, runs[1].id}
+    with pytest.raises(PipelineError, match=r"summary\.json: damaged or missing; to fix it: restore it"):
+        trial_value(runs[0], "accuracy")
 
 
 def test_deleted_study_needs_no_runs(project: Project, make_config: MakeConfig) -> None:

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from pipeline.contract.errors import StageError
+from train.state import Progress, State
 
-from .conftest import flip, save, store
+from .conftest import flip, names, save, state, store
 
 
 @pytest.mark.parametrize("name", ["0.safetensors", "manifest.json"])
@@ -44,14 +47,39 @@ def test_changed_step_in_the_manifest_is_damage(tmp_path: Path) -> None:
         store(tmp_path).load(10)
 
 
-def test_checkpoint_whose_best_one_is_damaged_is_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for number, best in ((5, 5), (10, 10), (20, 10)):
-        save(tmp_path, number, best, keep=3)
-    flip(tmp_path / "step-00000010" / "0.safetensors")
+@pytest.mark.parametrize("name", ["0.safetensors", "manifest.json", ""])
+@pytest.mark.parametrize("content", [b"", bytes(300), b"{", None])
+def test_newest_checkpoint_is_kept_when_the_best_is_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes | None
+) -> None:
+    for number in (10, 20, 30):
+        save(tmp_path, number, best=10, fill=number)
+    path = tmp_path / "step-00000010" / (name or "0.safetensors")
+    path.unlink() if content is None else path.write_bytes(content)
+    if not name:
+        shutil.rmtree(path.parent)
     saved = store(tmp_path).newest()
     assert saved is not None
-    assert saved.progress.step == 5
-    assert "step-00000010 is damaged" in capsys.readouterr().err
+    assert saved.progress == Progress(step=30, lost_best={"step": 10, "loss": 0.1})
+    assert torch.equal(saved.read_all("weights.")["it"], torch.full((2, 2), 30.0))
+    warning = capsys.readouterr().err
+    assert "step-00000010 is damaged" in warning
+    assert "it was the best so far, so the best one is chosen from step 30 on" in warning
+    assert names(tmp_path) == ["step-00000010"] * bool(name) + ["step-00000020", "step-00000030"]
+
+
+def test_lost_best_checkpoint_is_remembered(tmp_path: Path) -> None:
+    progress = Progress(20, 20, 0.3, {"loss": 0.3}, lost_best={"step": 10, "loss": 0.1})
+    for number in (20, 30):
+        with store(tmp_path) as opened:
+            opened.save(State(replace(progress, step=number), state(0).tensors))
+    saved = store(tmp_path).newest()
+    assert saved is not None
+    assert saved.progress == replace(progress, step=30)
+    flip(tmp_path / "step-00000020" / "0.safetensors")
+    saved = store(tmp_path).newest()
+    assert saved is not None
+    assert saved.progress == Progress(30, lost_best={"step": 10, "loss": 0.1}), "the better one of the two"
 
 
 def test_no_checkpoint_is_found_if_all_are_damaged(tmp_path: Path) -> None:
