@@ -394,7 +394,7 @@ def _unexpected_error(error: Exception, root: Path) -> PipelineError:
 _INPUT_ENDED = "EOF when reading a line"  # what input() raises
 
 
-def describe(error: Exception, root: Path) -> str:
+def describe(error: BaseException, root: Path) -> str:
     """Describe an exception in one line, with the line of the user's code that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     own_frames = [frame for frame in frames if Path(frame.filename).is_relative_to(root)]

@@ -1,4 +1,4 @@
-"""User code that asks for input in training: it fails, whoever starts the process."""
+"""User code that calls input() in training fails, in every process that a launcher starts."""
 
 from __future__ import annotations
 
