@@ -29,7 +29,7 @@ from export.names import MeasuredShapes, name_tensors
 from export.padding import MASK, Padding, find_padding
 from export.trace import ExportInput, Trace, describe_module, inspect, recurrent_shapes, source_location
 from pipeline.contract.bundle import check_external_data_files
-from pipeline.contract.data import Samples, axis_sizes, example_batch, name_outputs
+from pipeline.contract.data import Samples, axis_sizes, example_batch, name_outputs, standard_attention
 from pipeline.contract.errors import BundleError, StageError
 from pipeline.contract.settings.stages import Export
 from pipeline.contract.signature import TensorSpec
@@ -82,7 +82,7 @@ def _dynamic(axes: Sequence[int | str]) -> dict[int, str]:
 
 def write_onnx(traced: ExportInput, config: Export, path: Path) -> ExportResult:
     traced.module.eval()
-    with warnings.catch_warnings(), grouped_experts(traced.module), recurrent_shapes():
+    with warnings.catch_warnings(), grouped_experts(traced.module), recurrent_shapes(), standard_attention():
         warnings.simplefilter("ignore")  # the exporter warns about its own internals
         result = inspect(traced)
         try:
@@ -281,6 +281,7 @@ def untraced_batches(task: Task, samples: Samples) -> Iterator[UntracedBatch]:
 
 
 @torch.no_grad()
+@standard_attention()
 def measure_shapes(task: Task, model: nn.Module, samples: Samples) -> list[MeasuredShapes]:
     """Return the shapes of torch's outputs as traced and at other sizes, where torch can compute them."""
     traced = example_batch(task, samples)

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeline.contract.data import standard_attention
 from pipeline.contract.errors import StageError
 from pipeline.contract.torch_private import (
     OpOverload,
@@ -71,7 +72,7 @@ def trace(traced: ExportInput) -> Trace:
 
 
 def _export_program(traced: ExportInput, strict: bool) -> torch.export.ExportedProgram:
-    with warnings.catch_warnings(), torch.no_grad(), recurrent_shapes():
+    with warnings.catch_warnings(), torch.no_grad(), recurrent_shapes(), standard_attention():
         warnings.simplefilter("ignore")
         axes = _dynamic_shapes(traced.axes)
         return torch.export.export(traced.module, traced.arguments, dynamic_shapes=axes, strict=strict)
@@ -178,10 +179,28 @@ def _refuse_branch(error: BaseException) -> None:
     if not any(type(cause).__name__ == "GuardOnDataDependentSymNode" for cause in _chain(error)):
         return
     frames = [frame for cause in _chain(error) for frame in traceback.extract_tb(cause.__traceback__)]
+    if argument := _causal_argument(frames):
+        raise StageError(
+            f"torch examines the values of a mask to find out whether it is causal{_describe_line(frames)}, which a "
+            f"graph cannot; give it {argument}=True if the mask is causal, and {argument}=False otherwise"
+        ) from error
     raise StageError(
         f"the model decides in python by what its data are{_describe_line(frames)}, and a graph would keep one side of "
         "it for all; write it with torch.where, or with torch.cond where only one side may run"
     ) from error
+
+
+def _causal_argument(frames: Sequence[traceback.FrameSummary]) -> str:
+    """Return the argument without which one of torch's transformer layers examines its mask; empty if none did."""
+    lines = [frame.line or "" for frame in frames if frame.filename.endswith("torch/nn/modules/transformer.py")]
+    callers = [line for line in lines if "is_causal = _detect_is_causal_mask(" in line]
+    if not callers:
+        return ""
+    if "tgt_is_causal" in callers[0]:
+        return "tgt_is_causal"
+    return (
+        "src_is_causal" if any("self.encoder(" in line for line in lines) else "is_causal"
+    )  # nn.Transformer's own name
 
 
 def _refuse_unknown_operator(error: BaseException) -> None:

@@ -85,7 +85,7 @@ def child_process(
 ) -> Iterator[Process]:
     """Start a process that ends, with its children, when the block ends or when this process dies.
 
-    Its standard input is a socket: it reads end-of-file there when this process is gone. `files` stay open in it.
+    Its standard input is a socket, where `watch_parent` reads end-of-file when this process is gone. `files` stay open.
     """
     parent_end, child_end = socket.socketpair()
     environment = {**os.environ, **env, PARENT_WATCH_VARIABLE: "1"}

@@ -214,7 +214,8 @@ class App:
         version.arriving -= 1
         body = await read_body(request, version.max_infer_bytes, self.budget)
         length = request.headers.get(_LENGTH)
-        payload = v2.Payload(version.name, body, None if length is None else length.decode("latin-1"))
+        header = None if length is None else length.decode("latin-1")
+        payload = v2.Payload(version.name, body, header, version.predictor.signature)
         if version.canary is not None and not route.version:
             version = await _choose(request, version, payload)
         answer = await version.predict(request, payload)

@@ -20,7 +20,11 @@ from serve.errors import TooLarge, UnsupportedMediaType
 from serve.memory import HoldsMemory, MemoryBudget, body_memory
 
 ACCEPTED_ENCODINGS = "gzip, deflate"
-SLICE_BYTES = 256 << 10  # of plain body that are made at once: well under a millisecond of work
+SLICE_BYTES = 256 << 10  # of a compressed body that are read, or made, at once: well under a millisecond of work
+# Deflate makes zeros a thousand times smaller, and tensors with something in them rarely fifty times. Zeros are sent to
+# warm a service up, so a body may always grow to the allowance, which is 27 images of 3 x 224 x 224 floats.
+MAX_INFLATION = 100
+INFLATION_ALLOWANCE_BYTES = 16 << 20
 _UNCOUNTED_BYTES = 4 << 10  # of a body that arrived in one piece
 _GZIP, _ZLIB, _RAW = 16 + zlib.MAX_WBITS, zlib.MAX_WBITS, -zlib.MAX_WBITS  # as zlib names the formats
 
@@ -78,16 +82,15 @@ async def _pieces(request: IncomingRequest, piece: bytes, more: bool, limit: int
 
 
 async def _inflate(request: IncomingRequest, limit: int, inflater: Inflater, budget: MemoryBudget) -> bytes:
-    parts, size = [], 0
+    parts: list[bytes] = []
     async for piece in _pieces(request, *await request.receive(), limit):
         for part in inflater.feed(piece):
             budget.reserve(request, body_memory(part))
-            parts.append(part)
-            size += len(part)
-            if size > limit:
+            if inflater.made > limit:
                 raise _too_large(limit, prefix="body: decompressed it is")
-            if len(part) == SLICE_BYTES:
+            if parts:
                 await asyncio.sleep(0)  # there may be much of it, and other requests wait
+            parts.append(part)
     inflater.end()
     return b"".join(parts)
 
@@ -100,31 +103,43 @@ def _too_large(limit: int, *, more: bool = True, prefix: str = "body:") -> TooLa
 
 
 class Inflater:
-    """Undoes one content encoding; what it yields is never larger than `SLICE_BYTES`, whatever it is fed."""
+    """Undoes one content encoding; what it yields is never larger than `SLICE_BYTES`, whatever it is fed.
+
+    The body is one stream. gzip allows several behind one another, but 2 MB hold a hundred thousand empty ones.
+    """
 
     def __init__(self, encoding: str) -> None:
         self._encoding = encoding
         self._stream: Any = zlib.decompressobj(_GZIP) if encoding == "gzip" else None
-        self._began = False
+        self._fed = self.made = 0  # bytes
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        while data:
-            if self._stream is None:  # `deflate` is a zlib stream by the standard, and a raw one by many clients
-                self._stream = zlib.decompressobj(_ZLIB if data[0] & 0x0F == 8 and data[0] >> 4 < 8 else _RAW)
-            elif self._stream.eof:  # gzip files may be concatenated
-                if self._encoding != "gzip":
-                    raise InvalidPayload("body: goes on behind the end of its deflate data")
-                self._stream = zlib.decompressobj(_GZIP)
-            self._began = True
-            try:
-                yield self._stream.decompress(data, SLICE_BYTES)
-            except zlib.error as error:
-                raise InvalidPayload(f"body: is not valid {self._encoding}: {error}") from None
-            data = self._stream.unconsumed_tail or self._stream.unused_data
+        if data and self._stream is None:  # `deflate` is a zlib stream by the standard, and a raw one by many clients
+            self._stream = zlib.decompressobj(_ZLIB if data[0] & 0x0F == 8 and data[0] >> 4 < 8 else _RAW)
+        for place in range(0, len(data), SLICE_BYTES):  # as zlib copies what it leaves
+            piece, part = data[place : place + SLICE_BYTES], b""
+            self._fed += len(piece)
+            while piece or len(part) == SLICE_BYTES:  # zlib may have more than a full part
+                part = self._decompress(piece)
+                self.made += len(part)
+                if self.made > max(INFLATION_ALLOWANCE_BYTES, MAX_INFLATION * self._fed):
+                    text = f"body: decompressed it is more than {MAX_INFLATION} times as large; send it uncompressed"
+                    raise TooLarge(text)
+                yield part
+                piece = self._stream.unconsumed_tail
+
+    def _decompress(self, piece: bytes) -> bytes:
+        try:
+            part: bytes = self._stream.decompress(piece, SLICE_BYTES)
+        except zlib.error as error:
+            raise InvalidPayload(f"body: is not valid {self._encoding}: {error}") from None
+        if self._stream.unused_data:
+            raise InvalidPayload(f"body: goes on behind the end of its {self._encoding} data; send one stream")
+        return part
 
     def end(self) -> None:
         """Raise InvalidPayload if the compressed data does not end where the body does."""
-        if self._began and not self._stream.eof:
+        if self._fed and not self._stream.eof:
             raise InvalidPayload(f"body: ends in the middle of its {self._encoding} data")
 
 

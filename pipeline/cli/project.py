@@ -177,7 +177,8 @@ def _make_data(folder: Path) -> None:
     """Run the template's script that makes its data, unless the folder has data already."""
     if not (folder / _DATA_SCRIPT).is_file() or (folder / "data").exists():
         return
-    done = subprocess.run([sys.executable, "-B", _DATA_SCRIPT], cwd=folder, capture_output=True, text=True, check=False)
+    command, null = [sys.executable, "-B", _DATA_SCRIPT], subprocess.DEVNULL
+    done = subprocess.run(command, cwd=folder, stdin=null, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ConfigError(f"{folder / _DATA_SCRIPT}: {done.stderr.strip().splitlines()[-1]}; to fix it: run it again")
 

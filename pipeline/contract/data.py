@@ -7,6 +7,7 @@ the attention of a transformers model within each text.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -370,10 +371,28 @@ def example_batch(task: Task, samples: Samples) -> dict[str, Tensor]:
     return samples.batch([index % len(samples) for index in range(rows)])
 
 
-def forward(model: Any, task: Task, batch: Mapping[str, Tensor]) -> Outputs:
-    """Call the model on its declared inputs and return the outputs as loss() and metrics() receive them."""
+@contextlib.contextmanager
+def standard_attention() -> Iterator[None]:
+    """Switch off the fast path that torch's transformer layers take for inference.
+
+    It has no form in ONNX, and returns zeros for padded positions, which no graph does.
+    """
+    was_enabled = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
     try:
-        returned = model(*[batch[name] for name in task.inputs])
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(was_enabled)
+
+
+def forward(model: Any, task: Task, batch: Mapping[str, Tensor]) -> Outputs:
+    """Call the model on its declared inputs and return the outputs as loss() and metrics() receive them.
+
+    Its attention is computed as the exported graph does, so that what is evaluated is what is served.
+    """
+    try:
+        with standard_attention():
+            returned = model(*[batch[name] for name in task.inputs])
     except TypeError:
         check_call(task, model)
         raise

@@ -4,7 +4,8 @@ A process ends when the `pipe` command that started it is gone, even by `kill -9
 a pair of sockets as standard input and holds the other; a step passes it on to the processes it starts. When the
 runner dies the kernel closes its end, and every process reads end-of-file. The node of training holds a pair of its
 own for its launcher, so that the end of either ends the workers. mpirun passes standard input on to its first process
-alone, gives the others the null device, and ends them with the first.
+alone, gives the others the null device, and ends them with the first. A process that runs the user's code moves its end
+elsewhere, so that its standard input is empty: `input()` must fail there, and not wait for ever.
 """
 
 from __future__ import annotations
@@ -30,15 +31,24 @@ PARENT_WATCH_VARIABLE = "PIPE_PARENT_WATCH"
 TERMINATED = 128 + signal.SIGTERM  # exit status of a process that ends on SIGTERM, as a shell reports it
 
 
-def watch_parent(env: Mapping[str, str] | None = None) -> None:
-    """Watch standard input in the background, but only where the runner has set the variable."""
+def watch_parent(env: Mapping[str, str] | None = None, *, passes_on: bool = False) -> None:
+    """Watch standard input in the background, but only where the runner has set the variable, and make it empty.
+
+    `passes_on`: leave it as it is for other processes, which are started with it and watch it as well.
+    """
     env = os.environ if env is None else env
-    if env.get(PARENT_WATCH_VARIABLE) == "1" and not os.path.samestat(os.fstat(0), os.stat(os.devnull)):
-        threading.Thread(target=_wait_and_exit, name="parent-watch", daemon=True).start()
+    if env.get(PARENT_WATCH_VARIABLE) != "1" or os.path.samestat(os.fstat(0), os.stat(os.devnull)):
+        return
+    watched = 0
+    if not passes_on:
+        watched, null = os.dup(0), os.open(os.devnull, os.O_RDONLY)
+        os.dup2(null, 0)
+        os.close(null)
+    threading.Thread(target=_wait_and_exit, args=(watched,), name="parent-watch", daemon=True).start()
 
 
-def _wait_and_exit() -> None:
-    while os.read(0, 4096):
+def _wait_and_exit(watched: int) -> None:
+    while os.read(watched, 4096):
         pass
     os._exit(TERMINATED)  # no clean-up: half-written outputs have temporary names
 

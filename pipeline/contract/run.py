@@ -432,9 +432,15 @@ def _unexpected_error(error: Exception, root: Path) -> PipelineError:
     return StageError(f"{rank}{describe(error, root)}")
 
 
-def describe(error: Exception, root: Path) -> str:
+_INPUT_ENDED = "EOF when reading a line"  # what input() raises
+
+
+def describe(error: BaseException, root: Path) -> str:
     """Describe an exception in one line, with the line of the user's code that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     own_frames = [frame for frame in frames if Path(frame.filename).is_relative_to(root)]
     location = f" ({Path(own_frames[-1].filename).name}, line {own_frames[-1].lineno})" if own_frames else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}{location}"
+    text = " ".join(str(error).split())[:400]
+    if type(error).__name__ == "BdbQuit" or text == _INPUT_ENDED:
+        text = "the standard input of a step is empty; to fix it: remove the call of input() or of the debugger"
+    return f"{type(error).__name__}: {text}{location}"

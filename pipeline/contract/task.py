@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_che
 from pipeline.contract.errors import ConfigError, DataError, StageError
 from pipeline.contract.files import digest_tree
 from pipeline.contract.imports import PROJECT, import_file
-from pipeline.contract.run import Run
+from pipeline.contract.run import Run, describe
 
 if TYPE_CHECKING:
     import torch
@@ -564,11 +564,11 @@ def load_class(reference: str, root: Path, package: str = "") -> Any:
     try:
         module = import_file(path, root.resolve(), package)
     except (Exception, SystemExit) as error:  # a script without a main guard must not end the step
-        text = " ".join(str(error).split()).replace(f"{PROJECT}.", "")
+        text = describe(error, root.resolve()).replace(f"{PROJECT}.", "")
         missing = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
         is_internal = missing.startswith("pipeline.") and not missing.startswith(f"{PROJECT}.")
         fix = "; to fix it: import the name from `pipeline`" if is_internal else ""
-        raise ConfigError(f"{path.name}: import failed: {type(error).__name__}: {text}{fix}") from error
+        raise ConfigError(f"{path.name}: import failed: {text}{fix}") from error
     if not hasattr(module, name):
         raise ConfigError(f"{reference}: {file} has no class {name}")
     return getattr(module, name)

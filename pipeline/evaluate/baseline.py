@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -19,7 +20,7 @@ from pipeline.contract.bundle import Bundle
 from pipeline.contract.data import Samples, as_task_outputs, name_outputs
 from pipeline.contract.errors import BundleError, DataError
 from pipeline.contract.registry import Change, champion_bundle, open_store, read_registry
-from pipeline.contract.run import Run
+from pipeline.contract.run import Run, describe
 from pipeline.contract.signature import NUMPY_TYPES, TensorSpec
 from pipeline.contract.statistics.scores import batch_length
 from pipeline.contract.task import HasBaseline, Task
@@ -69,7 +70,7 @@ def _fit_baseline(source: HasBaseline, seed: int) -> Predictor:
     try:
         return source.baseline()
     except Exception as error:  # the user's code may raise anything
-        raise DataError(f"baseline(): {type(error).__name__}: {error}") from error
+        raise DataError(f"baseline(): {describe(error, Path.cwd())}") from error
 
 
 def _checked_predictor(task: Task, predict: Predictor) -> Predictor:
@@ -77,7 +78,7 @@ def _checked_predictor(task: Task, predict: Predictor) -> Predictor:
         try:
             outputs = name_outputs(task, predict(batch))
         except Exception as error:
-            raise DataError(f"baseline(): its predictor failed: {type(error).__name__}: {error}") from error
+            raise DataError(f"baseline(): its predictor failed: {describe(error, Path.cwd())}") from error
         for name, tensor in outputs.items():
             if not tensor.ndim or len(tensor) != batch_length(batch):
                 shape = tuple(tensor.shape)

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from torch import Tensor
 from pipeline.contract.codec import Arrays, Codec, encode_method
 from pipeline.contract.data import Samples
 from pipeline.contract.errors import InvalidPayload
+from pipeline.contract.run import describe
 from pipeline.contract.task import Classifier, HasAnswer, HasAxes, HasExample, HasInstances, Regressor, Task
 from pipeline.evaluate.rules import GateRule
 
@@ -66,7 +68,7 @@ def check_codec(task: Task, codec: Codec, reference: str, samples: Samples, pred
     except InvalidPayload as error:
         return CodecCheck((f"decode() refuses an instance of the task: {error}",), ())
     except Exception as error:  # the user's code may raise anything
-        return CodecCheck((f"it raises {type(error).__name__}: {error}",), ())
+        return CodecCheck((f"it raises {describe(error, Path.cwd())}",), ())
     return CodecCheck((*faults, *decoded_faults), (*checked, *decoded), tuple(notes))
 
 

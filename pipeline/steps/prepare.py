@@ -21,7 +21,7 @@ from pipeline.contract.errors import ConfigError, DataError, PipelineError, Reso
 from pipeline.contract.files import write_json
 from pipeline.contract.pretrained import Pretrained, copy_small_files, planned_files
 from pipeline.contract.prompting import check_decoder, check_prompting
-from pipeline.contract.run import Run, run_step
+from pipeline.contract.run import Run, describe, run_step
 from pipeline.contract.statistics.metrics import check_directions, lower_is_better
 from pipeline.contract.task import (
     FOLDER,
@@ -133,7 +133,7 @@ def check_planned_export(config: Config, root: Path, prepared: Path | None) -> s
             return str(error)
         raise
     except Exception as error:  # the user's code, which may run elsewhere
-        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return describe(error, root)
     return ""
 
 

@@ -415,8 +415,8 @@ def convert_fields(fields: dict[str, Any], kind: type[_Request]) -> _Request:
         if not any(present[name] == neutral for neutral in _NEUTRAL[name]):
             raise InvalidPayload(f"{name}: is not supported by this service; leave it out")
         del present[name]
-    if unknown := sorted(present.keys() - set(kind.__struct_fields__)):
-        raise InvalidPayload(f"{unknown[0][:100]}: is not supported by this service; leave it out")
+    if unknown := present.keys() - set(kind.__struct_fields__):
+        raise InvalidPayload(f"{min(unknown)[:100]}: is not supported by this service; leave it out")
     try:
         return msgspec.convert(present, kind)
     except msgspec.ValidationError as error:

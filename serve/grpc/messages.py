@@ -7,22 +7,31 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from pipeline.contract.codec import Part
 from pipeline.contract.errors import InvalidPayload
-from pipeline.contract.signature import NUMPY_TYPES
+from pipeline.contract.signature import NUMPY_TYPES, Signature
 from serve.errors import RequestError, TooLarge, Unimplemented
 from serve.grpc.http2 import hpack
 from serve.grpc.open_inference import ModelInferResponse
 from serve.protocol import v2
 from serve.protocol.classification import PARAMETER, parse_classification
-from serve.protocol.tensors import Array, InferRequest, Parameters, RequestedOutput, Tensor, reject_parameters, to_raw
-from serve.protocol.validate import format_shape
-from serve.request_body import SLICE_BYTES, Inflater
+from serve.protocol.tensors import (
+    Array,
+    InferRequest,
+    Parameters,
+    RequestedOutput,
+    Tensor,
+    check_parameter_count,
+    reject_parameters,
+    to_raw,
+)
+from serve.protocol.validate import check_counts, format_shape
+from serve.request_body import Inflater
 from serve.request_context import parse_timeout_parameter
 from serve.runtime.predictor import Predictor
 
@@ -62,7 +71,7 @@ class Payload:
         return str(self._message.id)
 
     def decode(self, predictor: Predictor) -> tuple[Sequence[Part], Sequence[str]]:
-        self._request = parse(self._message)
+        self._request = parse(self._message, predictor.signature)
         self._decoded = v2.decode_request(self._request, predictor)
         self.is_quick = self.is_quick and not v2.has_classes(self._decoded.requested_outputs)
         return self._decoded.parts, self._decoded.names
@@ -72,15 +81,16 @@ class Payload:
         return render(self._message, version, self._decoded.requested_outputs, *answer)
 
 
-def parse(message: Any) -> InferRequest:
+def parse(message: Any, signature: Signature) -> InferRequest:
     """Return the request. Raw contents, if used, are used for every input, and for the outputs as well."""
-    raws, inputs = list(message.raw_input_contents), list(message.inputs)
+    check_counts(len(message.inputs), len(message.outputs), signature)
+    inputs = list(message.inputs)
     for one in inputs:  # first: an input in shared memory has no raw contents
         if one.parameters:
             _parameters(one, f"inputs: {one.name}")
-    if raws and len(raws) != len(inputs):
-        raise InvalidPayload(f"raw_input_contents: {len(raws)} given for {len(inputs)} inputs")
-    tensors = []
+    if message.raw_input_contents and len(message.raw_input_contents) != len(inputs):
+        raise InvalidPayload(f"raw_input_contents: {len(message.raw_input_contents)} given for {len(inputs)} inputs")
+    raws, tensors = list(message.raw_input_contents), []
     for index, one in enumerate(inputs):
         if raws and one.HasField("contents"):
             raise InvalidPayload(f"inputs: {one.name}: has contents beside raw_input_contents")
@@ -143,6 +153,7 @@ def _parameters(one: Any, where: str, supported: str = "") -> Parameters:
     """Return the parameters as REST has them; one without a value is ignored."""
     if not one.parameters:
         return {}
+    check_parameter_count(one.parameters, where)
     chosen = ((name, value, value.WhichOneof("parameter_choice")) for name, value in one.parameters.items())
     found = {name: getattr(value, choice) for name, value, choice in chosen if choice}
     reject_parameters(found, where, supported)
@@ -208,18 +219,19 @@ def unframe_message(body: bytes, most: int) -> tuple[bytes, bool]:
     return body[PREFIX.size :], bool(compressed)
 
 
-async def decompress(data: bytes, coding: str, most: int) -> bytes:
-    """Decompress a message, a slice at a time."""
+async def decompress(data: bytes, coding: str, most: int, reserve: Callable[[int], None]) -> bytes:
+    """Decompress a message, a slice at a time; `reserve` accounts for the bytes of each."""
     if not coding:
         raise MalformedMessage("message: is marked as compressed, but grpc-encoding names no encoding")
-    parts, size, inflater = [], 0, Inflater(coding)
+    parts: list[bytes] = []
+    inflater = Inflater(coding)
     for part in inflater.feed(data):
-        parts.append(part)
-        size += len(part)
-        if size > most:
+        reserve(len(part))
+        if inflater.made > most:
             raise TooLarge(f"message: decompressed it is larger than max, which is {most} bytes")
-        if len(part) == SLICE_BYTES:
+        if parts:
             await asyncio.sleep(0)  # there may be much of it, and other calls wait
+        parts.append(part)
     inflater.end()
     return b"".join(parts)
 

@@ -184,7 +184,8 @@ class Calls:
         data, compressed = messages.unframe_message(parts[0] if len(parts) == 1 else b"".join(parts), self._max_bytes)
         stream.parts = []
         if compressed:
-            data = await messages.decompress(data, call.head.encoding, self._max_bytes)
+            reserve: Callable[[int], None] = lambda size: self._budget.reserve(call, _COPIES * size)  # noqa: E731
+            data = await messages.decompress(data, call.head.encoding, self._max_bytes, reserve)
         call.size = len(data)
         self._budget.reserve(call, message_memory(data, open_inference.RAW_CONTENTS_FIELD))
         return _parse(method, data)

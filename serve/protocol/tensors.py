@@ -6,7 +6,7 @@ import itertools
 import math
 import struct
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from types import MappingProxyType
 from typing import Annotated, Any, NamedTuple, TypeAlias
 
@@ -40,6 +40,7 @@ _REJECTED_PARAMETERS = dict.fromkeys(
 _REJECTED_PARAMETERS[PARAMETER] = "it is a parameter of a requested output"
 _NULL = type(None)
 _MAX_CACHED_SHAPES = 4096
+_MAX_PARAMETERS = 100  # several times as many as the protocol and its extensions have
 _SMALL = 1024  # elements; with more, the overhead of numpy calls does not matter
 _DTYPES = {name: np.dtype(kind) for name, kind in NUMPY_TYPES.items()}
 _SWAPS_BYTES = sys.byteorder == "big"  # raw data is little-endian everywhere
@@ -97,8 +98,14 @@ class InferRequest(NamedTuple):
         return self.outputs or [RequestedOutput(name, self.binary) for name in signature.output_names]
 
 
+def check_parameter_count(parameters: Sized, where: str) -> None:
+    if len(parameters) > _MAX_PARAMETERS:
+        raise InvalidPayload(f"{where}: {len(parameters)} parameters; send at most {_MAX_PARAMETERS}")
+
+
 def reject_parameters(parameters: Parameters, where: str, supported: str = "") -> None:
     """Reject parameters that would change the answer but are not supported; ignore all others."""
+    check_parameter_count(parameters, where)
     if parameters.keys().isdisjoint(_REJECTED_PARAMETERS):
         return
     for name, reason in _REJECTED_PARAMETERS.items():

@@ -52,8 +52,8 @@ def parse(body: bytes) -> Any:
     fields = parse_object(body)
     if "instances" not in fields:
         raise InvalidPayload('body: the field "instances" is missing')
-    if unknown := sorted(set(fields) - _FIELDS):
-        raise InvalidPayload(f'body: unknown field "{unknown[0][:80]}"; known fields: instances, signature_name')
+    if unknown := fields.keys() - _FIELDS:
+        raise InvalidPayload(f'body: unknown field "{min(unknown)[:80]}"; known fields: instances, signature_name')
     if (name := fields.get("signature_name")) is not None and name != SIGNATURE_NAME:
         raise InvalidPayload(f'body: signature_name {str(name)[:80]!r} is unknown; the only one is "{SIGNATURE_NAME}"')
     return fields["instances"]

@@ -37,8 +37,9 @@ class Answer(NamedTuple):
 class Payload:
     """The body of tensor inference."""
 
-    def __init__(self, model: str, body: bytes, length_header: str | None) -> None:
-        self._model, self._body, self._length = model, body, length_header
+    def __init__(self, model: str, body: bytes, length_header: str | None, signature: Signature | None) -> None:
+        """`signature`: of the model's current version, by which a flood of tensors is refused."""
+        self._model, self._body, self._length, self._signature = model, body, length_header, signature
         self._is_raw = length_header == "0" and bool(body)
         # The request of raw bytes has no fields, and becomes an input once the signature is known.
         self._parsed: InferRequest | None = InferRequest("", (), ()) if self._is_raw else None
@@ -52,7 +53,7 @@ class Payload:
     @property
     def request(self) -> InferRequest:
         if self._parsed is None:
-            self._parsed = parse(self._body, self._length, self._model)
+            self._parsed = parse(self._body, self._length, self._model, self._signature)
         return self._parsed
 
     def request_id(self) -> str:
@@ -78,13 +79,13 @@ def _is_quick(body: bytes, length_header: str | None) -> bool:
     return len(body) < _QUICK_FLAT_BYTES and v2_json.is_flat_json(body)
 
 
-def parse(body: bytes, length_header: str | None, model: str = "") -> InferRequest:
-    """Parse a body and validate its fields, but not against the model's signature.
+def parse(body: bytes, length_header: str | None, model: str = "", signature: Signature | None = None) -> InferRequest:
+    """Parse a body and validate its fields; of the signature, only the number of tensors counts here.
 
     kserve's client also names the model in the body; it must be the tensor in the URL.
     """
     split = len(body) if length_header is None else _json_length(length_header, len(body))
-    fields = read_v2_json(body if split == len(body) else body[:split])
+    fields = read_v2_json(body if split == len(body) else body[:split], signature)
     if fields.model_name and fields.model_name != model:
         raise InvalidPayload(f"model_name: {fields.model_name[:128]!r} is not {model!r}, the model in the URL")
     binary = False

@@ -14,7 +14,9 @@ import numpy as np
 import simdjson
 
 from pipeline.contract.errors import InvalidPayload
+from pipeline.contract.signature import Signature
 from serve.protocol.tensors import Parameters, Tensor
+from serve.protocol.validate import check_counts
 from serve.request_body import check_depth, count_up_to, parse_object
 
 _FIELDS = ("id", "parameters", "inputs", "outputs", "model_name")
@@ -48,25 +50,28 @@ class JsonRequest(msgspec.Struct, forbid_unknown_fields=True, gc=False):
 _DECODER = msgspec.json.Decoder(JsonRequest)
 
 
-def read_v2_json(text: bytes | memoryview) -> JsonRequest:
-    """Parse and validate a request."""
+def read_v2_json(text: bytes | memoryview, signature: Signature | None = None) -> JsonRequest:
+    """Parse and validate a request; the signature limits how many inputs and outputs a long one has."""
     if len(text) >= FLAT_JSON_MIN_BYTES:
-        return validate_fields(read_flat_json(bytes(text)) or parse_object(text))
+        return validate_fields(read_flat_json(bytes(text), signature) or parse_object(text), signature)
     try:
         request = _DECODER.decode(text)
     except (ValueError, RecursionError):  # msgspec's errors are ValueErrors
-        return validate_fields(parse_object(text))
+        return validate_fields(parse_object(text), signature)
     if any(type(tensor.data) is list and tensor.data and type(tensor.data[0]) is list for tensor in request.inputs):
         check_depth(text)  # only needed for nested lists: msgspec limits everything else by its types
     return request
 
 
-def validate_fields(fields: Mapping[str, Any]) -> JsonRequest:
+def validate_fields(fields: Mapping[str, Any], signature: Signature | None = None) -> JsonRequest:
     _check_keys(fields, "body", _FIELDS)
+    inputs, outputs = _list(fields, "inputs", ""), _list(fields, "outputs", "", [])
+    if signature is not None:
+        check_counts(len(inputs), len(outputs), signature)
     return JsonRequest(
-        inputs=[_tensor(item, f"inputs.{index}") for index, item in enumerate(_list(fields, "inputs", ""))],
+        inputs=[_tensor(item, f"inputs.{index}") for index, item in enumerate(inputs)],
         id=_text(fields, "id", "", ""),
-        outputs=[_output(item, f"outputs.{index}") for index, item in enumerate(_list(fields, "outputs", "", []))],
+        outputs=[_output(item, f"outputs.{index}") for index, item in enumerate(outputs)],
         parameters=_parameters(fields, "parameters"),
         model_name=_text(fields, "model_name", "", "") or None,
     )
@@ -145,10 +150,12 @@ def is_flat_json(text: bytes) -> bool:
     return not text[middle : middle + _SAMPLE_BYTES].translate(None, b"0123456789+-.eE, \t\r\n")
 
 
-def read_flat_json(text: bytes) -> dict[str, Any] | None:
+def read_flat_json(text: bytes, signature: Signature | None = None) -> dict[str, Any] | None:
     """Return the fields, with arrays of numbers as data; None where the body has another form or an error."""
     try:
         fields = _unique_fields(simdjson.Parser().parse(text))
+        if signature is not None:
+            check_counts(len(fields["inputs"]), len(fields.get("outputs") or ()), signature)
         inputs = [_unique_fields(item) for item in fields["inputs"]]
         # More brackets than these mean nested lists.
         lists = 1 + 2 * len(inputs) + ("outputs" in fields)
@@ -161,8 +168,14 @@ def read_flat_json(text: bytes) -> dict[str, Any] | None:
 
 
 def _unique_fields(value: Any) -> dict[str, Any]:
-    """Return the fields by name; raises TypeError for repeated names, which simdjson and orjson read differently."""
-    if not isinstance(value, simdjson.Object) or len(names := list(value.keys())) != len(set(names)):
+    """Return the fields by name; raises TypeError for repeated names, which simdjson and orjson read differently.
+
+    It also does for more fields than there can be: simdjson goes through all of them to find one.
+    """
+    if not isinstance(value, simdjson.Object) or len(value) > len(_FIELDS):
+        raise TypeError
+    names = list(value.keys())
+    if len(names) != len(set(names)):
         raise TypeError
     return {name: value[name] for name in names}
 

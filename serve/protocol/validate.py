@@ -16,6 +16,14 @@ _ITEM_BYTES = {name: np.dtype(kind).itemsize for name, kind in NUMPY_TYPES.items
 
 Array = np.ndarray[Any, Any]
 _MAX_SHOWN_AXES = 16  # in messages
+_MAX_SURPLUS = 16  # of inputs or outputs that are left to `check_names`, which finds the wrong one
+
+
+def check_counts(inputs: int, outputs: int, signature: Signature) -> None:
+    """Refuse many more inputs or outputs than the model has, before an object is made for each."""
+    for name, count, specs in (("inputs", inputs, signature.inputs), ("outputs", outputs, signature.outputs)):
+        if count > len(specs) + _MAX_SURPLUS:
+            raise InvalidPayload(f"{name}: {count} in one request; the model has {len(specs)}")
 
 
 def check_names(names: Sequence[str], specs: Sequence[TensorSpec]) -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from concurrent.futures import Executor
 from pathlib import Path
 
@@ -53,7 +52,10 @@ def test_a_request_is_known_by_the_id_in_its_body_and_else_by_that_of_its_header
     assert model.canary is not None
     taken = next(key for key in IDS if model.canary.takes(key))
     left = next(key for key in IDS if not model.canary.takes(key))
-    call: Callable[[bytes], v2.Payload] = lambda key: v2.Payload("tiny", b'{"id": "%s", "inputs": []}' % key, None)  # noqa: E731
+
+    def call(key: bytes) -> v2.Payload:
+        return v2.Payload("tiny", b'{"id": "%s", "inputs": []}' % key, None, None)
+
     assert _chosen(model, call(taken), left) is model.canary.candidate
     assert _chosen(model, call(left), taken) is model.current
     assert _chosen(model, call(b""), taken) is model.canary.candidate
@@ -64,7 +66,7 @@ def test_a_request_is_known_by_the_id_in_its_body_and_else_by_that_of_its_header
 def test_a_long_body_is_read_for_its_id_off_the_loop(model: Model) -> None:
     assert model.canary is not None
     taken = next(key for key in IDS if model.canary.takes(key))
-    long = v2.Payload("tiny", b'{"id": "%s", "inputs": []%s}' % (taken, b" " * 2_000_000), None)
+    long = v2.Payload("tiny", b'{"id": "%s", "inputs": []%s}' % (taken, b" " * 2_000_000), None, None)
     assert not long.is_quick
     assert _chosen(model, long) is model.canary.candidate
 

@@ -43,7 +43,7 @@ def v1_payload(texts: list[str]) -> Any:
 
 def v2_payload(texts: list[str]) -> Any:
     tensor = {"name": "instances", "shape": [len(texts)], "datatype": "BYTES", "data": texts}
-    return v2.Payload("tiny", orjson.dumps({"inputs": [tensor]}), None)
+    return v2.Payload("tiny", orjson.dumps({"inputs": [tensor]}), None, None)
 
 
 def rpc_payload(texts: list[str]) -> Any:

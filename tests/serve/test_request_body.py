@@ -8,14 +8,15 @@ import socket
 import tracemalloc
 import zlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
 
 from pipeline.contract.errors import InvalidPayload
 from serve.errors import Busy, ClientDisconnected, TooLarge, UnsupportedMediaType
 from serve.memory import MemoryBudget
-from serve.request_body import read_body
+from serve.request_body import INFLATION_ALLOWANCE_BYTES, SLICE_BYTES, read_body
 from serve.request_context import RequestContext, parse_timeout_parameter
 
 if TYPE_CHECKING:
@@ -137,9 +138,80 @@ def test_a_body_is_read_as_it_was_before_it_was_compressed(
     assert body(coding, *cut(compress(PLAIN), size)) == PLAIN
 
 
-def test_gzip_files_behind_one_another_are_one_body() -> None:
-    twice = gzip.compress(PLAIN) + gzip.compress(b"more")
-    assert body("gzip", *cut(twice, 333)) == PLAIN + b"more"
+class CountingStream:
+    """A stream of zlib, and the bytes that all of them were given."""
+
+    given = 0
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def decompress(self, data: bytes, most: int) -> bytes:
+        CountingStream.given += len(data)
+        return bytes(self._stream.decompress(data, most))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    make = zlib.decompressobj
+    monkeypatch.setattr(CountingStream, "given", 0)
+    monkeypatch.setattr(zlib, "decompressobj", lambda wbits: CountingStream(make(wbits)))
+    return lambda: CountingStream.given
+
+
+@pytest.mark.parametrize("size", [1, 333, 100_000])
+@pytest.mark.parametrize("more", [b"", b"more"])
+def test_second_stream_of_a_body_is_refused(more: bytes, size: int) -> None:
+    with pytest.raises(InvalidPayload, match="goes on behind the end of its gzip data; send one stream"):
+        body("gzip", *cut(gzip.compress(PLAIN) + gzip.compress(more), size))
+
+
+def test_many_empty_streams_cost_no_more_than_one(given: Callable[[], int]) -> None:
+    bomb = gzip.compress(b"") * 50_000
+    with pytest.raises(InvalidPayload, match="goes on behind"):
+        body("gzip", bomb, most=len(bomb))
+    assert given() <= len(bomb)
+
+
+def test_large_bodies_are_given_to_zlib_once(given: Callable[[], int]) -> None:
+    plain = os.urandom(8 << 20)
+    packed = gzip.compress(plain, 1)
+    assert body("gzip", packed, most=9 << 20) == plain
+    assert given() < 1.1 * len(packed)
+
+
+@pytest.mark.parametrize("repeated", [1, 3])
+def test_part_that_ends_inside_a_match_is_whole(repeated: int) -> None:
+    plain = b"\0" * (repeated * SLICE_BYTES)
+    assert body("deflate", bare(plain)) == plain
+
+
+def test_honest_zeros_are_accepted() -> None:
+    images = bytes(16 * 3 * 224 * 224 * 4)
+    assert body("gzip", gzip.compress(images), most=64 << 20) == images
+
+
+def test_large_tensors_that_compress_well_are_accepted() -> None:
+    tokens = np.random.default_rng(3).integers(0, 50_000, (5000, 512))  # int64, and half of it padding
+    tokens[:, 256:] = 0
+    packed = zlib.compress(tokens.tobytes(), 6)
+    assert tokens.nbytes > INFLATION_ALLOWANCE_BYTES
+    assert body("deflate", *cut(packed, 60_000), most=64 << 20) == tokens.tobytes()
+
+
+@pytest.mark.parametrize("size", [1000, 1 << 20])
+def test_body_that_inflates_too_much_is_refused_while_it_grows(size: int) -> None:
+    bomb = gzip.compress(bytes(60 << 20))
+    tracemalloc.start()
+    try:
+        with pytest.raises(TooLarge, match="decompressed it is more than 100 times as large; send it uncompressed"):
+            body("gzip", *cut(bomb, size), most=64 << 20)
+        assert tracemalloc.get_traced_memory()[1] < INFLATION_ALLOWANCE_BYTES + 4 * SLICE_BYTES
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("coding", ["br", "zstd", "compress", "gzip, gzip", "gzip,deflate", "deflate;q=1", "\xff"])
@@ -155,7 +227,7 @@ def test_another_coding_is_refused_and_those_that_are_read_are_named(coding: str
         ("gzip", PLAIN, "not valid gzip"),
         ("gzip", zlib.compress(PLAIN), "not valid gzip"),
         ("gzip", gzip.compress(PLAIN)[:-5], "ends in the middle"),
-        ("gzip", gzip.compress(PLAIN) + b"more", "not valid gzip"),
+        ("gzip", gzip.compress(PLAIN) + b"more", "behind the end"),
         ("gzip", gzip.compress(PLAIN)[:-8] + b"\0" * 8, "not valid gzip"),  # its checksum
         ("deflate", zlib.compress(PLAIN)[:-5], "ends in the middle"),
         ("deflate", zlib.compress(PLAIN) + b"more", "behind the end"),

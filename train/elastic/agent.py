@@ -190,7 +190,7 @@ def describe_failures(statuses: Mapping[int, int], directory: Path, output: str 
 
 def main(argv: Sequence[str]) -> int:
     options = _parse(argv)
-    watch_parent()
+    watch_parent(passes_on=True)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, _raise_signal)
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # shared, it hands out addresses of an earlier round

@@ -83,18 +83,21 @@ def test_manifest_validator_is_never_imported() -> None:
 
 # Reports when it watches its parent, then works until it is stopped through another pipe.
 PROGRAM = (
-    "import os, sys; from pipeline.contract.processes import watch_parent; watch_parent(); "
-    "print('held', flush=True); os.read({stop}, 1)"
+    "import os, sys; from pipeline.contract.processes import watch_parent; watch_parent({arguments}); "
+    "{work}; print('held', flush=True); os.read({stop}, 1)"
 )
+PRINT_INPUT = "import os, select; print(select.select([0], [], [], 0)[0] and os.read(0, 1), flush=True)"
 
 
 @contextmanager
-def watched_process(env: dict[str, str]) -> Iterator[tuple[subprocess.Popen[bytes], int, int]]:
+def watched_process(
+    env: dict[str, str], work: str = "pass", arguments: str = ""
+) -> Iterator[tuple[subprocess.Popen[bytes], int, int]]:
     """Yield a process, the runner's end of its standard input, and the pipe that ends its work."""
     read_end, write_end = os.pipe()
     stop_read, stop_write = os.pipe()
     process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM.format(stop=stop_read)],
+        [sys.executable, "-c", PROGRAM.format(stop=stop_read, work=work, arguments=arguments)],
         stdin=read_end,
         stdout=subprocess.PIPE,
         pass_fds=[stop_read],
@@ -103,8 +106,8 @@ def watched_process(env: dict[str, str]) -> Iterator[tuple[subprocess.Popen[byte
     os.close(read_end)
     os.close(stop_read)
     assert process.stdout is not None
-    assert process.stdout.readline() == b"held\n"
     try:
+        assert process.stdout.readline() == (b"held\n" if work == "pass" else b"b''\n")
         yield process, write_end, stop_write
     finally:
         process.kill()
@@ -115,6 +118,25 @@ def watched_process(env: dict[str, str]) -> Iterator[tuple[subprocess.Popen[byte
 
 def test_process_ends_when_its_parent_is_gone() -> None:
     with watched_process({PARENT_WATCH_VARIABLE: "1"}) as (process, write_end, _):
+        assert process.poll() is None
+        os.close(write_end)
+        assert process.wait(timeout=300) == TERMINATED
+
+
+WATCHING_CHILD = PROGRAM.format(arguments="", work=PRINT_INPUT, stop=0)
+
+
+@pytest.mark.parametrize(
+    ("work", "arguments"),
+    [
+        (PRINT_INPUT, ""),
+        (f"import subprocess; subprocess.run([sys.executable, '-c', {PRINT_INPUT!r}])", ""),
+        (f"import subprocess; subprocess.run([sys.executable, '-c', {WATCHING_CHILD!r}])", "passes_on=True"),
+    ],
+)
+def test_standard_input_is_empty_while_the_parent_is_watched(work: str, arguments: str) -> None:
+    """That of the process, of one that it starts, and of one that watches the same parent."""
+    with watched_process({PARENT_WATCH_VARIABLE: "1"}, work, arguments) as (process, write_end, _):
         assert process.poll() is None
         os.close(write_end)
         assert process.wait(timeout=300) == TERMINATED

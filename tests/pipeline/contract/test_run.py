@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from pipeline.contract.errors import ConfigError, DataError, GateError, PipelineError, clear_error, read_error
 from pipeline.contract.files import digest_bytes, digest_file
 from pipeline.contract.run import SCHEMA, Run, RunFile, StepRecord, own_identity, run_step
+from pipeline.processes import LocalLauncher
 
 CONFIG = {"name": "digits", "task": "task.py:T", "codec": "codec.py:C", "train": {"epochs": 3}}
 
@@ -194,6 +196,25 @@ def test_a_bug_in_the_users_file_names_its_line(tmp_path: Path) -> None:
     exec(compile(source.read_text(), str(source), "exec"), scope)
     run_step("train", scope["work"], [str(tmp_path), "--root", str(tmp_path)])
     assert str(read_error(tmp_path / "train.partial")) == "KeyError: 'label' (task.py, line 4)"
+
+
+@pytest.mark.parametrize("call", ["input()", "breakpoint()", "import pdb; pdb.set_trace()"])
+def test_code_that_waits_for_input_is_named_by_its_line(call: str, tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text(f"def work(run, root):\n    {call}\n    return 1\n")
+    program = (
+        "import sys; from pipeline.contract.run import run_step; sys.path.insert(0, '.'); import task; "
+        f"sys.exit(run_step('train', task.work, [{str(tmp_path)!r}, '--root', {str(tmp_path)!r}]))"
+    )
+    deadline = time.monotonic() + 300
+
+    def tick() -> None:
+        assert time.monotonic() < deadline, "it waits for input"
+
+    launcher = LocalLauncher(tmp_path, tick, grace_seconds=0)
+    assert launcher.launch(("python", "-c", program), tmp_path / "log", {}) == 1
+    error = str(read_error(tmp_path / "train.partial"))
+    assert "standard input of a step is empty; to fix it: remove the call of input() or of the debugger" in error
+    assert error.endswith((" (task.py, line 2)", " (task.py, line 3)")), "a debugger stops behind its call"
 
 
 def test_a_bug_names_the_rank_where_there_are_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -159,7 +159,11 @@ def test_a_missing_class_is_named(root: Path) -> None:
     [
         ("import no_such_module_at_all", "ModuleNotFoundError: No module named 'no_such_module_at_all'"),
         ("class Net(:", "SyntaxError"),
-        ("raise RuntimeError('two\\nlines')", "RuntimeError: two lines"),
+        ("raise RuntimeError('two\\nlines')", "RuntimeError: two lines (my_task.py, line 1)"),
+        (
+            "\nraise EOFError('EOF when reading a line')",
+            "remove the call of input() or of the debugger (my_task.py, line 2)",
+        ),
         ("import sys; sys.exit(0)", "SystemExit"),  # a script without a main guard must not end the step as done
     ],
 )

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import asyncio
+import gzip
 import urllib.parse
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -9,8 +12,12 @@ from hypothesis import strategies as st
 from pipeline.contract.errors import InvalidPayload
 from serve.errors import TooLarge
 from serve.grpc import messages
-from serve.request_context import parse_grpc_timeout
+from serve.grpc.open_inference import ModelInferRequest
+from serve.memory import MemoryBudget
+from serve.request_context import RequestContext, parse_grpc_timeout
 from tests.serve.grpc.http2_frames import FUZZ_SETTINGS, decode_fields
+from tests.serve.http1.test_floods import counted_calls
+from tests.serve.protocol.test_tensors import _signature
 
 
 @FUZZ_SETTINGS
@@ -77,3 +84,51 @@ def test_message_longer_than_its_prefix_is_rejected() -> None:
     messages.check_size([b"\0\0\0\0\x01" + b"x" * 100], 105, 100)
     with pytest.raises(TooLarge):
         messages.check_size([b"\0\0\0\0\x01" + b"x" * 101], 106, 100)
+
+
+def decompress(data: bytes, most: int, budget: MemoryBudget) -> bytes:
+    call = RequestContext({}, "")
+    return asyncio.run(messages.decompress(data, "gzip", most, lambda size: budget.reserve(call, size)))
+
+
+def test_compressed_message_is_one_stream() -> None:
+    budget = MemoryBudget()
+    assert decompress(gzip.compress(b"message"), 100, budget) == b"message"
+    with pytest.raises(InvalidPayload, match="goes on behind the end of its gzip data"):
+        decompress(gzip.compress(b"") * 50_000, 1 << 20, budget)
+
+
+def test_message_takes_memory_of_the_budget_while_it_is_decompressed() -> None:
+    budget = MemoryBudget(1 << 20)
+    with pytest.raises(TooLarge, match="there are 1 MiB for requests"):
+        decompress(gzip.compress(bytes(8 << 20)), 64 << 20, budget)
+    assert budget.held_bytes <= budget.total_bytes
+
+
+def test_message_that_inflates_too_much_is_refused() -> None:
+    with pytest.raises(TooLarge, match="more than 100 times as large"):
+        decompress(gzip.compress(bytes(60 << 20)), 64 << 20, MemoryBudget())
+
+
+FLOODS: dict[str, dict[str, Any]] = {
+    "inputs: 20000 in one request; the model has 1": {"inputs": [{}] * 20_000},
+    "outputs: 20000 in one request; the model has 1": {"outputs": [{}] * 20_000},
+    "raw_input_contents: 20000 given for 1 inputs": {"inputs": [{"name": "x"}], "raw_input_contents": [b""] * 20_000},
+    "parameters: 20000 parameters; send at most 100": {
+        "parameters": {f"k{number}": {"bool_param": True} for number in range(20_000)}
+    },
+    "inputs: x: 20000 parameters; send at most 100": {
+        "inputs": [{"name": "x", "parameters": {f"k{number}": {"int64_param": 1} for number in range(20_000)}}]
+    },
+    "outputs: x: 20000 parameters; send at most 100": {
+        "outputs": [{"name": "x", "parameters": {f"k{number}": {} for number in range(20_000)}}]
+    },
+}
+
+
+@pytest.mark.parametrize("sentence", FLOODS)
+def test_flood_of_fields_is_refused_before_objects_are_made(sentence: str) -> None:
+    message, calls = ModelInferRequest(**FLOODS[sentence]), [0]
+    with counted_calls(calls), pytest.raises(InvalidPayload, match=f"^{sentence}$"):
+        messages.parse(message, _signature("FP32"))
+    assert calls[-1] < 2000, "most of them are pytest's"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import tracemalloc
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 import numpy as np
 import orjson
 import pytest
+import simdjson
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +21,7 @@ from serve.protocol import v2_json
 from serve.protocol.v2 import Payload, parse
 from serve.protocol.v2_json import JsonRequest, read_v2_json, validate_fields
 from serve.request_body import MAX_DEPTH, json_depth, parse_object
+from tests.serve.http1.test_floods import counted_calls
 
 INPUT = {"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [1, 0.1, -2e3]}
 
@@ -103,9 +107,9 @@ def test_only_long_flat_bodies_need_no_thread(data: list[Any], flat: bool) -> No
     body = _body({**INPUT, "data": data})
     assert len(body) > 32 << 10
     assert v2_json.is_flat_json(body) is flat
-    assert Payload("tiny", body, None).is_quick is flat
-    assert not Payload("tiny", body * 8, None).is_quick
-    assert Payload("tiny", body * 8, "512").is_quick  # raw tensors after a little JSON
+    assert Payload("tiny", body, None, None).is_quick is flat
+    assert not Payload("tiny", body * 8, None, None).is_quick
+    assert Payload("tiny", body * 8, "512", None).is_quick  # raw tensors after a little JSON
 
 
 def test_long_data_keeps_exact_numbers() -> None:
@@ -284,6 +288,83 @@ def test_depth_limit_is_exact() -> None:
 def test_many_shallow_lists_are_accepted() -> None:
     wide = {"instances": [[[1, 2], [3, 4]]] * 500, "text": "[" * 500}
     assert parse_object(memoryview(json.dumps(wide).encode())) == wide
+
+
+class WalkedObject:
+    """An object of simdjson that counts the fields which are gone through: up to the wanted one for each look-up."""
+
+    def __init__(self, value: Any) -> None:
+        self._value, self._names, self.walked = value, list(value.keys()), 0
+
+    def __len__(self) -> int:
+        return len(self._value)
+
+    def __getitem__(self, name: str) -> Any:
+        self.walked += self._names.index(name) + 1
+        return self._value[name]
+
+    def keys(self) -> Iterator[str]:
+        self.walked += len(self)
+        return iter(self._value.keys())
+
+    def items(self) -> Iterator[tuple[str, Any]]:
+        self.walked += len(self)
+        return iter(self._value.items())
+
+
+@pytest.mark.parametrize("count", [5, 6, 1000])
+def test_work_for_an_object_is_linear_in_its_fields(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    fields = {f"k{number}": number for number in range(count)}
+    walked = WalkedObject(simdjson.Parser().parse(orjson.dumps(fields)))
+    monkeypatch.setattr(simdjson, "Object", WalkedObject)
+    with contextlib.suppress(TypeError):  # it is left to the slow parser
+        assert v2_json._unique_fields(walked) == fields
+    assert walked.walked <= 5 * count
+
+
+def test_many_fields_are_refused_by_name() -> None:
+    body = orjson.dumps({"inputs": [INPUT], **{f"k{number}": number for number in range(20_000)}})
+    with pytest.raises(InvalidPayload, match='unknown field "k0"'):
+        parse(body, None)
+
+
+FLOODS = {
+    "empty inputs": b'{"inputs":[' + b"{}," * 50_000 + b"{}]}",
+    "inputs": b'{"inputs":[' + b'{"name":"x","datatype":"FP32","shape":[1,2],"data":[1,2]},' * 5000 + b"{}]}",
+    "empty outputs": b'{"inputs":[],"outputs":[' + b"{}," * 50_000 + b"{}]}",
+    "outputs": b'{"inputs":[],"outputs":[' + b'{"name":"x"},' * 5000 + b'{"name":"x"}]}',
+    "repeated fields": b'{"inputs":[],"inputs":[' + b"{}," * 50_000 + b"{}]}",
+    "numbers": b'{"inputs":[' + b"1," * 50_000 + b"1]}",
+}
+
+
+@pytest.mark.parametrize("name", FLOODS)
+def test_flood_of_tensors_is_refused_before_objects_are_made(name: str) -> None:
+    from tests.serve.protocol.test_tensors import _signature
+
+    signature, calls = _signature("FP32"), [0]
+    with counted_calls(calls), pytest.raises(InvalidPayload, match=r"puts: [0-9]+ in one request; the model has 1"):
+        parse(FLOODS[name], None, signature=signature)
+    assert calls[-1] < 2000, "most of them are pytest's"
+
+
+def test_few_surplus_inputs_are_named() -> None:
+    from tests.serve.protocol.test_tensors import _signature
+
+    others = [{**INPUT, "name": f"x{number}", "data": [0.5] * 3000} for number in range(3)]
+    request = parse(_body(INPUT, *others), None, signature=_signature("FP32"))
+    with pytest.raises(InvalidPayload, match="inputs: unknown input 'x0'; the model takes 'x'"):
+        request.arrays(_signature("FP32"))
+
+
+@pytest.mark.parametrize("count", [101, 20_000])
+@pytest.mark.parametrize("where", ["parameters", "inputs.0", "outputs.0"])
+def test_flood_of_parameters_is_refused(where: str, count: int) -> None:
+    many = {"parameters": {f"k{number}": number for number in range(count)}}
+    tensor, output = {**INPUT, **(many if where == "inputs.0" else {})}, many if where == "outputs.0" else {}
+    body = _body(tensor, outputs=[{"name": "y", **output}], **(many if where == "parameters" else {}))
+    with pytest.raises(InvalidPayload, match=f"^{where}: {count} parameters; send at most 100$"):
+        parse(body, None)
 
 
 def test_rejecting_deep_json_takes_no_memory() -> None:
