@@ -150,6 +150,8 @@ def _decide_and_write(run: Run, results: Results, data: DataOfTest, checkpoint: 
     config, directory = run.config.evaluate, run.partial("evaluate")
     results.check(config)
     config = config.in_units_of(results.metrics[config.metric].unit_size)
+    if results.kind == "champion":
+        config = config.against_champion()
     check_slice_labels(results.columns)
     measurements = results.measurements(config, *_count_comparison(run, results, data.fingerprint))
     verdict = decide(config, measurements)
