@@ -37,7 +37,7 @@ from pipeline.contract.statistics.scores import (
     join_parts,
     score_batch,
 )
-from pipeline.contract.task import FOLDER, Classifier, Generates, Task, build_model, load_weights, open_task
+from pipeline.contract.task import FOLDER, Classifier, Task, build_model, load_weights, open_task
 from pipeline.evaluate.baseline import Baseline, find_baseline
 from pipeline.evaluate.codec_check import CodecCheck, check_codec
 from pipeline.evaluate.compared_data import (
@@ -138,9 +138,7 @@ def _results(task: Task, columns: Columns, baseline: Baseline | None, data: Data
     return Results(columns, kind, bundle, classes, lower_is_better(task), change)
 
 
-def _check_codec(run: Run, root: Path, task: Task, samples: Samples, predict: Predictor) -> CodecCheck | None:
-    if isinstance(task, Generates):
-        return None
+def _check_codec(run: Run, root: Path, task: Task, samples: Samples, predict: Predictor) -> CodecCheck:
     reference = run.config.codec
     codec = load_codec(reference, root, files=run.output("prepare") / FOLDER)
     return check_codec(task, codec, reference, samples, predict)

@@ -54,7 +54,7 @@ class Measurements:
     undefined: Mapping[str, str] = field(default_factory=dict)  # metric → why it has no value on this test set
     notes: tuple[str, ...] = ()
     data: DataChange | None = None  # against the champion's test set
-    codec: CodecCheck | None = None  # None for a language model
+    codec: CodecCheck | None = None
     doubts: tuple[str, ...] = ()  # reasons to distrust a candidate that passes
     slices: tuple[Slice, ...] = ()
     calibration: Calibration | None = None  # of the candidate
@@ -80,6 +80,8 @@ def decide(config: Evaluate, measured: Measurements) -> Verdict:
     kind = _verdict_kind(rules, has_baseline=measured.baseline is not None)
     unclear = next((rule for rule in rules if rule.inconclusive), None)
     summary = ("" if unclear is None else "inconclusive: ") + _summary(config, measured)
+    if measured.codec is not None:
+        summary += f"; {measured.codec.summary}"
     if measured.doubts:
         summary += f"; warning: {'; '.join(measured.doubts)}"
     warnings = tuple(_warnings(config, measured))
