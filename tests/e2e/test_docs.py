@@ -7,6 +7,7 @@ import shlex
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -118,8 +119,8 @@ def test_both_versions_of_the_laptop_page_pass_their_gates(project: ProjectFolde
         wine.pipe(*commands[1], "package.builder=none")
         wine.pipe("run", "all", "package.builder=none", f"deploy.port={wine.port}")
         wine.pipe(*commands[3], "package.builder=none")
-        assert wine.latest.verdict()["baseline"]["kind"] == "champion"
-        assert wine.latest.verdict()["verdict"] == "pass"
+        verdict: dict[str, Any] = wine.latest.verdict()
+        assert (verdict["baseline"]["kind"], verdict["verdict"]) == ("champion", "pass")
     finally:
         wine.stop()
 

@@ -68,9 +68,9 @@ DAMAGES: dict[str, tuple[Damage, ...]] = {
 }
 
 
-def check(task: Any, codec: Any) -> CodecCheck:
+def check(task: Any, codec: Any, build: Callable[[], Any]) -> CodecCheck:
     torch.manual_seed(0)
-    model = task.model().eval()
+    model = build().eval()
     return check_codec(
         task, codec, "codec.py:Codec", open_split(task, "test"), lambda batch: forward(model, task, batch)
     )
@@ -91,13 +91,16 @@ class Damaged:
         return [self._damage(each) for each in predictions] if self._damage else list(predictions)
 
 
-def assert_codec_is_compared(task: Any, codec: Any, damages: tuple[Damage, ...]) -> None:
-    shipped = check(task, codec)
+def assert_codec_is_compared(
+    task: Any, codec: Any, damages: tuple[Damage, ...], build: Callable[[], Any] | None = None
+) -> None:
+    build = build or task.model
+    shipped = check(task, codec, build)
     assert shipped.rule().passed, shipped.rule().detail
     assert shipped.decoded and shipped.encoded
     assert shipped.notes == ()
     for damage in (*damages, None):
-        rule = check(task, Damaged(codec, damage)).rule()
+        rule = check(task, Damaged(codec, damage), build).rule()
         assert not rule.passed
         assert rule.detail.startswith("codec: decode()" if damage is None else "codec: encode() answers")
 
