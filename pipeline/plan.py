@@ -41,7 +41,10 @@ RESTARTED_FLAG = "--again"  # argument of the train step after its process was k
 # Settings of the serve section that belong to a deployment; the others are part of the bundle.
 DEPLOYMENT_SETTINGS = tuple(name for name in Serve.model_fields if name not in BUNDLED_SETTINGS)
 # Settings of the evaluate section that apply to exported variants as well.
-_VARIANT_SETTINGS = tuple(f"evaluate.{name}" for name in ("metric", "margin", "confidence", "require"))
+_VARIANT_SETTINGS = tuple(
+    f"evaluate.{name}"
+    for name in ("metric", "rule", "margin", "champion_rule", "champion_margin", "confidence", "require")
+)
 # Distributions whose modules have another name.
 _DISTRIBUTIONS = {"sklearn": "scikit-learn", "PIL": "pillow"}
 # Kinds of parts, in the order in which changes are listed: the user's own first, their consequences last.
@@ -110,7 +113,7 @@ STEP_KINDS = {
         StepKind(
             "evaluate",
             "pipeline.evaluate",
-            version=3,
+            version=4,
             settings=("task", "codec", "evaluate", "train.device"),
             inputs=("prepare/data.json", f"prepare/{NEAR_COPIES}", "train/model.safetensors"),
             packages=("torch", "numpy"),

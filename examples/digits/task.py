@@ -100,6 +100,12 @@ class Digits:
 
         return predict
 
+    def instances(self, batch: dict[str, Tensor]) -> list[Any]:
+        return (batch["image"][:, 0] * 16).tolist()
+
+    def answer(self, prediction: Any) -> Any:
+        return prediction["digit"]
+
     def example(self) -> list[Any]:
         pixels, _ = self._splits["test"]
         return [picture.astype(int).tolist() for picture in pixels[:4]]

@@ -51,6 +51,14 @@ class Task:
         answer = functional.one_hot(torch.tensor(commonest), len(self.classes)).float()
         return lambda batch: answer.repeat(len(batch["features"]), 1)
 
+    # Optional: test samples as a client would send them, and the answer in a prediction. With these two, the gate
+    # compares the codec with the test data.
+    def instances(self, batch: dict[str, Tensor]) -> list[Any]:
+        return [row.tolist() for row in batch["features"].numpy() * SCALE + MEAN]
+
+    def answer(self, prediction: Any) -> Any:
+        return prediction["class"]
+
     # Optional: instances as a client would send them; they become golden requests.
     def example(self) -> list[Any]:
         return [row.tolist() for row in load_wine().data[[0, 60, 150]]]

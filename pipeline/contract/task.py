@@ -128,13 +128,26 @@ class HasExample(Protocol):
 @runtime_checkable
 class HasInstances(Protocol):
     def instances(self, batch: Batch) -> Sequence[Any]:
-        """Return these samples as a client would send them; decode() must make the batch's columns of them."""
+        """Return these samples as a client would send them; decode() must make the batch's columns of them.
+
+        None stands for a sample that no client can send, such as a text that was cut. An instance for a language model
+        may be a part of the sample.
+        """
 
 
 @runtime_checkable
 class HasAnswer(Protocol):
     def answer(self, prediction: Any) -> Any:
-        """Return the class, by name or index, or the number in a prediction of encode(): that of predicted()."""
+        """Return what predicted() returns for the sample, read from a prediction of encode().
+
+        It is a class by name or index, a number, or a list of numbers, which may lack padding.
+        """
+
+
+@runtime_checkable
+class HasPredicted(Protocol):
+    def predicted(self, outputs: Outputs) -> Tensor:
+        """Return what the model predicts for each sample."""
 
 
 @runtime_checkable
@@ -442,6 +455,7 @@ _SIMILARITY = 0.85
 _OPTIONAL_ATTRIBUTES = {"directions", "classes", "axes", "longest"}
 _OPTIONAL_METHODS = {
     *("predicted", "actual", "queries", "probabilities", "slices", "baseline", "example", "text", "show", "collate"),
+    *("instances", "answer"),
     *("sample_lengths", "sample_groups", "sample_weights", "adapt", "make_files", "use_files", "language_model"),
     *("prompting", "parallelize", "loss_weight", "optimizer"),
 }

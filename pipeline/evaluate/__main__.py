@@ -37,7 +37,7 @@ from pipeline.contract.statistics.scores import (
     join_parts,
     score_batch,
 )
-from pipeline.contract.task import FOLDER, Classifier, Generates, Task, build_model, load_weights, open_task
+from pipeline.contract.task import FOLDER, Classifier, Task, build_model, load_weights, open_task
 from pipeline.evaluate.baseline import Baseline, find_baseline
 from pipeline.evaluate.codec_check import CodecCheck, check_codec
 from pipeline.evaluate.compared_data import (
@@ -151,9 +151,7 @@ def _lost_best(run: Run) -> str:
     )
 
 
-def _check_codec(run: Run, root: Path, task: Task, samples: Samples, predict: Predictor) -> CodecCheck | None:
-    if isinstance(task, Generates):
-        return None
+def _check_codec(run: Run, root: Path, task: Task, samples: Samples, predict: Predictor) -> CodecCheck:
     reference = run.config.codec
     codec = load_codec(reference, root, files=run.output("prepare") / FOLDER)
     return check_codec(task, codec, reference, samples, predict)
@@ -163,6 +161,8 @@ def _decide_and_write(run: Run, results: Results, data: DataOfTest, checkpoint: 
     config, directory = run.config.evaluate, run.partial("evaluate")
     results.check(config)
     config = config.in_units_of(results.metrics[config.metric].unit_size)
+    if results.kind == "champion":
+        config = config.against_champion()
     check_slice_labels(results.columns)
     measurements = results.measurements(config, *_count_comparison(run, results, data.fingerprint))
     verdict = decide(config, measurements)

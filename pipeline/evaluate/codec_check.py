@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import permutations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,17 +21,26 @@ from pipeline.contract.codec import Arrays, Codec, encode_method
 from pipeline.contract.data import Samples
 from pipeline.contract.errors import InvalidPayload
 from pipeline.contract.run import describe
-from pipeline.contract.task import Classifier, HasAnswer, HasAxes, HasExample, HasInstances, Regressor, Task
+from pipeline.contract.task import (
+    Classifier,
+    Generates,
+    HasAnswer,
+    HasAxes,
+    HasExample,
+    HasInstances,
+    HasPredicted,
+    Task,
+)
 from pipeline.evaluate.rules import GateRule
 
 if TYPE_CHECKING:
     from pipeline.contract.task import Batch, Outputs, Predictor
 
 _SAMPLES = 64  # evenly spread over the test set
-_ALONE = 8  # of them, also by themselves
+_ALONE = 8  # of them, also by themselves; all that a language model is checked on, whose outputs are large
 _SEARCHED = 2048  # samples of each split in which example() is looked for
 _TOLERANCE = 1e-3  # of a column's deviation, and of a number in a prediction
-_ROUNDING = 1e-2  # of the deviation of answers that are numbers: a codec may round them
+_ROUNDING = 10  # times as much for answers that are numbers: a codec may round them
 _MIN_VALUES = 16  # of a sample, to recognise it with its axes swapped or scaled
 _MAX_AXES = 4
 
@@ -45,17 +54,37 @@ class CodecCheck:
     faults: tuple[str, ...]
     checked: tuple[str, ...]
     notes: tuple[str, ...] = ()
+    decoded: int = 0  # test samples whose columns decode() was compared with
+    encoded: int = 0  # test samples whose answers encode() was compared with
+
+    @property
+    def summary(self) -> str:
+        """Return what was compared with the test data, for the first line of the verdict."""
+        if self.faults:
+            return "the codec contradicts the test data or the model"
+        counts = {"decode()": self.decoded, "encode()": self.encoded}
+        if not any(counts.values()):
+            return "the codec was not compared with the test data"
+        compared = " and ".join(f"{name} on {count} samples" for name, count in counts.items() if count)
+        return f"codec compared with the test data: {compared}" + "".join(
+            f", but not {name}" for name, count in counts.items() if not count
+        )
 
     def rule(self) -> GateRule:
-        how = "raw instances through decode(), the model and encode(), each alone and in company, against the test data"
+        how = "decode() against the data's columns, encode() against predicted(), and both alone and in company"
         if self.faults:
             return GateRule("codec", False, f"codec: {'; '.join(self.faults)}", how=how, change="a corrected codec")
-        return GateRule("codec", True, f"codec: {', '.join(self.checked)}", how=how)
+        if self.decoded and self.encoded:
+            return GateRule("codec", True, f"codec: {', '.join(self.checked)}", how=how)
+        how = "what the task's instances(), answer() and predicted() allow to compare; the rest was not checked"
+        return GateRule("codec", True, "; ".join([self.summary, *self.checked]), how=how)
 
 
 @torch.inference_mode()
 def check_codec(task: Task, codec: Codec, reference: str, samples: Samples, predict: Predictor) -> CodecCheck:
-    count = min(_SAMPLES, len(samples))
+    if isinstance(task, Generates) and not isinstance(task, HasInstances):
+        return CodecCheck((), (), (_NO_INSTANCES, _NO_ANSWER))
+    count = min(_ALONE if isinstance(task, Generates) else _SAMPLES, len(samples))
     last = count - 1 if samples.is_stream else len(samples) - 1  # a stream is read in order
     rows = np.unique(np.linspace(0, last, count).astype(np.int64))
     batch = samples.batch(rows)
@@ -64,12 +93,25 @@ def check_codec(task: Task, codec: Codec, reference: str, samples: Samples, pred
         faults = [*encode.faults(batch)]
         checked = [f"encode() gives {len(rows)} test samples the same predictions alone and in company"]
         checked += encode.checked
-        decoded_faults, decoded, notes = _check_decode(task, codec, samples, batch, encode)
+        decoded = _check_decode(task, codec, samples, batch, encode)
     except InvalidPayload as error:
         return CodecCheck((f"decode() refuses an instance of the task: {error}",), ())
     except Exception as error:  # the user's code may raise anything
         return CodecCheck((f"it raises {describe(error, Path.cwd())}",), ())
-    return CodecCheck((*faults, *decoded_faults), (*checked, *decoded), tuple(notes))
+    notes = (*decoded.notes, *([] if encode.compared else [_NO_ANSWER]))
+    return replace(
+        decoded,
+        faults=(*faults, *decoded.faults),
+        checked=(*checked, *decoded.checked),
+        notes=notes,
+        encoded=encode.compared,
+    )
+
+
+_NO_INSTANCES = "decode() is not compared with the data; to have it checked: add instances(batch) to the task"
+_NO_ANSWER = (
+    "encode() is not compared with the model; to have it checked: add predicted(outputs) and answer(prediction)"
+)
 
 
 class _Encode:
@@ -79,10 +121,12 @@ class _Encode:
         self._task, self._predict = task, predict
         self._encode = encode_method(codec, reference)
         self.checked: list[str] = []
+        self.compared = 0  # answers
 
     def faults(self, batch: Batch) -> Iterator[str]:
         inputs = {name: batch[name].numpy() for name in self._task.inputs}
-        outputs = _as_arrays(_by_name(self._task, self._predict(batch)))
+        predicted = self._predict(batch)
+        outputs = _as_arrays(_by_name(self._task, predicted))
         count = len(next(iter(inputs.values())))
         predictions = list(self._encode(outputs, inputs))
         if len(predictions) != count:
@@ -93,7 +137,7 @@ class _Encode:
             if len(alone) != 1 or not _same(alone[0], predictions[i]):
                 yield "encode() gives a sample another prediction alone than in company"
                 break
-        yield from self._wrong_answers(batch, predictions)
+        yield from self._wrong_answers(predicted, predictions)
 
     def depends_on_company(self, alone: Arrays, company: Arrays, index: int) -> bool:
         """Return True if encode() gives an instance another prediction where only padding was added.
@@ -113,30 +157,30 @@ class _Encode:
         batch = {name: torch.from_numpy(np.asarray(arrays[name])) for name in self._task.inputs}
         return _as_arrays(_by_name(self._task, self._predict(batch)))
 
-    def _wrong_answers(self, batch: Batch, predictions: Sequence[Any]) -> Iterator[str]:
-        """Compare the answers that predictions contain with predicted(), for classifiers and regressors."""
+    def _wrong_answers(self, outputs: Outputs, predictions: Sequence[Any]) -> Iterator[str]:
+        """Compare the answers that predictions contain with predicted()."""
         task = self._task
-        if not isinstance(task, Classifier | Regressor):
+        if not isinstance(task, HasPredicted):
             return
-        expected = task.predicted(self._predict(batch)).detach().cpu().numpy()
+        expected = task.predicted(outputs).detach().cpu().numpy()
         answers = [_answer(task, prediction) for prediction in predictions]
         known = [i for i, answer in enumerate(answers) if answer is not None]
-        if not known:
-            return
-        if isinstance(task, Classifier):
-            wrong = [i for i in known if answers[i] != int(expected[i])]
-            names = [task.classes[int(expected[i])] for i in wrong[:1]]
-        else:
-            scale = float(np.std(expected)) or 1.0
-            wrong = [i for i in known if abs(float(answers[i] or 0.0) - float(expected[i])) > _ROUNDING * scale]
-            names = [f"{float(expected[i]):.4g}" for i in wrong[:1]]
+        scale = _ROUNDING * (float(np.std(expected)) or 1.0)
+        wrong = [i for i in known if not _is_padded(np.asarray(answers[i]), np.asarray(expected[i]), scale)]
+        self.compared = len(known)
         if wrong:
             yield (
                 f"encode() answers {len(wrong)} of {len(known)} test samples otherwise than predicted(): "
-                f"{str(predictions[wrong[0]])[:80]} for {names[0]}"
+                f"{str(predictions[wrong[0]])[:80]} for {_describe_answer(task, expected[wrong[0]])}"
             )
-        else:
+        elif known:
             self.checked.append(f"its answers are those of predicted() in {len(known)} test samples")
+
+
+def _describe_answer(task: Task, expected: Any) -> str:
+    if isinstance(task, Classifier):
+        return str(task.classes[int(expected)])
+    return str(expected)[:80] if np.ndim(expected) else f"{float(expected):.4g}"
 
 
 def _by_name(task: Task, outputs: Outputs) -> Mapping[str, Tensor]:
@@ -150,15 +194,15 @@ def _as_arrays(outputs: Mapping[str, Tensor]) -> dict[str, Array]:
     }
 
 
-def _answer(task: Task, prediction: Any) -> float | None:
-    """Return the class index or number in a prediction; None if there is none, or it cannot be recognised."""
+def _answer(task: Task, prediction: Any) -> Any:
+    """Return the class index or the numbers in a prediction; None if there is none, or it cannot be recognised."""
     if isinstance(task, HasAnswer):
         answer = task.answer(prediction)
-        return float(_class_index(task, answer) if isinstance(task, Classifier) else answer)
+        return _class_index(task, answer) if isinstance(task, Classifier) else answer
     if not isinstance(task, Classifier):
         return None
     found = {_class_of(task, value) for value in _values(prediction)} - {None}
-    return float(found.pop() or 0) if len(found) == 1 else None
+    return found.pop() if len(found) == 1 else None
 
 
 def _class_index(task: Classifier, answer: Any) -> int:
@@ -186,26 +230,41 @@ def _class_of(task: Classifier, value: Any) -> int | None:
     return int(np.argmax(value)) if abs(sum(value) - 1) < 1e-2 else None
 
 
-def _check_decode(
-    task: Task, codec: Codec, samples: Samples, batch: Batch, encode: _Encode
-) -> tuple[list[str], list[str], list[str]]:
-    """Return faults, what was checked, and what could not be."""
+def _check_decode(task: Task, codec: Codec, samples: Samples, batch: Batch, encode: _Encode) -> CodecCheck:
     if isinstance(task, HasInstances):
-        instances = list(task.instances(batch))
-        decoded = codec.decode(instances)
-        faults = [*_alone_faults(codec, instances, decoded, encode), *_column_faults(task, decoded, batch)]
-        return faults, [f"decode() makes the data's columns of {len(instances)} raw test instances"], []
+        return _check_instances(task, codec, batch, encode, list(task.instances(batch)))
     instances = list(task.example()) if isinstance(task, HasExample) else []
     if not instances:
-        return [], [], ["decode() is not compared with the data; to have it checked: add instances(batch) to the task"]
+        return CodecCheck((), (), (_NO_INSTANCES,))
     decoded = codec.decode(instances)
     faults = _alone_faults(codec, instances, decoded, encode)
     found, altered = _find_in_data(task, decoded, samples)
     if altered:
         faults.append(altered)
     if found:
-        return faults, [f"decode() makes test samples of {found} of {len(instances)} instances of example()"], []
-    return faults, [], ["no instance of example() is a test sample; to have decode() checked: add instances(batch)"]
+        checked = f"decode() makes test samples of {found} of {len(instances)} instances of example()"
+        return CodecCheck(tuple(faults), (checked,), decoded=found)
+    note = "no instance of example() is a test sample; to have decode() checked: add instances(batch)"
+    return CodecCheck(tuple(faults), (), (note,))
+
+
+def _check_instances(task: Task, codec: Codec, batch: Batch, encode: _Encode, instances: Sequence[Any]) -> CodecCheck:
+    """Compare what decode() makes of the test samples with the data's columns."""
+    columns = {name: batch[name].numpy() for name in task.inputs}
+    if len(instances) != (count := len(next(iter(columns.values())))):
+        return CodecCheck((f"instances(batch) returns {len(instances)} instances for {count} samples",), ())
+    rows = [i for i, instance in enumerate(instances) if instance is not None]
+    if not rows:
+        return CodecCheck((), (), (f"instances(batch) returns None for all of {count} samples",))
+    instances, columns = [instances[i] for i in rows], {name: column[rows] for name, column in columns.items()}
+    decoded = codec.decode(instances)
+    faults = _alone_faults(codec, instances, decoded, encode)
+    if isinstance(task, Generates):
+        faults += _part_faults(task, codec, instances, columns)
+    else:
+        faults += _column_faults(task, decoded, columns)
+    checked = f"decode() makes the data's columns of {len(rows)} raw test instances"
+    return CodecCheck(tuple(faults), (checked,), decoded=len(rows))
 
 
 def _alone_faults(codec: Codec, instances: Sequence[Any], decoded: Arrays, encode: _Encode) -> list[str]:
@@ -220,23 +279,50 @@ def _alone_faults(codec: Codec, instances: Sequence[Any], decoded: Arrays, encod
     return []
 
 
-def _is_padded(alone: Array, company: Array) -> bool:
+def _is_padded(alone: Array, company: Array, scale: float = 1.0) -> bool:
     """Return True if both are equal where the one by itself has values, at the start or at the end of each axis."""
     if alone.ndim != company.ndim or any(a > b for a, b in zip(alone.shape, company.shape, strict=True)):
         return False
     starts = tuple(slice(0, size) for size in alone.shape)
     ends = tuple(slice(whole - size, whole) for size, whole in zip(alone.shape, company.shape, strict=True))
-    return any(_close(alone, company[part], 1.0) for part in (starts, ends))
+    return any(_close(alone, company[part], scale) for part in (starts, ends))
 
 
-def _column_faults(task: Task, decoded: Arrays, batch: Batch) -> list[str]:
+def _column_faults(task: Task, decoded: Arrays, columns: Arrays) -> list[str]:
     faults = []
     for name in task.inputs:
-        array, column = np.asarray(decoded[name]), batch[name].numpy()
-        if not (array.shape == column.shape and _close(array, column, _deviation(column))):
+        array, column = np.asarray(decoded[name]), columns[name]
+        is_equal = array.shape == column.shape and _close(array, column, _deviation(column))
+        if not is_equal and not (isinstance(task, HasAxes) and _equals_without_padding(array, column)):
             shapes = "" if array.shape == column.shape else f", of shape {array.shape}, not {column.shape}"
             faults.append(f"decode() makes other values of raw test instances than column `{name}` has{shapes}")
     return faults
+
+
+def _equals_without_padding(array: Array, column: Array) -> bool:
+    """Return True if a column begins or ends with these values, and has one value in the rest of its last axis."""
+    if array.ndim != column.ndim or any(a > b for a, b in zip(array.shape, column.shape, strict=True)):
+        return False
+    column = column[tuple(slice(0, size) for size in array.shape[:-1])]
+    width, extra = array.shape[-1], column.shape[-1] - array.shape[-1]
+    sides = ((column[..., :width], column[..., width:]), (column[..., extra:], column[..., :extra]))
+    return any(len(np.unique(rest)) <= 1 and _close(array, part, _deviation(column)) for part, rest in sides)
+
+
+def _part_faults(task: Task, codec: Codec, instances: Sequence[Any], columns: Arrays) -> list[str]:
+    """Look for the texts of a language model in the rows of the data, which are padded otherwise or hold several."""
+    for i, instance in enumerate(instances):
+        decoded = codec.decode([instance])
+        part = {name: np.asarray(decoded[name])[0] for name in task.inputs}
+        row = {name: columns[name][i] for name in task.inputs}
+        if not any(_is_at(part, row, start) for start in range(len(row[task.inputs[0]]))):
+            return [f"decode() makes values of a raw test instance that are not in its row ({', '.join(task.inputs)})"]
+    return []
+
+
+def _is_at(part: Arrays, row: Arrays, start: int) -> bool:
+    slices = {name: row[name][start : start + len(values)] for name, values in part.items()}
+    return all(slices[name].shape == part[name].shape and _close(slices[name], part[name], 1.0) for name in part)
 
 
 def _find_in_data(task: Task, decoded: Arrays, samples: Samples) -> tuple[int, str]:

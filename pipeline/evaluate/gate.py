@@ -34,6 +34,7 @@ class Verdict:
     summary: str
     warnings: tuple[str, ...] = ()
     number: int = 1  # of the comparisons on this test set
+    margin_setting: str = "evaluate.margin"
 
     @property
     def failures(self) -> tuple[GateRule, ...]:
@@ -53,7 +54,7 @@ class Measurements:
     undefined: Mapping[str, str] = field(default_factory=dict)  # metric → why it has no value on this test set
     notes: tuple[str, ...] = ()
     data: DataChange | None = None  # against the champion's test set
-    codec: CodecCheck | None = None  # None for a language model
+    codec: CodecCheck | None = None
     doubts: tuple[str, ...] = ()  # reasons to distrust a candidate that passes
     slices: tuple[Slice, ...] = ()
     calibration: Calibration | None = None  # of the candidate
@@ -79,9 +80,12 @@ def decide(config: Evaluate, measured: Measurements) -> Verdict:
     kind = _verdict_kind(rules, has_baseline=measured.baseline is not None)
     unclear = next((rule for rule in rules if rule.inconclusive), None)
     summary = ("" if unclear is None else "inconclusive: ") + _summary(config, measured)
+    if measured.codec is not None:
+        summary += f"; {measured.codec.summary}"
     if measured.doubts:
         summary += f"; warning: {'; '.join(measured.doubts)}"
-    return Verdict(kind, tuple(rules), summary, tuple(_warnings(config, measured)), measured.number)
+    warnings = tuple(_warnings(config, measured))
+    return Verdict(kind, tuple(rules), summary, warnings, measured.number, config.margin_setting)
 
 
 def _limit_rules(config: Evaluate, measured: Measurements) -> list[GateRule]:
@@ -151,7 +155,8 @@ def _advice(verdict: Verdict) -> str:
         return "use the champion's test set, or set evaluate.test_set_changed=allow if the change is meant"
     if all(rule.inconclusive for rule in verdict.failures):
         fresh = ", a test set that was used less often" if verdict.number > 1 else ""
-        return f"use more test samples{fresh} or a wider evaluate.margin, or set evaluate.inconclusive=pass"
+        size = "smaller" if "superior" in rules else "wider"
+        return f"use more test samples{fresh} or a {size} {verdict.margin_setting}, or set evaluate.inconclusive=pass"
     return "train a better model"
 
 
@@ -174,9 +179,10 @@ def _verdict_kind(rules: list[GateRule], has_baseline: bool) -> Kind:
 def _warnings(config: Evaluate, measured: Measurements) -> Iterator[str]:
     """Yield what the test set is too small to show; these do not decide."""
     comparison = measured.comparison
-    if comparison is not None and config.accepted_loss < comparison.detectable < math.inf:
+    is_non_inferior = config.rule == "non-inferior"
+    if comparison is not None and is_non_inferior and config.applied_margin < comparison.detectable < math.inf:
         yield (
-            f"the margin {config.accepted_loss:.4g} is smaller than what {comparison.samples} test {comparison.unit} "
+            f"the margin {config.applied_margin:.4g} is smaller than what {comparison.samples} test {comparison.unit} "
             f"can show: the smallest detectable difference in {config.metric} is about {comparison.detectable:.2g}; to "
             f"fix it: use more {comparison.unit} or a wider margin"
         )
@@ -192,7 +198,7 @@ def _summary(config: Evaluate, measured: Measurements) -> str:
         return f"{config.metric} is undefined: {measured.undefined[config.metric]}"
     text = f"{config.metric} {digits(measured.candidate.get(config.metric, math.nan))}"
     if measured.baseline is not None:
-        text += f" against the baseline's {digits(measured.baseline.get(config.metric, math.nan))}"
+        text += f" against the {config.opponent}'s {digits(measured.baseline.get(config.metric, math.nan))}"
     if measured.comparison is not None:
         difference = measured.comparison.difference
         interval = f"{digits(difference.low, sign=True)} to {digits(difference.high, sign=True)}"

@@ -50,7 +50,7 @@ class Results:
     classes: Sequence[str] | None
     lower: frozenset[str] = frozenset()  # metrics of the task where lower is better
     data: DataChange | None = None  # against the champion's test set
-    codec: CodecCheck | None = None  # None for a language model
+    codec: CodecCheck | None = None
     copies: tuple[int, ...] = ()  # test samples with a near copy in the training data
     repeated: int = 0  # test samples that equal an earlier one
     training: str = ""  # what the verdict must say of the training
@@ -231,7 +231,7 @@ def verdict_body(
         "verdict": verdict.verdict,
         "metric": config.metric,
         "rule": config.rule,
-        "margin": config.accepted_loss,
+        "margin": config.applied_margin,
         "confidence": repeated_confidence(config.confidence, measurements.number),
         "comparison": None if results.kind is None else _comparison_body(config, measurements.number),
         "samples": results.samples,
@@ -365,12 +365,14 @@ def _significance_lines(explanation: Body) -> Iterator[str]:
         yield "power: unknown, there is no baseline or the test set is too small"
     else:
         sample_count = power["samples_for_margin"]
-        advice = f"a margin of {power['margin']:g} needs about {sample_count}"
+        advice = f"; a margin of {power['margin']:g} needs about {sample_count}"
         if sample_count is None:
-            advice = "no number of samples can show a margin of 0"
+            advice = "; no number of samples can show a margin of 0"
+        if any(rule["rule"] == "superior" for rule in explanation["rules"]):
+            advice = ""  # how many it takes depends on how much better the candidate is
         yield (
             f"power: {power['samples']} samples show a true difference of {power['detectable']:.4g} in four of five "
-            f"such test sets; {advice}"
+            f"such test sets{advice}"
         )
     if tests["permutation_p"] is not None:
         yield f"permutation test: p = {tests['permutation_p']:.4g} for the hypothesis that both models are equally good"

@@ -107,16 +107,19 @@ def comparison_rule(config: Evaluate, comparison: Comparison | None, reason: str
     """
     name, bound = config.rule, _bound(config)
     if comparison is None:
-        text = f"{config.metric} cannot be compared with the baseline: {reason}"
+        text = f"{config.metric} cannot be compared with the {config.opponent}: {reason}"
         return decide_inconclusive(config, GateRule(name, False, text, limit=bound, change="a larger test set"))
     difference, how = comparison.difference, _describe_method(config, comparison, bound)
     low = difference.low
     if low > bound:
-        text = f"{config.metric} difference is at least {digits(low, sign=True)}, above {_format_bound(bound)}"
+        text = (
+            f"{config.metric} difference to the {config.opponent} is at least {digits(low, sign=True)}, above "
+            f"{_format_bound(bound)}"
+        )
         return GateRule(name, True, text, low, bound, how, _would_fail(config, low))
     text = (
-        f"{config.metric} may be {_position(low)} the baseline's: the lower bound {digits(low, sign=True)} of the "
-        f"difference misses {_format_bound(bound)} by {bound - low:.4g}"
+        f"{config.metric} may be {_position(low)} the {config.opponent}'s: the lower bound {digits(low, sign=True)} of "
+        f"the difference misses {_format_bound(bound)} by {bound - low:.4g}"
     )
     rule = GateRule(name, False, text, low, bound, how, _would_pass(config, comparison, bound))
     # A wider interval of a later comparison must not make a clear failure inconclusive.
@@ -137,12 +140,12 @@ def samples_needed(samples: int, half_width: float, distance: float) -> int | No
 
 
 def _bound(config: Evaluate) -> float:
-    return config.accepted_loss if config.rule == "superior" else -config.accepted_loss
+    return config.applied_margin if config.rule == "superior" else -config.applied_margin
 
 
 def _describe_method(config: Evaluate, comparison: Comparison, bound: float) -> str:
     return (
-        f"difference in {config.metric} to the baseline on the same {comparison.samples} {comparison.unit}, "
+        f"difference in {config.metric} to the {config.opponent} on the same {comparison.samples} {comparison.unit}, "
         f"{describe_level(config.confidence, comparison.number)}; its lower bound must be above {_format_bound(bound)}"
     )
 
@@ -157,7 +160,7 @@ def _would_fail(config: Evaluate, low: float) -> str:
     if config.rule == "superior":
         return f"a margin of {digits(low)} or more would have stopped it"
     if low > 0:
-        return "no margin would have stopped it: the whole interval is above the baseline"
+        return f"no margin would have stopped it: the whole interval is above the {config.opponent}"
     return f"a margin of {digits(-low)} or less would have stopped it"
 
 

@@ -112,15 +112,15 @@ def slice_rule(config: Evaluate, slices: Sequence[Slice]) -> GateRule | None:
         return None
     how = (
         f"for each of {len(evaluated)} slices with at least {MIN_SLICE_SAMPLES} samples: the difference in "
-        f"{config.metric} to the baseline, and a one-sided sign-flip test with Holm correction; a slice fails if its "
-        f"decrease exceeds {config.slice_allowance:g} and is significant at {1 - config.confidence:.2g}"
+        f"{config.metric} to the {config.opponent}, and a one-sided sign-flip test with Holm correction; a slice fails "
+        f"if its decrease exceeds {config.slice_allowance:g} and is significant at {1 - config.confidence:.2g}"
     )
     failed = [slice_ for slice_ in evaluated if not slice_.passed]
     worst = min((failed or evaluated), key=lambda slice_: slice_.change or 0.0)
     value = worst.change or 0.0
     if failed:
         text = "; ".join(slice_.detail for slice_ in failed)
-        change = f"an evaluate.margin of {digits(-value)} or more would have passed it"
+        change = f"an {config.margin_setting} of {digits(-value)} or more would have passed it"
         return GateRule("slices", False, text, value, -config.slice_allowance, how, change)
     text = f"none of {len(evaluated)} slices decreases significantly by more than {config.slice_allowance:g}"
     change = f"the lowest is {worst.slice} with a difference of {digits(value, sign=True)}"
@@ -158,7 +158,7 @@ def _decide_slice(config: Evaluate, slice_: Slice, change: float, interval: Inte
     significant = p_value < 1 - config.confidence
     is_decrease = change < -config.slice_allowance
     is_passed = not (significant and is_decrease)
-    text = f"{config.metric} in {slice_.slice} differs by {digits(change, sign=True)} from the baseline's"
+    text = f"{config.metric} in {slice_.slice} differs by {digits(change, sign=True)} from the {config.opponent}'s"
     if not is_passed:
         text = (
             f"{config.metric} in {slice_.slice} decreases by {digits(-change)}, more than "

@@ -76,8 +76,10 @@ def verdict(facts: Facts) -> Html | None:
 
 
 def _interval(verdict: Mapping[str, Any], difference: Range, bound: float) -> Html:
-    title = f"difference in {verdict.get('metric', 'the metric')} to the baseline, positive is better"
-    return interval_chart(difference, bound, f"margin {signed(bound)}", "equal to baseline", title)
+    opponent = "champion" if (verdict.get("baseline") or {}).get("kind") == "champion" else "baseline"
+    title = f"difference in {verdict.get('metric', 'the metric')} to the {opponent}, positive is better"
+    rule = f"{verdict['rule']}: " if verdict.get("rule") else ""
+    return interval_chart(difference, bound, f"{rule}margin {signed(bound)}", f"equal to {opponent}", title)
 
 
 def _level(verdict: Mapping[str, Any]) -> str:

@@ -96,7 +96,12 @@ def _texts(rng: np.random.Generator, count: int) -> Columns:
 
 
 def _regression(unit: float) -> dict[str, Any]:
-    return {"metric": "error", "margin": 0.1 * unit, "require": {"error": 1.2 * unit, "r2": 0.8}}
+    return {
+        "metric": "error",
+        "rule": "non-inferior",
+        "margin": 0.1 * unit,
+        "require": {"error": 1.2 * unit, "r2": 0.8},
+    }
 
 
 KINDS = {
@@ -106,18 +111,29 @@ KINDS = {
             "classifier",
             "Classify",
             _classes,
-            {"margin": 0.06, "require": {"accuracy": 0.75, "ece": 0.1, "brier_margin": 0.05}},
+            {"rule": "non-inferior", "margin": 0.06, "require": {"accuracy": 0.75, "ece": 0.1, "brier_margin": 0.05}},
         ),
         Kind("regressor 1e-5", "Small", _numbers_in(1e-5), _regression(1e-5)),
         Kind("regressor 1e6", "Large", _numbers_in(1e6), _regression(1e6)),
-        Kind("ranker", "Rank", _lists, {"metric": "ndcg", "margin": 0.05, "require": {"ndcg": 0.95}}, 800),
-        Kind("tagger", "Tag", _sentences, {"margin": 0.05, "require": {"accuracy": 0.85}}, 150),
-        Kind("embedding", "Embed", _partners, {"metric": "cosine", "margin": 0.05, "require": {"cosine": 0.85}}),
+        Kind(
+            "ranker",
+            "Rank",
+            _lists,
+            {"metric": "ndcg", "rule": "non-inferior", "margin": 0.05, "require": {"ndcg": 0.95}},
+            800,
+        ),
+        Kind("tagger", "Tag", _sentences, {"rule": "non-inferior", "margin": 0.05, "require": {"accuracy": 0.85}}, 150),
+        Kind(
+            "embedding",
+            "Embed",
+            _partners,
+            {"metric": "cosine", "rule": "non-inferior", "margin": 0.05, "require": {"cosine": 0.85}},
+        ),
         Kind(
             "language model",
             "Talk",
             _texts,
-            {"metric": "log_likelihood", "margin": 0.3, "require": {"log_likelihood": -2.5}},
+            {"metric": "log_likelihood", "rule": "non-inferior", "margin": 0.3, "require": {"log_likelihood": -2.5}},
             150,
         ),
     )

@@ -70,7 +70,7 @@ name: line
 task: task.py:{task}
 codec: codec.py:LineCodec
 train: {{epochs: 20, lr: 0.1, processes: 1}}
-evaluate: {{metric: distance, margin: 0.3, require: {limits}}}
+evaluate: {{metric: distance, rule: non-inferior, margin: 0.3, require: {limits}}}
 export: {{variants: [int8-dynamic], variant_margin: 0.2}}
 """
 

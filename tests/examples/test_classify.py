@@ -16,6 +16,7 @@ from pipeline.contract.errors import ConfigError, InvalidPayload
 from pipeline.contract.task import Classifier, HasBaseline, HasExample, load_class
 
 from .conftest import DEEPSEEK
+from .test_codecs import assert_codec_is_compared
 
 CLASSIFY = DEEPSEEK / "classify"
 FILES = {
@@ -169,6 +170,15 @@ def test_without_pretrained_files_it_states_where_to_find_some(tmp_path: Path) -
 @pytest.fixture
 def codec(task: Any, folder: Path) -> Any:
     return load_class("codec.py:SnippetCodec", CLASSIFY)(folder)
+
+
+def test_its_codec_is_compared_with_the_data(task: Any, codec: Any, folder: Path) -> None:
+    names = task.classes
+
+    def rotated(prediction: Any) -> Any:
+        return {**prediction, "package": names[(names.index(prediction["package"]) + 1) % len(names)]}
+
+    assert_codec_is_compared(task, codec, (rotated,), lambda: begun(task, folder))
 
 
 def test_probabilities_come_with_the_names_of_the_packages(codec: Any, task: Any, folder: Path) -> None:

@@ -139,7 +139,7 @@ def test_the_service_answers_them_as_at_export(bundle: Bundle) -> None:
     requests = bundle.golden_requests()
     payloads: list[Any] = [
         v1.Payload(json.dumps(requests[0].body, allow_nan=False).encode()),
-        v2.Payload("gaps", json.dumps(requests[1].body, allow_nan=False).encode(), None),
+        v2.Payload("gaps", json.dumps(requests[1].body, allow_nan=False).encode(), None, None),
     ]
     for request, payload in zip(requests, payloads, strict=True):
         (part,), names = payload.decode(predictor)

@@ -145,7 +145,7 @@ def test_predictions_do_not_depend_on_the_other_instances(bundle: Bundle, alone:
 def test_v1_and_v2_answers_do_not_depend_on_the_other_instances(bundle: Bundle, alone: list[Any]) -> None:
     body = {"inputs": [{"name": "instances", "datatype": "BYTES", "shape": [len(WORDS)], "data": WORDS}]}
     first = json.loads(answer(bundle, v1.Payload(json.dumps({"instances": WORDS}).encode())))["predictions"]
-    written = json.loads(answer(bundle, v2.Payload("tags", json.dumps(body).encode(), None)).body)
+    written = json.loads(answer(bundle, v2.Payload("tags", json.dumps(body).encode(), None, None)).body)
     for answers in (first, [json.loads(text) for text in written["outputs"][0]["data"]]):
         for found, expected in zip(answers, alone, strict=True):
             np.testing.assert_allclose(found, expected, atol=1e-6)

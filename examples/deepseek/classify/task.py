@@ -112,6 +112,15 @@ class Classify:
 
         return predict
 
+    def instances(self, batch: Mapping[str, Tensor]) -> list[Any]:
+        """Return the texts that fit, as `example` does."""
+        codec = require_loaded(self._codec)
+        texts = [self._snippets["test"][index][0] for index in batch["index"].tolist()]
+        return [text if len(codec.tokens(text)) <= LONGEST else None for text in texts]
+
+    def answer(self, prediction: Any) -> Any:
+        return prediction["package"]
+
     def example(self) -> list[Any]:
         """Return texts that fit: another tokenizer may need more tokens for a text."""
         codec = require_loaded(self._codec)

@@ -125,6 +125,18 @@ class Pretrain:
         print(f"baseline: {settings}, {bits:.4f} bits per byte", flush=True)
         return lambda batch: _ngram_log_probabilities(best, batch)
 
+    def instances(self, batch: Mapping[str, Tensor]) -> list[Any]:
+        """Return the texts of whole documents; a client cannot send a part of one that was cut."""
+        rows = [row[mask > 0].tolist() for row, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
+        decode = require_loaded(self._tokenizer).decode
+        return [decode(row[1:-1]) if (row[0], row[-1]) == (BEGIN, END) else None for row in rows]
+
+    def answer(self, prediction: Any) -> Any:
+        return prediction["next"][0]["token"]
+
+    def predicted(self, outputs: Tensor) -> Tensor:
+        return outputs[:, -1].argmax(dim=1)
+
     def example(self) -> list[Any]:
         return ["import ", "def __init__(self", "for key, value in "]
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from pipeline import (
     IGNORED,
@@ -43,7 +43,8 @@ class Task:
             np.save(folder / f"reference_{split}.npy", torch.cat(log_probs).numpy())
 
     def use_files(self, folder: Path) -> None:
-        self.folder, self.tokenizer = folder, AutoTokenizer.from_pretrained(folder)
+        # It reads tokenizer.json as the service does; AutoTokenizer may split texts otherwise, by the model's class.
+        self.folder, self.tokenizer = folder, PreTrainedTokenizerFast.from_pretrained(folder)
 
     def model(self) -> nn.Module:
         return self.adapt(self.folder)
@@ -90,6 +91,21 @@ class Task:
         """Return the reference: the model before the training."""
         reference = mask_between_texts(AutoModelForCausalLM.from_pretrained(BASE, dtype=torch.float32)).eval()
         return torch.no_grad()(lambda batch: reference(*(batch[name] for name in self.inputs)).logits)
+
+    # Optional: prompts with the chosen answers as a client would send them, and the answer in a prediction. With these
+    # two, the gate compares the codec with the test data.
+    def instances(self, batch: dict[str, Tensor]) -> list[Any]:
+        rows = [ids[mask == 1].tolist() for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)]
+        texts = [self.tokenizer.decode(row) for row in rows]
+        # None where a text was cut so that it has other tokens by itself: no client can send that.
+        encoded = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        return [text if ids == row else None for text, ids, row in zip(texts, encoded, rows, strict=True)]
+
+    def answer(self, prediction: Any) -> Any:
+        return prediction["token"]
+
+    def predicted(self, outputs: Tensor) -> Tensor:
+        return outputs[:, -1].argmax(dim=1)
 
     # Optional: instances as a client would send them; they become golden requests.
     def example(self) -> list[Any]:

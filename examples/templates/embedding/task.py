@@ -85,6 +85,17 @@ class Task:
 
         return embed
 
+    # Optional: test samples as a client would send them, and the answer in a prediction. With these two, the gate
+    # compares the codec with the test data.
+    def instances(self, batch: dict[str, Tensor]) -> list[Any]:
+        return [_samples("test")[index][0] for index in batch["index"].tolist()]
+
+    def answer(self, prediction: Any) -> Any:
+        return prediction
+
+    def predicted(self, outputs: Tensor) -> Tensor:
+        return outputs[:, 0]  # of the first text of each sample
+
     # Optional: instances as a client would send them; they become golden requests.
     def example(self) -> list[Any]:
         return ["inexpensive inn near the beach", "a cheap hotel by the sea"]

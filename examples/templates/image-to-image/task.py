@@ -64,6 +64,18 @@ class Task:
     def baseline(self) -> Any:
         return lambda batch: functional.avg_pool2d(batch["image"], 3, stride=1, padding=1, count_include_pad=False)
 
+    # Optional: test samples as a client would send them, and the answer in a prediction. With these two, the gate
+    # compares the codec with the test data.
+    def instances(self, batch: dict[str, Tensor]) -> list[Any]:
+        pixels = (batch["image"] * 255).round().byte().permute(0, 2, 3, 1).numpy()
+        return [to_png(picture) for picture in pixels]
+
+    def answer(self, prediction: Any) -> Any:
+        return Codec().decode([prediction])["image"][0]
+
+    def predicted(self, outputs: Tensor) -> Tensor:
+        return (outputs.clamp(0, 1) * 255).round() / 255  # as in a PNG
+
     # Optional: instances as a client would send them; they become golden requests.
     def example(self) -> list[Any]:
         return [to_png(load_sample_image("flower.jpg")[200:248, 200:264])]

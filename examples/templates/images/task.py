@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import base64
+import io
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from codec import CLASSES, Codec
+from PIL import Image
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor, nn
 from torch.nn import functional
@@ -64,7 +66,20 @@ class Task:
             fitted.predict_log_proba(batch["image"][:, :, ::4, ::4].flatten(1).numpy())
         ).float()
 
+    # Optional: test samples as a client would send them, and the answer in a prediction. With these two, the gate
+    # compares the codec with the test data.
+    def instances(self, batch: dict[str, Tensor]) -> list[Any]:
+        pixels = ((batch["image"] / 4 + 0.5) * 255).round().byte().permute(0, 2, 3, 1).numpy()
+        return [_to_png(Image.fromarray(picture)) for picture in pixels]
+
+    def answer(self, prediction: Any) -> Any:
+        return prediction["class"]
+
     # Optional: instances as a client would send them; they become golden requests.
     def example(self) -> list[Any]:
-        files = [min(Path("data/test", name).iterdir()) for name in CLASSES]
-        return [{"b64": base64.b64encode(file.read_bytes()).decode()} for file in files]
+        return [_to_png(Image.open(min(Path("data/test", name).iterdir()))) for name in CLASSES]
+
+
+def _to_png(picture: Image.Image) -> dict[str, str]:
+    picture.save(file := io.BytesIO(), "PNG")
+    return {"b64": base64.b64encode(file.getvalue()).decode()}

@@ -75,6 +75,14 @@ class Task:
         linear = LinearRegression().fit(train["features"], train["relevance"])
         return lambda batch: torch.from_numpy(linear.predict(batch["features"].numpy())).float()
 
+    # Optional: test samples as a client would send them, and the answer in a prediction. With these two, the gate
+    # compares the codec with the test data.
+    def instances(self, batch: dict[str, Tensor]) -> list[Any]:
+        return [dict(zip(FEATURES, row, strict=True)) for row in batch["features"].tolist()]
+
+    def answer(self, prediction: Any) -> Any:
+        return prediction["score"]
+
     # Optional: instances as a client would send them; they become golden requests.
     def example(self) -> list[Any]:
         return [

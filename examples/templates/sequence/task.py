@@ -77,6 +77,18 @@ class Task:
         np.add.at(counts, (train["input_ids"], train["label"]), 1)
         return lambda batch: torch.from_numpy(counts)[batch["input_ids"]]
 
+    # Optional: test samples as a client would send them, and the answer in a prediction. With these two, the gate
+    # compares the codec with the test data.
+    def instances(self, batch: dict[str, Tensor]) -> list[Any]:
+        texts, _ = _messages("test")
+        return [texts[index] for index in batch["index"].tolist()]
+
+    def answer(self, prediction: Any) -> Any:
+        return [TAGS.index(tag) for tag in prediction["tags"]]
+
+    def predicted(self, outputs: Tensor) -> Tensor:
+        return outputs.argmax(dim=2)
+
     # Optional: instances as a client would send them; they become golden requests.
     def example(self) -> list[Any]:
         return ["April meets Paris in Florence on 3 June.", "June will be in Paris in April."]

@@ -35,7 +35,10 @@ class Codec:
         scores = outputs["logits"][:, -1].astype(np.float64)
         probabilities = np.exp(scores - scores.max(axis=1, keepdims=True))
         probabilities /= probabilities.sum(axis=1, keepdims=True)
-        return [{"next": self._text(row.argmax()), "probability": float(row.max())} for row in probabilities]
+        return [
+            {"next": self._text(row.argmax()), "token": int(row.argmax()), "probability": float(row.max())}
+            for row in probabilities
+        ]
 
     def _read(self, text: Any) -> list[int]:
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids if isinstance(text, str) else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -51,10 +52,8 @@ class Task:
         return Net(train["features"], train["rent"])
 
     def data(self, split: str) -> dict[str, np.ndarray[Any, Any]]:
-        table = read_table(f"data/{split}.csv")
-        rents = table.pop("rent").astype(np.float32)
-        rows = [dict(zip(table, values, strict=True)) for values in zip(*map(_plain, table.values()), strict=True)]
-        return {**Codec().decode(rows), "rent": rents}
+        rows, rents = _flats(split)
+        return {**Codec().decode(rows), "rent": rents, "index": np.arange(len(rows))}
 
     def loss(self, outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
         return functional.huber_loss(outputs / 100, batch["rent"] / 100)  # in hundreds, so that it is about 1
@@ -75,6 +74,15 @@ class Task:
         linear = make_pipeline(SimpleImputer(), LinearRegression()).fit(train["features"], train["rent"])
         return lambda batch: torch.from_numpy(linear.predict(batch["features"].numpy())).float()
 
+    # Optional: test samples as a client would send them, and the answer in a prediction. With these two, the gate
+    # compares the codec with the test data.
+    def instances(self, batch: dict[str, Tensor]) -> list[Any]:
+        rows, _ = _flats("test")
+        return [rows[index] for index in batch["index"].tolist()]
+
+    def answer(self, prediction: Any) -> Any:
+        return prediction["rent"]
+
     # Optional: instances as a client would send them; they become golden requests.
     def example(self) -> list[Any]:
         return [
@@ -82,6 +90,14 @@ class Task:
             {"area": 120, "rooms": 4, "floor": None, "year": 1910, "district": "center"},
             {"area": 33, "rooms": 1, "district": "harbor"},
         ]
+
+
+@cache
+def _flats(split: str) -> tuple[list[dict[str, Any]], np.ndarray[Any, Any]]:
+    """Return rows as a client sends them, and the rents."""
+    table = read_table(f"data/{split}.csv")
+    rents = table.pop("rent").astype(np.float32)
+    return [dict(zip(table, row, strict=True)) for row in zip(*map(_plain, table.values()), strict=True)], rents
 
 
 def _plain(column: np.ndarray[Any, Any]) -> list[Any]:

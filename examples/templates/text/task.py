@@ -73,6 +73,14 @@ class Task:
         fitted = make_pipeline(CountVectorizer(), LogisticRegression()).fit(*self._reviews("train"))
         return lambda batch: torch.from_numpy(fitted.predict_log_proba(self.text(batch))).float()
 
+    # Optional: test samples as a client would send them, and the answer in a prediction. With these two, the gate
+    # compares the codec with the test data.
+    def instances(self, batch: dict[str, Tensor]) -> list[Any]:
+        return self.text(batch)
+
+    def answer(self, prediction: Any) -> Any:
+        return prediction["class"]
+
     # Optional: instances as a client would send them; they become golden requests.
     def example(self) -> list[Any]:
         return ["The soup was never cold, and the waiter was charming.", "The room was not clean."]

@@ -349,6 +349,7 @@ class Train(Section):
 
 
 _CALIBRATION = ("ece", "brier", "brier_margin")
+RuleName = Literal["non-inferior", "superior"]
 
 
 class Evaluate(Section):
@@ -357,21 +358,30 @@ class Evaluate(Section):
     OPERATIONAL: ClassVar = frozenset({"processes"})
 
     _unit: float = PrivateAttr(1.0)  # of the compared metric
+    _opponent: Literal["baseline", "champion"] = PrivateAttr("baseline")  # to which rule and margin apply
     metric: str = Field(
         "accuracy",
         description="metric that is compared with the baseline: a name from metrics(), or a built-in one such as r2 or "
         "ndcg",
     )
-    rule: Literal["non-inferior", "superior"] = Field(
-        "non-inferior",
-        description="`non-inferior`: not worse than the baseline by more than the margin; `superior`: better by at "
-        "least the margin",
+    rule: RuleName = Field(
+        "superior",
+        description="rule for the task's baseline(); `superior`: better than it by more than the margin; "
+        "`non-inferior`: not worse by more than the margin",
     )
     margin: Annotated[float, Field(ge=0)] | None = Field(
         None,
-        description="margin of the rule, in units of the metric; the whole confidence interval of the difference must "
-        "be on the right side of it; by default 0.01, and 1 % of the baseline's value for a metric without limits, "
-        "such as mae",
+        description="margin of `rule`, in units of the metric; the whole confidence interval of the difference must "
+        "be on the right side of it; by default 0 if superior; if non-inferior 0.01, and 1 % of the baseline's value "
+        "for a metric without limits, such as mae",
+    )
+    champion_rule: RuleName = Field(
+        "non-inferior", description="rule for the champion, with which a new model is compared once one is deployed"
+    )
+    champion_margin: Annotated[float, Field(ge=0)] | None = Field(
+        None,
+        description="margin of `champion_rule`; by default `margin` if both rules are the same, else the default of a "
+        "margin",
     )
     confidence: float = Field(0.95, gt=0.5, lt=1, description="confidence level of the interval of the difference")
     inconclusive: Literal["fail", "pass"] = Field(
@@ -404,20 +414,46 @@ class Evaluate(Section):
         return {name: limit for name, limit in self.require.items() if name in _CALIBRATION}
 
     @property
-    def accepted_loss(self) -> float:
+    def opponent(self) -> str:
+        """What `rule` and `margin` compare the candidate with: "baseline" or "champion"."""
+        return self._opponent
+
+    @property
+    def margin_setting(self) -> str:
+        """The setting that `margin` comes from."""
+        return "evaluate.champion_margin" if self._opponent == "champion" else "evaluate.margin"
+
+    @property
+    def applied_margin(self) -> float:
         """The margin in units of the metric."""
-        return 0.01 * self._unit if self.margin is None else self.margin
+        if self.margin is None:
+            return 0.0 if self.rule == "superior" else 0.01 * self._unit
+        return self.margin
+
+    @property
+    def accepted_loss(self) -> float:
+        """How much worse another form of a model may be: as much as a new model than the champion."""
+        against = self.against_champion()
+        return against.applied_margin if against.rule == "non-inferior" else 0.01 * self._unit
 
     @property
     def slice_allowance(self) -> float:
         """Return how far a slice may fall: a margin that is wide for the whole is wide for its parts."""
-        return max(0.05 * self._unit, self.accepted_loss)
+        return max(0.05 * self._unit, self.applied_margin)
 
     def in_units_of(self, size: float) -> Evaluate:
         """Return these settings for a metric without limits, whose values are about this large."""
         scaled = self.model_copy()
         scaled._unit = size
         return scaled
+
+    def against_champion(self) -> Evaluate:
+        """Return these settings with the rule and the margin that apply to the champion."""
+        same, margin = self.champion_rule == self.rule, self.champion_margin
+        changes = {"rule": self.champion_rule, "margin": self.margin if same and margin is None else margin}
+        copy = self.model_copy(update=changes)
+        copy._opponent = "champion"
+        return copy
 
 
 VariantName = Literal["fp32", "fp16", "int8-dynamic", "int8-static", "int8", "int4", "int4-128", "int4-gptq"]
@@ -470,7 +506,9 @@ class Export(Section):
         "fp32", description="variant to ship; `fastest-that-passes` selects by measured time"
     )
     variant_margin: Annotated[float, Field(ge=0)] | Literal["evaluate.margin"] = Field(
-        "evaluate.margin", description="allowed drop of `evaluate.metric` in a variant, compared with torch"
+        "evaluate.margin",
+        description="allowed drop of `evaluate.metric` in a variant, compared with torch; `evaluate.margin`: what the "
+        "gate allows against the champion",
     )
     budget: dict[Cost, Annotated[float, Field(gt=0)]] = Field(
         {},

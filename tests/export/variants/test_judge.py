@@ -27,7 +27,7 @@ from pipeline.contract.statistics.metrics import Metric
 
 NEAR = Deviation(0.0, 0.0, 0.0)
 RIGHT = np.ones(100)
-EVALUATE = Evaluate(margin=0.08)
+EVALUATE = Evaluate(champion_margin=0.08)
 
 
 def few_wrong(count: int) -> Array:
@@ -57,7 +57,7 @@ def test_the_batch_size_at_which_the_metric_may_be_worst_decides() -> None:
 
 
 def test_a_larger_error_fails_and_a_smaller_one_passes() -> None:
-    evaluate = Evaluate(metric="mae", margin=0.08, require={"mae": 1.05})
+    evaluate = Evaluate(metric="mae", champion_margin=0.08, require={"mae": 1.05})
     assert message("int8-dynamic", error(RIGHT - 0.5), evaluate=evaluate) == []
     margin, limit = message("int8-dynamic", error(RIGHT + 0.1), evaluate=evaluate)
     assert margin.startswith("mae is 1.100 at batch size 1, in torch 1.000: the lower bound -0.1")
@@ -69,7 +69,7 @@ def test_limits_of_calibration_hold_for_variants() -> None:
         return Metric("brier", Mean(RIGHT * value), Mean(RIGHT * 0.1), lower=True)
 
     metrics = {"accuracy": Metric("accuracy", Mean(RIGHT), Mean(RIGHT))}
-    evaluate = Evaluate(margin=0.08, require={"brier": 0.2})
+    evaluate = Evaluate(champion_margin=0.08, require={"brier": 0.2})
     assert message("int8", BatchSizeResult(1, NEAR, {**metrics, "brier": brier(0.15)}), evaluate=evaluate) == []
     (fault,) = message("int8", BatchSizeResult(1, NEAR, {**metrics, "brier": brier(0.3)}), evaluate=evaluate)
     assert fault == "brier 0.3000 is above the required 0.2, which torch's answers reach"
@@ -77,15 +77,15 @@ def test_limits_of_calibration_hold_for_variants() -> None:
 
 def test_a_margin_own_is_what_a_variant_may_cost() -> None:
     wrong = of(few_wrong(4))
-    assert message("int8-static", wrong, evaluate=Evaluate(margin=0.2)) == []
-    assert message("int8-static", wrong, evaluate=Evaluate(margin=0.2), export=Export(variant_margin=0.001))
+    assert message("int8-static", wrong, evaluate=Evaluate(champion_margin=0.2)) == []
+    assert message("int8-static", wrong, evaluate=Evaluate(champion_margin=0.2), export=Export(variant_margin=0.001))
     assert message("int8-static", of(RIGHT), export=Export(variant_margin=0)) == []  # equal on every sample
 
 
 def test_fp32_is_not_turned_away_over_its_last_digit() -> None:
     values = RIGHT - 1e-9 * np.arange(100)
-    assert message("fp32", of(values), evaluate=Evaluate(margin=0)) == []
-    assert message("fp16", of(values), evaluate=Evaluate(margin=0))
+    assert message("fp32", of(values), evaluate=Evaluate(champion_margin=0)) == []
+    assert message("fp16", of(values), evaluate=Evaluate(champion_margin=0))
 
 
 def test_a_metric_that_is_no_number_is_named_and_not_compared() -> None:

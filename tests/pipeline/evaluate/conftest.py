@@ -102,7 +102,8 @@ class Project:
         run = Run(self.runs / name)
         run.output("train").mkdir(parents=True)
         run.partial("evaluate").mkdir()
-        sections["evaluate"] = {"margin": 0.1, **sections.get("evaluate", {})}  # what 50 samples can show
+        what_50_samples_can_show = {"rule": "non-inferior", "margin": 0.1}
+        sections["evaluate"] = what_50_samples_can_show | sections.get("evaluate", {})
         config = {"name": "greater", "task": "task.py:Greater", "codec": "codec.py:Codec", **sections}
         file = RunFile(
             id=name, created="2026-01-01T00:00:00+00:00", wanted=("evaluate",), config=config, environment={}

@@ -123,3 +123,23 @@ def test_champion_with_other_inputs_is_rejected(project: Project) -> None:
     project.crown("right", inputs="picture")
     with pytest.raises(BundleError, match="does not accept this task's data: no column picture"):
         evaluate(project.run("right"), project.root)
+
+
+TWO_RULES = {"rule": "superior", "margin": 0.02, "champion_margin": 0.1}
+
+
+def test_a_model_as_good_as_the_champion_passes(with_baseline: Project) -> None:
+    with_baseline.crown("right")
+    run = with_baseline.run("right", evaluate=TWO_RULES)
+    evaluate(run, with_baseline.root)
+    verdict = json.loads((run.partial("evaluate") / "verdict.json").read_text())
+    assert (verdict["rule"], verdict["margin"]) == ("non-inferior", 0.1)
+    assert "against the champion's 1.0000" in verdict["summary"]
+    (rule,) = [rule for rule in verdict["rules"] if rule["rule"] == "non-inferior"]
+    assert rule["detail"].startswith("accuracy difference to the champion is at least ")
+
+
+def test_a_model_worse_than_the_champion_is_rejected(with_baseline: Project) -> None:
+    with_baseline.crown("right")
+    with pytest.raises(GateError, match=r"accuracy may be 0\.\d+ below the champion's"):
+        evaluate(with_baseline.run("first", evaluate=TWO_RULES), with_baseline.root)

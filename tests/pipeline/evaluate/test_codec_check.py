@@ -13,8 +13,10 @@ from torch import Tensor
 from pipeline.contract.codec import Codec
 from pipeline.contract.data import Samples
 from pipeline.contract.errors import InvalidPayload
+from pipeline.contract.settings.stages import Evaluate
 from pipeline.contract.task import Task
 from pipeline.evaluate.codec_check import CodecCheck, check_codec
+from pipeline.evaluate.gate import Measurements, decide
 
 CLASSES = ("left", "right", "top")
 PIXELS = np.random.default_rng(0).integers(0, 17, size=(90, 6, 6)).astype(np.float32)
@@ -252,3 +254,86 @@ def test_numbers_are_compared_through_answer() -> None:
     doubled = PriceCodec()
     doubled.factor = 2.0
     assert "otherwise than predicted()" in check(doubled).rule().detail
+
+
+class Numbers:
+    """Two numbers in, their sum out; nothing allows to compare the codec."""
+
+    inputs, outputs = ("pair",), ("sum",)
+
+
+class NumbersWithAnswer(Numbers):
+    def predicted(self, outputs: Tensor) -> Tensor:
+        return outputs
+
+    def answer(self, prediction: Any) -> Any:
+        return prediction
+
+
+class NumbersWithBoth(NumbersWithAnswer):
+    def instances(self, batch: Any) -> list[Any]:
+        return [row if row[0] > 0 else None for row in batch["pair"].tolist()]
+
+
+class NumberCodec:
+    def decode(self, instances: Any) -> dict[str, Array]:
+        return {"pair": np.asarray(instances, np.float32)}
+
+    def encode(self, outputs: dict[str, Array]) -> list[Any]:
+        return outputs["sum"].tolist()  # type: ignore[no-any-return]
+
+
+def _check_numbers(task: Any, codec: Codec | None = None) -> CodecCheck:
+    pairs = torch.from_numpy(np.random.default_rng(3).normal(size=(50, 2)).astype(np.float32))
+    samples = Samples("test", {"pair": pairs})
+    return check_codec(task, codec or NumberCodec(), "codec.py:C", samples, lambda batch: batch["pair"].sum(dim=1))
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        (Numbers(), "the codec was not compared with the test data"),
+        (NumbersWithAnswer(), "codec compared with the test data: encode() on 50 samples, but not decode()"),
+        (NumbersWithBoth(), "codec compared with the test data: decode() on 28 samples and encode() on 50 samples"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_the_first_line_of_a_verdict_states_what_was_compared(task: Any, words: str) -> None:
+    found = _check_numbers(task)
+    verdict = decide(Evaluate(), Measurements(50, {"accuracy": 0.9}, None, None, codec=found))
+    assert verdict.summary.endswith(f"; {words}") and verdict.verdict == "no-baseline"
+    assert found.rule().detail.startswith(words if "not" in words else "codec: encode() gives")
+
+
+def test_a_language_model_without_raw_texts_is_not_compared() -> None:
+    class Talks(Numbers):
+        def language_model(self, model: Any) -> Any: ...
+
+        def prompting(self) -> Any: ...
+
+    assert _check_numbers(Talks()).summary == "the codec was not compared with the test data"
+
+
+def test_an_instance_for_every_sample_is_needed() -> None:
+    class Fewer(NumbersWithBoth):
+        def instances(self, batch: Any) -> list[Any]:
+            return batch["pair"].tolist()[:3]  # type: ignore[no-any-return]
+
+    assert _check_numbers(Fewer()).faults == ("instances(batch) returns 3 instances for 50 samples",)
+
+
+class CutShort(CutCodec):
+    def decode(self, instances: Sequence[list[int]]) -> dict[str, Array]:
+        return {"ids": super().decode(instances)["ids"][:, :2]}
+
+
+@pytest.mark.parametrize(("codec", "is_sound"), [(CutCodec, True), (CutShort, False)])
+def test_data_may_have_more_padding_than_a_request(codec: Callable[[], Codec], is_sound: bool) -> None:
+    class Rows(Lengths):
+        def instances(self, batch: Any) -> list[list[int]]:
+            return [[each for each in row if each] for row in batch["ids"].tolist()]
+
+    ids = torch.tensor([[5, 7, 0, 0, 0, 0], [5, 7, 8, 9, 0, 0], [3, 0, 0, 0, 0, 0]])
+    task: Any = Rows()
+    found = check_codec(task, codec(), "codec.py:C", Samples("test", {"ids": ids}), lambda batch: batch["ids"].float())
+    assert (found.faults == ()) == is_sound

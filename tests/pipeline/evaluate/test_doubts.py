@@ -25,7 +25,7 @@ def _columns(predicted: np.ndarray[Any, Any], baseline: np.ndarray[Any, Any] | N
 
 
 def _decide(columns: Columns, kind: Any = None, **settings: Any) -> Verdict:
-    config = Evaluate(**settings)
+    config = Evaluate(rule="non-inferior", **settings)
     return decide(config, Results(columns, kind, None, CLASSES).measurements(config))
 
 

@@ -13,6 +13,7 @@ from pipeline.evaluate.gate import Measurements, Verdict, decide, rejection_mess
 from pipeline.evaluate.rules import Comparison
 
 CLEAR_WIN = Interval(0.05, 0.02, 0.08)
+NON_INFERIOR = Evaluate(rule="non-inferior")
 
 
 def verdict(
@@ -23,7 +24,7 @@ def verdict(
     detectable: float = 0.001,
 ) -> Verdict:
     found = None if difference is None else Comparison(samples, difference, detectable, p_value=0.01)
-    return decide(config or Evaluate(), Measurements(samples, {"accuracy": accuracy}, {"accuracy": 0.85}, found))
+    return decide(config or NON_INFERIOR, Measurements(samples, {"accuracy": accuracy}, {"accuracy": 0.85}, found))
 
 
 def test_candidate_above_its_baseline_passes() -> None:
@@ -43,14 +44,14 @@ def test_missed_requirement_fails_without_a_baseline() -> None:
 
 @pytest.mark.parametrize(("low", "expected"), [(-0.0099, "pass"), (-0.01, "fail"), (-0.02, "fail"), (0.0, "pass")])
 def test_lower_bound_must_be_strictly_above_minus_margin(low: float, expected: str) -> None:
-    assert verdict(Evaluate(margin=0.01), difference=Interval(0.0, low, 0.02)).verdict == expected
+    assert verdict(Evaluate(rule="non-inferior", margin=0.01), difference=Interval(0.0, low, 0.02)).verdict == expected
 
 
 def later(single: Interval, wide: Interval, **evaluate: Any) -> Verdict:
     """Return the verdict of the third comparison on a test set."""
     comparison = Comparison(400, wide, 0.001, p_value=0.01, number=3, single=single)
     measured = Measurements(400, {"accuracy": 0.9}, {"accuracy": 0.9}, comparison, number=3)
-    return decide(Evaluate(**evaluate), measured)
+    return decide(Evaluate(rule="non-inferior", **evaluate), measured)
 
 
 def test_a_later_comparison_states_its_level_and_what_the_first_would_have_shown() -> None:
@@ -72,25 +73,30 @@ def test_a_wider_interval_does_not_make_a_clear_failure_inconclusive() -> None:
 def test_equal_answers_on_few_samples_are_inconclusive(samples: int) -> None:
     right = Mean(np.ones(samples))
     difference = difference_interval(right, right, 0.95)
-    found = verdict(Evaluate(margin=0.01), difference=difference, samples=samples)
+    found = verdict(Evaluate(rule="non-inferior", margin=0.01), difference=difference, samples=samples)
     assert found.verdict == "fail"
     assert found.summary.startswith("inconclusive: ")
     assert "candidate rejected: inconclusive: accuracy may be" in rejection_message(found, "run-1")
-    allowed = verdict(Evaluate(margin=0.01, inconclusive="pass"), difference=difference, samples=samples)
+    allowed = verdict(
+        Evaluate(rule="non-inferior", margin=0.01, inconclusive="pass"), difference=difference, samples=samples
+    )
     assert allowed.verdict == "pass"
     assert allowed.summary.startswith("inconclusive: ")
 
 
 def test_equal_answers_on_many_samples_pass() -> None:
     right = Mean(np.ones(400))
-    assert verdict(Evaluate(margin=0.01), difference=difference_interval(right, right, 0.95)).verdict == "pass"
+    assert (
+        verdict(Evaluate(rule="non-inferior", margin=0.01), difference=difference_interval(right, right, 0.95)).verdict
+        == "pass"
+    )
 
 
 @pytest.mark.parametrize(("difference", "unclear"), [((-0.05, -0.09, -0.02), False), ((-0.005, -0.09, 0.08), True)])
 def test_a_candidate_that_is_surely_worse_is_not_inconclusive(
     difference: tuple[float, float, float], unclear: bool
 ) -> None:
-    found = verdict(Evaluate(margin=0.01, inconclusive="pass"), difference=Interval(*difference))
+    found = verdict(Evaluate(rule="non-inferior", margin=0.01, inconclusive="pass"), difference=Interval(*difference))
     assert (found.verdict == "pass", found.rules[-1].inconclusive) == (unclear, unclear)
 
 
@@ -103,13 +109,13 @@ def test_no_interval_is_inconclusive() -> None:
 
 
 def test_bound_of_zero_is_not_enough_at_margin_zero() -> None:
-    found = verdict(Evaluate(margin=0.0), difference=Interval(0.01, 0.0, 0.02))
+    found = verdict(Evaluate(rule="non-inferior", margin=0.0), difference=Interval(0.01, 0.0, 0.02))
     assert found.verdict == "fail"
     assert "no better than" in rejection_message(found, "run-1")
 
 
 def test_rejection_names_the_rule_and_the_gap() -> None:
-    config = Evaluate(require={"accuracy": 0.95}, margin=0.01)
+    config = Evaluate(rule="non-inferior", require={"accuracy": 0.95}, margin=0.01)
     text = rejection_message(verdict(config, accuracy=0.9, difference=Interval(-0.03, -0.05, 0.0)), "run-1")
     assert "accuracy 0.9000 is 0.05 below the required 0.95" in text
     assert "misses -0.0100 by 0.04" in text
@@ -149,7 +155,7 @@ def test_equal_answers_are_not_superior() -> None:
     ],
 )
 def test_rules_explain_how_they_were_computed_and_what_would_change_them(difference: Interval, would: str) -> None:
-    rule = verdict(Evaluate(margin=0.01), difference=difference).rules[-1]
+    rule = verdict(Evaluate(rule="non-inferior", margin=0.01), difference=difference).rules[-1]
     assert rule.change.startswith(would)
     assert "on the same 400 samples, 95% interval; its lower bound must be above -0.0100" in rule.how
     assert (rule.value, rule.limit) == (difference.low, -0.01)
@@ -157,15 +163,20 @@ def test_rules_explain_how_they_were_computed_and_what_would_change_them(differe
 
 def test_hint_what_would_pass_is_correct() -> None:
     difference = Interval(0.0, -0.02, 0.02)
-    assert verdict(Evaluate(margin=0.0201), difference=difference).verdict == "pass"
-    assert verdict(Evaluate(margin=0.01), difference=Interval(0.0, -0.01 + 1e-9, 0.01), samples=1600).verdict == "pass"
+    assert verdict(Evaluate(rule="non-inferior", margin=0.0201), difference=difference).verdict == "pass"
+    assert (
+        verdict(
+            Evaluate(rule="non-inferior", margin=0.01), difference=Interval(0.0, -0.01 + 1e-9, 0.01), samples=1600
+        ).verdict
+        == "pass"
+    )
 
 
 def test_margin_below_the_detectable_difference_is_a_warning() -> None:
-    (warning,) = verdict(Evaluate(margin=0.01), samples=300, detectable=0.024).warnings
+    (warning,) = verdict(Evaluate(rule="non-inferior", margin=0.01), samples=300, detectable=0.024).warnings
     assert "smaller than what 300 test samples can show" in warning
     assert "about 0.024" in warning
-    assert verdict(Evaluate(margin=0.03), samples=300, detectable=0.024).warnings == ()
+    assert verdict(Evaluate(rule="non-inferior", margin=0.03), samples=300, detectable=0.024).warnings == ()
     assert decide(Evaluate(), Measurements(400, {"accuracy": 0.9}, None, None)).warnings == ()
 
 
@@ -177,7 +188,7 @@ def test_one_sample_decides_nothing() -> None:
 
 def test_candidate_worse_by_the_margin_passes_at_the_nominal_rate() -> None:
     generator = np.random.default_rng(0)
-    config, passed = Evaluate(margin=0.05), 0
+    config, passed = Evaluate(rule="non-inferior", margin=0.05), 0
     for _ in range(1000):
         values = generator.choice([-1.0, 0.0, 1.0], size=400, p=[0.15, 0.75, 0.1])
         found = difference_interval(Mean(values), Mean(np.zeros(400)), config.confidence)
@@ -188,8 +199,40 @@ def test_candidate_worse_by_the_margin_passes_at_the_nominal_rate() -> None:
 
 def test_small_units_are_not_printed_as_zero() -> None:
     rules = decide(
-        Evaluate(require={"mae": 4e-6}, margin=0.0),
+        Evaluate(rule="non-inferior", require={"mae": 4e-6}, margin=0.0),
         Measurements(400, {"accuracy": 0.9, "mae": 3.2e-6}, None, None, lower=frozenset({"mae"})),
     ).rules
     assert "mae 3.2e-06 is within the 4e-06 allowed" in [rule.detail for rule in rules]
-    assert "-1.5e-06" in verdict(Evaluate(margin=0.0), difference=Interval(1e-6, -1.5e-6, 3e-6)).summary
+    assert (
+        "-1.5e-06"
+        in verdict(Evaluate(rule="non-inferior", margin=0.0), difference=Interval(1e-6, -1.5e-6, 3e-6)).summary
+    )
+
+
+def test_unless_set_the_baseline_is_to_be_beaten_and_the_champion_matched() -> None:
+    equal = Interval(0.0, -0.005, 0.005)
+    assert verdict(Evaluate(), difference=equal).verdict == "fail"
+    assert verdict(Evaluate().against_champion(), difference=equal).verdict == "pass"
+    assert verdict(Evaluate().against_champion(), difference=Interval(-0.02, -0.025, -0.015)).verdict == "fail"
+
+
+@pytest.mark.parametrize(
+    ("settings", "rule", "margin"),
+    [
+        ({"margin": 0.2}, "non-inferior", 0.01),
+        ({"rule": "non-inferior", "margin": 0.2}, "non-inferior", 0.2),
+        ({"champion_margin": 0.03}, "non-inferior", 0.03),
+        ({"champion_rule": "superior"}, "superior", 0.0),
+        ({"champion_rule": "superior", "margin": 0.2}, "superior", 0.2),
+    ],
+)
+def test_a_margin_passes_to_the_champion_only_with_its_rule(settings: dict[str, Any], rule: str, margin: float) -> None:
+    applied = Evaluate(**settings).against_champion()
+    assert (applied.rule, applied.applied_margin) == (rule, margin)
+
+
+def test_the_advice_names_the_margin_that_applies() -> None:
+    unclear = Interval(0.0, -0.02, 0.02)
+    assert "a smaller evaluate.margin" in rejection_message(verdict(Evaluate(), difference=unclear), "run-1")
+    applied = Evaluate().against_champion()
+    assert "a wider evaluate.champion_margin" in rejection_message(verdict(applied, difference=unclear), "run-1")

@@ -28,7 +28,7 @@ def _regressor(unit: float, loss: float, samples: int = 4000) -> Columns:
 
 def _decide(columns: Columns, metric: str, **settings: float) -> Verdict:
     results = Results(columns, "task", None, None)
-    config = Evaluate(metric=metric, **settings).in_units_of(results.metrics[metric].unit_size)
+    config = Evaluate(rule="non-inferior", metric=metric, **settings).in_units_of(results.metrics[metric].unit_size)
     return decide(config, results.measurements(config))
 
 

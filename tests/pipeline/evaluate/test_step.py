@@ -43,7 +43,12 @@ def make_run(path: Path, weights: Path, **evaluate: object) -> Run:
     run = Run(path)
     run.output("train").mkdir(parents=True)
     (run.output("train") / "model.safetensors").write_bytes(weights.read_bytes())
-    config = {"name": "digits", "task": "task.py:Digits", "codec": "codec.py:DigitsCodec", "evaluate": evaluate}
+    config = {
+        "name": "digits",
+        "task": "task.py:Digits",
+        "codec": "codec.py:DigitsCodec",
+        "evaluate": {"rule": "non-inferior", **evaluate},
+    }
     file = RunFile(id=run.id, created="2026-01-01T00:00:00+00:00", wanted=("evaluate",), config=config, environment={})
     write_atomic(run.path / "run.json", file.model_dump_json())
     return run

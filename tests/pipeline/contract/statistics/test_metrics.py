@@ -39,7 +39,7 @@ def test_class_never_seen_nor_predicted_has_no_ratios() -> None:
     assert class_metrics(matrix, "abc")["c"] == {"samples": 0, "precision": None, "recall": None, "f1": None}
 
 
-FAST: dict[str, Any] = {"resamples": 300, "margin": 0.1}
+FAST: dict[str, Any] = {"resamples": 300, "rule": "non-inferior", "margin": 0.1}
 
 
 def numbers(samples: int = 120, changed: Columns | None = None) -> Columns:
@@ -86,7 +86,7 @@ def test_slices_are_in_the_units_of_the_metric(metric: str, shown: float) -> Non
     columns = numbers(samples=400)
     scaled = {name: values * 1000 for name, values in columns.items()}
     scaled["slice.half"] = np.repeat(["first", "second"], 200)
-    config = Evaluate(metric=metric, resamples=300, margin=0.1)
+    config = Evaluate(metric=metric, rule="non-inferior", resamples=300, margin=0.1)
     result = results(scaled)
     whole = result.metrics[metric]
     first, second = result.slices(config)
@@ -150,7 +150,7 @@ def test_slices_of_an_error_use_the_errors_per_sample() -> None:
     columns = numbers()
     columns["slice.place"] = np.array(["sea"] * 60 + ["air"] * 60)
     columns["candidate.predicted"][:60] += 2.0
-    config = Evaluate(metric="rmse", resamples=300, margin=0.1)
+    config = Evaluate(metric="rmse", rule="non-inferior", resamples=300, margin=0.1)
     passed = {one.slice: one.passed for one in results(columns).measurements(config).slices}
     assert passed == {"place=sea": False, "place=air": True}
     config = config.model_copy(update={"metric": "spearman"})
@@ -169,12 +169,12 @@ def test_slices_of_an_error_use_the_errors_per_sample() -> None:
 )
 def test_constant_values_leave_a_metric_undefined(changed: Columns, undefined: set[str], why: str) -> None:
     found = results(numbers(changed=changed))
-    config = Evaluate(metric="mae", resamples=300, margin=9.0)
+    config = Evaluate(metric="mae", rule="non-inferior", resamples=300, margin=9.0)
     verdict = decide(config, found.measurements(config))
     assert verdict.verdict == "pass", "it is not the one that decides"
     assert f"spearman is undefined: {why}" in verdict.warnings
     assert set(metrics_body(config, found, "f")["undefined"]) == undefined
-    config = Evaluate(metric="spearman", require={"spearman": 0.1}, resamples=300)
+    config = Evaluate(metric="spearman", rule="non-inferior", require={"spearman": 0.1}, resamples=300)
     verdict = decide(config, found.measurements(config))
     assert {rule.rule for rule in verdict.failures} == {"require.spearman", "non-inferior"}
     assert why in verdict.summary
