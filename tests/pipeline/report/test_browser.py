@@ -24,7 +24,7 @@ NAMELESS = (
     "&& one.firstChild.textContent && one.children[1].tagName === 'desc' && one.children[1].textContent)).length"
 )
 
-pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed here")
+pytestmark = [pytest.mark.long, pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed here")]
 
 
 @pytest.fixture(scope="module")

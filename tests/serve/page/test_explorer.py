@@ -80,6 +80,7 @@ def _send(page: Browser) -> Any:
     return page.text(f"{OPEN} .status .pill"), page.text(f"{OPEN} .response pre")
 
 
+@pytest.mark.long
 @in_browser
 def test_example_is_sent_and_its_answer_shown(browser: Browser, server: Running) -> None:
     with explorer(browser, server.url) as page:
@@ -97,6 +98,7 @@ def test_example_is_sent_and_its_answer_shown(browser: Browser, server: Running)
         )
 
 
+@pytest.mark.long
 @in_browser
 def test_operations_are_filtered_and_versions_hidden(browser: Browser, server: Running) -> None:
     visible = "[...document.querySelectorAll('.operation:not([hidden]) code')].map((one) => one.textContent)"
@@ -108,6 +110,7 @@ def test_operations_are_filtered_and_versions_hidden(browser: Browser, server: R
         assert "/v2/models/tiny/versions/1/ready" in page.value(visible)
 
 
+@pytest.mark.long
 @in_browser
 def test_key_is_requested_where_one_is_needed(
     browser: Browser, start: Launcher, bundle_path: Path, tmp_path: Path

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tests.serve.conftest import Launcher, Running
 
 
-pytestmark = pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed here")
+pytestmark = [pytest.mark.long, pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed here")]
 
 SEVEN = [(0.3, 0.2), (0.5, 0.2), (0.7, 0.2), (0.6, 0.5), (0.45, 0.85)]
 FIRST = "#answer .first dd"
