@@ -80,6 +80,7 @@ def test_wheel_installs_five_packages_and_their_data(wheel: Path) -> None:
     assert sorted(set(tracked) - set(names)) == []
 
 
+@pytest.mark.long
 def test_base_install_has_a_working_command_line(base: Path, tmp_path: Path) -> None:
     version = run(base / "pipe", "--version", cwd=tmp_path).stdout
     assert version.split()[-1] == "0.1.0"

@@ -18,6 +18,7 @@ def fresh(tmp_path: Path) -> ProjectFolder:
     return ProjectFolder.create(tmp_path / "sides")
 
 
+@pytest.mark.long
 def test_an_empty_split_is_reported(fresh: ProjectFolder) -> None:
     fresh.replace("points.py", '"validation": 60', '"validation": 0')
     output = fresh.pipe("run", expect=2).stderr.splitlines()

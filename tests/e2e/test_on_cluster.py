@@ -176,6 +176,7 @@ def test_pods_write_as_the_owner_of_the_runs_but_never_as_root(shared: ProjectFo
 
 
 @needs_root
+@pytest.mark.long
 def test_a_folder_that_pods_cannot_write_is_named_with_its_owner(api: ApiServer, shared: ProjectFolder) -> None:
     give(shared.folder, CALLER)
     api.nodes.program = lambda pod: play(pod, shared.folder, as_user(4321, 4321))  # a volume with other users

@@ -117,6 +117,7 @@ def decoder(folder: Path, kind: str) -> Original:
     return Original(task, task.net, open_split(task, "test"), config, path, inputs, folder)
 
 
+@pytest.mark.long
 def test_onnxruntime_genai_generates_torchs_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     genai = pytest.importorskip("onnxruntime_genai", reason="the extra `genai` is not installed")
     one = decoder(tmp_path, "Qwen2")

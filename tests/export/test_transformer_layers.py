@@ -74,7 +74,7 @@ class Both(Encoder):
         return tags
 
 
-@pytest.mark.parametrize("net", [Encoder(), Decoder(tgt_is_causal=True)])
+@pytest.mark.parametrize("net", [Encoder(), pytest.param(Decoder(tgt_is_causal=True), marks=pytest.mark.long)])
 def test_transformer_with_masks_is_exported_as_it_was_evaluated(net: nn.Module, exported: Exporter) -> None:
     made = exported(Tags(net))
     torch.backends.mha.set_fastpath_enabled(True)

@@ -15,6 +15,9 @@ from ..e2e.project_folder import wait_for
 from .clock import shifted
 from .cluster import Cluster, cluster
 
+# Quick tests have its parts: tests/train/test_ledger.py one killed process, test_node.py the decisions.
+pytestmark = pytest.mark.long
+
 AGENT, WORKER = ("train.elastic.agent",), ("-m", "train")
 
 
@@ -43,7 +46,6 @@ def test_a_killed_worker_starts_again_with_all_the_others(three: Cluster) -> Non
     assert pid not in [process.pid for process in three.machines[1].processes(*WORKER)]
 
 
-@pytest.mark.long  # tests/pipeline/training/test_node.py has the decision
 def test_a_lost_machine_is_dropped_and_joins_again_when_it_is_back(three: Cluster) -> None:
     lost = three.machines[2]
     lost.lose()
@@ -53,7 +55,6 @@ def test_a_lost_machine_is_dropped_and_joins_again_when_it_is_back(three: Cluste
     three.wait_until_training(processes=3)
 
 
-@pytest.mark.long  # for the node, a test with a launcher that is killed; for the worker, one of the parent watch
 def test_a_killed_agent_takes_its_worker_along_and_is_started_again(three: Cluster) -> None:
     machine, before = three.machines[1], three.attempt
     worker = machine.processes(*WORKER)[0]
@@ -63,7 +64,6 @@ def test_a_killed_agent_takes_its_worker_along_and_is_started_again(three: Clust
     three.wait_until_training(processes=3)
 
 
-@pytest.mark.long
 def test_a_killed_command_takes_everything_on_its_machine_along(three: Cluster) -> None:
     machine = three.machines[2]
     machine.processes("-m")[0].kill()
@@ -82,7 +82,6 @@ def test_a_link_that_is_cut_for_a_moment_is_waited_for(three: Cluster) -> None:
     assert [event for event in three.events if event not in before and event.event in ("start", "end")] == []
 
 
-@pytest.mark.long
 def test_a_slow_link_is_no_fault(three: Cluster) -> None:
     before = three.events
     three.machines[2].host.slow(megabits=0.2)
@@ -91,7 +90,6 @@ def test_a_slow_link_is_no_fault(three: Cluster) -> None:
     assert [event for event in three.events if event not in before and event.event in ("start", "end")] == []
 
 
-@pytest.mark.long  # tests/train/elastic/test_preemption.py does the same with the training processes alone
 def test_a_machine_that_is_requested_to_end_makes_a_checkpoint_first_and_the_others_go_on_from_there(
     three: Cluster,
 ) -> None:
@@ -106,7 +104,6 @@ def test_a_machine_that_is_requested_to_end_makes_a_checkpoint_first_and_the_oth
     three.wait_until_training(processes=3)
 
 
-@pytest.mark.long
 def test_a_machine_behind_a_cut_link_is_dropped_and_comes_back_with_the_link(three: Cluster) -> None:
     machine = three.machines[1]
     machine.host.cut()

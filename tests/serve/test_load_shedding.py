@@ -80,6 +80,7 @@ def test_the_answer_is_that_of_the_application_and_counted_like_it(running: Runn
     assert "code=503" in running.log or '"code": 503' in running.log
 
 
+@pytest.mark.long
 def test_a_body_that_comes_late_is_thrown_away_and_the_connection_goes_on(running: Running, full: httpx.Client) -> None:
     head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\ncontent-length: 300000\r\n\r\n".encode()
     with socket.create_connection(("127.0.0.1", running.port), timeout=60) as sock:
@@ -96,6 +97,7 @@ def test_a_body_that_comes_late_is_thrown_away_and_the_connection_goes_on(runnin
         assert answer.status == 200
 
 
+@pytest.mark.long
 def test_pipelined_requests_are_refused_in_their_order(running: Running, full: httpx.Client) -> None:
     text = body()
     lines = f"authorization: Bearer {KEY}\r\ncontent-length: {len(text)}\r\n"
@@ -109,6 +111,7 @@ def test_pipelined_requests_are_refused_in_their_order(running: Running, full: h
     assert places == sorted(places)
 
 
+@pytest.mark.long
 def test_whatever_else_is_wrong_is_stated_as_ever(full: httpx.Client) -> None:
     wrong: list[tuple[str, dict[str, str], int]] = [
         (PATH, {"authorization": "Bearer no one"}, 401),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 from torch import Tensor
 
 from pipeline.verify import ledger_verification
@@ -41,6 +42,7 @@ def continue_run(group: ProcessGroup, directory: Path, after: int) -> Ended:
     return weights(made), progress
 
 
+@pytest.mark.long  # test_ledger.py has killed processes, too
 def test_changing_processes_keeps_samples_and_losses(project: Project) -> None:
     whole = trained_run(project, "whole", 2, checkpoint_every=4, keep_checkpoints=99)
     then = resumed_run(project, whole, "then", after=4, processes=3, checkpoint_every=4, keep_checkpoints=99)

@@ -166,6 +166,7 @@ def resumed_from(output: str) -> tuple[str, int]:
     return found[1], int(found[2])
 
 
+@pytest.mark.long
 def test_a_kill_costs_at_most_the_steps_since_the_snapshot(slow: Project, run: Run) -> None:
     whole = slow.run("whole", **WORDS)
     came_to = killed_after(slow, run, 12)

@@ -248,6 +248,7 @@ def test_possible_fixes_begin_with_what_changes_no_result() -> None:
     ]
 
 
+@pytest.mark.long
 def test_fix_is_the_first_setting_whose_estimate_fits() -> None:
     config, task = settings(batch_size=32), Transformer()
     needed = estimate(task, config).bytes

@@ -10,6 +10,7 @@ import pytest
 
 from pipeline.processes import LocalLauncher, training_server
 from pipeline.training.launchers import launch_command
+from tests.quick import quick
 
 from .conftest import Project, failure
 from .launching import ENVIRONMENT, module
@@ -17,7 +18,7 @@ from .launching import ENVIRONMENT, module
 IN_LOSS = "    def loss(self, outputs, batch):\n"
 
 
-@pytest.mark.parametrize("forks", [False, True])
+@pytest.mark.parametrize("forks", quick([True], [True, False]))
 def test_input_in_training_fails_with_its_line(project: Project, forks: bool) -> None:
     project.replace(IN_LOSS, IN_LOSS + "        input()\n")
     (project.root / "codec.py").write_text("class C: ...\n")

@@ -64,7 +64,11 @@ def test_resumed_run_ends_with_identical_weights(project: Project) -> None:
 
 
 @pytest.mark.parametrize(
-    ("processes", "strategy"), [(1, "ddp"), (2, "ddp"), (2, "fsdp"), (2, "parameter_server"), (2, "local_sgd")]
+    ("processes", "strategy"),
+    [
+        (1, "ddp"),
+        *(pytest.param(2, name, marks=pytest.mark.long) for name in ("ddp", "fsdp", "parameter_server", "local_sgd")),
+    ],
 )
 def test_training_goes_on_when_the_best_checkpoint_is_damaged(project: Project, processes: int, strategy: str) -> None:
     """The best is that of step 5; cut at step 10, the newest. Then the weights of a later step become the model."""

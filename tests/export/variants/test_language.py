@@ -72,6 +72,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[VariantEvaluation, 
     return comparison, comparison.entries()
 
 
+@pytest.mark.long
 def test_variants_are_made_run_and_timed(whole: tuple[VariantEvaluation, list[VariantResult]]) -> None:
     entries = {entry.name: entry for entry in whole[1]}
     assert list(entries) == VARIANTS
@@ -87,6 +88,7 @@ def test_variants_are_made_run_and_timed(whole: tuple[VariantEvaluation, list[Va
     assert entries["int4"].bytes < entries["int8"].bytes < entries["fp16"].bytes < entries["fp32"].bytes
 
 
+@pytest.mark.long
 def test_perplexity_is_in_the_record_and_the_log(whole: tuple[VariantEvaluation, list[VariantResult]]) -> None:
     entries = whole[1]
     choice = decide(whole[0].config.export, to_candidates(entries))
@@ -114,6 +116,7 @@ def test_rounding_weights_beyond_the_budget_is_a_fault(tmp_path: Path) -> None:
     assert "is not shipped" in decide(comparison.config.export, to_candidates([entry])).refusal
 
 
+@pytest.mark.long
 def test_openai_service_answers_from_int4_weights(
     whole: tuple[VariantEvaluation, list[VariantResult]], tmp_path: Path
 ) -> None:

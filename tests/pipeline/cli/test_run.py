@@ -122,6 +122,7 @@ def test_a_plan_estimates_the_memory_of_training(pipe_with_estimate: Pipe, start
     assert "memory" not in pipe_with_estimate("plan", "prepare").stdout
 
 
+@pytest.mark.long
 def test_a_plan_goes_on_without_an_estimate(pipe_with_estimate: Pipe, starter: Path) -> None:
     task = starter / "task.py"
     lines = task.read_text().splitlines()

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -34,6 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.long
 def test_buckets_change_messages_but_not_gradients() -> None:
     """32 · 3 + 16 · 32 numbers and more in five layers: a bucket of 500 bytes holds few of them."""
     found, other = run_distributed(runs, 2)

@@ -210,6 +210,7 @@ Results = dict[int, list[dict[str, Any]]]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.long
 def test_any_number_of_processes_trains_the_same_bits(results: Results, size: int) -> None:
     for case, (weights_digest, progress, losses) in results[1][0]["cases"].items():
         for rank, result in enumerate(results[size]):
@@ -219,6 +220,7 @@ def test_any_number_of_processes_trains_the_same_bits(results: Results, size: in
         assert len(losses) == 10
 
 
+@pytest.mark.long
 def test_other_shards_or_seed_give_other_bits(results: Results) -> None:
     """Otherwise the test above could compare what never changes."""
     variants = results[1][0]["variants"]
@@ -234,6 +236,7 @@ def compiled(group: ProcessGroup) -> str:
     return weights_after_steps(group, 8, compile=True)
 
 
+@pytest.mark.long
 def test_gradient_is_that_of_the_whole_batch(results: Results) -> None:
     for result in results[2]:
         sharded, plain = result["gradients"]
@@ -241,6 +244,7 @@ def test_gradient_is_that_of_the_whole_batch(results: Results) -> None:
             torch.testing.assert_close(tensor, plain[name], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.long
 def test_only_parameters_that_some_shard_uses_are_updated(results: Results) -> None:
     """Weight decay would change a parameter with a gradient of zeros."""
     for result in results[3]:
@@ -248,6 +252,7 @@ def test_only_parameters_that_some_shard_uses_are_updated(results: Results) -> N
 
 
 @pytest.mark.parametrize(("size", "rows"), [(2, 1), (4, 1), (3, 1)])
+@pytest.mark.long
 def test_all_reduce_sends_as_many_bytes_as_a_ring(results: Results, size: int, rows: int) -> None:
     """Each process sends its rows once, and its slice of the sum."""
     sent, numbers = results[size][0]["traffic"]
@@ -256,6 +261,7 @@ def test_all_reduce_sends_as_many_bytes_as_a_ring(results: Results, size: int, r
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.long
 def test_all_reduce_adds_in_the_order_of_the_tree(results: Results, size: int) -> None:
     expected = sum_by_hand(range(SHARDS))
     assert not torch.equal(expected, shard_rows().flip(0).cumsum(0)[-1]), "the order matters"
@@ -264,6 +270,7 @@ def test_all_reduce_adds_in_the_order_of_the_tree(results: Results, size: int) -
             assert torch.equal(total, expected)
 
 
+@pytest.mark.long
 def test_loss_that_is_not_finite_is_reported_with_its_rank(results: Results) -> None:
     for result in results[3]:
         assert "the loss is not finite at step 3 on rank 1;" in result["broken loss"]

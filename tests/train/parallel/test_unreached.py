@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -88,6 +89,7 @@ def train_all(group: ProcessGroup, folder: Path) -> dict[str, set[str]]:
     return results
 
 
+@pytest.mark.long
 def test_every_strategy_trains_all_but_the_unreached_parameters(tmp_path: Path) -> None:
     all_names = {name for name, _ in Pooled().named_parameters()}
     results = run_distributed(train_all, 2, tmp_path)

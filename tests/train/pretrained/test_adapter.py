@@ -148,7 +148,8 @@ OTHER_WAYS = [
 ]
 
 
-@pytest.mark.parametrize("ways", [WAYS, pytest.param(OTHER_WAYS, marks=pytest.mark.long)])
+@pytest.mark.long  # ../parallel/test_together.py has adapters in each way to split
+@pytest.mark.parametrize("ways", [WAYS, OTHER_WAYS])
 def test_two_processes_train_the_adapters_of_one(tmp_path: Path, ways: list[Any]) -> None:
     folders = {family: write_official(tmp_path / family, family) for family in ("qwen2", "deepseek_v3")}
     single = fit_in_several_ways(SINGLE, folders, [(kind, family, {}) for kind, family, _ in ways])
