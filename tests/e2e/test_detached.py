@@ -14,6 +14,7 @@ from .project_folder import PIPE, ProjectFolder, environment, wait_for
 TRAIN = ("run", "train", "--force", "train", "train.processes=1", "--detach", "-o", "json")
 
 
+@pytest.mark.long
 def test_a_run_goes_on_without_its_terminal_and_can_be_followed(copied: ProjectFolder) -> None:
     hold = copied.folder / "hold"
     hold.write_text("5")

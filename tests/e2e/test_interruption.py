@@ -95,6 +95,7 @@ def test_trainings_run_side_by_side_and_an_interrupted_one_can_be_continued(copi
         end_with(signal.SIGINT, pipe, run)
 
 
+@pytest.mark.long
 def test_a_run_folder_that_is_removed_is_named(copied: ProjectFolder) -> None:
     with copied.paused_training(HELD_AFTER, *TRAIN, "train.processes=1") as pipe:
         run = until_held(copied)

@@ -168,7 +168,8 @@ def give(folder: Path, uid: int) -> None:
 
 
 @needs_root
-@pytest.mark.parametrize(("caller", "writer"), [pytest.param(CALLER, CALLER, marks=pytest.mark.long), (0, IMAGE_USER)])
+@pytest.mark.long
+@pytest.mark.parametrize(("caller", "writer"), [(CALLER, CALLER), (0, IMAGE_USER)])
 def test_pods_write_as_the_owner_of_the_runs_but_never_as_root(shared: ProjectFolder, caller: int, writer: int) -> None:
     give(shared.folder, caller)
     shared.pipe("run", "--until", "prepare", *WORDS, prefix=as_user(caller, caller) if caller else ())

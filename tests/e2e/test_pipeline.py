@@ -122,6 +122,7 @@ def test_a_changed_setting_is_named_with_both_its_values(copied: ProjectFolder) 
     assert copied.plan("train.lr=0.05")["train"] == ("run", "train.lr 0.02 → 0.05")
 
 
+@pytest.mark.long
 def test_changed_output_is_made_again_with_the_same_bytes(copied: ProjectFolder) -> None:
     before = copied.latest
     path = before.output("prepare") / "data.json"

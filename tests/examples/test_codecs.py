@@ -111,7 +111,7 @@ def test_every_example_has_a_damage() -> None:
 
 # Those of language models differ in little, and take 15 to 35 s.
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.long) if name in ("dpo", "lora") else name for name in DAMAGES]
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in ("dpo", "lora", "sft") else name for name in DAMAGES]
 )
 @torch.no_grad()
 def test_a_damaged_codec_of_an_example_is_rejected(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

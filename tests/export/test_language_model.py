@@ -324,6 +324,7 @@ def test_a_model_without_a_configuration_is_no_language_model() -> None:
         ),
     ],
 )
+@pytest.mark.long
 def test_texts_beyond_the_sliding_window_give_the_logits_of_transformers(kind: str, tmp_path: Path) -> None:
     made = make(kind, tmp_path)
     made.proven.require()

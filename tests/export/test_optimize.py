@@ -114,6 +114,7 @@ def test_fusions_of_transformers_are_reported_by_what_they_made(tmp_path: Path) 
     assert np.allclose(answer(path), expected, atol=1e-5)
 
 
+@pytest.mark.long
 def test_a_decoder_has_one_operator_for_attention_and_gives_torchs_logits(tmp_path: Path) -> None:
     """Rows of several lengths continue a past by several tokens, which GroupQueryAttention refuses."""
     model = causal("Qwen2", num_hidden_layers=2)

@@ -39,6 +39,7 @@ print(Path("/proc/self/status").read_text())
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("external", [False, True])
+@pytest.mark.long
 def test_a_pod_has_the_memory_that_loading_takes(external: bool, tmp_path: Path) -> None:
     names = ["x", *(f"h{layer}" for layer in range(LAYERS - 1)), "y"]
     nodes = [helper.make_node("MatMul", [names[i], f"w{i}"], [names[i + 1]]) for i in range(LAYERS)]

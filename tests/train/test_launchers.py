@@ -22,6 +22,7 @@ needs_mpirun = pytest.mark.skipif(
 
 
 @needs_mpirun
+@pytest.mark.long
 def test_every_launcher_trains_identical_weights(project: Project) -> None:
     """With torchrun's own options here; tests/e2e run it for a whole pipeline."""
     runs = {name: project.run(name) for name in ("torchrun", "mpirun", "srun")}

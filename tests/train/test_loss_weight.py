@@ -63,6 +63,7 @@ def run_all(group: ProcessGroup, folder: Path) -> dict[str, float | None]:
     return losses
 
 
+@pytest.mark.long
 def test_two_processes_train_the_mean_over_all_tokens_of_the_batch(tmp_path: Path) -> None:
     losses, _ = run_distributed(run_all, 2, tmp_path)
     folders = [*CASES, "alone", "elastic alone", "local"]

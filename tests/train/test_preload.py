@@ -4,6 +4,8 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 PROGRAM = """
 import json, sys
 import train.preload
@@ -17,6 +19,7 @@ print(json.dumps(sorted(name for name in set(sys.modules) - before if name.start
 """
 
 
+@pytest.mark.long
 def test_a_first_training_step_imports_no_internals_of_torch() -> None:
     process = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     assert json.loads(process.stdout) == []

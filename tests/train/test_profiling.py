@@ -131,6 +131,7 @@ def test_traced_steps_lie_within_training_after_a_warm_up(
     assert traced_steps(first, count, start, total) == expected
 
 
+@pytest.mark.long
 def test_two_processes_give_one_file_with_two_lanes(
     project: Project,
 ) -> None:

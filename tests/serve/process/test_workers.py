@@ -196,6 +196,7 @@ def admin(tmp_path: Path) -> Iterator[httpx.Client]:
         yield client
 
 
+@pytest.mark.long
 def test_admin_changes_reach_all_workers_and_their_replacements(
     start: Launcher, admin: httpx.Client, bundle_path: Path, other_path: Path, tmp_path: Path
 ) -> None:
