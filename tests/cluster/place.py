@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from k8s.cluster.api import Response
+from k8s.cluster.api import Response, Unreachable
 from k8s.cluster.cluster import Cluster
 from k8s.deploy import deploy
 from k8s.objects.kustomize import Object
@@ -109,7 +109,15 @@ class Place:
 
 
 def wait_until(condition: Callable[[], bool], subject: str, timeout_seconds: float = 120) -> None:
+    """Wait for a condition; an API server that does not answer meanwhile gets the request again."""
     deadline = time.monotonic() + timeout_seconds
-    while not condition():
+    while not _holds(condition):
         assert time.monotonic() < deadline, f"waited {timeout_seconds:g} s for {subject}"
         time.sleep(_POLL_SECONDS)
+
+
+def _holds(condition: Callable[[], bool]) -> bool:
+    try:
+        return condition()
+    except Unreachable:
+        return False
