@@ -14,7 +14,7 @@ import pytest
 
 _EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 # Files whose tests share little, so that each of them can run in any process.
-_SPREAD = ("tests/damages/",)
+_SPREAD = ("tests/damages/", "tests/breaks/")
 # What is long begins first, so that no process is left alone with it at the end. `e2e/test_pipeline.py` makes the run
 # that all of e2e waits for.
 _FIRST = ("tests/nodes/", "tests/e2e/test_pipeline.py", "tests/train/parallel/", "tests/e2e/", "tests/train/")

@@ -19,7 +19,7 @@ from k8s.cluster.cluster import Change, describe_changes
 from k8s.cluster.drift import inspect_deployment
 from k8s.deploy import deploy, preview
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.errors import ConfigError, ResourceError, StageError
+from pipeline.contract.errors import ConfigError, GateError, ResourceError, StageError
 from pipeline.contract.sources import SOURCE_ROOT
 
 from .api_server import ApiServer, Response
@@ -85,6 +85,12 @@ def test_render_only_writes_manifests_without_a_cluster(tmp_path: Path, configur
     assert record["applied"] == []
     assert record["manifests"] == sorted(path.name for path in (tmp_path / "out").iterdir())
     assert "kustomization.yaml" in record["manifests"]
+
+
+def test_the_commands_to_finish_by_hand_name_the_context(tmp_path: Path, configure: Configure, bundle: Bundle) -> None:
+    reports: list[str] = []
+    deploy(configure({"context": "large"}), bundle, "twice:1", tmp_path, True, reports.append)
+    assert f"`kubectl --context large apply --server-side -k {tmp_path}`" in reports[-1]
 
 
 @pytest.mark.usefixtures("no_cluster")
@@ -211,6 +217,18 @@ def test_an_image_by_latest_is_refused_before_anything_is_written(
     with pytest.raises(ConfigError, match="latest"):
         deploy(configure(), bundle, "twice:latest", tmp_path / "out", False, print)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_rejected_bundle_is_neither_deployed_nor_previewed(
+    api: ApiServer, model: Model, tmp_path: Path, configure: Configure, bundle: Bundle
+) -> None:
+    api.service = model
+    rejected = replace(bundle, manifest=bundle.manifest.model_copy(update={"verdict": "fail"}))
+    with pytest.raises(GateError, match="its verdict is 'fail'"):
+        deploy(configure(), rejected, "twice:1", tmp_path / "out", False, print)
+    with pytest.raises(GateError, match="its verdict is 'fail'"):
+        preview(configure(), rejected, "twice:1", print)
+    assert (api.objects, (tmp_path / "out").exists()) == ({}, False)
 
 
 def test_a_preview_lists_each_field_and_changes_nothing(

@@ -13,6 +13,7 @@ from k8s.cluster.rollout_status import JobResult
 from k8s.step_runner import StepRunner
 from pipeline.contract.errors import PipelineError, ResourceError, StageError
 
+from .api_requests import ApiRequest
 from .api_server import ApiServer, Fault
 from .mock_pods import MockPod
 from .object_store import Object
@@ -104,14 +105,30 @@ def test_cut_streams_neither_lose_nor_repeat_lines(api: ApiServer, make_runner: 
     assert log_lines(step) == lines
 
 
-def test_an_expired_watch_lists_again(api: ApiServer, make_runner: MakeStepRunner) -> None:
+def test_an_expired_watch_lists_again(api: ApiServer, make_runner: MakeStepRunner, reports: Reports) -> None:
+    followed = threading.Event()
+
+    def requests(*, watch: bool) -> int:
+        paths = [path for _, path, query, _ in api.requests if ("watch" in query) is watch]
+        return sum(path.endswith(("/jobs", "/pods")) for path in paths)
+
     def program(pod: MockPod) -> int:
+        assert followed.wait(30)
+        lists = requests(watch=False)
         api.store.expire()
-        pod.log("after")
+        while requests(watch=False) < lists + 2:
+            if pod.gone.wait(0.01):
+                return 1
         return 0
 
+    def tick() -> None:
+        assert requests(watch=True) < 50, "the expired watches begin again and again"
+
     api.nodes.program = program
-    assert run_step(make_runner()) == JobResult(0)
+    reports.on["its pod runs"] = followed.set
+    step = make_runner()
+    step.tick = tick
+    assert run_step(step) == JobResult(0)
 
 
 def test_requests_are_retried_when_the_server_is_busy_or_breaks(
@@ -170,6 +187,16 @@ def test_a_job_with_another_key_is_not_followed(api: ApiServer, make_runner: Mak
     assert make_runner(key="b" * 64).find() is None
 
 
+def test_a_job_that_is_being_deleted_is_not_followed(api: ApiServer, make_runner: MakeStepRunner) -> None:
+    api.nodes.program = lambda pod: 0 if pod.gone.wait(30) else 1
+    step = make_runner()
+    step.start()
+    assert step.find() is not None
+    deleted = {"deletionTimestamp": "2026-01-01T00:00:30Z"}
+    api.store.change(job_path(step, api), lambda item: item["metadata"].update(deleted))
+    assert step.find() is None
+
+
 def test_cancelling_waits_for_pods_and_keeps_their_last_lines(
     api: ApiServer, make_runner: MakeStepRunner, claim: str
 ) -> None:
@@ -191,14 +218,20 @@ def test_cancelling_waits_for_pods_and_keeps_their_last_lines(
     assert log_lines(step)[-1] == "checkpoint made"
 
 
-def test_a_finished_step_survives_a_restart_of_the_server(api: ApiServer, make_runner: MakeStepRunner) -> None:
+def test_a_finished_step_survives_a_restart_of_the_server(
+    api: ApiServer, make_runner: MakeStepRunner, reports: Reports
+) -> None:
+    followed = threading.Event()
+
     def program(pod: MockPod) -> int:
         pod.log("last line")
+        assert followed.wait(30), "else the lists before the watches fail, not those after the end"
         api.fail("GET", "/pods?labelSelector", status=503, times=3)
         api.fail("GET", "/jobs?labelSelector", status=503, times=2)
         return 0
 
     api.nodes.program = program
+    reports.on["its pod runs"] = followed.set
     step = make_runner()
     assert run_step(step) == JobResult(0)
     assert log_lines(step) == ["last line"]
@@ -210,6 +243,22 @@ def test_removing_leaves_jobs_of_other_runs(api: ApiServer, make_runner: MakeSte
     other = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "another", "labels": labels}, "spec": {}}
     path = api.add(other)
     run_step(make_runner())
+    assert path in api.objects
+
+
+def test_a_job_made_meanwhile_under_the_same_name_is_left(api: ApiServer, make_runner: MakeStepRunner) -> None:
+    step = make_runner()
+    step.start()
+    path = job_path(step, api)
+
+    def made_again(request: ApiRequest) -> bool:
+        if request.method == "DELETE" and request.path == path:
+            other = api.store.delete(path)
+            api.store.create(path, {**other, "metadata": {**other["metadata"], "uid": ""}})
+        return False
+
+    api.faults.append(Fault(made_again))
+    step.remove()
     assert path in api.objects
 
 
@@ -453,12 +502,18 @@ def test_warnings_of_the_server_are_reported(api: ApiServer, make_runner: MakeSt
     assert line.startswith("warning: job/twice-prepare-")
 
 
-def test_paged_lists_and_incomplete_events_are_handled(api: ApiServer, make_runner: MakeStepRunner) -> None:
+def test_paged_lists_and_incomplete_events_are_handled(
+    api: ApiServer, make_runner: MakeStepRunner, reports: Reports
+) -> None:
+    followed = threading.Event()
+
     def program(pod: MockPod) -> int:
+        assert followed.wait(30), "else all events are in the first list"
         pod.log("done")
         return 0
 
     api.page, api.torn, api.nodes.program = 1, 2, program
+    reports.on["2 of 2 pods run"] = followed.set
     train = make_runner("train", nodes=2, processes=1)
     assert run_step(train) == JobResult(0)
     assert sorted(log_lines(train)) == ["[0] done", "[1] done"]

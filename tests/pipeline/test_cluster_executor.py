@@ -10,6 +10,7 @@ import yaml
 from k8s.cluster.rollout_status import JobResult
 from k8s.objects.training import CONFIG_VARIABLE
 from pipeline.cluster_executor import ClusterExecutor, missing_image, render_workflow
+from pipeline.contract.errors import ResourceError, StageError
 from pipeline.history import Project, example_folder
 
 IMAGE = "train.image=registry.example/train@sha256:" + "1" * 64
@@ -57,3 +58,10 @@ def test_what_pods_printed_explains_how_they_failed(log: str, cause: str, tmp_pa
     executor = ClusterExecutor(tmp_path, print, lambda _question: True)
     result = JobResult(1, "the container ended with Error, exit code 1")
     assert cause in str(executor._find_cause(result, IMAGE[12:], log))
+
+
+def test_the_error_of_a_pod_keeps_its_exit_code(tmp_path: Path) -> None:
+    executor = ClusterExecutor(tmp_path, print, lambda _question: True)
+    for code, kind in ((1, StageError), (2, ResourceError)):
+        error = executor._find_cause(JobResult(code, "the container ended"), IMAGE[12:], "error: no space left\n")
+        assert (type(error), error.exit_code, str(error)) == (kind, code, "no space left")

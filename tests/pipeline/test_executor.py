@@ -1,12 +1,14 @@
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from pipeline.cluster_executor import ClusterExecutor
 from pipeline.contract.config import Config, override_config
-from pipeline.contract.errors import ConfigError
+from pipeline.contract.errors import ConfigError, read_error
 from pipeline.contract.run import Run, StepRecord
 from pipeline.history import Project, write_record
 from pipeline.plan import Step
@@ -40,38 +42,80 @@ def held(
     return run, record
 
 
+@pytest.fixture
+def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
+    server = ApiServer()
+    server.write_kubeconfig(tmp_path / "kubeconfig")
+    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
+    server.add({"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "tiny-runs"}, "spec": {}})
+    yield server
+    server.close()
+
+
 @pytest.mark.parametrize(("cancel", "left"), [(True, 0), (False, 1)])
 def test_an_interrupted_step_is_cancelled_or_left_as_answered(
     cancel: bool,
     left: int,
     held: tuple[Run, StepRecord],
     project: Project,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
+    api: ApiServer,
 ) -> None:
     run, record = held
-    api = ApiServer()
-    try:
-        api.write_kubeconfig(tmp_path / "kubeconfig")
-        monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
-        api.add({"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "tiny-runs"}, "spec": {}})
-        api.nodes.program = lambda pod: 0 if pod.gone.wait(30) else 1
-        questions: list[str] = []
+    api.nodes.program = lambda pod: 0 if pod.gone.wait(30) else 1
+    questions: list[str] = []
 
-        def ask(question: str) -> bool:
-            questions.append(question)
-            return cancel
+    def ask(question: str) -> bool:
+        questions.append(question)
+        return cancel
 
-        def interrupt() -> None:
-            raise KeyboardInterrupt
+    def interrupt() -> None:
+        raise KeyboardInterrupt
 
-        reported: list[str] = []
-        executor = ClusterExecutor(project.root, reported.append, ask)
-        with pytest.raises(KeyboardInterrupt):
-            executor.run_step(run, record, interrupt)
-        assert len([path for path in api.objects if "/jobs/" in path]) == left
-        assert questions == [f"job/{reported[1].split('job/')[1].split()[0]} runs on the cluster. Cancel it? [Y/n] "]
-        step = Step("prepare", "run", "", record.key, {})
-        assert executor.is_running(run, step) is bool(left)
-    finally:
-        api.close()
+    reported: list[str] = []
+    executor = ClusterExecutor(project.root, reported.append, ask)
+    with pytest.raises(KeyboardInterrupt):
+        executor.run_step(run, record, interrupt)
+    assert len([path for path in api.objects if "/jobs/" in path]) == left
+    assert questions == [f"job/{reported[1].split('job/')[1].split()[0]} runs on the cluster. Cancel it? [Y/n] "]
+    step = Step("prepare", "run", "", record.key, {})
+    assert executor.is_running(run, step) is bool(left)
+
+
+def test_a_pod_that_wrote_elsewhere_has_failed(held: tuple[Run, StepRecord], project: Project, api: ApiServer) -> None:
+    run, record = held
+    executor = ClusterExecutor(project.root, print, lambda _question: True)
+    assert executor.run_step(run, record, lambda: None) == 1
+    error = str(read_error(run.partial("prepare")))
+    assert f"wrote nothing to {run.path}; to fix it: the volume claim tiny-runs must hold" in error
+
+
+def test_a_job_that_cannot_be_removed_does_not_fail_its_step(
+    held: tuple[Run, StepRecord], project: Project, api: ApiServer
+) -> None:
+    run, record = held
+    run.partial("prepare").mkdir()
+    api.fail("DELETE", "/jobs/", status=500)
+    reported: list[str] = []
+    executor = ClusterExecutor(project.root, reported.append, lambda _question: True)
+    assert executor.run_step(run, record, lambda: None) == 0
+    assert "is left on the cluster" in reported[-1]
+
+
+def test_a_termination_signal_cancels_without_a_question(
+    held: tuple[Run, StepRecord], project: Project, api: ApiServer
+) -> None:
+    run, record = held
+    api.nodes.program = lambda pod: 0 if pod.gone.wait(30) else 1
+    questions: list[str] = []
+
+    def ask(question: str) -> bool:
+        questions.append(question)
+        return False
+
+    def terminate() -> None:
+        raise KeyboardInterrupt(signal.SIGTERM)
+
+    with pytest.raises(KeyboardInterrupt):
+        ClusterExecutor(project.root, print, ask).run_step(run, record, terminate)
+    assert questions == []
+    assert not [path for path in api.objects if "/jobs/" in path]

@@ -176,6 +176,13 @@ def test_a_step_runs_in_the_project_with_its_environment(tmp_path: Path) -> None
     assert (tmp_path / "log").read_text() == f"{tmp_path} w 1\n"
 
 
+def test_a_module_of_the_project_hides_no_other(tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit('the module of the project')")
+    launcher = LocalLauncher(tmp_path, lambda: None)
+    argv = ("python", "-m", "json.tool", "--help")
+    assert launcher.launch(argv, tmp_path / "log", step_environment(1, 1)) == 0, (tmp_path / "log").read_text()
+
+
 def test_ticks_come_while_a_step_runs(tmp_path: Path) -> None:
     """The step ends only when a tick has come."""
     came = tmp_path / "came"

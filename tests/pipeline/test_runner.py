@@ -1,19 +1,24 @@
 from __future__ import annotations
 
+import contextlib
+import signal
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from pipeline.contract.config import Config, override_config
-from pipeline.contract.errors import BundleError, ConfigError, StageError
+from pipeline.contract.errors import BundleError, ConfigError, LostContact, ResourceError, StageError, write_error
 from pipeline.contract.run import Run, StepRecord
 from pipeline.contract.settings.stages import Train
 from pipeline.display import Display
-from pipeline.history import Project, create_run, link_outputs, load_history, seal_step, write_record
+from pipeline.history import Project, create_run, link_outputs, load_history, lock_run, seal_step, write_record
 from pipeline.plan import key_parts
 from pipeline.readers import find_files, write_read_files
 from pipeline.runner import (
     RESUMABLE_SETTINGS,
+    LocalExecutor,
     PipelineRun,
     RunRequest,
     accept_outputs,
@@ -25,6 +30,7 @@ from pipeline.runner import (
     latest_unfinished,
     override_resumed,
     redeploy,
+    resume_run,
     run_pipeline,
 )
 
@@ -268,3 +274,127 @@ def test_prepare_runs_again_when_a_file_that_it_read_has_changed(
     assert (decision.action, decision.reason) == ("run", "rows.csv changed")
     with pytest.raises(ConfigError, match=r"prepare: rows.csv of run .* changed on disk; it cannot be accepted"):
         accept_outputs(pipeline_run, ["prepare"])
+
+
+class Steps:
+    """Replaces the processes of steps: each writes its output and ends as the test has chosen."""
+
+    def __init__(self) -> None:
+        self.ends: dict[str, int | BaseException] = {}
+        self.ran: list[str] = []
+
+    def __call__(self, _executor: object, run: Run, record: StepRecord, _tick: object) -> int:
+        self.ran.append(record.step)
+        run.partial(record.step).mkdir(exist_ok=True)
+        (run.partial(record.step) / "model.safetensors").touch()
+        end = self.ends.get(record.step, 0)
+        if isinstance(end, BaseException):
+            raise end
+        return end
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
+    replaced = Steps()
+    monkeypatch.setattr("pipeline.runner.LocalExecutor.run_step", lambda *arguments: replaced(*arguments))
+    monkeypatch.setattr("pipeline.runner.serve_training", lambda *_: contextlib.nullcontext({}))
+    return replaced
+
+
+TRAINED = RunRequest(("prepare", "train"))
+
+
+def interrupted_training(project: Project, config: Config, steps: Steps) -> Run:
+    steps.ends["train"] = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        run_pipeline(project, config, TRAINED, QUIET)
+    steps.ends.clear()
+    run = load_history(project.runs)[0][0]
+    (run.partial("train") / "checkpoints" / "step-00000001").mkdir(parents=True)
+    return run
+
+
+def test_an_interrupted_step_is_recorded_and_goes_on(project: Project, config: Config, steps: Steps) -> None:
+    run = interrupted_training(project, config, steps)
+    assert run.read().steps["train"].status == "interrupted"
+    resume_run(project, run, TRAINED, QUIET)
+    assert run.read().steps["train"].status == "done"
+    assert steps.ran == ["prepare", "train", "train"]
+    assert (run.output("train") / "checkpoints" / "step-00000001").is_dir()
+
+
+def test_a_training_is_not_resumed_with_other_code(
+    project: Project, folder: Path, config: Config, steps: Steps
+) -> None:
+    run = interrupted_training(project, config, steps)
+    (folder / "task.py").write_text((folder / "task.py").read_text() + "\n\nmore = 1\n")
+    with pytest.raises(ConfigError, match=rf"since the training of run {run.id} began, this changed: task\.py changed"):
+        resume_run(project, run, TRAINED, QUIET)
+    assert steps.ran == ["prepare", "train"], "nothing ran again before the question"
+    assert (run.partial("train") / "checkpoints" / "step-00000001").is_dir()
+
+
+def test_checkpoints_are_kept_until_the_new_training_is_complete(
+    project: Project, folder: Path, config: Config, steps: Steps
+) -> None:
+    run = interrupted_training(project, config, steps)
+    (folder / "task.py").write_text((folder / "task.py").read_text() + "\n\nmore = 1\n")
+    request = replace(TRAINED, on_changes="restart")
+    steps.ends["train"] = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        resume_run(project, run, request, QUIET)
+    kept = run.path / "train.replaced-1" / "checkpoints" / "step-00000001"
+    assert kept.is_dir()
+    steps.ends.clear()
+    resume_run(project, run, request, QUIET)
+    assert not kept.exists()
+    assert run.read().steps["train"].complete
+
+
+def test_an_edited_record_is_not_reused(project: Project, config: Config, steps: Steps) -> None:
+    run = run_pipeline(project, config, RunRequest(("prepare",)), QUIET)
+    path = run.path / "run.json"
+    path.write_text(path.read_text().replace('"platform": "', '"platform": "other '))
+    with pytest.raises(BundleError, match="were edited since pipe wrote it"):
+        run_pipeline(project, config, RunRequest(("prepare",)), QUIET)
+    assert steps.ran == ["prepare"]
+
+
+def test_a_run_that_another_command_works_on_is_left_to_it(project: Project, new_run: NewRun) -> None:
+    run = new_run()
+    with lock_run(run), pytest.raises(ResourceError, match=f"is working on run {run.id}"):
+        latest_unfinished(project)
+    assert latest_unfinished(project).id == run.id
+
+
+def test_a_killed_node_of_training_is_started_again(
+    new_run: NewRun, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, started, statuses = new_run(), [], iter([-signal.SIGKILL, 0])
+
+    def launch(_launcher: object, argv: tuple[str, ...], *_: object) -> int:
+        started.append(argv)
+        return next(statuses)
+
+    monkeypatch.setattr("pipeline.runner.LocalLauncher.launch", launch)
+    record = StepRecord(step="train", status="running", key="k", parts={}, argv=("python", "-m", "train"))
+    assert LocalExecutor(folder, 1, {}).run_step(run, record, lambda: None) == 0
+    assert started == [record.argv, (*record.argv, "--again")]
+
+
+KILLED = "process rank 1 with PID 7 on node node1 exited on signal 9"
+
+
+def test_the_killed_process_is_the_cause_and_not_one_that_lost_contact(new_run: NewRun) -> None:
+    run = new_run()
+    run.partial("train").mkdir()
+    write_error(LostContact("rank 0: lost contact"), run.partial("train"))
+    assert "rank 1 on node1 was killed" in str(find_failure(run, "train", 1, KILLED))
+    write_error(StageError("the loss is not finite"), run.partial("train"))
+    assert str(find_failure(run, "train", 1, KILLED)) == "train: the loss is not finite"
+
+
+def test_a_full_disk_is_named(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = new_run()
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=4096))
+    assert "disk full under" in str(find_failure(run, "prepare", 1, ""))

@@ -1,16 +1,25 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from concurrent.futures import Executor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipeline.contract.bundle import open_bundle
+from serve.app import App
+from serve.grpc.open_inference import message_class
+from serve.grpc.service import Servicer
 from serve.model_version import Canary, ModelVersion, id_position
-from serve.models import Model
+from serve.models import Model, ModelRepository
+from serve.monitoring.request_log import RequestLog
+from serve.monitoring.snapshot import Metrics
 from serve.protocol import v1, v2
+from serve.request_context import RequestContext
 from serve.runtime.loading import load_predictor
+from tests.serve.http1.fakes import FakeTransport, connect
 
 IDS = [f"request-{number}".encode() for number in range(4000)]
 
@@ -37,8 +46,9 @@ def test_ids_spread_evenly_and_never_move() -> None:
     assert id_position("a" * 64, b"request-1") == pytest.approx(0.82437569, abs=1e-8), "the same in every process"
 
 
-def test_another_candidate_meets_others() -> None:
-    first, second = ({key for key in IDS if id_position(salt * 64, key) < 0.1} for salt in "ab")
+def test_another_candidate_meets_others(model: Model) -> None:
+    canaries = [Canary(version, 0.1) for version in model.versions.values()]
+    first, second = ({key for key in IDS if canary.takes(key)} for canary in canaries)
     assert len(first & second) < 0.3 * len(first)
 
 
@@ -75,3 +85,41 @@ def test_without_a_canary_everyone_meets_the_current_one(model: Model) -> None:
     model.set_canary(None)
     assert {_chosen(model, v1.Payload(b"{}"), key) for key in IDS[:50]} == {model.current}
     assert list(model.versions) == ["1"], "who gets nothing is not kept"
+
+
+TENSOR = {"name": "image", "shape": [1, 1, 8, 8], "datatype": "FP32"}
+
+
+@pytest.mark.parametrize("protocol", ["v1", "v2", "grpc"])
+def test_a_request_that_names_a_version_meets_it_whatever_its_id(
+    model: Model, picture: list[list[int]], protocol: str
+) -> None:
+    assert model.canary is not None
+    repository, taken = ModelRepository(), next(key for key in IDS if model.canary.takes(key))
+    repository.add(model)
+    requests = RequestLog(Metrics(list))
+
+    async def http(path: str, body: Any) -> None:
+        transport, data = FakeTransport(), json.dumps(body).encode()
+        head = (
+            f"POST /{path} HTTP/1.1\r\nhost: x\r\nx-request-id: {taken.decode()}\r\ncontent-length: {len(data)}\r\n\r\n"
+        )
+        connect(App(repository, requests), transport).data_received(head.encode() + data)
+        while not transport.statuses:
+            await asyncio.sleep(0)
+        assert transport.statuses == [200]
+        assert b"x-bundle-digest: %b" % model.versions["1"].digest.encode() in transport.written
+
+    async def grpc() -> None:
+        message = message_class("ModelInferRequest")(model_name="tiny", model_version="1", id=taken.decode())
+        message.inputs.add(**TENSOR).contents.fp32_contents.extend([0.5] * 64)
+        answer = await Servicer(repository, requests).ModelInfer(message, RequestContext({}, ""))  # type: ignore[arg-type]
+        assert answer.model_version == "1"
+
+    if protocol == "v1":
+        asyncio.run(http("v1/models/tiny/versions/1:predict", {"instances": [picture]}))
+    elif protocol == "v2":
+        body = {"id": taken.decode(), "inputs": [{**TENSOR, "data": [0.5] * 64}]}
+        asyncio.run(http("v2/models/tiny/versions/1/infer", body))
+    else:
+        asyncio.run(grpc())

@@ -8,16 +8,24 @@ import socket
 import tracemalloc
 import zlib
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
 
+from pipeline.contract.bundle import Bundle
 from pipeline.contract.errors import InvalidPayload
+from serve.app import App
 from serve.errors import Busy, ClientDisconnected, TooLarge, UnsupportedMediaType
 from serve.memory import MemoryBudget
+from serve.models import Model, ModelRepository
+from serve.monitoring.request_log import RequestLog
+from serve.monitoring.snapshot import Metrics
 from serve.request_body import INFLATION_ALLOWANCE_BYTES, SLICE_BYTES, read_body
 from serve.request_context import RequestContext, parse_timeout_parameter
+from serve.runtime.loading import load_predictor
+from tests.serve.http1.fakes import FakeTransport, connect
 
 if TYPE_CHECKING:
     from tests.serve.conftest import Running
@@ -112,6 +120,33 @@ def test_bodies_share_one_budget_however_they_arrive(pieces: int) -> None:
     held.append(last)
     for request in held:
         budget.release(request)
+    assert budget.held_bytes == 0
+
+
+def test_a_compressed_body_takes_the_memory_of_what_it_becomes() -> None:
+    budget, size = MemoryBudget(1 << 20), 500_000
+    first, second = (Upload({b"content-encoding": b"gzip"}, gzip.compress(b"x" * size)) for _ in range(2))
+    asyncio.run(read_body(first, MOST, budget))
+    assert budget.held_bytes == first.held_bytes == 2 * size, "in pieces and whole"
+    with pytest.raises(Busy, match="other requests take"):
+        asyncio.run(read_body(second, MOST, budget))
+
+
+def test_refused_requests_give_their_memory_back(bundle: Bundle, pool: Executor) -> None:
+    budget, repository, model = MemoryBudget(20_000), ModelRepository(), Model("tiny")
+    repository.add(model)
+    model.switch(model.add(load_predictor(bundle, "cpu", 1), pool, budget))
+    app = App(repository, RequestLog(Metrics(list)), budget=budget)
+
+    async def send(body: bytes) -> list[int]:
+        transport = FakeTransport()
+        head = b"POST /v2/models/tiny/infer HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+        connect(app, transport).data_received(head + body)
+        while not transport.statuses:
+            await asyncio.sleep(0)
+        return transport.statuses
+
+    assert [asyncio.run(send(b"x" * 8000)) for _ in range(3)] == [[400]] * 3, "there is memory for one at a time"
     assert budget.held_bytes == 0
 
 

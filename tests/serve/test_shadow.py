@@ -137,6 +137,13 @@ def test_whole_numbers_must_be_equal_and_other_shapes_never_are() -> None:
     assert (agreement.same, agreement.other, agreement.max_difference) == (1, 2, 0.0)
 
 
+def test_one_output_that_differs_is_another_answer() -> None:
+    one = np.array([[1.0, 2.0]])
+    for candidate in ({"y": one + 1, "z": one}, {"y": one, "z": one + 1}):
+        count_differences(agreement := Agreement(), {"y": one, "z": one}, candidate, 0.0, 0.0)
+        assert (agreement.same, agreement.other, agreement.max_difference) == (0, 1, 1.0)
+
+
 def test_infinities_and_empty_outputs_have_no_difference_to_show() -> None:
     agreement = Agreement()
     for array in (np.array([[np.inf, np.nan]]), np.zeros((0, 2)), np.array(3.0)):

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import ssl
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -47,6 +47,9 @@ def test_half_a_replacement_changes_nothing(certify: Certify) -> None:
     pair.certificate.write_bytes(other.certificate.read_bytes())
     with pytest.raises(ConfigError):
         tls.reload()
+    for context in (tls.context, tls.grpc_context):
+        client, _ = shake_hands(context)
+        assert client.getpeercert(binary_form=True) == ssl.PEM_cert_to_DER_cert(whole.decode())
     pair.certificate.write_bytes(whole)
     tls.reload()
 
@@ -59,14 +62,20 @@ def test_what_is_no_longer_safe_is_not_spoken(certify: Certify) -> None:
 def test_the_port_of_grpc_agrees_to_its_own_protocol_alone(
     certify: Certify, offered: list[str], agreed: str | None
 ) -> None:
-    tls = Tls(certify("first"))
+    ends = shake_hands(Tls(certify("first")).grpc_context, offered)
+    assert [end.selected_alpn_protocol() for end in ends] == [agreed, agreed]
+
+
+def shake_hands(context: ssl.SSLContext, offered: Sequence[str] = ()) -> tuple[ssl.SSLObject, ssl.SSLObject]:
+    """Return both ends of a connection, the client's first."""
     client = ssl.create_default_context()
     client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
-    client.set_alpn_protocols(offered)
+    if offered:
+        client.set_alpn_protocols(offered)
     there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
-    ends = [client.wrap_bio(back, there), tls.grpc_context.wrap_bio(there, back, server_side=True)]
+    ends = client.wrap_bio(back, there), context.wrap_bio(there, back, server_side=True)
     for _ in range(4):
         for end in ends:
             with contextlib.suppress(ssl.SSLWantReadError):
                 end.do_handshake()
-    assert [end.selected_alpn_protocol() for end in ends] == [agreed, agreed]
+    return ends

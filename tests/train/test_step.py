@@ -15,6 +15,9 @@ from pipeline.contract.processes import Rank
 from pipeline.contract.restarts import attempt_files
 from pipeline.contract.run import Run
 from train.batch_order import BatchOrder
+from train.checkpoint.format import decode_manifest
+from train.checkpoint.load import open_checkpoint
+from train.checkpoint.storage import LocalStorage
 from train.elastic.attempts import begin_attempt
 from train.process_group import ProcessGroup
 
@@ -61,6 +64,20 @@ def test_resumed_run_ends_with_identical_weights(project: Project) -> None:
     assert "resumed from the checkpoint of step 7 of 15" in done.stdout
     assert equal(weights(cut), weights(whole))
     assert [line["step"] for line in journal(cut)] == [line["step"] for line in journal(whole)]
+
+
+def test_the_best_weights_become_the_model(project: Project) -> None:
+    """With this sign, training makes every validation worse than the one before."""
+    project.replace('batch["target"])\n', 'batch["target"]) * (1 if torch.is_grad_enabled() else -1)\n')
+    run = project.run(epochs=2)
+    assert project.train(run).returncode == 0
+    storage = LocalStorage(run.partial("train") / "checkpoints")
+    first, last = (
+        open_checkpoint(storage, step, decode_manifest(storage.manifest(step)).identity).read_all("weights.")
+        for step in storage.steps()
+    )
+    assert equal(weights(run), first)
+    assert not equal(first, last)
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,26 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch(tmp_path: Path) -> N
         assert other == pytest.approx(found[0], abs=1e-6)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_gradient_is_clipped_to_the_norm(tmp_path: Path, precision: str) -> None:
+    """A step of SGD is as long as the learning rate times the norm, whatever the loss scale."""
+    plain = {"optimizer": "sgd", "momentum": 0, "weight_decay": 0, "schedule": "constant", "warmup_ratio": 0}
+    made = trainer(Line(), config(**plain, max_steps=1, clip_norm=0.01, precision=precision))
+    before, scaler = torch.tensor(weights(made)), made._precision.scaler
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 128.0})  # so low that nothing overflows
+    made.fit(Progress(), CheckpointStore(tmp_path, 2, {}), None)
+    assert float((torch.tensor(weights(made)) - before).norm()) == pytest.approx(0.05 * 0.01, rel=0.01)
+
+
+@pytest.mark.parametrize("start", [0, 5])
+def test_every_step_has_the_learning_rate_of_the_schedule(tmp_path: Path, start: int) -> None:
+    made = trainer(Line(), config(epochs=2, schedule="linear", warmup_ratio=0.25))
+    rates: list[float] = []
+    made._optimizer.register_step_post_hook(lambda *_: rates.append(made._optimizer.param_groups[0]["lr"]))
+    made.fit(Progress(step=start), CheckpointStore(tmp_path, 2, {}), None)
+    assert rates == pytest.approx([0.025, 0.05, 0.05, 0.05 * 5 / 6, 0.05 * 4 / 6, 0.05 / 2, 0.05 / 3, 0.05 / 6][start:])
+
+
 def test_the_same_seed_trains_the_same_weights_and_another_seed_others(tmp_path: Path) -> None:
     found = [weights(fit(tmp_path / str(i), Line(), seed=seed)[0]) for i, seed in enumerate((7, 7, 8))]
     assert found[0] == found[1] != found[2]

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import yaml
 
-from k8s.cluster.api import Response, connect, plural, retry_after_seconds
+from k8s.cluster.api import Response, Unreachable, connect, plural, retry_after_seconds
 from pipeline.contract.errors import ResourceError
+
+from ..api_server import ApiServer
 
 FILE: dict[str, Any] = {
     "current-context": "small",
@@ -69,3 +71,14 @@ def test_kinds_have_their_plural_in_paths() -> None:
     assert [plural(kind) for kind in kinds] == [
         "jobs", "networkpolicies", "ingresses", "httproutes", "poddisruptionbudgets",
     ]  # fmt: skip
+
+
+def test_after_a_cut_connection_only_harmless_requests_are_sent_again(api: ApiServer) -> None:
+    path = "/apis/coordination.k8s.io/v1/namespaces/default/leases"
+    for method in ("GET", "POST"):
+        api.fail(method, "/leases", drop=True)
+    connection = connect("")
+    assert connection.request("GET", path).status == 200
+    with pytest.raises(Unreachable, match="does not answer"):
+        connection.request("POST", path, body=b"{}")
+    assert [method for method, *_ in api.requests] == ["GET", "GET", "POST"]

@@ -102,6 +102,13 @@ def test_requests_of_other_models_are_not_counted() -> None:
     assert parse_request_counts(metrics_text(10, 2, 0.05), "twice") == expected
 
 
+def test_server_errors_of_grpc_count_as_failed_and_errors_of_clients_do_not() -> None:
+    codes = ("OK", "INVALID_ARGUMENT", "NOT_FOUND", "INTERNAL", "UNKNOWN", "UNAVAILABLE", "DEADLINE_EXCEEDED")
+    lines = [f'pipe_requests_total{{model="twice",digest="d",protocol="grpc",code="{code}"}} 1.0' for code in codes]
+    found = parse_request_counts("\n".join(lines), "twice")
+    assert (found.requests, found.failed) == (7, 4)
+
+
 def counting_pods(
     model: Model, failure_rate: float = 0.0, candidate: str = "canary"
 ) -> Callable[[str, str, Any], Response]:
@@ -251,6 +258,16 @@ def test_another_image_or_other_options_get_a_canary_of_the_same_bundle(
     assert "twice-canary-0: 2 golden requests" in text
     assert "twice-0: 2 golden" not in text, "a stable pod of the same bundle is no canary"
     assert "canary at 50 %: promote" in text
+
+
+def test_a_canary_of_the_same_bundle_is_compared_with_the_stable_pods_only(
+    stable: ApiServer, deploy_canary: Deploy, model: Model, configure: Configure, bundle: Bundle, tmp_path: Path
+) -> None:
+    stable.pod = counting_pods(model)
+    deploy_canary([], auto=True)
+    stable.pod = counting_pods(model, failure_rate=0.1)
+    with pytest.raises(StageError, match=r"the canary was rolled back, .* failed: 10.00% compared with 0.00%"):
+        deploy.deploy(with_canary(configure(), auto=True), bundle, "twice:3", tmp_path / "newer", False, print)
 
 
 def test_a_version_that_serves_already_gets_no_canary(stable: ApiServer, deploy_canary: Deploy, model: Model) -> None:

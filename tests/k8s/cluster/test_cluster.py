@@ -12,8 +12,10 @@ from k8s.objects import serving
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.errors import ResourceError, StageError
 
-from ..api_server import ApiServer
+from ..api_requests import ApiRequest
+from ..api_server import ApiServer, Fault
 from ..conftest import Configure
+from ..mock_pods import MockPod
 
 IMAGE = "twice:1"
 
@@ -197,6 +199,22 @@ def test_a_stuck_roll_out_names_the_reason_of_its_pods(
         cluster.wait(objects, "default", 0.1, print)
 
 
+def test_the_last_lines_of_a_crashed_pod_are_reported(api: ApiServer, objects: list[dict[str, Any]]) -> None:
+    deployment = next(item for item in objects if item["kind"] == "Deployment")
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    path = api.add_pod("twice-abc", labels, {"phase": "Running", "containerStatuses": [{"name": "server", **CRASHED}]})
+    api.nodes.pods[path] = MockPod(api.store, path, "", 0)
+    api.nodes.pods[path].log("cannot read model.onnx")
+    api.unready_polls = 10**6
+    cluster, reports = fast_polling_cluster(), list[str]()
+    cluster.apply(objects, "default", print)
+    with pytest.raises(StageError, match="did not get ready"):
+        cluster.wait(objects, "default", 0.05, reports.append)
+    assert reports[-2:] == ["the last lines of twice-abc:", "    cannot read model.onnx"]
+    (query,) = (query for _, target, query, _ in api.requests if target == f"{path}/log")
+    assert (query["container"], query["previous"]) == ("server", "true")
+
+
 def test_an_image_that_is_pulled_all_the_time_is_named(api: ApiServer, objects: list[dict[str, Any]]) -> None:
     deployment = next(item for item in objects if item["kind"] == "Deployment")
     creating = {"state": {"waiting": {"reason": "ContainerCreating"}}}
@@ -228,6 +246,24 @@ def test_an_exceeded_progress_deadline_ends_the_wait(api: ApiServer, objects: li
     cluster.apply(objects, "default", print)
     with pytest.raises(StageError, match="too slow"):
         cluster.wait(objects, "default", 600, print)
+
+
+def test_an_object_made_meanwhile_under_the_same_name_is_left(api: ApiServer, objects: list[dict[str, Any]]) -> None:
+    cluster = fast_polling_cluster()
+    cluster.apply(objects, "default", print)
+    deployment = next(item for item in objects if item["kind"] == "Deployment")
+    path = "/apis/apps/v1/namespaces/default/deployments/twice"
+
+    def made_again(request: ApiRequest) -> bool:
+        if request.method == "DELETE":
+            other = api.store.delete(path)
+            api.store.create(path, {**other, "metadata": {**other["metadata"], "uid": ""}})
+        return False
+
+    api.faults.append(Fault(made_again))
+    with pytest.raises(StageError, match="the UID in the precondition"):
+        cluster.delete(deployment, "default")
+    assert path in api.objects
 
 
 def test_a_service_is_reached_through_the_api_server(api: ApiServer, objects: list[dict[str, Any]]) -> None:

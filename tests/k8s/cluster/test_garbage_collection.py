@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from k8s import deploy
+from k8s.cluster.cluster import Cluster
+from k8s.cluster.garbage_collection import delete_unused_configuration
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.errors import StageError
+from pipeline.contract.errors import ResourceError, StageError
 from pipeline.contract.settings.access import Access
 from pipeline.contract.settings.cluster import Rollout
 
@@ -110,6 +112,8 @@ def test_a_canary_has_its_own_options_and_keys(cluster: ApiServer, roll_out: Cal
     share, keys = configuration(cluster, "twice-canary")
     assert share == "0.2"
     assert keys.startswith("sha256:")
+    delete_unused_configuration(Cluster.connect(""), "twice", "default", "", print, lambda: None)
+    assert configuration(cluster, "twice-canary") == (share, keys), "they are in use as long as its Deployment exists"
     roll_out(0.2, "a")
     assert configuration(cluster, "twice") == (share, keys), "what was judged gets all requests"
 
@@ -164,6 +168,23 @@ def test_a_role_without_the_right_to_list_leaves_a_good_deployment(
     cluster.fail("GET", "/replicasets", status=403)
     reports = roll_out(0.1)
     assert any(line.startswith("warning: unused ConfigMaps and Secrets are left") for line in reports)
+
+
+def test_nothing_is_deleted_once_another_deployment_has_started(
+    cluster: ApiServer, roll_out: Callable[..., list[str]]
+) -> None:
+    def lost() -> None:
+        raise ResourceError("another process took it")
+
+    roll_out(0.1)
+    cluster.store.delete("/apis/apps/v1/namespaces/default/deployments/twice")
+    cluster.nodes.on_delete("/apis/apps/v1/namespaces/default/deployments/twice")
+    reports: list[str] = []
+    delete_unused_configuration(Cluster.connect(""), "twice", "default", "", reports.append, lost)
+    assert len(names(cluster, "ConfigMap")) == 1
+    assert reports == ["warning: unused ConfigMaps and Secrets are left: another process took it"]
+    delete_unused_configuration(Cluster.connect(""), "twice", "default", "", reports.append, lambda: None)
+    assert names(cluster, "ConfigMap") == []
 
 
 def test_a_config_map_of_another_owner_stays(cluster: ApiServer, roll_out: Callable[..., list[str]]) -> None:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from k8s.cluster.api import connect
+from k8s.cluster.cluster import Cluster
 from k8s.cluster.lease import Lease
-from k8s.deploy import deploy
+from k8s.deploy import Deployer, deploy, end_canary
+from k8s.objects.serving import serving_objects
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.errors import ResourceError
+from pipeline.contract.settings.access import OPEN_ACCESS
 
-from ..api_server import ApiServer
+from ..api_requests import ApiRequest
+from ..api_server import ApiServer, Fault, Response
 from ..conftest import Configure
 
 LEASE = "/apis/coordination.k8s.io/v1/namespaces/default/leases/twice-deploy"
@@ -45,6 +50,26 @@ def test_the_second_deployment_learns_who_holds_the_lease(lease: Callable[..., L
     ):
         pass
     assert reports == ["ann on a is deploying here; waiting for it, 0.05 s at most"]
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT"])
+def test_of_two_that_take_a_free_lease_at_once_one_has_it(
+    method: str, lease: Callable[..., Lease], api: ApiServer
+) -> None:
+    if method == "PUT":
+        with lease("cid on c").hold(0, print):
+            pass
+
+    def be_faster(request: ApiRequest) -> bool:
+        if request.method == method and "/leases" in request.path:
+            api.faults.clear()
+            lease("ann on a")._acquire(0, print)
+        return False
+
+    api.faults.append(Fault(be_faster))
+    with pytest.raises(ResourceError, match="ann on a is deploying twice"), lease("bob on b").hold(0, print):
+        pass
+    assert api.objects[LEASE]["spec"]["holderIdentity"] == "ann on a"
 
 
 def test_a_waiting_deployment_continues_when_the_lease_is_free(lease: Callable[..., Lease]) -> None:
@@ -97,6 +122,24 @@ def test_a_deployment_that_lost_its_lease_changes_nothing_more(lease: Callable[.
     assert api.objects[LEASE]["spec"]["holderIdentity"] == "bob on b"
 
 
+def test_a_lease_that_could_not_be_renewed_in_time_is_lost(lease: Callable[..., Lease], api: ApiServer) -> None:
+    with lease("ann on a", seconds=1).hold(0, print) as check:
+        api.rules = []
+        with pytest.raises(ResourceError, match="nothing more is changed"):
+            call_until_it_raises(check)
+
+
+def test_a_canary_is_not_ended_while_a_deployment_runs(
+    api: ApiServer, lease: Callable[..., Lease], configure: Configure, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("k8s.deploy.LEASE_TIMEOUT_SECONDS", 0)
+    metadata = {"name": "twice-canary"}
+    path = api.add({"apiVersion": "apps/v1", "kind": "Deployment", "metadata": metadata, "spec": {}})
+    with lease("ann on a").hold(0, print), pytest.raises(ResourceError, match="ann on a is deploying twice"):
+        end_canary(configure(), print)
+    assert path in api.objects
+
+
 def test_a_deployment_does_not_start_while_another_runs(
     api: ApiServer,
     lease: Callable[..., Lease],
@@ -109,6 +152,20 @@ def test_a_deployment_does_not_start_while_another_runs(
     with lease("ann on a").hold(0, print), pytest.raises(ResourceError, match="ann on a is deploying twice"):
         deploy(configure(), bundle, "twice:1", tmp_path, False, print)
     assert not [path for path in api.objects if "/deployments/" in path]
+
+
+def test_a_deployment_checks_its_lease_before_it_applies(
+    api: ApiServer, model: Callable[[str, Any], Response], configure: Configure, bundle: Bundle
+) -> None:
+    def lost() -> None:
+        raise ResourceError("another process took it")
+
+    api.service, api.unready_polls, config = model, 0, configure()
+    objects = serving_objects(config, bundle, "twice:1")
+    late = Deployer(config, bundle, objects, OPEN_ACCESS, Cluster.connect(""), print, lost, lambda: None)
+    with pytest.raises(ResourceError, match="another process took it"):
+        late.run()
+    assert api.objects == {}
 
 
 def test_a_failed_release_hides_no_other_error(lease: Callable[..., Lease], api: ApiServer) -> None:

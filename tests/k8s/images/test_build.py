@@ -1,13 +1,22 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
 
 from k8s.images import build
-from k8s.images.build import Recipe, fill_arguments, project_content, write_requirements, write_training_context
-from pipeline.contract.errors import ConfigError
+from k8s.images.build import (
+    Recipe,
+    fill_arguments,
+    project_content,
+    write_context,
+    write_requirements,
+    write_training_context,
+)
+from pipeline.contract.bundle import Bundle
+from pipeline.contract.errors import BundleError, ConfigError
 from pipeline.contract.files import digest_tree
 from pipeline.contract.sources import PACKAGES
 
@@ -76,6 +85,12 @@ def test_clients_of_trackers_are_installed_in_the_image(project: Path, tmp_path:
 def test_a_pattern_without_a_file_is_an_error(pattern: str, project: Path) -> None:
     with pytest.raises(ConfigError, match=r"package\.include: no file matches"):
         project_content(project, REFERENCES, [pattern])
+
+
+def test_a_bundle_that_changes_while_it_is_copied_is_refused(bundle: Bundle, tmp_path: Path) -> None:
+    judged = replace(bundle, digest="0" * 64)
+    with pytest.raises(BundleError, match=f"changed while it was copied .0{{12}} → {bundle.digest[:12]}"):
+        write_context(judged, Recipe("python:3.11-slim", "cpu"), tmp_path / "context")
 
 
 def test_the_training_context_is_complete_and_reproducible(project: Path, tmp_path: Path) -> None:

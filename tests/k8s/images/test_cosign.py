@@ -212,6 +212,16 @@ def test_an_image_without_provenance_is_refused(image: str, key: Path) -> None:
         list(verify_image(image, Trust(key.with_name("key.pub"))))
 
 
+def test_provenance_of_another_kind_of_build_is_refused(image: str, bundle: Bundle, key: Path) -> None:
+    reference, repository = open_image(image)
+    sign_image(reference, reference.digest, repository, private_key(key))
+    provenance = image_statement("twice", [reference.digest], bundle, {}, METADATA)
+    provenance["predicate"]["buildDefinition"]["buildType"] = "https://example.com/another"
+    attest_image(reference.digest, provenance, repository, private_key(key))
+    with pytest.raises(BundleError, match="has no provenance signed by a key of"):
+        list(verify_image(image, Trust(key.with_name("key.pub"))))
+
+
 def test_signature_and_provenance_of_another_image_are_refused(
     registry: RegistryServer, image: str, bundle: Bundle, key: Path, tmp_path: Path
 ) -> None:

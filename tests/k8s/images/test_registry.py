@@ -187,7 +187,20 @@ def test_a_fetched_blob_must_have_its_digest(
     registry.blobs[config] += b" "
     with pytest.raises(StageError, match="the registry or a proxy is broken"):
         asking.fetch(config, tmp_path / "again")
+    with pytest.raises(StageError, match="the registry or a proxy is broken"):
+        asking.blob(config)
     assert not (tmp_path / "again").exists()
+
+
+def test_a_manifest_named_by_digest_must_have_it(registry: RegistryServer, image: tuple[Layout, str]) -> None:
+    layout, digest = image
+    asking = repository(registry)
+    asking.push(layout, digest, "1")
+    assert asking.manifest(digest) == layout.read(digest)
+    media_type, content = registry.manifests[digest]
+    registry.manifests[digest] = media_type, content + b" "
+    with pytest.raises(StageError, match="the registry or a proxy is broken"):
+        asking.manifest(digest)
 
 
 def test_credentials_are_not_sent_after_a_redirect(

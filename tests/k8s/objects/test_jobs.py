@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from k8s.cluster.rollout_status import JobResult, job_progress, job_result, unrecoverable_problems
-from k8s.objects.jobs import StepJob, step_job
+from k8s.objects.jobs import PodUser, StepJob, step_job
 from pipeline.contract.config import override_config
 from pipeline.contract.errors import ConfigError
 
@@ -47,6 +47,13 @@ def test_a_job_is_named_after_run_and_key(configure: Configure) -> None:
     assert all(name.startswith("twice-prepare-") and len(name) <= 63 for name in names)
 
 
+def test_a_failed_step_is_not_run_again_but_a_lost_pod_is_replaced(configure: Configure) -> None:
+    spec = worked(configure, "evaluate").job["spec"]
+    assert spec["backoffLimit"] == 0
+    (rule,) = spec["podFailurePolicy"]["rules"]
+    assert (rule["action"], rule["onPodConditions"][0]["type"]) == ("Ignore", "DisruptionTarget")
+
+
 def test_only_the_deploy_step_gets_a_service_account_token(configure: Configure) -> None:
     deploy, evaluate = (pod_of(worked(configure, step)) for step in ("deploy", "evaluate"))
     assert (deploy["serviceAccountName"], deploy["automountServiceAccountToken"]) == ("pipe", True)
@@ -77,6 +84,14 @@ def test_a_run_outside_the_project_is_mounted_at_its_path(configure: Configure) 
     assert {"name": "runs", "mountPath": "/elsewhere/runs"} in pod_of(found)["containers"][0]["volumeMounts"]
 
 
+@pytest.mark.parametrize("step", ["train", "export"])
+def test_pods_write_to_the_volume_as_the_owner_of_the_run(step: str, configure: Configure) -> None:
+    config = configure(train={"image": IMAGE})
+    pod = pod_of(step_job(config, step, "run-1", "k" * 64, ARGV, {}, PodUser(1234, 5678)))
+    expected = {"runAsUser": 1234, "runAsGroup": 5678, "fsGroup": 5678, "runAsNonRoot": True}
+    assert expected.items() <= pod["securityContext"].items()
+
+
 def test_a_step_needs_an_image_by_digest(configure: Configure) -> None:
     with pytest.raises(ConfigError, match=r"train\.image is empty"):
         step_job(configure(), "prepare", "run", "key", ARGV, {})
@@ -102,6 +117,17 @@ def test_the_result_is_that_of_the_pod_that_failed_first() -> None:
     assert found.status == 3
     assert found.reason.startswith("the container ended with Error, exit code 3; ")
     assert job_result(job(Failed="True"), []) == JobResult(1, "R: m")
+
+
+def test_pods_of_an_earlier_job_of_the_same_name_do_not_explain_a_failure() -> None:
+    failed = {**job(Failed="True"), "kind": "Job", "metadata": {"uid": "2"}}
+    earlier, own = pod("a", "Failed", 3), pod("b", "Failed", 4)
+    earlier["metadata"]["ownerReferences"] = [{"kind": "Job", "uid": "1"}]
+    own["metadata"]["ownerReferences"] = [{"kind": "Job", "uid": "2"}]
+    found = job_result(failed, [earlier, own])
+    assert found is not None
+    assert found.status == 4
+    assert job_result(failed, [earlier]) == JobResult(1, "R: m")
 
 
 def test_unrecoverable_problems_differ_from_waiting() -> None:

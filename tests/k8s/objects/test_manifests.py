@@ -122,6 +122,14 @@ def test_rendering_removes_only_files_of_the_last_rendering(
     assert sorted(tmp_path.iterdir()) == sorted([*files, tmp_path / "own.yaml"])
 
 
+def test_rendering_removes_no_file_outside_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text("kind: Own\n")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "kustomization.yaml").write_text("resources: [../own.yaml]\n")
+    manifests.write_manifests([], tmp_path / "out")
+    assert (tmp_path / "own.yaml").exists()
+
+
 def test_a_rendered_folder_builds_to_the_applied_objects(tmp_path: Path, configure: Configure, bundle: Bundle) -> None:
     objects = serving.serving_objects(configure({"gateway": "edge", "gpus": 1}), bundle, "twice:1")
     manifests.write_manifests(objects, tmp_path)

@@ -44,6 +44,7 @@ def test_the_service_finds_the_mounted_secret(configure: Configure, bundle: Bund
     volume = next(one for one in pod["volumes"] if one["name"] == "access")
     assert volume["secret"]["secretName"] == secret["metadata"]["name"]
     assert mount["readOnly"]
+    assert secret["immutable"], "pods of each version keep their own"
     words = container["args"][-6:]  # after those of the ConfigMap
     paths = words[1::2]
     assert words[::2] == ["--api-keys", "--tls-certificate", "--tls-key"]

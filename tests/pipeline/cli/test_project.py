@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from pipeline.cli.project import TEMPLATES, complete_templates, model_name
 from pipeline.contract.registry import CHAMPION, Entry, ProposedChange, change_registry
 from pipeline.history import create_run, find_project
+from pipeline.service.process import LiveService, process_started, write_live
 
 from .conftest import Pipe
 
@@ -94,15 +96,19 @@ def test_a_folders_name_becomes_one_that_urls_and_clusters_take(folder: str, nam
     assert model_name(folder) == name
 
 
-def test_gc_keeps_the_newest_runs_and_the_champion(pipe: Pipe, starter: Path) -> None:
+def test_gc_keeps_the_newest_runs_the_champion_and_what_is_live(pipe: Pipe, starter: Path) -> None:
     project = find_project(starter)
-    runs = [create_run(project.runs, project.config(), ("prepare",), parent="").id for _ in range(4)]
+    runs = [create_run(project.runs, project.config(), ("prepare",), parent="").id for _ in range(5)]
+    place = {"host": "127.0.0.1", "port": 1, "grpc_port": 2, "requested_port": 1, "since": "now", "log": "log"}
+    process = {"pid": os.getpid(), "process_started": process_started(os.getpid())}
+    body = {"name": "m", "run": runs[1], "bundle": "b", **place, **process}
+    write_live(project.runs, LiveService.model_validate(body))
     entry = Entry(bundle="b", checkpoint="c", path=f"{runs[0]}/export/bundle")
     change_registry(project.runs, "", lambda _: ProposedChange(CHAMPION, entry, "deployed"))
     assert json.loads(pipe("gc", "--keep", "2", "--dry-run", "-o", "json").stdout) == {
-        "removed": [runs[1]], "dry_run": True,
+        "removed": [runs[2]], "dry_run": True,
     }  # fmt: skip
-    assert (project.runs / runs[1]).is_dir()
+    assert (project.runs / runs[2]).is_dir()
     pipe("gc", "--keep", "2")
-    assert {path.name for path in project.runs.glob("2*")} == {runs[0], *runs[2:]}
+    assert {path.name for path in project.runs.glob("2*")} == {*runs[:2], *runs[3:]}
     assert pipe("gc", "--keep", "2").stdout == "nothing to remove\n"

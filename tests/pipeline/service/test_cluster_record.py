@@ -6,13 +6,14 @@ import pytest
 
 from k8s.cluster.drift import DeploymentState
 from pipeline.contract.config import Config, override_config
-from pipeline.contract.errors import ConfigError, PipelineError
+from pipeline.contract.errors import BundleError, ConfigError, PipelineError
 from pipeline.contract.files import write_json
 from pipeline.contract.run import Run
 from pipeline.service.cluster_record import (
     VERSIONS_KEPT,
     ClusterRecord,
     ClusterStatus,
+    Version,
     begin_deployment,
     describe_clusters,
     end_failed_restore,
@@ -25,6 +26,7 @@ from pipeline.service.cluster_record import (
 )
 
 from ..conftest import NewRun
+from ..packing import MakeRun
 
 
 def deployment(bundle: str, **more: Any) -> dict[str, Any]:
@@ -68,12 +70,13 @@ def test_going_back_twice_comes_back(new_run: NewRun) -> None:
 
 
 def test_a_canary_replaces_nothing_until_it_is_promoted(new_run: NewRun) -> None:
-    record_deployment(new_run(), "tiny", deployment("a"))
-    run = new_run()
+    stable, run = new_run(), new_run()
+    record_deployment(stable, "tiny", deployment("a"))
     found = record_deployment(run, "tiny", deployment("b", canary=10.0))
     assert (found.current.bundle[0], found.previous, found.percent) == ("a", None, 10.0)
     assert found.canary is not None
     assert (found.canary.run, found.canary.bundle, found.canary.image) == (run.id, "b" * 64, "tiny:b")
+    assert found.needed_runs() == {stable.id, run.id}
     assert without_canary(run.runs, found).canary is None
     promoted = record_deployment(new_run(), "tiny", deployment("b"))
     assert (promoted.current.bundle[0], promoted.canary) == ("b", None)
@@ -173,6 +176,13 @@ def test_a_run_that_is_gone_is_named(new_run: NewRun) -> None:
     run = new_run()
     with pytest.raises(ConfigError, match=f"run {run.id}, whose bundle aaaaaaaaaaaa is to be served, is not in"):
         run_of_version(run.runs, record_deployment(run, "tiny", deployment("a")).current)
+
+
+def test_a_run_whose_bundle_was_changed_is_not_served_again(make_run: MakeRun) -> None:
+    run = make_run()
+    assert run_of_version(run.runs, Version(run=run.id, bundle=run.bundle().digest, image="")).id == run.id
+    with pytest.raises(BundleError, match="but the one that was deployed is bbbbbbbbbbbb"):
+        run_of_version(run.runs, Version(run=run.id, bundle="b" * 64, image=""))
 
 
 def test_a_damaged_record_is_named(new_run: NewRun) -> None:

@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -7,12 +11,14 @@ import pytest
 
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.config import Config
-from pipeline.contract.errors import ConfigError
+from pipeline.contract.errors import ConfigError, StageError
+from pipeline.contract.golden import Golden
 from pipeline.contract.registry import CHAMPION, PREVIOUS, read_registry
 from pipeline.contract.run import Run
 from pipeline.contract.settings.access import Access
 from pipeline.contract.settings.stages import Serve, service_view_options
-from pipeline.service.process import LiveService
+from pipeline.service import rollout
+from pipeline.service.process import LiveService, read_live, write_live
 from pipeline.service.rollout import (
     Ports,
     ServiceStart,
@@ -23,6 +29,8 @@ from pipeline.service.rollout import (
     promote,
     rollback,
     shadow_bundle,
+    start,
+    swap_bundle,
 )
 
 from ..conftest import NewRun, bundle_of
@@ -156,6 +164,16 @@ def test_the_stamp_is_of_the_options_too_and_stays_the_same() -> None:
     assert process_stamp(["--no-page"]) == process_stamp(["--no-page"]) != process_stamp([])
 
 
+def test_the_stamp_changes_with_the_source_of_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    stamps = set()
+    for changed in ("", "serve", "pipeline.contract"):
+        monkeypatch.setattr(
+            rollout, "package_sources", lambda *names, changed=changed: {name: str(name == changed) for name in names}
+        )
+        stamps.add(process_stamp([]))
+    assert len(stamps) == 3
+
+
 def test_a_share_is_a_number_and_none_is_0(config: Config) -> None:
     assert canary_share(config) == 0
     assert canary_share(_with(config, "rollout", canary_percent=10)) == 0.1
@@ -193,3 +211,85 @@ def test_a_process_is_reported_all_it_needs(new_run: NewRun, bundle: Bundle, mon
     alone = " ".join(argv(order, Ports(1, 2, 3, 4), Path("/token"), None))
     assert "--canary" not in alone
     assert str(old_path) not in alone
+
+
+@pytest.fixture
+def service() -> Iterator[tuple[int, list[str], list[float]]]:
+    """A port, the changes that were made over it, and the predictions that version 2 gives to its golden request."""
+    changes: list[str] = []
+    predictions = [2.0]
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.send_header("X-Bundle-Digest", "b" * 64)
+            self.end_headers()
+            if self.path.startswith("/v"):
+                body: dict[str, Any] = {"predictions": predictions}
+            else:
+                changes.append(self.path)
+                body = {"version": "2"}
+            self.wfile.write(json.dumps(body).encode())
+
+        def log_message(self, *args: object) -> None:
+            """Silent."""
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield server.server_port, changes, predictions
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize(
+    ("found", "percent", "made"),
+    [
+        (2.0, 0, ["/load", "/shadow", "/switch"]),
+        (2.0, 10, ["/load", "/shadow", "/canary"]),
+        (2.1, 0, ["/load", "/forget"]),
+    ],
+)
+def test_a_bundle_gets_requests_only_once_its_golden_answers_are_right(
+    run: Run,
+    bundle: Bundle,
+    service: tuple[int, list[str], list[float]],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    found: float,
+    percent: float,
+    made: list[str],
+) -> None:
+    port, changes, predictions = service
+    predictions[:] = [found]
+    run.bundle_path.mkdir(parents=True)
+    Golden({}, {}, [1.0], [2.0], rtol=1e-3, atol=1e-4).write(run.bundle_path)
+    (tmp_path / "token").write_text("token")
+    old = _live(port=port, admin_port=port, token=str(tmp_path / "token"))
+    write_live(run.runs, old)
+    monkeypatch.setattr(Run, "config", _with(run.config, "rollout", canary_percent=percent))
+    monkeypatch.setattr(rollout, "_verify_here", lambda _: None)  # the bundle has no model
+    run = Run(run.path)
+    if found == 2.0:
+        new, count = swap_bundle(run, bundle, old, None, print)
+        assert (count, new) == (2, read_live(run.runs))
+        assert (new.bundle, new.canary is not None) == (old.bundle if percent else bundle.digest, bool(percent))
+    else:
+        with pytest.raises(StageError, match=r"predictions\[0\]: expected 2.0, found 2.1"):
+            swap_bundle(run, bundle, old, None, print)
+        assert read_live(run.runs) == old
+    assert changes == made
+
+
+def test_a_process_that_ends_while_it_starts_leaves_nothing_behind(
+    run: Run, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rollout, "argv", lambda *_: ["-c", "raise SystemExit('no room')"])
+    old = _live()
+    write_live(run.runs, old)
+    with pytest.raises(StageError, match="the service ended while starting: no room"):
+        start(ServiceStart(run, bundle, Access(), [], STAMP, None), None, print)
+    assert read_live(run.runs) == old
+    assert not (run.path / "admin.token").exists()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import json
 import shutil
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from pipeline.contract.bundle import open_bundle
 from pipeline.contract.errors import BundleError, InvalidPayload
 from serve.generate.engine import Engine
 from serve.generate.model import LanguageModel, TextGenerator
-from serve.generate.openai_api import parse_chat
+from serve.generate.openai_api import parse_chat, parse_completion
 from serve.generate.tokenizer import ModelTokenizer
 from serve.runtime.loading import load_predictor
 from tests.serve.generate import tiny
@@ -133,3 +134,24 @@ def test_default_length_of_a_chat_fits_in_memory(generator: TextGenerator) -> No
 def test_prompt_without_memory_for_an_answer_is_rejected(generator: TextGenerator) -> None:
     with pytest.raises(InvalidPayload, match="may take 21 positions; the service has memory for 20"):
         generator.options(REQUEST, [[tiny.BEGIN] * 20])
+
+
+@pytest.mark.parametrize(
+    ("fields", "sentence"),
+    [
+        ({"prompt": ["a"] * 4, "n": 5}, "n: 4 prompts times 5 are more than 16 texts"),
+        ({"prompt": [-1]}, "prompt: -1 is not a token id; the model's are 0 to 287"),
+        ({"prompt": [288]}, "prompt: 288 is not a token id"),
+        (
+            {"prompt": [1] * 8, "max_tokens": 89},
+            "max_tokens: 8 tokens of the prompt and 89 of the answer are more than",
+        ),
+    ],
+)
+def test_request_beyond_what_the_model_has_is_rejected(
+    language_model: LanguageModel, tiny_path: Path, pool: Executor, fields: dict[str, Any], sentence: str
+) -> None:
+    generator = TextGenerator(language_model, open_bundle(tiny_path), pool)
+    request = parse_completion(json.dumps({"model": "tiny", **fields}).encode())
+    with pytest.raises(InvalidPayload, match=sentence):
+        generator.options(request, asyncio.run(generator.encode_prompts(request)))

@@ -67,6 +67,7 @@ def test_booleans_and_strings_round_trip_as_json_and_raw() -> None:
         ("FP32", [[1], 2], "x: data is not a regular array"),
         ("FP32", [[[]], [[1]]], "x: data is not a regular array"),
         ("INT8", [128, 0], "x: data holds a number outside the range of INT8"),
+        ("INT8", [-129, 0], "x: data holds a number outside the range of INT8"),
         ("UINT8", [-1, 0], "x: data holds a number outside the range of UINT8"),
         ("BOOL", [1, 0], "x: data holds values that are not BOOL"),
         ("BOOL", b"\2\0", "x: raw BOOL data holds a byte other than 0 and 1"),

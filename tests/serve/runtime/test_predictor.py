@@ -99,3 +99,14 @@ def test_two_models_have_different_helpers_of_one_name(tmp_path: Path, picture: 
 def test_encoding_failure_is_not_a_client_error(tricky: Predictor, picture: list[list[int]]) -> None:
     with pytest.raises(RuntimeError, match="a secret"):
         tricky.predict([{"image": picture, "fail": "encode"}])
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_codec_that_gives_another_number_of_predictions_is_a_failure_of_ours(
+    tmp_path: Path, picture: list[list[int]], count: int
+) -> None:
+    source = (ROOT / "examples/digits/codec.py").read_text()
+    wrong = f"{source}\n\nDigitsCodec.encode = lambda self, outputs: [0] * {count}\n"
+    bundle = open_bundle(build(tmp_path / "bundle", "DigitsCodec", wrong, [picture], digits))
+    with pytest.raises(ValueError, match=f"codec.encode returned {count} predictions for 2 instances"):
+        Predictor(bundle, Session(bundle)).predict([picture, picture])

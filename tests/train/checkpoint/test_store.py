@@ -64,6 +64,17 @@ def test_training_resumes_bit_for_bit_from_a_checkpoint(tmp_path: Path, optimize
         assert torch.equal(tensor, other.state_dict()[name]), name
 
 
+def test_loss_scale_is_restored(tmp_path: Path) -> None:
+    model, optimizer = trained("sgd")
+    strategy, other = alone(model), alone(trained("sgd", steps=0)[0])
+    scaler = strategy.objective.precision.scaler
+    scaler.load_state_dict({**scaler.state_dict(), "scale": 32.0})
+    with store(tmp_path) as checkpoints:
+        checkpoints.save(strategy.state(optimizer, Progress(step=1)))
+    other.restore(make_optimizer(other.model, Train(optimizer="sgd", weight_decay=0.1)), store(tmp_path).load(1))
+    assert other.objective.precision.scaler.get_scale() == 32.0
+
+
 def test_optimizer_that_never_stepped_is_saved(tmp_path: Path) -> None:
     model, optimizer = trained("adamw", steps=0)
     with store(tmp_path) as checkpoints:

@@ -92,6 +92,15 @@ def test_logits_equal_those_of_transformers_loading(folder: Path) -> None:
     assert len(open_pretrained(folder).weights) > 1, "the layout with an index"
 
 
+@torch.no_grad()
+def test_experts_are_in_the_order_of_their_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their names, expert 10 would come before expert 2."""
+    monkeypatch.setitem(CONFIGS, "deepseek_v2", {**CONFIGS["deepseek_v2"], "n_routed_experts": 11})
+    folder = write_official(tmp_path / "experts", "deepseek_v2")
+    theirs = AutoModelForCausalLM.from_pretrained(folder).eval()
+    assert torch.equal(load(causal, folder)(ids()).logits, theirs(ids()).logits)
+
+
 @pytest.mark.parametrize("folder", ["deepseek_v3", "deepseek_v2", "qwen2", "llama"], indirect=True)
 def test_adapted_model_is_trained_saved_and_loaded(folder: Path, tmp_path: Path) -> None:
     found, allow = open_pretrained(folder), ("score.*", "lm_head.weight")
