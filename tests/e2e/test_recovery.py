@@ -33,11 +33,15 @@ def until_held(project: ProjectFolder, known: str) -> Run:
     return project.latest
 
 
-def let_go(project: ProjectFolder) -> None:
-    """Let training continue; the file is replaced atomically, so that no reader finds half a number."""
+def hold_after(project: ProjectFolder, steps: int) -> None:
+    """Let each attempt wait after so many steps; the file is replaced atomically, no reader finds half a number."""
     aside = project.folder / "hold.new"
-    aside.write_text("1000")
+    aside.write_text(str(steps))
     aside.replace(project.folder / "hold")
+
+
+def let_go(project: ProjectFolder) -> None:
+    hold_after(project, 1000)
 
 
 @pytest.mark.long  # each of the three also in tests/nodes, by itself
@@ -45,6 +49,7 @@ def test_a_killed_worker_agent_node_and_fork_server_cost_nothing(copied: Project
     known = copied.latest.id
     with copied.paused_training(HELD_AFTER, *TRAIN, "train.restarts=4") as pipe:
         run = until_held(copied, known)
+        hold_after(copied, 5)  # the next attempts write no checkpoint
         workers_of(run)[-1].kill()
         wait_for(lambda: len(read_attempts(run.path).attempts) == 2)
         running_module(run, "train.elastic.agent")[0].kill()
