@@ -101,8 +101,6 @@ def fill_bundle(
 
 def columns_with_nan(profile: Path) -> frozenset[str]:
     """Return the columns that had NaN in any split, as prepare counted them."""
-    if not profile.is_file():  # of an earlier version
-        return frozenset()
     splits = json.loads(profile.read_text())["columns"].values()
     columns = [item for split in splits for item in split.items()]
     return frozenset(name for name, column in columns if column.get("nan", column["missing"]))

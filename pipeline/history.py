@@ -171,9 +171,7 @@ def changed_outputs(run: Run, record: StepRecord) -> list[str]:
 
 
 def changed_folders(run: Run, record: StepRecord) -> list[str]:
-    """Return the empty folders that were removed or added since a step was recorded; older records have none."""
-    if record.empty_folders is None:
-        return []
+    """Return the empty folders that were removed or added since a step was recorded."""
     return sorted(set(empty_folders(run.output(record.step))) ^ set(record.empty_folders))
 
 
@@ -194,7 +192,7 @@ def link_outputs(source: Run, target: Run, record: StepRecord) -> None:
     for name in record.outputs:
         (partial / name).parent.mkdir(parents=True, exist_ok=True)
         link_or_copy(source.output(record.step) / name, partial / name)
-    for name in record.empty_folders or ():
+    for name in record.empty_folders:
         (partial / name).mkdir(parents=True, exist_ok=True)
     partial.mkdir(exist_ok=True)
     partial.rename(target.output(record.step))

@@ -55,7 +55,7 @@ _PART_KINDS = (
     "source",
     "file",
     "pretrained",
-    "checkpoint",
+    "start",
     "version",
     "step",
     "baseline",
@@ -244,16 +244,13 @@ def describe_changes(before: Mapping[str, str], after: Mapping[str, str], most: 
 
 
 def _is_change(name: str, before: str | None, after: str | None) -> bool:
-    """Compare a part with one that an older version recorded: it listed its own sources, and settings not set."""
-    kind = name.partition(":")[0]
-    if kind == "config":
-        return (before or default_part(name)) != (after or default_part(name))
-    return kind != "pipe" and before != after
+    """Compare a part; one that is missing has the default of its setting."""
+    default = default_part(name) if name.startswith("config:") else None
+    return (before or default) != (after or default)
 
 
 def _kind_order(name: str) -> int:
-    kind = name.partition(":")[0]
-    return _PART_KINDS.index(kind) if kind in _PART_KINDS else len(_PART_KINDS)  # a kind of an older version
+    return _PART_KINDS.index(name.partition(":")[0])
 
 
 def _describe_change(name: str, before: str | None, after: str | None) -> str:

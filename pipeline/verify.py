@@ -42,7 +42,7 @@ def verify_bundle(path: Path, trust: Trust | None = None) -> Iterator[str]:
 def verify_run(run: Run, trust: Trust | None = None) -> Iterator[str]:
     body = run.read()
     run.check_seal()
-    yield _describe_seal(body)
+    yield "run.json: settings, environment and records as pipe wrote them"
     yield from _verify_records(run, body)
     complete_steps = {record.step for record in body.steps.values() if record.complete}
     if "evaluate" in complete_steps:
@@ -80,12 +80,6 @@ def _verify_records(run: Run, body: RunFile) -> Iterator[str]:
             raise BundleError(f"{path}: this empty folder was added or removed since the step was done")
         run.check_record(record)
         yield f"{record.step}: {len(record.outputs)} files as recorded"
-
-
-def _describe_seal(body: RunFile) -> str:
-    if not body.seal:
-        return "run.json: of an older version, which did not cover its settings and environment by a digest"
-    return "run.json: settings, environment and records as pipe wrote them"
 
 
 def _verify_override(run: Run) -> Iterator[str]:

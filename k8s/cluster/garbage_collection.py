@@ -37,7 +37,7 @@ def delete_unused_configuration(
         used = [item for item in items if item["metadata"]["name"] in used_names]
         used_secrets = {_secret_name(item) for item in used}
         for item in items:
-            if item in used or not item.get("immutable"):  # by hand, or by an earlier version of pipe
+            if item in used or not item.get("immutable"):  # made by hand
                 continue
             if (secret_name := _secret_name(item)) and secret_name not in used_secrets:
                 secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": secret_name}}

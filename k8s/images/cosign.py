@@ -59,7 +59,7 @@ def image_statement(
 
     `record` is what the package step has recorded of the image, `metadata` names the run and its times.
     """
-    path = bundle.path / PROVENANCE  # bundles of older versions have none
+    path = bundle.path / PROVENANCE  # a bundle may come without it
     model = json.loads(path.read_bytes())["predicate"] if path.is_file() else {}
     definition, builder = model.get("buildDefinition", {}), model.get("runDetails", {}).get("builder", {})
     inputs = {"bundle": bundle.digest, "context": record.get("context")}

@@ -195,7 +195,6 @@ def refer_to_config_map(container: Object, name: str, config: Config) -> None:
     """Let the pods read the ConfigMap; flags without a value cannot come from it and become arguments."""
     container["envFrom"][0]["configMapRef"]["name"] = name
     container["args"] += [option for option in service_view_options(config.serve) if option == "--no-page"]
-    # Only where there are several: images of earlier versions do not know the option.
     container["args"] += [] if (workers := count_workers(config)) == 1 else [f"--workers={workers}"]
 
 

@@ -12,7 +12,6 @@ import typer
 from typer.core import TyperGroup
 
 from pipeline.contract import __version__
-from pipeline.contract.errors import ConfigError
 from pipeline.contract.run import STEPS, all_runs
 from pipeline.history import Project, find_project
 
@@ -27,32 +26,19 @@ EXIT_CODES = (
     "Exit codes: 0 done, 1 failed, 2 usage or configuration, 3 rejected by the gate, 4 the plan has changes, "
     "130 interrupted, 143 by SIGTERM."
 )
-REPLACED = {
-    "bench": "python -m benchmarks.train, or .serve, .export, .faults, in a checkout",
-    "diff": "pipe compare RUN RUN",
-    "log": "pipe logs",
-    "promote": "pipe registry promote",
-    "render": "pipe plan --workflow argo|kfp",
-    "rollback": "pipe registry rollback",
-}
 
 
 class _Commands(TyperGroup):
-    """Lists commands in the order in which people need them, and names the new one of a command that was replaced."""
+    """Lists commands in the order in which people need them."""
 
     def list_commands(self, context: Any) -> list[str]:
         return sorted(super().list_commands(context), key=COMMANDS.index)
 
-    def format_commands(self, context: Any, formatter: Any) -> None:
+    def format_commands(self, _: Any, formatter: Any) -> None:
         for title, names in GROUPS.items():
-            commands = [(name, self.get_command(context, name)) for name in names]
+            commands = [(name, self.commands[name]) for name in names]
             with formatter.section(title):
                 formatter.write_dl([(name, command.get_short_help_str(80)) for name, command in commands])
-
-    def get_command(self, context: Any, name: str) -> Any:
-        if name in REPLACED:
-            raise ConfigError(f"`pipe {name}` was replaced by `{REPLACED[name]}`")
-        return super().get_command(context, name)
 
 
 app = typer.Typer(

@@ -246,8 +246,8 @@ def write_override(directory: Path, override: Override) -> None:
 
 
 def passed_gate(verdict: str) -> bool:
-    """Return whether a model with this verdict may be deployed; older versions wrote `forced` for `overridden`."""
-    return verdict in ("pass", "no-baseline", OVERRIDDEN) or verdict.startswith("forced")
+    """Return whether a model with this verdict may be deployed."""
+    return verdict in ("pass", "no-baseline", OVERRIDDEN)
 
 
 def check_gate(verdict: str, owner: str) -> None:

@@ -14,7 +14,6 @@ from pydantic_core import PydanticCustomError
 
 from pipeline.contract.errors import ConfigError, ConflictError
 from pipeline.contract.settings.cluster import Cluster, Rollout
-from pipeline.contract.settings.old_names import REPLACED, upgrade
 from pipeline.contract.settings.section import Section
 from pipeline.contract.settings.stages import (
     Deploy,
@@ -114,15 +113,11 @@ def override_config(config: Config, overrides: Iterable[str], source: str = "ove
     return parse_config(values, source)
 
 
-def parse_recorded(recorded: Mapping[str, Any], source: str, overrides: Iterable[str] = ()) -> Config:
-    """Parse the configuration of an older run; its settings and overrides may have the names of then."""
+def parse_config(recorded: Mapping[str, Any], source: str, overrides: Iterable[str] = ()) -> Config:
+    """Check settings after `key=value` overrides of them."""
     values = copy.deepcopy(dict(recorded))
     for override in overrides:
         _apply(values, override)
-    return parse_config(upgrade(values), source)
-
-
-def parse_config(values: Mapping[str, Any], source: str) -> Config:
     try:
         return Config.model_validate(values)
     except ValidationError as error:
@@ -182,7 +177,7 @@ def _sentences(error: ValidationError) -> list[str]:
 def _sentence(item: dict[str, Any]) -> str:
     setting = ".".join(str(part) for part in item["loc"])
     if item["type"] == "extra_forbidden":
-        return f"unknown setting `{setting}`{_replacement(item) or _nearest(item['loc'])}"
+        return f"unknown setting `{setting}`{_nearest(item['loc'])}"
     if item["type"] == "missing":
         return f"`{setting}` is missing"
     if item["type"] == "string_pattern_mismatch":
@@ -200,16 +195,6 @@ def _sentence(item: dict[str, Any]) -> str:
     value = repr(item["input"])
     message = item["msg"][:1].lower() + item["msg"][1:]
     return f"`{setting}`: {message} (found {value if len(value) <= 60 else value[:57] + '...'})"
-
-
-def _replacement(item: Mapping[str, Any]) -> str:
-    """Return what replaced a setting that no longer exists, or each such setting of a section."""
-    setting = ".".join(map(str, item["loc"]))
-    names = [f"{setting}.{name}" for name in item["input"]] if isinstance(item["input"], dict) else []
-    replaced = dict.fromkeys(REPLACED[name] for name in names if name in REPLACED) or (
-        [REPLACED[setting]] if setting in REPLACED else []
-    )
-    return "".join(f"; {sentence}" for sentence in replaced)
 
 
 def _nearest(location: tuple[str | int, ...]) -> str:

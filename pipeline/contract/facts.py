@@ -85,8 +85,7 @@ class Facts:
         if self.effective_verdict == OVERRIDDEN:
             by, at, reason = (str(self.override.get(key) or "?") for key in ("by", "at", "reason"))
             return f"overridden by {by}, {at}: {reason}"
-        forced_reason = self.verdict.get("forced_reason")  # of older versions
-        return f"forced: {forced_reason}" if forced_reason and self.effective_verdict == "forced" else ""
+        return ""
 
     @property
     def accepted_changes(self) -> list[str]:

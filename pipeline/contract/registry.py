@@ -16,7 +16,7 @@ import secrets
 import shutil
 import socket
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
@@ -57,13 +57,6 @@ class Change(Frozen):
     before: str = ""  # SHA-256 of the previous change, so that changes cannot be altered or removed unnoticed
     token: str = ""  # distinguishes changes of the same second
     rollback: bool = False  # back to an entry from before: the later ones count no more
-
-
-class _LegacyRegistry(Frozen):
-    """`runs/registry.json` of earlier versions; its history continues in the folder next to it."""
-
-    names: Mapping[str, Entry] = {}
-    history: tuple[Change, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -115,7 +108,7 @@ class ProposedChange:
 
 def read_registry(runs: Path, url: str) -> Registry:
     """Read the history; `url` is the setting `registry`."""
-    return Registry(_history(_Location.of(runs, url))[0])
+    return Registry(_history(open_store(url, runs))[0])
 
 
 def change_registry(runs: Path, url: str, decide: Callable[[Registry], ProposedChange | None]) -> Registry:
@@ -124,18 +117,17 @@ def change_registry(runs: Path, url: str, decide: Callable[[Registry], ProposedC
     The change gets the next number. If another writer was faster and has taken that number, `decide` is called again
     with the longer history, so no change is lost or based on an outdated state.
     """
-    location, length = _Location.of(runs, url), -1
+    store, length = open_store(url, runs), -1
     while True:
-        history, digest = _history(location)
+        history, digest = _history(store)
         if len(history) <= length:
-            raise PipelineError(f"{location.store.where}: an existing change is not listed; try again later")
+            raise PipelineError(f"{store.where}: an existing change is not listed; try again later")
         length = len(history)
         proposed = decide(Registry(history))
         if proposed is None:
             return Registry(history)
         change = _new_change(proposed, digest)
-        name = f"{length - len(location.old.history) + 1:06d}.json"
-        if location.store.create(name, (change.model_dump_json(indent=2) + "\n").encode()):
+        if store.create(f"{length + 1:06d}.json", (change.model_dump_json(indent=2) + "\n").encode()):
             return Registry((*history, change))
 
 
@@ -184,30 +176,10 @@ def _read_comparisons(store: RegistryStore, folder: str) -> dict[int, Comparison
     return comparisons
 
 
-@dataclass(frozen=True)
-class _Location:
-    store: RegistryStore
-    old: _LegacyRegistry
-    root: str  # digest that the first change refers to
-
-    @classmethod
-    def of(cls, runs: Path, url: str) -> _Location:
-        path = runs / "registry.json"
-        if url or not path.exists():
-            return cls(open_store(url, runs), _LegacyRegistry(), "")
-        raw = path.read_bytes()
-        try:
-            old = _LegacyRegistry.model_validate_json(raw)
-        except ValidationError as error:
-            raise PipelineError(f"{path}: damaged ({error.errors()[0]['msg']}); restore it or move it away") from error
-        if old.names != Registry(old.history).names:
-            raise PipelineError(f"{path}: damaged (its names do not follow from its history); restore it or move it away")  # fmt: skip  # noqa: E501
-        return cls(open_store(url, runs), old, digest_bytes(raw))
-
-
-def _history(location: _Location) -> tuple[tuple[Change, ...], str]:
+def _history(store: RegistryStore) -> tuple[tuple[Change, ...], str]:
     """Return all changes, after checking that each refers to the previous one, and the digest of the last one."""
-    store, changes, digest = location.store, [*location.old.history], location.root
+    changes: list[Change] = []
+    digest = ""  # that the first change refers to
     names = sorted((name for name in store.names() if _CHANGE.fullmatch(name)), key=lambda name: int(name[:-5]))
     for number, name in enumerate(names, start=1):
         if int(name[:-5]) != number:

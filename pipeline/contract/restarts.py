@@ -24,7 +24,6 @@ from pydantic import ValidationError
 from pipeline.contract.settings.section import Frozen
 
 _FOLDER = "logs/attempts"  # a file for each machine: on NFS, lines that several append overwrite each other
-_EARLIER_FILE = "logs/attempts.jsonl"  # of earlier versions of pipe, for all machines
 
 
 # How long the processes of training wait for each other. All of it follows from `train.timeout_seconds`: a process that
@@ -229,8 +228,7 @@ def record_end(run: Path, end: ProcessEnd) -> None:
 
 
 def attempt_files(run: Path) -> list[Path]:
-    earlier = run / _EARLIER_FILE
-    return [*([earlier] if earlier.exists() else []), *sorted((run / _FOLDER).glob("*.jsonl"))]
+    return sorted((run / _FOLDER).glob("*.jsonl"))
 
 
 def read_events(run: Path) -> list[Event]:

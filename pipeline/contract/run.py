@@ -23,7 +23,7 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from pipeline.contract.bundle import Bundle, Override, open_bundle, read_override
-from pipeline.contract.config import Config, parse_recorded
+from pipeline.contract.config import Config, parse_config
 from pipeline.contract.errors import BundleError, PipelineError, ResourceError, StageError, missing_extra, write_error
 from pipeline.contract.files import digest_bytes, digest_file, digest_mapping
 from pipeline.contract.processes import Rank, watch_parent
@@ -50,7 +50,7 @@ def _second(run: Run) -> str:
 
 
 def created(run: Run) -> datetime:
-    """Return the time of creation, to the microsecond, or to the second for runs of older versions."""
+    """Return the time of creation."""
     try:
         return datetime.fromisoformat(run.read().created)
     except PipelineError:  # `pipe status` names it
@@ -83,7 +83,7 @@ class StepRecord(Frozen):
     seconds: float = 0.0
     outputs: Mapping[str, str] = {}  # relative path → SHA-256
     digest: str = ""  # of outputs
-    empty_folders: tuple[str, ...] | None = None  # relative paths; None in records of older versions
+    empty_folders: tuple[str, ...] = ()  # relative paths
     reused_from: str = ""  # run whose files these are
     reason: str = ""  # why it ran, was reused or failed
     accepted: tuple[Acceptance, ...] = ()  # the newest last
@@ -109,8 +109,7 @@ class StepRecord(Frozen):
         return self.accepted[-1].parts if self.accepted else self.parts
 
 
-SCHEMA = 3  # of run.json; those of 1 lack fields that have defaults, those below 3 have no seal
-_FIRST_SEALED = 3
+SCHEMA = 3  # of run.json
 
 
 def own_identity() -> str:
@@ -153,15 +152,14 @@ class RunFile(Frozen):
 
 def sealed_text(body: RunFile, earlier: bytes | None) -> str:
     """Return what to write to run.json; if its earlier content was edited, the seal stays one that does not match."""
-    if body.schema_version >= _FIRST_SEALED and (earlier is None or not _is_edited(earlier)):
+    if earlier is None or not _is_edited(earlier):
         body = body.model_copy(update={"seal": _seal(json.loads(body.model_dump_json()))})
     return body.model_dump_json(indent=2) + "\n"
 
 
 def _is_edited(raw: bytes) -> bool:
     fields = json.loads(raw)
-    is_sealed = fields.get("schema_version", 0) >= _FIRST_SEALED or fields.get("seal")
-    return bool(is_sealed) and fields.get("seal") != _seal(fields)
+    return bool(fields.get("seal") != _seal(fields))
 
 
 def _seal(fields: Mapping[str, object]) -> str:
@@ -230,7 +228,7 @@ class Run:
             )
 
     def check_seal(self) -> None:
-        """Check that run.json is as `pipe` wrote it; those of older versions have no seal."""
+        """Check that run.json is as `pipe` wrote it."""
         self.read()  # raises if it is damaged
         path = self.path / "run.json"
         if _is_edited(path.read_bytes()):
@@ -276,12 +274,12 @@ class Run:
     def config(self) -> Config:
         """The configuration with the overrides of resumes."""
         body = self.read()
-        return parse_recorded(body.config, str(self.path / "run.json"), body.continued)
+        return parse_config(body.config, str(self.path / "run.json"), body.continued)
 
     @cached_property
     def planned(self) -> Config:
         """The configuration at the start of the run, which identifies its results."""
-        return parse_recorded(self.read().config, source=str(self.path / "run.json"))
+        return parse_config(self.read().config, source=str(self.path / "run.json"))
 
     def verdict(self) -> dict[str, object]:
         """Return the verdict of a complete evaluation."""

@@ -85,7 +85,7 @@ def _interval(verdict: Mapping[str, Any], difference: Range, bound: float) -> Ht
 def _level(verdict: Mapping[str, Any]) -> str:
     """Return the level of the interval, and which comparison on the test set it is, unless it is the first."""
     comparison = verdict.get("comparison")
-    if not isinstance(comparison, Mapping):  # a run of an older version, or without a baseline
+    if not isinstance(comparison, Mapping):  # without a baseline
         return f"{verdict.get('confidence', 0):.0%} interval"
     return f"{comparison.get('level')} interval" + (
         f" ({comparison.get('text')})" if comparison.get("number") != 1 else ""
@@ -112,7 +112,7 @@ def _baseline_name(facts: Facts) -> str:
     bundle = baseline.get("bundle")
     if not bundle:
         return "the task’s own baseline"
-    if champion.get("bundle") != bundle:  # a run of an older version
+    if champion.get("bundle") != bundle:  # champion.json is missing or damaged
         return f"the champion {short(bundle)}"
     by = f" by {champion['by']}" if champion.get("by") else ""
     registry = f", fetched from the registry {champion['registry']}" if champion.get("registry") else ""

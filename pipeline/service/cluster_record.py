@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 
 from pipeline.contract.config import Config
 from pipeline.contract.errors import ConfigError, PipelineError
@@ -85,18 +84,9 @@ def read_cluster_records(runs: Path) -> list[ClusterRecord]:
     if not path.exists():
         return []
     try:
-        body = json.loads(path.read_text())
-        return [ClusterRecord.model_validate(item) for item in ([_upgrade(body)] if isinstance(body, dict) else body)]
+        return TypeAdapter(list[ClusterRecord]).validate_json(path.read_bytes())
     except ValueError as error:
         raise PipelineError(f"{path}: damaged; to fix it: move it away, `pipe deploy` writes a new one") from error
-
-
-def _upgrade(body: dict[str, Any]) -> dict[str, Any]:
-    """Return the record of an earlier version, which had one place with two versions."""
-    since, versions = body.pop("since", ""), [body.pop("previous", None), body.pop("current", None)]
-    if versions[1]:
-        versions[1]["since"] = since
-    return {**body, "versions": [version for version in versions if version]}
 
 
 def write_cluster_record(runs: Path, record: ClusterRecord) -> ClusterRecord:

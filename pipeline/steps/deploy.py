@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.contract.bundle import Bundle
+from pipeline.contract.bundle import OVERRIDDEN, Bundle
 from pipeline.contract.config import Config
 from pipeline.contract.errors import BundleError, ClusterError, ConfigError
 from pipeline.contract.files import write_json
@@ -41,7 +41,7 @@ def deploy(run: Run, root: Path) -> None:
     on_cluster = run.config.deploy.on_cluster
     record = _on_cluster(run, bundle, access) if on_cluster else _locally(run, bundle, access, root)
     write_json(run.partial("deploy") / "deploy.json", record)
-    if record["live"] and (bundle.manifest.verdict in ("overridden", "forced")):
+    if record["live"] and bundle.manifest.verdict == OVERRIDDEN:
         _print("the gate was overridden: this bundle is served, but does not become the champion")
     elif record["live"] and not record.get("canary"):
         promote(run, bundle)

@@ -356,11 +356,6 @@ def test_a_setting_that_is_left_out_is_named_with_its_default() -> None:
     assert explain_change(PARTS, past) == "train.epochs 3 → 10"
 
 
-def test_parts_that_an_older_version_recorded_are_no_changes() -> None:
-    past = [("first", done({**PARTS, "config:train.epochs": "10", "pipe:train/trainer.py": "c"}))]
-    assert explain_change(PARTS, past) == "key format changed"
-
-
 def test_new_champion_is_a_reason_only_if_nothing_else_changed() -> None:
     past = [("first", done({**PARTS, "reference:champion": "none"}))]
     assert explain_change({**PARTS, "reference:champion": "b"}, past) == "champion changed"

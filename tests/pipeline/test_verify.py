@@ -266,16 +266,6 @@ def test_a_seal_that_was_removed_breaks_it(run: Run) -> None:
         run.check_seal()
 
 
-def test_a_run_of_an_older_version_is_verified_without_its_settings(run: Run) -> None:
-    body = json.loads((run.path / "run.json").read_text())
-    del body["seal"]
-    write_json(run.path / "run.json", {**body, "schema_version": 2})
-    lines = list(verify_run(run))
-    assert "of an older version, which did not cover its settings" in lines[0]
-    write_record(run, run.read().steps["package"])
-    assert list(verify_run(run)) == lines
-
-
 def test_added_and_removed_empty_folders_break_it(run: Run, new_run: NewRun) -> None:
     run.output("evaluate").rename(run.partial("evaluate"))
     (run.partial("evaluate") / "plots").mkdir()

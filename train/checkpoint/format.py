@@ -144,8 +144,6 @@ class Manifest:
     def encode(self) -> bytes:
         """Return JSON with a digest of the content, so that a flipped byte in it is detected, too."""
         content = asdict(self)
-        if self.progress.lost_best is None:  # versions of pipe that do not know it can read the others
-            del content["progress"]["lost_best"]
         text = _canonical(content)
         return f'{{"content": {text},\n"sha256": "{digest_bytes(text.encode())}"}}\n'.encode()
 

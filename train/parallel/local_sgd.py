@@ -126,9 +126,6 @@ class LocalSGDStrategy(Strategy):
         return average
 
 
-_OLD_KEYS = {"noted": "start_weights", "way": "difference"}  # in checkpoints of earlier versions
-
-
 class OuterOptimizer:
     """Nesterov SGD on the average change of the processes' weights since the last exchange.
 
@@ -187,7 +184,6 @@ class OuterOptimizer:
         self._weights = tensors["weights"].to(device) if tensors else flatten(self._parameters)
         no_velocity = torch.zeros_like(self._weights) if self._momentum else torch.empty(0)
         self._velocity = tensors.get("velocity", no_velocity).to(device)
-        tensors = {_OLD_KEYS.get(name, name): tensor for name, tensor in tensors.items()}
         self._start_weights = tensors.get("start_weights", torch.empty(0)).to(device)
         self._difference = tensors.get("difference", torch.empty(0)).to(device)
 

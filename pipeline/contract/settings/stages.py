@@ -573,13 +573,6 @@ class Package(Section):
         (), description="globs of additional project files to copy into the training image"
     )
 
-    @field_validator("modelcar", mode="before")
-    @classmethod
-    def _modelcar_is_a_base_image(cls, value: Any) -> Any:
-        if isinstance(value, bool):
-            _conflict("it was a switch once; write `scratch`, or a base image by digest, and nothing for no modelcar")
-        return value
-
 
 class Serve(Section):
     """The prediction service. Settings that concern the model itself travel in its bundle."""

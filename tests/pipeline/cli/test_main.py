@@ -104,23 +104,6 @@ def test_short_help_option_works_for_every_command(words: list[str]) -> None:
     assert done.output.startswith("Usage: ")
 
 
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        ("bench train", "python -m benchmarks.train"),
-        ("diff a b", "pipe compare"),
-        ("log train", "pipe logs"),
-        ("promote", "pipe registry promote"),
-        ("render workflow", "pipe plan --workflow"),
-        ("rollback", "pipe registry rollback"),
-    ],
-)
-def test_replaced_command_names_the_new_one(old: str, new: str, pipe: Pipe) -> None:
-    error = pipe(*old.split(), expect=2).stderr
-    assert error.startswith(f"error: `pipe {old.split()[0]}` was replaced by `{new}")
-    assert error.count("\n") == 1
-
-
 def test_a_word_that_is_no_command_is_a_usage_error(pipe: Pipe) -> None:
     assert pipe("rum", expect=2).stderr == "error: No such command 'rum'. Did you mean 'run'; see `pipe --help`\n"
     stderr = pipe("gc", "--keep", "0", expect=2).stderr

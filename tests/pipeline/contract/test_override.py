@@ -65,6 +65,6 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
         read_override(tmp_path)
 
 
-@pytest.mark.parametrize("verdict", ["pass", "no-baseline", "overridden", "forced (demo)", "fail", "passed"])
+@pytest.mark.parametrize("verdict", ["pass", "no-baseline", "overridden", "fail", "passed"])
 def test_which_verdicts_let_a_model_go_on(verdict: str) -> None:
     assert passed_gate(verdict) is (verdict not in ("fail", "passed"))

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import multiprocessing
 import os
 import secrets
@@ -240,33 +239,6 @@ def test_a_writer_killed_before_its_change_has_a_name_has_changed_nothing(runs: 
     assert [path for path in (runs / "registry").iterdir() if path.name.startswith(".")], "it was at it"
     assert read_registry(runs, "").names == {CHAMPION: entry("a")}
     assert len(give(runs, "c").history) == 2
-
-
-def test_the_history_of_an_earlier_version_goes_on(runs: Path) -> None:
-    old = [{"at": "2026", "name": CHAMPION, "entry": entry(name).model_dump(), "reason": "x"} for name in ("a", "b")]
-    names = {CHAMPION: old[1]["entry"], PREVIOUS: old[0]["entry"]}
-    (runs / "registry.json").write_text(json.dumps({"names": names, "history": old}))
-    assert read_registry(runs, "").names == {CHAMPION: entry("b"), PREVIOUS: entry("a")}
-    found = give(runs, "c")
-    assert read_registry(runs, "") == found
-    assert [change.entry for change in found.history] == [entry("a"), entry("b"), entry("c")]
-    (runs / "registry.json").write_text(json.dumps({"names": {}, "history": []}))
-    with pytest.raises(PipelineError, match=r"000001\.json: does not follow"):
-        read_registry(runs, "")
-
-
-@pytest.mark.parametrize("text", ["", "{", '{"names": {"champion": 1}}', '{"nmaes": {}}'])
-def test_a_damaged_file_of_an_earlier_version_is_refused_by_its_path(runs: Path, text: str) -> None:
-    (runs / "registry.json").write_text(text)
-    with pytest.raises(PipelineError, match=r"registry\.json: damaged"):
-        read_registry(runs, "")
-
-
-def test_names_that_do_not_follow_from_the_history_are_refused(runs: Path) -> None:
-    body = {"names": {CHAMPION: entry("a").model_dump()}, "history": []}
-    (runs / "registry.json").write_text(json.dumps(body))
-    with pytest.raises(PipelineError, match=r"its names do not follow"):
-        read_registry(runs, "")
 
 
 def test_a_change_that_was_altered_taken_out_or_damaged_is_named(runs: Path) -> None:

@@ -92,15 +92,6 @@ def test_each_machine_writes_its_own_file_and_clocks_do_not_matter(
     assert read_attempts(tmp_path).attempts[-1].after == "loss"
 
 
-def test_the_file_of_earlier_versions_comes_first(tmp_path: Path) -> None:
-    (tmp_path / "logs").mkdir()
-    lines = [event("launch", 0, 2.0), start(1, 1.0)]
-    text = "".join(f"{line.model_dump_json(exclude_defaults=True)}\n" for line in lines)
-    (tmp_path / "logs" / "attempts.jsonl").write_text(text)
-    record_event(tmp_path, event="end", attempt=1, host="a")
-    assert [found.event for found in read_events(tmp_path)] == ["launch", "start", "end"]
-
-
 def test_a_run_that_was_never_trained_has_no_attempts(tmp_path: Path) -> None:
     assert read_attempts(tmp_path).attempts == ()
 

@@ -7,7 +7,6 @@ import pytest
 from k8s.cluster.drift import DeploymentState
 from pipeline.contract.config import Config, override_config
 from pipeline.contract.errors import BundleError, ConfigError, PipelineError
-from pipeline.contract.files import write_json
 from pipeline.contract.run import Run
 from pipeline.service.cluster_record import (
     VERSIONS_KEPT,
@@ -133,18 +132,6 @@ def test_deployment_that_fails_is_remembered_until_one_succeeds(new_run: NewRun,
     assert read_cluster_records(run.runs) == [failed], "nothing was applied"
     end_failed_restore(run.runs, record)
     assert read_cluster_records(run.runs) == [record]
-
-
-def test_record_of_an_earlier_version_is_read(new_run: NewRun) -> None:
-    run = new_run()
-    place = {"name": "tiny", "context": "small", "server": "http://here", "namespace": "models"}
-    versions = {
-        "current": {"run": "2", "bundle": "b", "image": "2"},
-        "previous": {"run": "1", "bundle": "a", "image": "1"},
-    }
-    write_json(run.runs / "cluster.json", {**place, **versions, "since": "then", "canary": None, "percent": 0.0})
-    (record,) = read_cluster_records(run.runs)
-    assert (bundles(record), record.current.since) == ("ab", "then")
 
 
 def test_status_shows_all_places_and_how_to_roll_back_each(new_run: NewRun) -> None:

@@ -161,13 +161,3 @@ def sync_after_five_steps(group: ProcessGroup, overlap: bool) -> tuple[dict[str,
     apart = weights(fresh)
     fresh.strategy.sync_weights()
     return apart, weights(fresh)
-
-
-def test_outer_optimizer_restores_the_keys_of_earlier_versions() -> None:
-    traffic = Traffic()
-    outer = OuterOptimizer([torch.zeros(2)], 1.0, 0.0, traffic, Stopwatch(torch.device("cpu"), traffic))
-    outer.restore({"weights": torch.ones(2), "noted": torch.ones(2), "way": torch.full((2,), 3.0)})
-    assert outer.is_pending
-    state = outer.state()
-    assert state["start_weights"].tolist() == [1.0, 1.0]
-    assert state["difference"].tolist() == [3.0, 3.0]
