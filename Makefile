@@ -15,7 +15,7 @@ endif
 INSTALL_TORCH = $(PIP) --no-deps --retries 1 $(CPU_INDEX) torch
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-long test-cluster lint lint-all types unit docs format clean
+.PHONY: help run test test-long test-cluster lint lint-all types unit format clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,10 +55,6 @@ lint-all: lint  ## mypy over tests, benchmarks and examples too, as CI runs it a
 unit: $(VENV)/.dev
 	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --no-loadscope-reorder \
 	  -m "not long and not gpu" --durations 10 --durations-min 0
-
-docs: $(VENV)/.dev  ## write docs/config.md from the settings, and docs/damages.md from tests/damages
-	$(BIN)/pipe explain > docs/config.md
-	$(BIN)/python -m tests.damages
 
 format: $(VENV)/.dev  ## format and fix with ruff
 	$(BIN)/ruff format .

@@ -1,18 +1,14 @@
-"""Write docs/damages.md, the table of the damages: `python -m tests.damages`."""
+"""`python -m tests.damages`: print the table of the damages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeline.contract.sources import SOURCE_ROOT
 from tests.damages.damages import Damage, every_damage
 
 _INTRODUCTION = """\
-# Damages
-
 Each damage below is made on purpose by `tests/damages`, and the check beside it must stop it. The same projects without
-damage must never be stopped. `python -m tests.damages` writes this table; `make test-long` runs all of it, `make test`
-a sample. [evaluation.md](evaluation.md) and [export.md](export.md) describe the checks.
+damage must never be stopped. `make test-long` runs all of them, `make test` a sample.
 """
 
 
@@ -28,4 +24,4 @@ def document(damages: Sequence[Damage]) -> str:
 
 
 if __name__ == "__main__":
-    (SOURCE_ROOT / "docs" / "damages.md").write_text(document(every_damage()))
+    print(document(every_damage()), end="")
