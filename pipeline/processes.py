@@ -1,7 +1,4 @@
-"""Run the process of a step on this machine, and find in its log which process of training was killed.
-
-Also start a whole command in the background (`pipe run --detach`), and follow it (`pipe attach`).
-"""
+"""Run the process of a step on this machine, and find in its log which process of training was killed."""
 
 from __future__ import annotations
 
@@ -14,14 +11,12 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from pipeline.contract.config import Config
-from pipeline.contract.errors import ConfigError, GateError, Interrupted, StageError
 from pipeline.contract.files import unwritable
 from pipeline.contract.fork_server import (
     ADDRESS_VARIABLE,
@@ -33,9 +28,7 @@ from pipeline.contract.fork_server import (
 )
 from pipeline.contract.processes import PARENT_WATCH_VARIABLE, describe_exit
 from pipeline.contract.restarts import STEP_END_SECONDS
-from pipeline.contract.run import Run, RunFile, all_runs, is_alive, own_identity
 from pipeline.contract.sources import third_party_imports
-from pipeline.history import Project
 
 Report = Callable[[str], None]
 Ask = Callable[[str], bool]
@@ -292,76 +285,3 @@ def _by_horovodrun(log: str) -> Iterator[KilledProcess]:
     for rank, status in re.findall(r"^Process (\d+) exit with status code (\d+)", log, re.MULTILINE):
         if int(status) > _SHELL_SIGNALS:
             yield KilledProcess(int(rank), "localhost", int(status) - _SHELL_SIGNALS)
-
-
-OUTPUT_VARIABLE = "PIPE_DETACHED_OUTPUT"  # where the background command writes until it has a run
-_LOG = "pipe"  # name of the log with what the command prints
-_POLL_SECONDS = 0.1
-
-
-def start_detached(project: Project, argv: Sequence[str]) -> Run:
-    """Start `pipe` with these arguments in a session of its own; return its run as soon as it has one."""
-    project.runs.mkdir(parents=True, exist_ok=True)
-    output = project.runs / f".detached-{os.getpid()}.log"
-    environment = {**os.environ, OUTPUT_VARIABLE: str(output)}
-    with output.open("w+") as file:
-        command = subprocess.Popen(
-            [sys.executable, "-m", "pipeline", *argv],
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=subprocess.STDOUT,
-            env=environment,
-            start_new_session=True,
-        )
-        while output.exists():
-            if command.poll() is not None and output.exists():  # it can no longer be moved
-                file.seek(0)
-                sys.stderr.write(file.read())
-                output.unlink()
-                sys.exit(command.returncode)
-            time.sleep(_POLL_SECONDS)
-        written = os.fstat(file.fileno())
-    logs = ((run, run.log(_LOG)) for run in all_runs(project.runs))
-    return next(run for run, log in logs if log.exists() and os.path.samestat(log.stat(), written))
-
-
-def adopt_output(run: Run) -> None:
-    """Move what this command writes into its run, if it was started in the background."""
-    if output := os.environ.pop(OUTPUT_VARIABLE, ""):
-        _owner_file(run).write_text(own_identity())
-        Path(output).rename(run.log(_LOG))
-
-
-def follow(run: Run, write: Callable[[str], object]) -> None:
-    """Pass on what a command in the background prints, until it ends; raise how it ended unless all went well."""
-    file = _owner_file(run)
-    owner = file.read_text(errors="replace") if file.exists() else ""
-    if len(owner.split()) != _IDENTITY_WORDS:
-        reason = f"{file} is damaged" if file.exists() else f"run {run.id} was not started by `pipe run --detach`"
-        raise ConfigError(f"{reason}; `pipe logs --follow` prints a step's log")
-    with run.log(_LOG).open(errors="replace") as log:
-        while True:
-            alive = is_alive(owner)
-            write(log.read())
-            if not alive:
-                break
-            time.sleep(_POLL_SECONDS)
-    _raise_failure(run, run.read())
-
-
-_IDENTITY_WORDS = 3  # of `own_identity`
-
-
-def _owner_file(run: Run) -> Path:
-    return run.path / "logs" / "pipe.owner"
-
-
-def _raise_failure(run: Run, body: RunFile) -> None:
-    errors = {"rejected": GateError, "interrupted": Interrupted}
-    for step in body.wanted:
-        record = body.steps.get(step)
-        if record is None or not record.complete:
-            status = "missing" if record is None else record.current_status
-            raise errors.get(status, StageError)(
-                f"run {run.id}: {step} is {status}; `pipe run --resume {run.id}` continues"
-            )

@@ -75,7 +75,6 @@ from pipeline.plan import (
 )
 from pipeline.processes import (
     LocalLauncher,
-    adopt_output,
     count_gpus,
     find_killed_process,
     prepare_log,
@@ -214,7 +213,6 @@ def run_pipeline(project: Project, config: Config, request: RunRequest, display:
     run = create_run(project.runs, config, request.steps, parent, request.study, request.trial, start)
     with lock_run(run):
         display.run = run
-        adopt_output(run)
         _run_steps(pipeline_run, run, display)
     return run
 
@@ -233,7 +231,6 @@ def resume_run(project: Project, run: Run, request: RunRequest, display: Display
         display.report(f"note: this run keeps its own settings: {kept}; `pipe run all` uses those of pipe.yaml")
     _check_changes(pipeline_run, run)
     _check_training(pipeline_run)
-    adopt_output(run)
     _run_steps(pipeline_run, run, display)
     return run
 

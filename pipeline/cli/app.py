@@ -17,7 +17,7 @@ from pipeline.history import Project, find_project
 
 GROUPS = {
     "Start": ("demo", "init", "doctor", "explain"),
-    "Run": ("plan", "run", "attach", "accept", "join", "status", "logs", "tune", "gc"),
+    "Run": ("plan", "run", "accept", "join", "status", "logs", "tune", "gc"),
     "Judge": ("report", "compare", "gate", "verify", "repro", "chaos"),
     "Deploy": ("registry", "sign", "package", "deploy", "serve", "predict", "stop"),
 }

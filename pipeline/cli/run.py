@@ -36,10 +36,9 @@ from pipeline.contract.run import STEPS, Run
 from pipeline.contract.settings.access import Access
 from pipeline.contract.sources import is_mentioned
 from pipeline.display import Display
-from pipeline.history import Project, find_run, load_history, lock_run, lock_runs, lock_service, open_run
+from pipeline.history import Project, find_run, load_history, lock_run, lock_runs, lock_service
 from pipeline.plan import Step, select_steps, with_upstream
 from pipeline.plan_memory import describe_memory, plan_memory
-from pipeline.processes import follow, start_detached
 from pipeline.runner import (
     LONG_TRAINING_SECONDS,
     OnChanges,
@@ -189,7 +188,6 @@ def run(
         bool, typer.Option("--restart", help="With --resume: if they changed, train from the beginning.")
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Train again without asking, however long it took.")] = False,
-    detach: Annotated[bool, typer.Option("--detach", help="Run in the background; `pipe attach` follows it.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="The same as `pipe plan`.")] = False,
     render: Render = None,
     executor: Executor = None,
@@ -209,9 +207,6 @@ def run(
 
             return _emit_paths(output, render_training(project, project.config(overrides), render))
         overrides += _render_overrides(project.config(overrides))
-    if detach:
-        needs_answer = resume is None and not yes
-        return _detach(project, overrides, make_request(names, start, until, force) if needs_answer else None, output)
     if resume is not None and continued is not None:
         raise ConfigError("--continue: starts a new run, and --resume goes on with an old one; leave one out")
     display = Display(live=sys.stderr.isatty())
@@ -256,15 +251,6 @@ def _begin(project: Project, overrides: list[str], request: RunRequest, yes: boo
     if not yes:
         _ask_before_training(project, overrides, request)
     return finish(display, lambda: run_pipeline(project, config, request, display))
-
-
-def _detach(project: Project, overrides: list[str], request: RunRequest | None, output: Output) -> None:
-    """Start this command again in the background; a request may need a confirmation first."""
-    if request is not None:
-        _ask_before_training(project, overrides, request)
-    started_run = start_detached(project, [argument for argument in sys.argv[1:] if argument != "--detach"])
-    text = f"run {started_run.id} goes on in the background; `pipe attach {started_run.id}` follows it"
-    emit(output, {"run": started_run.id}, text)
 
 
 def _ask_before_training(project: Project, overrides: list[str], request: RunRequest) -> None:
@@ -330,16 +316,6 @@ def _report_failure(run: Run) -> None:
         write_report(run, run.path / "report.html")
     except Exception as problem:
         print(f"warning: no report: {type(problem).__name__}: {problem}", file=sys.stderr)
-
-
-@app.command()
-def attach(context: typer.Context, run: RunName = "latest") -> None:
-    """Follow a run in the background, until it ends."""
-    attached_run = open_run(run, context.obj)
-    try:
-        follow(attached_run, lambda text: print(text, end="", flush=True))
-    except KeyboardInterrupt:
-        raise Interrupted(f"run {attached_run.id} goes on; `pipe attach {attached_run.id}` follows it again") from None
 
 
 @app.command()

@@ -90,7 +90,7 @@ def test_gc_removes_older_runs_but_not_the_unreadable_one(pipe: Pipe, good: Run,
     assert [path.is_dir() for path in (oldest, good.path, newest.path)] == [True, False, True]
 
 
-LATEST = ("gate explain", "deploy", "repro", "registry promote", "attach", "run --resume")
+LATEST = ("gate explain", "deploy", "repro", "registry promote", "run --resume")
 
 
 @pytest.mark.parametrize("command", LATEST)
@@ -105,7 +105,7 @@ def test_latest_is_the_newest_run_that_can_be_read(pipe: Pipe, good: Run, bad: R
 NAMING = [
     "logs --run RUN", "compare RUN", "report RUN", "report --compare RUN", "verify RUN", "gate explain RUN",
     "gate override RUN --reason x", "registry promote RUN", "run --resume RUN", "run --continue RUN train.lr=0.1",
-    "deploy RUN", "attach RUN", "join RUN", "repro RUN",
+    "deploy RUN", "join RUN", "repro RUN",
 ]  # fmt: skip
 
 
@@ -136,13 +136,6 @@ def test_status_names_a_damaged_result_and_the_fix(pipe: Pipe, good: Run, name: 
     assert line.endswith(FILES[name])
     assert len(json.loads(pipe("status", "-o", "json").stdout)["problems"]) == 1
     assert good.id in pipe("compare").stdout
-
-
-@pytest.mark.parametrize("content", [b"", bytes(9), b"here 12", b"\xff"])
-def test_attach_names_a_damaged_owner(pipe: Pipe, good: Run, content: bytes) -> None:
-    path = good.path / "logs" / "pipe.owner"
-    path.write_bytes(content)
-    assert f"{path} is damaged; `pipe logs --follow` prints a step's log" in pipe("attach", expect=2).stderr
 
 
 @pytest.mark.parametrize("content", [b"", bytes(9), b"{", b"[]", b"{}", b"\xff"])
