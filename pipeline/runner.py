@@ -93,7 +93,7 @@ REDEPLOYED = "deployed again"  # reason in the records of `pipe deploy`, whose s
 # not `device`: it changes the arithmetic.
 RESUMABLE_SETTINGS = (
     "processes", "nodes", "rendezvous", "launcher", "image", "workers", "threads", "restarts", "timeout_seconds",
-    "checkpoint_every", "keep_checkpoints", "snapshot", "log_every", "trace",
+    "checkpoint_every", "keep_checkpoints", "log_every", "trace",
 )  # fmt: skip
 
 

@@ -1,27 +1,25 @@
 """The train step, in every training process: `torchrun … -m train RUN`.
 
-All processes check that they see the same data, find where to continue (the newest complete checkpoint, or a newer
-snapshot in memory), train, and the first one writes `model.safetensors` and `summary.json`.
+All processes check that they see the same data, find where to continue (the newest complete checkpoint), train, and
+the first one writes `model.safetensors` and `summary.json`.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import secrets
-import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
 from pipeline.contract.data import Samples, check_columns, fingerprint, open_split, sample_digests
-from pipeline.contract.errors import BundleError, DataError, StageError
+from pipeline.contract.errors import DataError, StageError
 from pipeline.contract.files import digest_parts, write_json
 from pipeline.contract.processes import Rank
 from pipeline.contract.prompting import check_decoder, check_prompting
@@ -41,13 +39,12 @@ from train.accelerator import configure_accelerator, describe_accelerator
 from train.batch_order import order_identity, read_order
 from train.batch_size import decide_batch_size
 from train.chaos_hooks import CHAOS_VARIABLE, ChaosHook, install_chaos_hook
-from train.checkpoint.in_memory import MemorySnapshots, find_newest_snapshot, open_snapshot_folder
 from train.checkpoint.load import SavedCheckpoint
 from train.checkpoint.storage import make_storage
 from train.checkpoint.store import CheckpointStore
 from train.elastic.attempts import begin_attempt
 from train.hang_report import enable_flight_recorder
-from train.ledger import LEDGER_FILE, Ledger, read_lines
+from train.ledger import Ledger
 from train.metrics import MetricsLog, peak_memory_bytes
 from train.optim import freeze_garbage_collector, sample_rng, set_determinism, tune_malloc
 from train.parameter_server import ParameterServerTrainer
@@ -94,27 +91,20 @@ def train(run: Run, root: Path) -> None:
         order = read_order(prepared, batch_size, config.seed, config.max_samples)
         identity = _identity(run, len(splits[0]), batch_size)
         store = CheckpointStore(storage, config.keep_checkpoints, identity, group, config.timeout_seconds)
-        snapshots = None
-        if config.snapshot_every:
-            snapshots = MemorySnapshots(
-                open_snapshot_folder(run), socket.gethostname(), identity, group, config.timeout_seconds
-            )
-        resume_point = find_resume_point(store, snapshots, run.partial("train"), identity, group)
-        if (start := run.read().starting_point) and resume_point.saved is None:
+        # Before the model is created: with a checkpoint, it needs no weights.
+        saved = store.newest()
+        if (start := run.read().starting_point) and saved is None:
             raise StageError(
                 f"the checkpoint to continue from ({start}) is damaged, or of other data or another batch order; "
                 "to fix it: choose an earlier one (`pipe run --continue RUN@STEP`), or train from the beginning"
             )
         trainer_class = ParameterServerTrainer if config.strategy == "parameter_server" and group.size > 1 else Trainer
-        with open_recorded_weights(
-            run, root, make_model, group, resumes=resume_point.saved is not None
-        ) as create_model:
+        with open_recorded_weights(run, root, make_model, group, resumes=saved is not None) as create_model:
             trainer = trainer_class(task, run.config, group, splits[0], splits[1], batch_size, create_model, order)
-        trainer.snapshots = snapshots
         if isinstance(task, Generates) and (located := transformers_model(trainer.strategy.model)):
             check_decoder(task, located[1], run.config.export, ())
         check_metrics(task, trainer.strategy, splits[1], group, run.config.evaluate)
-        _fit(trainer, run, group, store, resume_point, make_model)
+        _fit(trainer, run, group, store, saved, make_model)
 
 
 def _make_model(task: Task, run: Run) -> nn.Module:
@@ -147,11 +137,11 @@ def _fit(
     run: Run,
     group: ProcessGroup,
     store: CheckpointStore,
-    resume_point: ResumePoint,
+    saved: SavedCheckpoint | None,
     make_model: BuildModel,
 ) -> None:
     directory = run.partial("train")
-    progress = resume(trainer, resume_point, group)
+    progress = resume(trainer, saved, group)
     log = MetricsLog(directory, progress.step, "tensorboard" in run.config.track) if group.rank.first else None
     trainer.attempt = begin_attempt(run, group, progress.step)
     checksums = read_checksums(run.output("prepare"))
@@ -179,8 +169,6 @@ def _fit(
         summary["memory_bytes" if group.device.type == "cuda" else "resident_bytes"] = memory
         write_json(directory / "summary.json", summary)
         print(describe_summary(summary), flush=True)
-    if trainer.snapshots:
-        trainer.snapshots.remove()
 
 
 def _tracer(trainer: Trainer, group: ProcessGroup, directory: Path, start: int) -> StepTracer | None:
@@ -243,58 +231,16 @@ def describe_summary(summary: Mapping[str, Any]) -> str:
     return f"{text}; {steps} skipped for overflow, loss scale {summary['loss_scale']:g}"
 
 
-class ResumePoint(NamedTuple):
-    """Where training continues; `saved` is None where it starts from the beginning."""
-
-    saved: SavedCheckpoint | None
-    kind: str  # checkpoint or snapshot
-
-
-def find_resume_point(
-    store: CheckpointStore,
-    snapshots: MemorySnapshots | None,
-    directory: Path,
-    identity: Mapping[str, Any],
-    group: ProcessGroup,
-) -> ResumePoint:
-    """Find the newest state; all take part. It comes before the model is created, which then needs no weights."""
-    checkpoint = store.newest()
-    step = checkpoint.progress.step if checkpoint else 0
-    if snapshots is not None:
-        snapshot = find_newest_snapshot(
-            snapshots,
-            identity,
-            group,
-            lambda progress: progress.step > step and _is_on_disk(progress, store, directory),
-        )
-        if snapshot is not None:
-            return ResumePoint(snapshot, "snapshot")
-    return ResumePoint(checkpoint, "checkpoint")
-
-
-def resume(trainer: Trainer, resume_point: ResumePoint, group: ProcessGroup) -> Progress:
+def resume(trainer: Trainer, saved: SavedCheckpoint | None, group: ProcessGroup) -> Progress:
     """Restore the state and return its progress; all take part."""
-    progress = Progress() if resume_point.saved is None else resume_point.saved.progress
-    if resume_point.saved is not None:
-        trainer.restore(resume_point.saved)
-        if group.rank.first:
-            print(f"resumed from the {resume_point.kind} of step {progress.step} of {trainer.total_steps}", flush=True)
-        if progress.lost_best and not progress.best_step:
-            progress = trainer.choose_best_again(progress)
-    if trainer.snapshots is not None:
-        trainer.snapshots.begin(group.share(secrets.token_hex(4)), progress.step)
-    return progress
-
-
-def _is_on_disk(progress: Progress, store: CheckpointStore, directory: Path) -> bool:
-    """Return whether what a snapshot needs is on disk: the ledger of its steps, and the best checkpoint."""
-    try:
-        lines = read_lines(directory / LEDGER_FILE, growing=True)
-        if progress.best_step:
-            store.load(progress.best_step)
-    except (BundleError, StageError):
-        return False
-    return bool(lines) and lines[-1].step >= progress.step
+    if saved is None:
+        return Progress()
+    trainer.restore(saved)
+    if group.rank.first:
+        print(f"resumed from the checkpoint of step {saved.progress.step} of {trainer.total_steps}", flush=True)
+    if saved.progress.lost_best and not saved.progress.best_step:
+        return trainer.choose_best_again(saved.progress)
+    return saved.progress
 
 
 _COMPARED_ROWS = 64  # of data in memory

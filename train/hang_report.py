@@ -140,7 +140,7 @@ def locate(frame: FrameType | None, root: Path) -> tuple[Activity, str]:
 
 
 def is_checkpointing(frame: FrameType | None) -> bool:
-    """Return whether a thread writes a checkpoint or snapshot, or takes part in its collectives."""
+    """Return whether a thread writes a checkpoint, or takes part in its collectives."""
     while frame is not None:
         if any(package in Path(frame.f_code.co_filename).as_posix() for package in _CHECKPOINT_FOLDERS):
             return True

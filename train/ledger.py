@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import sys
-import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -229,7 +228,6 @@ class Ledger:
         self._samples: dict[int, list[tuple[Indices, Tensor | None]]] = {}
         self._norms: dict[int, Tensor] = {}
         self._unwritten: list[LedgerLine] = []  # collected, not yet on disk
-        self._writing = threading.Lock()  # a checkpoint and a snapshot may write at once
         if group.rank.first:
             _drop_lines_after(self._path, resumed_step)
 
@@ -246,7 +244,7 @@ class Ledger:
         """Forget this process's samples of a step that was not applied: it will be repeated."""
         self._samples.pop(step, None)
 
-    def collect(self, step: int) -> Callable[[], None] | None:
+    def collect(self) -> Callable[[], None] | None:
         """Collect the lines; return to the first process the function that writes them, for the checkpoint to call.
 
         It may be called later and in another thread. If a checkpoint fails, the next one's call writes its lines too.
@@ -257,7 +255,7 @@ class Ledger:
             return None
         skipped = {step for step, norm in norms.items() if not torch.isfinite(norm)}
         self._unwritten += self._lines(records, skipped)
-        return lambda: self._commit(step)
+        return self._commit
 
     def _lines(self, records: Sequence[_Records], skipped: Collection[int]) -> list[LedgerLine]:
         """Join the slices: the order of ranks is the order of the batch."""
@@ -282,18 +280,16 @@ class Ledger:
             skipped=skipped,
         )
 
-    def _commit(self, step: int) -> None:
+    def _commit(self) -> None:
         run_chaos_hook("ledger")
-        with self._writing:
-            lines = [line for line in self._unwritten if line.step <= step]
-            try:
-                with self._path.open("a") as file:
-                    file.write("".join(f"{line.model_dump_json()}\n" for line in lines))
-                    file.flush()
-                    os.fsync(file.fileno())
-            except OSError as error:
-                raise unwritable(self._path, error) from error
-            del self._unwritten[: len(lines)]
+        try:
+            with self._path.open("a") as file:
+                file.write("".join(f"{line.model_dump_json()}\n" for line in self._unwritten))
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise unwritable(self._path, error) from error
+        self._unwritten.clear()
 
 
 def row_number(row: str, name: str) -> int:

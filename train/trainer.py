@@ -42,7 +42,6 @@ from train.state import Progress
 from train.validation import IDS, check_loss_weight, check_texts, loss_weight, validate, whole_groups
 
 if TYPE_CHECKING:
-    from train.checkpoint.in_memory import MemorySnapshots
     from train.checkpoint.load import SavedCheckpoint
     from train.checkpoint.store import CheckpointStore
     from train.elastic.attempts import AttemptReporter
@@ -101,7 +100,6 @@ class Trainer:
         self.heartbeat = group.heartbeat
         self._ledger: Ledger | None = None  # None: these steps do not count
         self.attempt: AttemptReporter | None = None
-        self.snapshots: MemorySnapshots | None = None  # for snapshots in memory
         self.flops = measure_flops(self.strategy, self.config, lambda: self._micro_batches(0))
         self._meter = StepMeter(self.strategy, self._loader, self._precision, group, self.flops)
         self.strategy.warm_up(lambda: self._micro_batches(0))
@@ -163,8 +161,6 @@ class Trainer:
             evicted = self._preemption.is_due(progress.step) and progress.step < self.total_steps
             if evicted or validates or _is_multiple(self.config.checkpoint_every, progress.step):
                 self._save(progress, store)
-            elif self.snapshots and _is_multiple(self.config.snapshot_every, progress.step):
-                self._save_snapshot(progress, self.snapshots)
             if evicted:
                 store.wait()
                 raise self._preemption.eviction_error(progress.step)
@@ -333,16 +329,9 @@ class Trainer:
         self._check_finite(progress.step)
         with self.pauses.measured():
             store.wait()  # the last checkpoint writes the ledger's lines
-            commit = self._ledger.collect(progress.step) if self._ledger else None
+            commit = self._ledger.collect() if self._ledger else None
             on_complete = partial(self.attempt.checkpoint_written, progress.step) if self.attempt else None
             store.save(self.strategy.state(self._optimizer, progress), commit, on_complete)
-
-    def _save_snapshot(self, progress: Progress, snapshots: MemorySnapshots) -> None:
-        self.heartbeat.at(progress.step - 1, "checkpoint")
-        self._check_finite(progress.step)
-        snapshots.wait()  # so does the last snapshot
-        commit = self._ledger.collect(progress.step) if self._ledger else None
-        snapshots.save(self.strategy.state(self._optimizer, progress), commit)
 
     def _is_stale(self, progress: Progress) -> bool:
         return 0 < self.config.early_stopping_patience <= progress.stale_epochs

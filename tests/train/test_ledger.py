@@ -39,8 +39,8 @@ def feed(made: Ledger, *steps: int) -> None:
         made.record(step, ORDER.batch(step)[half:])
 
 
-def commit(made: Ledger, step: int) -> None:
-    write = made.collect(step)
+def commit(made: Ledger) -> None:
+    write = made.collect()
     assert write is not None
     write()
 
@@ -52,39 +52,25 @@ def proven(directory: Path, steps: int) -> str:
 def test_micro_batches_of_a_step_are_one_line(tmp_path: Path) -> None:
     made = ledger(tmp_path)
     feed(made, 0, 1, 2)
-    commit(made, 3)
+    commit(made)
     feed(made, 3, 4)
-    commit(made, 5)
+    commit(made)
     assert proven(tmp_path, 5) == ""
 
 
 def test_nothing_is_written_before_its_checkpoint_is(tmp_path: Path) -> None:
     made = ledger(tmp_path)
     feed(made, 0, 1)
-    made.collect(2)
+    made.collect()
     assert read_lines(tmp_path / "ledger.jsonl") == []
 
 
 def test_lines_of_a_failed_checkpoint_are_written_with_the_next(tmp_path: Path) -> None:
     made = ledger(tmp_path)
     feed(made, 0, 1)
-    made.collect(2)
+    made.collect()
     feed(made, 2)
-    commit(made, 3)
-    assert proven(tmp_path, 3) == ""
-
-
-def test_a_late_commit_writes_no_lines_of_a_later_checkpoint(tmp_path: Path) -> None:
-    made = ledger(tmp_path)
-    feed(made, 0, 1)
-    first = made.collect(2)
-    feed(made, 2)
-    second = made.collect(3)
-    assert first is not None
-    assert second is not None
-    first()
-    assert proven(tmp_path, 2) == ""
-    second()
+    commit(made)
     assert proven(tmp_path, 3) == ""
 
 
@@ -93,14 +79,14 @@ def test_a_discarded_and_repeated_step_counts_once(tmp_path: Path) -> None:
     feed(made, 0)
     made.discard(0)
     feed(made, 0)
-    commit(made, 1)
+    commit(made)
     assert proven(tmp_path, 1) == ""
 
 
 def test_the_ledger_records_the_samples_really_used(tmp_path: Path) -> None:
     made = ledger(tmp_path)
     made.record(0, ORDER.batch(0)[::-1])
-    commit(made, 1)
+    commit(made)
     assert proven(tmp_path, 1) == "line 1: step 1 was trained on samples that no step has"
 
 
@@ -111,13 +97,13 @@ def test_lines_of_repeated_steps_and_half_lines_are_dropped(
 ) -> None:
     made = ledger(tmp_path)
     feed(made, *range(5))
-    commit(made, 5)
+    commit(made)
     with (tmp_path / "ledger.jsonl").open("a") as file:
         file.write(harm)
     again = ledger(tmp_path, resumed, attempt=2)
     assert proven(tmp_path, resumed) == ""
     feed(again, *range(resumed, 10))
-    commit(again, 10)
+    commit(again)
     assert proven(tmp_path, 10) == ""
     assert capsys.readouterr().err == ""
 
@@ -127,7 +113,7 @@ def test_missing_lines_of_the_checkpoint_are_reported_at_start(
 ) -> None:
     made = ledger(tmp_path)
     feed(made, 0, 1)
-    commit(made, 2)
+    commit(made)
     ledger(tmp_path, resumed_step := 3)
     assert f"has 2 lines for the {resumed_step} steps of the checkpoint" in capsys.readouterr().err
 
@@ -135,7 +121,7 @@ def test_missing_lines_of_the_checkpoint_are_reported_at_start(
 def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = ledger(tmp_path)
     feed(made, 0)
-    write = made.collect(1)
+    write = made.collect()
     assert write is not None
 
     def no_space(_: int) -> NoReturn:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +18,6 @@ from pipeline.contract.files import write_json
 from pipeline.contract.run import Run
 from train.__main__ import _longest_first, describe_samples, describe_summary, first_disagreement
 from train.batch_order import write_order
-from train.checkpoint.in_memory import open_snapshot_folder
 from train.ledger import read_lines
 
 from ..fork_server import ForkedProcess
@@ -113,8 +111,7 @@ def read_holds():
     hold = pathlib.Path("hold.json")
     return [json.loads(hold.read_text())] if hold.exists() else []
 """
-WORDS: dict[str, Any] = {"batch_size": 3, "checkpoint_every": 0, "epochs": 4}  # of 13 steps
-SNAPSHOTS = {"snapshot": "memory:5"}
+WORDS: dict[str, Any] = {"batch_size": 3, "checkpoint_every": 5, "epochs": 4}  # of 13 steps
 
 
 @pytest.fixture
@@ -124,18 +121,11 @@ def slow(project: Project) -> Project:
     return project
 
 
-@pytest.fixture
-def run(slow: Project) -> Iterator[Run]:
-    found = slow.run("killed", **WORDS, **SNAPSHOTS)
-    yield found
-    shutil.rmtree(open_snapshot_folder(found), ignore_errors=True)
-
-
 def start_both(project: Project, run: Run) -> list[ForkedProcess]:
     return [task_of(project, run, rank) for rank in (0, 1)]
 
 
-def killed_after(project: Project, run: Run, step: int, checkpoint: int | None = None) -> int:
+def killed_after(project: Project, run: Run, step: int, checkpoint: int) -> int:
     """The step they had come to, about; the checkpoint is one that was complete by then."""
     journaled, hold = run.partial("train") / "metrics.jsonl", project.root / "hold.json"
     journaled.parent.mkdir(parents=True, exist_ok=True)
@@ -143,8 +133,7 @@ def killed_after(project: Project, run: Run, step: int, checkpoint: int | None =
     hold.write_text(json.dumps([str(journaled), f'"step": {step},']))
     processes = start_both(project, run)
     wait_until(lambda: f'"step": {step},' in journaled.read_text())
-    if checkpoint is not None:
-        wait_until((run.partial("train") / "checkpoints" / f"step-{checkpoint:08d}").exists)
+    wait_until((run.partial("train") / "checkpoints" / f"step-{checkpoint:08d}").exists)
     for process in processes:
         process.kill()
     for process in processes:
@@ -160,20 +149,17 @@ def wait_until(true: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def resumed_from(output: str) -> tuple[str, int]:
-    found = re.search(r"resumed from the (\w+) of step (\d+) of 52", output)
+def resumed_from(output: str) -> int:
+    found = re.search(r"resumed from the checkpoint of step (\d+) of 52", output)
     assert found is not None, output
-    return found[1], int(found[2])
+    return int(found[1])
 
 
 @pytest.mark.long
-def test_a_kill_costs_at_most_the_steps_since_the_snapshot(slow: Project, run: Run) -> None:
-    whole = slow.run("whole", **WORDS)
-    came_to = killed_after(slow, run, 12)
-    assert not list((run.partial("train") / "checkpoints").glob("step-*")), "none was due"
-    output = finish_both(slow, run)
-    what, step = resumed_from(output)
-    assert what == "snapshot"
+def test_a_kill_costs_at_most_the_steps_since_the_checkpoint(slow: Project) -> None:
+    run, whole = (slow.run(name, **WORDS) for name in ("killed", "whole"))
+    came_to = killed_after(slow, run, 12, checkpoint=5)
+    step = resumed_from(finish_both(slow, run))
     assert step % 5 == 0
     assert came_to - step <= 2 * 5, "the newest may have been under way"
     finish_both(slow, whole)
@@ -189,31 +175,6 @@ def finish_both(project: Project, run: Run) -> str:
     processes = start_both(project, run)
     finish(*processes)
     return (project.root / f"{run.id}-0.txt").read_text()
-
-
-@pytest.mark.long
-def test_a_newer_checkpoint_is_preferred_to_a_snapshot(slow: Project) -> None:
-    run = slow.run("killed", **WORDS, **{**SNAPSHOTS, "snapshot": "memory:12"})
-    try:
-        killed_after(slow, run, 14, checkpoint=13)
-        assert any(open_snapshot_folder(run).iterdir()), "the snapshot of step 12"
-        assert resumed_from(finish_both(slow, run)) == ("checkpoint", 13)
-    finally:
-        shutil.rmtree(open_snapshot_folder(run), ignore_errors=True)
-
-
-@pytest.mark.long
-def test_a_lost_snapshot_falls_back_to_the_checkpoint(slow: Project, run: Run) -> None:
-    killed_after(slow, run, 23, checkpoint=13)
-    shutil.rmtree(open_snapshot_folder(run))
-    assert resumed_from(finish_both(slow, run)) == ("checkpoint", 13)
-
-
-@pytest.mark.long
-def test_after_training_nothing_is_left_in_memory(slow: Project, run: Run) -> None:
-    folder = open_snapshot_folder(run)
-    finish_both(slow, run)
-    assert not folder.exists()
 
 
 SUMMARY = {"steps": 40, "batch_size": 8, "samples_per_second": 1234.5, "best_step": 30}

@@ -239,21 +239,13 @@ class BackgroundJobs:
         return bool(tensor)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return small values of all processes on the first one, in one round; `gather_any` needs two."""
+        """Return small values of all processes on the first one, in one round."""
         if self.process_group is None:
             return [value]
         message = _pickle_into_message(value)
         messages = [torch.empty_like(message) for _ in range(self._group.size)] if self._group.rank.first else None
         dist.gather(message, messages, dst=0, group=self.process_group)
         return [pickle.loads(row.numpy().data) for row in messages or ()]  # noqa: S301  # from our own processes
-
-    def gather_any(self, value: Any) -> list[Any]:
-        """Return values of any size of all processes on the first one."""
-        if self.process_group is None:
-            return [value]
-        values: list[Any] | None = [None] * self._group.size if self._group.rank.first else None
-        dist.gather_object(value, values, dst=0, group=self.process_group)
-        return values or []
 
     def broadcast(self, value: Any) -> Any:
         """Return the first process's value."""

@@ -21,7 +21,6 @@ def find_conflict(train: Mapping[str, Any]) -> str:
     """Return the first conflict as a sentence; empty if there is none."""
     values = {**train, **{name: min(train[name], MANY) for name in _COUNTS}}
     values["compress"] = train["compress"].partition(":")[0]
-    values["snapshot"] = train["snapshot"].partition(":")[0]
     values["elastic_shards"] = min(train["elastic_shards"], 1)
     values["nodes"] = RANGE if isinstance(train["nodes"], str) else train["nodes"]
     for conflict in CONFLICTS:
@@ -194,14 +193,6 @@ CONFLICTS = (
         NO_LOSS_SCALE,
         "parts of a layer overflow separately",
         "use precision=bf16",
-    ),
-    Conflict(
-        "snapshot",
-        {"memory"},
-        "strategy",
-        NEXT_STEP_KNOWN,
-        "its state is complete at epoch ends only",
-        "use snapshot=none",
     ),
     Conflict(
         "pipeline_parallel", {MANY}, "accumulate", {MANY}, "all stages but one would wait", "use accumulate=4, or more"

@@ -120,7 +120,6 @@ class Train(Section):
             "rendezvous",
             "image",
             "restarts",
-            "snapshot",
             "timeout_seconds",
             "log_every",
             "trace",
@@ -260,12 +259,6 @@ class Train(Section):
         description="split each batch into this many shards that are summed in a fixed order, so that up to as many "
         "processes give identical bits; 0: equal up to rounding",
     )
-    snapshot: str = Field(
-        "none",
-        pattern=r"^(none|memory(:[1-9]\d*)?)$",
-        description="snapshots of the state in a peer's memory: `none`, or `memory[:STEPS]`, every STEPS optimizer "
-        "steps (default 10)",
-    )
     checkpoints: str = Field("", description="folder or fsspec URL for checkpoints; empty: inside the run")
     checkpoint_every: Natural = Field(
         100, description="optimizer steps between two checkpoints; 0: only at the end of an epoch"
@@ -303,12 +296,6 @@ class Train(Section):
     @property
     def topk_fraction(self) -> float:
         return float(self.compress.partition(":")[2] or 0.01)
-
-    @property
-    def snapshot_every(self) -> int:
-        """Optimizer steps between two snapshots; 0: no snapshots."""
-        kind, _, steps = self.snapshot.partition(":")
-        return int(steps or 10) if kind == "memory" else 0
 
     @field_validator("rendezvous")
     @classmethod

@@ -67,13 +67,6 @@ def test_manifest_survives_encoding() -> None:
     assert decode_manifest(MANIFEST.encode()) == MANIFEST
 
 
-def test_manifest_names_no_lost_best_without_one() -> None:
-    """Versions of pipe that do not know the field can read it."""
-    assert b"lost_best" not in MANIFEST.encode()
-    lost = replace(MANIFEST, progress=replace(MANIFEST.progress, lost_best={"step": 3, "loss": 0.1}))
-    assert decode_manifest(lost.encode()) == lost
-
-
 def test_manifest_is_readable_json() -> None:
     assert json.loads(MANIFEST.encode())["content"]["progress"]["step"] == 7
 

@@ -72,8 +72,8 @@ def test_the_fix_is_reported_of_the_word_that_is_wrong() -> None:
     body = {"name": "m", "task": "t.py:T", "codec": "c.py:C", "cluster": {"memory": "512m"}}
     with pytest.raises(ConfigError, match=r"`cluster.memory`: write it as whole bytes, as in 512Mi.*found '512m'"):
         parse_config(body, "test")
-    with pytest.raises(ConfigError, match=r"`train.snapshot`: write it as what fits \^\(none"):
-        parse_config({**body, "cluster": {}, "train": {"snapshot": "disk"}}, "test")
+    with pytest.raises(ConfigError, match=r"`train.compress`: write it as what fits \^\("):
+        parse_config({**body, "cluster": {}, "train": {"compress": "disk"}}, "test")
 
 
 @pytest.mark.parametrize(
