@@ -24,7 +24,7 @@ from serve.models import ModelRepository
 from serve.monitoring.logs import refusals
 from serve.monitoring.prometheus import exposition
 from serve.monitoring.request_log import RequestLog
-from serve.page import explorer, page
+from serve.page import page
 from serve.protocol import openapi, v1, v2, v2_json
 from serve.protocol.statistics import statistics
 from serve.request_body import parse_object, read_body
@@ -76,7 +76,6 @@ class App:
         self._handlers: dict[str, Handler] = {
             "root": self._root,
             "page_counters": self._page_counters,
-            "docs": self._docs,
             "metrics": self._metrics,
             "openapi": self._openapi,
             "v1_models": self._models,
@@ -231,11 +230,6 @@ class App:
             return json_response({"status": "alive"}, headers=((b"vary", b"accept"),))
         shown = page.PageModel.of(self.repository, request.query)
         return Response(await asyncio.to_thread(page.render, shown), page.headers())
-
-    async def _docs(self, _request: HttpRequest, _: Route) -> Response:
-        if not self.page:
-            raise NotFound("/docs: the page is off (serve.page: false); /openapi.json describes the API")
-        return Response(explorer.render(), page.headers(explorer.SCRIPT, explorer.STYLES))
 
     async def _page_counters(self, _request: HttpRequest, _: Route) -> Response:
         if not self.page:

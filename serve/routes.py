@@ -31,7 +31,6 @@ class Route:
 PATHS: dict[str, tuple[str, tuple[str, ...]]] = {
     "root": ("/", _READ),
     "page_counters": ("/page.json", _READ),
-    "docs": ("/docs", _READ),
     "metrics": ("/metrics", _READ),
     "openapi": ("/openapi.json", _READ),
     "v1_models": ("/v1/models", _READ),

@@ -62,10 +62,10 @@ def accepts_html(accept: bytes) -> bool:
     return b"text/html" in accept
 
 
-def headers(script: str = "page.js", styles: Sequence[str] = ("page.css",)) -> Headers:
-    """Allow only a page's own script and styles, and no embedding in frames."""
+def headers() -> Headers:
+    """Allow only the page's own script and style, and no embedding in frames."""
     policy = (
-        f"default-src 'none'; script-src {_csp_hash(script)}; style-src {' '.join(map(_csp_hash, styles))}; "
+        f"default-src 'none'; script-src {_csp_hash('page.js')}; style-src {_csp_hash('page.css')}; "
         "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
     return (
@@ -78,7 +78,7 @@ def headers(script: str = "page.js", styles: Sequence[str] = ("page.css",)) -> H
 
 
 def render(shown: PageModel) -> bytes:
-    head = page_head(f"{shown.current.name} · prediction service", ("page.css",))
+    head = _head(f"{shown.current.name} · prediction service")
     body = el(
         "body",
         _header(shown),
@@ -92,12 +92,12 @@ def render(shown: PageModel) -> bytes:
         ),
         _footer(shown),
         el("script", Html(embedded(shown.current)), type="application/json", id="data"),
-        el("script", Html(read_file("page.js"))),
+        el("script", Html(_read_file("page.js"))),
     )
     return f"<!doctype html>\n{el('html', head, body, lang='en')}\n".encode()
 
 
-def page_head(title: str, styles: Sequence[str]) -> Html:
+def _head(title: str) -> Html:
     return el(
         "head",
         el("meta", charset="utf-8"),
@@ -105,7 +105,7 @@ def page_head(title: str, styles: Sequence[str]) -> Html:
         el("meta", name="color-scheme", content="light dark"),
         el("title", title),
         el("link", rel="icon", href=_ICON),
-        [el("style", Html(read_file(name))) for name in styles],
+        el("style", Html(_read_file("page.css"))),
     )
 
 
@@ -236,7 +236,6 @@ def _card_section(served: ModelVersion) -> Html | None:
 
 def _footer(shown: PageModel) -> Html:
     links = (
-        ("API", "/docs"),
         ("OpenAPI", "/openapi.json"),
         ("metrics", "/metrics"),
         ("metadata", f"/v2/models/{shown.current.name}"),
@@ -246,14 +245,14 @@ def _footer(shown: PageModel) -> Html:
 
 
 @functools.cache
-def read_file(name: str) -> str:
+def _read_file(name: str) -> str:
     return (_HERE / name).read_text()
 
 
 @functools.cache
 def _csp_hash(name: str) -> str:
     """Return the hash of a file as a content security policy names it."""
-    digest = hashlib.sha256(read_file(name).encode()).digest()
+    digest = hashlib.sha256(_read_file(name).encode()).digest()
     return f"'sha256-{base64.b64encode(digest).decode()}'"
 
 

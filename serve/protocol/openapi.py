@@ -56,7 +56,6 @@ _ERROR_DESCRIPTIONS = {
 _SUMMARIES = {
     "root": "Page for browsers, or a liveness answer",
     "page_counters": "Counters for the page",
-    "docs": "Page for browsers to try these operations",
     "metrics": "Metrics for Prometheus",
     "openapi": "This document",
     "v1_models": "Names of the models",
@@ -180,8 +179,6 @@ def _server_operation(kind: str) -> Schema:
     if kind == "root":
         alive = _json(_object({"status": {"const": "alive"}}))
         return _responses({"content": {**alive["content"], "text/html": {"schema": _TEXT}}})
-    if kind == "docs":
-        return _responses({"content": {"text/html": {"schema": _TEXT}}}, "404")
     if kind == "metrics":
         return _responses({"content": {name: {"schema": _TEXT} for name in _METRICS}})
     if kind == "index":
