@@ -159,8 +159,8 @@ def init(
         emit(output, value, f"{folder}: from {script}; `pipe -C {folder} run all` publishes it as it is")
         return
     if script:
-        kind, next_steps = _write_from_script(script, folder, name)
-        emit(output, {**value, "kind": kind, "next": next_steps}, "\n".join([f"{folder}: from {kind}", *next_steps]))
+        next_steps = _write_from_script(script, folder, name)
+        emit(output, {**value, "next": next_steps}, "\n".join([f"{folder}: from {script}", *next_steps]))
         return
     is_new = not folder.is_dir() or not any(folder.iterdir())
     _copy_example(
@@ -193,23 +193,26 @@ def _write_from_folder(path: Path, folder: Path, name: str) -> None:
     settings.write_text(text.replace("pretrained: FOLDER", f"pretrained: {json.dumps(str(source.transformer))}"))
 
 
-def _write_from_script(path: Path, folder: Path, name: str) -> tuple[str, list[str]]:
-    """Write the files for a training script; return the kind of the script and what is left to do."""
+def _write_from_script(path: Path, folder: Path, name: str) -> list[str]:
+    """Write the files for a training script; return what is left to do."""
     script = read_script(path)
     folder.mkdir(parents=True, exist_ok=True)
     sources = (task_source(script), codec_source(script), settings_source(script, name))
     for file, text in zip(_PROJECT_FILES, sources, strict=True):
         (folder / file).write_text(text)
     steps = []
-    if script.unsafe is None and script.classes and path.resolve().parent != folder.resolve():
+    if script.imported and path.resolve().parent != folder.resolve():
         steps.append(f"copy {path}, and the files that it imports, to {folder}: task.py imports it")
     if script.unsafe is not None:
         steps.append(f"{script.name} trains when it is imported (line {script.unsafe.line}); see the top of task.py")
+    if script.left:
+        lines = ", ".join(str(piece.line) for piece in script.left)
+        steps.append(f"not carried over: {script.name}, lines {lines}; task.py lists them")
     steps += [
         f"complete what raises NotImplementedError in {folder / 'task.py'} and {folder / 'codec.py'}",
         f"run `pipe -C {folder} plan`, then `pipe -C {folder} run all`",
     ]
-    return script.kind, steps
+    return steps
 
 
 @app.command()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 import json
+import textwrap
 from pathlib import Path
 
 import pytest
 
-from pipeline.cli.from_script import LIGHTNING, LOOP, TRAINER, Script, read_script, task_source
+from pipeline.cli.from_script import Script, read_script, task_source
 
 from .conftest import Pipe
 
@@ -115,89 +116,48 @@ def line_of(text: str, part: str) -> int:
     return next(number for number, line in enumerate(text.splitlines(), 1) if part in line)
 
 
-def lines(script: Script, part: str) -> set[int]:
-    return {piece.line for piece in script.pieces[part]}
+def left(script: Script) -> set[int]:
+    return {piece.line for piece in script.left}
 
 
-def test_plain_loop_is_recognized(tmp_path: Path) -> None:
+def test_plain_loop(tmp_path: Path) -> None:
     script = read(tmp_path, LOOP_SCRIPT)
-    assert script.kind == LOOP
-    assert (script.model, script.arguments, script.classes) == ("LeNet(10)", ["pixels"], ["LeNet"])
-    assert lines(script, "model") == {line_of(LOOP_SCRIPT, "LeNet(10)")}
-    assert lines(script, "loss") == {line_of(LOOP_SCRIPT, "loss = ")}
-    assert lines(script, "data") == {line_of(LOOP_SCRIPT, "train_set ="), line_of(LOOP_SCRIPT, "loader =")}
-    assert lines(script, "metrics") == {line_of(LOOP_SCRIPT, "correct +=")}
-    assert lines(script, "codec") == {line_of(LOOP_SCRIPT, "Compose")}
-    settings = {name: value for name, (value, _) in script.settings.items()}
-    assert settings == {"epochs": 14, "batch_size": 128, "optimizer": "sgd", "lr": 0.1}
+    assert (script.models, script.arguments, script.build) == (("LeNet",), ("pixels",), "LeNet(10)")
     assert script.unsafe is None
+    for part in ("--epochs", "Compose", "DataLoader(", "SGD(", "loss.backward()", "correct +="):
+        assert line_of(LOOP_SCRIPT, part) in left(script), part
 
 
-OWN_LOSS = """
-import torch
-from torch import nn
-
-class Net(nn.Module):
-    def forward(self, past, future):
-        return past
-
-def pinball(prediction, target):
-    error = target - prediction
-    return torch.maximum(0.9 * error, -0.1 * error)
-
-net = Net()
-optimizer = torch.optim.Adam(net.parameters())
-for step, (past, future, load) in enumerate(loader):
-    loss = pinball(net(past, future), load).mean()
-    loss.backward()
-    with torch.no_grad():
-        total = [pinball(net(a, b), c).mean().item() for a, b, c in others]
-"""
-
-
-def test_a_loss_of_the_script_is_the_metric_and_names_the_label(tmp_path: Path) -> None:
-    script = read(tmp_path, OWN_LOSS)
-    assert [piece.code.partition(" ")[0] for piece in script.pieces["metrics"]] == ["total"]
-    assert script.label == "load"
-    assert 'batch["load"]' in task_source(script) and '"load": ...}' in task_source(script)
-    assert read(tmp_path, LOOP_SCRIPT).label == "labels"
-    assert read(tmp_path, TRAINER_SCRIPT).label == "label"
-
-
-def test_lightning_module_is_recognized(tmp_path: Path) -> None:
+def test_lightning_module(tmp_path: Path) -> None:
     script = read(tmp_path, LIGHTNING_SCRIPT)
-    assert script.kind == LIGHTNING
-    assert (script.model, script.arguments) == ("Classifier(hidden=32)", ["x"])
-    assert line_of(LIGHTNING_SCRIPT, "loss =") in lines(script, "loss")
-    assert lines(script, "data") == {line_of(LIGHTNING_SCRIPT, "train_dataloader")}
-    assert line_of(LIGHTNING_SCRIPT, "val_accuracy") in lines(script, "metrics")
-    settings = {name: value for name, (value, _) in script.settings.items()}
-    assert settings == {"epochs": 5, "batch_size": 32, "optimizer": "adamw", "lr": 3e-4}
+    assert (script.models, script.data) == (("Classifier",), ("Digits",))
+    assert (script.build, script.arguments) == ("Classifier(hidden=32)", ("x",))
+    assert line_of(LIGHTNING_SCRIPT, "max_epochs=5") in left(script)
 
 
-def test_trainer_of_hugging_face_is_recognized(tmp_path: Path) -> None:
+def test_trainer_of_hugging_face(tmp_path: Path) -> None:
     script = read(tmp_path, TRAINER_SCRIPT)
-    assert script.kind == TRAINER
-    assert lines(script, "model") == {line_of(TRAINER_SCRIPT, "model = ")}
-    assert lines(script, "metrics") == {line_of(TRAINER_SCRIPT, "def accuracy_of")}
-    assert lines(script, "codec") == {line_of(TRAINER_SCRIPT, "tokenizer = ")}
-    assert script.settings["epochs"][0] == 3
     assert script.unsafe is not None
     assert script.unsafe.line == line_of(TRAINER_SCRIPT, "tokenizer = ")
+    assert script.imported == []
+    for part in ("tokenizer = ", "load_dataset(", "num_train_epochs=3", "Trainer("):
+        assert line_of(TRAINER_SCRIPT, part) in left(script), part
 
 
-@pytest.mark.parametrize(
-    ("body", "expected"),
-    [
-        ("loss = 0\n    loss = f(x)\n    scaler.scale(loss).backward()", "loss = f(x)"),
-        ("loss: Tensor = f(x)\n    accelerator.backward(loss)", "loss: Tensor = f(x)"),
-        ("real_loss, fake = f(x)\n    (real_loss / 2).backward()", "real_loss, fake = f(x)"),
-        ("f(x).backward()", "f(x)"),
-    ],
-)
-def test_losses_of_other_loops_are_found(tmp_path: Path, body: str, expected: str) -> None:
-    script = read(tmp_path, f"def fit():\n    {body}\n")
-    assert [piece.code for piece in script.pieces["loss"]] == [expected]
+def test_own_loss_and_data_are_imported(tmp_path: Path) -> None:
+    text = """
+        class Rows(torch.utils.data.Dataset): ...
+        class FocalLoss(nn.Module): ...
+        def pinball_loss(prediction, target): ...
+        class Net(nn.Module):
+            def forward(self, past, future): ...
+    """
+    script = read(tmp_path, textwrap.dedent(text))
+    assert (script.data, script.losses) == (("Rows",), ("FocalLoss", "pinball_loss"))
+    task = task_source(script)
+    assert "from fit import FocalLoss, Net, Rows, pinball_loss\n" in task
+    assert 'inputs = ("past", "future",)' in task
+    assert (script.build, script.left) == ("", ())
 
 
 @pytest.mark.parametrize(
@@ -215,22 +175,6 @@ def test_losses_of_other_loops_are_found(tmp_path: Path, body: str, expected: st
 def test_script_is_imported_only_if_that_does_no_work(tmp_path: Path, statement: str, is_safe: bool) -> None:
     script = read(tmp_path, f"{statement}\ndef fit():\n    loss.backward()\n")
     assert (script.unsafe is None) == is_safe
-
-
-def test_batch_size_is_not_that_of_the_test_split(tmp_path: Path) -> None:
-    loaders = "test_loader = DataLoader(a, batch_size=1000)\nDataLoader(val_set, batch_size=500)\n"
-    assert "batch_size" not in read(tmp_path, f"{loaders}loss.backward()\n").settings
-    loaders += "train_loader = DataLoader(b, batch_size=8)\n"
-    assert read(tmp_path, f"{loaders}loss.backward()\n").settings["batch_size"][0] == 8
-
-
-@pytest.mark.parametrize(
-    ("loop", "epochs"),
-    [("range(9)", 9), ("range(1, EPOCHS + 1)", 20), ("tqdm(range(0, EPOCHS))", 20), ("range(3, 9)", None)],
-)
-def test_epochs_are_found(tmp_path: Path, loop: str, epochs: int | None) -> None:
-    script = read(tmp_path, f"EPOCHS = 20\nfor epoch in {loop}:\n    loss.backward()\n")
-    assert script.settings.get("epochs", (None,))[0] == epochs
 
 
 @pytest.mark.parametrize("text", [LOOP_SCRIPT, LIGHTNING_SCRIPT, TRAINER_SCRIPT])
@@ -252,15 +196,18 @@ def test_a_model_of_the_script_is_imported_and_built(pipe: Pipe, tmp_path: Path)
     (tmp_path / "fit.py").write_text(LOOP_SCRIPT)
     printed = pipe("init", "new", "--from", "fit.py", here=tmp_path).stdout
     assert "from fit import LeNet" in (tmp_path / "new" / "task.py").read_text()
-    assert f"# fit.py, line {line_of(LOOP_SCRIPT, 'loss =')}: loss" in (tmp_path / "new" / "task.py").read_text()
+    assert f"- line {line_of(LOOP_SCRIPT, 'SGD(')}: optimizer = torch" in (tmp_path / "new" / "task.py").read_text()
     assert "return LeNet(10)" in (tmp_path / "new" / "task.py").read_text()
     assert "copy fit.py" in printed
-    assert "optimizer: sgd" in (tmp_path / "new" / "pipe.yaml").read_text()
+    assert "train:" not in (tmp_path / "new" / "pipe.yaml").read_text(), "no setting is guessed"
 
 
 def test_scripts_that_do_not_train_are_refused(pipe: Pipe, tmp_path: Path) -> None:
     (tmp_path / "fit.py").write_text("print('hello')\n")
-    assert "has no loop with loss.backward()" in pipe("init", "a", "--from", "fit.py", here=tmp_path, expect=2).stderr
+    assert (
+        "defines no nn.Module and trains nothing"
+        in pipe("init", "a", "--from", "fit.py", here=tmp_path, expect=2).stderr
+    )
     (tmp_path / "fit.py").write_text("def (:\n")
     assert "cannot be read as Python" in pipe("init", "a", "--from", "fit.py", here=tmp_path, expect=2).stderr
     assert "no such file" in pipe("init", "a", "--from", "none.py", here=tmp_path, expect=2).stderr
