@@ -134,19 +134,6 @@ def build(builder: str, work: BuildRequest, id_file: Path, env: Mapping[str, str
     return BuildResult(f"sha256:{digest}", last)
 
 
-def save(builder: str, image: str, archive: Path, env: Mapping[str, str]) -> None:
-    """Save the image to one file, in docker's archive format, whose layers are not compressed."""
-    argv = {
-        "docker": ["docker", "save", "--output", str(archive), image],
-        "podman": ["podman", "save", "--quiet", "--format", "docker-archive", "--output", str(archive), image],
-        "buildah": ["buildah", "push", "--quiet", image, f"docker-archive:{archive}"],
-    }[builder]
-    archive.unlink(missing_ok=True)  # podman appends to an existing file
-    status, last = _run(argv, env)
-    if status != 0:
-        raise StageError(f"{builder} built {image} but cannot save it to {archive} (status {status}: {last})")
-
-
 def push(builder: str, image: str, digest_file: Path, env: Mapping[str, str]) -> str:
     """Push the image to the registry in its name; return its digest there."""
     reference = parse_reference(image)

@@ -1,22 +1,18 @@
 """What is in an image: exact versions of all packages it needs, and the bill of materials in CycloneDX.
 
-Versions are those installed here. The bill lists the installed packages, read from the layers of a saved image, and the
-bundle's files with digests; nothing in the image is run.
+Versions are those installed here. The bill lists the packages that the image's requirements pin, and the bundle's files
+with digests; what the base image brings is for a scanner of images to list.
 """
 
 from __future__ import annotations
 
 import functools
-import json
 import re
-import tarfile
 import tomllib
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from email.parser import HeaderParser
 from importlib.metadata import PackageNotFoundError, distribution
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
@@ -30,126 +26,20 @@ from pipeline.contract.errors import StageError, install_command
 from pipeline.contract.files import digest_mapping
 from pipeline.contract.sources import SOURCE_ROOT
 
-_HIDDEN, _EMPTIED = ".wh.", ".wh..wh..opq"
-# Where installers keep their package databases.
-_PYTHON = re.compile(r"(^|/)(site|dist)-packages/[^/]+\.(dist-info/METADATA|egg-info/PKG-INFO)$")
-_DEBIAN = re.compile(r"^var/lib/dpkg/status(\.d/[^/]+)?$")
-_ALPINE = re.compile(r"^lib/apk/db/installed$")
-_SYSTEM = re.compile(r"^(etc|usr/lib)/os-release$")
-_DATABASES = (_PYTHON, _DEBIAN, _ALPINE, _SYSTEM)
 
-
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Package:
-    kind: str  # pypi, deb or apk, as in a package URL
     name: str
     version: str
-    license: str = ""
-    architecture: str = ""
-
-
-def read_installed_packages(archive: Path) -> list[Package]:
-    """Read the packages of an image that `docker save`, `podman save` or `buildah push` wrote to a file."""
-    with tarfile.open(archive) as tar:
-        databases: dict[str, bytes] = {}
-        for layer in _layers(tar):
-            _apply_layer(tar, layer, databases)
-    return parse_package_databases(databases)
-
-
-def parse_package_databases(databases: Mapping[str, bytes]) -> list[Package]:
-    """Parse the package databases of an image; each package appears once."""
-    packages: set[Package] = set()
-    for path, content in databases.items():
-        text = content.decode(errors="replace")
-        if _PYTHON.search(path):
-            packages.update(_python(text))
-        elif _DEBIAN.match(path):
-            packages.update(_debian(text))
-        elif _ALPINE.match(path):
-            packages.update(_alpine(text))
-    return sorted(packages)
-
-
-def _layers(tar: tarfile.TarFile) -> list[str]:
-    """Return the layers' names in the archive, lowest first, from docker's format or an OCI index."""
-    names = set(tar.getnames())
-    if "manifest.json" in names:
-        return [str(name) for name in _read_json(tar, "manifest.json")[0]["Layers"]]
-    if "index.json" not in names:
-        raise StageError("the builder saved the image in a format that is neither docker's nor OCI's")
-    body = _read_json(tar, "index.json")
-    while "manifests" in body:
-        body = _read_json(tar, _blob_path(body["manifests"][0]["digest"]))
-    return [_blob_path(layer["digest"]) for layer in body["layers"]]
-
-
-def _blob_path(digest: str) -> str:
-    return f"blobs/{digest.replace(':', '/')}"
-
-
-def _read_json(tar: tarfile.TarFile, name: str) -> Any:
-    file = tar.extractfile(name)
-    assert file is not None
-    return json.load(file)
-
-
-def _apply_layer(tar: tarfile.TarFile, layer: str, databases: dict[str, bytes]) -> None:
-    """Apply a layer to the databases: it can add, replace and delete files."""
-    member = tar.extractfile(layer)
-    assert member is not None
-    try:
-        with tarfile.open(fileobj=member, mode="r|*") as inner:
-            for entry in inner:
-                _read_entry(inner, entry, databases)
-    except tarfile.ReadError as error:
-        raise StageError(f"layer {layer} of the image has a compression that Python cannot read: {error}") from error
-
-
-def _read_entry(inner: tarfile.TarFile, entry: tarfile.TarInfo, databases: dict[str, bytes]) -> None:
-    path = entry.name.removeprefix("./").strip("/")
-    folder, _, name = path.rpartition("/")
-    if name.startswith(_HIDDEN):
-        gone = folder if name == _EMPTIED else f"{folder}/{name.removeprefix(_HIDDEN)}".lstrip("/")
-        for deleted in [known for known in databases if known == gone or known.startswith(f"{gone}/")]:
-            del databases[deleted]
-    elif entry.isreg() and any(database.search(path) for database in _DATABASES):
-        file = inner.extractfile(entry)
-        assert file is not None
-        databases[path] = file.read()
-
-
-def _python(text: str) -> Iterator[Package]:
-    fields = HeaderParser().parsestr(text)
-    if fields["Name"] and fields["Version"]:
-        yield Package("pypi", fields["Name"], fields["Version"], fields["License-Expression"] or "")
-
-
-def _debian(text: str) -> Iterator[Package]:
-    for paragraph in text.split("\n\n"):
-        fields = HeaderParser().parsestr(paragraph.lstrip("\n"))
-        state = fields["Status"] or "install ok installed"  # omitted in images without dpkg
-        if fields["Package"] and fields["Version"] and state.endswith(" installed"):
-            yield Package("deb", fields["Package"], fields["Version"], architecture=fields["Architecture"] or "")
-
-
-def _alpine(text: str) -> Iterator[Package]:
-    for paragraph in text.split("\n\n"):
-        fields = dict(line.split(":", 1) for line in paragraph.splitlines() if line[1:2] == ":")
-        if "P" in fields and "V" in fields:
-            yield Package("apk", fields["P"], fields["V"], fields.get("L", ""), fields.get("A", ""))
 
 
 _SCHEMA = "http://cyclonedx.org/schema/bom-1.6.schema.json"
 _MODEL = re.compile(r"\.(onnx|data)$")
-_DISTRIBUTORS = {"deb": "debian", "apk": "alpine"}
 
 
-def bill_of_materials(
-    subject: Mapping[str, str], installed: Iterable[Package], bundle: Bundle | None
-) -> dict[str, Any]:
+def bill_of_materials(subject: Mapping[str, str], packages: Iterable[Package], bundle: Bundle | None) -> dict[str, Any]:
     """Return the document; it has no date and its serial number depends on the content, so it is reproducible."""
-    components = [_package_component(package) for package in installed] + (_bundle_components(bundle) if bundle else [])
+    components = [_package_component(package) for package in packages] + (_bundle_components(bundle) if bundle else [])
     root = {
         "type": "container",
         "bom-ref": "image",
@@ -172,30 +62,14 @@ def bill_of_materials(
 
 
 def packages_from_pins(requirements: Iterable[str]) -> list[Package]:
-    """Return the packages of locked requirements, for a context from which no image was built."""
+    """Return the packages of locked requirements."""
     pairs = (re.match(r"([\w.\-]+)(?:\[[^\]]*\])?==([^,;\s]+)", line) for line in requirements)
-    return [Package("pypi", pair[1], pair[2]) for pair in pairs if pair]
-
-
-def package_url(package: Package) -> str:
-    name = package.name.lower().replace("_", "-") if package.kind == "pypi" else package.name
-    distributor = f"{_DISTRIBUTORS[package.kind]}/" if package.kind in _DISTRIBUTORS else ""
-    qualifier = f"?arch={quote(package.architecture, safe='')}" if package.architecture else ""
-    return f"pkg:{package.kind}/{distributor}{quote(name, safe='')}@{quote(package.version, safe='')}{qualifier}"
+    return [Package(pair[1], pair[2]) for pair in pairs if pair]
 
 
 def _package_component(package: Package) -> dict[str, Any]:
-    url = package_url(package)
-    licenses = {"licenses": [{"license": {"name": package.license}}]} if package.license else {}
-    kind = "library" if package.kind == "pypi" else "application"
-    return {
-        "type": kind,
-        "bom-ref": url,
-        "name": package.name,
-        "version": package.version,
-        "purl": url,
-        **licenses,
-    }
+    url = f"pkg:pypi/{canonicalize_name(package.name)}@{quote(package.version, safe='')}"
+    return {"type": "library", "bom-ref": url, "name": package.name, "version": package.version, "purl": url}
 
 
 def _bundle_components(bundle: Bundle) -> list[dict[str, Any]]:

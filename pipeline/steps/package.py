@@ -25,14 +25,12 @@ from k8s.images.build import (
     find_builder,
     project_content,
     push,
-    save,
     supports_annotations,
     training_annotations,
     write_context,
     write_training_context,
 )
-from k8s.images.contents import Package as Installed
-from k8s.images.contents import bill_of_materials, packages_from_pins, read_installed_packages
+from k8s.images.contents import bill_of_materials, packages_from_pins
 from k8s.images.cosign import attest_image, image_digests, image_statement, open_image, sign_image
 from k8s.images.modelcar import ModelcarBase, bundle_annotations, write_modelcar
 from k8s.images.oci_layout import Layout
@@ -152,16 +150,11 @@ def make_image(
 ) -> dict[str, Any]:
     """Build the image, list its packages and push it; return the entries of image.json."""
     built = _build(config.package, request, env)
-    if built["image_digest"] is None:
-        lines = (request.folder / "context" / f"requirements-{accelerator}.txt").read_text().splitlines()
-        installed, source = packages_from_pins(lines), "requirements"
-    else:
-        installed, source = _read_packages(built["builder"], request, env), "image"
     if config.package.push and built["image_digest"] is not None:
         digest = push(built["builder"], request.image, request.folder / ".pushed", env)
         built["reference"] = parse_reference(request.image).at(digest)
         print(f"pushed {built['reference']}", flush=True)
-    _write_sbom(request, {"source": source, **built}, installed, bundle)
+    _write_sbom(request, built, accelerator, bundle)
     return {**built, "sbom": SBOM}
 
 
@@ -225,24 +218,14 @@ def _facts(builder: str | None, digest: str | None, reason: str) -> dict[str, An
     return {"builder": builder, "image_digest": digest, "reason": reason, "reference": None, "base_digest": None}
 
 
-def _read_packages(builder: str, request: ImageRequest, env: Mapping[str, str]) -> list[Installed]:
-    archive = request.folder / ".image.tar"
-    try:
-        save(builder, request.image, archive, env)
-        return read_installed_packages(archive)
-    finally:
-        archive.unlink(missing_ok=True)
-
-
-def _write_sbom(
-    request: ImageRequest, facts: Mapping[str, Any], installed: list[Installed], bundle: Bundle | None
-) -> None:
-    name, _, tag = request.image.rpartition(":")
-    subject = {"name": name, "version": tag, "source": str(facts["source"])}
+def _write_sbom(request: ImageRequest, facts: Mapping[str, Any], accelerator: str, bundle: Bundle | None) -> None:
+    pins = (request.folder / "context" / f"requirements-{accelerator}.txt").read_text().splitlines()
+    packages, (name, _, tag) = packages_from_pins(pins), request.image.rpartition(":")
+    subject = {"name": name, "version": tag}
     subject |= {key: str(facts[key]) for key in ("image_digest", "reference") if facts[key]}
     subject |= {"bundle": bundle.digest} if bundle else {}
-    write_json(request.folder / SBOM, bill_of_materials(subject, installed, bundle))
-    print(f"{len(installed)} packages in the bill of materials: {request.final / SBOM}", flush=True)
+    write_json(request.folder / SBOM, bill_of_materials(subject, packages, bundle))
+    print(f"{len(packages)} packages in the bill of materials: {request.final / SBOM}", flush=True)
 
 
 def package_training(

@@ -14,7 +14,7 @@ from pipeline.contract.run import Run, RunFile
 from pipeline.contract.signature import Limits, Runtime, Signature
 from pipeline.history import Project, create_run, write_run
 
-from .packing import BASE, MakeRun, PutBuilders, record_export, saved_image, write_bundle
+from .packing import BASE, MakeRun, PutBuilders, record_export, write_bundle
 
 CONFIG = "name: tiny\ntask: task.py:T\ncodec: codec.py:C\n"
 TASK = "from codec import C\nfrom shapes import size\n\n\nclass T:\n    width = size()\n"
@@ -77,7 +77,6 @@ def builders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PutBuilders:
     def put(**scripts: str) -> Path:
         folder = tmp_path / "bin"
         folder.mkdir()
-        (folder / "image.tar").write_bytes(saved_image())
         for tool in ("sh", "dirname", "basename", "cp", "cat"):
             found = next(path for place in ("/bin", "/usr/bin") if (path := Path(place, tool)).exists())
             (folder / tool).symlink_to(found)

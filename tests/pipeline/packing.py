@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import io
 import json
-import tarfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ BASE = "127.0.0.1:1/python:3.11-slim"  # no registry answers there, and no other
 DIGEST = "5" * 64
 PUSHED = "7" * 64
 
-# A builder that answers `info`, keeps its arguments, leaves digests where the real ones do, and saves what it is given.
+# A builder that answers `info`, keeps its arguments and leaves digests where the real ones do.
 WORKING = f"""#!/bin/sh
 here="$(dirname "$0")"
 echo "$(basename "$0") $*" >> "$here/called"
@@ -37,12 +35,10 @@ build | buildx)
     if [ "$1 $3" = "buildx --help" ]; then cat "$here/buildx"; exit; fi
     echo "building from $PIP_INDEX_URL"
     while [ $# -gt 0 ]; do [ "$1" = --iidfile ] && printf %s sha256:{DIGEST} > "$2"; shift; done ;;
-save) while [ $# -gt 0 ]; do [ "$1" = --output ] && cp "$here/image.tar" "$2"; shift; done ;;
 image) echo '["r.example/other@sha256:{DIGEST}","r.example/twice@sha256:{PUSHED}"]' ;;
 push)
     while [ $# -gt 0 ]; do
         [ "$1" = --digestfile ] && printf %s sha256:{PUSHED} > "$2"
-        case "$1" in docker-archive:*) cp "$here/image.tar" "${{1#docker-archive:}}" ;; esac
         shift
     done ;;
 esac
@@ -58,7 +54,6 @@ echo "Cannot connect to the daemon" >&2
 exit 1
 """
 NOT_ALLOWED = WORKING.replace("push)", 'push) case "$*" in *docker://*) echo "denied: log in first"; exit 1 ;; esac')
-INSTALLED = b"Name: numpy\nVersion: 2.0\n"
 
 
 def write_bundle(directory: Path, verdict: str) -> None:
@@ -87,22 +82,6 @@ def record_export(run: Run) -> None:
         step="export", status="done", key="k", parts={}, outputs=outputs, digest=digest_mapping(outputs)
     )
     write_record(run, record)
-
-
-def saved_image() -> bytes:
-    """With one package installed, as the builders save it."""
-    layer = tar_of({"venv/lib/python3.11/site-packages/numpy-2.0.dist-info/METADATA": INSTALLED})
-    return tar_of({"layer.tar": layer, "manifest.json": json.dumps([{"Layers": ["layer.tar"]}]).encode()})
-
-
-def tar_of(files: Mapping[str, bytes]) -> bytes:
-    buffer = io.BytesIO()
-    with tarfile.open(fileobj=buffer, mode="w") as tar:
-        for name, content in files.items():
-            entry = tarfile.TarInfo(name)
-            entry.size = len(content)
-            tar.addfile(entry, io.BytesIO(content))
-    return buffer.getvalue()
 
 
 def pack(run: Run) -> dict[str, Any]:
