@@ -285,8 +285,8 @@ BREAKS: tuple[Break, ...] = (
     Break(
         "an edited run.json is sealed again",
         "pipeline/contract/run.py",
-        "(earlier is None or not _is_edited(earlier)):",
-        "(earlier is None or earlier):",
+        "if earlier is None or not _is_edited(earlier):",
+        "if earlier is None or earlier:",
         "tests/pipeline/test_verify.py::test_a_later_write_does_not_hide_an_edit",
     ),
     Break(
@@ -297,10 +297,10 @@ BREAKS: tuple[Break, ...] = (
         "tests/pipeline/test_verify.py::test_edited_settings_and_environment_break_it[config-name-other]",
     ),
     Break(
-        "a run without seal passes by an older number",
+        "a run.json without a seal is believed",
         "pipeline/contract/run.py",
-        'fields.get("schema_version", 0) >= _FIRST_SEALED or fields.get("seal")',
-        'fields.get("schema_version", 0) >= _FIRST_SEALED and fields.get("seal")',
+        'return bool(fields.get("seal") != _seal(fields))',
+        'return bool(fields.get("seal")) and fields["seal"] != _seal(fields)',
         "tests/pipeline/test_verify.py::test_a_seal_that_was_removed_breaks_it",
     ),
     Break(
@@ -552,8 +552,8 @@ BREAKS: tuple[Break, ...] = (
     Break(
         "an overridden bundle becomes the champion",
         "pipeline/steps/deploy.py",
-        'if record["live"] and (bundle.manifest.verdict in ("overridden", "forced")):',
-        'if record["live"] and bundle.manifest.verdict == "forced":',
+        'if record["live"] and bundle.manifest.verdict == OVERRIDDEN:',
+        'if record["live"] and bundle.manifest.verdict == "fail":',
         "tests/pipeline/steps/test_deploy.py::test_a_bundle_that_went_past_the_gate_serves_but_is_no_champion",
     ),
     Break(

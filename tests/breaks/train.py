@@ -151,13 +151,6 @@ BREAKS: tuple[Break, ...] = (
         "            self.objective.precision.overflows = saved.scaler['overflows']",
         "tests/train/checkpoint/test_store.py::test_loss_scale_is_restored",
     ),
-    Break(
-        "the copy of a snapshot is on the machine it protects from",
-        "train/checkpoint/in_memory.py",
-        "(self._order.index(host) + 1) % len(self._order)",
-        "self._order.index(host) % len(self._order)",
-        "tests/train/checkpoint/test_in_memory.py::test_each_shard_is_backed_up_on_the_next_machine",
-    ),
     # The proof that every sample was used once, with the contents that were checked.
     Break(
         "a repeated sample makes up for a lost one",
