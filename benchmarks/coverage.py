@@ -19,8 +19,8 @@ from statistics import NormalDist
 import numpy as np
 from scipy.special import gammaln, ndtri  # type: ignore[import-untyped]
 
-from pipeline.contract.statistics.aggregates import Auc, Floats, Mean, Statistic
-from pipeline.contract.statistics.intervals import Interval, difference_interval, paired_proportions_interval
+from pipeline.statistics.aggregates import Auc, Floats, Mean, Statistic
+from pipeline.statistics.intervals import Interval, difference_interval, paired_proportions_interval
 
 CONFIDENCE = 0.95
 SAMPLES = (30, 100, 300, 1000)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.contract.errors import StageError
+from pipeline.system.errors import StageError
 
 _FOLDERS = "/usr/sbin:/sbin"  # where ip and tc stand, which an ordinary PATH may leave out
 _PREFIX = "pipe"  # of namespaces: pipe-OWNER'S PID-NUMBER

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from benchmarks.call_trace import ROOT, CallTrace
 from pipeline.contract.config import parse_config
 from pipeline.contract.data import Samples
-from pipeline.contract.processes import Rank
+from pipeline.system.processes import Rank
 from train.checkpoint.store import CheckpointStore
 from train.ledger import Ledger
 from train.process_group import ProcessGroup

@@ -54,14 +54,14 @@ from pipeline.contract.bundle import (
 )
 from pipeline.contract.bundle import OVERRIDE_FILE as OVERRIDE
 from pipeline.contract.data import check_columns, open_split
-from pipeline.contract.errors import GateError, StageError
-from pipeline.contract.facts import read_facts
-from pipeline.contract.files import digest_file, digest_mapping, write_json
 from pipeline.contract.prompting import check_prompting
+from pipeline.contract.results import read_facts
 from pipeline.contract.run import Run, run_step
 from pipeline.contract.signature import BUNDLED_SETTINGS, Signature
-from pipeline.contract.sources import code_digest, package_sources
 from pipeline.contract.task import FOLDER, build_model, check_export, load_weights, open_task
+from pipeline.system.errors import GateError, StageError
+from pipeline.system.files import digest_file, digest_mapping, write_json
+from pipeline.system.sources import code_digest, package_sources
 
 WEIGHTS = "weights"  # folder of the official ones
 
@@ -216,7 +216,7 @@ def write_provenance(bundle: Path, run: Run, signature: Signature) -> None:
     properties: dict[str, Any] = {name: config[name] for name in _SECTIONS}
     properties["serve"] = {name: config["serve"][name] for name in BUNDLED_SETTINGS}
     packages = _versions(_PACKAGES) | dict(_split_pin(pin) for pin in signature.requires)
-    source = digest_mapping(package_sources("export", "pipeline.contract"))
+    source = digest_mapping(package_sources("export", "pipeline.contract", "pipeline.statistics", "pipeline.system"))
     builder = {"python": platform.python_version(), "source": source}
     builder |= _versions(("pipe-road",))
     write_json(bundle / PROVENANCE, statement(Manifest.model_validate_json(raw), raw, properties, packages, builder))

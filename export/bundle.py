@@ -39,8 +39,6 @@ from pipeline.contract.codec import (
 )
 from pipeline.contract.config import Config
 from pipeline.contract.data import Samples
-from pipeline.contract.errors import ConfigError, DataError
-from pipeline.contract.files import tokenizer_ids
 from pipeline.contract.golden import Decoder, Golden, empty_past, inputs_of, null_for_nan, pad
 from pipeline.contract.signature import (
     CODEC_FOLDER,
@@ -53,8 +51,10 @@ from pipeline.contract.signature import (
     TensorSpec,
     codec_file,
 )
-from pipeline.contract.sources import project_sources, third_party_imports
 from pipeline.contract.task import Classifier, Generates, HasExample, HasInstances, Task
+from pipeline.system.errors import ConfigError, DataError
+from pipeline.system.files import tokenizer_ids
+from pipeline.system.sources import project_sources, third_party_imports
 
 
 @dataclass(frozen=True)

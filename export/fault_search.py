@@ -26,9 +26,9 @@ from torch.fx import Interpreter, Node
 from export.to_onnx import ExportResult
 from export.tolerance import absolute_tolerance
 from export.trace import describe_module, module_name, source_location
-from pipeline.contract.errors import StageError
 from pipeline.contract.settings.stages import Export
-from pipeline.contract.torch_private import tree_flatten, tree_unflatten
+from pipeline.system.errors import StageError
+from pipeline.system.torch_private import tree_flatten, tree_unflatten
 
 CPU = ("CPUExecutionProvider",)
 _VALUE_PRESERVING = ("QuantizeLinear", "DequantizeLinear", "Cast", "Identity")  # they change the form, not the values

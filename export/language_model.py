@@ -21,7 +21,6 @@ from export.parity import Arrays, Comparison, combine, measure
 from export.to_onnx import ExportResult, write_onnx
 from export.trace import ExportInput
 from pipeline.contract.data import Samples
-from pipeline.contract.errors import StageError
 from pipeline.contract.golden import Answer, Decoder, empty_past, greedy, inputs_of
 from pipeline.contract.prompting import (
     ANSWER_TOKENS,
@@ -34,6 +33,7 @@ from pipeline.contract.prompting import (
 from pipeline.contract.settings.stages import Export
 from pipeline.contract.signature import Cache, Generation, Prompting
 from pipeline.contract.task import Generates
+from pipeline.system.errors import StageError
 
 # Unequal and above 1, so that no axis is taken for another or for a constant.
 _ROWS, _SEQUENCE, _PAST = 3, 5, LEAST_POSITIONS - 5

@@ -15,7 +15,7 @@ from typing import Any
 
 import onnx
 
-from pipeline.contract.errors import ConfigError
+from pipeline.system.errors import ConfigError
 
 Axis = int | str
 

@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import nn
 
-from pipeline.contract.files import write_json
 from pipeline.contract.pretrained import SMALL_FILES
 from pipeline.contract.task import transformers_model
+from pipeline.system.files import write_json
 
 _SHARD_SIZE = "5GB"
 _CONFIG = "config.json"

@@ -29,8 +29,8 @@ from torch import Tensor, nn
 
 from export.to_onnx import ExportResult, check_external_data, strip_file, write_onnx
 from export.trace import ExportInput
-from pipeline.contract.errors import StageError
 from pipeline.contract.settings.stages import Export
+from pipeline.system.errors import StageError
 
 _LEVELS = {
     "basic": onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC,

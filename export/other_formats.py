@@ -40,14 +40,14 @@ from export.parity_everywhere import case_inputs, compare_outputs, make_cases
 from export.to_onnx import export_input
 from export.trace import ExportInput, trace
 from pipeline.contract.data import Samples, example_batch
-from pipeline.contract.errors import StageError, install_command
-from pipeline.contract.files import digest_tree, write_json
 from pipeline.contract.golden import Decoder, empty_past, inputs_of
 from pipeline.contract.prompting import ANSWER_TOKENS
 from pipeline.contract.settings.stages import Export
 from pipeline.contract.signature import Generation, TensorSpec
 from pipeline.contract.task import Generates, Task
-from pipeline.contract.torch_private import tree_flatten, tree_unflatten
+from pipeline.system.errors import StageError, install_command
+from pipeline.system.files import digest_tree, write_json
+from pipeline.system.torch_private import tree_flatten, tree_unflatten
 
 FORMATS_FILE, FOLDER = "formats.json", "formats"
 RunFeeds = Callable[[Sequence[Arrays]], list[Arrays]]  # runs a loaded file on many feeds

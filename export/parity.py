@@ -16,11 +16,11 @@ from torch import nn
 from export.to_onnx import UntracedBatch, untraced_batches
 from export.tolerance import Scales, allowed_error, is_within, measure_scale
 from pipeline.contract.data import Samples, as_task_outputs, forward, name_outputs
-from pipeline.contract.errors import StageError
 from pipeline.contract.settings.stages import Export
-from pipeline.contract.statistics.metrics import calibration_metrics, compute_metrics, lower_is_better
-from pipeline.contract.statistics.scores import CANDIDATE, actual_columns, score_batch
 from pipeline.contract.task import Classifier, Task
+from pipeline.statistics.metrics import calibration_metrics, compute_metrics, lower_is_better
+from pipeline.statistics.scores import CANDIDATE, actual_columns, score_batch
+from pipeline.system.errors import StageError
 
 Arrays = dict[str, np.ndarray[Any, Any]]
 _ROWS = 256  # at once, in a search for missing numbers

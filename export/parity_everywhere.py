@@ -22,10 +22,10 @@ from export.parity import Arrays, Comparison, has_missing, measure, named_arrays
 from export.to_onnx import untraced_batches
 from export.tolerance import Scales, measure_scale
 from pipeline.contract.data import Samples, forward
-from pipeline.contract.errors import StageError
-from pipeline.contract.processes import cuda_problem
 from pipeline.contract.settings.stages import Export
 from pipeline.contract.task import HasAxes, Task
+from pipeline.system.errors import StageError
+from pipeline.system.processes import cuda_problem
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
 _SUPPORTED_PROVIDERS = (CPU, CUDA)  # providers a service can be configured for

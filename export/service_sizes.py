@@ -18,9 +18,9 @@ from export.parity import Arrays, Comparison, has_missing, measure
 from export.parity_everywhere import combined_row
 from export.tolerance import Scales
 from pipeline.contract.data import Samples
-from pipeline.contract.errors import StageError
 from pipeline.contract.settings.stages import Export, Serve
 from pipeline.contract.task import Task
+from pipeline.system.errors import StageError
 
 _SMALL = 64  # every size up to here, if the service merges that many
 _MIN_SECONDS = 0.5  # of comparing sizes, however quick the test set was

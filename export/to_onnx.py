@@ -30,10 +30,10 @@ from export.padding import MASK, Padding, find_padding
 from export.trace import ExportInput, Trace, describe_module, inspect, recurrent_shapes, source_location
 from pipeline.contract.bundle import check_external_data_files
 from pipeline.contract.data import Samples, axis_sizes, example_batch, name_outputs, standard_attention
-from pipeline.contract.errors import BundleError, StageError
 from pipeline.contract.settings.stages import Export
 from pipeline.contract.signature import TensorSpec
 from pipeline.contract.task import BATCH, HasAxes, Task, input_axes
+from pipeline.system.errors import BundleError, StageError
 
 # Weights above this go to a file of their own, which ONNX Runtime maps. Loading the model's own file takes 1.2 to
 # 1.3 times their size, and protobuf ends at 2 GiB.

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.contract.data import standard_attention
-from pipeline.contract.errors import StageError
-from pipeline.contract.torch_private import (
+from pipeline.system.errors import StageError
+from pipeline.system.torch_private import (
     OpOverload,
     TorchDispatchMode,
     decompositions,

@@ -74,11 +74,11 @@ from export.tolerance import Scales, allowed_error, is_within, measure_scales
 from export.unseen_inputs import UnseenInputs
 from export.weights_check import WeightsComparison, compare_weights
 from pipeline.contract.data import Samples, example_batch, forward
-from pipeline.contract.errors import StageError
 from pipeline.contract.golden import Decoder
 from pipeline.contract.settings.stages import Export
 from pipeline.contract.signature import Generation
 from pipeline.contract.task import Generates, HasAxes, Task, declared_axes
+from pipeline.system.errors import StageError
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ import torch
 from onnx import numpy_helper
 from torch import Tensor, nn
 
-from pipeline.contract.torch_private import BatchNormBase
+from pipeline.system.torch_private import BatchNormBase
 
 Array = np.ndarray[Any, Any]
 

@@ -32,8 +32,8 @@ from k8s.objects.manifests import (
 )
 from pipeline.contract.bundle import Bundle, passed_gate
 from pipeline.contract.config import Config
-from pipeline.contract.errors import ClusterError, GateError, ResourceError, StageError
 from pipeline.contract.settings.access import OPEN_ACCESS, Access
+from pipeline.system.errors import ClusterError, GateError, ResourceError, StageError
 
 
 def deploy(

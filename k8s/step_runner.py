@@ -29,7 +29,7 @@ from k8s.cluster.watch import Watcher
 from k8s.objects.jobs import KEY_LABEL, RUN_LABEL, StepJob
 from k8s.objects.kustomize import Object
 from k8s.objects.manifests import kubectl_name
-from pipeline.contract.errors import PipelineError, ResourceError, StageError
+from pipeline.system.errors import PipelineError, ResourceError, StageError
 
 _POD = {"apiVersion": "v1", "kind": "Pod"}
 _CLAIM = {"apiVersion": "v1", "kind": "PersistentVolumeClaim"}

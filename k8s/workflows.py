@@ -18,7 +18,7 @@ from k8s.objects.kustomize import Object
 from k8s.objects.manifests import GPU_RESOURCE, check_image, fit_name, identity_labels
 from k8s.objects.training import CONFIG_VARIABLE, config_text
 from pipeline.contract.config import Config
-from pipeline.contract.errors import ConfigError
+from pipeline.system.errors import ConfigError
 
 RUNS_FOLDER = "/runs"
 ARGO_RUN = f"{RUNS_FOLDER}/{{{{workflow.name}}}}"  # each submission is a new run

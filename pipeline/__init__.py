@@ -20,13 +20,13 @@ if TYPE_CHECKING:
         one_text_per_row,
         pack_texts,
     )
-    from pipeline.contract.errors import ConfigError, DataError, InvalidPayload, PipelineError
     from pipeline.contract.run import Run
     from pipeline.contract.signature import Drawing, Prompting
     from pipeline.contract.task import Batch, Boxes, Embedding, Outputs, Split, TaggedText, Task
-    from pipeline.cross_entropy import linear_cross_entropy, log_probs_in_training
     from pipeline.history import open_run
-    from pipeline.post_training import (
+    from pipeline.system.errors import ConfigError, DataError, InvalidPayload, PipelineError
+    from pipeline.user.cross_entropy import linear_cross_entropy, log_probs_in_training
+    from pipeline.user.post_training import (
         IGNORED,
         answer_log_probs,
         chat_labels,
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
         dpo_loss,
         token_log_probs,
     )
-    from pipeline.readers import read_dataset, read_images, read_jsonl, read_shards, read_table
-    from pipeline.token_shards import read_token_shards, write_token_shards
+    from pipeline.user.readers import read_dataset, read_images, read_jsonl, read_shards, read_table
+    from pipeline.user.token_shards import read_token_shards, write_token_shards
 
 __all__ = [
     "IGNORED",
@@ -90,13 +90,13 @@ _MODULES = {
         "one_text_per_row",
         "pack_texts",
     ),
-    "contract.errors": ("ConfigError", "DataError", "InvalidPayload", "PipelineError"),
     "contract.run": ("Run",),
     "contract.signature": ("Drawing", "Prompting"),
     "contract.task": ("Batch", "Boxes", "Embedding", "Outputs", "Split", "TaggedText", "Task"),
-    "cross_entropy": ("linear_cross_entropy", "log_probs_in_training"),
     "history": ("open_run",),
-    "post_training": (
+    "system.errors": ("ConfigError", "DataError", "InvalidPayload", "PipelineError"),
+    "user.cross_entropy": ("linear_cross_entropy", "log_probs_in_training"),
+    "user.post_training": (
         "IGNORED",
         "answer_log_probs",
         "chat_labels",
@@ -104,8 +104,8 @@ _MODULES = {
         "dpo_loss",
         "token_log_probs",
     ),
-    "readers": ("read_dataset", "read_images", "read_jsonl", "read_shards", "read_table"),
-    "token_shards": ("read_token_shards", "write_token_shards"),
+    "user.readers": ("read_dataset", "read_images", "read_jsonl", "read_shards", "read_table"),
+    "user.token_shards": ("read_token_shards", "write_token_shards"),
 }
 
 

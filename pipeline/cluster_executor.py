@@ -16,7 +16,12 @@ from k8s.objects.training import run_name, training_objects, volume_claims
 from k8s.step_runner import StepRunner
 from k8s.workflows import WorkflowTask
 from pipeline.contract.config import Config, override_config
-from pipeline.contract.errors import (
+from pipeline.contract.restarts import newest_attempt, read_events, record_event
+from pipeline.contract.run import STEPS, Run, StepRecord
+from pipeline.history import Project
+from pipeline.plan import CLUSTER_STEPS, STEP_KINDS, Step, run_argument, step_command
+from pipeline.processes import Ask, Report, pod_environment, prepare_log, read_log_end
+from pipeline.system.errors import (
     ConfigError,
     PipelineError,
     ResourceError,
@@ -25,11 +30,6 @@ from pipeline.contract.errors import (
     read_error,
     write_error,
 )
-from pipeline.contract.restarts import newest_attempt, read_events, record_event
-from pipeline.contract.run import STEPS, Run, StepRecord
-from pipeline.history import Project
-from pipeline.plan import CLUSTER_STEPS, STEP_KINDS, Step, run_argument, step_command
-from pipeline.processes import Ask, Report, pod_environment, prepare_log, read_log_end
 
 _PRINTED_ERROR = re.compile(r"^(?:\[\d+\] )?error: (.+)$", re.MULTILINE)  # with the pod's number
 PENDING_TIMEOUT_SECONDS = 300  # for a pod whose image or volume the cluster cannot get

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline.contract.bundle import OVERRIDDEN
-from pipeline.contract.errors import PipelineError
 from pipeline.contract.run import STEPS, Run, StepRecord
+from pipeline.system.errors import PipelineError
 
 
 def differences(first: Run, second: Run) -> list[dict[str, str]]:

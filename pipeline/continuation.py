@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pipeline.contract.config import Config, override_config
-from pipeline.contract.errors import ConfigError
-from pipeline.contract.files import digest_file
 from pipeline.contract.restarts import newest_attempt, read_events, record_event
 from pipeline.contract.run import Run
 from pipeline.history import Project, find_run, link_or_copy
+from pipeline.system.errors import ConfigError
+from pipeline.system.files import digest_file
 
 # The order of samples, or the model, depends on these, and a checkpoint is of one order and one model.
 _FIXED = ("name", "task", "train.batch_size", "train.seed", "train.max_samples", "train.checkpoints")

@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.contract.errors import ConfigError, DataError, PipelineError, StageError
 from pipeline.contract.restarts import Event, read_events
 from pipeline.contract.run import Run
 from pipeline.status_line import StatusLine, StepProgress, can_draw, format_duration
+from pipeline.system.errors import ConfigError, DataError, PipelineError, StageError
 
 METRICS_FILE = "metrics.jsonl"
 _TAIL_BYTES = 4096

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.contract.errors import install_command
 from pipeline.history import installed_versions
+from pipeline.system.errors import install_command
 
 _TIMEOUT_SECONDS = 60
 _GIB = 1 << 30

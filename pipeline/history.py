@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import TextIO, TypeAlias
 
 from pipeline.contract.config import Config, load_config
-from pipeline.contract.errors import ConfigError, PipelineError, ResourceError
-from pipeline.contract.files import digest_file, digest_mapping, digest_tree, empty_folders, write_atomic
 from pipeline.contract.run import PIPE, Run, RunFile, StepRecord, all_runs, sealed_text
+from pipeline.system.errors import ConfigError, PipelineError, ResourceError
+from pipeline.system.files import digest_file, digest_mapping, digest_tree, empty_folders, write_atomic
 
 PACKAGES = ("torch", "numpy", "onnx", "onnxscript", "onnxruntime-gpu", "onnxruntime", "kserve", "pydantic", PIPE)
 _POLL_SECONDS = 0.2

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.contract.bundle import OVERRIDDEN, OVERRIDE_FILE, Bundle, Override, open_bundle, write_override
-from pipeline.contract.errors import BundleError, ConfigError
-from pipeline.contract.files import digest_file, digest_mapping
 from pipeline.contract.run import Run, StepRecord
 from pipeline.contract.signing import SIGNATURE, sign
 from pipeline.history import changed_outputs, now, write_record
+from pipeline.system.errors import BundleError, ConfigError
+from pipeline.system.files import digest_file, digest_mapping
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey

@@ -18,19 +18,19 @@ from packaging.version import Version
 
 from pipeline.contract.bundle import OVERRIDE_FILE as OVERRIDE
 from pipeline.contract.config import Config
-from pipeline.contract.errors import ConfigError
-from pipeline.contract.facts import NEAR_COPIES
-from pipeline.contract.files import digest_mapping
 from pipeline.contract.registry import read_registry
+from pipeline.contract.results import NEAR_COPIES
 from pipeline.contract.run import STEPS, Run, StepRecord
 from pipeline.contract.settings.section import Section
 from pipeline.contract.settings.stages import WHEELS_FOLDER, Serve, Train
 from pipeline.contract.signature import BUNDLED_SETTINGS
 from pipeline.contract.signing import SIGNATURE
-from pipeline.contract.sources import project_code, third_party_imports
 from pipeline.data_checks.champion import CHAMPION_PART, NO_CHAMPION, comparable_champion
 from pipeline.history import Project, data_file_digests, installed_versions
 from pipeline.steps.pretrained import pretrained_parts
+from pipeline.system.errors import ConfigError
+from pipeline.system.files import digest_mapping
+from pipeline.system.sources import project_code, third_party_imports
 from pipeline.training.launchers import torchrun
 
 SCHEMA = "2"  # version of the keys; increase it to make every step run again

@@ -18,12 +18,12 @@ from types import FrameType
 
 from k8s.objects.training import CONFIG_VARIABLE, config_text
 from pipeline.contract.config import parse_config
-from pipeline.contract.errors import ConfigError, PipelineError
 from pipeline.contract.run import STEPS, Run
 from pipeline.display import Display
 from pipeline.history import Project, begin_run, lock_run
 from pipeline.plan import step_command, with_upstream
 from pipeline.runner import RunRequest, resume_run
+from pipeline.system.errors import ConfigError, PipelineError
 from pipeline.training.node import PASSING_EXIT_CODE, POD_NUMBER
 
 _POLL_SECONDS = 0.5

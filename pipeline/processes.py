@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from pipeline.contract.config import Config
-from pipeline.contract.files import unwritable
-from pipeline.contract.fork_server import (
+from pipeline.contract.restarts import STEP_END_SECONDS
+from pipeline.system.files import unwritable
+from pipeline.system.fork_server import (
     ADDRESS_VARIABLE,
     Process,
     can_serve,
@@ -26,9 +27,8 @@ from pipeline.contract.fork_server import (
     server_command,
     start_module,
 )
-from pipeline.contract.processes import PARENT_WATCH_VARIABLE, describe_exit
-from pipeline.contract.restarts import STEP_END_SECONDS
-from pipeline.contract.sources import third_party_imports
+from pipeline.system.processes import PARENT_WATCH_VARIABLE, describe_exit
+from pipeline.system.sources import third_party_imports
 
 Report = Callable[[str], None]
 Ask = Callable[[str], bool]

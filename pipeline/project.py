@@ -1,5 +1,5 @@
 """The package of the user's modules: a project's `utils.py` is `pipeline.project.utils`."""
 
-from pipeline.contract.imports import project_folders
+from pipeline.system.imports import project_folders
 
 __path__ = project_folders()

@@ -21,20 +21,6 @@ from typing import Literal, Protocol
 from pipeline.continuation import StartingPoint, recorded_starting_point
 from pipeline.contract.bundle import OVERRIDDEN
 from pipeline.contract.config import Config, override_config, parse_config
-from pipeline.contract.errors import (
-    BundleError,
-    ConfigError,
-    PipelineError,
-    Pruned,
-    ResourceError,
-    StageError,
-    clear_error,
-    missing_module_in_log,
-    read_error,
-)
-from pipeline.contract.files import empty_folders
-from pipeline.contract.fork_server import has_server
-from pipeline.contract.processes import describe_exit
 from pipeline.contract.restarts import GiveUp, ProcessEnd, restart_after
 from pipeline.contract.run import Acceptance, Run, RunFile, StepRecord, own_identity
 from pipeline.contract.settings.stages import Train
@@ -82,9 +68,23 @@ from pipeline.processes import (
     step_environment,
     training_server,
 )
-from pipeline.readers import changed_read_files
+from pipeline.system.errors import (
+    BundleError,
+    ConfigError,
+    PipelineError,
+    Pruned,
+    ResourceError,
+    StageError,
+    clear_error,
+    missing_module_in_log,
+    read_error,
+)
+from pipeline.system.files import empty_folders
+from pipeline.system.fork_server import has_server
+from pipeline.system.processes import describe_exit
 from pipeline.tracking.process import TRACKED_STEPS, Tracking, check_trackers, track_run
 from pipeline.training.launchers import check_launcher, uses_agent
+from pipeline.user.readers import changed_read_files
 
 MANIFEST = "bundle/manifest.json"  # of the export step: its digest is that of the bundle
 REDEPLOYED = "deployed again"  # reason in the records of `pipe deploy`, whose steps are those of another run
@@ -196,7 +196,7 @@ def _last_duration(history: History) -> str:
     last = last_training_seconds(history)
     if last < LONG_TRAINING_SECONDS:
         return ""
-    from pipeline.contract.html import seconds  # slow to load
+    from pipeline.system.html import seconds  # slow to load
 
     return f"; the last training took {seconds(last)}"
 

@@ -10,12 +10,12 @@ from safetensors import SafetensorError, safe_open
 
 from pipeline.contract.bundle import OVERRIDDEN, OVERRIDE_FILE, PROVENANCE, Bundle, open_bundle
 from pipeline.contract.codec import FILES
-from pipeline.contract.errors import BundleError
-from pipeline.contract.files import digest_file
 from pipeline.contract.run import Run, RunFile, run_of_bundle
 from pipeline.contract.signing import Trust
 from pipeline.contract.task import KEY, shared_files_folder
 from pipeline.history import changed_folders, changed_outputs
+from pipeline.system.errors import BundleError
+from pipeline.system.files import digest_file
 from serve.runtime.selfcheck import check_golden_requests
 from serve.runtime.session import Session
 from train.batch_order import BatchOrder, read_order

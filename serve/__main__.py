@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.errors import ConfigError, PipelineError
+from pipeline.system.errors import ConfigError, PipelineError
 from serve.models import LoadedModel
 from serve.monitoring.logs import configure, log_fatal, log_fields
 from serve.monitoring.tracing import configure_tracing

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from http import HTTPStatus
 
-from pipeline.contract.errors import InvalidPayload
+from pipeline.system.errors import InvalidPayload
 
 Headers = tuple[tuple[bytes, bytes], ...]
 

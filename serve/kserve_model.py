@@ -16,7 +16,7 @@ from kserve import InferInput, InferOutput, InferRequest, InferResponse, Model, 
 from kserve.errors import InvalidInput
 
 from pipeline.contract.bundle import Bundle, open_bundle
-from pipeline.contract.errors import BundleError, InvalidPayload, PipelineError
+from pipeline.system.errors import BundleError, InvalidPayload, PipelineError
 from serve.model_version import tensor_metadata
 from serve.protocol import tensors, v2
 from serve.runtime.loading import load_predictor

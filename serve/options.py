@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 from pipeline.contract.bundle import Bundle, open_bundle
-from pipeline.contract.errors import ConfigError
 from pipeline.contract.settings.section import parse_share
 from pipeline.contract.signing import Trust
+from pipeline.system.errors import ConfigError
 from serve.connection_limits import divide
 from serve.monitoring.logs import Format
 from serve.process.sockets import Address

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import orjson
 
-from pipeline.contract.errors import InvalidPayload
+from pipeline.system.errors import InvalidPayload
 from serve.errors import TooLarge, UnsupportedMediaType
 from serve.memory import HoldsMemory, MemoryBudget, body_memory
 

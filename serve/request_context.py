@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from pipeline.contract.errors import InvalidPayload
+from pipeline.system.errors import InvalidPayload
 from serve.errors import Headers
 from serve.monitoring.metrics import ModelMetrics
 

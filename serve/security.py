@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.contract.errors import ConfigError, PipelineError
+from pipeline.system.errors import ConfigError, PipelineError
 from serve.errors import Unauthorized
 
 OPEN_RPCS = frozenset({"ServerLive", "ServerReady"})  # for probes, which have no key; ModelReady reveals names

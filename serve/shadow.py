@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from pipeline.contract.bundle import open_bundle
-from pipeline.contract.errors import BundleError
 from pipeline.contract.signature import Signature, TensorSpec
 from pipeline.contract.signing import Trust
+from pipeline.system.errors import BundleError
 from serve.monitoring.logs import log_fields
 from serve.runtime.loading import load_predictor
 from serve.runtime.predictor import Predictor

@@ -18,7 +18,8 @@ BENCHMARKS = sorted(path for path in (ROOT / "benchmarks").rglob("*.py") if ".pe
 EXAMPLES = sorted((ROOT / "examples").rglob("*.py"))
 TESTS = sorted((ROOT / "tests").rglob("*.py"))
 STAGES = ("train", "export", "serve", "k8s", "pipeline.evaluate")
-CONTRACT = "pipeline.contract"
+# Below the stages, each importing only itself and those before it.
+LOWER = ("pipeline.system", "pipeline.contract", "pipeline.statistics")
 MEASURED = ("pipeline", "train", "export", "serve")  # by the benchmarks
 VAGUE = {"utils", "util", "helpers", "helper", "common", "misc", "manager", "managers"}
 
@@ -50,17 +51,25 @@ def loaded_by(module: str) -> frozenset[str]:
     return frozenset(done.stdout.split())
 
 
-def test_contract_imports_only_itself() -> None:
-    contract = [path for path in SOURCES if within(module_name(path), CONTRACT)]
-    assert forbidden_imports(contract, lambda name: within(name, CONTRACT)) == []
+@pytest.mark.parametrize("layer", LOWER)
+def test_lower_layer_imports_only_itself_and_those_below(layer: str) -> None:
+    allowed = (*LOWER[: LOWER.index(layer)], layer)
+    files = [path for path in SOURCES if within(module_name(path), layer)]
+    assert files
+    assert forbidden_imports(files, lambda name: within(name, *allowed) or name == "pipeline") == []
+
+
+def test_what_user_code_imports_uses_the_lowest_layer_alone() -> None:
+    user = [path for path in SOURCES if within(module_name(path), "pipeline.user")]
+    assert forbidden_imports(user, lambda name: within(name, "pipeline.user", "pipeline.system")) == []
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_stage_imports_only_itself_and_the_contract(stage: str) -> None:
+def test_stage_imports_only_itself_and_the_lower_layers(stage: str) -> None:
     files = [path for path in SOURCES if within(module_name(path), stage)]
     parents = {"pipeline"} if stage.startswith("pipeline.") else set()  # `from pipeline import contract`
     assert files
-    assert forbidden_imports(files, lambda name: within(name, stage, CONTRACT) or name in parents) == []
+    assert forbidden_imports(files, lambda name: within(name, stage, *LOWER) or name in parents) == []
 
 
 def test_http2_imports_only_itself() -> None:

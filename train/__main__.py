@@ -19,9 +19,6 @@ import numpy as np
 from torch import Tensor, nn
 
 from pipeline.contract.data import Samples, check_columns, fingerprint, open_split, sample_digests
-from pipeline.contract.errors import DataError, StageError
-from pipeline.contract.files import digest_parts, write_json
-from pipeline.contract.processes import Rank
 from pipeline.contract.prompting import check_decoder, check_prompting
 from pipeline.contract.restarts import read_attempts
 from pipeline.contract.run import Run, run_step
@@ -35,6 +32,9 @@ from pipeline.contract.task import (
     save_weights,
     transformers_model,
 )
+from pipeline.system.errors import DataError, StageError
+from pipeline.system.files import digest_parts, write_json
+from pipeline.system.processes import Rank
 from train.accelerator import configure_accelerator, describe_accelerator
 from train.batch_order import order_identity, read_order
 from train.batch_size import decide_batch_size

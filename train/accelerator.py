@@ -14,8 +14,8 @@ from torch.autograd.graph import Node
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pipeline.contract.errors import ConfigError
 from pipeline.contract.settings.stages import Train
+from pipeline.system.errors import ConfigError
 
 Kind: TypeAlias = Literal["fp32", "bf16", "fp16"]
 Setting: TypeAlias = Literal["auto", "fp32", "bf16", "fp16"]

@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from pipeline.contract.errors import ConfigError, DataError
-from pipeline.contract.files import digest_file
 from pipeline.contract.settings.stages import Train
+from pipeline.system.errors import ConfigError, DataError
+from pipeline.system.files import digest_file
 
 ORDER_FILE = "order.npy"  # of the prepare step: the weight, group or length of each training sample
 ORDER_KEY = "order"  # in data.json

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipeline.contract.data import Samples
-from pipeline.contract.errors import ResourceError
-from pipeline.contract.files import write_json
 from pipeline.contract.settings.stages import Train
 from pipeline.contract.task import Task
+from pipeline.system.errors import ResourceError
+from pipeline.system.files import write_json
 from train.checkpoint.load import read_batch_size
 from train.checkpoint.storage import Storage
 from train.memory import LiveBytes, available_bytes, model_tensors

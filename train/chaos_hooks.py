@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from pipeline.contract.files import write_json
 from pipeline.contract.settings.section import Frozen
+from pipeline.system.files import write_json
 
 if TYPE_CHECKING:
     from train.process_group import ProcessGroup

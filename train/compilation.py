@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from pipeline.contract.errors import ConfigError
 from pipeline.contract.settings.stages import Train
-from pipeline.contract.torch_private import cpp_compilers, mark_dynamic
+from pipeline.system.errors import ConfigError
+from pipeline.system.torch_private import cpp_compilers, mark_dynamic
 from train.batch_order import BatchOrder
 
 _CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"

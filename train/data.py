@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from pipeline.contract.data import Samples
-from pipeline.contract.errors import PipelineError, ResourceError, StageError
 from pipeline.contract.run import describe
-from pipeline.contract.torch_private import hide_worker_info
+from pipeline.system.errors import PipelineError, ResourceError, StageError
+from pipeline.system.torch_private import hide_worker_info
 from train.batch_order import Indices
 from train.optim import sample_rng
 from train.process_group import ProcessGroup

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.contract.torch_private import in_backward
+from pipeline.system.torch_private import in_backward
 from train.parallel.base import Strategy
 from train.process_group import ProcessGroup
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.contract.settings.stages import Train
-from pipeline.contract.torch_private import grouped_mm
+from pipeline.system.torch_private import grouped_mm
 from train.accelerator import Kind
 from train.parallel.base import MicroBatch, Strategy
 from train.parallel.blocks import without_recomputation

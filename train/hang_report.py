@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from pipeline.contract.torch_private import flight_recorder_dumps
+from pipeline.system.torch_private import flight_recorder_dumps
 from train.process_group import PHASES, Phase
 
 _SAME_START_SECONDS = 1.0  # the kernel counts from boot, whose time depends on the clock

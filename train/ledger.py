@@ -20,9 +20,9 @@ import torch
 from pydantic import Field, ValidationError
 from torch import Tensor
 
-from pipeline.contract.errors import BundleError
-from pipeline.contract.files import unwritable, write_atomic
 from pipeline.contract.settings.section import Frozen
+from pipeline.system.errors import BundleError
+from pipeline.system.files import unwritable, write_atomic
 from train.batch_order import BatchOrder, Indices
 from train.chaos_hooks import run_chaos_hook
 from train.process_group import ProcessGroup

@@ -27,13 +27,13 @@ from torch.distributed.tensor import DTensor
 
 from pipeline.contract.config import Config, override_config, parse_config
 from pipeline.contract.data import Samples, open_split
-from pipeline.contract.errors import ConfigError, PipelineError
 from pipeline.contract.pretrained import planned_files
-from pipeline.contract.processes import Rank
 from pipeline.contract.run import describe
 from pipeline.contract.settings.stages import Train
 from pipeline.contract.task import FOLDER, HasSampleLengths, Task, load_task, require_adapt
-from pipeline.contract.torch_private import (
+from pipeline.system.errors import ConfigError, PipelineError
+from pipeline.system.processes import Rank
+from pipeline.system.torch_private import (
     VALUE_ERRORS,
     FakeTensorMode,
     TorchDispatchMode,

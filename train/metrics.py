@@ -18,8 +18,8 @@ from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-
 from torch import Tensor
 from torch.utils.tensorboard.writer import SummaryWriter
 
-from pipeline.contract.facts import curve_values
-from pipeline.contract.files import unwritable, write_atomic
+from pipeline.contract.results import curve_values
+from pipeline.system.files import unwritable, write_atomic
 from train.data import BatchLoader
 from train.flops import ModelFlops
 from train.ledger import row_number

@@ -21,10 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipeline.contract.errors import ConfigError
 from pipeline.contract.settings.stages import Train
 from pipeline.contract.task import HasOptimizer
-from pipeline.contract.torch_private import foreach_add_, foreach_sub_, fused_adamw_
+from pipeline.system.errors import ConfigError
+from pipeline.system.torch_private import foreach_add_, foreach_sub_, fused_adamw_
 from train.accelerator import HALF_TYPES, Kind, Setting, choose_precision
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeline.contract.errors import DataError, LostContact
+from pipeline.system.errors import DataError, LostContact
 from train.checkpoint.store import CheckpointStore
 from train.data import LoadRequest
 from train.elastic.preemption import preemption_handler

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipeline.contract.errors import ConfigError, DeviceFault, LostContact, StageError
-from pipeline.contract.files import write_json
-from pipeline.contract.processes import Rank, split_address
 from pipeline.contract.restarts import collective_seconds
 from pipeline.contract.settings.stages import Train
+from pipeline.system.errors import ConfigError, DeviceFault, LostContact, StageError
+from pipeline.system.files import write_json
+from pipeline.system.processes import Rank, split_address
 
 _POLL_SECONDS = 0.1
 _CONNECT_TIMEOUT_SECONDS = 5

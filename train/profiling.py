@@ -22,8 +22,8 @@ from typing import Any, TypeAlias
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from pipeline.contract.files import write_atomic, write_json
-from pipeline.contract.torch_private import is_profiling
+from pipeline.system.files import write_atomic, write_json
+from pipeline.system.torch_private import is_profiling
 from train.process_group import ProcessGroup
 
 TRACE_FILE = "trace.json.gz"

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from pipeline.contract.config import Config
 from pipeline.contract.data import Samples, check_call
-from pipeline.contract.errors import ConfigError, DataError
 from pipeline.contract.settings.stages import Train
 from pipeline.contract.task import HasLossWeight, Task
+from pipeline.system.errors import ConfigError, DataError
 from train.batch_order import BatchOrder, check_order, count_steps
 from train.chaos_hooks import run_chaos_hook
 from train.compilation import batch_sizes_differ, check_compiler, keep_compile_cache, mark_batch_dynamic

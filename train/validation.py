@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.contract.data import Samples
-from pipeline.contract.errors import ConfigError, DataError
-from pipeline.contract.files import TOKENIZER_FILE, tokenizer_ids
-from pipeline.contract.processes import Rank
-from pipeline.contract.statistics.metrics import builtin_metrics, check_directions, lower_is_better
 from pipeline.contract.task import HasLossWeight, HasProbabilities, HasSampleGroups, Task, transformers_model
+from pipeline.statistics.metrics import builtin_metrics, check_directions, lower_is_better
+from pipeline.system.errors import ConfigError, DataError
+from pipeline.system.files import TOKENIZER_FILE, tokenizer_ids
+from pipeline.system.processes import Rank
 from train.batch_order import check_order_values
 from train.optim import Precision
 from train.parallel.base import Strategy

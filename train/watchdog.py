@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from pipeline.contract.errors import StageError, Stalled, write_error
 from pipeline.contract.run import Run
+from pipeline.system.errors import StageError, Stalled, write_error
 from train.hang_report import (
     Activity,
     Hang,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from benchmarks.export.experts import FORMS, Cost, table
-from pipeline.contract.errors import PipelineError, ResourceError
+from pipeline.system.errors import PipelineError, ResourceError
 
 EXPERTS = (4, 16, 64)
 

@@ -14,7 +14,7 @@ from typing import get_args
 
 from benchmarks.faults.failures import Victim
 from benchmarks.faults.measure import Course, measure, text
-from pipeline.contract.errors import PipelineError
+from pipeline.system.errors import PipelineError
 
 
 def main(argv: Sequence[str]) -> int:

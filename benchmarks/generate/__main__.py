@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks.generate.loops import LOOPS
 from benchmarks.generate.models import SIZES, write_models
 from benchmarks.serve.environment import python_of
-from pipeline.contract.errors import PipelineError
+from pipeline.system.errors import PipelineError
 
 LENGTH, TOKENS = 128, 64
 LLAMA = "llama.cpp"

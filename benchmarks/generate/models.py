@@ -17,10 +17,10 @@ from export.other_formats import Original, require_formats, write_formats
 from export.parity import open_session, run
 from export.to_onnx import tensor_specs
 from pipeline.contract.bundle import Ancestors, write_manifest
-from pipeline.contract.files import digest_file, write_json
 from pipeline.contract.golden import Decoder, Golden, empty_past, inputs_of
 from pipeline.contract.settings.stages import Export
 from pipeline.contract.signature import Generation, Limits, Prompting, Runtime, Signature
+from pipeline.system.files import digest_file, write_json
 
 POSITIONS = 1024
 _HEAD = 64

@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.serve import capacity, load, openloop, providers, race, table
 from benchmarks.serve.contenders import CONTENDERS, Contender
 from benchmarks.serve.workloads import WORKLOADS
-from pipeline.contract.errors import PipelineError, ResourceError
+from pipeline.system.errors import PipelineError, ResourceError
 
 TABLES = ("closed", "open", "overload", "starts")
 WITHOUT_CLIENTS = {"starts", "providers"}  # they need no load generator

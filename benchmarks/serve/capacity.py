@@ -16,7 +16,7 @@ from benchmarks.serve.contenders import CONTENDERS
 from benchmarks.serve.load import LoadResult, RequestSpec, closed
 from benchmarks.serve.running import Running, free_ports, log_file
 from pipeline.contract.bundle import open_bundle
-from pipeline.contract.errors import StageError
+from pipeline.system.errors import StageError
 
 _MOST_CLIENTS = 1024
 _BUSY = 0.95  # of the best throughput: more clients gain little

@@ -14,9 +14,9 @@ from tokenizers import Tokenizer, models
 from benchmarks.serve.nets import Net
 from benchmarks.serve.workloads import NAME
 from pipeline.contract.bundle import Ancestors, write_manifest
-from pipeline.contract.files import digest_file, write_json
 from pipeline.contract.golden import Golden
 from pipeline.contract.signature import Cache, Generation, Limits, Runtime, Signature, TensorSpec
+from pipeline.system.files import digest_file, write_json
 
 Array = np.ndarray[Any, Any]
 

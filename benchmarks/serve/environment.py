@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from pipeline.contract.errors import ResourceError
-from pipeline.contract.files import digest_bytes
+from pipeline.system.errors import ResourceError
+from pipeline.system.files import digest_bytes
 
 PINS = Path(__file__).with_name("pins")
 FOLDER = Path(__file__).resolve().parents[1] / ".peers" / "serve"

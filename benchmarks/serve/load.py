@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.contract.errors import ResourceError, StageError
+from pipeline.system.errors import ResourceError, StageError
 
 _LUA = """
 wrk.method = "POST"

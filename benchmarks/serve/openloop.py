@@ -18,7 +18,7 @@ from benchmarks.serve.contenders import BINARY, CONTENDERS, JSON
 from benchmarks.serve.load import RequestSpec, closed
 from benchmarks.serve.race import Started, start_services
 from benchmarks.serve.workloads import Workload
-from pipeline.contract.errors import StageError
+from pipeline.system.errors import StageError
 
 _SHARES = (0.25, 0.5, 0.75)
 _CLIENTS = 32

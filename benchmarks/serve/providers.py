@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.serve.workloads import Workload
 from pipeline.contract.bundle import Bundle, open_bundle
-from pipeline.contract.errors import PipelineError
+from pipeline.system.errors import PipelineError
 from serve.runtime.loading import capture_graphs, warm_up
 from serve.runtime.predictor import Predictor
 from serve.runtime.session import Provider, Session

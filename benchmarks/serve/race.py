@@ -16,7 +16,7 @@ from benchmarks.serve.load import LoadResult, RequestSpec, closed
 from benchmarks.serve.message import framed, infer_request
 from benchmarks.serve.running import Running, answers, free_ports, log_file
 from benchmarks.serve.workloads import NAME, Workload
-from pipeline.contract.errors import PipelineError
+from pipeline.system.errors import PipelineError
 
 BARE = "bare runtime"
 

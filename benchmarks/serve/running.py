@@ -20,7 +20,7 @@ import psutil
 
 from benchmarks.serve.load import RequestSpec
 from benchmarks.serve.message import FRAME_BYTES
-from pipeline.contract.errors import StageError
+from pipeline.system.errors import StageError
 
 _ROOT = Path(__file__).resolve().parents[2]
 _START_SECONDS = 120.0

@@ -13,9 +13,9 @@ import onnxruntime
 
 from benchmarks.serve import nets
 from pipeline.contract.bundle import Ancestors, write_manifest
-from pipeline.contract.files import digest_file, write_json
 from pipeline.contract.golden import Golden
 from pipeline.contract.signature import Limits, Runtime, Signature, TensorSpec
+from pipeline.system.files import digest_file, write_json
 
 Array = np.ndarray[Any, Any]
 NAME = "net"  # of the model, in every URL

@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.train import exact, gpu, link, loops, saving
 from benchmarks.train.workloads import TEXTS, WORKLOADS
-from pipeline.contract.errors import PipelineError
+from pipeline.system.errors import PipelineError
 
 TABLES = ("loops", "link", "exact", "saving", "gpu")
 OF_TEXTS = ("loops", "packing", "gpu")  # with --model

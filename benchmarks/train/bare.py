@@ -16,7 +16,7 @@ from benchmarks.train.gate import Gate
 from benchmarks.train.recipe import CLIP_NORM, LOG_EVERY, Plan, decay_groups
 from benchmarks.train.workloads import Workload
 from pipeline.contract.data import forward
-from pipeline.contract.processes import Rank
+from pipeline.system.processes import Rank
 from train.optim import freeze_garbage_collector, tune_malloc
 
 # As ours with gloo: one exchange of all gradients, from the memory they are computed in; a pass sends no buffers.

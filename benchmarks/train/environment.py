@@ -8,8 +8,8 @@ import sysconfig
 import venv
 from pathlib import Path
 
-from pipeline.contract.errors import ResourceError
-from pipeline.contract.files import digest_bytes
+from pipeline.system.errors import ResourceError
+from pipeline.system.files import digest_bytes
 
 PINS = Path(__file__).resolve().parents[1] / "peers.txt"
 

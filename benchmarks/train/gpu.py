@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.train.large import NETS
-from pipeline.contract.errors import StageError
+from pipeline.system.errors import StageError
 
 GOAL_TOKENS_PER_SECOND = 465_000  # GPT-2 124M in bf16 on one GPU of the Hopper generation
 _PUBLISHED = "llm.c published 463,000"

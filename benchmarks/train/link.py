@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.network import Host, missing, network
-from pipeline.contract.errors import StageError
+from pipeline.system.errors import StageError
 
 MEGABITS, TARGET, LIMIT_SECONDS = 100, 0.6, 240.0
 _PORT = 29577

@@ -17,7 +17,7 @@ from benchmarks.train.gate import Finished
 from benchmarks.train.workloads import Synthetic
 from pipeline.contract.config import parse_config
 from pipeline.contract.data import open_split
-from pipeline.contract.processes import Rank
+from pipeline.system.processes import Rank
 from train.checkpoint.store import CheckpointStore
 from train.process_group import join_process_group
 from train.state import Progress

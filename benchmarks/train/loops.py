@@ -14,7 +14,7 @@ from typing import Any
 from benchmarks.train.environment import peers_python
 from benchmarks.train.race import Course, Lap, race
 from benchmarks.train.workloads import workload
-from pipeline.contract.errors import PipelineError
+from pipeline.system.errors import PipelineError
 
 HERE = ("ours", "bare", "tuned")
 PEERS = ("fabric", "lightning", "accelerate")

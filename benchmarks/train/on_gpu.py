@@ -22,7 +22,7 @@ from benchmarks.train.lapping import Lapping
 from benchmarks.train.large import NETS
 from pipeline.contract.config import parse_config
 from pipeline.contract.data import open_split
-from pipeline.contract.processes import Rank
+from pipeline.system.processes import Rank
 from train.accelerator import configure_accelerator
 from train.checkpoint.store import CheckpointStore
 from train.metrics import peak_memory_bytes

@@ -13,8 +13,8 @@ from benchmarks.train.recipe import train_section
 from benchmarks.train.workloads import Workload
 from pipeline.contract.config import parse_config
 from pipeline.contract.data import open_split
-from pipeline.contract.files import write_json
-from pipeline.contract.processes import Rank
+from pipeline.system.files import write_json
+from pipeline.system.processes import Rank
 from train.checkpoint.store import CheckpointStore
 from train.ledger import Ledger
 from train.metrics import MetricsLog

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from benchmarks.train.gate import Gate
 from benchmarks.train.recipe import CLIP_NORM, Plan, decay_groups
 from benchmarks.train.workloads import Workload
-from pipeline.contract.processes import Rank
+from pipeline.system.processes import Rank
 
 # They write no log at all, and get batches from memory as ours and the bare loop do: only the loop is compared.
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from pipeline.contract.errors import StageError
+from pipeline.system.errors import StageError
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.train.gate import Finished, Gate
 from benchmarks.train.workloads import Workload, workload
-from pipeline.contract.processes import Rank
+from pipeline.system.processes import Rank
 
 Contestant = Callable[[Workload, Rank, Gate, Path], None]
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.contract.processes import Rank
 from pipeline.contract.settings.stages import Train
 from pipeline.contract.task import Task
+from pipeline.system.processes import Rank
 from train.batch_order import BatchOrder
 from train.optim import learning_rate
 

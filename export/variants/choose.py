@@ -36,11 +36,11 @@ from export.variants.samples import SampleComparison
 from export.variants.timing import SIZES, Timing, measure_times
 from pipeline.contract.config import Config
 from pipeline.contract.data import Samples
-from pipeline.contract.errors import PipelineError, StageError
-from pipeline.contract.files import digest_file
 from pipeline.contract.settings.stages import FASTEST, Export
-from pipeline.contract.statistics.intervals import Interval
 from pipeline.contract.task import Generates, Task
+from pipeline.statistics.intervals import Interval
+from pipeline.system.errors import PipelineError, StageError
+from pipeline.system.files import digest_file
 
 FP32 = "fp32"
 

@@ -15,17 +15,17 @@ import numpy as np
 
 from export.parity import Arrays
 from export.variants.timing import Timing
-from pipeline.contract.errors import ConfigError, StageError
 from pipeline.contract.settings.stages import Cost, Evaluate, Export
-from pipeline.contract.statistics.intervals import Interval
-from pipeline.contract.statistics.metrics import (
+from pipeline.contract.task import Classifier, Task
+from pipeline.statistics.intervals import Interval
+from pipeline.statistics.metrics import (
     Metric,
     builtin_metrics,
     calibration_metrics,
     compute_metrics,
     lower_is_better,
 )
-from pipeline.contract.statistics.scores import (
+from pipeline.statistics.scores import (
     ACTUAL,
     BASELINE,
     CANDIDATE,
@@ -34,7 +34,7 @@ from pipeline.contract.statistics.scores import (
     QUERY,
     Columns,
 )
-from pipeline.contract.task import Classifier, Task
+from pipeline.system.errors import ConfigError, StageError
 
 Array = np.ndarray[Any, Any]
 _ALL_WRONG = float(np.finfo(np.float64).max)  # stands for infinity, which JSON does not have

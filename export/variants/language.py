@@ -30,13 +30,13 @@ from export.variants.judge import (
     output_scale,
 )
 from pipeline.contract.data import Samples, as_task_outputs, forward, open_split
-from pipeline.contract.errors import ConfigError
 from pipeline.contract.golden import Decoder, empty_past, inputs_of
 from pipeline.contract.signature import Generation
-from pipeline.contract.statistics.aggregates import Mean
-from pipeline.contract.statistics.intervals import Interval, metric_interval
-from pipeline.contract.statistics.scores import Columns, actual_columns, score_batch
 from pipeline.contract.task import Batch, Task
+from pipeline.statistics.aggregates import Mean
+from pipeline.statistics.intervals import Interval, metric_interval
+from pipeline.statistics.scores import Columns, actual_columns, score_batch
+from pipeline.system.errors import ConfigError
 
 Array = np.ndarray[Any, Any]
 _COMPARED_LOGITS = 1 << 24  # of the first test samples, whose logits are compared one by one

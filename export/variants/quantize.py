@@ -26,9 +26,9 @@ from export.names import name_tensors, set_output_axes
 from export.to_onnx import save_stripped, tensor_specs, untraced_batches
 from export.variants.weight_only import DOMAIN, collect_moments, nested_nodes, round_graph, subgraphs
 from pipeline.contract.data import Samples, check_columns, open_split
-from pipeline.contract.errors import DataError, StageError
 from pipeline.contract.signature import NUMPY_TYPES, TensorSpec
 from pipeline.contract.task import HasAxes, Task
+from pipeline.system.errors import DataError, StageError
 
 Array = np.ndarray[Any, Any]
 

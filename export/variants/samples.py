@@ -25,8 +25,8 @@ from export.variants.judge import (
 )
 from export.variants.quantize import calibration_feeds
 from pipeline.contract.data import Samples, as_task_outputs, forward
-from pipeline.contract.statistics.scores import Columns, actual_columns, score_batch
 from pipeline.contract.task import Batch, HasAxes, Task
+from pipeline.statistics.scores import Columns, actual_columns, score_batch
 
 _FAULT_SEARCH_SAMPLES = 32  # test samples
 

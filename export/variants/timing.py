@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 
-from pipeline.contract.statistics.intervals import Interval
+from pipeline.statistics.intervals import Interval
 
 Array = np.ndarray[Any, Any]
 Rounds = Sequence[Array]  # seconds of every call, round by round

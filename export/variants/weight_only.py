@@ -20,7 +20,7 @@ from onnx import helper, numpy_helper
 
 from export.fault_search import input_names
 from export.parity import open_session
-from pipeline.contract.errors import StageError
+from pipeline.system.errors import StageError
 
 Array = np.ndarray[Any, Any]
 Feed = Mapping[str, Array]

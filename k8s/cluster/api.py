@@ -18,8 +18,8 @@ from typing import Any
 from urllib.parse import urlencode
 
 from k8s.objects.kustomize import Object
-from pipeline.contract.errors import ResourceError, missing_extra
-from pipeline.contract.processes import hide_packages
+from pipeline.system.errors import ResourceError, missing_extra
+from pipeline.system.processes import hide_packages
 
 TRANSIENT_STATUSES = (408, 410, 429, 500, 502, 503, 504)  # 410: a list changed between two of its pages
 

@@ -21,8 +21,8 @@ from k8s.cluster.request_counts import RequestCounts, parse_request_counts
 from k8s.objects.kustomize import Object
 from k8s.objects.manifests import HTTP_PORT, TRACK_LABEL
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.errors import PipelineError, StageError
 from pipeline.contract.settings.cluster import Rollout
+from pipeline.system.errors import PipelineError, StageError
 
 CANARY_TRAFFIC_PERCENT = "canaryTrafficPercent"
 

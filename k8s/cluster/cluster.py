@@ -38,7 +38,7 @@ from k8s.objects.manifests import (
     format_selector,
     kubectl_name,
 )
-from pipeline.contract.errors import PipelineError, ResourceError, StageError
+from pipeline.system.errors import PipelineError, ResourceError, StageError
 
 APPLY_QUERY = {"fieldManager": "pipe", "fieldValidation": "Strict"}
 APPLY_CONTENT_TYPE = "application/apply-patch+yaml"  # JSON is YAML

@@ -13,7 +13,7 @@ from k8s.cluster.cluster import Cluster
 from k8s.cluster.rollout_status import minimum_replicas, rollout_progress
 from k8s.objects.kustomize import Object
 from k8s.objects.manifests import BUNDLE_ANNOTATION, WORKLOAD_KINDS, kubectl_name
-from pipeline.contract.errors import PipelineError
+from pipeline.system.errors import PipelineError
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from k8s.cluster.api import NotKubernetes, Response
-from pipeline.contract.errors import ConfigError, PipelineError, ResourceError, StageError
+from pipeline.system.errors import ConfigError, PipelineError, ResourceError, StageError
 
 # How to install the kinds that plain Kubernetes does not have, by API group.
 _INSTALL_HINTS = {

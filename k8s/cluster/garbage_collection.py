@@ -15,7 +15,7 @@ from k8s.objects.manifests import (
     identity_labels,
     kubectl_name,
 )
-from pipeline.contract.errors import PipelineError
+from pipeline.system.errors import PipelineError
 
 _CONFIG_MAP = {"apiVersion": "v1", "kind": "ConfigMap"}
 _REPLICA_SET = {"apiVersion": "apps/v1", "kind": "ReplicaSet"}

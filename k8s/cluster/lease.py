@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from k8s.cluster.api import Connection, api_path
 from k8s.cluster.errors import api_error
 from k8s.objects.kustomize import Object
-from pipeline.contract.errors import PipelineError, ResourceError
+from pipeline.system.errors import PipelineError, ResourceError
 
 LEASE_TIMEOUT_SECONDS = 120  # longest wait for another deployment of the same model
 

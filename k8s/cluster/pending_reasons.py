@@ -11,7 +11,7 @@ from k8s.cluster.rollout_status import pod_problem
 from k8s.objects.kustomize import Object
 from k8s.objects.manifests import kubectl_name
 from k8s.objects.training import QUEUE_LABEL
-from pipeline.contract.errors import PipelineError
+from pipeline.system.errors import PipelineError
 
 # The newer version first; clusters with an older Kueue only serve the other.
 _KUEUE_WORKLOADS = [

@@ -18,7 +18,7 @@ from k8s.cluster.request_counts import RequestCounts, parse_request_counts
 from k8s.cluster.rollout_status import pod_problem
 from k8s.objects.kustomize import Object
 from k8s.objects.manifests import BUNDLE_ANNOTATION, format_selector, identity_labels
-from pipeline.contract.errors import PipelineError
+from pipeline.system.errors import PipelineError
 
 _PAUSE_SECONDS = 2.0
 _JOIN_SECONDS = 5.0  # for a request that is under way at the end

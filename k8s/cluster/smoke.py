@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from k8s.cluster.api import Unreachable
 from k8s.cluster.cluster import Cluster, Report, ServiceResponse
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.errors import StageError
+from pipeline.system.errors import StageError
 
 if TYPE_CHECKING:
     from pipeline.contract.golden import GoldenRequest

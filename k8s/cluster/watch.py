@@ -20,7 +20,7 @@ from k8s.cluster.api import (
 )
 from k8s.cluster.errors import api_error
 from k8s.objects.kustomize import Object
-from pipeline.contract.errors import PipelineError
+from pipeline.system.errors import PipelineError
 
 _WATCH_TIMEOUT_SECONDS = 240
 _READ_TIMEOUT_SECONDS = 300.0  # bookmarks come about every minute

@@ -29,9 +29,9 @@ from k8s.images.contents import (
 from k8s.images.modelcar import bundle_annotations
 from k8s.images.registry import Reference, parse_reference
 from pipeline.contract.bundle import Bundle, open_bundle
-from pipeline.contract.errors import BundleError, ConfigError, StageError
-from pipeline.contract.files import digest_file, digest_mapping, digest_tree
-from pipeline.contract.sources import PACKAGES, SOURCE_ROOT, project_sources, third_party_imports
+from pipeline.system.errors import BundleError, ConfigError, StageError
+from pipeline.system.files import digest_file, digest_mapping, digest_tree
+from pipeline.system.sources import PACKAGES, SOURCE_ROOT, project_sources, third_party_imports
 
 BUILDERS = ("docker", "podman", "buildah")
 
@@ -44,7 +44,7 @@ _PASSED_VARIABLES = (
 _IMAGES = Path(__file__).resolve().parent
 _IMAGE_NAME = re.compile(r"^[a-zA-Z0-9][\w.\-/:@]*$", re.ASCII)
 # What the service imports of ours; the bundle's codec may import the whole contract.
-_SERVICE_SOURCES = ("pipeline/__init__.py", "pipeline/contract", "serve")
+_SERVICE_SOURCES = ("pipeline/__init__.py", "pipeline/contract", "pipeline/system", "serve")
 _DOCKERIGNORE = "**/__pycache__\n**/*.pyc\n"
 _RUNS_FOLDER = "runs"  # never part of an image: a volume is mounted there
 # Build arguments of the Dockerfiles that repeat an annotation as a label.

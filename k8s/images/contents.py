@@ -22,9 +22,9 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.errors import StageError, install_command
-from pipeline.contract.files import digest_mapping
-from pipeline.contract.sources import SOURCE_ROOT
+from pipeline.system.errors import StageError, install_command
+from pipeline.system.files import digest_mapping
+from pipeline.system.sources import SOURCE_ROOT
 
 
 @dataclass(frozen=True)

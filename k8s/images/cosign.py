@@ -20,8 +20,8 @@ from pydantic import ValidationError
 from k8s.images.oci_layout import CONFIG, MANIFEST, Layout, canonical_json
 from k8s.images.registry import Reference, Repository, find_login, parse_reference
 from pipeline.contract.bundle import BUILDER, PREDICATE, PROVENANCE, STATEMENT, Bundle, check_gate
-from pipeline.contract.errors import BundleError, ConfigError
 from pipeline.contract.signing import Envelope, Trust, read_payload, sign_payload
+from pipeline.system.errors import BundleError, ConfigError
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey

@@ -10,7 +10,7 @@ from typing import Any
 from k8s.images.oci_layout import LAYER, Blob, Layer, Layout
 from k8s.images.registry import Reference, Repository
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.errors import ConfigError, StageError
+from pipeline.system.errors import ConfigError, StageError
 
 MODELS = "models"  # where KServe expects the model in the image
 ARCHITECTURES = ("amd64", "arm64")  # data has none, but nodes pull the image of their own

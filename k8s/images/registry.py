@@ -24,7 +24,7 @@ from typing import Any
 from urllib.parse import SplitResult, quote, urlencode, urljoin, urlsplit
 
 from k8s.images.oci_layout import INDEX, MANIFEST, Layout
-from pipeline.contract.errors import ConfigError, PipelineError, StageError
+from pipeline.system.errors import ConfigError, PipelineError, StageError
 
 _HELPER_TIMEOUT_SECONDS = 30
 _DOCKER_HUB_LOGIN = "https://index.docker.io/v1/"  # the name under which the login of Docker Hub is stored

@@ -10,8 +10,8 @@ from k8s.objects import training
 from k8s.objects.kustomize import Object
 from k8s.objects.manifests import check_pinned, identity_labels, load_manifests, set_metadata
 from pipeline.contract.config import Config
-from pipeline.contract.errors import ConfigError
-from pipeline.contract.files import digest_bytes
+from pipeline.system.errors import ConfigError
+from pipeline.system.files import digest_bytes
 
 RUN_LABEL, STEP_LABEL, KEY_LABEL = "pipe-road/run", "pipe-road/step", "pipe-road/key"
 SERVICE_ACCOUNT = "pipe"  # from k8s/manifests/access, for the deploy step

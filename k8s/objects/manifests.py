@@ -14,10 +14,10 @@ from k8s.objects.kustomize import Object as Object
 from k8s.objects.kustomize import build
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.config import Config
-from pipeline.contract.errors import ConfigError
-from pipeline.contract.files import digest_bytes, digest_mapping, write_atomic
 from pipeline.contract.settings.access import OPEN_ACCESS, Access
 from pipeline.contract.settings.stages import service_view_options
+from pipeline.system.errors import ConfigError
+from pipeline.system.files import digest_bytes, digest_mapping, write_atomic
 
 HTTP_PORT = 8080
 GRPC_PORT = 8081

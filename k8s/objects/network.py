@@ -15,9 +15,9 @@ from typing import Any
 from k8s.objects.kustomize import Object
 from k8s.objects.manifests import identity_labels, mount_signature_keys, name_by_content, set_metadata
 from pipeline.contract.config import Config
-from pipeline.contract.errors import ConfigError
 from pipeline.contract.settings.access import Access
 from pipeline.contract.settings.stages import Deploy, Serve
+from pipeline.system.errors import ConfigError
 
 _DOWNLOAD_SCHEMES = ("s3://", "gs://", "https://")  # KServe's storage initializer downloads from within the pod
 _ACCESS_FOLDER = "/access"

@@ -28,10 +28,10 @@ from k8s.objects.manifests import (
 )
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.config import Config
-from pipeline.contract.errors import ConfigError
 from pipeline.contract.settings.access import OPEN_ACCESS, Access
 from pipeline.contract.settings.stages import Deploy, Serve
 from pipeline.contract.signature import MAX_SCORES_BYTES, SCORE_BYTES, Generation, Signature
+from pipeline.system.errors import ConfigError
 
 _OCI = "oci://"
 # Objects come after those they refer to.

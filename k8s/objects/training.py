@@ -26,10 +26,10 @@ from k8s.objects.manifests import (
     set_metadata,
 )
 from pipeline.contract.config import Config, override_config
-from pipeline.contract.errors import ConfigError
-from pipeline.contract.files import digest_bytes
 from pipeline.contract.settings.cluster import Cluster, NodePlacement
 from pipeline.contract.settings.stages import Train
+from pipeline.system.errors import ConfigError
+from pipeline.system.files import digest_bytes
 
 RENDEZVOUS_PORT = 29400
 TTL_SECONDS_AFTER_FINISHED = 604_800  # finished training can be inspected for a week

@@ -27,11 +27,11 @@ import psutil
 
 from pipeline.chaos.verdict import KillResult, Training, compare_training, kill_results, training_log
 from pipeline.contract.config import Config, override_config
-from pipeline.contract.errors import ConfigError, PipelineError, ResourceError, StageError
-from pipeline.contract.fork_server import Process
 from pipeline.contract.run import Run
 from pipeline.history import Project, create_run, link_outputs, write_record
 from pipeline.processes import child_process
+from pipeline.system.errors import ConfigError, PipelineError, ResourceError, StageError
+from pipeline.system.fork_server import Process
 from train.chaos_hooks import CHAOS_VARIABLE, ChaosEvent, ChaosLog, Fault, Kill, KillPoint
 
 _POLL_SECONDS = 0.01
@@ -241,7 +241,7 @@ def choose_victim(
     return next(iter(found or parents), None)
 
 
-_MODULES = {"launcher": "train.elastic.agent", "server": "pipeline.contract.fork_server"}
+_MODULES = {"launcher": "train.elastic.agent", "server": "pipeline.system.fork_server"}
 
 
 _EPOCHS = 2  # so that one ends during the training

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from pipeline.contract.errors import PipelineError
 from pipeline.contract.run import Run
+from pipeline.system.errors import PipelineError
 from pipeline.verify import ledger_verification
 from train.chaos_hooks import ChaosEvent, Kill
 

@@ -15,8 +15,8 @@ import typer
 
 from pipeline.cli import experiments, inspect, project, registry, run, service
 from pipeline.cli.app import app
-from pipeline.contract.errors import ConfigError, Interrupted, PipelineError, missing_extra
-from pipeline.contract.processes import TERMINATED, watch_parent
+from pipeline.system.errors import ConfigError, Interrupted, PipelineError, missing_extra
+from pipeline.system.processes import TERMINATED, watch_parent
 
 __all__ = ["app", "experiments", "inspect", "main", "project", "registry", "run", "service"]
 

@@ -10,9 +10,9 @@ import typer
 
 from pipeline.cli.app import Output, OutputOption, Overrides, app, emit, project_of, split_overrides, table
 from pipeline.cli.run import finish, make_request, run_facts
-from pipeline.contract.errors import ConfigError
 from pipeline.display import Display
 from pipeline.history import load_history, lock_runs
+from pipeline.system.errors import ConfigError
 from pipeline.tune.record import StudyFile, read_study, study_folder, study_trials
 
 if TYPE_CHECKING:

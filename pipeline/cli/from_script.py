@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from pipeline.contract.errors import ConfigError
+from pipeline.system.errors import ConfigError
 
 
 @dataclass(frozen=True)

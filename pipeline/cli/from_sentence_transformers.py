@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.contract.errors import ConfigError
+from pipeline.system.errors import ConfigError
 
 _SUPPORTED = ["Transformer", "Pooling", "Normalize"]
 _POOLING = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")

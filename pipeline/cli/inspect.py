@@ -25,7 +25,6 @@ from pipeline.cli.app import (
 )
 from pipeline.compare import align_columns, describe_different_tests, differences, result_row
 from pipeline.contract.bundle import check_gate, open_bundle, read_override
-from pipeline.contract.errors import BundleError, ConfigError, PipelineError
 from pipeline.contract.restarts import read_attempts
 from pipeline.contract.run import STEPS, Run, RunFile
 from pipeline.contract.signing import Trust
@@ -34,6 +33,7 @@ from pipeline.override import override_verdict, verdict_digest
 from pipeline.service.cluster_record import describe_clusters, read_cluster_status
 from pipeline.service.process import LiveService, read_live
 from pipeline.service.rollout import AdminClient
+from pipeline.system.errors import BundleError, ConfigError, PipelineError
 from pipeline.tune.record import count_trials
 
 

@@ -15,7 +15,6 @@ from pipeline.cli.app import KubeContext, Output, OutputOption, app, emit, names
 from pipeline.cli.run import cluster_overrides, emit_run, finish, newest_bundle
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.config import override_config
-from pipeline.contract.errors import ConfigError, StageError
 from pipeline.contract.registry import CHAMPION, PREVIOUS, Change, Entry, Registry, open_store, read_registry
 from pipeline.contract.run import Run
 from pipeline.contract.signing import new_key, private_key
@@ -35,6 +34,7 @@ from pipeline.service.cluster_record import (
 from pipeline.service.process import LiveService, read_live
 from pipeline.service.rollout import promote as promote_name
 from pipeline.service.rollout import rollback as roll_back_name
+from pipeline.system.errors import ConfigError, StageError
 
 commands = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Show the registry's names, promote a bundle, or roll back."

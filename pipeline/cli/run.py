@@ -31,10 +31,8 @@ from pipeline.cli.app import (
 from pipeline.continuation import continued_config, find_starting_point
 from pipeline.contract.bundle import read_override
 from pipeline.contract.config import Config
-from pipeline.contract.errors import ConfigError, Interrupted, ResourceError
 from pipeline.contract.run import STEPS, Run
 from pipeline.contract.settings.access import Access
-from pipeline.contract.sources import is_mentioned
 from pipeline.display import Display
 from pipeline.history import Project, find_run, load_history, lock_run, lock_runs, lock_service
 from pipeline.plan import Step, select_steps, with_upstream
@@ -54,6 +52,8 @@ from pipeline.runner import (
     run_pipeline,
 )
 from pipeline.service.process import read_live
+from pipeline.system.errors import ConfigError, Interrupted, ResourceError
+from pipeline.system.sources import is_mentioned
 
 
 class Engine(StrEnum):

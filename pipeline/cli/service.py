@@ -12,11 +12,11 @@ import typer
 
 from pipeline.cli.app import Output, OutputOption, app, emit, project_of
 from pipeline.cli.run import newest_bundle
-from pipeline.contract.errors import BundleError, ConfigError, InvalidPayload, StageError
 from pipeline.contract.run import Run, run_of_bundle
 from pipeline.contract.settings.access import Access
 from pipeline.history import find_run, lock_service
 from pipeline.service.process import LiveService, forget_token, read_live, send_request, stop_process, write_live
+from pipeline.system.errors import BundleError, ConfigError, InvalidPayload, StageError
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pydantic import ValidationError
 
-from pipeline.contract.errors import BundleError, GateError, PipelineError
-from pipeline.contract.files import digest_bytes, digest_file, empty_folders, write_json
 from pipeline.contract.settings.section import Frozen
 from pipeline.contract.signature import Signature
 from pipeline.contract.signing import Trust, check_cover
+from pipeline.system.errors import BundleError, GateError, PipelineError
+from pipeline.system.files import digest_bytes, digest_file, empty_folders, write_json
 
 if TYPE_CHECKING:
     from pipeline.contract.golden import Golden, GoldenRequest

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 
-from pipeline.contract.errors import ConfigError
 from pipeline.contract.signature import CODEC_FOLDER, Signature, codec_drawing
 from pipeline.contract.task import load_class
+from pipeline.system.errors import ConfigError
 
 Arrays: TypeAlias = Mapping[str, np.ndarray[Any, Any]]
 Encode: TypeAlias = Callable[[Arrays, Arrays], Sequence[Any]]  # of the outputs and the decoded inputs

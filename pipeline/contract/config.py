@@ -12,7 +12,6 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from pipeline.contract.errors import ConfigError, ConflictError
 from pipeline.contract.settings.cluster import Cluster, Rollout
 from pipeline.contract.settings.section import Section
 from pipeline.contract.settings.stages import (
@@ -27,6 +26,7 @@ from pipeline.contract.settings.stages import (
     Train,
     Tune,
 )
+from pipeline.system.errors import ConfigError, ConflictError
 
 
 class Config(Section):

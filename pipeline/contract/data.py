@@ -25,9 +25,9 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, Subset, default_collate
 
-from pipeline.contract.errors import ConfigError, DataError
-from pipeline.contract.files import digest_bytes
 from pipeline.contract.task import HasAxes, HasCollate, input_axes
+from pipeline.system.errors import ConfigError, DataError
+from pipeline.system.files import digest_bytes
 
 if TYPE_CHECKING:
     from pathlib import Path

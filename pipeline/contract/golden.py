@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.contract.files import write_json
 from pipeline.contract.signature import NUMPY_TYPES, Generation, TensorSpec
+from pipeline.system.files import write_json
 
 Array = np.ndarray[Any, Any]
 

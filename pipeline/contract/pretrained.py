@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.contract.config import Config
-from pipeline.contract.errors import ConfigError, DataError, PipelineError, ResourceError
 from pipeline.contract.run import Run, all_runs
 from pipeline.contract.settings.stages import Model
 from pipeline.contract.task import HasFiles, Task, make_shared_files
+from pipeline.system.errors import ConfigError, DataError, PipelineError, ResourceError
 
 SMALL_FILES = (
     *("config.json", "generation_config.json", "tokenizer*.json"),

@@ -19,10 +19,10 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import ValidationError
 
-from pipeline.contract.errors import ConfigError, DataError, InvalidPayload
-from pipeline.contract.files import TOKENIZER_FILE
 from pipeline.contract.signature import Generation, Prompting, SamplingDefaults
 from pipeline.contract.task import Generates
+from pipeline.system.errors import ConfigError, DataError, InvalidPayload
+from pipeline.system.files import TOKENIZER_FILE
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

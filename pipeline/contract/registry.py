@@ -25,9 +25,9 @@ from typing import Any, Protocol
 from pydantic import ValidationError
 
 from pipeline.contract.bundle import BESIDE, Bundle, Manifest, open_bundle
-from pipeline.contract.errors import BundleError, ConfigError, PipelineError, ResourceError
-from pipeline.contract.files import digest_bytes, sync_directory
 from pipeline.contract.settings.section import Frozen
+from pipeline.system.errors import BundleError, ConfigError, PipelineError, ResourceError
+from pipeline.system.files import digest_bytes, sync_directory
 
 CHAMPION = "champion"
 PREVIOUS = "previous"  # follows from the history and cannot be set

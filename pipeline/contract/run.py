@@ -24,11 +24,11 @@ from pydantic import ValidationError
 
 from pipeline.contract.bundle import Bundle, Override, open_bundle, read_override
 from pipeline.contract.config import Config, parse_config
-from pipeline.contract.errors import BundleError, PipelineError, ResourceError, StageError, missing_extra, write_error
-from pipeline.contract.files import digest_bytes, digest_file, digest_mapping
-from pipeline.contract.processes import Rank, watch_parent
 from pipeline.contract.settings.section import Frozen
 from pipeline.contract.signing import Trust
+from pipeline.system.errors import BundleError, PipelineError, ResourceError, StageError, missing_extra, write_error
+from pipeline.system.files import digest_bytes, digest_file, digest_mapping
+from pipeline.system.processes import Rank, watch_parent
 
 _SECOND = len("20260131-235959")  # at the beginning of a run's name
 _TIMED = re.compile(r"\d{8}-\d{6}-")

@@ -12,8 +12,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from pipeline.contract.errors import ConfigError
 from pipeline.contract.settings.section import Frozen
+from pipeline.system.errors import ConfigError
 
 
 class Limits(Frozen):

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from pipeline.contract.errors import BundleError, ConfigError
-from pipeline.contract.files import digest_bytes, digest_file, write_json
 from pipeline.contract.settings.section import Frozen
+from pipeline.system.errors import BundleError, ConfigError
+from pipeline.system.files import digest_bytes, digest_file, write_json
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey

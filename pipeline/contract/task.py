@@ -17,10 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_checkable
 
-from pipeline.contract.errors import ConfigError, DataError, StageError
-from pipeline.contract.files import digest_tree
-from pipeline.contract.imports import PROJECT, import_file
 from pipeline.contract.run import Run, describe
+from pipeline.system.errors import ConfigError, DataError, StageError
+from pipeline.system.files import digest_tree
+from pipeline.system.imports import PROJECT, import_file
 
 if TYPE_CHECKING:
     import torch

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.contract.errors import BundleError, PipelineError
-from pipeline.contract.files import digest_file
 from pipeline.contract.registry import CHAMPION, Entry, Registry
 from pipeline.contract.run import Run, RunFile
+from pipeline.system.errors import BundleError, PipelineError
+from pipeline.system.files import digest_file
 
 if TYPE_CHECKING:
     from pipeline.data_checks.profile import Profile

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pipeline.contract.settings.stages import Prepare
-from pipeline.contract.statistics.significance import holm
 from pipeline.data_checks.near_duplicates import Pair
 from pipeline.data_checks.profile import Feature, Histogram, Profile
 from pipeline.data_checks.rules import (
@@ -22,6 +21,7 @@ from pipeline.data_checks.rules import (
     differences,
     join_names,
 )
+from pipeline.statistics.significance import holm
 
 DRIFT_PSI = 0.2  # population stability index; smaller differences are no drift
 DRIFT_P_VALUE = 0.01  # probability of any false alarm among all features of all splits (Holm)

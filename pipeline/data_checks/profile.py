@@ -17,8 +17,8 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
-from pipeline.contract.files import write_json
 from pipeline.contract.settings.section import Frozen
+from pipeline.system.files import write_json
 
 Kind: TypeAlias = Literal["numbers", "sums", "ids"]
 Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]

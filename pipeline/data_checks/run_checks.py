@@ -10,10 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from pipeline.contract.data import Samples
-from pipeline.contract.errors import ConfigError, DataError
-from pipeline.contract.facts import NEAR_COPIES
-from pipeline.contract.files import write_json
 from pipeline.contract.registry import Entry, read_registry
+from pipeline.contract.results import NEAR_COPIES
 from pipeline.contract.run import Run
 from pipeline.contract.settings.stages import Prepare
 from pipeline.contract.task import Classifier, HasAxes, HasCollate, Task
@@ -49,6 +47,8 @@ from pipeline.data_checks.scan import (
     scan_split,
     with_label,
 )
+from pipeline.system.errors import ConfigError, DataError
+from pipeline.system.files import write_json
 
 _MAX_PAIRS = 100  # near-duplicates that are written; all are counted
 _MAX_PRINTED = 5  # results on the terminal; all are written

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from pipeline.contract.data import Fingerprint, Samples, batch_digests
-from pipeline.contract.errors import DataError
 from pipeline.contract.task import Classifier, Regressor, Task
 from pipeline.data_checks.copies import describe_pictures
 from pipeline.data_checks.near_duplicates import (
@@ -39,6 +38,7 @@ from pipeline.data_checks.profile import (
     choose_features,
     feature_kind,
 )
+from pipeline.system.errors import DataError
 
 SimilaritySpace: TypeAlias = FeatureSpace | TextColumn  # in which near-duplicates are searched
 

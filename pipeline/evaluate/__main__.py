@@ -21,22 +21,10 @@ import torch.distributed as dist
 
 from pipeline.contract.codec import load_codec
 from pipeline.contract.data import Samples, check_columns, open_split
-from pipeline.contract.errors import ConfigError, DataError, GateError, StageError
-from pipeline.contract.facts import CHAMPION, FIGURES, WORST
-from pipeline.contract.files import digest_file, write_json
-from pipeline.contract.processes import Rank
 from pipeline.contract.registry import count_comparison
+from pipeline.contract.results import CHAMPION, FIGURES, WORST
 from pipeline.contract.run import Run, run_step
 from pipeline.contract.settings.stages import Evaluate
-from pipeline.contract.statistics.metrics import lower_is_better
-from pipeline.contract.statistics.scores import (
-    BASELINE,
-    CANDIDATE,
-    Columns,
-    candidate_predictor,
-    join_parts,
-    score_batch,
-)
 from pipeline.contract.task import FOLDER, Classifier, Task, build_model, load_weights, open_task
 from pipeline.evaluate.baseline import Baseline, find_baseline
 from pipeline.evaluate.codec_check import CodecCheck, check_codec
@@ -52,6 +40,18 @@ from pipeline.evaluate.gate import Verdict, decide, rejection_message
 from pipeline.evaluate.results import Results, metrics_body, verdict_body
 from pipeline.evaluate.slices import check_slice_labels, label_columns
 from pipeline.evaluate.worst_samples import worst_body
+from pipeline.statistics.metrics import lower_is_better
+from pipeline.statistics.scores import (
+    BASELINE,
+    CANDIDATE,
+    Columns,
+    candidate_predictor,
+    join_parts,
+    score_batch,
+)
+from pipeline.system.errors import ConfigError, DataError, GateError, StageError
+from pipeline.system.files import digest_file, write_json
+from pipeline.system.processes import Rank
 
 if TYPE_CHECKING:
     from pipeline.contract.task import Predictor

@@ -18,12 +18,12 @@ from torch import Tensor
 
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.data import Samples, as_task_outputs, name_outputs
-from pipeline.contract.errors import BundleError, DataError
 from pipeline.contract.registry import Change, champion_bundle, open_store, read_registry
 from pipeline.contract.run import Run, describe
 from pipeline.contract.signature import NUMPY_TYPES, TensorSpec
-from pipeline.contract.statistics.scores import batch_length
 from pipeline.contract.task import HasBaseline, Task
+from pipeline.statistics.scores import batch_length
+from pipeline.system.errors import BundleError, DataError
 
 if TYPE_CHECKING:
     from pipeline.contract.task import Batch, Outputs, Predictor

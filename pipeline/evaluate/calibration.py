@@ -9,18 +9,18 @@ from typing import Any
 import numpy as np
 
 from pipeline.contract.settings.stages import Evaluate
-from pipeline.contract.statistics.aggregates import CalibrationError, Mean
-from pipeline.contract.statistics.intervals import Interval, difference_interval, metric_interval
-from pipeline.contract.statistics.metrics import BRIER_RANGE
-from pipeline.contract.statistics.scores import Array
-from pipeline.contract.statistics.significance import (
+from pipeline.evaluate.rules import GateRule, decide_inconclusive, digits
+from pipeline.statistics.aggregates import CalibrationError, Mean
+from pipeline.statistics.intervals import Interval, difference_interval, metric_interval
+from pipeline.statistics.metrics import BRIER_RANGE
+from pipeline.statistics.scores import Array
+from pipeline.statistics.significance import (
     Bin,
     brier_scores,
     calibration_curve,
     confidences_and_hits,
     expected_calibration_error,
 )
-from pipeline.evaluate.rules import GateRule, decide_inconclusive, digits
 
 
 @dataclass(frozen=True)

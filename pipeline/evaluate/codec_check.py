@@ -19,7 +19,6 @@ from torch import Tensor
 
 from pipeline.contract.codec import Arrays, Codec, encode_method
 from pipeline.contract.data import Samples
-from pipeline.contract.errors import InvalidPayload
 from pipeline.contract.run import describe
 from pipeline.contract.task import (
     Classifier,
@@ -32,6 +31,7 @@ from pipeline.contract.task import (
     Task,
 )
 from pipeline.evaluate.rules import GateRule
+from pipeline.system.errors import InvalidPayload
 
 if TYPE_CHECKING:
     from pipeline.contract.task import Batch, Outputs, Predictor

@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.contract.errors import DataError
-from pipeline.contract.files import digest_file
 from pipeline.contract.run import Run
 from pipeline.contract.settings.stages import Evaluate
-from pipeline.contract.statistics.metrics import Metric, compute_metrics
-from pipeline.contract.statistics.scores import ACTUAL, BASELINE, CANDIDATE, Columns
-from pipeline.contract.statistics.significance import detectable_difference, holm, mcnemar, permutation_p_value
 from pipeline.evaluate.rules import digits
+from pipeline.statistics.metrics import Metric, compute_metrics
+from pipeline.statistics.scores import ACTUAL, BASELINE, CANDIDATE, Columns
+from pipeline.statistics.significance import detectable_difference, holm, mcnemar, permutation_p_value
+from pipeline.system.errors import DataError
+from pipeline.system.files import digest_file
 
 
 def compare_runs(first: Run, second: Run, config: Evaluate) -> dict[str, Any]:

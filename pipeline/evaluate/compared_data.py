@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.contract.data import Fingerprint, Samples
-from pipeline.contract.facts import NEAR_COPIES
+from pipeline.contract.results import NEAR_COPIES
 from pipeline.contract.settings.stages import Evaluate
 from pipeline.evaluate.rules import GateRule
 

@@ -9,10 +9,10 @@ import numpy as np
 import scipy  # type: ignore[import-untyped]
 
 from pipeline.contract.settings.stages import Evaluate
-from pipeline.contract.statistics.aggregates import Mean
-from pipeline.contract.statistics.metrics import Metric
-from pipeline.contract.statistics.scores import ACTUAL, BASELINE, CANDIDATE, PREDICTED, QUERY, Array, Columns
 from pipeline.evaluate.slices import MIN_SLICE_SAMPLES, Slice
+from pipeline.statistics.aggregates import Mean
+from pipeline.statistics.metrics import Metric
+from pipeline.statistics.scores import ACTUAL, BASELINE, CANDIDATE, PREDICTED, QUERY, Array, Columns
 
 _LEVEL = 0.025  # one-sided, at which a baseline counts as better than chance
 _MIN_WRONG = 3  # samples of a slice that are all wrong

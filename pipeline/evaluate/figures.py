@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.contract.statistics.metrics import query_metrics
-from pipeline.contract.statistics.scores import (
+from pipeline.statistics.metrics import query_metrics
+from pipeline.statistics.scores import (
     ACTUAL,
     BASELINE,
     CANDIDATE,

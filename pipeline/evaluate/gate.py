@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 from pipeline.contract.settings.stages import Evaluate
-from pipeline.contract.statistics.intervals import Interval
 from pipeline.evaluate.calibration import Calibration, calibration_rules
 from pipeline.evaluate.codec_check import CodecCheck
 from pipeline.evaluate.compared_data import DataChange, same_data_rule
@@ -23,6 +22,7 @@ from pipeline.evaluate.rules import (
     requirement_rules,
 )
 from pipeline.evaluate.slices import Slice, slice_rule, slice_warnings
+from pipeline.statistics.intervals import Interval
 
 Kind: TypeAlias = Literal["pass", "fail", "no-baseline"]
 

@@ -10,11 +10,17 @@ from typing import Any, Literal
 
 import numpy as np
 
-from pipeline.contract.errors import ConfigError, DataError
 from pipeline.contract.settings.stages import Evaluate
-from pipeline.contract.statistics.intervals import Interval
-from pipeline.contract.statistics.metrics import Metric, class_metrics, compute_metrics, confusion, metric_values
-from pipeline.contract.statistics.scores import (
+from pipeline.evaluate.calibration import Calibration, brier_gain, measure_calibration
+from pipeline.evaluate.codec_check import CodecCheck
+from pipeline.evaluate.compared_data import DataChange
+from pipeline.evaluate.doubts import chance_reason, find_doubts
+from pipeline.evaluate.gate import Measurements, Verdict
+from pipeline.evaluate.rules import Comparison, samples_needed
+from pipeline.evaluate.slices import Slice, compare_slices, slice_groups
+from pipeline.statistics.intervals import Interval
+from pipeline.statistics.metrics import Metric, class_metrics, compute_metrics, confusion, metric_values
+from pipeline.statistics.scores import (
     ACTUAL,
     BASELINE,
     CANDIDATE,
@@ -25,7 +31,7 @@ from pipeline.contract.statistics.scores import (
     Array,
     Columns,
 )
-from pipeline.contract.statistics.significance import (
+from pipeline.statistics.significance import (
     McNemar,
     confidence_text,
     detectable_difference,
@@ -33,13 +39,7 @@ from pipeline.contract.statistics.significance import (
     permutation_p_value,
     repeated_confidence,
 )
-from pipeline.evaluate.calibration import Calibration, brier_gain, measure_calibration
-from pipeline.evaluate.codec_check import CodecCheck
-from pipeline.evaluate.compared_data import DataChange
-from pipeline.evaluate.doubts import chance_reason, find_doubts
-from pipeline.evaluate.gate import Measurements, Verdict
-from pipeline.evaluate.rules import Comparison, samples_needed
-from pipeline.evaluate.slices import Slice, compare_slices, slice_groups
+from pipeline.system.errors import ConfigError, DataError
 
 
 @dataclass(frozen=True)

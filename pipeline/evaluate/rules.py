@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from pipeline.contract.settings.stages import Evaluate
-from pipeline.contract.statistics.intervals import Interval
-from pipeline.contract.statistics.significance import confidence_text, repeated_confidence
+from pipeline.statistics.intervals import Interval
+from pipeline.statistics.significance import confidence_text, repeated_confidence
 
 _NONE: Mapping[str, str] = MappingProxyType({})
 _SMALL = 1e-3

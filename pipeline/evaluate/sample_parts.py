@@ -15,9 +15,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from torch import Tensor
 
-from pipeline.contract.errors import DataError
-from pipeline.contract.statistics.scores import Array
 from pipeline.contract.task import Boxes, Embedding, TaggedText
+from pipeline.statistics.scores import Array
+from pipeline.system.errors import DataError
 
 Part: TypeAlias = dict[str, Any]  # one value with its `name` and `kind`
 Range: TypeAlias = tuple[float, float]

@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from pipeline.contract.errors import ConfigError, DataError
 from pipeline.contract.settings.stages import Evaluate
-from pipeline.contract.statistics.aggregates import Floats, Mean
-from pipeline.contract.statistics.intervals import Interval, difference_interval
-from pipeline.contract.statistics.scores import (
+from pipeline.contract.task import HasSlices, Task
+from pipeline.evaluate.rules import GateRule, digits
+from pipeline.statistics.aggregates import Floats, Mean
+from pipeline.statistics.intervals import Interval, difference_interval
+from pipeline.statistics.scores import (
     SLICE,
     Array,
     Columns,
     actual_columns,
     batch_length,
 )
-from pipeline.contract.statistics.significance import bonferroni_confidence, decrease_p_value, holm
-from pipeline.contract.task import HasSlices, Task
-from pipeline.evaluate.rules import GateRule, digits
+from pipeline.statistics.significance import bonferroni_confidence, decrease_p_value, holm
+from pipeline.system.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from pipeline.contract.task import Batch

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 
 from pipeline.contract.data import Samples
-from pipeline.contract.errors import DataError
 from pipeline.contract.run import Run
-from pipeline.contract.statistics.scores import ACTUAL, BASELINE, CANDIDATE, PREDICTED, Array, Columns
 from pipeline.contract.task import FOLDER, Embedding, HasShow, HasText, Task
 from pipeline.evaluate.results import Results
 from pipeline.evaluate.sample_parts import Part, array_part, row_part, shown_parts, text_part
+from pipeline.statistics.scores import ACTUAL, BASELINE, CANDIDATE, PREDICTED, Array, Columns
+from pipeline.system.errors import DataError
 
 if TYPE_CHECKING:
     from pipeline.contract.task import Batch, Predictor

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from pipeline.contract.facts import is_number
-from pipeline.contract.html import Child, Html, el, number, signed
+from pipeline.contract.results import is_number
+from pipeline.system.html import Child, Html, el, number, signed
 
 Points: TypeAlias = Sequence[tuple[float, float]]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pipeline.contract.facts import Body, Facts, is_number, mappings
-from pipeline.contract.html import Html, el, number, percent
+from pipeline.contract.results import Body, Facts, is_number, mappings
 from pipeline.report.charts import RUN_STYLES, Plot, drawing, figure, make_plot, px, svg_line
 from pipeline.report.rendering import render
+from pipeline.system.html import Html, el, number, percent
 
 _MAX_MATRIX_CLASSES = 30  # with more, only the confusions that occur are listed
 _MAX_CONFUSIONS = 12  # shown
@@ -198,7 +198,7 @@ def _bins(body: Any) -> list[dict[str, Any]]:
 
 def _bin_interval(bin_: Mapping[str, Any]) -> tuple[float, float] | None:
     """Return the interval of the share of right answers; None for an empty bin."""
-    from pipeline.contract.statistics.intervals import proportion_interval  # slow to load
+    from pipeline.statistics.intervals import proportion_interval  # slow to load
 
     count = _count(bin_)
     if not count:

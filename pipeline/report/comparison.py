@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from pipeline.compare import record_differences
-from pipeline.contract.errors import PipelineError
-from pipeline.contract.facts import Body, Facts, is_number
-from pipeline.contract.html import Html, number, seconds, short, signed
+from pipeline.contract.results import Body, Facts, is_number
 from pipeline.contract.run import Run
 from pipeline.report.charts import interval_chart, interval_text, parse_range, shared_axis, small_interval
 from pipeline.report.evaluation import describe_outcome
 from pipeline.report.rendering import render
+from pipeline.system.errors import PipelineError
+from pipeline.system.html import Html, number, seconds, short, signed
 
 _MAX_PARTS = 40  # shown
 _MAX_LABEL = 12  # of a run's name in charts; of a longer one, its end is shown
@@ -64,7 +64,7 @@ def adjust_p_values(comparisons: Sequence[Comparison]) -> list[Comparison]:
     rows = [row for compared in comparisons for row in compared.metrics]
     if len(comparisons) < 2 or not rows:
         return list(comparisons)
-    from pipeline.contract.statistics.significance import holm  # imports numpy
+    from pipeline.statistics.significance import holm  # imports numpy
 
     adjusted = iter(holm([row["p_value"] for row in rows]))
     return [

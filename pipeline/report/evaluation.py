@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.contract.facts import Facts, is_number, mappings
-from pipeline.contract.html import Html, short, signed
+from pipeline.contract.results import Facts, is_number, mappings
 from pipeline.contract.run import STEPS
 from pipeline.report.charts import Axis, Range, interval_chart, interval_text, parse_range, shared_axis, small_interval
 from pipeline.report.rendering import render
+from pipeline.system.html import Html, short, signed
 
 _MAX_SLICES = 100  # shown
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipeline.contract.facts import Facts, mappings
-from pipeline.contract.html import Html, number, size
+from pipeline.contract.results import Facts, mappings
 from pipeline.report.charts import interval_text, parse_range
 from pipeline.report.rendering import render
+from pipeline.system.html import Html, number, size
 
 _TIMED_BATCHES = {"1": "p50, batch 1", "32": "p50, batch 32"}
 _QUANTILES = {"p50": "median", "p95": "95 %", "p99": "99 %", "max": "slowest"}

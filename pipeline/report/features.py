@@ -11,14 +11,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from pipeline.contract.errors import PipelineError
-from pipeline.contract.facts import Body, Facts, is_number, mappings
-from pipeline.contract.html import Child, Html, el, number, percent
+from pipeline.contract.results import Body, Facts, is_number, mappings
 from pipeline.contract.run import Run, all_runs
 from pipeline.contract.task import SPLITS
 from pipeline.data_checks.champion import CHAMPION_PART
 from pipeline.report.charts import WIDTH, Axis, Plot, drawing, figure, label, make_plot, px, svg_line, tick_text, ticks
 from pipeline.report.rendering import render
+from pipeline.system.errors import PipelineError
+from pipeline.system.html import Child, Html, el, number, percent
 
 _MAX_FEATURES = 12  # drawn
 _MAX_VALUES = 16  # of a category, drawn

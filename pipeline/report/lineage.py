@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.contract.config import Config
-from pipeline.contract.facts import Facts
-from pipeline.contract.html import Html, el, number, short
+from pipeline.contract.results import Facts
 from pipeline.contract.run import STEPS
 from pipeline.contract.settings.section import Section
 from pipeline.contract.task import SPLITS
 from pipeline.report.charts import drawing, label, px
 from pipeline.report.rendering import render
+from pipeline.system.html import Html, el, number, short
 
 _MAX_CLASSES = 60  # shown
 _MAX_DUPLICATES = 10  # shown

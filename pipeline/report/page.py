@@ -19,9 +19,7 @@ from urllib.parse import quote
 
 from jinja2 import UndefinedError
 
-from pipeline.contract.facts import Body, Facts, is_number, mappings, read_facts
-from pipeline.contract.files import write_atomic
-from pipeline.contract.html import MISSING, Html, el, number, seconds, signed
+from pipeline.contract.results import Body, Facts, is_number, mappings, read_facts
 from pipeline.contract.run import STEPS, Run, StepRecord
 from pipeline.history import COMMIT, WORKING_TREE, History
 from pipeline.report import (
@@ -38,6 +36,8 @@ from pipeline.report import (
 from pipeline.report.charts import parse_range
 from pipeline.report.features import read_champion_profile
 from pipeline.report.rendering import render, score
+from pipeline.system.files import write_atomic
+from pipeline.system.html import MISSING, Html, el, number, seconds, signed
 
 _STYLE = Path(__file__).with_name("style.css")
 _INDEX_SCRIPT = Path(__file__).with_name("index.js")  # of the index; reports have no script

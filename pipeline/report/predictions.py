@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipeline.contract.facts import Body, Facts, is_number, mappings
-from pipeline.contract.html import Html, el, number
+from pipeline.contract.results import Body, Facts, is_number, mappings
 from pipeline.report.charts import Axis, Plot, drawing, make_plot, px, svg_line
 from pipeline.report.rendering import render
+from pipeline.system.html import Html, el, number
 
 _HEIGHT = 320
 _MODELS = {"candidate": "one", "baseline": "two"}

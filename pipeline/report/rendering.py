@@ -9,7 +9,7 @@ from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-from pipeline.contract.html import Html, number, percent, seconds, short, signed, size
+from pipeline.system.html import Html, number, percent, seconds, short, signed, size
 
 _BETWEEN_TAGS = re.compile(r">\s*\n\s*<")
 

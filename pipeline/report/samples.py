@@ -8,10 +8,10 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from pipeline.contract.facts import Body, Facts, is_number, mappings
-from pipeline.contract.html import MISSING, Html, el, number
+from pipeline.contract.results import Body, Facts, is_number, mappings
 from pipeline.report.charts import Plot, drawing, label, make_plot, px
 from pipeline.report.rendering import render
+from pipeline.system.html import MISSING, Html, el, number
 
 _BASE64 = re.compile(r"[A-Za-z0-9+/]+={0,2}")
 _PICTURES = ("picture", "boxes")

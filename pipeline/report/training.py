@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from pipeline.contract.facts import Body, Facts, is_number
-from pipeline.contract.html import Html, el, number, percent, seconds, size
+from pipeline.contract.results import Body, Facts, is_number
 from pipeline.report.charts import RUN_STYLES, Points, Series, drawing, label, line_chart, px
 from pipeline.report.rendering import render
+from pipeline.system.html import Html, el, number, percent, seconds, size
 
 Runs: TypeAlias = Mapping[str, Facts]  # by their names in the report; first the run that it is about
 

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field, TypeAdapter
 
 from pipeline.contract.config import Config
-from pipeline.contract.errors import ConfigError, PipelineError
-from pipeline.contract.files import write_json
 from pipeline.contract.run import Run
 from pipeline.contract.settings.section import Frozen
 from pipeline.history import Project, now
+from pipeline.system.errors import ConfigError, PipelineError
+from pipeline.system.files import write_json
 
 if TYPE_CHECKING:
     from k8s.cluster.drift import DeploymentState

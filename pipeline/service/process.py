@@ -15,11 +15,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pipeline.contract.errors import PipelineError, ResourceError, StageError
-from pipeline.contract.files import write_json
-from pipeline.contract.processes import PARENT_WATCH_VARIABLE
 from pipeline.contract.settings.access import OPEN_ACCESS, Access
 from pipeline.contract.settings.section import Frozen
+from pipeline.system.errors import PipelineError, ResourceError, StageError
+from pipeline.system.files import write_json
+from pipeline.system.processes import PARENT_WATCH_VARIABLE
 
 if TYPE_CHECKING:
     import psutil

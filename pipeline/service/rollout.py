@@ -20,13 +20,10 @@ from typing import Any, Literal
 
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.config import Config
-from pipeline.contract.errors import ConfigError, StageError
-from pipeline.contract.files import digest_mapping
 from pipeline.contract.registry import CHAMPION, PREVIOUS, Entry, ProposedChange, Registry, change_registry
 from pipeline.contract.run import Run
 from pipeline.contract.settings.access import Access
 from pipeline.contract.settings.stages import Deploy
-from pipeline.contract.sources import package_sources
 from pipeline.history import find_run, installed_versions, now
 from pipeline.service.process import (
     CanaryRecord,
@@ -43,6 +40,9 @@ from pipeline.service.process import (
     wait_until_ready,
     write_live,
 )
+from pipeline.system.errors import ConfigError, StageError
+from pipeline.system.files import digest_mapping
+from pipeline.system.sources import package_sources
 
 RolloutMethod = Literal["start", "take over", "swap"]
 
@@ -77,7 +77,7 @@ def choose_rollout(live: LiveService | None, config: Config, bundle: Bundle, sta
 
 def process_stamp(options: Sequence[str]) -> str:
     """Return a digest of what is fixed for a process; services with the same stamp differ only in bundles."""
-    parts = {**package_sources("serve", "pipeline.contract"), **installed_versions(_PACKAGES)}
+    parts = {**package_sources("serve", "pipeline.contract", "pipeline.system"), **installed_versions(_PACKAGES)}
     return digest_mapping({**parts, "python": platform.python_version(), "options": json.dumps(list(options))})
 
 

@@ -11,8 +11,6 @@ from typing import Any
 
 from pipeline.contract.bundle import OVERRIDDEN, Bundle
 from pipeline.contract.config import Config
-from pipeline.contract.errors import BundleError, ClusterError, ConfigError
-from pipeline.contract.files import write_json
 from pipeline.contract.run import Run, run_step
 from pipeline.contract.settings.access import Access
 from pipeline.contract.settings.stages import service_view_options
@@ -32,6 +30,8 @@ from pipeline.service.rollout import (
     start,
     swap_bundle,
 )
+from pipeline.system.errors import BundleError, ClusterError, ConfigError
+from pipeline.system.files import write_json
 
 
 def deploy(run: Run, root: Path) -> None:

@@ -37,12 +37,12 @@ from k8s.images.oci_layout import Layout
 from k8s.images.registry import BaseImage, Reference, Repository, find_login, parse_reference, resolve_base_image
 from pipeline.contract.bundle import Bundle, passed_gate
 from pipeline.contract.config import Config
-from pipeline.contract.errors import BundleError, ConfigError, GateError, StageError
-from pipeline.contract.files import write_json
 from pipeline.contract.run import Run, StepRecord, run_step
 from pipeline.contract.settings.stages import WHEELS_FOLDER, Package
 from pipeline.contract.signing import fingerprint
 from pipeline.history import Project, changed_outputs, load_history
+from pipeline.system.errors import BundleError, ConfigError, GateError, StageError
+from pipeline.system.files import write_json
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey

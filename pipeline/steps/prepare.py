@@ -17,12 +17,9 @@ import numpy as np
 
 from pipeline.contract.config import Config
 from pipeline.contract.data import Samples, axis_sizes, check_columns, example_batch, open_split
-from pipeline.contract.errors import ConfigError, DataError, PipelineError, ResourceError
-from pipeline.contract.files import write_json
 from pipeline.contract.pretrained import Pretrained, copy_small_files, planned_files
 from pipeline.contract.prompting import check_decoder, check_prompting
 from pipeline.contract.run import Run, describe, run_step
-from pipeline.contract.statistics.metrics import check_directions, lower_is_better
 from pipeline.contract.task import (
     FOLDER,
     KEY,
@@ -42,8 +39,11 @@ from pipeline.contract.task import (
 from pipeline.data_checks.near_duplicates import Digests
 from pipeline.data_checks.run_checks import check_data, report_results, write_checks
 from pipeline.data_checks.scan import SplitSummary
-from pipeline.readers import write_read_files
+from pipeline.statistics.metrics import check_directions, lower_is_better
 from pipeline.steps.pretrained import PRETRAINED_KEY, find_pretrained, record
+from pipeline.system.errors import ConfigError, DataError, PipelineError, ResourceError
+from pipeline.system.files import write_json
+from pipeline.user.readers import write_read_files
 from train.batch_order import ORDER_KEY, Kind, check_order_values, write_order
 from train.sample_checksums import write_checksums
 

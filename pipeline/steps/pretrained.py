@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.contract.config import Config
-from pipeline.contract.errors import ConfigError
-from pipeline.contract.files import digest_file, digest_mapping, write_atomic, write_json
 from pipeline.contract.pretrained import (
     PRETRAINED_RECORD,
     WEIGHT_FILE,
@@ -21,6 +19,8 @@ from pipeline.contract.pretrained import (
     open_pretrained,
 )
 from pipeline.contract.run import Run
+from pipeline.system.errors import ConfigError
+from pipeline.system.files import digest_file, digest_mapping, write_atomic, write_json
 
 PRETRAINED_KEY = "pretrained"  # in data.json
 _DIGEST_CACHE = ".pretrained-digests.json"  # in the folder of runs

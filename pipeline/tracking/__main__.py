@@ -21,11 +21,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from pipeline.contract.errors import missing_extra
-from pipeline.contract.facts import NewLines, read_facts
-from pipeline.contract.files import write_json
+from pipeline.contract.results import NewLines, read_facts
 from pipeline.contract.run import Run
 from pipeline.report.page import write_report
+from pipeline.system.errors import missing_extra
+from pipeline.system.files import write_json
 from pipeline.tracking.contents import (
     bundle_files,
     read_ending,

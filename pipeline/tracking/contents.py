@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pipeline.contract.facts import Facts, NewLines, curve_values, is_number
+from pipeline.contract.results import Facts, NewLines, curve_values, is_number
 from pipeline.contract.run import Run, RunFile
-from pipeline.contract.sources import code_digest
 from pipeline.history import COMMIT, WORKING_TREE
 from pipeline.report.lineage import digest_chain
+from pipeline.system.sources import code_digest
 
 # The settings that decide the results; the others may name hosts, paths and secrets.
 _PARAM_SECTIONS = ("name", "task", "codec", "model", "prepare", "train", "evaluate", "export")

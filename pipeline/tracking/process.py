@@ -15,10 +15,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from pipeline.contract.config import Config
-from pipeline.contract.errors import missing_extra
-from pipeline.contract.processes import describe_exit
 from pipeline.contract.run import Run
 from pipeline.processes import Report
+from pipeline.system.errors import missing_extra
+from pipeline.system.processes import describe_exit
 
 MARK = "pipe: "  # beginning of a line for the user
 TRACKED_STEPS = ("train", "evaluate", "export")  # a run in which none of these runs is not tracked

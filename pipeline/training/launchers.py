@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from pipeline.contract.errors import ConfigError
-from pipeline.contract.processes import PARENT_WATCH_VARIABLE
 from pipeline.contract.restarts import meeting_seconds
 from pipeline.contract.settings.stages import Train
 from pipeline.processes import DEFAULTS_OF_STEPS
+from pipeline.system.errors import ConfigError
+from pipeline.system.processes import PARENT_WATCH_VARIABLE
 
 # Variables that mpirun must pass on explicitly to processes on other machines.
 PASSED_ON = ("PYTHONSAFEPATH", "PYTHONUNBUFFERED", "OMP_NUM_THREADS", *DEFAULTS_OF_STEPS, PARENT_WATCH_VARIABLE)

@@ -24,20 +24,6 @@ from pathlib import Path
 import psutil
 
 from pipeline.contract.config import override_config
-from pipeline.contract.errors import (
-    ConfigError,
-    DeviceFault,
-    LostContact,
-    PipelineError,
-    StageError,
-    clear_error,
-    missing_module_in_log,
-    read_error,
-    write_error,
-)
-from pipeline.contract.files import write_json
-from pipeline.contract.fork_server import has_server
-from pipeline.contract.processes import AgentStatus, describe_exit, split_address, was_terminated, watch_parent
 from pipeline.contract.restarts import (
     LAUNCHER_END_SECONDS,
     GiveUp,
@@ -55,7 +41,6 @@ from pipeline.contract.restarts import (
 )
 from pipeline.contract.run import Run, make_partial
 from pipeline.contract.settings.stages import Train
-from pipeline.contract.sources import project_code
 from pipeline.display import is_raw
 from pipeline.history import installed_versions
 from pipeline.plan import RESTARTED_FLAG, STEP_KINDS, processes_per_node
@@ -70,6 +55,21 @@ from pipeline.processes import (
     step_environment,
     training_server,
 )
+from pipeline.system.errors import (
+    ConfigError,
+    DeviceFault,
+    LostContact,
+    PipelineError,
+    StageError,
+    clear_error,
+    missing_module_in_log,
+    read_error,
+    write_error,
+)
+from pipeline.system.files import write_json
+from pipeline.system.fork_server import has_server
+from pipeline.system.processes import AgentStatus, describe_exit, split_address, was_terminated, watch_parent
+from pipeline.system.sources import project_code
 from pipeline.training.launchers import Rendezvous, launch_command, launcher_environment, uses_agent
 
 PASSING_EXIT_CODE = 75  # a batch system may try again

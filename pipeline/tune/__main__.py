@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 from types import FrameType
 
-from pipeline.contract.errors import Interrupted, PipelineError, write_error
-from pipeline.contract.processes import TERMINATED, watch_parent
 from pipeline.display import Display
 from pipeline.history import find_project
+from pipeline.system.errors import Interrupted, PipelineError, write_error
+from pipeline.system.processes import TERMINATED, watch_parent
 from pipeline.tune.record import read_study
 from pipeline.tune.trial import run_worker
 

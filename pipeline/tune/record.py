@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from pipeline.contract.config import Config, override_config
-from pipeline.contract.errors import PipelineError
-from pipeline.contract.files import digest_mapping, write_atomic
 from pipeline.contract.run import Run, RunFile
 from pipeline.contract.settings.section import Frozen
 from pipeline.data_checks.champion import CHAMPION_PART
 from pipeline.history import History, Project, now
 from pipeline.plan import key_parts
+from pipeline.system.errors import PipelineError
+from pipeline.system.files import digest_mapping, write_atomic
 
 Direction: TypeAlias = Literal["maximize", "minimize"]
 _SOURCE_SETTINGS = ("task", "codec")  # each choice in the search space may be another file

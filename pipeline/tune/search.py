@@ -29,8 +29,6 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState
 
 from pipeline.contract.config import Config, override_config
-from pipeline.contract.errors import ConfigError, ConflictError, Interrupted, StageError, read_error
-from pipeline.contract.fork_server import Process
 from pipeline.contract.run import Run
 from pipeline.contract.settings.stages import Axis, Tune
 from pipeline.display import Display
@@ -38,6 +36,8 @@ from pipeline.history import FileLock, Project, exclusive_lock, load_history, lo
 from pipeline.plan import STEP_KINDS, describe_changes, with_upstream
 from pipeline.processes import child_process, count_gpus
 from pipeline.runner import PipelineRun, RunRequest, run_pipeline
+from pipeline.system.errors import ConfigError, ConflictError, Interrupted, StageError, read_error
+from pipeline.system.fork_server import Process
 from pipeline.tune.record import (
     Direction,
     StudyFile,

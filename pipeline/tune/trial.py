@@ -16,13 +16,13 @@ import optuna
 from optuna.trial import FrozenTrial
 
 from pipeline.contract.config import Config, override_config
-from pipeline.contract.errors import ConfigError, DataError, PipelineError, Pruned, ResourceError, StageError
-from pipeline.contract.facts import NewLines
+from pipeline.contract.results import NewLines
 from pipeline.contract.run import Run
 from pipeline.display import Display
 from pipeline.history import Project, load_history, lock_run
 from pipeline.plan import describe_changes
 from pipeline.runner import RunRequest, check_config, resume_run, run_pipeline, serve_training
+from pipeline.system.errors import ConfigError, DataError, PipelineError, Pruned, ResourceError, StageError
 from pipeline.tune.record import (
     StudyFile,
     study_folder,

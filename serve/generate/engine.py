@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.contract.errors import InvalidPayload
+from pipeline.system.errors import InvalidPayload
 from serve.errors import Busy, ClientDisconnected, DeadlineExceeded
 from serve.generate.kv_cache import CacheBudget, DecoderGraph, KVCache
 from serve.generate.prefix_cache import BLOCK_TOKENS, PrefixCache, copy_blocks

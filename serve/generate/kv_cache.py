@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import onnxruntime
 
-from pipeline.contract.errors import BundleError
 from pipeline.contract.signature import MAX_SCORES_BYTES, NUMPY_TYPES, SCORE_BYTES, Generation, Signature
+from pipeline.system.errors import BundleError
 from serve.runtime.session import Session
 
 Array = np.ndarray[Any, Any]

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.errors import BundleError, InvalidPayload
 from pipeline.contract.signature import Signature
+from pipeline.system.errors import BundleError, InvalidPayload
 from serve.generate.engine import Engine, EngineLimits
 from serve.generate.kv_cache import DecoderGraph, KVCache
 from serve.generate.openai_api import ChatRequest, CompletionRequest, generation_options

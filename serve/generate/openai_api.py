@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 import orjson
 
-from pipeline.contract.errors import InvalidPayload
 from pipeline.contract.signature import SamplingDefaults
+from pipeline.system.errors import InvalidPayload
 from serve.errors import NotFound, RequestError, Unauthorized
 from serve.generate.reasoning import ReasoningParser
 from serve.generate.sampling import Sampling, TokenLogprob

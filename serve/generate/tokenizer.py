@@ -9,9 +9,9 @@ from types import MappingProxyType
 from typing import Any
 
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.errors import BundleError, ConfigError, InvalidPayload, ResourceError, install_command
 from pipeline.contract.prompting import ChatTemplate
 from pipeline.contract.signature import Generation
+from pipeline.system.errors import BundleError, ConfigError, InvalidPayload, ResourceError, install_command
 from serve.generate.reasoning import BEGIN, END
 
 try:

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from pipeline.contract.codec import Part
-from pipeline.contract.errors import InvalidPayload
 from pipeline.contract.signature import NUMPY_TYPES, Signature
+from pipeline.system.errors import InvalidPayload
 from serve.errors import RequestError, TooLarge, Unimplemented
 from serve.grpc.http2 import hpack
 from serve.grpc.open_inference import ModelInferResponse

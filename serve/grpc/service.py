@@ -12,7 +12,7 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from pipeline.contract.errors import InvalidPayload
+from pipeline.system.errors import InvalidPayload
 from serve.app import INTERNAL
 from serve.errors import (
     ClientDisconnected,

@@ -19,8 +19,8 @@ from urllib.parse import parse_qsl
 
 import orjson
 
-from pipeline.contract.html import Child, Html, el, flat, table
 from pipeline.contract.signature import Generation, TensorSpec
+from pipeline.system.html import Child, Html, el, flat, table
 from serve.errors import Headers
 from serve.model_version import ModelVersion
 from serve.models import ModelRepository

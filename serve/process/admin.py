@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from pipeline.contract.errors import InvalidPayload, PipelineError
+from pipeline.system.errors import InvalidPayload, PipelineError
 from serve.errors import ClientDisconnected, Headers, MethodNotAllowed, NotFound, RequestError, Unauthorized
 from serve.http1.connection import HttpRequest
 from serve.memory import MemoryBudget

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pipeline.contract.errors import ResourceError
+from pipeline.system.errors import ResourceError
 
 # From Linux's headers; Python's socket module has no names for them.
 _SO_ATTACH_REUSEPORT_CBPF, _BPF_RETURN = 51, 0x06

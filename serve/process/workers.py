@@ -34,8 +34,8 @@ import onnxruntime
 import uvloop
 
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.errors import ConfigError, PipelineError
-from pipeline.contract.processes import cuda_problem
+from pipeline.system.errors import ConfigError, PipelineError
+from pipeline.system.processes import cuda_problem
 from serve.http1.connection import Application
 from serve.models import LoadedModel
 from serve.monitoring.logs import LogLimit, log_fatal, log_fields, log_loop_exception, refusals

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.contract.errors import InvalidPayload
 from pipeline.contract.signature import TensorSpec
+from pipeline.system.errors import InvalidPayload
 
 PARAMETER = "classification"
 MAX_CLASSES = 1000  # of a row

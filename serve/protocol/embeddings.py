@@ -13,7 +13,7 @@ import numpy as np
 import orjson
 
 from pipeline.contract.codec import Arrays, Part
-from pipeline.contract.errors import InvalidPayload
+from pipeline.system.errors import InvalidPayload
 from serve.generate.openai_api import convert_fields, split_texts
 from serve.request_body import parse_object
 from serve.runtime.predictor import Predictor

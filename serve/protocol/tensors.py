@@ -13,8 +13,8 @@ from typing import Annotated, Any, NamedTuple, TypeAlias
 import msgspec
 import numpy as np
 
-from pipeline.contract.errors import InvalidPayload
 from pipeline.contract.signature import NUMPY_TYPES, Signature
+from pipeline.system.errors import InvalidPayload
 from serve.protocol.classification import PARAMETER, check_classification
 from serve.protocol.validate import check_bytes, check_names, check_outputs, check_shapes, format_shape
 from serve.runtime import bfloat16

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import orjson
 
 from pipeline.contract.codec import Arrays, Part
-from pipeline.contract.errors import InvalidPayload
+from pipeline.system.errors import InvalidPayload
 from serve.request_body import parse_object
 from serve.runtime.predictor import Predictor
 

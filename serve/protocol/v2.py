@@ -14,8 +14,8 @@ import numpy as np
 import orjson
 
 from pipeline.contract.codec import Part
-from pipeline.contract.errors import InvalidPayload
 from pipeline.contract.signature import Signature, TensorSpec
+from pipeline.system.errors import InvalidPayload
 from serve.protocol import v2_json
 from serve.protocol.classification import PARAMETER, classify, parse_classification
 from serve.protocol.tensors import Array, InferRequest, RequestedOutput, Tensor, raw_type, reject_parameters, to_raw

@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 import simdjson
 
-from pipeline.contract.errors import InvalidPayload
 from pipeline.contract.signature import Signature
+from pipeline.system.errors import InvalidPayload
 from serve.protocol.tensors import Parameters, Tensor
 from serve.protocol.validate import check_counts
 from serve.request_body import check_depth, count_up_to, parse_object

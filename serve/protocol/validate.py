@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.contract.errors import InvalidPayload
 from pipeline.contract.signature import NUMPY_TYPES, Generation, Limits, Signature, TensorSpec
+from pipeline.system.errors import InvalidPayload
 from serve.errors import TooLarge
 
 _ITEM_BYTES = {name: np.dtype(kind).itemsize for name, kind in NUMPY_TYPES.items()}

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.errors import BundleError
 from pipeline.contract.signature import Signature
+from pipeline.system.errors import BundleError
 from serve.protocol import v2
 from serve.runtime.predictor import Predictor
 from serve.runtime.selfcheck import merging_problem, other_rows, tensor_difference, verify

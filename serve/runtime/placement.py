@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pipeline.contract.errors import ResourceError
+from pipeline.system.errors import ResourceError
 from serve.runtime import bfloat16
 
 _METADATA_ONLY = ("Shape", "Size")  # they read the size of a tensor, not its values

@@ -23,8 +23,8 @@ from pipeline.contract.codec import (
     load_bundled_codec,
     media_types,
 )
-from pipeline.contract.errors import BundleError, InvalidPayload
 from pipeline.contract.signature import Drawing, codec_drawing
+from pipeline.system.errors import BundleError, InvalidPayload
 from serve.protocol.validate import check_arrays, check_missing
 from serve.runtime.session import Session
 

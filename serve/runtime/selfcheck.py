@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.errors import BundleError, InvalidPayload
 from pipeline.contract.golden import Decoder, Golden, difference, greedy
+from pipeline.system.errors import BundleError, InvalidPayload
 from serve.protocol.validate import check_arrays
 from serve.runtime.predictor import Predictor
 from serve.runtime.session import Session

@@ -13,9 +13,9 @@ import onnxruntime
 from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.errors import BundleError, InvalidPayload, ResourceError
-from pipeline.contract.processes import cuda_problem
 from pipeline.contract.signature import TensorSpec
+from pipeline.system.errors import BundleError, InvalidPayload, ResourceError
+from pipeline.system.processes import cuda_problem
 from serve.monitoring.logs import log_fields
 from serve.runtime import bfloat16, placement, tensorrt
 from serve.runtime.cuda import CudaGraphs, PinnedMemory, graph_options

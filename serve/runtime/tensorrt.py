@@ -14,8 +14,8 @@ from pathlib import Path
 import onnxruntime
 
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.errors import ResourceError
 from pipeline.contract.signature import Signature, TensorSpec
+from pipeline.system.errors import ResourceError
 
 TENSORRT = "TensorrtExecutionProvider"
 _PROVIDER_LIBRARY = Path(onnxruntime.__file__).parent / "capi" / "libonnxruntime_providers_tensorrt.so"

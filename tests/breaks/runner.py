@@ -529,17 +529,17 @@ BREAKS: tuple[Break, ...] = (
     # Files
     Break(
         "a crash leaves half a run.json",
-        "pipeline/contract/files.py",
+        "pipeline/system/files.py",
         "        os.chmod(temporary, 0o644)\n        os.replace(temporary, path)\n",
         "        path.write_bytes(body)\n        os.unlink(temporary)\n",
-        "tests/pipeline/contract/test_files.py::test_a_reader_meets_the_old_content_or_the_new_and_nothing_between",
+        "tests/pipeline/system/test_files.py::test_a_reader_meets_the_old_content_or_the_new_and_nothing_between",
     ),
     Break(
         "a nan stands in a json file",
-        "pipeline/contract/files.py",
+        "pipeline/system/files.py",
         "allow_nan=False",
         "allow_nan=True",
-        "tests/pipeline/contract/test_files.py::test_json_that_no_other_reader_takes_is_never_written",
+        "tests/pipeline/system/test_files.py::test_json_that_no_other_reader_takes_is_never_written",
     ),
     # Steps
     Break(

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.contract.sources import SOURCE_ROOT
+from pipeline.system.sources import SOURCE_ROOT
 from tests.breaks import k8s, runner, serve, train
 from tests.breaks.breaks import Break
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from k8s.images import build
 from k8s.images.modelcar import bundle_annotations
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.sources import SOURCE_ROOT
+from pipeline.system.sources import SOURCE_ROOT
 from tests.k8s import doubling_bundle
 
 NAME = doubling_bundle.NAME

@@ -11,8 +11,8 @@ import yaml
 from k8s.cluster.api import connect
 from k8s.cluster.cluster import Cluster
 from k8s.objects.kustomize import Object, build
-from pipeline.contract.errors import ResourceError
-from pipeline.contract.sources import SOURCE_ROOT
+from pipeline.system.errors import ResourceError
+from pipeline.system.sources import SOURCE_ROOT
 
 from .place import Place, Reports, wait_until
 from .test_control_plane import config_map

@@ -17,7 +17,7 @@ from k8s.cluster.cluster import Cluster
 from k8s.cluster.lease import Lease
 from k8s.cluster.watch import Watcher
 from k8s.objects.kustomize import Object
-from pipeline.contract.errors import ConfigError, PipelineError, ResourceError, StageError
+from pipeline.system.errors import ConfigError, PipelineError, ResourceError, StageError
 from tests.serve import certificates
 
 from .place import DEPLOYMENT, Place, Reports, wait_until

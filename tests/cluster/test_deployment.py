@@ -6,7 +6,7 @@ import pytest
 
 from k8s.cluster.canary import canary_name
 from k8s.objects.manifests import BUNDLE_ANNOTATION
-from pipeline.contract.errors import StageError
+from pipeline.system.errors import StageError
 
 from .images import NAME
 from .load import send_load

@@ -16,7 +16,7 @@ from k8s.objects.kustomize import Object, build
 from k8s.objects.serving import serving_objects
 from k8s.objects.training import training_objects
 from pipeline.contract.config import Config
-from pipeline.contract.sources import SOURCE_ROOT
+from pipeline.system.sources import SOURCE_ROOT
 
 from .place import Place
 

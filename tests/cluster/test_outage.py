@@ -12,7 +12,7 @@ from k8s.cluster.canary import canary_name
 from k8s.objects.jobs import StepJob, step_job
 from k8s.objects.manifests import BUNDLE_ANNOTATION
 from k8s.step_runner import StepRunner
-from pipeline.contract.errors import PipelineError
+from pipeline.system.errors import PipelineError
 
 from .images import NAME
 from .load import send_load

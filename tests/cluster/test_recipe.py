@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from k8s.objects.manifests import check_pinned
-from pipeline.contract.sources import SOURCE_ROOT
 from pipeline.contract.task import load_class
 from pipeline.history import example_folder
+from pipeline.system.sources import SOURCE_ROOT
 
 from .images import NAME, PAUSE_SECONDS, image_name, make_bundle
 from .tcp_proxy import TcpProxy

@@ -13,7 +13,7 @@ import onnx
 from onnx import helper, numpy_helper
 
 from pipeline.contract.bundle import Manifest, write_manifest
-from pipeline.contract.files import digest_file
+from pipeline.system.files import digest_file
 from tests.damages.kinds import KINDS, MEANS, Splits
 
 Place = Literal[

@@ -18,8 +18,6 @@ from safetensors.torch import load_file
 
 import export.verify
 from export.__main__ import export as export_step
-from pipeline.contract.errors import PipelineError
-from pipeline.contract.files import digest_bytes, digest_file, write_json
 from pipeline.contract.registry import (
     CHAMPION,
     Entry,
@@ -34,6 +32,8 @@ from pipeline.contract.task import load_task, save_weights
 from pipeline.evaluate.__main__ import evaluate
 from pipeline.history import seal_step, write_record, write_run
 from pipeline.steps.prepare import prepare
+from pipeline.system.errors import PipelineError
+from pipeline.system.files import digest_bytes, digest_file, write_json
 from pipeline.verify import verify_bundle, verify_run
 from tests.damages.damages import Damage
 from tests.damages.kinds import KINDS, Kind, Splits

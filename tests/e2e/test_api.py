@@ -8,7 +8,7 @@ import pytest
 
 from pipeline import InvalidPayload, Run, open_run
 from pipeline.api import Bundle
-from pipeline.contract.errors import BundleError
+from pipeline.system.errors import BundleError
 
 from .project_folder import ProjectFolder
 

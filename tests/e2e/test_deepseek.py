@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.contract.pretrained import WEIGHT_INDEX
 from pipeline.contract.run import all_runs
-from pipeline.contract.sources import SOURCE_ROOT
+from pipeline.system.sources import SOURCE_ROOT
 from tests.ports import free_port
 
 from .project_folder import PIPE, ProjectFolder, environment, wait_for

@@ -11,11 +11,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipeline.contract.files import digest_tree
 from pipeline.contract.registry import read_registry
 from pipeline.contract.run import Run, all_runs
 from pipeline.contract.settings.access import Access
 from pipeline.service.process import LiveService, read_live, send_request
+from pipeline.system.files import digest_tree
 
 from ..serve import certificates
 from .project_folder import ProjectFolder, processes_of, wait_for

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from pipeline.cli import app
 from pipeline.contract.config import parse_config
 from pipeline.contract.run import STEPS
-from pipeline.contract.sources import SOURCE_ROOT
+from pipeline.system.sources import SOURCE_ROOT
 
 from .project_folder import PIPE, ProjectFolder, environment
 

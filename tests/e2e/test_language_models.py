@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.contract.sources import SOURCE_ROOT
+from pipeline.system.sources import SOURCE_ROOT
 from tests.ports import free_port
 
 from .project_folder import PIPE, environment

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.contract.processes import describe_exit
 from pipeline.contract.restarts import Event, GiveUp, attempts_from, describe_restart
-from pipeline.contract.sources import SOURCE_ROOT
+from pipeline.system.processes import describe_exit
+from pipeline.system.sources import SOURCE_ROOT
 from pipeline.training.node import describe_give_up
 from train.hang_report import Activity, Hang, ProcessReport, describe_hang
 

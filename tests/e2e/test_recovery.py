@@ -16,7 +16,7 @@ from tests.ports import free_port
 
 from .project_folder import PIPE, ProjectFolder, environment, processes_of, running_module, wait_for, workers_of
 
-SERVER = "pipeline.contract.fork_server"
+SERVER = "pipeline.system.fork_server"
 HELD_AFTER = 57
 TRAIN = ("run", "train", "--force", "train")
 

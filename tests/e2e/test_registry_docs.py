@@ -13,10 +13,10 @@ from typer.testing import CliRunner
 
 from pipeline.cli import app
 from pipeline.contract.bundle import open_bundle, write_manifest
-from pipeline.contract.files import digest_mapping, digest_tree
 from pipeline.contract.run import Run
-from pipeline.contract.sources import SOURCE_ROOT
 from pipeline.history import write_run
+from pipeline.system.files import digest_mapping, digest_tree
+from pipeline.system.sources import SOURCE_ROOT
 
 from .project_folder import ProjectFolder
 

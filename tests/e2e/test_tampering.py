@@ -10,8 +10,8 @@ import pytest
 from onnx import numpy_helper
 
 from pipeline.contract.bundle import Ancestors, write_manifest
-from pipeline.contract.files import digest_file
 from pipeline.contract.run import all_runs
+from pipeline.system.files import digest_file
 from tests.ports import free_port
 
 from .project_folder import ProjectFolder, environment

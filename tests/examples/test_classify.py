@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from pipeline.contract.data import Samples, forward
-from pipeline.contract.errors import ConfigError, InvalidPayload
 from pipeline.contract.task import Classifier, HasBaseline, HasExample, load_class
+from pipeline.system.errors import ConfigError, InvalidPayload
 
 from .conftest import DEEPSEEK
 from .test_codecs import assert_codec_is_compared

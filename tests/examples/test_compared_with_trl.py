@@ -20,10 +20,10 @@ from pipeline import chat_labels, mask_between_texts, pack_texts
 from pipeline.contract.config import load_config, override_config
 from pipeline.contract.data import open_split
 from pipeline.contract.pretrained import copy_small_files
-from pipeline.contract.processes import Rank
-from pipeline.contract.sources import SOURCE_ROOT
 from pipeline.contract.task import load_task, make_shared_files
 from pipeline.steps.pretrained import find_pretrained
+from pipeline.system.processes import Rank
+from pipeline.system.sources import SOURCE_ROOT
 from train.checkpoint.store import CheckpointStore
 from train.process_group import ProcessGroup
 from train.state import Progress

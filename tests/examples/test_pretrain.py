@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from pipeline.contract.data import Samples, as_task_outputs, forward, name_outputs, one_text_per_row, pack_texts
-from pipeline.contract.errors import DataError, InvalidPayload
 from pipeline.contract.task import load_class
+from pipeline.system.errors import DataError, InvalidPayload
 
 from .conftest import DEEPSEEK, TEXTS, Module
 

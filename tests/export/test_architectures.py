@@ -11,8 +11,8 @@ import torch
 from export.bundle import ModelProperties
 from export.verify import verify_model
 from pipeline.contract.data import open_split
-from pipeline.contract.errors import StageError
 from pipeline.contract.settings.stages import Export
+from pipeline.system.errors import StageError
 
 from .languages import MASKED, POSITIONS, Language, Masked, Text, causal, make
 

@@ -10,8 +10,8 @@ import pytest
 from export import bundle
 from export.bundle import ModelProperties, check_decoded, check_requirements
 from pipeline.contract.config import Config
-from pipeline.contract.errors import ConfigError
 from pipeline.contract.signature import BUNDLED_SETTINGS, TensorSpec
+from pipeline.system.errors import ConfigError
 from tests.serve.special_models import slow
 
 SPECS = (TensorSpec(name="x", datatype="FP32", shape=("batch", 4)),)

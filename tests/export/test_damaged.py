@@ -20,8 +20,8 @@ from export.optimize import fit_runtime
 from export.to_onnx import convert
 from export.verify import Subject, task_properties, verify_file
 from pipeline.contract.data import open_split
-from pipeline.contract.errors import StageError
 from pipeline.contract.settings.stages import Export
+from pipeline.system.errors import StageError
 
 from .conftest import COUNT, Classes
 

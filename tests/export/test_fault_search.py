@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from export.fault_search import FirstWrong, Graph, explain_difference, find_first_wrong, find_first_wrong_by_values
 from export.verify import feeds, verify_model
 from pipeline.contract.data import open_split
-from pipeline.contract.errors import StageError
 from pipeline.contract.settings.stages import Export
+from pipeline.system.errors import StageError
 
 from .conftest import Exported, Exporter, Small, pairs
 

@@ -27,14 +27,14 @@ from export.parity import require_equal
 from pipeline.contract.bundle import Ancestors, Bundle, open_bundle, write_manifest
 from pipeline.contract.config import Config
 from pipeline.contract.data import Samples, mask_between_texts, open_split
-from pipeline.contract.errors import BundleError, ConfigError, DataError, StageError
-from pipeline.contract.facts import Facts
-from pipeline.contract.files import digest_file
 from pipeline.contract.golden import Answer, empty_past, greedy, inputs_of
 from pipeline.contract.prompting import check_decoder
+from pipeline.contract.results import Facts
 from pipeline.contract.run import RunFile
 from pipeline.contract.settings.stages import Export
 from pipeline.contract.signature import Prompting, SamplingDefaults
+from pipeline.system.errors import BundleError, ConfigError, DataError, StageError
+from pipeline.system.files import digest_file
 from serve.runtime.selfcheck import check_golden_requests
 from serve.runtime.session import Session
 

@@ -10,9 +10,9 @@ import pytest
 
 from export.__main__ import export
 from pipeline.contract.bundle import open_bundle
-from pipeline.contract.files import digest_file, write_json
 from pipeline.contract.run import Run, RunFile
 from pipeline.contract.task import FOLDER, save_weights, shared_file_digests
+from pipeline.system.files import digest_file, write_json
 from pipeline.verify import verify_bundle
 
 from .languages import WORDS, causal, tokenizer

@@ -9,7 +9,7 @@ import pytest
 
 from export.model_card import describe_codec, render_card
 from pipeline.contract.bundle import Ancestors
-from pipeline.contract.facts import Facts
+from pipeline.contract.results import Facts
 from pipeline.contract.run import Acceptance, RunFile, StepRecord
 from pipeline.contract.signature import Limits, Runtime, Signature, TensorSpec
 

@@ -17,8 +17,8 @@ from export.to_onnx import tensor_specs
 from export.variants.quantize import CONVERTERS, VariantInputs
 from export.verify import Verification, verify_model
 from pipeline.contract.data import open_split
-from pipeline.contract.errors import ConfigError
 from pipeline.contract.settings.stages import Export
+from pipeline.system.errors import ConfigError
 
 from .conftest import COUNT, Small
 from .recurrent import KINDS, LONGEST, Tagger, Tags

@@ -36,10 +36,10 @@ from export.optimize import (
 from export.parity import open_session, run
 from export.to_onnx import tensor_specs
 from pipeline.contract.data import open_split
-from pipeline.contract.errors import StageError
-from pipeline.contract.files import digest_file
 from pipeline.contract.golden import Decoder, empty_past, inputs_of
 from pipeline.contract.settings.stages import Export
+from pipeline.system.errors import StageError
+from pipeline.system.files import digest_file
 
 from .conftest import Small, pairs
 from .languages import MASKED, PROMPTS, Language, causal, make

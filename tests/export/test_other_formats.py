@@ -19,10 +19,10 @@ from export.language_model import TorchDecoder, convert_language, make_generatio
 from export.other_formats import Original, require_formats, saved_model_problem, write_formats
 from export.to_onnx import tensor_specs
 from pipeline.contract.data import open_split
-from pipeline.contract.errors import StageError
-from pipeline.contract.files import digest_file, write_json
 from pipeline.contract.settings.stages import Export
 from pipeline.contract.signature import Prompting, TensorSpec
+from pipeline.system.errors import StageError
+from pipeline.system.files import digest_file, write_json
 
 from .conftest import Classes, linear, pairs
 from .languages import PROMPTS, WORDS, Language, causal

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from export.parity import Comparison, compare, require_equal, verify
 from pipeline.contract.data import Samples
-from pipeline.contract.errors import StageError
 from pipeline.contract.settings.stages import Export
+from pipeline.system.errors import StageError
 
 from .conftest import COUNT, Classes, Exported, Exporter, Small, linear, pairs
 

@@ -26,8 +26,8 @@ from export.parity_everywhere import (
     verify_everywhere,
 )
 from pipeline.contract.data import open_split
-from pipeline.contract.errors import StageError
 from pipeline.contract.settings.stages import Export
+from pipeline.system.errors import StageError
 
 from .conftest import COUNT, Small, pairs
 

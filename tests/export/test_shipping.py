@@ -10,8 +10,8 @@ import onnx
 
 from export.__main__ import export
 from pipeline.contract.bundle import open_bundle
-from pipeline.contract.errors import StageError
-from pipeline.contract.files import digest_file
+from pipeline.system.errors import StageError
+from pipeline.system.files import digest_file
 from pipeline.verify import verify_bundle
 
 from .test_step import CODEC, TASK, evaluated_run, refusal

@@ -15,11 +15,11 @@ from torch import nn
 from export.__main__ import export
 from pipeline.contract.bundle import Override, open_bundle, write_override
 from pipeline.contract.codec import load_bundled_codec
-from pipeline.contract.errors import BundleError, ConfigError, DataError, GateError, PipelineError, StageError
-from pipeline.contract.files import digest_file, digest_tree, write_json
 from pipeline.contract.golden import difference
 from pipeline.contract.run import Run, RunFile
 from pipeline.contract.task import save_weights
+from pipeline.system.errors import BundleError, ConfigError, DataError, GateError, PipelineError, StageError
+from pipeline.system.files import digest_file, digest_tree, write_json
 from pipeline.verify import verify_bundle
 
 TASK = """

@@ -32,11 +32,11 @@ from export.to_onnx import (
 )
 from export.verify import check_positions, verify_model
 from pipeline.contract.data import axis_sizes, example_batch, open_split
-from pipeline.contract.errors import DataError, PipelineError, StageError
-from pipeline.contract.files import digest_file
 from pipeline.contract.settings.stages import Export
 from pipeline.contract.signature import TensorSpec
 from pipeline.contract.task import input_axes
+from pipeline.system.errors import DataError, PipelineError, StageError
+from pipeline.system.files import digest_file
 
 from .conftest import COUNT, Exported, Exporter, Small, linear, pairs
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from export.to_onnx import export_input
 from export.trace import inspect, numeric_attributes
-from pipeline.contract.errors import StageError
+from pipeline.system.errors import StageError
 
 from .conftest import Exporter, Small, linear, pairs
 from .recurrent import Tagger, Tags

@@ -13,7 +13,7 @@ from export.to_onnx import export_input
 from export.trace import inspect
 from export.verify import verify_model
 from pipeline.contract.data import forward, open_split
-from pipeline.contract.errors import StageError
+from pipeline.system.errors import StageError
 
 from .conftest import Exporter
 from .recurrent import KINDS, LETTERS, Tags

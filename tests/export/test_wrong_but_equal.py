@@ -23,8 +23,8 @@ from export.unseen_inputs import UnseenInputs
 from export.verify import Subject, task_properties, verify_file
 from export.weights_check import compare_weights
 from pipeline.contract.data import Samples, open_split
-from pipeline.contract.errors import StageError
 from pipeline.contract.settings.stages import Export
+from pipeline.system.errors import StageError
 
 from .conftest import COUNT, Small, pairs
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pipeline.contract.config import parse_config
 from pipeline.contract.data import Samples
-from pipeline.contract.processes import Rank
+from pipeline.system.processes import Rank
 from train.accelerator import configure_accelerator
 from train.optim import set_determinism
 from train.process_group import ProcessGroup

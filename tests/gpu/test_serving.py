@@ -13,7 +13,7 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from pipeline.contract.bundle import Bundle, open_bundle
-from pipeline.contract.processes import cuda_problem
+from pipeline.system.processes import cuda_problem
 from serve.runtime import placement, session
 from serve.runtime.loading import capture_graphs
 from serve.runtime.predictor import Predictor

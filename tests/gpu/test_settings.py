@@ -16,8 +16,8 @@ from benchmarks.train.large import HiddenInTraining, ResNet
 from benchmarks.train.transformer import Transformer
 from benchmarks.train.workloads import Convolution, Synthetic
 from pipeline import linear_cross_entropy, log_probs_in_training, token_log_probs
-from pipeline.contract.errors import ConfigError
 from pipeline.contract.settings.stages import Train
+from pipeline.system.errors import ConfigError
 from train.accelerator import configure_accelerator
 from train.process_group import ProcessGroup
 from train.trainer import Trainer

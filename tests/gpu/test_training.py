@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipeline.contract.config import parse_config
 from pipeline.contract.data import Samples
-from pipeline.contract.processes import Rank
+from pipeline.system.processes import Rank
 from train.data import BatchLoader, LoadRequest
 from train.memory import estimate_memory
 from train.optim import Precision

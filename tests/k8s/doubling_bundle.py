@@ -9,9 +9,9 @@ import onnx
 from onnx import TensorProto, helper
 
 from pipeline.contract.bundle import Ancestors, Bundle, open_bundle, write_manifest
-from pipeline.contract.files import digest_file, write_json
 from pipeline.contract.golden import Golden
 from pipeline.contract.signature import Limits, Runtime, Signature, TensorSpec
+from pipeline.system.files import digest_file, write_json
 
 NAME = "twice"
 _CODEC = """

@@ -19,8 +19,8 @@ from k8s.cluster.cluster import Change, describe_changes
 from k8s.cluster.drift import inspect_deployment
 from k8s.deploy import deploy, preview
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.errors import ConfigError, GateError, ResourceError, StageError
-from pipeline.contract.sources import SOURCE_ROOT
+from pipeline.system.errors import ConfigError, GateError, ResourceError, StageError
+from pipeline.system.sources import SOURCE_ROOT
 
 from .api_server import ApiServer, Response
 from .conftest import Configure

@@ -15,8 +15,8 @@ from k8s.objects.kustomize import build
 from pipeline.cluster_executor import render_training, render_workflow
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.config import parse_config
-from pipeline.contract.sources import SOURCE_ROOT
 from pipeline.history import Project, example_folder
+from pipeline.system.sources import SOURCE_ROOT
 
 from .invariants import check
 from .schemas import validate

@@ -20,7 +20,7 @@ from k8s.objects.manifests import write_manifests
 from k8s.objects.serving import serving_objects
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.signing import new_key, private_key
-from pipeline.contract.sources import SOURCE_ROOT
+from pipeline.system.sources import SOURCE_ROOT
 
 from .conftest import Configure
 from .invariants import check_pods

@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.files import digest_tree
-from pipeline.contract.sources import SOURCE_ROOT
 from pipeline.history import example_folder
+from pipeline.system.files import digest_tree
+from pipeline.system.sources import SOURCE_ROOT
 
 IMAGE = "registry.example/digits@sha256:" + "1" * 64
 STORAGE = "oci://registry.example/digits-modelcar@sha256:" + "2" * 64

@@ -20,9 +20,9 @@ from k8s.objects.manifests import kubectl_name
 from k8s.objects.training import QUEUE_LABEL
 from k8s.step_runner import StepRunner
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.errors import StageError
 from pipeline.contract.settings.access import Access
 from pipeline.contract.settings.cluster import Rollout
+from pipeline.system.errors import StageError
 
 from .api_server import ApiServer, Response
 from .cluster.test_canary import counting_pods

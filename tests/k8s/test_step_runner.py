@@ -11,7 +11,7 @@ import pytest
 from k8s.cluster.pending_reasons import PendingReasons
 from k8s.cluster.rollout_status import JobResult
 from k8s.step_runner import StepRunner
-from pipeline.contract.errors import PipelineError, ResourceError, StageError
+from pipeline.system.errors import PipelineError, ResourceError, StageError
 
 from .api_requests import ApiRequest
 from .api_server import ApiServer, Fault

@@ -16,9 +16,9 @@ from k8s.objects.kustomize import Object
 from k8s.objects.training import CONFIG_VARIABLE
 from pipeline.cluster_executor import workflow_tasks
 from pipeline.contract.config import Config, parse_config
-from pipeline.contract.errors import ConfigError
 from pipeline.contract.run import STEPS
 from pipeline.plan import STEP_KINDS, step_command
+from pipeline.system.errors import ConfigError
 
 from .conftest import Configure
 from .invariants import pods

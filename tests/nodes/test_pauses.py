@@ -17,7 +17,7 @@ pytestmark = pytest.mark.long  # twelve minutes
 
 WORKER, AGENT, COMMAND = "train", "train.elastic.agent", "pipeline"
 NODE, STORE = "pipeline.training.node", "train.elastic.store"  # the first machine has them besides
-SERVER = "pipeline.contract.fork_server"
+SERVER = "pipeline.system.fork_server"
 CASES = [
     *((WORKER, machine, seconds) for machine in range(3) for seconds in (5, 30, 90)),
     *((module, machine, seconds) for module in (AGENT, COMMAND) for machine, seconds in enumerate((5, 30, 90))),

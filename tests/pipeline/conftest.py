@@ -22,6 +22,12 @@ NewRun = Callable[[], Run]
 
 
 @pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """An empty project folder; tests/conftest.py removes what a test imports from it."""
+    return tmp_path
+
+
+@pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "pipe.yaml").write_text(CONFIG)
     (tmp_path / "task.py").write_text(TASK)

@@ -12,12 +12,12 @@ import onnx
 from onnx import TensorProto, helper
 
 from pipeline.contract.bundle import Ancestors, write_manifest
-from pipeline.contract.files import digest_file, digest_mapping, digest_tree, write_json
 from pipeline.contract.golden import Golden
 from pipeline.contract.run import Run, StepRecord
 from pipeline.contract.signature import Limits, Runtime, Signature, TensorSpec
 from pipeline.history import write_record
 from pipeline.steps import package
+from pipeline.system.files import digest_file, digest_mapping, digest_tree, write_json
 
 MakeRun = Callable[..., Run]
 PutBuilders = Callable[..., Path]

@@ -10,8 +10,8 @@ import yaml
 from k8s.cluster.rollout_status import JobResult
 from k8s.objects.training import CONFIG_VARIABLE
 from pipeline.cluster_executor import ClusterExecutor, missing_image, render_workflow
-from pipeline.contract.errors import ResourceError, StageError
 from pipeline.history import Project, example_folder
+from pipeline.system.errors import ResourceError, StageError
 
 IMAGE = "train.image=registry.example/train@sha256:" + "1" * 64
 STORED = "deploy.storage_uri=pvc://digits-runs/{run}/export/bundle"

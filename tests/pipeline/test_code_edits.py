@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.contract.sources import project_code
 from pipeline.plan import STEP_KINDS
+from pipeline.system.sources import project_code
 
 TASK = '''"""Points on two sides of a line."""
 

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipeline.compare import align_columns, describe_different_tests, differences, result_digests, result_row
-from pipeline.contract.files import write_json
 from pipeline.contract.run import Run, StepRecord
 from pipeline.history import write_record
+from pipeline.system.files import write_json
 
 from .conftest import NewRun
 

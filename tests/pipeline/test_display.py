@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.contract.errors import ConfigError, DataError, GateError, StageError
 from pipeline.contract.restarts import Event
 from pipeline.contract.run import Run
 from pipeline.display import (
@@ -22,6 +21,7 @@ from pipeline.display import (
     last_metrics,
     step_tail,
 )
+from pipeline.system.errors import ConfigError, DataError, GateError, StageError
 
 from .terminal import Terminal
 

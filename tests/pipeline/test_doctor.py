@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from pipeline import doctor
-from pipeline.contract.sources import SOURCE_ROOT
 from pipeline.doctor import check_runtime, check_torch, disk, shared_memory
+from pipeline.system.sources import SOURCE_ROOT
 
 CPU_TORCH: Mapping[str, Any] = {
     "version": "2.13.0", "built_for": None, "cuda": False, "gpus": [], "cudnn": None, "nccl": None, "gloo": True,

@@ -8,11 +8,11 @@ import pytest
 
 from pipeline.cluster_executor import ClusterExecutor
 from pipeline.contract.config import Config, override_config
-from pipeline.contract.errors import ConfigError, read_error
 from pipeline.contract.run import Run, StepRecord
 from pipeline.history import Project, write_record
 from pipeline.plan import Step
 from pipeline.runner import check_config
+from pipeline.system.errors import ConfigError, read_error
 
 from ..k8s.api_server import ApiServer
 from .conftest import NewRun

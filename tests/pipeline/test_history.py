@@ -10,10 +10,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.contract.config import Config
-from pipeline.contract.errors import ConfigError, PipelineError, ResourceError
-from pipeline.contract.files import digest_bytes, digest_mapping
 from pipeline.contract.run import Run, StepRecord, all_runs
-from pipeline.contract.sources import SOURCE_ROOT
 from pipeline.history import (
     begin_run,
     changed_outputs,
@@ -35,6 +32,9 @@ from pipeline.history import (
     unreadable_runs,
     write_record,
 )
+from pipeline.system.errors import ConfigError, PipelineError, ResourceError
+from pipeline.system.files import digest_bytes, digest_mapping
+from pipeline.system.sources import SOURCE_ROOT
 
 from .conftest import NewRun
 

@@ -9,14 +9,14 @@ from typer.testing import CliRunner
 from pipeline.cli import app
 from pipeline.contract.bundle import Override, read_override, write_override
 from pipeline.contract.config import Config
-from pipeline.contract.errors import BundleError, ConfigError, GateError
-from pipeline.contract.files import write_json
 from pipeline.contract.run import Run, StepRecord
 from pipeline.display import Display
 from pipeline.history import Project, load_history, seal_step, write_record
 from pipeline.override import outputs_with_override, override_verdict, reuse_override, verdict_digest
 from pipeline.plan import decide_step, digest_key, key_parts
 from pipeline.runner import PipelineRun, RunRequest, _finish_step, latest_unfinished
+from pipeline.system.errors import BundleError, ConfigError, GateError
+from pipeline.system.files import write_json
 
 from .conftest import NewRun
 

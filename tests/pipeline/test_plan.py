@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 
 from pipeline.contract.config import Config, override_config, parse_config
-from pipeline.contract.errors import ConfigError
-from pipeline.contract.files import digest_mapping
 from pipeline.contract.registry import CHAMPION, Entry, ProposedChange, change_registry
 from pipeline.contract.run import STEPS, StepRecord
 from pipeline.contract.settings.stages import Train
@@ -27,6 +25,8 @@ from pipeline.plan import (
     step_command,
     with_upstream,
 )
+from pipeline.system.errors import ConfigError
+from pipeline.system.files import digest_mapping
 
 Parts = dict[str, dict[str, str]]
 

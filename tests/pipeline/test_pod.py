@@ -23,11 +23,11 @@ from k8s.objects.training import CONFIG_VARIABLE
 from k8s.workflows import RUNS_FOLDER
 from pipeline.cluster_executor import render_training, render_workflow
 from pipeline.contract.config import override_config
-from pipeline.contract.errors import ConfigError, LostContact
 from pipeline.contract.run import STEPS, Run
-from pipeline.contract.sources import SOURCE_ROOT
 from pipeline.history import Project, lock_run
 from pipeline.pod import main, run_in_pod
+from pipeline.system.errors import ConfigError, LostContact
+from pipeline.system.sources import SOURCE_ROOT
 from pipeline.training.node import PASSING_EXIT_CODE, POD_NUMBER
 
 TINY = Path(__file__).resolve().parents[1] / "project"

@@ -14,8 +14,6 @@ import psutil
 import pytest
 
 from pipeline.contract.config import parse_config
-from pipeline.contract.errors import ResourceError
-from pipeline.contract.sources import SOURCE_ROOT
 from pipeline.processes import (
     KilledProcess,
     LocalLauncher,
@@ -28,6 +26,8 @@ from pipeline.processes import (
     training_server,
     with_this_python,
 )
+from pipeline.system.errors import ResourceError
+from pipeline.system.sources import SOURCE_ROOT
 
 TORCHRUN = """
 ============================================================
@@ -107,7 +107,7 @@ def test_the_installed_torchrun_still_writes_such_a_table() -> None:
 
 # A step that prints its pid and then waits until its parent ends.
 WAITING = (
-    "import os, time; from pipeline.contract.processes import watch_parent; watch_parent(); "
+    "import os, time; from pipeline.system.processes import watch_parent; watch_parent(); "
     "print(os.getpid(), flush=True); time.sleep(60)"
 )
 RUNNER = """

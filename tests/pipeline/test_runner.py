@@ -9,13 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from pipeline.contract.config import Config, override_config
-from pipeline.contract.errors import BundleError, ConfigError, LostContact, ResourceError, StageError, write_error
 from pipeline.contract.run import Run, StepRecord
 from pipeline.contract.settings.stages import Train
 from pipeline.display import Display
 from pipeline.history import Project, create_run, link_outputs, load_history, lock_run, seal_step, write_record
 from pipeline.plan import key_parts
-from pipeline.readers import find_files, write_read_files
 from pipeline.runner import (
     RESUMABLE_SETTINGS,
     LocalExecutor,
@@ -33,6 +31,8 @@ from pipeline.runner import (
     resume_run,
     run_pipeline,
 )
+from pipeline.system.errors import BundleError, ConfigError, LostContact, ResourceError, StageError, write_error
+from pipeline.user.readers import find_files, write_read_files
 
 from .conftest import NewRun
 
@@ -257,7 +257,7 @@ def test_train_step_without_a_model_on_this_machine_fails(new_run: NewRun) -> No
 def test_prepare_runs_again_when_a_file_that_it_read_has_changed(
     project: Project, folder: Path, config: Config, new_run: NewRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipeline.readers._patterns", {})
+    monkeypatch.setattr("pipeline.user.readers._patterns", {})
     run = new_run()
     run.partial("prepare").mkdir()
     (folder / "rows.csv").write_text("x\n1\n")

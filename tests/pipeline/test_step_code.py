@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.contract.files import digest_mapping
-from pipeline.contract.sources import package_code
 from pipeline.plan import STEP_KINDS, StepKind
+from pipeline.system.files import digest_mapping
+from pipeline.system.sources import package_code
 
 RECORDED = Path(__file__).with_name("step_code.json")
 CACHED = [kind for kind in STEP_KINDS.values() if kind.cached]

@@ -11,14 +11,14 @@ from onnx import TensorProto, helper, numpy_helper
 from safetensors.numpy import save_file
 
 from pipeline.contract.bundle import Ancestors, Override, open_bundle, write_manifest, write_override
-from pipeline.contract.errors import BundleError, ConfigError
-from pipeline.contract.files import digest_file, write_json
 from pipeline.contract.golden import Golden
 from pipeline.contract.run import Run, StepRecord
 from pipeline.contract.signature import Limits, Runtime, Signature, TensorSpec
 from pipeline.contract.signing import SIGNATURE, Trust, new_key, private_key
 from pipeline.history import changed_outputs, link_outputs, seal_step, write_record, write_run
 from pipeline.override import sign_run
+from pipeline.system.errors import BundleError, ConfigError
+from pipeline.system.files import digest_file, write_json
 from pipeline.verify import verify_bundle, verify_run
 from train.batch_order import BatchOrder
 from train.ledger import LedgerLine, batch_digest

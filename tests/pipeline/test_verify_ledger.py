@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from pipeline.contract.errors import BundleError
-from pipeline.contract.files import write_json
 from pipeline.contract.run import Run
+from pipeline.system.errors import BundleError
+from pipeline.system.files import write_json
 from pipeline.verify import ledger_verification, verify_run_ledger
 from train.batch_order import BatchOrder
 from train.ledger import LedgerLine, batch_digest

@@ -12,9 +12,9 @@ import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
 from pipeline.contract.bundle import Ancestors, write_manifest
-from pipeline.contract.files import digest_file, write_json
 from pipeline.contract.golden import Golden
 from pipeline.contract.signature import Limits, Runtime, Signature, TensorSpec
+from pipeline.system.files import digest_file, write_json
 
 TOO_BRIGHT = 100  # a value from which on the model itself fails
 LIMITS = Limits(max_batch_size=16, max_body_bytes=100_000)

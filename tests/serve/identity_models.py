@@ -10,9 +10,9 @@ import numpy as np
 import onnx
 from onnx import TensorProto, helper
 
-from pipeline.contract.files import write_json
 from pipeline.contract.golden import Golden
 from pipeline.contract.signature import NUMPY_TYPES, Limits, Runtime, Signature, TensorSpec
+from pipeline.system.files import write_json
 
 Array = np.ndarray[Any, Any]
 ONNX_TYPES = {

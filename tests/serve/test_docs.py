@@ -20,7 +20,7 @@ import pytest
 
 from pipeline.contract.settings.access import Access
 from pipeline.contract.settings.stages import Serve
-from pipeline.contract.sources import SOURCE_ROOT
+from pipeline.system.sources import SOURCE_ROOT
 from serve.errors import RequestError
 from serve.options import parse_options
 from serve.routes import PATHS

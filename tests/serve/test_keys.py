@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.contract.errors import ConfigError
+from pipeline.system.errors import ConfigError
 from serve.errors import Unauthorized
 from serve.security import ApiKeys, parse_keys, presented_key
 

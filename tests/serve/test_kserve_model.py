@@ -16,8 +16,8 @@ import pytest
 from kserve import InferenceGRPCClient, InferInput, InferRequest
 
 from pipeline.contract.bundle import Bundle, open_bundle
-from pipeline.contract.errors import BundleError
 from pipeline.contract.golden import difference
+from pipeline.system.errors import BundleError
 from serve.kserve_model import BundleModel
 from tests.ports import free_port
 from tests.serve.identity_models import build

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pipeline.contract.bundle import Bundle, open_bundle
-from pipeline.contract.errors import BundleError
+from pipeline.system.errors import BundleError
 from serve.runtime.loading import batch_sizes, load_predictor, warm_up
 from serve.runtime.predictor import Predictor
 from tests.serve.special_models import mixing, slow

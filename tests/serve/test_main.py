@@ -14,7 +14,7 @@ import onnxruntime
 import pytest
 
 from pipeline.contract.bundle import open_bundle
-from pipeline.contract.processes import cuda_problem
+from pipeline.system.processes import cuda_problem
 
 if TYPE_CHECKING:
     from tests.serve.conftest import Launcher

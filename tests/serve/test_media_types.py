@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 CODEC = """
 import base64
 import numpy as np
-from pipeline.contract.errors import InvalidPayload
+from pipeline.system.errors import InvalidPayload
 
 class GreyCodec:
     media_types = ("image/x-grey", "image/png")

@@ -14,9 +14,9 @@ from onnx import TensorProto, helper, numpy_helper
 
 from k8s.objects.serving import default_memory
 from pipeline.contract.bundle import open_bundle
-from pipeline.contract.files import write_json
 from pipeline.contract.golden import Golden
 from pipeline.contract.signature import Limits, Runtime, Signature, TensorSpec
+from pipeline.system.files import write_json
 from tests.serve.bundles import seal
 from tests.serve.generate import tiny
 

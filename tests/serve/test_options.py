@@ -20,9 +20,9 @@ from kserve.protocol.grpc import grpc_predict_v2_pb2 as pb
 from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceStub
 
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.errors import ConfigError, InvalidPayload
 from pipeline.contract.signature import BUNDLED_SETTINGS
 from pipeline.service.process import send_request
+from pipeline.system.errors import ConfigError, InvalidPayload
 from serve.model_version import ModelVersion
 from serve.options import NamedBundle, Overrides, parse_options
 from serve.process.sockets import Address

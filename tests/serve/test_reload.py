@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.contract.errors import ConfigError
+from pipeline.system.errors import ConfigError
 from serve.security import ReloadedFiles, reload_changed_files
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.errors import InvalidPayload
+from pipeline.system.errors import InvalidPayload
 from serve.app import App
 from serve.errors import Busy, ClientDisconnected, TooLarge, UnsupportedMediaType
 from serve.memory import MemoryBudget

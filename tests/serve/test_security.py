@@ -20,8 +20,8 @@ import pytest
 from kserve.protocol.grpc import grpc_predict_v2_pb2 as pb
 from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceStub
 
-from pipeline.contract.sources import SOURCE_ROOT
 from pipeline.service.process import send_request
+from pipeline.system.sources import SOURCE_ROOT
 from tests.serve.bundles import TOO_BRIGHT
 
 from .conftest import Running

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from pipeline.contract.bundle import Bundle, open_bundle
-from pipeline.contract.errors import BundleError
 from pipeline.contract.signature import Signature, TensorSpec
+from pipeline.system.errors import BundleError
 from serve.runtime.loading import load_predictor
 from serve.runtime.predictor import Predictor
 from serve.runtime.session import Session

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.contract.errors import ConfigError
+from pipeline.system.errors import ConfigError
 from serve.security import CertificatePair, Tls
 
 from . import certificates

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 import pytest
 
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.errors import BundleError
 from pipeline.contract.signing import SIGNATURE, new_key, private_key, sign
+from pipeline.system.errors import BundleError
 from serve.__main__ import _open, _shadow
 from serve.models import ModelManager, ModelRepository
 from serve.options import Options, parse_options

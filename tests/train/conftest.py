@@ -14,9 +14,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from pipeline.contract.data import Samples, fingerprint
-from pipeline.contract.errors import PipelineError, read_error
-from pipeline.contract.files import write_json
 from pipeline.contract.run import Run, RunFile
+from pipeline.system.errors import PipelineError, read_error
+from pipeline.system.files import write_json
 
 from ..fork_server import launch
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from pipeline.contract.config import parse_config
 from pipeline.contract.data import Samples
-from pipeline.contract.processes import Rank
+from pipeline.system.processes import Rank
 from train.batch_order import BatchOrder
 from train.checkpoint.store import CheckpointStore
 from train.parameter_server import ParameterServerTrainer

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipeline.contract.errors import ConfigError
 from pipeline.contract.settings.stages import Train
+from pipeline.system.errors import ConfigError
 from train.accelerator import choose_precision, configure_accelerator, describe_accelerator
 from train.optim import Precision
 

@@ -5,7 +5,7 @@ from typing import Any, cast
 import pytest
 import torch
 
-from pipeline.contract.processes import Rank
+from pipeline.system.processes import Rank
 from train.parallel.base import Stopwatch, Strategy, Traffic
 from train.process_group import ProcessGroup
 from train.trainer import BatchBalance, split_by_speed

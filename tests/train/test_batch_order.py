@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.contract.errors import ConfigError, DataError
-from pipeline.contract.files import write_json
+from pipeline.system.errors import ConfigError, DataError
+from pipeline.system.files import write_json
 from train.batch_order import ORDER_FILE, ORDER_KEY, BatchOrder, Kind, check_order, read_order, write_order
 
 

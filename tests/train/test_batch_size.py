@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
 from pipeline.contract.data import Samples
-from pipeline.contract.errors import ResourceError
-from pipeline.contract.processes import Rank
 from pipeline.contract.settings.stages import Train
+from pipeline.system.errors import ResourceError
+from pipeline.system.processes import Rank
 from train.batch_size import (
     BATCH_SIZE_FILE,
     BatchSizeChoice,

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.contract.processes import Rank
+from pipeline.system.processes import Rank
 from train.chaos_hooks import ChaosEvent, ChaosHook, ChaosLog, Kill
 from train.process_group import ProcessGroup
 

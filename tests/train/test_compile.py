@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from pipeline.contract.errors import ConfigError
 from pipeline.contract.settings.stages import Train
+from pipeline.system.errors import ConfigError
 from tests.train.distributed import run_distributed
 from train.batch_order import BatchOrder
 from train.compilation import batch_sizes_differ, check_compiler, keep_compile_cache, mark_batch_dynamic

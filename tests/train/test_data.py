@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from pipeline.contract.data import Samples
-from pipeline.contract.errors import StageError
-from pipeline.contract.processes import Rank
+from pipeline.system.errors import StageError
+from pipeline.system.processes import Rank
 from train.data import BatchLoader, LoadRequest, fits_on_gpu
 from train.process_group import ProcessGroup
 

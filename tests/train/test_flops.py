@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.contract.processes import Rank
+from pipeline.system.processes import Rank
 from train.flops import ModelFlops, count_flops, grouped_mm_flops, measure_flops, peak_flops
 from train.metrics import StepMeter
 from train.parallel.blocks import recompute_blocks

@@ -9,8 +9,8 @@ import sys
 
 import pytest
 
-from pipeline.contract.files import write_json
-from pipeline.contract.processes import Rank
+from pipeline.system.files import write_json
+from pipeline.system.processes import Rank
 from pipeline.training.launchers import mpirun
 
 from .conftest import Project, equal, failure, weights

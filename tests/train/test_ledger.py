@@ -7,9 +7,9 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from pipeline.contract.errors import ResourceError
-from pipeline.contract.processes import Rank
 from pipeline.contract.run import Run
+from pipeline.system.errors import ResourceError
+from pipeline.system.processes import Rank
 from pipeline.verify import ledger_verification, verify_run_ledger
 from tests.train.distributed import run_distributed, trainer
 from train.batch_order import BatchOrder

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.contract.errors import BundleError
+from pipeline.system.errors import BundleError
 from train.batch_order import BatchOrder
 from train.ledger import LedgerLine, batch_digest, read_lines, verify_ledger
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pipeline import log_probs_in_training, mask_between_texts, token_log_probs
 from pipeline.contract.config import parse_config
 from pipeline.contract.data import Samples
-from pipeline.contract.processes import Rank
+from pipeline.system.processes import Rank
 from train.memory import estimate_memory
 from train.process_group import ProcessGroup
 

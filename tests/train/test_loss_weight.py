@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipeline.contract.data import Samples
-from pipeline.contract.errors import DataError
-from pipeline.contract.processes import Rank
+from pipeline.system.errors import DataError
+from pipeline.system.processes import Rank
 from train.checkpoint.store import CheckpointStore
 from train.process_group import ProcessGroup
 from train.validation import check_loss_weight

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from pipeline.contract.data import Samples
-from pipeline.contract.files import write_json
 from pipeline.contract.run import Run
+from pipeline.system.files import write_json
 from train.__main__ import _longest_first, describe_samples, describe_summary, first_disagreement
 from train.batch_order import write_order
 from train.ledger import read_lines

@@ -15,8 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from pipeline.contract.config import Config, parse_config
 from pipeline.contract.data import Samples
-from pipeline.contract.processes import Rank
-from pipeline.contract.torch_private import VALUE_ERRORS
+from pipeline.system.processes import Rank
+from pipeline.system.torch_private import VALUE_ERRORS
 from train.memory import (
     Estimate,
     LiveBytes,

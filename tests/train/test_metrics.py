@@ -12,8 +12,8 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator  # type: ignore[import-untyped]
 
-from pipeline.contract.errors import ResourceError
-from pipeline.contract.processes import Rank
+from pipeline.system.errors import ResourceError
+from pipeline.system.processes import Rank
 from train.batch_order import BatchOrder
 from train.data import BatchLoader
 from train.metrics import MetricsLog, StepMeter, StepWindow, gpu_utilization, peak_memory_bytes

@@ -18,9 +18,9 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
-from pipeline.contract.errors import ConfigError
-from pipeline.contract.processes import Rank
 from pipeline.contract.settings.stages import Train
+from pipeline.system.errors import ConfigError
+from pipeline.system.processes import Rank
 from train.checkpoint.store import CheckpointStore
 from train.optim import (
     FusedAdamW,

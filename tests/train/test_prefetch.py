@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, default_collate
 
 from pipeline.contract.data import Samples
-from pipeline.contract.errors import StageError
-from pipeline.contract.processes import Rank
 from pipeline.contract.run import describe
+from pipeline.system.errors import StageError
+from pipeline.system.processes import Rank
 from train.checkpoint.store import CheckpointStore
 from train.data import BatchLoader, LoadRequest
 from train.ledger import Ledger

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.contract.errors import ConfigError, DeviceFault
-from pipeline.contract.files import write_json
-from pipeline.contract.processes import Rank
+from pipeline.system.errors import ConfigError, DeviceFault
+from pipeline.system.files import write_json
+from pipeline.system.processes import Rank
 from train import process_group
 from train.process_group import (
     ProcessGroup,

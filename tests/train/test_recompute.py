@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from pipeline.contract.errors import ConfigError
-from pipeline.contract.processes import Rank
+from pipeline.system.errors import ConfigError
+from pipeline.system.processes import Rank
 from train.checkpoint.store import CheckpointStore
 from train.parallel.blocks import recompute_blocks
 from train.process_group import ProcessGroup

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from pipeline.contract.data import Samples
-from pipeline.contract.processes import Rank
+from pipeline.system.processes import Rank
 from pipeline.verify import describe_ledger
 from train.batch_order import Indices
 from train.checkpoint.store import CheckpointStore

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.contract.errors import DataError
-from pipeline.contract.processes import Rank
 from pipeline.contract.restarts import attempt_files
 from pipeline.contract.run import Run
+from pipeline.system.errors import DataError
+from pipeline.system.processes import Rank
 from train.batch_order import BatchOrder
 from train.checkpoint.format import decode_manifest
 from train.checkpoint.load import open_checkpoint

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.contract.sources import SOURCE_ROOT
+from pipeline.system.sources import SOURCE_ROOT
 
 PRIVATE = SOURCE_ROOT / "pipeline" / "contract" / "torch_private.py"
 PACKAGES = ("pipeline", "train", "export", "serve", "k8s")
@@ -64,7 +64,7 @@ def allowed_minors() -> list[str]:
 USE = """
 import runpy, sys
 import torch
-import pipeline.contract.torch_private
+import pipeline.system.torch_private
 assert torch.__version__.startswith(sys.argv[1] + "."), torch.__version__
 sys.argv = ["train", sys.argv[2]]
 runpy.run_module("train", run_name="__main__")

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from pipeline.contract.config import Config, parse_config
 from pipeline.contract.data import Samples
-from pipeline.contract.errors import ConfigError, DataError
-from pipeline.contract.processes import Rank
 from pipeline.contract.settings.stages import Train
+from pipeline.system.errors import ConfigError, DataError
+from pipeline.system.processes import Rank
 from train.batch_order import BatchOrder, count_steps
 from train.checkpoint.store import CheckpointStore
 from train.optim import make_optimizer

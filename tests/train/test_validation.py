@@ -15,9 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from pipeline.contract.config import parse_config
 from pipeline.contract.data import Samples
-from pipeline.contract.errors import ConfigError, DataError
-from pipeline.contract.processes import Rank
 from pipeline.contract.settings.stages import Train
+from pipeline.system.errors import ConfigError, DataError
+from pipeline.system.processes import Rank
 from train.optim import Precision
 from train.parallel.base import Objective, Strategy
 from train.process_group import ProcessGroup

@@ -18,10 +18,10 @@ import pytest
 import torch
 from torch._C import _distributed_c10d as c10d
 
-from pipeline.contract.errors import Stalled
-from pipeline.contract.processes import Rank
 from pipeline.contract.restarts import read_events
 from pipeline.contract.run import Run
+from pipeline.system.errors import Stalled
+from pipeline.system.processes import Rank
 from train.checkpoint.storage import LocalStorage
 from train.hang_report import Activity, Hang, ProcessReport, describe_hang
 from train.process_group import ProcessGroup

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from pipeline.contract.errors import StageError
-from pipeline.contract.files import digest_bytes
+from pipeline.system.errors import StageError
+from pipeline.system.files import digest_bytes
 from train.state import Progress
 
 _NAMES = {

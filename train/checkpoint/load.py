@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from pipeline.contract.errors import StageError
+from pipeline.system.errors import StageError
 from train.checkpoint.format import (
     LENGTH_BYTES,
     DamagedCheckpoint,

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
-from pipeline.contract.torch_private import foreach_copy_
+from pipeline.system.torch_private import foreach_copy_
 from train.checkpoint.format import Chunk, Layout, make_layout
 from train.parallel.base import local_shard
 

@@ -17,8 +17,8 @@ from typing import BinaryIO, Protocol
 import torch
 from torch import Tensor
 
-from pipeline.contract.errors import ConfigError
-from pipeline.contract.files import sync_directory
+from pipeline.system.errors import ConfigError
+from pipeline.system.files import sync_directory
 from train.chaos_hooks import run_chaos_hook
 from train.checkpoint.format import MANIFEST_NAME, FileRecord
 

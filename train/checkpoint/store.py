@@ -21,9 +21,9 @@ from typing import Any, Self
 import torch
 import torch.distributed as dist
 
-from pipeline.contract.errors import PipelineError, ResourceError, StageError
-from pipeline.contract.processes import Rank
 from pipeline.contract.restarts import collective_seconds
+from pipeline.system.errors import PipelineError, ResourceError, StageError
+from pipeline.system.processes import Rank
 from train.checkpoint.format import FileRecord, Manifest
 from train.checkpoint.load import SavedCheckpoint, find_newest, open_checkpoint, read_best_step
 from train.checkpoint.sharding import CheckpointShard, plan_shard

@@ -41,10 +41,10 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token, create_handler
 
-from pipeline.contract.errors import DeviceFault, Stalled, missing_module_in_log, read_error
-from pipeline.contract.fork_server import Process, start_module
-from pipeline.contract.processes import TERMINATED, AgentStatus, describe_exit, was_terminated, watch_parent
 from pipeline.contract.restarts import PROCESS_END_SECONDS, GiveUp, ProcessEnd, Restart, restart_after
+from pipeline.system.errors import DeviceFault, Stalled, missing_module_in_log, read_error
+from pipeline.system.fork_server import Process, start_module
+from pipeline.system.processes import TERMINATED, AgentStatus, describe_exit, was_terminated, watch_parent
 from train.hang_report import MISMATCH_ADVICE
 
 _UNLIMITED_RESTARTS = 1 << 30  # `restart_after` decides, not torch's own counter

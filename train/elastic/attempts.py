@@ -5,9 +5,9 @@ from __future__ import annotations
 import socket
 import sys
 
-from pipeline.contract.errors import clear_passing
 from pipeline.contract.restarts import newest_attempt, read_events, record_event
 from pipeline.contract.run import Run
+from pipeline.system.errors import clear_passing
 from train.ledger import LEDGER_FILE, last_attempt
 from train.process_group import ProcessGroup
 

@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
-from pipeline.contract.errors import Evicted
-from pipeline.contract.processes import TERMINATED
-from pipeline.contract.torch_private import default_store
+from pipeline.system.errors import Evicted
+from pipeline.system.processes import TERMINATED
+from pipeline.system.torch_private import default_store
 from train.process_group import ProcessGroup
 
 _POLL_SECONDS = 0.25

@@ -11,8 +11,8 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from pipeline.contract.errors import ResourceError, write_error
-from pipeline.contract.processes import split_address, watch_parent
+from pipeline.system.errors import ResourceError, write_error
+from pipeline.system.processes import split_address, watch_parent
 
 
 def main(argv: Sequence[str]) -> int:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from pipeline.contract.data import forward
 from pipeline.contract.settings.stages import Train
 from pipeline.contract.task import Task
-from pipeline.contract.torch_private import after_backward, apply_to_tensors, foreach_copy_, foreach_mul_, foreach_norm
+from pipeline.system.torch_private import after_backward, apply_to_tensors, foreach_copy_, foreach_mul_, foreach_norm
 from train.compilation import compile_whole
 from train.memory_format import Formats, convert_inputs
 from train.optim import Precision

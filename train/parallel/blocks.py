@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from pipeline.contract.errors import ConfigError
+from pipeline.system.errors import ConfigError
 from train.parallel.pipeline_split import units
 
 

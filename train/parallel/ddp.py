@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from pipeline.contract.errors import ConfigError
+from pipeline.system.errors import ConfigError
 from train.compilation import compile_whole
 from train.parallel.base import MicroBatch, Strategy
 from train.state import restored_buffers

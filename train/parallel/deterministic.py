@@ -17,10 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.contract.errors import ConfigError
-from pipeline.contract.processes import Rank
 from pipeline.contract.settings.stages import Train
-from pipeline.contract.torch_private import foreach_add_, foreach_copy_
+from pipeline.system.errors import ConfigError
+from pipeline.system.processes import Rank
+from pipeline.system.torch_private import foreach_add_, foreach_copy_
 from train.parallel.base import MicroBatch, Objective, Strategy
 from train.parallel.ddp import BufferSnapshot, has_only_running_statistics
 from train.process_group import ProcessGroup

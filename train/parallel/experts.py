@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from pipeline.contract.errors import ConfigError
+from pipeline.system.errors import ConfigError
 
 _eager: Callable[..., Any] = torch.compiler.disable  # it has no types; token counts differ at each step
 _ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")  # of forward(), as transformers name them

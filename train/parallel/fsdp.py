@@ -14,9 +14,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from pipeline.contract.data import Samples, forward
-from pipeline.contract.errors import ConfigError
 from pipeline.contract.settings.stages import Train
-from pipeline.contract.torch_private import BatchNormBase
+from pipeline.system.errors import ConfigError
+from pipeline.system.torch_private import BatchNormBase
 from train.parallel.base import (
     MicroBatch,
     Objective,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pipeline.contract.errors import ConfigError, LostContact
+from pipeline.system.errors import ConfigError, LostContact
 from train.parallel.base import MicroBatch, Strategy
 
 if TYPE_CHECKING:

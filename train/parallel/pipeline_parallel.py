@@ -13,9 +13,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from pipeline.contract.data import Samples
-from pipeline.contract.errors import ConfigError
 from pipeline.contract.settings.stages import Train
 from pipeline.contract.task import HasParallelize
+from pipeline.system.errors import ConfigError
 from train.parallel.base import MicroBatch, Objective, Strategy, average_gradients, clip_gradients
 from train.parallel.pipeline_split import (
     META,

@@ -23,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.contract.errors import ConfigError
-from pipeline.contract.torch_private import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from pipeline.system.errors import ConfigError
+from pipeline.system.torch_private import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from train.parallel.placeholder import NoValuesError, Placeholder, describe_line, has_placeholder
 from train.pretrained.materialize import Materializer
 

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from pipeline.contract.torch_private import (
+from pipeline.system.torch_private import (
     OpOverload,
     disabled_torch_function,
     make_wrapper_subclass,

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from pipeline.contract.errors import ConfigError
 from pipeline.contract.task import HasParallelize, Task
-from pipeline.contract.torch_private import tree_leaves
+from pipeline.system.errors import ConfigError
+from pipeline.system.torch_private import tree_leaves
 from train.parallel.experts import all_reduce_backward, check_experts, find_experts, shard_experts
 from train.parallel.pipeline_split import TemporaryWeights
 

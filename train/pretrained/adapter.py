@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from pipeline.contract.errors import ConfigError, ResourceError
-from pipeline.contract.files import sync_tree
 from pipeline.contract.settings.stages import Model
 from pipeline.contract.task import transformers_model
+from pipeline.system.errors import ConfigError, ResourceError
+from pipeline.system.files import sync_tree
 from train.pretrained.materialize import BuildModel, MetaModel
 from train.pretrained.qlora import require_bitsandbytes, restore_whole_weights
 from train.pretrained.source import Initialized, RowNorms, Source

@@ -19,11 +19,11 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import nn
 
-from pipeline.contract.errors import ConfigError, DataError
-from pipeline.contract.files import digest_file
 from pipeline.contract.pretrained import PRETRAINED_RECORD, Pretrained, locate_pretrained, open_pretrained
 from pipeline.contract.run import Run
 from pipeline.contract.task import transformers_model
+from pipeline.system.errors import ConfigError, DataError
+from pipeline.system.files import digest_file
 from train.optim import seed_step
 from train.pretrained.adapter import ADAPTER_WEIGHTS, adapter_sources
 from train.pretrained.matching import Matching, match

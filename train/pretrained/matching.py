@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.contract.errors import DataError
 from pipeline.contract.task import transformers_model
+from pipeline.system.errors import DataError
 from train.pretrained.source import Duplicates, Entry, Source
 
 _LISTED = 8  # problems of each kind in the error; the log has all

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from pipeline.contract.errors import ConfigError, DataError
-from pipeline.contract.torch_private import local_box, parse_to
+from pipeline.system.errors import ConfigError, DataError
+from pipeline.system.torch_private import local_box, parse_to
 from train.pretrained.source import BITS, Box, Entry, Source
 
 BuildModel = Callable[[], nn.Module]

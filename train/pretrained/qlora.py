@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipeline.contract.errors import ResourceError
+from pipeline.system.errors import ResourceError
 from train.pretrained.materialize import Materializer
 
 _BLOCK = 64  # weights with a common scale

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from pipeline.contract.errors import DataError
+from pipeline.system.errors import DataError
 
 _LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # as in the format's own reader

@@ -8,10 +8,10 @@ import os
 import ssl
 from pathlib import Path
 
-from pipeline.contract.errors import ConfigError
 from pipeline.contract.settings.section import Frozen
 from pipeline.contract.settings.stages import Serve
 from pipeline.contract.signing import Trust
+from pipeline.system.errors import ConfigError
 
 KEY_VARIABLE = "PIPE_API_KEY"
 

@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.serve import environment
 from benchmarks.serve.environment import python_of
-from pipeline.contract.errors import ResourceError
-from pipeline.contract.files import digest_bytes
+from pipeline.system.errors import ResourceError
+from pipeline.system.files import digest_bytes
 
 
 def test_an_interpreter_that_is_not_there_is_stated(tmp_path: Path) -> None:

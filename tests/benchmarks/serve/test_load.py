@@ -7,7 +7,7 @@ import math
 import pytest
 
 from benchmarks.serve.load import LoadResult, percentile, read_h2load, read_wrk
-from pipeline.contract.errors import StageError
+from pipeline.system.errors import StageError
 
 
 @pytest.mark.parametrize(("share", "value"), [(0.0, 1.0), (0.5, 51.0), (0.99, 100.0), (1.0, 100.0)])

@@ -6,8 +6,8 @@ import pytest
 
 from benchmarks.serve import __main__ as bench
 from benchmarks.serve import load
-from pipeline.contract.errors import ResourceError
-from pipeline.contract.sources import SOURCE_ROOT
+from pipeline.system.errors import ResourceError
+from pipeline.system.sources import SOURCE_ROOT
 
 
 def test_every_option_the_documentation_names_is_known() -> None:

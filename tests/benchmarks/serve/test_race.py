@@ -15,7 +15,7 @@ from benchmarks.serve.openloop import summarize
 from benchmarks.serve.race import Lap, Row
 from benchmarks.serve.running import Running, log_file
 from benchmarks.serve.workloads import WORKLOADS
-from pipeline.contract.errors import ResourceError, StageError
+from pipeline.system.errors import ResourceError, StageError
 
 
 def _row(contender: str, wire: str, per_second: float, clients: int = 32) -> Row:

@@ -12,7 +12,7 @@ from benchmarks.train.bare import bare
 from benchmarks.train.gate import Finished
 from benchmarks.train.ours import ours
 from benchmarks.train.workloads import Convolution, Workload
-from pipeline.contract.processes import Rank
+from pipeline.system.processes import Rank
 
 STEPS = 21
 

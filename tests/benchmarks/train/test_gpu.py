@@ -25,8 +25,8 @@ from benchmarks.train.gpu import (
 from benchmarks.train.large import NETS, ForeachAdamW, Gpt2, HiddenInTraining, Large, ResNet, resnet, sequences
 from benchmarks.train.transformer import Transformer
 from pipeline.contract.config import parse_config
-from pipeline.contract.errors import StageError
 from pipeline.contract.task import Task
+from pipeline.system.errors import StageError
 
 CPU = {**BEST, "device": "cpu", "compile": False, "cudnn_benchmark": None}
 

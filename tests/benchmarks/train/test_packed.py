@@ -16,7 +16,7 @@ from benchmarks.train.packed import Layout, line, row_of, text
 from benchmarks.train.race import Course, Lap
 from benchmarks.train.workloads import workload
 from pipeline.contract.data import forward, open_split
-from pipeline.contract.processes import Rank
+from pipeline.system.processes import Rank
 
 
 @pytest.fixture

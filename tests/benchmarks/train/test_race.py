@@ -14,7 +14,7 @@ from benchmarks.train import link, loops
 from benchmarks.train.environment import peers_python
 from benchmarks.train.loops import ratios_to, rows_of
 from benchmarks.train.race import Course, Lap, race, rotations
-from pipeline.contract.errors import ResourceError, StageError
+from pipeline.system.errors import ResourceError, StageError
 
 PYTHON = Path(sys.executable)
 

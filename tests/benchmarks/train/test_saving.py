@@ -10,7 +10,7 @@ from benchmarks.train.copying import Copying
 from benchmarks.train.race import Course, Lap
 from benchmarks.train.racer import contestant
 from benchmarks.train.saving import line, row_of
-from pipeline.contract.processes import Rank
+from pipeline.system.processes import Rank
 from train.process_group import ProcessGroup
 from train.state import Progress, State
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from export.variants.choose import Candidate, Choice, decide
 from pipeline.contract.settings.stages import Export
-from pipeline.contract.statistics.intervals import Interval
+from pipeline.statistics.intervals import Interval
 
 ALL = ("fp32", "fp16", "int8-dynamic", "int8-static")
 PLAIN = Candidate("fp32", (), Interval(1.0, 1.0, 1.0))

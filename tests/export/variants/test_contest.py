@@ -25,9 +25,9 @@ from export.variants.choose import (
 )
 from export.variants.quantize import CONVERTERS, Converter, VariantInputs
 from pipeline.contract.data import open_split
-from pipeline.contract.errors import ConfigError
-from pipeline.contract.files import digest_file
 from pipeline.contract.task import check_export
+from pipeline.system.errors import ConfigError
+from pipeline.system.files import digest_file
 
 from .net import CLASSES, Hills, config, write
 

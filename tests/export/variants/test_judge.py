@@ -19,11 +19,11 @@ from export.variants.judge import (
     output_scale,
 )
 from export.variants.timing import Timing
-from pipeline.contract.errors import StageError
 from pipeline.contract.settings.stages import Evaluate, Export
-from pipeline.contract.statistics.aggregates import Mean
-from pipeline.contract.statistics.intervals import Interval
-from pipeline.contract.statistics.metrics import Metric
+from pipeline.statistics.aggregates import Mean
+from pipeline.statistics.intervals import Interval
+from pipeline.statistics.metrics import Metric
+from pipeline.system.errors import StageError
 
 NEAR = Deviation(0.0, 0.0, 0.0)
 RIGHT = np.ones(100)

@@ -30,13 +30,13 @@ from export.verify import language_model_properties, verify_model
 from pipeline.contract.bundle import Ancestors, open_bundle, write_manifest
 from pipeline.contract.config import parse_config
 from pipeline.contract.data import open_split
-from pipeline.contract.errors import ConfigError
-from pipeline.contract.files import digest_file
 from pipeline.contract.golden import greedy
 from pipeline.contract.settings.stages import Export
 from pipeline.contract.signature import Prompting
-from pipeline.contract.statistics.intervals import Interval
 from pipeline.contract.task import check_export
+from pipeline.statistics.intervals import Interval
+from pipeline.system.errors import ConfigError
+from pipeline.system.files import digest_file
 from tests.serve.conftest import Launcher
 
 from ..languages import CODEC, MASKED, Language, causal, tokenizer

@@ -25,8 +25,8 @@ from export.variants.quantize import (
     sort_nodes,
     static_operators,
 )
-from pipeline.contract.errors import DataError, StageError
 from pipeline.contract.signature import TensorSpec
+from pipeline.system.errors import DataError, StageError
 
 from .net import CLASSES, INNER, WIDE, Array, Hills, graph, write
 

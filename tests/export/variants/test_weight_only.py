@@ -13,7 +13,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from export.variants.quantize import CONVERTERS, VariantInputs
 from export.variants.weight_only import RoundedBlocks, collect_moments, find_head, gptq, round_blocks
-from pipeline.contract.errors import StageError
+from pipeline.system.errors import StageError
 
 Array = np.ndarray[Any, Any]
 WORDS, WIDTH, INNER = 50, 64, 96

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from k8s.cluster.api import Response, Unreachable, connect, plural, retry_after_seconds
-from pipeline.contract.errors import ResourceError
+from pipeline.system.errors import ResourceError
 
 from ..api_server import ApiServer
 

@@ -16,8 +16,8 @@ from k8s.cluster import canary, drift
 from k8s.cluster.request_counts import RequestCounts, parse_request_counts
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.config import Config
-from pipeline.contract.errors import ConfigError, StageError
 from pipeline.contract.settings.cluster import Rollout
+from pipeline.system.errors import ConfigError, StageError
 
 from ..api_server import ApiServer, Response
 from ..conftest import Configure

@@ -10,7 +10,7 @@ import pytest
 from k8s.cluster.cluster import Cluster
 from k8s.objects import serving
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.errors import ResourceError, StageError
+from pipeline.system.errors import ResourceError, StageError
 
 from ..api_requests import ApiRequest
 from ..api_server import ApiServer, Fault

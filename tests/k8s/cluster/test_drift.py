@@ -12,7 +12,7 @@ from k8s.cluster.drift import inspect_deployment
 from k8s.objects import serving
 from k8s.objects.manifests import write_manifests
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.errors import ConfigError
+from pipeline.system.errors import ConfigError
 
 from ..api_server import ApiServer
 from ..conftest import Configure

@@ -9,7 +9,7 @@ import yaml
 
 from k8s.cluster.api import Response
 from k8s.cluster.errors import api_error, conflicting_fields, missing_role_rule
-from pipeline.contract.errors import ConfigError, PipelineError, ResourceError, StageError
+from pipeline.system.errors import ConfigError, PipelineError, ResourceError, StageError
 
 FORBIDDEN = (
     'deployments.apps "twice" is forbidden: User "me" cannot patch resource "deployments" in API group "apps" '

@@ -14,9 +14,9 @@ from k8s import deploy
 from k8s.cluster.cluster import Cluster
 from k8s.cluster.garbage_collection import delete_unused_configuration
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.errors import ResourceError, StageError
 from pipeline.contract.settings.access import Access
 from pipeline.contract.settings.cluster import Rollout
+from pipeline.system.errors import ResourceError, StageError
 
 from ..api_server import ApiServer, Response
 from ..conftest import Configure

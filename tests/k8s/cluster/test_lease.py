@@ -15,8 +15,8 @@ from k8s.cluster.lease import Lease
 from k8s.deploy import Deployer, deploy, end_canary
 from k8s.objects.serving import serving_objects
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.errors import ResourceError
 from pipeline.contract.settings.access import OPEN_ACCESS
+from pipeline.system.errors import ResourceError
 
 from ..api_requests import ApiRequest
 from ..api_server import ApiServer, Fault, Response

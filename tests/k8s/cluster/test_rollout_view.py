@@ -12,7 +12,7 @@ from k8s.cluster.cluster import Cluster
 from k8s.cluster.rollout_view import RolloutView, following, table
 from k8s.objects.kustomize import Object
 from k8s.objects.manifests import BUNDLE_ANNOTATION, identity_labels
-from pipeline.contract.errors import StageError
+from pipeline.system.errors import StageError
 
 from ..api_server import ApiServer
 from .test_canary import metrics_text

@@ -16,9 +16,9 @@ from k8s.images.build import (
     write_training_context,
 )
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.errors import BundleError, ConfigError
-from pipeline.contract.files import digest_tree
-from pipeline.contract.sources import PACKAGES
+from pipeline.system.errors import BundleError, ConfigError
+from pipeline.system.files import digest_tree
+from pipeline.system.sources import PACKAGES
 
 TASK = """
 import json
@@ -28,7 +28,7 @@ import numpy as np
 import yaml
 import not_installed_anywhere
 from shapes import Round
-from pipeline.contract import errors
+from pipeline.system import errors
 
 
 class T: ...

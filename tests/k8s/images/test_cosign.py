@@ -20,9 +20,9 @@ from k8s.images.cosign import attest_image, image_digests, image_statement, open
 from k8s.images.modelcar import write_modelcar
 from k8s.images.oci_layout import Layout
 from pipeline.contract.bundle import PROVENANCE, Bundle, open_bundle, statement, write_manifest
-from pipeline.contract.errors import BundleError, ConfigError, GateError
-from pipeline.contract.files import write_json
 from pipeline.contract.signing import Trust, new_key, private_key
+from pipeline.system.errors import BundleError, ConfigError, GateError
+from pipeline.system.files import write_json
 
 from ..registry_server import RegistryServer
 

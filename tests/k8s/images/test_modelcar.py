@@ -17,8 +17,8 @@ from k8s.images.modelcar import ARCHITECTURES, ModelcarBase, write_modelcar
 from k8s.images.oci_layout import INDEX, LAYER, Layout
 from k8s.images.registry import Repository, parse_reference
 from pipeline.contract.bundle import Bundle, open_bundle, write_manifest
-from pipeline.contract.errors import ConfigError, StageError
-from pipeline.contract.files import digest_tree
+from pipeline.system.errors import ConfigError, StageError
+from pipeline.system.files import digest_tree
 
 from ..registry_server import RegistryServer
 

@@ -9,7 +9,7 @@ from k8s.images.modelcar import write_modelcar
 from k8s.images.oci_layout import Layout
 from k8s.images.registry import Login, Reference, RegistryClient, Repository, is_local, parse_reference
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.errors import ConfigError, StageError
+from pipeline.system.errors import ConfigError, StageError
 
 from ..registry_server import RegistryServer
 

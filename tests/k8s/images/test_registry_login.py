@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from k8s.images.registry import Login, find_login
-from pipeline.contract.errors import ConfigError
+from pipeline.system.errors import ConfigError
 
 HELPER = """#!/bin/sh
 read server

@@ -15,7 +15,7 @@ from k8s.images.contents import (
     packages_from_pins,
     serving_requirements,
 )
-from pipeline.contract.errors import StageError
+from pipeline.system.errors import StageError
 
 
 def test_the_closure_follows_only_requested_extras() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.contract.sources import SOURCE_ROOT
+from pipeline.system.sources import SOURCE_ROOT
 
 SCRIPT = SOURCE_ROOT / "k8s" / "images" / "slim.py"
 FILES = (

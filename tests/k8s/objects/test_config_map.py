@@ -8,9 +8,9 @@ import pytest
 
 from k8s.objects import network, serving
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.errors import ConfigError
 from pipeline.contract.settings.access import Access
 from pipeline.contract.signing import Trust, new_key
+from pipeline.system.errors import ConfigError
 
 from ..conftest import Configure
 from ..schemas import validate

@@ -10,8 +10,8 @@ from k8s.objects import serving
 from k8s.objects.manifests import BUNDLE_ANNOTATION
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.config import Config
-from pipeline.contract.errors import ConfigError
 from pipeline.contract.settings.cluster import Rollout
+from pipeline.system.errors import ConfigError
 
 from ..conftest import Configure
 from ..schemas import validate

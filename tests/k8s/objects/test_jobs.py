@@ -7,7 +7,7 @@ import pytest
 from k8s.cluster.rollout_status import JobResult, job_progress, job_result, unrecoverable_problems
 from k8s.objects.jobs import PodUser, StepJob, step_job
 from pipeline.contract.config import override_config
-from pipeline.contract.errors import ConfigError
+from pipeline.system.errors import ConfigError
 
 from ..admission import validation_causes
 from ..conftest import Configure

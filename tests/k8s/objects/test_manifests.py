@@ -12,8 +12,8 @@ from k8s.objects import manifests, serving
 from k8s.objects.kustomize import build
 from k8s.objects.manifests import MAX_JOB_NAME, MAX_JOBSET_NAME, MAX_LABEL, check_image, check_pinned, fit_name
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.errors import ConfigError
-from pipeline.contract.files import digest_tree
+from pipeline.system.errors import ConfigError
+from pipeline.system.files import digest_tree
 
 from ..conftest import Configure
 

@@ -10,8 +10,8 @@ import pytest
 from k8s.deploy import deploy
 from k8s.objects import network, serving
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.errors import ConfigError
 from pipeline.contract.settings.access import Access
+from pipeline.system.errors import ConfigError
 
 from ..api_server import ApiServer
 from ..conftest import Configure

@@ -10,8 +10,8 @@ from k8s.cluster.rollout_status import minimum_replicas
 from k8s.objects import serving
 from k8s.objects.manifests import BUNDLE_ANNOTATION
 from pipeline.contract.bundle import Bundle, FileEntry
-from pipeline.contract.errors import ConfigError
 from pipeline.contract.signature import Signature
+from pipeline.system.errors import ConfigError
 from serve.monitoring.prometheus import exposition
 from serve.monitoring.snapshot import Metrics
 from tests.serve.generate import tiny

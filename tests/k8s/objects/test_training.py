@@ -9,10 +9,10 @@ import pytest
 from k8s.objects import training
 from k8s.objects.training import TTL_SECONDS_AFTER_FINISHED, node_components, parse_toleration, set_node_placement
 from pipeline.contract.config import parse_config
-from pipeline.contract.errors import ConfigError, DataError, ResourceError, StageError
-from pipeline.contract.processes import TERMINATED
 from pipeline.contract.restarts import LAUNCHER_END_SECONDS
 from pipeline.contract.settings.cluster import NodePlacement
+from pipeline.system.errors import ConfigError, DataError, ResourceError, StageError
+from pipeline.system.processes import TERMINATED
 from pipeline.training.node import PASSING_EXIT_CODE
 
 from ..conftest import Configure

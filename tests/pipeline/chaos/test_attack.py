@@ -50,7 +50,7 @@ def below() -> Iterator[psutil.Process]:
 
 
 @pytest.mark.parametrize(
-    ("who", "module"), [("launcher", "train.elastic.agent"), ("server", "pipeline.contract.fork_server")]
+    ("who", "module"), [("launcher", "train.elastic.agent"), ("server", "pipeline.system.fork_server")]
 )
 def test_agent_and_fork_server_are_found_by_their_modules(
     who: Literal["launcher", "server"], module: str, below: psutil.Process

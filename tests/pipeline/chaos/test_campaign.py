@@ -8,7 +8,7 @@ import pytest
 
 from pipeline.chaos.campaign import KILL_KINDS, count_step_kills, damage_newest_shard, reduced_config, schedule
 from pipeline.contract.config import Config, parse_config
-from pipeline.contract.errors import ConfigError
+from pipeline.system.errors import ConfigError
 from train.chaos_hooks import Fault
 
 

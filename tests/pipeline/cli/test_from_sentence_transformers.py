@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 from pipeline.cli import app
 from pipeline.contract.codec import embedding_sizes, load_codec
 from pipeline.contract.config import load_config
-from pipeline.contract.errors import InvalidPayload
 from pipeline.contract.task import load_task
+from pipeline.system.errors import InvalidPayload
 
 TEXTS = ["Yes", "A dog runs across the meadow.", "a very long text, " * 9]
 LONGEST = 24

@@ -164,7 +164,7 @@ def test_a_file_in_the_place_of_the_runs_is_named(pipe: Pipe, starter: Path) -> 
 @pytest.mark.parametrize("handled", [True, False])
 def test_the_exit_code_distinguishes_sigterm_from_ctrl_c(signal_name: str, status: int, handled: bool) -> None:
     code = (
-        "import os, signal\nimport pipeline.cli as cli\nfrom pipeline.contract.errors import Interrupted\n"
+        "import os, signal\nimport pipeline.cli as cli\nfrom pipeline.system.errors import Interrupted\n"
         "@cli.app.command()\ndef waste() -> None:\n"
         f"    try:\n        os.kill(os.getpid(), signal.{signal_name})\n        signal.pause()\n"
         "    except KeyboardInterrupt:\n"

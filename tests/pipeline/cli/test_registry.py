@@ -11,8 +11,8 @@ from typer.testing import CliRunner
 
 from pipeline.cli import app
 from pipeline.contract.bundle import open_bundle, write_manifest
-from pipeline.contract.errors import BundleError, PipelineError
 from pipeline.history import create_run, find_project, find_run
+from pipeline.system.errors import BundleError, PipelineError
 
 from ..packing import record_export, write_bundle
 from .conftest import Pipe

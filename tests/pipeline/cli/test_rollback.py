@@ -11,7 +11,6 @@ from k8s.cluster.drift import LiveVersion
 from pipeline.cli import registry
 from pipeline.cli.app import Output
 from pipeline.contract.config import override_config
-from pipeline.contract.errors import ConfigError, Interrupted, StageError
 from pipeline.contract.run import Run
 from pipeline.history import Project
 from pipeline.service.cluster_record import (
@@ -22,6 +21,7 @@ from pipeline.service.cluster_record import (
     record_deployment,
     write_cluster_record,
 )
+from pipeline.system.errors import ConfigError, Interrupted, StageError
 
 from ..conftest import NewRun
 

@@ -9,11 +9,11 @@ from typer.testing import CliRunner
 
 from pipeline.cli import app
 from pipeline.contract.config import Config, load_config
-from pipeline.contract.errors import ConfigError, install_command
 from pipeline.contract.run import STEPS, Run, StepRecord
 from pipeline.display import Display
 from pipeline.history import Project, create_run, find_project, write_record
 from pipeline.plan import Step
+from pipeline.system.errors import ConfigError, install_command
 
 from .conftest import Pipe
 

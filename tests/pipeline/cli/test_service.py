@@ -8,8 +8,8 @@ import pytest
 
 from pipeline.cli import service
 from pipeline.cli.service import _read_instances
-from pipeline.contract.errors import BundleError, ConfigError
 from pipeline.service.process import CanaryRecord, LiveService
+from pipeline.system.errors import BundleError, ConfigError
 
 from .conftest import Pipe
 

@@ -12,12 +12,12 @@ from typer.testing import CliRunner
 
 from pipeline.cli import app
 from pipeline.contract.bundle import Manifest, open_bundle, write_manifest
-from pipeline.contract.errors import BundleError, ConfigError, PipelineError
-from pipeline.contract.files import digest_tree
 from pipeline.contract.run import StepRecord
 from pipeline.contract.signing import SIGNATURE, Trust, new_key, private_key, sign
 from pipeline.history import write_record
 from pipeline.steps.deploy import deploy
+from pipeline.system.errors import BundleError, ConfigError, PipelineError
+from pipeline.system.files import digest_tree
 
 from ...k8s.registry_server import RegistryServer
 from ..packing import MakeRun, pack, write_bundle

@@ -1,18 +1,16 @@
-"""A bundle small enough to break byte by byte, and an interpreter that forgets what a test imported."""
+"""A bundle small enough to break byte by byte."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from pipeline.contract.bundle import Ancestors, write_manifest
-from pipeline.contract.files import digest_file, write_json
 from pipeline.contract.golden import Golden
 from pipeline.contract.signature import Limits, Runtime, Signature, TensorSpec
+from pipeline.system.files import digest_file, write_json
 
 SIGNATURE = Signature(
     inputs=(TensorSpec(name="pair", datatype="FP32", shape=("batch", 2)),),
@@ -21,17 +19,6 @@ SIGNATURE = Signature(
     limits=Limits(max_batch_size=8, max_body_bytes=1024),
     runtime=Runtime(provider="cpu", threads=1),
 )
-
-
-@pytest.fixture
-def root(tmp_path: Path) -> Iterator[Path]:
-    """An empty project folder; what is imported from it is forgotten afterwards."""
-    modules, path = set(sys.modules), list(sys.path)
-    yield tmp_path
-    sys.path[:] = path
-    for name in set(sys.modules) - modules:
-        if str(getattr(sys.modules[name], "__file__", None) or "").startswith(str(tmp_path)):
-            del sys.modules[name]
 
 
 @pytest.fixture

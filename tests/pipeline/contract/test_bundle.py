@@ -12,8 +12,8 @@ import pytest
 from google.protobuf.descriptor import Descriptor
 
 from pipeline.contract.bundle import MESSAGES, PROVENANCE, REQUIRED, external_locations, open_bundle, statement
-from pipeline.contract.errors import BundleError
-from pipeline.contract.files import digest_file, write_json
+from pipeline.system.errors import BundleError
+from pipeline.system.files import digest_file, write_json
 
 from .conftest import SIGNATURE, seal
 

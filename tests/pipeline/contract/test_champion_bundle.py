@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.contract.bundle import open_bundle
-from pipeline.contract.errors import BundleError
-from pipeline.contract.files import digest_bytes
 from pipeline.contract.registry import Entry, champion_bundle, publish
+from pipeline.system.errors import BundleError
+from pipeline.system.files import digest_bytes
 
 PLACE = "old/export/bundle"
 

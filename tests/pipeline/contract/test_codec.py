@@ -13,7 +13,7 @@ from pipeline.contract.codec import (
     required_packages,
     shared_files,
 )
-from pipeline.contract.errors import ConfigError
+from pipeline.system.errors import ConfigError
 
 METHODS = {
     "decode": "    def decode(self, instances): return {'x': instances}",

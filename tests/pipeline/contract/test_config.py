@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pipeline.contract.config import Config, load_config, override_config, parse_config
-from pipeline.contract.errors import ConfigError, ConflictError
+from pipeline.system.errors import ConfigError, ConflictError
 
 MINIMAL: dict[str, Any] = {"name": "digits", "task": "task.py:Digits", "codec": "codec.py:DigitsCodec"}
 

@@ -43,9 +43,9 @@ from pipeline.contract.data import (
     pack_texts,
     sample_digests,
 )
-from pipeline.contract.errors import ConfigError, DataError
-from pipeline.contract.files import digest_parts
 from pipeline.contract.task import Task
+from pipeline.system.errors import ConfigError, DataError
+from pipeline.system.files import digest_parts
 
 
 class Items(Dataset[Any]):

@@ -13,8 +13,8 @@ from pipeline.contract.bundle import (
     write_manifest,
     write_override,
 )
-from pipeline.contract.errors import BundleError, PipelineError
-from pipeline.contract.files import digest_file
+from pipeline.system.errors import BundleError, PipelineError
+from pipeline.system.files import digest_file
 
 GIVEN = Override(at="2026-01-02", by="ann@here", reason="shown on Monday", verdict="v")
 

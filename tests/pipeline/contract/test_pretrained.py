@@ -12,8 +12,6 @@ from typing import Any
 import pytest
 
 from pipeline.contract.config import parse_config
-from pipeline.contract.errors import ConfigError, DataError, PipelineError, ResourceError
-from pipeline.contract.files import digest_bytes
 from pipeline.contract.pretrained import (
     WEIGHT_FILE,
     WEIGHT_INDEX,
@@ -25,6 +23,8 @@ from pipeline.contract.pretrained import (
 from pipeline.contract.run import Run, RunFile, StepRecord
 from pipeline.contract.settings.stages import Model
 from pipeline.steps.pretrained import record
+from pipeline.system.errors import ConfigError, DataError, PipelineError, ResourceError
+from pipeline.system.files import digest_bytes
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, processors
 
-from pipeline.contract.errors import ConfigError, DataError, InvalidPayload
 from pipeline.contract.prompting import ChatTemplate, check_chat_template, read_prompting
 from pipeline.contract.signature import Prompting, SamplingDefaults
+from pipeline.system.errors import ConfigError, DataError, InvalidPayload
 from tests.serve.generate import tiny
 
 USER = {"role": "user", "content": "x"}

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from pipeline.contract import registry
-from pipeline.contract.errors import ConfigError, PipelineError, ResourceError
 from pipeline.contract.registry import (
     CHAMPION,
     PREVIOUS,
@@ -24,6 +23,7 @@ from pipeline.contract.registry import (
     count_comparison,
     read_registry,
 )
+from pipeline.system.errors import ConfigError, PipelineError, ResourceError
 
 WRITERS, EACH = 8, 6
 

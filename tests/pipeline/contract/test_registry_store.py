@@ -10,8 +10,8 @@ import fsspec  # type: ignore[import-untyped]
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 
-from pipeline.contract.errors import ConfigError, ResourceError
 from pipeline.contract.registry import FolderStore, ObjectStore, RegistryStore, open_store
+from pipeline.system.errors import ConfigError, ResourceError
 
 
 class Lax(MemoryFileSystem):  # type: ignore[misc]

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.contract.errors import ConfigError, DataError, GateError, PipelineError, clear_error, read_error
-from pipeline.contract.files import digest_bytes, digest_file
 from pipeline.contract.run import SCHEMA, Run, RunFile, StepRecord, own_identity, run_step
 from pipeline.processes import LocalLauncher
+from pipeline.system.errors import ConfigError, DataError, GateError, PipelineError, clear_error, read_error
+from pipeline.system.files import digest_bytes, digest_file
 
 CONFIG = {"name": "digits", "task": "task.py:T", "codec": "codec.py:C", "train": {"epochs": 3}}
 

@@ -8,7 +8,6 @@ import pytest
 from pydantic import ValidationError
 
 from pipeline.contract.codec import load_codec
-from pipeline.contract.errors import ConfigError
 from pipeline.contract.signature import (
     NUMPY_TYPES,
     Cache,
@@ -21,6 +20,7 @@ from pipeline.contract.signature import (
     TensorSpec,
     codec_drawing,
 )
+from pipeline.system.errors import ConfigError
 
 
 class Drawn:

@@ -10,9 +10,9 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
 from pipeline.contract.bundle import PROVENANCE, open_bundle, statement
-from pipeline.contract.errors import BundleError, ConfigError, PipelineError
-from pipeline.contract.files import write_json
 from pipeline.contract.signing import SIGNATURE, Trust, fingerprint, new_key, private_key, sign
+from pipeline.system.errors import BundleError, ConfigError, PipelineError
+from pipeline.system.files import write_json
 
 from .conftest import seal
 

@@ -13,8 +13,6 @@ import pytest
 import torch
 
 import train
-from pipeline.contract.errors import ConfigError, DataError
-from pipeline.contract.files import write_json
 from pipeline.contract.run import Run, RunFile
 from pipeline.contract.settings.stages import Export
 from pipeline.contract.task import (
@@ -29,6 +27,8 @@ from pipeline.contract.task import (
     save_weights,
     shared_file_digests,
 )
+from pipeline.system.errors import ConfigError, DataError
+from pipeline.system.files import write_json
 
 TASK = """
 class Net:

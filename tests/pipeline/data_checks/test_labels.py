@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits, load_iris, load_wine
 
-from pipeline.contract.errors import DataError
 from pipeline.data_checks.run_checks import report_results
+from pipeline.system.errors import DataError
 
 from .conftest import Check, alarms_of, normal
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from scipy import stats  # type: ignore[import-untyped]
 
-from pipeline.contract.errors import DataError
-from pipeline.contract.statistics.significance import holm
 from pipeline.data_checks.profile import Feature, Histogram, HistogramBuilder, choose_features
 from pipeline.data_checks.rules import differences, ks_p_value, psi
 from pipeline.data_checks.run_checks import report_results, write_checks
+from pipeline.statistics.significance import holm
+from pipeline.system.errors import DataError
 
 from .conftest import Check, alarms, alarms_of, normal
 

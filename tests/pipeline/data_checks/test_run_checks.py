@@ -10,8 +10,6 @@ import numpy as np
 import pytest
 
 from pipeline.contract.config import Config, override_config
-from pipeline.contract.errors import BundleError
-from pipeline.contract.files import digest_tree
 from pipeline.contract.registry import CHAMPION, Entry, ProposedChange, Registry, change_registry, read_registry
 from pipeline.contract.run import Run, StepRecord
 from pipeline.data_checks.champion import (
@@ -25,6 +23,8 @@ from pipeline.data_checks.champion import (
 from pipeline.data_checks.run_checks import write_checks
 from pipeline.history import Project
 from pipeline.plan import key_parts
+from pipeline.system.errors import BundleError
+from pipeline.system.files import digest_tree
 
 from .conftest import Check, alarms, alarms_of, new_run, normal
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from pipeline.contract.data import Samples
-from pipeline.contract.errors import ConfigError
 from pipeline.data_checks.run_checks import check_time_order
+from pipeline.system.errors import ConfigError
 
 
 def _splits(**first: int) -> dict[str, Samples]:

@@ -14,12 +14,12 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
 from pipeline.contract.bundle import Ancestors, write_manifest
-from pipeline.contract.files import digest_file, write_atomic, write_json
 from pipeline.contract.golden import Golden
 from pipeline.contract.registry import CHAMPION, Entry, ProposedChange, change_registry
 from pipeline.contract.run import Run, RunFile
 from pipeline.contract.signature import Cache, Generation, Limits, Runtime, Signature, TensorSpec
 from pipeline.contract.task import save_weights
+from pipeline.system.files import digest_file, write_atomic, write_json
 
 # Two numbers in, the class is which of them is greater; WEIGHTS make models that know, that err, or that do not care.
 TASK = """

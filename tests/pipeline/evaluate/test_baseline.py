@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING
 import pytest
 
 from pipeline.contract.bundle import open_bundle
-from pipeline.contract.errors import BundleError, DataError, GateError
-from pipeline.contract.files import digest_file, write_json
 from pipeline.contract.registry import ProposedChange, change_registry, publish, read_registry
 from pipeline.contract.run import Run
 from pipeline.evaluate.__main__ import evaluate
+from pipeline.system.errors import BundleError, DataError, GateError
+from pipeline.system.files import digest_file, write_json
 
 if TYPE_CHECKING:
     from tests.pipeline.evaluate.conftest import Project

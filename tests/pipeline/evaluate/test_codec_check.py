@@ -12,11 +12,11 @@ from torch import Tensor
 
 from pipeline.contract.codec import Codec
 from pipeline.contract.data import Samples
-from pipeline.contract.errors import InvalidPayload
 from pipeline.contract.settings.stages import Evaluate
 from pipeline.contract.task import Task
 from pipeline.evaluate.codec_check import CodecCheck, check_codec
 from pipeline.evaluate.gate import Measurements, decide
+from pipeline.system.errors import InvalidPayload
 
 CLASSES = ("left", "right", "top")
 PIXELS = np.random.default_rng(0).integers(0, 17, size=(90, 6, 6)).astype(np.float32)

@@ -7,12 +7,12 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from pipeline.cli import app
-from pipeline.contract.errors import DataError
-from pipeline.contract.files import digest_tree
 from pipeline.contract.run import Run, StepRecord
 from pipeline.evaluate.__main__ import evaluate
 from pipeline.evaluate.compare_runs import compare_runs, describe_comparison
 from pipeline.history import write_record
+from pipeline.system.errors import DataError
+from pipeline.system.files import digest_tree
 
 if TYPE_CHECKING:
     from tests.pipeline.evaluate.conftest import Project

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from pipeline.contract.data import open_split
-from pipeline.contract.errors import GateError
 from pipeline.contract.run import Run
 from pipeline.contract.task import open_task
 from pipeline.evaluate.__main__ import evaluate
 from pipeline.evaluate.compared_data import read_test_data
+from pipeline.system.errors import GateError
 
 if TYPE_CHECKING:
     from tests.pipeline.evaluate.conftest import Project

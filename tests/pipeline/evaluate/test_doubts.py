@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from pipeline.contract.settings.stages import Evaluate
-from pipeline.contract.statistics.scores import Columns
 from pipeline.evaluate.gate import Verdict, decide
 from pipeline.evaluate.results import Results
+from pipeline.statistics.scores import Columns
 
 CLASSES = ("cat", "dog", "fish")
 COMMON = np.repeat([0, 1, 2], [160, 100, 40])  # as many samples of each class

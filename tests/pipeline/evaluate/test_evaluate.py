@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from pipeline.contract.data import fingerprint, open_split
-from pipeline.contract.errors import ConfigError, DataError, GateError, StageError
-from pipeline.contract.files import write_json
-from pipeline.contract.processes import Rank
 from pipeline.contract.run import Run, StepRecord
 from pipeline.contract.task import load_task
 from pipeline.evaluate.__main__ import choose_device, evaluate, shard_range
 from pipeline.evaluate.results import describe_verdict, explain
 from pipeline.history import write_record
+from pipeline.system.errors import ConfigError, DataError, GateError, StageError
+from pipeline.system.files import write_json
+from pipeline.system.processes import Rank
 
 if TYPE_CHECKING:
     from tests.pipeline.evaluate.conftest import Project

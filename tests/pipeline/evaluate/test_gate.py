@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from pipeline.contract.settings.stages import Evaluate
-from pipeline.contract.statistics.aggregates import Mean
-from pipeline.contract.statistics.intervals import Interval, difference_interval
 from pipeline.evaluate.gate import Measurements, Verdict, decide, rejection_message
 from pipeline.evaluate.rules import Comparison
+from pipeline.statistics.aggregates import Mean
+from pipeline.statistics.intervals import Interval, difference_interval
 
 CLEAR_WIN = Interval(0.05, 0.02, 0.08)
 NON_INFERIOR = Evaluate(rule="non-inferior")

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from pipeline.contract.settings.stages import Evaluate
-from pipeline.contract.statistics.scores import Columns
 from pipeline.evaluate.gate import Verdict, decide
 from pipeline.evaluate.results import Results
+from pipeline.statistics.scores import Columns
 
 
 def _regressor(unit: float, loss: float, samples: int = 4000) -> Columns:

@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from pipeline.contract.errors import GateError
 from pipeline.evaluate.__main__ import evaluate
 from pipeline.evaluate.results import describe_verdict, explain
+from pipeline.system.errors import GateError
 
 if TYPE_CHECKING:
     from tests.pipeline.evaluate.conftest import Project

@@ -9,10 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.contract.errors import ConfigError, DataError, GateError
 from pipeline.contract.settings.stages import Evaluate
-from pipeline.contract.statistics.aggregates import Floats
-from pipeline.contract.statistics.scores import score_batch
 from pipeline.contract.task import Task
 from pipeline.evaluate.__main__ import evaluate
 from pipeline.evaluate.slices import (
@@ -25,6 +22,9 @@ from pipeline.evaluate.slices import (
     slice_rule,
     slice_warnings,
 )
+from pipeline.statistics.aggregates import Floats
+from pipeline.statistics.scores import score_batch
+from pipeline.system.errors import ConfigError, DataError, GateError
 
 if TYPE_CHECKING:
     from tests.pipeline.evaluate.conftest import Project

@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from pipeline.contract.data import forward, open_split
-from pipeline.contract.errors import GateError, read_error
-from pipeline.contract.files import write_atomic, write_json
 from pipeline.contract.run import Run, RunFile
-from pipeline.contract.sources import SOURCE_ROOT
 from pipeline.contract.task import load_task, save_weights
+from pipeline.system.errors import GateError, read_error
+from pipeline.system.files import write_atomic, write_json
+from pipeline.system.sources import SOURCE_ROOT
 from tests.ports import free_port
 
 from ...fork_server import launch

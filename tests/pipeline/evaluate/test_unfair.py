@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from pipeline.contract.errors import DataError, GateError
-from pipeline.contract.files import write_json
 from pipeline.evaluate.__main__ import evaluate
+from pipeline.system.errors import DataError, GateError
+from pipeline.system.files import write_json
 
 if TYPE_CHECKING:
     from tests.pipeline.evaluate.conftest import Project

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import pytest
 
-from pipeline.contract.errors import DataError
 from pipeline.evaluate.__main__ import evaluate
 from pipeline.evaluate.sample_parts import MAX_SIDE_PIXELS, as_image, png
 from pipeline.evaluate.worst_samples import TYPICAL_SAMPLES, WORST_SAMPLES, typical_indices, worst_indices
+from pipeline.system.errors import DataError
 
 if TYPE_CHECKING:
     from tests.pipeline.evaluate.conftest import Project

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.contract.files import write_json
 from pipeline.contract.run import Run
+from pipeline.system.files import write_json
 
 from .example_runs import change, write_deploy, write_manifest
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.contract.files import digest_file, write_atomic, write_json
 from pipeline.contract.run import STEPS, Run, RunFile, StepRecord
+from pipeline.system.files import digest_file, write_atomic, write_json
 
 CLASSES = tuple("0123456789")
 CHECKPOINT = "c" * 64

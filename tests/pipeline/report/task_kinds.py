@@ -11,14 +11,14 @@ from torch import Tensor
 
 from pipeline import Boxes, Embedding, TaggedText
 from pipeline.contract.data import Samples
-from pipeline.contract.files import write_json
 from pipeline.contract.run import STEPS, Run
 from pipeline.contract.settings.stages import Evaluate
-from pipeline.contract.statistics.metrics import lower_is_better
-from pipeline.contract.statistics.scores import actual_columns, score_batch
 from pipeline.evaluate.figures import figures_body
 from pipeline.evaluate.results import Results, metrics_body
 from pipeline.evaluate.worst_samples import worst_body
+from pipeline.statistics.metrics import lower_is_better
+from pipeline.statistics.scores import actual_columns, score_batch
+from pipeline.system.files import write_json
 
 from .example_runs import change, make_run
 

@@ -9,8 +9,8 @@ import pytest
 from typer.testing import CliRunner
 
 from pipeline.cli import app
-from pipeline.contract.errors import ConfigError
 from pipeline.history import Project
+from pipeline.system.errors import ConfigError
 
 from .example_runs import make_other_run, make_run
 

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.contract.facts import read_facts
-from pipeline.contract.files import digest_file
+from pipeline.contract.results import read_facts
 from pipeline.contract.run import Run
 from pipeline.report.comparison import adjust_p_values, compare, run_labels
 from pipeline.report.page import write_report
+from pipeline.system.files import digest_file
 
 from .example_runs import change, make_other_run, make_run, write_predictions
 from .pages import section

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipeline.contract.facts import Facts
+from pipeline.contract.results import Facts
 from pipeline.contract.run import RunFile
 from pipeline.report.training import experts
 

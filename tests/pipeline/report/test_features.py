@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.contract.files import digest_file, write_atomic, write_json
 from pipeline.contract.run import Run
 from pipeline.data_checks.profile import HistogramBuilder, Profile, SchemaBuilder, choose_features, write_profile
 from pipeline.report.features import _bounds, _rebin
 from pipeline.report.page import write_report
+from pipeline.system.files import digest_file, write_atomic, write_json
 
 from .example_runs import change, make_other_run, make_run
 from .pages import report, section

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.contract.files import write_json
+from pipeline.system.files import write_json
 
 from .example_runs import HOSTILE, make_run
 from .pages import TagBalance, report, section

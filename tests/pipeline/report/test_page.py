@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.contract.files import write_atomic, write_json
 from pipeline.contract.run import STEPS
 from pipeline.history import load_history
 from pipeline.report.charts import thin, ticks
 from pipeline.report.page import write_index, write_report
+from pipeline.system.files import write_atomic, write_json
 
 from .complete_run import add_optional_files
 from .example_runs import CLASSES, HOSTILE, change, make_other_run, make_run

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.contract.files import digest_file, write_json
 from pipeline.contract.run import Run
 from pipeline.report.page import write_report
+from pipeline.system.files import digest_file, write_json
 
 from .complete_run import PNG, add_optional_files
 from .example_runs import HOSTILE, change, make_run

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from pipeline.contract.facts import Facts, read_facts
-from pipeline.contract.files import write_json
+from pipeline.contract.results import Facts, read_facts
 from pipeline.contract.run import Run, RunFile
 from pipeline.report.training import exposed_communication, speed
+from pipeline.system.files import write_json
 
 LINE = {"epoch": 0, "loss": 1.0, "samples_per_second": 900.0, "step_seconds": 0.02, "sent_bytes_per_step": 2048.0}
 TRACED = {"first_step": 3, "steps": 5, "rank 0": {"exposed": 0.125}, "rank 1": {"exposed": 0.375}}

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.contract.facts import Facts
+from pipeline.contract.results import Facts
 from pipeline.contract.run import RunFile
 from pipeline.report.training import render_time_budget, time_budget
 

@@ -6,7 +6,6 @@ import pytest
 
 from k8s.cluster.drift import DeploymentState
 from pipeline.contract.config import Config, override_config
-from pipeline.contract.errors import BundleError, ConfigError, PipelineError
 from pipeline.contract.run import Run
 from pipeline.service.cluster_record import (
     VERSIONS_KEPT,
@@ -23,6 +22,7 @@ from pipeline.service.cluster_record import (
     step_back,
     without_canary,
 )
+from pipeline.system.errors import BundleError, ConfigError, PipelineError
 
 from ..conftest import NewRun
 from ..packing import MakeRun

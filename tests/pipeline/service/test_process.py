@@ -17,7 +17,6 @@ import psutil
 import pytest
 
 from pipeline.contract.bundle import Ancestors, Bundle, Manifest
-from pipeline.contract.errors import PipelineError, ResourceError, StageError
 from pipeline.contract.golden import Golden
 from pipeline.contract.settings.stages import Deploy
 from pipeline.contract.signature import Limits, Runtime, Signature, TensorSpec
@@ -38,6 +37,7 @@ from pipeline.service.process import (
     write_live,
 )
 from pipeline.service.rollout import choose_ports
+from pipeline.system.errors import PipelineError, ResourceError, StageError
 from tests import ports
 
 WAITING = "import time; print('up', flush=True); time.sleep(60)"

@@ -11,7 +11,6 @@ import pytest
 
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.config import Config
-from pipeline.contract.errors import ConfigError, StageError
 from pipeline.contract.golden import Golden
 from pipeline.contract.registry import CHAMPION, PREVIOUS, read_registry
 from pipeline.contract.run import Run
@@ -32,6 +31,7 @@ from pipeline.service.rollout import (
     start,
     swap_bundle,
 )
+from pipeline.system.errors import ConfigError, StageError
 
 from ..conftest import NewRun, bundle_of
 from ..packing import record_export

@@ -12,7 +12,6 @@ from k8s.cluster.cluster import Change
 from pipeline.cli import run
 from pipeline.cli.app import app
 from pipeline.contract.config import Config, override_config
-from pipeline.contract.errors import BundleError, ConfigError
 from pipeline.contract.registry import CHAMPION, read_registry
 from pipeline.contract.run import Run
 from pipeline.contract.settings.access import OPEN_ACCESS
@@ -21,6 +20,7 @@ from pipeline.service.process import LiveService, process_started, write_live
 from pipeline.service.rollout import process_stamp
 from pipeline.steps import deploy
 from pipeline.steps.deploy import fixed_options
+from pipeline.system.errors import BundleError, ConfigError
 
 from ..conftest import NewRun, bundle_of
 

@@ -11,9 +11,9 @@ from typer.testing import CliRunner
 
 from pipeline.cli import app
 from pipeline.contract.config import parse_config
-from pipeline.contract.errors import ConfigError, DataError
 from pipeline.contract.run import Run, RunFile
 from pipeline.steps.prepare import check_planned_export, prepare
+from pipeline.system.errors import ConfigError, DataError
 
 from ...plans import fixed_memory_estimate
 

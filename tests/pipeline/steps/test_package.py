@@ -14,11 +14,11 @@ import pytest
 
 from pipeline.contract.bundle import open_bundle, write_manifest
 from pipeline.contract.config import parse_config
-from pipeline.contract.errors import BundleError, ConfigError, GateError, StageError
-from pipeline.contract.files import digest_mapping, digest_tree, write_json
-from pipeline.contract.sources import SOURCE_ROOT
 from pipeline.history import Project
 from pipeline.steps.package import package_training
+from pipeline.system.errors import BundleError, ConfigError, GateError, StageError
+from pipeline.system.files import digest_mapping, digest_tree, write_json
+from pipeline.system.sources import SOURCE_ROOT
 
 from ...k8s.registry_server import RegistryServer
 from ..packing import (

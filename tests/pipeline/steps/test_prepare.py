@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.contract.errors import ConfigError, DataError, PipelineError
-from pipeline.contract.files import digest_file
 from pipeline.contract.run import Run, RunFile, run_step
 from pipeline.steps.prepare import find_duplicates, prepare
+from pipeline.system.errors import ConfigError, DataError, PipelineError
+from pipeline.system.files import digest_file
 
 TASK = """
 import numpy as np

@@ -9,10 +9,10 @@ from importlib.machinery import ModuleSpec
 import pytest
 
 from pipeline.contract.config import Config, override_config
-from pipeline.contract.errors import ConfigError
 from pipeline.contract.run import Run
 from pipeline.history import Project, create_run
 from pipeline.plan import STEP_KINDS, config_parts
+from pipeline.system.errors import ConfigError
 from pipeline.tracking import process
 from pipeline.tracking.process import Tracking, check_trackers
 

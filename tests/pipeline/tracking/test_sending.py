@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.contract.files import write_json
 from pipeline.contract.run import Run, RunFile, StepRecord
 from pipeline.history import Project, write_record, write_run
+from pipeline.system.files import write_json
 from pipeline.tracking import __main__ as sending
 from pipeline.tracking import contents
 from pipeline.tracking.__main__ import Sender, follow

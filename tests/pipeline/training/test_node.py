@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.contract.errors import ConfigError, DeviceFault, PipelineError, StageError, read_error, write_error
-from pipeline.contract.processes import AgentStatus
 from pipeline.contract.restarts import read_attempts, record_event
 from pipeline.contract.run import Run
 from pipeline.contract.settings.stages import Train
+from pipeline.system.errors import ConfigError, DeviceFault, PipelineError, StageError, read_error, write_error
+from pipeline.system.processes import AgentStatus
 from pipeline.training import node
 from pipeline.training.launchers import Rendezvous
 from pipeline.training.node import (

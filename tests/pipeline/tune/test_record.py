@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 
 from pipeline.contract.config import Config, override_config
-from pipeline.contract.errors import PipelineError
 from pipeline.contract.registry import CHAMPION, Entry, ProposedChange, change_registry
 from pipeline.contract.run import Run, StepRecord
 from pipeline.history import Project, create_run, load_history, write_record
 from pipeline.plan import key_parts
+from pipeline.system.errors import PipelineError
 from pipeline.tune.record import (
     all_studies,
     count_trials,

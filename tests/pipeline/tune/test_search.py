@@ -6,11 +6,11 @@ import pytest
 from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
 from pipeline.contract.config import override_config
-from pipeline.contract.errors import ConfigError, StageError
 from pipeline.contract.run import StepRecord, all_runs
 from pipeline.display import Display
 from pipeline.history import Project, create_run, write_record
 from pipeline.runner import PipelineRun, RunRequest
+from pipeline.system.errors import ConfigError, StageError
 from pipeline.tune.record import study_folder, study_name, study_parts, write_study
 from pipeline.tune.search import (
     SearchRequest,

@@ -11,7 +11,7 @@ import pytest
 from optuna.pruners import MedianPruner, NopPruner, SuccessiveHalvingPruner
 from optuna.trial import TrialState
 
-from pipeline.contract.sources import SOURCE_ROOT
+from pipeline.system.sources import SOURCE_ROOT
 from pipeline.tune.record import Direction
 from pipeline.tune.search import (
     Claim,

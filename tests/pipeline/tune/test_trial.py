@@ -10,11 +10,11 @@ import pytest
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from pipeline.contract.config import Config
-from pipeline.contract.errors import ConfigError, DataError, PipelineError, Pruned, StageError
 from pipeline.contract.run import Run
 from pipeline.display import Display
 from pipeline.history import Project, load_history
 from pipeline.runner import RunRequest, latest_unfinished, run_pipeline
+from pipeline.system.errors import ConfigError, DataError, PipelineError, Pruned, StageError
 from pipeline.tune.record import read_study, study_folder, study_name, study_parts, write_study
 from pipeline.tune.search import Study, TrialResult
 from pipeline.tune.trial import MetricReader, TrialMonitor, describe_trial, nothing_was_measured, run_trial, run_worker

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.contract.errors import InvalidPayload
+from pipeline.system.errors import InvalidPayload
 from serve.errors import Busy, ClientDisconnected, DeadlineExceeded
 from serve.generate.engine import Engine, EngineLimits
 from serve.generate.model import LanguageModel

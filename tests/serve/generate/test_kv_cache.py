@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.contract.errors import BundleError
+from pipeline.system.errors import BundleError
 from serve.generate.kv_cache import CacheBudget, CacheLayer, KVCache, cache_layers, gather, to_device
 from tests.serve.generate import tiny
 

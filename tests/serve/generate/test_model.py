@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from pipeline.contract.bundle import open_bundle
-from pipeline.contract.errors import BundleError, InvalidPayload
+from pipeline.system.errors import BundleError, InvalidPayload
 from serve.generate.engine import Engine
 from serve.generate.model import LanguageModel, TextGenerator
 from serve.generate.openai_api import parse_chat, parse_completion

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from pipeline.contract.errors import InvalidPayload
 from pipeline.contract.signature import SamplingDefaults
+from pipeline.system.errors import InvalidPayload
 from serve.errors import Busy, DeadlineExceeded, NotFound, RequestError, Unauthorized
 from serve.generate.openai_api import (
     DONE,

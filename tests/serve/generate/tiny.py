@@ -13,9 +13,9 @@ import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from pipeline.contract.files import write_json
 from pipeline.contract.golden import Golden
 from pipeline.contract.signature import Cache, Generation, Limits, Runtime, Signature, TensorSpec
+from pipeline.system.files import write_json
 from tests.serve.bundles import seal
 
 HEADS, WIDTH, LAYERS, POSITIONS = 2, 8, 2, 96

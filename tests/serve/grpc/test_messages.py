@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pipeline.contract.errors import InvalidPayload
+from pipeline.system.errors import InvalidPayload
 from serve.errors import TooLarge
 from serve.grpc import messages
 from serve.grpc.open_inference import ModelInferRequest

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.contract.errors import ConfigError
+from pipeline.system.errors import ConfigError
 from serve.security import is_token, read_token
 
 TOKEN = "t" * 32

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.contract.errors import ResourceError
+from pipeline.system.errors import ResourceError
 from serve.process.sockets import Address, bind_socket, close_listener, take_over_port
 
 

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.contract.errors import InvalidPayload
 from pipeline.contract.signature import TensorSpec
+from pipeline.system.errors import InvalidPayload
 from serve.protocol.classification import check_classification, classify, parse_classification
 
 SPEC = TensorSpec(name="y", datatype="FP32", shape=("batch", 4))

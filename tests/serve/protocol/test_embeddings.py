@@ -14,7 +14,7 @@ import openai
 import pytest
 
 from pipeline.contract.codec import embedding_sizes
-from pipeline.contract.errors import ConfigError, InvalidPayload
+from pipeline.system.errors import ConfigError, InvalidPayload
 from serve.protocol.embeddings import parse
 from tests.serve.embedder import build, vector
 

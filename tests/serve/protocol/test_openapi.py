@@ -9,8 +9,8 @@ import jsonschema
 import numpy as np
 import pytest
 
-from pipeline.contract.errors import InvalidPayload
 from pipeline.contract.signature import Limits, Runtime, Signature, TensorSpec
+from pipeline.system.errors import InvalidPayload
 from serve.protocol import openapi
 from serve.protocol.tensors import InferRequest, Tensor
 from serve.routes import PATHS, find_route

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.contract.errors import InvalidPayload
 from pipeline.contract.signature import NUMPY_TYPES, Limits, Runtime, Signature, TensorSpec
+from pipeline.system.errors import InvalidPayload
 from serve.protocol.tensors import InferRequest, RequestedOutput, Tensor, reject_parameters, to_raw
 
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.contract.errors import InvalidPayload
+from pipeline.system.errors import InvalidPayload
 from serve.protocol.v1 import parse
 
 

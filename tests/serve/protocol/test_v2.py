@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.contract.errors import InvalidPayload
 from pipeline.contract.signature import Limits, Runtime, Signature, TensorSpec
+from pipeline.system.errors import InvalidPayload
 from serve.protocol.tensors import RequestedOutput
 from serve.protocol.v2 import parse, raw_request, render
 

@@ -16,7 +16,7 @@ import simdjson
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipeline.contract.errors import InvalidPayload
+from pipeline.system.errors import InvalidPayload
 from serve.protocol import v2_json
 from serve.protocol.v2 import Payload, parse
 from serve.protocol.v2_json import JsonRequest, read_v2_json, validate_fields

@@ -5,8 +5,8 @@ import re
 import numpy as np
 import pytest
 
-from pipeline.contract.errors import InvalidPayload
 from pipeline.contract.signature import Cache, Generation, Limits, Runtime, Signature, TensorSpec
+from pipeline.system.errors import InvalidPayload
 from serve.errors import TooLarge
 from serve.protocol.validate import check_arrays, check_bytes, check_names, check_outputs, check_shape, check_shapes
 

@@ -11,9 +11,9 @@ import onnxruntime
 import pytest
 
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.processes import cuda_problem
 from pipeline.contract.signature import Signature, TensorSpec
 from pipeline.service.process import send_request
+from pipeline.system.processes import cuda_problem
 from serve.runtime import cuda
 from serve.runtime import session as runtime_session
 from serve.runtime.cuda import CudaGraphs, PinnedMemory

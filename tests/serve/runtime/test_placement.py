@@ -8,7 +8,7 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from pipeline.contract.errors import ResourceError
+from pipeline.system.errors import ResourceError
 from serve.runtime import placement
 from serve.runtime.placement import Kernel, Node, describe, misplaced_nodes
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pipeline.contract.bundle import Bundle, open_bundle
-from pipeline.contract.errors import BundleError, InvalidPayload
+from pipeline.system.errors import BundleError, InvalidPayload
 from serve.runtime.predictor import CodecError, Predictor
 from serve.runtime.session import Session
 from tests.serve.bundles import build, digits, seal

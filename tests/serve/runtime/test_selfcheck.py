@@ -11,8 +11,8 @@ import pytest
 from onnx import numpy_helper
 
 from pipeline.contract.bundle import Bundle, open_bundle
-from pipeline.contract.errors import BundleError
 from pipeline.contract.golden import Golden
+from pipeline.system.errors import BundleError
 from serve.runtime.selfcheck import check_golden_requests, merging_problem, other_rows, tensor_difference
 from serve.runtime.session import Session
 

@@ -19,10 +19,10 @@ from onnx import TensorProto, helper, numpy_helper
 
 import serve.runtime.session as runtime_session
 from pipeline.contract.bundle import Bundle, open_bundle
-from pipeline.contract.errors import BundleError, InvalidPayload, ResourceError
-from pipeline.contract.files import write_json
 from pipeline.contract.golden import Golden
 from pipeline.contract.signature import Limits, Runtime, Signature, TensorSpec
+from pipeline.system.errors import BundleError, InvalidPayload, ResourceError
+from pipeline.system.files import write_json
 from serve.runtime.session import CPU, CUDA, Session, choose_providers, disagreements
 from tests.serve.bundles import seal
 

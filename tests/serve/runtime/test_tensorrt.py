@@ -13,8 +13,8 @@ import onnxruntime
 import pytest
 
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.errors import BundleError, ResourceError
 from pipeline.contract.signature import Limits, Runtime, Signature, TensorSpec
+from pipeline.system.errors import BundleError, ResourceError
 from serve.runtime import session as runtime_session
 from serve.runtime import tensorrt
 from serve.runtime.session import CPU, CUDA, Session, choose_providers

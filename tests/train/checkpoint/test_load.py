@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.contract.errors import StageError
+from pipeline.system.errors import StageError
 from train.state import Progress, State
 
 from .conftest import flip, names, save, state, store

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.contract.errors import ConfigError
+from pipeline.system.errors import ConfigError
 from train.checkpoint.storage import LocalStorage, make_storage
 from train.checkpoint.store import CheckpointStore
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.contract.errors import ConfigError, PipelineError, ResourceError, StageError
-from pipeline.contract.processes import Rank
 from pipeline.contract.settings.stages import Train
+from pipeline.system.errors import ConfigError, PipelineError, ResourceError, StageError
+from pipeline.system.processes import Rank
 from train.optim import Precision, make_optimizer
 from train.parallel.base import Objective, Strategy
 from train.process_group import ProcessGroup

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipeline.contract.errors import ConfigError, PipelineError
-from pipeline.contract.processes import Rank
+from pipeline.system.errors import ConfigError, PipelineError
+from pipeline.system.processes import Rank
 from train.chaos_hooks import install_chaos_hook
 from train.checkpoint.storage import make_storage
 from train.checkpoint.store import CheckpointStore

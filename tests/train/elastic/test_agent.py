@@ -17,8 +17,8 @@ from torch._C._distributed_c10d import HashStore
 from torch.distributed.elastic.agent.server.api import Worker
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
-from pipeline.contract.errors import DataError, DeviceFault, LostContact, Stalled, write_error
 from pipeline.contract.restarts import ProcessEnd
+from pipeline.system.errors import DataError, DeviceFault, LostContact, Stalled, write_error
 from train.elastic import agent as module
 from train.elastic.agent import Agent, LocalClockBackend, describe_failures, devices_work
 

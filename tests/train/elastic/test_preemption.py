@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from pipeline.contract.errors import Evicted
-from pipeline.contract.processes import PARENT_WATCH_VARIABLE, TERMINATED
 from pipeline.contract.run import Run
+from pipeline.system.errors import Evicted
+from pipeline.system.processes import PARENT_WATCH_VARIABLE, TERMINATED
 from pipeline.training.launchers import torchrun
 
 from ...fork_server import ForkedProcess

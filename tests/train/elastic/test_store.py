@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch._C._distributed_c10d import TCPStore
 
-from pipeline.contract.errors import ResourceError, read_error
+from pipeline.system.errors import ResourceError, read_error
 from tests.ports import free_port
 from train.elastic.store import listen, main
 

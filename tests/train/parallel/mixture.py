@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipeline.contract.processes import Rank
+from pipeline.system.processes import Rank
 from train.checkpoint.store import CheckpointStore
 from train.metrics import MetricsLog
 from train.process_group import ProcessGroup

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.contract.errors import ConfigError, DataError
-from pipeline.contract.processes import Rank
+from pipeline.system.errors import ConfigError, DataError
+from pipeline.system.processes import Rank
 from train.checkpoint.store import CheckpointStore
 from train.parallel.deterministic import DeterministicAllReduce, DeterministicStrategy, covering_nodes, halves, tree_sum
 from train.process_group import ProcessGroup

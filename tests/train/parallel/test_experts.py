@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
-from pipeline.contract.errors import ConfigError
-from pipeline.contract.processes import Rank
 from pipeline.contract.settings.stages import Train
+from pipeline.system.errors import ConfigError
+from pipeline.system.processes import Rank
 from train.parallel.experts import check_experts, find_experts
 from train.parallel.tensor_parallel import base_linear, find_pairs, parallel_styles
 from train.process_group import join_process_group

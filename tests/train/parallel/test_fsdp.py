@@ -57,8 +57,8 @@ PROGRAM = """
 import os, sys
 from pathlib import Path
 import torch
-from pipeline.contract.errors import ConfigError
-from pipeline.contract.processes import Rank
+from pipeline.system.errors import ConfigError
+from pipeline.system.processes import Rank
 from pipeline.contract.settings.stages import Train
 from pipeline.contract.task import load_task
 from train.process_group import ProcessGroup

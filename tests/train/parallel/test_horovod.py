@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipeline.contract.errors import ConfigError
 from pipeline.contract.run import Run
 from pipeline.contract.settings.stages import Train
-from pipeline.contract.sources import SOURCE_ROOT
+from pipeline.system.errors import ConfigError
+from pipeline.system.sources import SOURCE_ROOT
 from pipeline.training.launchers import launch_command
 from train.parallel.horovod import load_horovod
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.contract.processes import Rank
+from pipeline.system.processes import Rank
 from train.checkpoint.store import CheckpointStore
 from train.parallel.base import Stopwatch, Traffic
 from train.parallel.local_sgd import LocalSGDStrategy, OuterOptimizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipeline.contract.errors import ConfigError
+from pipeline.system.errors import ConfigError
 
 from ..conftest import Project, failure, journal
 from .conftest import assert_close, resumed, trained

@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.contract.errors import DataError, LostContact
 from pipeline.contract.settings.stages import Train
+from pipeline.system.errors import DataError, LostContact
 from train.checkpoint.load import SavedCheckpoint
 from train.checkpoint.store import CheckpointStore
 from train.metrics import MetricsLog

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipeline.contract.errors import ConfigError
+from pipeline.system.errors import ConfigError
 
 from ..conftest import Project, equal, failure
 from .conftest import assert_close, checkpoint, resumed, trained

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.contract.errors import ConfigError
+from pipeline.system.errors import ConfigError
 from train.parallel.pipeline_split import (
     DryRun,
     Stage,

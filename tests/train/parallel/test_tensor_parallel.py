@@ -7,7 +7,7 @@ import re
 import pytest
 from torch import nn
 
-from pipeline.contract.errors import ConfigError
+from pipeline.system.errors import ConfigError
 from train.parallel.tensor_parallel import find_pairs
 
 from ..conftest import Project, equal, weights
@@ -111,7 +111,7 @@ import os, sys
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from pipeline.contract.errors import ConfigError
+from pipeline.system.errors import ConfigError
 from task import Attention, Tiny
 from train.parallel.tensor_parallel import split_layers
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.contract.errors import ConfigError
+from pipeline.system.errors import ConfigError
 from train.checkpoint.store import CheckpointStore
 from train.parallel.base import local_shard
 from train.parallel.ddp import DDPStrategy, describe_unreached

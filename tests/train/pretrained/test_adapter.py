@@ -14,10 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from pipeline.contract.config import parse_config
 from pipeline.contract.data import Samples
-from pipeline.contract.errors import ConfigError
 from pipeline.contract.pretrained import open_pretrained
-from pipeline.contract.processes import Rank
 from pipeline.contract.settings.stages import Model
+from pipeline.system.errors import ConfigError
+from pipeline.system.processes import Rank
 from train.checkpoint.store import CheckpointStore
 from train.optim import seed_step
 from train.pretrained.adapter import add_adapter, merge_adapter

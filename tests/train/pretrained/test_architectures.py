@@ -16,10 +16,10 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 from pipeline.contract.config import parse_config
 from pipeline.contract.data import Samples
-from pipeline.contract.errors import DataError
 from pipeline.contract.pretrained import open_pretrained
-from pipeline.contract.processes import Rank
 from pipeline.contract.task import load_weights, save_weights
+from pipeline.system.errors import DataError
+from pipeline.system.processes import Rank
 from train.checkpoint.store import CheckpointStore
 from train.optim import seed_step
 from train.pretrained.load import PretrainedModel, load_from_files

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from pipeline.contract.errors import PipelineError
 from pipeline.contract.run import Run, RunFile
 from pipeline.steps.prepare import prepare
+from pipeline.system.errors import PipelineError
 
 from .official import write_official
 

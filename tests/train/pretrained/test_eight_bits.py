@@ -11,8 +11,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from pipeline.contract.errors import ConfigError, DataError
 from pipeline.contract.pretrained import WEIGHT_FILE, open_pretrained
+from pipeline.system.errors import ConfigError, DataError
 from train.pretrained.load import load_from_files
 from train.pretrained.materialize import TensorReader
 from train.pretrained.source import Dequantized

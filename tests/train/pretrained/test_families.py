@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from pipeline.contract.errors import ConfigError, DataError
 from pipeline.contract.pretrained import open_pretrained
+from pipeline.system.errors import ConfigError, DataError
 from train.optim import seed_step
 from train.pretrained.load import load_from_files
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipeline.contract.errors import ConfigError, DataError
 from pipeline.contract.pretrained import open_pretrained
+from pipeline.system.errors import ConfigError, DataError
 from train.optim import seed_step
 from train.pretrained.load import load_from_files, load_placeholder
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pipeline.contract.config import parse_config
 from pipeline.contract.data import Samples
 from pipeline.contract.pretrained import open_pretrained
-from pipeline.contract.processes import Rank
+from pipeline.system.processes import Rank
 from train.checkpoint.store import CheckpointStore
 from train.optim import seed_step
 from train.parallel.base import local_shard

@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from pipeline.contract.errors import DataError
 from pipeline.contract.pretrained import WEIGHT_FILE, open_pretrained
+from pipeline.system.errors import DataError
 from train.pretrained.load import match_weights
 from train.pretrained.source import Entry, read_header
 

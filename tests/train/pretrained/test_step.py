@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.contract.errors import DataError, read_error
-from pipeline.contract.files import digest_file
 from pipeline.contract.pretrained import Pretrained, open_pretrained
-from pipeline.contract.processes import Rank
 from pipeline.contract.run import Run, RunFile
+from pipeline.system.errors import DataError, read_error
+from pipeline.system.files import digest_file
+from pipeline.system.processes import Rank
 from train.pretrained.load import check_recorded
 from train.process_group import ProcessGroup
 

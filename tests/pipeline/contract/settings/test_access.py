@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.contract.errors import ConfigError
 from pipeline.contract.settings.access import Access
 from pipeline.contract.settings.stages import Serve
+from pipeline.system.errors import ConfigError
 
 
 @pytest.fixture

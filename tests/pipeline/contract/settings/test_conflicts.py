@@ -7,9 +7,9 @@ import pytest
 import yaml
 
 from pipeline.contract.config import parse_config
-from pipeline.contract.errors import ConfigError
 from pipeline.contract.settings.conflicts import CONFLICTS, MANY, Conflict, find_conflict
 from pipeline.contract.settings.stages import Train
+from pipeline.system.errors import ConfigError
 
 DEFAULTS = Train().model_dump()
 CHOICES: dict[str, tuple[Any, ...]] = {

@@ -6,9 +6,9 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from pipeline.contract.config import parse_config
-from pipeline.contract.errors import ConfigError
 from pipeline.contract.settings import section
 from pipeline.contract.settings.section import parse_share
+from pipeline.system.errors import ConfigError
 
 
 @pytest.mark.parametrize(

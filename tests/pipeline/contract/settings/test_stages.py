@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from pipeline.contract.config import parse_config
-from pipeline.contract.errors import ConfigError
 from pipeline.contract.settings.stages import Export
+from pipeline.system.errors import ConfigError
 
 
 def parsed(**export: Any) -> Export:

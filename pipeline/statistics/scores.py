@@ -1,0 +1,142 @@
+"""Per-sample scores and outputs of one predictor on one batch: the columns of `predictions.npz`.
+
+Everything that the task's methods return is checked here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pipeline.contract.data import forward
+from pipeline.contract.task import Classifier, HasProbabilities, Ranker, Regressor, Task
+from pipeline.system.errors import DataError
+
+if TYPE_CHECKING:
+    from pipeline.contract.task import Batch, Outputs, Predictor
+
+
+Array: TypeAlias = np.ndarray[Any, Any]
+Columns: TypeAlias = dict[str, Array]
+
+CANDIDATE, BASELINE = "candidate.", "baseline."  # prefixes of the columns of each model
+PREDICTED = "predicted"  # class index, number or score; next to one column per metric
+PROBABILITIES = "probabilities"  # one row per sample
+ACTUAL, QUERY, SLICE = "actual", "query", "slice."  # columns that describe the samples
+
+_SUM_TOLERANCE = 1e-3  # of the probabilities of a sample
+
+
+def candidate_predictor(model: nn.Module, task: Task, device: torch.device) -> Predictor:
+    """Return a predictor that runs the model on its device and moves the outputs to the CPU."""
+
+    def predict(batch: Batch) -> Outputs:
+        outputs = forward(model, task, {name: batch[name].to(device) for name in task.inputs})
+        if isinstance(outputs, Tensor):
+            return outputs.cpu()
+        return {name: tensor.cpu() for name, tensor in outputs.items()}
+
+    return predict
+
+
+@torch.inference_mode()
+def score_batch(task: Task, predict: Predictor, batch: Batch) -> Columns:
+    """Return the task's metrics for each sample, and the predicted classes, numbers and probabilities."""
+    count, outputs = batch_length(batch), predict(batch)
+    values = task.metrics(outputs, batch)
+    if not isinstance(values, Mapping) or not values:
+        raise DataError("metrics(): must return a mapping of metric names to one value per sample")
+    metrics = {name: _check_metric(name, value, count) for name, value in values.items()}
+    if reserved := sorted({PREDICTED, PROBABILITIES} & metrics.keys()):
+        raise DataError(f"metrics(): {reserved[0]!r} is a reserved name; to fix it: give the metric another name")
+    return metrics | _task_outputs(task, outputs, count)
+
+
+def _task_outputs(task: Task, outputs: Outputs, count: int) -> Columns:
+    if isinstance(task, Classifier):
+        columns = {PREDICTED: check_classes(task, "predicted", task.predicted(outputs), count)}
+        if isinstance(task, HasProbabilities):
+            columns[PROBABILITIES] = _probabilities(task.probabilities(outputs), count, len(task.classes))
+        return columns
+    if isinstance(task, HasProbabilities):
+        raise DataError("probabilities(): needs `classes`, predicted() and actual() too")
+    if isinstance(task, Regressor):
+        return {PREDICTED: check_numbers("predicted", task.predicted(outputs), count)}
+    return {}
+
+
+def check_numbers(method: str, value: object, count: int) -> Array:
+    """Check what predicted() or actual() of a task without classes returned."""
+    if not isinstance(value, Tensor) or tuple(value.shape) != (count,):
+        actual = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise DataError(f"{method}(): must be one number per sample, shape ({count},), not {actual}")
+    return value.detach().cpu().to(torch.float64).numpy()
+
+
+def _probabilities(value: object, count: int, classes: int) -> Array:
+    if not isinstance(value, Tensor) or tuple(value.shape) != (count, classes):
+        actual = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise DataError(f"probabilities(): must have shape ({count}, {classes}), a row per sample, not {actual}")
+    rows = value.detach().cpu().to(torch.float32).numpy()
+    valid = np.isfinite(rows).all() and (rows >= 0).all() and (np.abs(rows.sum(axis=1) - 1) <= _SUM_TOLERANCE).all()
+    if not valid:
+        raise DataError("probabilities(): a row is not between 0 and 1 with a sum of 1; to fix it: apply a softmax")
+    return rows
+
+
+def check_classes(task: Classifier, method: str, value: Tensor, count: int) -> Array:
+    """Check what predicted() or actual() of a classifier returned: class indices of these samples."""
+    if not isinstance(value, Tensor) or tuple(value.shape) != (count,) or value.is_floating_point():
+        actual = f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise DataError(f"{method}(): must be one integer per sample, shape ({count},), not {actual}")
+    classes = value.detach().cpu().to(torch.int64).numpy()
+    if ((classes < 0) | (classes >= len(task.classes))).any():
+        raise DataError(f"{method}(): a class index is outside the {len(task.classes)} classes of the task")
+    return classes
+
+
+def actual_columns(task: Task, batch: Batch, count: int) -> Columns:
+    """Return the true classes, numbers or relevances of the samples, and their queries, where the task has them."""
+    if isinstance(task, Classifier):
+        return {ACTUAL: check_classes(task, "actual", task.actual(batch), count)}
+    if not isinstance(task, Regressor):
+        return {}
+    actual = check_numbers("actual", task.actual(batch), count)
+    if not np.isfinite(actual).all():
+        raise DataError("actual(): a label of the test data is not a finite number")
+    if not isinstance(task, Ranker):
+        return {ACTUAL: actual}
+    if (actual < 0).any():
+        raise DataError("actual(): the relevance of an item must be 0 or more")
+    return {ACTUAL: actual, QUERY: _queries(task.queries(batch), count)}
+
+
+def _queries(value: object, count: int) -> Array:
+    if not isinstance(value, Tensor) or tuple(value.shape) != (count,) or value.is_floating_point():
+        raise DataError(f"queries(): must be one integer per sample, shape ({count},)")
+    return value.detach().cpu().numpy().astype(np.int64)
+
+
+def batch_length(batch: Batch) -> int:
+    return len(next(iter(batch.values())))
+
+
+def join_parts(parts: list[Columns]) -> Columns:
+    """Concatenate parts, each with the same columns; parts without samples are skipped."""
+    filled = [part for part in parts if part]
+    names = list(filled[0]) if filled else []
+    for part in filled:
+        if differing := sorted(set(names) ^ set(part)):
+            raise DataError(f"metrics(): {', '.join(differing)} is returned for some batches and not for others")
+    return {name: np.concatenate([part[name] for part in filled]) for name in names}
+
+
+def _check_metric(name: str, value: object, count: int) -> Array:
+    if not isinstance(value, Tensor) or tuple(value.shape) != (count,):
+        actual = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+        raise DataError(f"metrics(): {name} must be a tensor of one value per sample, shape ({count},), not {actual}")
+    return value.detach().cpu().to(torch.float64).numpy()

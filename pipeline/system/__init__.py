@@ -1,0 +1,1 @@
+"""What every package uses: errors, files, processes and the import of user code."""

@@ -1,0 +1,123 @@
+"""Write files atomically and compute SHA-256 digests of files, directories and named parts."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pipeline.system.errors import ConfigError, ResourceError
+
+
+def write_atomic(path: Path, data: str | bytes) -> None:
+    """Write to a temporary file, fsync and rename: a reader sees the old content or the new, never a part."""
+    body = data.encode() if isinstance(data, str) else data
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(body)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+    sync_directory(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write deterministic JSON, so that equal content has an equal digest; NaN is an error."""
+    write_atomic(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
+
+
+def unwritable(path: Path, error: OSError) -> ResourceError:
+    """Return an error with the reason: a file in place of a folder, permissions, a full disk."""
+    file = f"{error.filename}: " if error.filename not in (None, str(path)) else ""
+    reason = os.strerror(error.errno or 0).lower()
+    return ResourceError(f"cannot write {path}: {file}{reason}; to fix it: correct that, then `pipe run --resume`")
+
+
+def sync_directory(directory: Path) -> None:
+    """Make a rename in this directory survive a power cut."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def sync_tree(directory: Path) -> None:
+    """fsync every file below a directory, and the directories themselves."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            handle = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+        elif path.is_dir():
+            sync_directory(path)
+    sync_directory(directory)
+
+
+_CHUNK_BYTES = 1 << 20
+
+
+def digest_bytes(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def digest_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def digest_parts(parts: Iterable[bytes | str]) -> str:
+    """Return the digest of a sequence; each part is length-prefixed, so ("ab", "c") and ("a", "bc") differ."""
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        digest.update(len(data).to_bytes(8, "big"))
+        digest.update(data)
+    return digest.hexdigest()
+
+
+def digest_mapping(parts: Mapping[str, str]) -> str:
+    """Return the digest of named parts, independent of their order."""
+    return digest_parts(item for name in sorted(parts) for item in (name, parts[name]))
+
+
+def digest_tree(directory: Path) -> dict[str, str]:
+    """Return the digest of every regular file below a directory by relative path, sorted."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file() and not path.is_symlink())
+    return {path.relative_to(directory).as_posix(): digest_file(path) for path in files}
+
+
+def empty_folders(directory: Path) -> tuple[str, ...]:
+    """Return the relative paths of all folders below a directory that hold nothing, sorted."""
+    folders = sorted(path for path in directory.rglob("*") if path.is_dir() and not path.is_symlink())
+    return tuple(path.relative_to(directory).as_posix() for path in folders if not any(path.iterdir()))
+
+
+TOKENIZER_FILE = "tokenizer.json"
+
+
+def tokenizer_ids(path: Path) -> list[int]:
+    """Return all ids of a tokenizer.json of the `tokenizers` package, special tokens included."""
+    try:
+        body: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        vocabulary = body["model"]["vocab"]
+        vocabulary_ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else list(range(len(vocabulary)))
+        return [0, *vocabulary_ids, *(token["id"] for token in body.get("added_tokens") or [])]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path}: not a tokenizer of the `tokenizers` package: {error!r}") from error

@@ -1,0 +1,1 @@
+"""What user code imports through `pipeline`: readers of data, losses and labels."""

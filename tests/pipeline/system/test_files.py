@@ -1,0 +1,218 @@
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import threading
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline.contract.task import load_weights, save_weights
+from pipeline.system.errors import StageError
+from pipeline.system.files import (
+    digest_bytes,
+    digest_file,
+    digest_mapping,
+    digest_parts,
+    digest_tree,
+    sync_tree,
+    write_atomic,
+    write_json,
+)
+
+
+def test_parts_cut_elsewhere_have_another_digest() -> None:
+    assert digest_parts(["ab", "c"]) != digest_parts(["a", "bc"])
+    assert digest_parts(["ab", ""]) != digest_parts(["", "ab"]) != digest_parts(["ab"])
+
+
+def test_text_and_its_bytes_are_the_same_part() -> None:
+    assert digest_parts(["é"]) == digest_parts(["é".encode()])
+
+
+def test_a_mapping_has_one_digest_whatever_its_order() -> None:
+    assert digest_mapping({"a": "1", "b": "2"}) == digest_mapping({"b": "2", "a": "1"})
+
+
+def test_a_mapping_keeps_names_and_values_apart() -> None:
+    assert digest_mapping({"a": "b"}) != digest_mapping({"b": "a"})
+    assert digest_mapping({"a": "1", "b": "2"}) != digest_mapping({"a": "2", "b": "1"})
+
+
+def test_a_file_larger_than_one_chunk_is_digested_whole(tmp_path: Path) -> None:
+    data = bytes(range(256)) * 5000
+    path = tmp_path / "big"
+    path.write_bytes(data)
+    assert digest_file(path) == digest_bytes(data) == hashlib.sha256(data).hexdigest()
+
+
+def test_a_tree_lists_regular_files_only_by_their_relative_path(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "b").write_text("b")
+    (tmp_path / "a").write_text("a")
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    assert digest_tree(tmp_path) == {"a": digest_bytes(b"a"), "inner/b": digest_bytes(b"b")}
+
+
+def no_space(*_: object) -> NoReturn:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_reader_meets_the_old_content_or_the_new_and_nothing_between(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    versions = {bytes([i]) * 300_000 for i in range(2)}
+    write_atomic(path, min(versions))
+    seen: set[bytes] = set()
+    done = threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            seen.add(path.read_bytes())
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for _ in range(10):
+        for version in sorted(versions):
+            write_atomic(path, version)
+    done.set()
+    reader.join()
+    assert seen <= versions
+
+
+@pytest.mark.parametrize("call", ["fsync", "replace"])
+def test_a_full_disk_leaves_the_old_file_and_nothing_beside_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    path = tmp_path / "file"
+    write_atomic(path, "old")
+    monkeypatch.setattr(os, call, no_space)
+    with pytest.raises(OSError, match="No space left"):
+        write_atomic(path, "new")
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_content_is_synced_before_it_takes_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def note_fsync(handle: int) -> None:
+        calls.append("fsync")
+        fsync(handle)
+
+    def note_replace(source: str, target: Path) -> None:
+        calls.append("replace")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "replace", note_replace)
+    write_atomic(tmp_path / "file", "x")
+    assert calls == ["fsync", "replace", "fsync"]  # the last one is the directory's
+
+
+def test_an_interrupt_leaves_nothing_beside_the_file_either(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_: int) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "fsync", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        write_atomic(tmp_path / "file", "x")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_others_may_read_what_was_written(tmp_path: Path) -> None:
+    write_atomic(tmp_path / "file", "x")
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o644
+
+
+def test_equal_values_are_equal_bytes_whatever_their_order(tmp_path: Path) -> None:
+    write_json(tmp_path / "a", {"x": 1, "y": [1.5, None]})
+    write_json(tmp_path / "b", {"y": [1.5, None], "x": 1})
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+    assert json.loads((tmp_path / "a").read_text()) == {"x": 1, "y": [1.5, None]}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_json_that_no_other_reader_takes_is_never_written(tmp_path: Path, value: float) -> None:
+    with pytest.raises(ValueError, match="JSON"):
+        write_json(tmp_path / "file", {"loss": value})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_syncing_a_tree_reaches_every_file_and_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "deep").write_text("x")
+    (tmp_path / "top").write_text("x")
+    synced: set[int] = set()
+    fsync = os.fsync
+
+    def note(handle: int) -> None:
+        synced.add(os.fstat(handle).st_ino)
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", note)
+    sync_tree(tmp_path)
+    assert synced == {path.stat().st_ino for path in (tmp_path, *tmp_path.rglob("*"))}
+
+
+class Tied(nn.Module):
+    """Input and output share one matrix, as language models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def test_weights_come_back_bit_for_bit_in_evaluation_mode(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).train()
+    save_weights(model.state_dict(), tmp_path / "w")
+    found = load_weights(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), tmp_path / "w")
+    assert not found.training
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(found.state_dict()[name], tensor)
+
+
+def test_tied_weights_are_written_and_stay_tied(tmp_path: Path) -> None:
+    model = Tied()
+    save_weights(model.state_dict(), tmp_path / "w")
+    found = Tied()
+    load_weights(found, tmp_path / "w")
+    assert found.head.weight is found.embedding.weight
+    assert torch.equal(found.head.weight, model.head.weight)
+
+
+def test_views_and_transposed_tensors_are_written_whole(tmp_path: Path) -> None:
+    matrix = torch.arange(6.0).reshape(2, 3)
+    save_weights({"weight": matrix.T, "bias": matrix[:, 1]}, tmp_path / "w")
+    layer = load_weights(nn.Linear(2, 3, bias=False), _only(tmp_path, "weight"))
+    assert torch.equal(layer.get_parameter("weight"), matrix.T)
+
+
+def _only(directory: Path, name: str) -> Path:
+    from safetensors.torch import load_file
+
+    save_weights({name: load_file(directory / "w")[name]}, directory / "one")
+    return directory / "one"
+
+
+@pytest.mark.parametrize("model", [nn.Linear(3, 5), nn.Linear(4, 4), nn.Linear(3, 4, bias=False), nn.Sequential()])
+def test_weights_of_another_model_are_refused(tmp_path: Path, model: nn.Module) -> None:
+    save_weights(nn.Linear(3, 4).state_dict(), tmp_path / "w")
+    with pytest.raises(StageError, match="does not fit the task's model") as caught:
+        load_weights(model, tmp_path / "w")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x04pickle", None])
+def test_a_file_that_is_missing_or_no_weights_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / "w").write_bytes(content)
+    with pytest.raises(StageError, match="does not fit the task's model"):
+        load_weights(nn.Linear(3, 4), tmp_path / "w")
