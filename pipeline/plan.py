@@ -18,6 +18,7 @@ from packaging.version import Version
 
 from pipeline.contract.bundle import OVERRIDE_FILE as OVERRIDE
 from pipeline.contract.config import Config
+from pipeline.contract.pretrained import pretrained_parts
 from pipeline.contract.registry import read_registry
 from pipeline.contract.results import NEAR_COPIES
 from pipeline.contract.run import STEPS, Run, StepRecord
@@ -27,11 +28,9 @@ from pipeline.contract.signature import BUNDLED_SETTINGS
 from pipeline.contract.signing import SIGNATURE
 from pipeline.data_checks.champion import CHAMPION_PART, NO_CHAMPION, comparable_champion
 from pipeline.history import Project, data_file_digests, installed_versions
-from pipeline.steps.pretrained import pretrained_parts
 from pipeline.system.errors import ConfigError
 from pipeline.system.files import digest_mapping
 from pipeline.system.sources import project_code, third_party_imports
-from pipeline.training.launchers import torchrun
 
 SCHEMA = "2"  # version of the keys; increase it to make every step run again
 CLUSTER_STEPS = ("prepare", "train", "evaluate", "export")  # the others need this machine's builder and kubeconfig
@@ -367,6 +366,13 @@ def step_command(step: str, config: Config, run_directory: str) -> tuple[str, ..
     if step == "evaluate" and config.evaluate.processes > 1:
         return torchrun(config.evaluate.processes, python)
     return python
+
+
+def torchrun(processes: int, python: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the command of torchrun on one machine, for steps without restarts."""
+    interpreter, *module = python
+    options = ("--standalone", "--nnodes=1", f"--nproc-per-node={processes}")
+    return (interpreter, "-m", "torch.distributed.run", *options, *module)
 
 
 def run_argument(root: Path, run: Run) -> str:

@@ -17,9 +17,9 @@ from typing import Any
 
 from pipeline.contract.config import Config
 from pipeline.contract.settings.section import count_bytes
+from pipeline.executors.local import count_gpus, step_environment
 from pipeline.history import Project, find_run
 from pipeline.plan import Step, processes_per_node
-from pipeline.processes import count_gpus, step_environment
 from pipeline.system.files import digest_mapping, write_atomic
 
 CACHE_FILE = ".memory-estimates.json"  # in the folder of runs

@@ -22,9 +22,10 @@ from pipeline.contract.run import STEPS, Run
 from pipeline.display import Display
 from pipeline.history import Project, begin_run, lock_run
 from pipeline.plan import step_command, with_upstream
-from pipeline.runner import RunRequest, resume_run
+from pipeline.run import resume_run
 from pipeline.system.errors import ConfigError, PipelineError
 from pipeline.training.node import PASSING_EXIT_CODE, POD_NUMBER
+from pipeline.work import RunRequest
 
 _POLL_SECONDS = 0.5
 

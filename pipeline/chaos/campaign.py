@@ -28,8 +28,8 @@ import psutil
 from pipeline.chaos.verdict import KillResult, Training, compare_training, kill_results, training_log
 from pipeline.contract.config import Config, override_config
 from pipeline.contract.run import Run
+from pipeline.executors.local import child_process
 from pipeline.history import Project, create_run, link_outputs, write_record
-from pipeline.processes import child_process
 from pipeline.system.errors import ConfigError, PipelineError, ResourceError, StageError
 from pipeline.system.fork_server import Process
 from train.chaos_hooks import CHAOS_VARIABLE, ChaosEvent, ChaosLog, Fault, Kill, KillPoint

@@ -41,16 +41,16 @@ from pipeline.display import Display
 from pipeline.doctor import check_machine
 from pipeline.history import Project, example_folder, find_run, load_history, lock_runs
 from pipeline.plan import steps_of_setting
-from pipeline.runner import RunRequest, run_pipeline
+from pipeline.run import run_pipeline
 from pipeline.service.cluster_record import read_cluster_records
 from pipeline.service.process import read_live
 from pipeline.system.errors import ConfigError
 from pipeline.tune.record import needed_runs
+from pipeline.work import RunRequest
 
 _HEAD = """# `pipe.yaml`
 
-Any key can be overridden on the command line, as in `pipe run all train.epochs=3`. An unknown setting or a wrong type is
-an error.
+Any key can be overridden on the command line, as in `pipe run all train.epochs=3`. An unknown setting is an error.
 """
 
 

@@ -20,7 +20,7 @@ from pipeline.contract.run import Run
 from pipeline.contract.signing import new_key, private_key
 from pipeline.display import Display
 from pipeline.history import Project, find_run, lock_run, lock_runs, lock_service
-from pipeline.runner import redeploy
+from pipeline.redeploy import redeploy
 from pipeline.service.cluster_record import (
     ClusterRecord,
     Version,

@@ -37,23 +37,13 @@ from pipeline.display import Display
 from pipeline.history import Project, find_run, load_history, lock_run, lock_runs, lock_service
 from pipeline.plan import Step, select_steps, with_upstream
 from pipeline.plan_memory import describe_memory, plan_memory
-from pipeline.runner import (
-    LONG_TRAINING_SECONDS,
-    OnChanges,
-    PipelineRun,
-    RunRequest,
-    accept_outputs,
-    deployment_config,
-    find_deployable,
-    last_training_seconds,
-    latest_unfinished,
-    redeploy,
-    resume_run,
-    run_pipeline,
-)
+from pipeline.redeploy import deployment_config, find_deployable, redeploy
+from pipeline.resume import accept_outputs, latest_unfinished
+from pipeline.run import resume_run, run_pipeline
 from pipeline.service.process import read_live
 from pipeline.system.errors import ConfigError, Interrupted, ResourceError
 from pipeline.system.sources import is_mentioned
+from pipeline.work import LONG_TRAINING_SECONDS, OnChanges, PipelineRun, RunRequest, last_training_seconds
 
 
 class Engine(StrEnum):
@@ -165,7 +155,7 @@ def _check_export(config: Config, project: Project, prepare: Step) -> None:
 
 
 def _write_workflow(project: Project, config: Config, engine: Engine, directory: str, output: Output) -> None:
-    from pipeline.cluster_executor import missing_image, render_workflow  # the manifests are slow to load
+    from pipeline.executors.cluster import missing_image, render_workflow  # the manifests are slow to load
 
     _emit_paths(output, render_workflow(project, config, engine.value, directory))
     if note := missing_image(config):
@@ -203,7 +193,7 @@ def run(
     overrides += cluster_overrides(executor, cluster_context)
     if render is not None:
         if names == ["train"]:
-            from pipeline.cluster_executor import render_training  # the manifests are slow to load
+            from pipeline.executors.cluster import render_training  # the manifests are slow to load
 
             return _emit_paths(output, render_training(project, project.config(overrides), render))
         overrides += _render_overrides(project.config(overrides))

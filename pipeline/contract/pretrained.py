@@ -10,7 +10,7 @@ import json
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from pipeline.contract.run import Run, all_runs
 from pipeline.contract.settings.stages import Model
 from pipeline.contract.task import HasFiles, Task, make_shared_files
 from pipeline.system.errors import ConfigError, DataError, PipelineError, ResourceError
+from pipeline.system.files import digest_file, digest_mapping, write_atomic, write_json
 
 SMALL_FILES = (
     *("config.json", "generation_config.json", "tokenizer*.json"),
@@ -300,3 +301,69 @@ def _explain(problems: dict[Run, str]) -> str:
         return "the project has no runs, so there are no weights to start from"
     newest, problem = next(iter(problems.items()))
     return f"none of its {len(problems)} runs is trained and passed its gate (the newest, {newest.id}: {problem})"
+
+
+PRETRAINED_KEY = "pretrained"  # in data.json
+_DIGEST_CACHE = ".pretrained-digests.json"  # in the folder of runs
+
+
+def record(pretrained: Pretrained, directory: Path) -> str:
+    """Write the digests of all files that training reads; return the digest of them all."""
+    digests = {name: digest_file(path) for name, path in pretrained.files.items()}
+    run = Run(pretrained.folder.resolve()) if pretrained.is_run else None
+    if run:
+        check_trained(run, digests[WEIGHT_FILE])
+    body = {
+        "commit": commit_of(pretrained.folder),
+        "run": run.id if run else "",
+        "digest": digest_mapping(digests),
+        "files": {
+            name: {"sha256": digests[name], "bytes": path.stat().st_size} for name, path in pretrained.files.items()
+        },
+    }
+    write_json(directory / PRETRAINED_RECORD, body)
+    return str(body["digest"])
+
+
+def find_pretrained(config: Config, root: Path) -> Pretrained | None:
+    return open_pretrained(locate_pretrained(config.model, root)) if config.model.pretrained else None
+
+
+def pretrained_parts(config: Config, root: Path, runs: Path) -> dict[str, str]:
+    """Return the parts of prepare's key: the digests of a folder's files.
+
+    Nothing for a hub id: prepare records the commit of its revision, and later steps use that one.
+    """
+    if not config.model.pretrained or hub_id(config.model, root):
+        return {}
+    return _digests(open_pretrained(locate_pretrained(config.model, root)).files, runs / _DIGEST_CACHE)
+
+
+def _digests(files: Mapping[str, Path], cache: Path) -> dict[str, str]:
+    """Hash the files; weights may be large, so a file is read again only when its path, size or times have changed."""
+    cached = _read_cache(cache)
+    states = {name: _file_state(path) for name, path in files.items()}
+    digests = {
+        name: cached[states[name]] if states[name] in cached else digest_file(path) for name, path in files.items()
+    }
+    new_entries = {states[name]: digest for name, digest in digests.items()}
+    if cache.parent.is_dir() and not new_entries.items() <= cached.items():
+        write_atomic(cache, json.dumps({**cached, **new_entries}, indent=1, sort_keys=True))
+    return digests
+
+
+def _file_state(path: Path) -> str:
+    """Describe a file by path, inode, size and times; unlike mtime, ctime cannot be set by hand."""
+    path = path.resolve()
+    status = path.stat()
+    return f"{path} {status.st_dev}:{status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
+
+
+def _read_cache(path: Path) -> dict[str, str]:
+    if not path.is_file():
+        return {}
+    try:
+        body: Any = json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path}: damaged ({error}); to fix it: delete it, the digests are computed again") from error
+    return dict(body)

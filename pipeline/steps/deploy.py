@@ -14,9 +14,9 @@ from pipeline.contract.config import Config
 from pipeline.contract.run import Run, run_step
 from pipeline.contract.settings.access import Access
 from pipeline.contract.settings.stages import service_view_options
+from pipeline.executors.local import Report
 from pipeline.history import Project
-from pipeline.processes import Report
-from pipeline.runner import check_deployable
+from pipeline.redeploy import check_deployable
 from pipeline.service.cluster_record import begin_deployment, record_deployment
 from pipeline.service.process import LiveService, measure_latency, read_live
 from pipeline.service.rollout import (

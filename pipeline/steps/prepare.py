@@ -17,7 +17,14 @@ import numpy as np
 
 from pipeline.contract.config import Config
 from pipeline.contract.data import Samples, axis_sizes, check_columns, example_batch, open_split
-from pipeline.contract.pretrained import Pretrained, copy_small_files, planned_files
+from pipeline.contract.pretrained import (
+    PRETRAINED_KEY,
+    Pretrained,
+    copy_small_files,
+    find_pretrained,
+    planned_files,
+    record,
+)
 from pipeline.contract.prompting import check_decoder, check_prompting
 from pipeline.contract.run import Run, describe, run_step
 from pipeline.contract.task import (
@@ -40,7 +47,6 @@ from pipeline.data_checks.near_duplicates import Digests
 from pipeline.data_checks.run_checks import check_data, report_results, write_checks
 from pipeline.data_checks.scan import SplitSummary
 from pipeline.statistics.metrics import check_directions, lower_is_better
-from pipeline.steps.pretrained import PRETRAINED_KEY, find_pretrained, record
 from pipeline.system.errors import ConfigError, DataError, PipelineError, ResourceError
 from pipeline.system.files import write_json
 from pipeline.user.readers import write_read_files

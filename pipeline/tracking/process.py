@@ -16,7 +16,7 @@ from pathlib import Path
 
 from pipeline.contract.config import Config
 from pipeline.contract.run import Run
-from pipeline.processes import Report
+from pipeline.executors.local import Report
 from pipeline.system.errors import missing_extra
 from pipeline.system.processes import describe_exit
 

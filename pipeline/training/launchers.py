@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pipeline.contract.restarts import meeting_seconds
 from pipeline.contract.settings.stages import Train
-from pipeline.processes import DEFAULTS_OF_STEPS
+from pipeline.executors.local import DEFAULTS_OF_STEPS
 from pipeline.system.errors import ConfigError
 from pipeline.system.processes import PARENT_WATCH_VARIABLE
 
@@ -73,13 +73,6 @@ def agent(
         options += (f"--rendezvous={rendezvous.address}", f"--id={rendezvous.id}", f"--address={own_address}")
     interpreter, _, _, *run = python
     return (interpreter, "-m", "train.elastic.agent", *options, *run)
-
-
-def torchrun(processes: int, python: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the command of torchrun on one machine, for steps without restarts."""
-    interpreter, *module = python
-    options = ("--standalone", "--nnodes=1", f"--nproc-per-node={processes}")
-    return (interpreter, "-m", "torch.distributed.run", *options, *module)
 
 
 def mpirun(per_node: int, python: tuple[str, ...], nodes: int = 1) -> tuple[str, ...]:

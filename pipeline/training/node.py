@@ -42,19 +42,18 @@ from pipeline.contract.restarts import (
 from pipeline.contract.run import Run, make_partial
 from pipeline.contract.settings.stages import Train
 from pipeline.display import is_raw
-from pipeline.history import installed_versions
-from pipeline.plan import RESTARTED_FLAG, STEP_KINDS, processes_per_node
-from pipeline.processes import (
-    MEMORY_HINT,
+from pipeline.executors.local import (
     LocalLauncher,
     child_process,
     count_gpus,
-    find_killed_process,
     prepare_log,
     read_log_end,
     step_environment,
     training_server,
 )
+from pipeline.failures import MEMORY_HINT, find_killed_process
+from pipeline.history import installed_versions
+from pipeline.plan import RESTARTED_FLAG, STEP_KINDS, processes_per_node
 from pipeline.system.errors import (
     ConfigError,
     DeviceFault,

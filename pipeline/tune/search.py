@@ -32,10 +32,10 @@ from pipeline.contract.config import Config, override_config
 from pipeline.contract.run import Run
 from pipeline.contract.settings.stages import Axis, Tune
 from pipeline.display import Display
+from pipeline.executors.local import child_process, count_gpus
 from pipeline.history import FileLock, Project, exclusive_lock, load_history, lock_runs, try_lock
 from pipeline.plan import STEP_KINDS, describe_changes, with_upstream
-from pipeline.processes import child_process, count_gpus
-from pipeline.runner import PipelineRun, RunRequest, run_pipeline
+from pipeline.run import run_pipeline
 from pipeline.system.errors import ConfigError, ConflictError, Interrupted, StageError, read_error
 from pipeline.system.fork_server import Process
 from pipeline.tune.record import (
@@ -48,6 +48,7 @@ from pipeline.tune.record import (
     study_parts,
     write_study,
 )
+from pipeline.work import PipelineRun, RunRequest
 
 _POLL_SECONDS = 0.1
 

@@ -19,9 +19,10 @@ from pipeline.contract.config import Config, override_config
 from pipeline.contract.results import NewLines
 from pipeline.contract.run import Run
 from pipeline.display import Display
+from pipeline.executors.executor import check_config
 from pipeline.history import Project, load_history, lock_run
 from pipeline.plan import describe_changes
-from pipeline.runner import RunRequest, check_config, resume_run, run_pipeline, serve_training
+from pipeline.run import resume_run, run_pipeline, serve_training
 from pipeline.system.errors import ConfigError, DataError, PipelineError, Pruned, ResourceError, StageError
 from pipeline.tune.record import (
     StudyFile,
@@ -33,6 +34,7 @@ from pipeline.tune.record import (
     tuned_metric,
 )
 from pipeline.tune.search import TRIAL_STEPS, Claim, Study, TrialResult, as_overrides, search_space
+from pipeline.work import RunRequest
 
 
 class TrialMonitor(Display):

@@ -129,17 +129,17 @@ BREAKS: tuple[Break, ...] = (
     ),
     Break(
         "a step is cancelled although the user wants it to run on",
-        "pipeline/cluster_executor.py",
+        "pipeline/executors/cluster.py",
         "        if by_user and not self._ask(",
         "        if by_user and self._ask(",
-        "tests/pipeline/test_executor.py::test_an_interrupted_step_is_cancelled_or_left_as_answered",
+        "tests/pipeline/executors/test_executor.py::test_an_interrupted_step_is_cancelled_or_left_as_answered",
     ),
     Break(
         "a step whose pod wrote to another volume counts as done",
-        "pipeline/cluster_executor.py",
+        "pipeline/executors/cluster.py",
         "        if not result.status and not partial.is_dir():\n",
         "        if result.status and not partial.is_dir():\n",
-        "tests/pipeline/test_executor.py::test_a_pod_that_wrote_elsewhere_has_failed",
+        "tests/pipeline/executors/test_executor.py::test_a_pod_that_wrote_elsewhere_has_failed",
     ),
     Break(
         "an error that may pass ends the job instead of a retry",

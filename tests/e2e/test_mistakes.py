@@ -26,7 +26,7 @@ def test_an_empty_split_is_reported(fresh: ProjectFolder) -> None:
     assert sum("the split is empty" in line for line in output) == 1
 
 
-@pytest.mark.long  # tests/pipeline/test_runner.py runs such a step
+@pytest.mark.long  # tests/pipeline/test_run.py runs such a step
 def test_a_task_without_a_required_method_is_reported(fresh: ProjectFolder) -> None:
     fresh.replace("task.py", "def loss(", "def lost(")
     output = fresh.pipe("run", expect=2).stderr.splitlines()[-1]

@@ -19,9 +19,8 @@ from transformers import AutoModelForCausalLM
 from pipeline import chat_labels, mask_between_texts, pack_texts
 from pipeline.contract.config import load_config, override_config
 from pipeline.contract.data import open_split
-from pipeline.contract.pretrained import copy_small_files
+from pipeline.contract.pretrained import copy_small_files, find_pretrained
 from pipeline.contract.task import load_task, make_shared_files
-from pipeline.steps.pretrained import find_pretrained
 from pipeline.system.processes import Rank
 from pipeline.system.sources import SOURCE_ROOT
 from train.checkpoint.store import CheckpointStore

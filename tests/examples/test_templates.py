@@ -15,9 +15,8 @@ from pipeline.cli.project import TEMPLATES
 from pipeline.contract.codec import encode_method, load_codec
 from pipeline.contract.config import load_config
 from pipeline.contract.data import forward, open_split
-from pipeline.contract.pretrained import copy_small_files
+from pipeline.contract.pretrained import copy_small_files, find_pretrained
 from pipeline.contract.task import Boxes, Embedding, TaggedText, load_task, make_shared_files
-from pipeline.steps.pretrained import find_pretrained
 from pipeline.system.sources import SOURCE_ROOT
 
 from ..plans import fixed_memory_estimate

@@ -12,9 +12,9 @@ import yaml
 
 from k8s.objects import serving
 from k8s.objects.kustomize import build
-from pipeline.cluster_executor import render_training, render_workflow
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.config import parse_config
+from pipeline.executors.cluster import render_training, render_workflow
 from pipeline.history import Project, example_folder
 from pipeline.system.sources import SOURCE_ROOT
 

@@ -39,7 +39,7 @@ import sys
 from pathlib import Path
 from k8s.objects.manifests import write_manifests
 from k8s.objects.serving import serving_objects
-from pipeline.cluster_executor import render_training, render_workflow
+from pipeline.executors.cluster import render_training, render_workflow
 from pipeline.contract.bundle import open_bundle
 from pipeline.history import find_project
 

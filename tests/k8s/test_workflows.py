@@ -14,9 +14,9 @@ from k8s import workflows
 from k8s.objects import training
 from k8s.objects.kustomize import Object
 from k8s.objects.training import CONFIG_VARIABLE
-from pipeline.cluster_executor import workflow_tasks
 from pipeline.contract.config import Config, parse_config
 from pipeline.contract.run import STEPS
+from pipeline.executors.cluster import workflow_tasks
 from pipeline.plan import STEP_KINDS, step_command
 from pipeline.system.errors import ConfigError
 

@@ -14,9 +14,11 @@ from pipeline.display import Display
 from pipeline.history import Project, load_history, seal_step, write_record
 from pipeline.override import outputs_with_override, override_verdict, reuse_override, verdict_digest
 from pipeline.plan import decide_step, digest_key, key_parts
-from pipeline.runner import PipelineRun, RunRequest, _finish_step, latest_unfinished
+from pipeline.resume import latest_unfinished
+from pipeline.run import _finish_step
 from pipeline.system.errors import BundleError, ConfigError, GateError
 from pipeline.system.files import write_json
+from pipeline.work import PipelineRun, RunRequest
 
 from .conftest import NewRun
 

@@ -201,7 +201,7 @@ def test_weights_that_no_one_touched_are_not_read_again(
         read.append(path)
         return "read again"
 
-    monkeypatch.setattr("pipeline.steps.pretrained.digest_file", digest)
+    monkeypatch.setattr("pipeline.contract.pretrained.digest_file", digest)
     assert key_parts("prepare", begun, project, {}) == before
     assert read == []
     (folder / "weights" / "config.json").write_text('{"model_type": "qwen2"}')

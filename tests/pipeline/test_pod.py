@@ -21,9 +21,9 @@ import yaml
 
 from k8s.objects.training import CONFIG_VARIABLE
 from k8s.workflows import RUNS_FOLDER
-from pipeline.cluster_executor import render_training, render_workflow
 from pipeline.contract.config import override_config
 from pipeline.contract.run import STEPS, Run
+from pipeline.executors.cluster import render_training, render_workflow
 from pipeline.history import Project, lock_run
 from pipeline.pod import main, run_in_pod
 from pipeline.system.errors import ConfigError, LostContact

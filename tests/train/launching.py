@@ -11,7 +11,7 @@ import psutil
 
 from pipeline.contract.run import Run
 from pipeline.contract.settings.stages import Train
-from pipeline.processes import step_environment, with_this_python
+from pipeline.executors.local import step_environment, with_this_python
 from pipeline.training.launchers import launcher_environment
 
 from ..fork_server import ForkedProcess

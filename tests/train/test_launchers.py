@@ -78,7 +78,7 @@ def test_processes_of_mpirun_end_with_a_killed_runner(project: Project) -> None:
     )
     run = project.run()
     program = (
-        "import sys; from pathlib import Path; from pipeline.processes import LocalLauncher; "
+        "import sys; from pathlib import Path; from pipeline.executors.local import LocalLauncher; "
         "LocalLauncher(Path.cwd(), lambda: None).launch(tuple(sys.argv[2:]), Path(sys.argv[1]), {})"
     )
     runner = subprocess.Popen(

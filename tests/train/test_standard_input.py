@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from pipeline.processes import LocalLauncher, training_server
+from pipeline.executors.local import LocalLauncher, training_server
 from pipeline.training.launchers import launch_command
 from tests.quick import quick
 

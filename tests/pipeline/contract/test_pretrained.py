@@ -19,10 +19,10 @@ from pipeline.contract.pretrained import (
     hub_id,
     locate_pretrained,
     open_pretrained,
+    record,
 )
 from pipeline.contract.run import Run, RunFile, StepRecord
 from pipeline.contract.settings.stages import Model
-from pipeline.steps.pretrained import record
 from pipeline.system.errors import ConfigError, DataError, PipelineError, ResourceError
 from pipeline.system.files import digest_bytes
 

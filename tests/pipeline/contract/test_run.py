@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.contract.run import SCHEMA, Run, RunFile, StepRecord, own_identity, run_step
-from pipeline.processes import LocalLauncher
+from pipeline.executors.local import LocalLauncher
 from pipeline.system.errors import ConfigError, DataError, GateError, PipelineError, clear_error, read_error
 from pipeline.system.files import digest_bytes, digest_file
 

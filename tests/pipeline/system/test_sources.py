@@ -204,4 +204,4 @@ def test_a_step_of_ours_depends_on_its_package_and_the_contracts_and_on_no_other
 def test_a_step_of_ours_may_be_a_single_module() -> None:
     names = relative(package_files("pipeline.steps.prepare"))
     assert {"pipeline/steps/prepare.py", "pipeline/contract/data.py"} <= names
-    assert "pipeline/runner.py" not in names
+    assert "pipeline/run.py" not in names

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.contract.settings.stages import Train
-from pipeline.processes import step_environment
+from pipeline.executors.local import step_environment
 from pipeline.system.errors import ConfigError
 from pipeline.system.processes import PARENT_WATCH_VARIABLE
 from pipeline.training.launchers import PASSED_ON, check_launcher, launch_command, launcher_environment

@@ -9,7 +9,6 @@ from pipeline.contract.config import override_config
 from pipeline.contract.run import StepRecord, all_runs
 from pipeline.display import Display
 from pipeline.history import Project, create_run, write_record
-from pipeline.runner import PipelineRun, RunRequest
 from pipeline.system.errors import ConfigError, StageError
 from pipeline.tune.record import study_folder, study_name, study_parts, write_study
 from pipeline.tune.search import (
@@ -22,6 +21,7 @@ from pipeline.tune.search import (
     run_search,
     search_space,
 )
+from pipeline.work import PipelineRun, RunRequest
 
 from .conftest import MakeConfig
 

@@ -13,11 +13,13 @@ from pipeline.contract.config import Config
 from pipeline.contract.run import Run
 from pipeline.display import Display
 from pipeline.history import Project, load_history
-from pipeline.runner import RunRequest, latest_unfinished, run_pipeline
+from pipeline.resume import latest_unfinished
+from pipeline.run import run_pipeline
 from pipeline.system.errors import ConfigError, DataError, PipelineError, Pruned, StageError
 from pipeline.tune.record import read_study, study_folder, study_name, study_parts, write_study
 from pipeline.tune.search import Study, TrialResult
 from pipeline.tune.trial import MetricReader, TrialMonitor, describe_trial, nothing_was_measured, run_trial, run_worker
+from pipeline.work import RunRequest
 
 from .conftest import MakeConfig, open_study
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from pipeline.contract.run import Run
+from pipeline.plan import torchrun
 from pipeline.system.errors import Evicted
 from pipeline.system.processes import PARENT_WATCH_VARIABLE, TERMINATED
-from pipeline.training.launchers import torchrun
 
 from ...fork_server import ForkedProcess
 from ..conftest import Project, equal, failure, journal, weights

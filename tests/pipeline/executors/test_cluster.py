@@ -9,7 +9,7 @@ import yaml
 
 from k8s.cluster.rollout_status import JobResult
 from k8s.objects.training import CONFIG_VARIABLE
-from pipeline.cluster_executor import ClusterExecutor, missing_image, render_workflow
+from pipeline.executors.cluster import ClusterExecutor, missing_image, render_workflow
 from pipeline.history import Project, example_folder
 from pipeline.system.errors import ResourceError, StageError
 

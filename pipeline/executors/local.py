@@ -1,11 +1,10 @@
-"""Run the process of a step on this machine, and find in its log which process of training was killed."""
+"""Run the process of a step on this machine, with its environment and, for training, a fork server."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -14,10 +13,13 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any
 
 from pipeline.contract.config import Config
-from pipeline.contract.restarts import STEP_END_SECONDS
+from pipeline.contract.restarts import STEP_END_SECONDS, GiveUp, ProcessEnd, restart_after
+from pipeline.contract.run import Run, StepRecord
+from pipeline.contract.settings.stages import Train
+from pipeline.plan import RESTARTED_FLAG, Step, processes_per_node
 from pipeline.system.files import unwritable
 from pipeline.system.fork_server import (
     ADDRESS_VARIABLE,
@@ -32,15 +34,9 @@ from pipeline.system.sources import third_party_imports
 
 Report = Callable[[str], None]
 Ask = Callable[[str], bool]
-
 _TICK_SECONDS = 0.1
 _CHILDREN_TIMEOUT_SECONDS = 10.0
 _LOG_END_BYTES = 1 << 16
-_SHELL_SIGNALS = 128  # a shell's exit status is this plus the signal's number
-MEMORY_HINT = (
-    ", by hand or by the kernel because memory ran out; "
-    "where it was memory, lower train.batch_size or raise train.accumulate"
-)
 
 
 @dataclass(frozen=True)
@@ -239,49 +235,34 @@ def _count_by_driver() -> int:
     return 0 if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) else count.value
 
 
-class KilledProcess(NamedTuple):
-    rank: int
-    host: str
-    signal: int
+class LocalExecutor:
+    """Runs a step as a process that ends with this one."""
 
-    @property
-    def summary(self) -> str:
-        return describe_exit(f"rank {self.rank} on {self.host}", -self.signal)
+    def __init__(self, root: Path, cores: int, server: Mapping[str, str]) -> None:
+        self._root, self._cores, self._server = root, cores, server
 
-    def __str__(self) -> str:
-        more = MEMORY_HINT if self.signal == signal.SIGKILL else "; its last lines are in the log"
-        return f"{self.summary}{more}"
+    def is_running(self, run: Run, step: Step) -> bool:  # noqa: ARG002 - the protocol's signature
+        return False
 
-
-def find_killed_process(log: str) -> KilledProcess | None:
-    """Return the first process that a signal ended; SIGTERM is how the launcher then ends the others."""
-    killed = [*_by_torchrun(log), *_by_mpirun(log), *_by_srun(log), *_by_horovodrun(log)]
-    # A process may abort because it lost contact with the one that was killed.
-    killed.sort(key=lambda process: process.signal == signal.SIGABRT)
-    return next((process for process in killed if process.signal != signal.SIGTERM), None)
-
-
-def _by_torchrun(log: str) -> Iterator[KilledProcess]:
-    """Read torchrun's table of failures, which lists the first one last."""
-    entries = re.findall(r"^ +host +: (\S+)\n +rank +: (\d+) .*\n +exitcode +: -(\d+) ", log, re.MULTILINE)
-    yield from (KilledProcess(int(rank), host, int(number)) for host, rank, number in reversed(entries))
+    def run_step(self, run: Run, record: StepRecord, tick: Callable[[], None]) -> int:
+        """Run the process; training is started again where its node was killed, as it starts its workers again."""
+        train, log, launcher = run.config.train, run.log(record.step), LocalLauncher(self._root, tick)
+        if record.step != "train":
+            return launcher.launch(record.argv, log, step_environment(1, count_cores(self._cores)))
+        environment = {**training_environment(train, self._cores), **self._server}
+        status = launcher.launch(record.argv, log, environment)
+        while status == -signal.SIGKILL:
+            host = socket.gethostname()
+            end = ProcessEnd(host, describe_exit(f"the node on {host}", status))
+            if isinstance(restart_after(run.path, end, train.restarts), GiveUp):
+                break
+            status = launcher.launch((*record.argv, RESTARTED_FLAG), log, environment)
+        return status
 
 
-def _by_mpirun(log: str) -> Iterator[KilledProcess]:
-    for rank, host, number in re.findall(r"process rank (\d+) with PID \d+ on node (\S+) exited on signal (\d+)", log):
-        yield KilledProcess(int(rank), host, int(number))
+def training_environment(train: Train, cores: int) -> dict[str, str]:
+    return step_environment(processes_per_node(train, count_gpus(os.environ)), count_cores(cores), train.threads)
 
 
-def _by_srun(log: str) -> Iterator[KilledProcess]:
-    """Read srun's messages, which describe the signal in words."""
-    numbers = {signal.strsignal(number): number for number in signal.Signals}
-    for host, rank, description in re.findall(r"srun: error: (\S+): tasks? (\d+)\S*: ([A-Z][a-z ]+)", log):
-        if number := numbers.get(description.strip()):
-            yield KilledProcess(int(rank), host, int(number))
-
-
-def _by_horovodrun(log: str) -> Iterator[KilledProcess]:
-    """Read horovodrun's messages: a shell's exit status and no host, as all processes run on its own machine."""
-    for rank, status in re.findall(r"^Process (\d+) exit with status code (\d+)", log, re.MULTILINE):
-        if int(status) > _SHELL_SIGNALS:
-            yield KilledProcess(int(rank), "localhost", int(status) - _SHELL_SIGNALS)
+def count_cores(cores: int) -> int:
+    return cores or os.cpu_count() or 1

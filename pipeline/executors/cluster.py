@@ -18,9 +18,9 @@ from k8s.workflows import WorkflowTask
 from pipeline.contract.config import Config, override_config
 from pipeline.contract.restarts import newest_attempt, read_events, record_event
 from pipeline.contract.run import STEPS, Run, StepRecord
+from pipeline.executors.local import Ask, Report, pod_environment, prepare_log, read_log_end
 from pipeline.history import Project
 from pipeline.plan import CLUSTER_STEPS, STEP_KINDS, Step, run_argument, step_command
-from pipeline.processes import Ask, Report, pod_environment, prepare_log, read_log_end
 from pipeline.system.errors import (
     ConfigError,
     PipelineError,

@@ -12,27 +12,23 @@ from pipeline.contract.config import Config, override_config
 from pipeline.contract.run import Run, StepRecord
 from pipeline.contract.settings.stages import Train
 from pipeline.display import Display
+from pipeline.executors.executor import check_config
+from pipeline.executors.local import LocalExecutor
+from pipeline.failures import find_failure
 from pipeline.history import Project, create_run, link_outputs, load_history, lock_run, seal_step, write_record
 from pipeline.plan import key_parts
-from pipeline.runner import (
+from pipeline.redeploy import deployment_config, find_deployable, redeploy
+from pipeline.resume import (
     RESUMABLE_SETTINGS,
-    LocalExecutor,
-    PipelineRun,
-    RunRequest,
     accept_outputs,
-    check_config,
-    deployment_config,
     describe_kept_settings,
-    find_deployable,
-    find_failure,
     latest_unfinished,
     override_resumed,
-    redeploy,
-    resume_run,
-    run_pipeline,
 )
+from pipeline.run import resume_run, run_pipeline
 from pipeline.system.errors import BundleError, ConfigError, LostContact, ResourceError, StageError, write_error
 from pipeline.user.readers import find_files, write_read_files
+from pipeline.work import PipelineRun, RunRequest
 
 from .conftest import NewRun
 
@@ -296,8 +292,8 @@ class Steps:
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
     replaced = Steps()
-    monkeypatch.setattr("pipeline.runner.LocalExecutor.run_step", lambda *arguments: replaced(*arguments))
-    monkeypatch.setattr("pipeline.runner.serve_training", lambda *_: contextlib.nullcontext({}))
+    monkeypatch.setattr("pipeline.executors.executor.LocalExecutor.run_step", lambda *arguments: replaced(*arguments))
+    monkeypatch.setattr("pipeline.run.serve_training", lambda *_: contextlib.nullcontext({}))
     return replaced
 
 
@@ -376,7 +372,7 @@ def test_a_killed_node_of_training_is_started_again(
         started.append(argv)
         return next(statuses)
 
-    monkeypatch.setattr("pipeline.runner.LocalLauncher.launch", launch)
+    monkeypatch.setattr("pipeline.executors.local.LocalLauncher.launch", launch)
     record = StepRecord(step="train", status="running", key="k", parts={}, argv=("python", "-m", "train"))
     assert LocalExecutor(folder, 1, {}).run_step(run, record, lambda: None) == 0
     assert started == [record.argv, (*record.argv, "--again")]

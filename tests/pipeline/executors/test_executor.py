@@ -6,16 +6,16 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cluster_executor import ClusterExecutor
 from pipeline.contract.config import Config, override_config
 from pipeline.contract.run import Run, StepRecord
+from pipeline.executors.cluster import ClusterExecutor
+from pipeline.executors.executor import check_config
 from pipeline.history import Project, write_record
 from pipeline.plan import Step
-from pipeline.runner import check_config
 from pipeline.system.errors import ConfigError, read_error
 
-from ..k8s.api_server import ApiServer
-from .conftest import NewRun
+from ...k8s.api_server import ApiServer
+from ..conftest import NewRun
 
 IMAGE = f"registry.test/tiny@sha256:{'0' * 64}"
 ON_CLUSTER = ["cluster.executor=kubernetes", f"train.image={IMAGE}"]

@@ -1,0 +1,1 @@
+"""Where the steps of a run are executed."""

@@ -1,0 +1,55 @@
+"""Where a step runs: as a process on this machine, or as a Job on a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+from pipeline.contract.config import Config
+from pipeline.contract.run import Run, StepRecord
+from pipeline.display import Display
+from pipeline.executors.local import LocalExecutor
+from pipeline.plan import CLUSTER_STEPS, Step
+from pipeline.system.errors import ConfigError
+
+
+class Executor(Protocol):
+    def is_running(self, run: Run, step: Step) -> bool:
+        """True if an earlier `pipe` started this step and it still runs: then none of its files may be removed."""
+
+    def run_step(self, run: Run, record: StepRecord, tick: Callable[[], None]) -> int:
+        """Run the step to its end and return its exit status; output goes to its log, `tick` is called meanwhile."""
+
+
+def choose_executor(
+    step: str, config: Config, root: Path, cores: int, server: Mapping[str, str], display: Display
+) -> Executor:
+    if not runs_on_cluster(step, config):
+        return LocalExecutor(root, cores, server)
+    from pipeline.executors.cluster import ClusterExecutor  # the manifests are slow to load
+
+    return ClusterExecutor(root, display.report, display.ask)
+
+
+def runs_on_cluster(step: str, config: Config) -> bool:
+    return config.cluster.executor == "kubernetes" and step in CLUSTER_STEPS
+
+
+def check_config(config: Config) -> None:
+    """Raise mistakes that concern more than one section."""
+    if config.cluster.executor == "kubernetes":
+        from pipeline.executors.cluster import check_jobs  # the manifests are slow to load
+
+        check_jobs(config)
+    if needs_other_machines(config) and not config.train.rendezvous:
+        raise ConfigError(
+            f"train.nodes={config.train.nodes} needs train.rendezvous=HOST:PORT, an address all nodes can connect to; "
+            "on a cluster, `pipe run train --render DIR` writes the Job"
+        )
+
+
+def needs_other_machines(config: Config) -> bool:
+    """Return True where other machines must join by `pipe join`; on a cluster their pods do it."""
+    several = config.train.launcher == "torchrun" and config.train.most_nodes > 1
+    return several and not runs_on_cluster("train", config)

@@ -1,0 +1,92 @@
+"""Deploy the bundle of an earlier run again, with the settings of deployments as they are now."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from pipeline.contract.config import Config, parse_config
+from pipeline.contract.run import Run, RunFile, StepRecord
+from pipeline.display import Display
+from pipeline.history import Project, changed_outputs, create_run, link_outputs, load_history, lock_run, write_record
+from pipeline.override import copy_override, outputs_with_override
+from pipeline.plan import DEPLOYMENT_SETTINGS
+from pipeline.run import run_step
+from pipeline.system.errors import BundleError, ConfigError
+from pipeline.work import PipelineRun, RunRequest
+
+MANIFEST = "bundle/manifest.json"  # of the export step: its digest is that of the bundle
+REDEPLOYED = "deployed again"  # reason in the records of `pipe deploy`, whose steps are those of another run
+
+
+def redeploy(project: Project, source: Run, config: Config, display: Display) -> Run:
+    """Deploy the bundle of an earlier run unchanged, whatever has changed in the project since, as a new run."""
+    records = check_deployable(source)
+    request = RunRequest(tuple(record.step for record in records))
+    pipeline_run = PipelineRun(project, config, request, [(source, source.read())])
+    run = create_run(project.runs, config, (*request.steps, "deploy"), parent=source.id)
+    with lock_run(run):
+        display.run = run
+        copy_override(source, run)
+        for record in records:
+            link_outputs(source, run, record)
+            update = {"reused_from": record.reused_from or source.id, "reason": REDEPLOYED, "seconds": 0.0}
+            linked_record = write_record(run, record.model_copy(update=update))
+            pipeline_run.outputs[record.step] = outputs_with_override(run, linked_record)
+        run_step(pipeline_run, run, pipeline_run.decide("deploy"), display)
+    return run
+
+
+def deployment_config(project: Project, source: Run, overrides: Sequence[str]) -> Config:
+    """Return the settings of a run's bundle, with those of deployments as pipe.yaml and the command line have them now.
+
+    What an earlier deployment of the bundle was started with has no effect.
+    """
+    for override in overrides:
+        if not _is_deployment_setting(override.partition("=")[0]):
+            raise ConfigError(
+                f"{override}: a deployment may change only deploy.*, rollout.* and "
+                f"serve.{{{','.join(DEPLOYMENT_SETTINGS)}}}; use `pipe run` to change other settings"
+            )
+    values, current = source.config.model_dump(mode="json"), project.config(overrides).model_dump(mode="json")
+    values |= {name: current[name] for name in ("registry", "deploy", "rollout")}
+    values["serve"] |= {name: current["serve"][name] for name in DEPLOYMENT_SETTINGS}
+    return parse_config(values, f"{project.root / 'pipe.yaml'} with the bundle of run {source.id}")
+
+
+def find_deployable(project: Project, source: Run, report: Callable[[str], None]) -> Run:
+    """Return the run, or the newest other one of the same bundle if only that has a finished package."""
+    body = source.read()
+    if not (missing := _missing_steps(body)):
+        return source
+    complete = [(run, other) for run, other in load_history(project.runs) if not _missing_steps(other)]
+    hint = f"`pipe run --resume {source.id} package` finishes it"
+    if "export" not in missing:
+        bundle = body.steps["export"].outputs.get(MANIFEST)
+        for run, other in complete:
+            if other.steps["export"].outputs.get(MANIFEST) == bundle:
+                report(f"run {source.id} has no finished package; run {run.id} has one of the same bundle")
+                return run
+    if complete:
+        hint += f"; `pipe deploy {complete[0][0].id}` deploys another bundle, of the newest complete run"
+    raise ConfigError(f"run {source.id} has no finished {' and no '.join(missing)}; {hint}")
+
+
+def _missing_steps(body: RunFile) -> list[str]:
+    """Return the steps that a deployment needs and that are not complete."""
+    return [name for name in ("export", "package") if name not in body.steps or not body.steps[name].complete]
+
+
+def check_deployable(source: Run) -> list[StepRecord]:
+    """Return the records of a run to deploy, after checking every file."""
+    records = [record for record in source.read().steps.values() if record.step != "deploy" and record.complete]
+    source.check_seal()
+    for record in records:
+        source.check_record(record)
+        if changed := changed_outputs(source, record):
+            raise BundleError(f"run {source.id}: {record.step}/{changed[0]} changed on disk; it must not be deployed")
+    return records
+
+
+def _is_deployment_setting(key: str) -> bool:
+    section, _, name = key.partition(".")
+    return section in ("deploy", "rollout") or (section == "serve" and name in DEPLOYMENT_SETTINGS)

@@ -1,0 +1,113 @@
+"""What one command is to run, and the decision for each step when its turn comes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from pipeline.continuation import StartingPoint
+from pipeline.contract.config import Config
+from pipeline.contract.run import Run, StepRecord
+from pipeline.executors.executor import check_config
+from pipeline.history import History, Project, changed_outputs
+from pipeline.override import outputs_with_override
+from pipeline.plan import START, Step, decide_step, key_parts
+from pipeline.system.errors import ConfigError
+from pipeline.tracking.process import Tracking
+from pipeline.user.readers import changed_read_files
+
+OnChanges = Literal["stop", "accept", "restart"]
+LONG_TRAINING_SECONDS = 600  # a training that took longer is not replaced without a question
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """What one command is to run."""
+
+    steps: tuple[str, ...]
+    force: frozenset[str] = frozenset()
+    reuse_only: frozenset[str] = frozenset()  # steps before `--from`: they must not run
+    study: str = ""  # the run is a trial of this study of `pipe tune`
+    trial: int | None = None
+    cores: int = 0  # CPU cores for its steps, where other runs share the machine; 0: all
+    on_changes: OnChanges = "stop"  # since an interrupted training began
+    start: StartingPoint | None = None  # the checkpoint of another run from which training continues
+
+
+@dataclass
+class PipelineRun:
+    """One run over the steps; `outputs` grows as they complete."""
+
+    project: Project
+    config: Config
+    request: RunRequest
+    history: History  # runs whose outputs may be reused, newest first
+    outputs: dict[str, dict[str, str]] = field(default_factory=dict)
+    key_config: Config | None = None  # configuration of the steps' keys, where it is not `config`
+    tracking: Tracking | None = None  # while its steps run
+    server: Mapping[str, str] = field(default_factory=dict)  # variable that names the fork server of training
+    _changed: dict[tuple[str, str], list[str]] = field(default_factory=dict)  # so that each file is hashed only once
+
+    def parts(self, step: str, outputs: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+        """Return the parts of a step's key."""
+        parts = key_parts(step, self.key_config or self.config, self.project, outputs)
+        return {**parts, START: str(self.request.start)} if step == "train" and self.request.start else parts
+
+    def decide(self, step: str) -> Step:
+        parts = self.parts(step, self.outputs)
+        past = [(run.id, body.steps[step]) for run, body in self.history if step in body.steps]
+        decision = decide_step(step, parts, past, step in self.request.force, self._changed_outputs)
+        if step == "prepare" and decision.action == "reuse":
+            decision = self._check_read_files(decision)
+        if step == "train" and decision.action == "run":
+            decision = replace(decision, reason=decision.reason + _last_duration(self.history))
+        if decision.action == "run" and step in self.request.reuse_only:
+            raise ConfigError(f"--from starts after {step}, but {step} has to run: {decision.reason}")
+        return decision
+
+    def _check_read_files(self, decision: Step) -> Step:
+        """Run prepare where a data file changed that a reader of `pipeline` has read; the key cannot name it."""
+        run, _ = self.reused_record(decision)
+        changed = changed_read_files(self.project.root, run.output("prepare"))
+        if not changed:
+            return decision
+        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        return replace(decision, action="run", reason=f"{changed[0]}{more} changed", source="")
+
+    def reused_record(self, step: Step) -> tuple[Run, StepRecord]:
+        return next((run, body.steps[step.name]) for run, body in self.history if run.id == step.source)
+
+    def preview(self) -> tuple[Step, ...]:
+        """Return what would run, without running anything."""
+        check_config(self.config)
+        steps = []
+        for name in self.request.steps:
+            step = self.decide(name)
+            steps.append(step)
+            if step.action == "reuse":
+                self.outputs[name] = outputs_with_override(*self.reused_record(step))
+        self.outputs.clear()
+        return tuple(steps)
+
+    def _changed_outputs(self, run_id: str, record: StepRecord) -> list[str]:
+        key = (run_id, record.step)
+        if key not in self._changed:
+            run = next(run for run, _ in self.history if run.id == run_id)
+            self._changed[key] = changed_outputs(run, record)
+        return self._changed[key]
+
+
+def last_training_seconds(history: History) -> float:
+    """Return how long the newest complete training took; 0 without one. Runs that reuse it have no duration."""
+    records = (body.steps["train"] for _, body in history if "train" in body.steps and not body.study)
+    return next((record.seconds for record in records if record.complete and not record.reused_from), 0.0)
+
+
+def _last_duration(history: History) -> str:
+    last = last_training_seconds(history)
+    if last < LONG_TRAINING_SECONDS:
+        return ""
+    from pipeline.system.html import seconds  # slow to load
+
+    return f"; the last training took {seconds(last)}"
