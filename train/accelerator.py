@@ -1,4 +1,4 @@
-"""What is set once for a GPU, before training: precision, products in TF32, cuDNN's algorithms, the attention kernel.
+"""What is set once for a GPU, before training: precision, products in TF32, cuDNN's algorithms.
 
 On a CPU these settings have no effect.
 """
@@ -12,31 +12,20 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.nn import functional
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pipeline.contract.settings.stages import Train
-from pipeline.system.errors import ConfigError
 
 Kind: TypeAlias = Literal["fp32", "bf16", "fp16"]
 Setting: TypeAlias = Literal["auto", "fp32", "bf16", "fp16"]
 
 HALF_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
-_ATTENTION = {
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-    "cudnn": SDPBackend.CUDNN_ATTENTION,
-}
-_HEAD_SIZE = 64  # of the attention that is tried
-
 
 def configure_accelerator(config: Train, device: torch.device) -> None:
     """Apply the settings of a GPU to this process."""
     if device.type == "cuda":
         set_matmul_precision(config)
-        torch.backends.cudnn.benchmark = config.tries_cudnn_algorithms
-        choose_attention(config, device)
+        torch.backends.cudnn.benchmark = not config.deterministic
         if config.deterministic:
             make_attention_deterministic()
 
@@ -45,8 +34,7 @@ def describe_accelerator(config: Train, device: torch.device) -> str:
     """Return the line of the log about a GPU."""
     products = {"highest": "fp32", "high": "TF32", "medium": "bf16"}[config.matmul_precision]
     precision = choose_precision(config.precision, device)
-    attention = "" if config.attention == "auto" else f", {config.attention} attention"
-    return f"{torch.cuda.get_device_name(device)}: {precision}, products of fp32 numbers in {products}{attention}"
+    return f"{torch.cuda.get_device_name(device)}: {precision}, products of fp32 numbers in {products}"
 
 
 def choose_precision(setting: Setting, device: torch.device) -> Kind:
@@ -62,30 +50,6 @@ def set_matmul_precision(config: Train) -> None:
     convolutions = "ieee" if config.matmul_precision == "highest" else "tf32"
     cudnn: Any = torch.backends.cudnn  # published without these types
     cudnn.conv.fp32_precision = cudnn.rnn.fp32_precision = convolutions
-
-
-def choose_attention(config: Train, device: torch.device) -> None:
-    """Allow only the chosen kernel, after one call that shows whether the device has it.
-
-    The choice is not a context: with activation checkpointing, the backward pass calls the forward pass again.
-    """
-    if config.attention == "auto":
-        return
-    backend = _ATTENTION[config.attention]
-    precision = choose_precision(config.precision, device)
-    tokens = torch.zeros(1, 1, 16, _HEAD_SIZE, device=device, dtype=HALF_TYPES.get(precision, torch.float32))
-    try:
-        with sdpa_kernel(backend):
-            functional.scaled_dot_product_attention(tokens, tokens, tokens, is_causal=True)
-    except RuntimeError as error:
-        raise ConfigError(
-            f"train.attention={config.attention}: {torch.cuda.get_device_name(device)} does not compute it in "
-            f"{precision}; to fix it, set train.attention=auto"
-        ) from error
-    torch.backends.cuda.enable_flash_sdp(backend == SDPBackend.FLASH_ATTENTION)
-    torch.backends.cuda.enable_mem_efficient_sdp(backend == SDPBackend.EFFICIENT_ATTENTION)
-    torch.backends.cuda.enable_math_sdp(backend == SDPBackend.MATH)
-    torch.backends.cuda.enable_cudnn_sdp(backend == SDPBackend.CUDNN_ATTENTION)
 
 
 def make_attention_deterministic() -> None:

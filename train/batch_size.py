@@ -180,7 +180,7 @@ class StepProbe:
     ) -> None:
         seed_step(config.seed, -1, 0)
         self.model = (make or task.model)().to(group.device).train()
-        formats = choose_input_formats(config, self.model, task, samples, group.device, logs=False)
+        formats = choose_input_formats(self.model, task, samples, group.device, logs=False)
         self._objective = Objective(task, Precision(config.precision, group.device), formats)
         self._optimizer = make_optimizer(self.model, config, task)
         self._samples, self._device = samples, group.device

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.contract.data import Samples, forward
-from pipeline.contract.settings.stages import Train
 from pipeline.contract.task import Task
 from train.state import restored_buffers
 
@@ -24,10 +23,10 @@ _VIEW_FAILED = "view size is not compatible"  # in torch's message
 
 
 def choose_input_formats(
-    config: Train, model: nn.Module, task: Task, samples: Samples, device: torch.device, *, logs: bool
+    model: nn.Module, task: Task, samples: Samples, device: torch.device, *, logs: bool
 ) -> Formats:
     """Return the formats of the model's inputs on a GPU; none for a model that depends on the order of the memory."""
-    if not config.channels_last or device.type != "cuda":
+    if device.type != "cuda":
         return {}
     formats = formats_of_layers(model)
     if formats and not accepts_formats(model, task, samples, formats, device):

@@ -48,6 +48,8 @@ if TYPE_CHECKING:
     from train.ledger import Ledger
     from train.metrics import MetricsLog
 
+PREFETCH = 1  # micro-batches that are copied to a GPU ahead of time, while the step before is computed
+
 
 class Trainer:
     def __init__(
@@ -83,7 +85,7 @@ class Trainer:
             compile_blocks(model, self._any_size)
         if self.config.recompute == "blocks":
             recompute_blocks(model)
-        formats = choose_input_formats(self.config, model, task, train, group.device, logs=group.rank.first)
+        formats = choose_input_formats(model, task, train, group.device, logs=group.rank.first)
         objective = Objective(task, self._precision, formats)
         self.strategy = make_strategy(model, objective, group, self.config, train, materializer)
         optimizer = make_optimizer(self.strategy.model, self.config, task)
@@ -91,7 +93,7 @@ class Trainer:
         self.expert_balance = ExpertBalance(self.strategy, group)
         self._trained = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         # With `balance: auto`, loading is part of the measured speed of a process, so it stays within the step.
-        prefetch = self.config.prefetch if self.config.balance == "equal" else 0
+        prefetch = PREFETCH if self.config.balance == "equal" else 0
         self._loader = BatchLoader(train, group, self.config.seed, self.config.workers, prefetch)
         self._balance = BatchBalance(self.config.balance, group, self.strategy)
         self._window = StepWindow()

@@ -27,10 +27,7 @@ BEST = {
     "compile": True,
     "precision": "bf16",
     "matmul_precision": "high",
-    "attention": "auto",
     "recompute": "none",
-    "channels_last": True,
-    "cudnn_benchmark": True,
     "deterministic": False,
     "device": "cuda",
     "checkpoint_every": 0,
@@ -57,12 +54,8 @@ ROWS = (
     row_with(precision="fp32"),
     row_with(precision="fp32", matmul_precision="highest"),
     row_with(matmul_precision="highest"),
-    row_with(attention="flash"),
-    row_with(attention="efficient"),
-    row_with(attention="cudnn"),
-    row_with(attention="math"),
     row_with(recompute="blocks"),
-    row_with(deterministic=True, cudnn_benchmark=False),
+    row_with(deterministic=True),
 )
 GPT2_ROWS = (
     *ROWS,
@@ -72,11 +65,8 @@ GPT2_ROWS = (
 # Not compiled: the compiler chooses the memory format of convolutions itself.
 RESNET_ROWS = (
     row_with(compile=False),
-    row_with(compile=False, channels_last=False),
-    row_with(compile=False, cudnn_benchmark=False),
     row_with(compile=True),
     Row("from the host's memory", {"compile": False, "workers": 8}, net="resnet_from_host"),
-    Row("from there, prefetch: 0", {"compile": False, "workers": 8, "prefetch": 0}, net="resnet_from_host"),
 )
 TABLES: dict[str, dict[str, Sequence[Row]]] = {  # rows by net
     "gpt2": {"gpt2": GPT2_ROWS, "resnet": RESNET_ROWS},

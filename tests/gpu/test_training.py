@@ -72,9 +72,9 @@ def test_interrupted_run_resumes_to_the_same_bits(group: ProcessGroup, tmp_path:
     assert all(torch.equal(resumed[name], tensor) for name, tensor in expected.items())
 
 
-@pytest.mark.parametrize("settings", [{"precision": "fp32"}, {"precision": "bf16"}, {"accumulate": 2, "prefetch": 2}])
+@pytest.mark.parametrize("settings", [{"precision": "fp32"}, {"precision": "bf16"}, {"accumulate": 2}])
 def test_step_does_not_make_the_host_wait(group: ProcessGroup, settings: dict[str, Any]) -> None:
-    trainer = make(group, Pictures() if "prefetch" in settings else None, **settings)  # pictures come from the host
+    trainer = make(group, Pictures() if "accumulate" in settings else None, **settings)  # pictures come from the host
     losses(trainer, range(3))
     with forbid_waiting():
         for step in range(3, 8):
@@ -174,13 +174,16 @@ class Drawn(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_prefetch_trains_the_same_bits(group: ProcessGroup, tmp_path: Path, workers: int) -> None:
+def test_prefetch_trains_the_same_bits(
+    group: ProcessGroup, tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("safetensors", reason="checkpoints are safetensors files")
     from train.checkpoint.store import CheckpointStore
 
     trained = []
     for depth in (0, 1, 3):
-        trainer = make(group, Pictures(), accumulate=2, workers=workers, prefetch=depth)
+        monkeypatch.setattr("train.trainer.PREFETCH", depth)
+        trainer = make(group, Pictures(), accumulate=2, workers=workers)
         assert trainer._loader.prefetches == (depth > 0)
         started = time.perf_counter()
         steps = trainer.fit(Progress(), CheckpointStore(tmp_path / str(depth), 99, {}), None).step
@@ -210,7 +213,7 @@ def test_prefetched_batches_are_those_of_their_requests(group: ProcessGroup) -> 
 
 
 def test_columns_on_the_gpu_are_not_copied_ahead(group: ProcessGroup) -> None:
-    assert not make(group, prefetch=2)._loader.prefetches
+    assert not make(group)._loader.prefetches
 
 
 class Wide(Waves):

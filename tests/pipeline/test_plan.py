@@ -105,7 +105,7 @@ def test_operational_settings_count_nowhere(config: Config, project: Project, be
     operational = [
         "train.timeout_seconds=9", "train.restarts=9", "train.keep_checkpoints=9", "train.log_every=9",
         "train.trace=true", "train.workers=9", "train.threads=9", "train.image=i",
-        "train.checkpoints=elsewhere", "train.cudnn_benchmark=false", "train.prefetch=9",
+        "train.checkpoints=elsewhere",
         "train.checkpoint_every=9", "train.launcher=srun", "train.rendezvous=host:1", "evaluate.processes=2",
     ]  # fmt: skip
     assert changed(before, all_parts(override_config(config, operational), project)) == {}

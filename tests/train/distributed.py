@@ -56,7 +56,7 @@ class Wave:
 
 
 def trainer(group: ProcessGroup, task: Any = None, order: BatchOrder | None = None, **train: Any) -> Trainer:
-    """Of 8 epochs with 10 steps each, unless received otherwise."""
+    """Of 8 epochs with 10 steps each, unless given otherwise."""
     task, words = task or Wave(), {"epochs": 8, "batch_size": 15, "lr": 0.02, "device": "cpu", **train}
     config = parse_config({"name": "x", "task": "t.py:T", "codec": "c.py:C", "train": words}, source="test")
     splits = Samples("train", task.data("train")), Samples("validation", task.data("validation"))

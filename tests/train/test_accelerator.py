@@ -9,7 +9,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipeline.contract.settings.stages import Train
-from pipeline.system.errors import ConfigError
 from train.accelerator import choose_precision, configure_accelerator, describe_accelerator
 from train.optim import Precision
 
@@ -73,7 +72,7 @@ def test_auto_precision_is_bf16_where_a_gpu_has_it(monkeypatch: pytest.MonkeyPat
 
 def test_nothing_is_set_for_a_cpu() -> None:
     before = state()
-    configure_accelerator(Train(matmul_precision="medium", deterministic=False, attention="cudnn"), CPU)
+    configure_accelerator(Train(matmul_precision="medium", deterministic=False), CPU)
     assert state() == before
 
 
@@ -90,29 +89,9 @@ def test_cudnn_tries_algorithms_only_where_runs_may_differ() -> None:
     for settings, expected in (
         (Train(), False),
         (Train(deterministic=False), True),
-        (Train(deterministic=False, cudnn_benchmark=False), False),
     ):
         configure_accelerator(settings, GPU)
         assert CUDNN.benchmark is expected
-
-
-@pytest.mark.usefixtures("gpu")
-@pytest.mark.parametrize(("kind", "flag"), [("flash", "flash_sdp"), ("math", "math_sdp")])
-def test_only_the_chosen_attention_kernel_remains(kind: Any, flag: str) -> None:
-    configure_accelerator(Train(attention=kind), GPU)
-    assert [name for name in FLAGS if state()[name]] == [flag]
-
-
-@pytest.mark.usefixtures("gpu")
-def test_an_attention_kernel_that_the_gpu_lacks_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_args: Any, **_options: Any) -> None:
-        raise RuntimeError("No available kernel. Aborting execution.")
-
-    before = state()
-    monkeypatch.setattr(functional, "scaled_dot_product_attention", refuse)
-    with pytest.raises(ConfigError, match=r"train\.attention=cudnn: NVIDIA H100 80GB HBM3 does not compute it in bf16"):
-        configure_accelerator(Train(attention="cudnn", deterministic=False), GPU)
-    assert {name: state()[name] for name in FLAGS} == {name: before[name] for name in FLAGS}
 
 
 @pytest.fixture
@@ -157,5 +136,5 @@ def test_attention_is_as_torch_has_it_where_runs_may_differ(attention: Any) -> N
 @pytest.mark.usefixtures("gpu")
 def test_the_log_names_what_was_decided() -> None:
     assert describe_accelerator(Train(), GPU) == "NVIDIA H100 80GB HBM3: bf16, products of fp32 numbers in TF32"
-    settings = Train(precision="fp32", matmul_precision="highest", attention="flash")
-    assert describe_accelerator(settings, GPU).endswith(": fp32, products of fp32 numbers in fp32, flash attention")
+    settings = Train(precision="fp32", matmul_precision="highest")
+    assert describe_accelerator(settings, GPU).endswith(": fp32, products of fp32 numbers in fp32")

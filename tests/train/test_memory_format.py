@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.contract.data import Samples
-from pipeline.contract.settings.stages import Train
 from train.memory_format import accepts_formats, choose_input_formats, convert_inputs, formats_of_layers
 from train.optim import Precision
 from train.parallel.base import Objective
@@ -99,16 +98,15 @@ def test_a_model_that_views_its_memory_is_found_without_changing_it(views: bool)
 
 
 def test_formats_are_chosen_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def choose(views: bool, device: torch.device, **train: Any) -> object:
+    def choose(views: bool, device: torch.device) -> object:
         task: Any = Pictures(views)
         samples = Samples("train", task.data("train"))
-        return choose_input_formats(Train(**train), task.model(), task, samples, device, logs=True)
+        return choose_input_formats(task.model(), task, samples, device, logs=True)
 
     gpu = torch.device("cuda", 0)
     assert choose(True, CPU) == {}
     monkeypatch.setattr("train.memory_format.accepts_formats", lambda model, *_: not isinstance(model, Viewing))
     assert choose(False, gpu) == {4: LAST}
-    assert choose(False, gpu, channels_last=False) == {}
     assert capsys.readouterr().out == ""
     assert choose(True, gpu) == {}
     assert "call flatten() or reshape() instead" in capsys.readouterr().out

@@ -211,7 +211,8 @@ def test_weights_and_ledger_do_not_depend_on_prefetch(
         with monkeypatch.context() as patch:
             cuda = FakeCuda(patch)
             patch.setattr("train.trainer.BatchLoader", lambda s, _group, *args: BatchLoader(s, GPU, *args))
-            found, found_lines = train(tmp_path / str(depth), task(), workers=workers, prefetch=depth)
+            patch.setattr("train.trainer.PREFETCH", depth)
+            found, found_lines = train(tmp_path / str(depth), task(), workers=workers)
         assert_equal(found, expected)
         assert found_lines == lines
         assert ("side copies" in cuda.calls, "main copies" in cuda.calls) == (depth > 0, depth == 0)
@@ -220,7 +221,7 @@ def test_weights_and_ledger_do_not_depend_on_prefetch(
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_resumed_run_with_prefetch_has_the_same_bits(tmp_path: Path, cuda: FakeCuda, workers: int) -> None:
-    settings = {"epochs": 2, "checkpoint_every": 7, "workers": workers, "prefetch": 2}
+    settings = {"epochs": 2, "checkpoint_every": 7, "workers": workers}
     whole, _ = trained(CPU, tmp_path, task=Streamed(), **settings)
     rest, _ = resumed(CPU, tmp_path, 7, task=Streamed(), **settings)
     assert_equal(weights(rest), weights(whole))
@@ -243,7 +244,7 @@ def test_next_batch_is_copied_on_a_side_stream_before_the_update(
         update(*args)
 
     monkeypatch.setattr(Trainer, "_update", logged_update)
-    trained(CPU, tmp_path, task=Logged(), max_steps=3, prefetch=1)
+    trained(CPU, tmp_path, task=Logged(), max_steps=3)
     begin, use = ["side copies"], ["main waits", "recorded", "pass"]
     expected = [*begin, *use, *begin, "update", *use, *begin, "update", *use, "update"]
     assert [call for call, _ in itertools.groupby(cuda.calls)] == expected
@@ -374,7 +375,7 @@ def test_nothing_is_loaded_ahead_on_a_cpu_or_with_measured_slices(cuda: FakeCuda
     on_cpu = loader(CPU, Noisy(), prefetch=2)
     on_cpu.prefetch(announced)
     assert len(list(announced)) == 3
-    balanced = distributed.trainer(CPU, Noisy(), balance="auto", prefetch=2)
-    equal = distributed.trainer(CPU, Noisy(), prefetch=2)
+    balanced = distributed.trainer(CPU, Noisy(), balance="auto")
+    equal = distributed.trainer(CPU, Noisy())
     assert [made.prefetches for made in (on_cpu, balanced._loader, equal._loader)] == [False, False, True]
     assert not cuda.copies

@@ -169,22 +169,6 @@ CONFLICTS = (
     Conflict(
         "elastic_shards", {1}, "deterministic", {True}, "two runs may differ without it", "use deterministic=true"
     ),
-    Conflict(
-        "cudnn_benchmark",
-        {True},
-        "deterministic",
-        {False},
-        "the fastest algorithm may differ between two runs",
-        "use deterministic=false",
-    ),
-    Conflict(
-        "attention",
-        {"cudnn"},
-        "deterministic",
-        {False},
-        "its backward pass adds up in any order",
-        "use deterministic=false",
-    ),
     Conflict("batch_size", {"auto"}, "elastic_shards", {0}, "the size it finds depends on the processes", NUMBER),
     Conflict(
         "tensor_parallel",

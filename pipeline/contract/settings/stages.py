@@ -114,7 +114,6 @@ class Train(Section):
     OPERATIONAL: ClassVar = frozenset(
         {
             "workers",
-            "prefetch",
             "threads",
             "launcher",
             "rendezvous",
@@ -123,7 +122,6 @@ class Train(Section):
             "timeout_seconds",
             "log_every",
             "trace",
-            "cudnn_benchmark",  # without `deterministic`, no two runs are the same anyway
         }
         | {"checkpoints", "checkpoint_every", "keep_checkpoints"}
     )
@@ -167,10 +165,6 @@ class Train(Section):
         description="products of fp32 numbers on a GPU: `highest` in fp32, `high` in TF32, `medium` in bf16; "
         "convolutions in TF32 unless `highest`",
     )
-    attention: Literal["auto", "flash", "efficient", "math", "cudnn"] = Field(
-        "auto",
-        description="kernel of torch's scaled_dot_product_attention on a GPU; `auto`: torch chooses for each call",
-    )
     recompute: Literal["none", "blocks"] = Field(
         "none",
         description="`blocks`: activation checkpointing; the backward pass computes repeated blocks again instead of "
@@ -188,25 +182,10 @@ class Train(Section):
         0, description="optimizer steps between two validations; 0: only at the end of an epoch"
     )
     seed: Seed = Field(0, description="seed of weight initialization, data order and augmentation")
-    channels_last: bool = Field(
-        True,
-        description="on a GPU, give pictures and volumes to a model with convolutions in the memory format "
-        "channels_last",
-    )
     deterministic: bool = Field(True, description="use torch's deterministic algorithms")
-    cudnn_benchmark: bool | None = Field(
-        None,
-        description="try cuDNN's algorithms for each shape of a convolution and keep the fastest; by default on a GPU "
-        "unless `deterministic`",
-    )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="`auto` uses GPUs if torch finds any")
     workers: Natural = Field(
         0, description="DataLoader worker processes per training process; not needed for in-memory columns"
-    )
-    prefetch: Natural = Field(
-        1,
-        description="micro-batches that are copied to a GPU ahead of time, while the step before is computed; 0: none; "
-        "no effect on a CPU or with balance=auto",
     )
     strategy: Literal["ddp", "fsdp", "local_sgd", "diloco", "parameter_server", "horovod"] = Field(
         "ddp", description="distributed strategy: `ddp`, `fsdp`, `local_sgd`, `diloco`, `parameter_server` or `horovod`"
@@ -280,10 +259,6 @@ class Train(Section):
     @property
     def most_nodes(self) -> int:
         return int(str(self.nodes).rpartition(":")[2])
-
-    @property
-    def tries_cudnn_algorithms(self) -> bool:
-        return not self.deterministic if self.cudnn_benchmark is None else self.cudnn_benchmark
 
     @property
     def compress_kind(self) -> str:

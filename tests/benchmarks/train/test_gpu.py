@@ -28,7 +28,7 @@ from pipeline.contract.config import parse_config
 from pipeline.contract.task import Task
 from pipeline.system.errors import StageError
 
-CPU = {**BEST, "device": "cpu", "compile": False, "cudnn_benchmark": None}
+CPU = {**BEST, "device": "cpu", "compile": False}
 
 
 @pytest.mark.gpu
@@ -92,7 +92,7 @@ def test_a_process_measures_each_kind_of_net(monkeypatch: pytest.MonkeyPatch, ta
 @pytest.mark.long
 def test_a_process_that_fails_writes_its_reason() -> None:
     """It is a real process, which needs no GPU to find a setting that does not exist."""
-    row = measure("gpt2", row_with(device="cpu", cudnn_benchmark=False, no_such_setting=1), gpus=1, steps=1)
+    row = measure("gpt2", row_with(device="cpu", no_such_setting=1), gpus=1, steps=1)
     assert row["failed"].startswith("ConfigError: the bench: unknown setting `train.no_such_setting`")
     assert "failed: ConfigError" in line(row, row)
 
