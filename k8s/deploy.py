@@ -30,6 +30,7 @@ from k8s.objects.manifests import (
     kubectl_name,
     write_manifests,
 )
+from k8s.objects.overlay import overlay_digest
 from pipeline.contract.bundle import Bundle, passed_gate
 from pipeline.contract.config import Config
 from pipeline.contract.settings.access import OPEN_ACCESS, Access
@@ -45,13 +46,14 @@ def deploy(
     report: Report,
     access: Access = OPEN_ACCESS,
     on_apply: Callable[[str], None] = lambda _: None,
+    overlay: Path | None = None,
 ) -> dict[str, Any]:
     """Render the manifests into a folder and, unless `render_only`, deploy them; return what is recorded.
 
     `on_apply` is called with the server before the new version is applied to it.
     """
     check_verdict(bundle)
-    objects = serving.serving_objects(config, bundle, image, access)
+    objects = serving.serving_objects(config, bundle, image, access, overlay)
     namespace = config.deploy.namespace
     files = write_manifests(objects, directory)
     commands = _remaining_commands(config, access, directory)
@@ -61,6 +63,7 @@ def deploy(
         "namespace": namespace,
         "image": image,
         "bundle": bundle.digest,
+        "overlay": overlay_digest(overlay),
         "manifests": [file.name for file in files],
         "golden": {"requests": 0},
         "applied": [],
@@ -81,10 +84,18 @@ def deploy(
     return {**record, **outcome, "context": cluster.context, "server": cluster.connection.server}
 
 
-def preview(config: Config, bundle: Bundle, image: str, report: Report, access: Access = OPEN_ACCESS) -> list[Change]:
+def preview(
+    config: Config,
+    bundle: Bundle,
+    image: str,
+    report: Report,
+    access: Access = OPEN_ACCESS,
+    overlay: Path | None = None,
+) -> list[Change]:
     """Return what a deployment would change, by a dry run on the server; write nothing."""
     check_verdict(bundle)
-    objects = [*network.access_secrets(config, access), *serving.serving_objects(config, bundle, image, access)]
+    secrets = network.access_secrets(config, access)
+    objects = [*secrets, *serving.serving_objects(config, bundle, image, access, overlay)]
     cluster = Cluster.connect(config.deploy.context)
     report(f"comparing with {cluster.describe()}, namespace {config.deploy.namespace}")
     if percent := config.rollout.canary_percent:

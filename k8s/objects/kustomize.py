@@ -13,7 +13,7 @@ import yaml
 Object: TypeAlias = dict[str, Any]
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_SUPPORTED_FIELDS = {"apiVersion", "kind", "resources", "components", "patches", "images"}
+_SUPPORTED_FIELDS = {"apiVersion", "kind", "resources", "components", "patches", "images", "labels"}
 _IMAGE = re.compile(r"^(?P<name>.+?)(?::(?P<tag>[^:/@]+))?(?:@(?P<digest>.+))?$")
 
 
@@ -21,8 +21,13 @@ def build(directory: Path, components: Iterable[Path] = ()) -> list[Object]:
     """Build the objects of a folder, and apply further components to them."""
     objects = _accumulate(directory, [])
     for component in components:
-        objects = _accumulate(component, objects)
+        objects = apply(component, objects)
     return objects
+
+
+def apply(directory: Path, objects: Iterable[Object]) -> list[Object]:
+    """Apply a component to objects."""
+    return _accumulate(directory, list(objects))
 
 
 def _accumulate(directory: Path, objects: list[Object]) -> list[Object]:
@@ -40,7 +45,16 @@ def _accumulate(directory: Path, objects: list[Object]) -> list[Object]:
         objects = _accumulate(directory / name, objects)
     for entry in kustomization.get("patches", []):
         objects = _apply_patch(objects, entry, file)
+    for entry in kustomization.get("labels", []):
+        objects = [_add_labels(item, entry, file) for item in objects]
     return [_replace_images(item, kustomization.get("images", [])) for item in objects]
+
+
+def _add_labels(item: Object, entry: Mapping[str, Any], file: Path) -> Object:
+    if unsupported := sorted(entry.keys() - {"pairs"}):
+        raise ValueError(f"{file}: labels: {unsupported[0]}: not supported here; labels are added to objects only")
+    metadata = item["metadata"]
+    return {**item, "metadata": {**metadata, "labels": {**metadata.get("labels", {}), **entry["pairs"]}}}
 
 
 def _read(file: Path) -> list[Object]:
@@ -48,7 +62,8 @@ def _read(file: Path) -> list[Object]:
 
 
 def _apply_patch(objects: list[Object], entry: Mapping[str, Any], file: Path) -> list[Object]:
-    patch = yaml.load(entry["patch"], _LOADER)  # noqa: S506 - a safe loader
+    text = entry["patch"] if "patch" in entry else (file.parent / entry["path"]).read_text()
+    patch = yaml.load(text, _LOADER)  # noqa: S506 - a safe loader
     target = entry.get("target") or {"kind": patch["kind"], "name": patch["metadata"]["name"]}
     if not any(_is_target(item, target) for item in objects):
         raise ValueError(f"{file}: no object for a patch of {dict(target)}")

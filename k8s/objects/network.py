@@ -27,9 +27,7 @@ _SECRET_FILES = {"api_keys": "api-keys", "tls_certificate": "tls.crt", "tls_key"
 def components(deploy: Deploy) -> list[str]:
     """Return the kustomize components of k8s/manifests/serve that the configuration needs."""
     settings = {
-        "keda": deploy.prometheus,
-        "in-flight": deploy.target_concurrency and not deploy.prometheus,
-        "servicemonitor": deploy.service_monitor_labels,
+        "in-flight": deploy.target_concurrency,
         "ingress": deploy.ingress_class,
         "httproute": deploy.gateway,
     }
@@ -40,11 +38,9 @@ def check_settings(deploy: Deploy) -> None:
     """Refuse settings that exclude each other."""
     if deploy.ingress_class and deploy.gateway:
         raise ConfigError("deploy.ingress_class and deploy.gateway are both set; requests come in by one of them")
-    if deploy.prometheus and not deploy.target_concurrency:
-        raise ConfigError("deploy.prometheus: KEDA needs a target; set deploy.target_concurrency, as in 8")
     if not deploy.by_kserve:
         return
-    unused = ["ingress_class", "gateway", "service_monitor_labels", "prometheus"]
+    unused = ["ingress_class", "gateway"]
     for name in unused if deploy.by_knative else [*unused, "target_concurrency"]:
         if value := getattr(deploy, name):
             raise ConfigError(
@@ -70,15 +66,12 @@ def _egress_rule(text: str) -> dict[str, Any]:
 
 
 def fill_routes(parts: dict[str, Object], config: Config, max_body_bytes: int) -> None:
-    """Fill in those of HTTPRoute, Ingress and ServiceMonitor that are there."""
+    """Fill in HTTPRoute and Ingress, where they are there."""
     if "HTTPRoute" in parts:
         _fill_http_route(parts["HTTPRoute"]["spec"], config)
     if "Ingress" in parts:
         _fill_ingress(parts["Ingress"]["spec"], config)
         _annotate_ingress(parts["Ingress"]["metadata"]["annotations"], config, max_body_bytes)
-    if "ServiceMonitor" in parts:
-        parts["ServiceMonitor"]["spec"]["selector"]["matchLabels"] = identity_labels(config.name, "serving")
-        parts["ServiceMonitor"]["metadata"]["labels"].update(config.deploy.service_monitor_labels)
 
 
 def _fill_http_route(spec: Object, config: Config) -> None:
@@ -101,17 +94,13 @@ def _fill_ingress(spec: Object, config: Config) -> None:
         path["backend"]["service"]["name"] = config.name
     if config.deploy.ingress_class != "default":
         spec["ingressClassName"] = config.deploy.ingress_class
-    if config.deploy.ingress_tls_secret:
-        hosts = {"hosts": [config.deploy.hostname]} if config.deploy.hostname else {}
-        spec["tls"] = [{**hosts, "secretName": config.deploy.ingress_tls_secret}]
 
 
 def _annotate_ingress(annotations: dict[str, str], config: Config, max_body_bytes: int) -> None:
-    """Add the annotations of ingress-nginx, and the configured ones, which may be for another controller."""
+    """Add the annotations of ingress-nginx; an overlay adds those of another controller."""
     seconds = str(_request_timeout_seconds(config.serve))
     nginx = {"proxy-body-size": str(max_body_bytes), "proxy-read-timeout": seconds, "proxy-send-timeout": seconds}
     annotations |= {f"nginx.ingress.kubernetes.io/{name}": text for name, text in nginx.items()}
-    annotations |= config.deploy.ingress_annotations
 
 
 def _request_timeout_seconds(serve: Serve) -> int:
@@ -119,33 +108,18 @@ def _request_timeout_seconds(serve: Serve) -> int:
     return max(60, math.ceil(serve.deadline_seconds))
 
 
-def fill_security(parts: dict[str, Object], deploy: Deploy, access: Access) -> None:
-    """Configure the Service and Prometheus for pods that require API keys or use TLS."""
-    if access.api_keys and "ServiceMonitor" in parts:
-        if not deploy.service_monitor_secret:
-            raise ConfigError(
-                "deploy.service_monitor_labels: with serve.api_keys Prometheus needs a key too; put one into a Secret "
-                "under `key`, and name it by deploy.service_monitor_secret"
-            )
-        (endpoint,) = parts["ServiceMonitor"]["spec"]["endpoints"]
-        endpoint["authorization"] = {"credentials": {"name": deploy.service_monitor_secret, "key": "key"}}
-    if access.tls_key:
-        _use_tls(parts, deploy)
-
-
-def _use_tls(parts: dict[str, Object], deploy: Deploy) -> None:
+def use_tls(parts: dict[str, Object], deploy: Deploy, access: Access) -> None:
+    """Mark the ports of the Service as encrypted, if the pods use TLS."""
+    if not access.tls_key:
+        return
     if deploy.ingress_class or deploy.gateway:
         setting = "ingress_class" if deploy.ingress_class else "gateway"
         raise ConfigError(
             f"serve.tls_certificate: with deploy.{setting} TLS ends before the pods; leave it and tls_key out and give "
-            "the certificate to the Gateway, or by deploy.ingress_tls_secret to the Ingress"
+            "the certificate to the Gateway, or by deploy.overlay to the Ingress"
         )
     for port in parts["Service"]["spec"]["ports"]:
         port["appProtocol"] = "https"
-    if "ServiceMonitor" in parts:
-        (endpoint,) = parts["ServiceMonitor"]["spec"]["endpoints"]
-        # The certificate is for the service's name, but Prometheus connects to each pod by its address.
-        endpoint |= {"scheme": "https", "tlsConfig": {"insecureSkipVerify": True}}
 
 
 def mount_access(pod: Object, config: Config, access: Access, config_map: str) -> None:

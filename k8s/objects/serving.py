@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Any
+from pathlib import Path
 
 from k8s.objects import network, training
 from k8s.objects.kustomize import Object
@@ -26,6 +26,7 @@ from k8s.objects.manifests import (
     refer_to_config_map,
     set_metadata,
 )
+from k8s.objects.overlay import apply_overlay
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.config import Config
 from pipeline.contract.settings.access import OPEN_ACCESS, Access
@@ -37,12 +38,14 @@ _OCI = "oci://"
 # Objects come after those they refer to.
 _ORDER = (
     "ServiceAccount", "NetworkPolicy", "ConfigMap", "Service", "ServingRuntime", "Deployment", "InferenceService",
-    "HorizontalPodAutoscaler", "ScaledObject", "PodDisruptionBudget", "HTTPRoute", "Ingress", "ServiceMonitor",
+    "HorizontalPodAutoscaler", "PodDisruptionBudget", "HTTPRoute", "Ingress",
 )  # fmt: skip
 
 
-def serving_objects(config: Config, bundle: Bundle, image: str, access: Access = OPEN_ACCESS) -> list[dict[str, Any]]:
-    """Return all objects in the order they are applied."""
+def serving_objects(
+    config: Config, bundle: Bundle, image: str, access: Access = OPEN_ACCESS, overlay: Path | None = None
+) -> list[Object]:
+    """Return all objects in the order they are applied, with the project's overlay."""
     _check_settings(config)
     check_image(image)
     parts = _load_parts(config)
@@ -64,7 +67,8 @@ def serving_objects(config: Config, bundle: Bundle, image: str, access: Access =
         use_storage(parts, runtime, config.deploy, bundle.path.absolute().parents[1].name)
     if config.deploy.by_kserve and config.deploy.render and config.rollout.canary_percent:
         parts["InferenceService"] = with_canary(parts["InferenceService"], config)
-    return [parts[kind] for kind in _ORDER if kind in parts]
+    objects = [parts[kind] for kind in _ORDER if kind in parts]
+    return objects if overlay is None else apply_overlay(objects, overlay, config)
 
 
 def service_name(config: Config) -> str:
@@ -93,11 +97,8 @@ def _fill_deployment(parts: dict[str, Object], config: Config, bundle: Bundle, i
     deployment["spec"]["progressDeadlineSeconds"] += loading_seconds(bundle)
     _fill_pod(template["spec"], config, bundle, image, access, parts["ConfigMap"])
     parts["Service"]["spec"]["selector"] = selector
-    network.fill_security(parts, config.deploy, access)
-    if config.deploy.prometheus:
-        _fill_scaled_object(parts["ScaledObject"]["spec"], config)
-    else:
-        _fill_autoscaler(parts["HorizontalPodAutoscaler"]["spec"], config)
+    network.use_tls(parts, config.deploy, access)
+    _fill_autoscaler(parts["HorizontalPodAutoscaler"]["spec"], config)
 
 
 def _fill_autoscaler(spec: Object, config: Config) -> None:
@@ -106,18 +107,6 @@ def _fill_autoscaler(spec: Object, config: Config) -> None:
     for metric in spec["metrics"]:
         if metric["type"] == "Pods":
             metric["pods"]["target"]["averageValue"] = str(config.deploy.target_concurrency)
-
-
-def _fill_scaled_object(spec: Object, config: Config) -> None:
-    """Fill in KEDA's object; the pods of the Deployment have two parts after its name, those of a canary three."""
-    spec["scaleTargetRef"]["name"] = spec["advanced"]["horizontalPodAutoscalerConfig"]["name"] = config.name
-    spec["minReplicaCount"], spec["maxReplicaCount"] = config.deploy.min_replicas, config.deploy.max_replicas
-    pods = f'namespace="{config.deploy.namespace}",pod=~"{config.name}-[^-]+-[^-]+"'
-    spec["triggers"][0]["metadata"] = {
-        "serverAddress": config.deploy.prometheus,
-        "query": f"sum(pipe_requests_in_flight{{{pods}}})",
-        "threshold": str(config.deploy.target_concurrency),
-    }
 
 
 def _fill_inference_service(
@@ -224,10 +213,8 @@ def _check_settings(config: Config) -> None:
         )
     if deploy.storage_uri and not deploy.by_kserve:
         raise ConfigError("deploy.storage_uri: only KServe fetches bundles; set deploy.target=kserve")
-    for setting in ("storage_uri", "stable_storage_uri"):
-        uri = getattr(deploy, setting)
-        if uri.startswith(_OCI):
-            check_pinned(uri.removeprefix(_OCI), f"deploy.{setting}")
+    if deploy.storage_uri.startswith(_OCI):
+        check_pinned(deploy.storage_uri.removeprefix(_OCI), "deploy.storage_uri")
     _check_local_settings(config.serve)
     network.check_settings(deploy)
     check_host(config)
@@ -244,10 +231,6 @@ _KNATIVE_DEADLINE_SECONDS = 900  # as of a Deployment
 _KNATIVE_CONCURRENCY = 8  # requests in flight per pod, where `deploy.target_concurrency` is not set
 _MODEL_FOLDER = "/mnt/models"  # where KServe mounts the files of `storageUri`
 _COMMAND = ["python", "-m", "serve", _MODEL_FOLDER, "--host=0.0.0.0", "--port=8080", "--grpc-port=8081"]
-_VERSION_LABEL = "app.kubernetes.io/version"
-_SCALING_FIELDS = (
-    "autoScaling", "maxReplicas", "scaleMetric", "scaleMetricType", "scaleTarget", "containerConcurrency",
-)  # fmt: skip
 
 
 def components(deploy: Deploy) -> list[str]:
@@ -277,8 +260,6 @@ def use_storage(parts: dict[str, Object], runtime: Object, deploy: Deploy, run: 
         "storageUri": deploy.storage_uri.replace("{run}", run),
     }
     parts["ServingRuntime"] = runtime
-    if deploy.storage_secret:
-        parts["ServiceAccount"]["secrets"] = [{"name": deploy.storage_secret}]
 
 
 def _runtime_container(container: Object) -> Object:
@@ -293,19 +274,9 @@ def _model_format(runtime: Object) -> dict[str, str]:
 
 
 def with_canary(candidate: Object, config: Config) -> Object:
-    """Return a service that sends a percentage of the requests to the candidate, and the rest to the stable version.
-
-    Knative keeps the stable revision itself; in Standard mode the object describes both versions.
-    """
-    percent = int(config.rollout.canary_percent)
+    """Return a service that sends a percentage of the requests to the candidate: Knative keeps the stable revision."""
     split = copy.deepcopy(candidate)
-    predictor = split["spec"]["predictor"]
-    if config.deploy.by_knative:
-        predictor["canaryTrafficPercent"] = percent
-        return split
-    split["spec"]["canary"] = [{"predictor": _canary_predictor(candidate), "trafficPercent": percent}]
-    predictor["model"]["storageUri"] = config.deploy.stable_storage_uri
-    del predictor["annotations"][BUNDLE_ANNOTATION], predictor["labels"][_VERSION_LABEL]  # those of the candidate
+    split["spec"]["predictor"]["canaryTrafficPercent"] = int(config.rollout.canary_percent)
     return split
 
 
@@ -327,26 +298,8 @@ def check_canary(config: Config) -> None:
         return
     if percent != int(percent):
         raise ConfigError(f"rollout.canary_percent={percent:g}: KServe takes whole numbers")
-    if deploy.by_knative:
-        return
-    if not deploy.render:
+    if not deploy.by_knative:
         raise ConfigError(
             "rollout.canary_percent: in KServe's Standard mode no request can choose the version, so golden requests "
-            "cannot check it; set deploy.target=kserve-knative or deploy.target=kubernetes, or render the manifests "
-            "(`pipe deploy --render`), apply them, and render them again without it when the canary has proved good"
+            "cannot check it; set deploy.target=kserve-knative or deploy.target=kubernetes"
         )
-    uris = (deploy.storage_uri, deploy.stable_storage_uri)
-    if not all(uris) or uris[0] == uris[1]:
-        raise ConfigError(
-            "rollout.canary_percent: in Standard mode KServe distinguishes the versions by where their bundles are "
-            "stored; set deploy.storage_uri and deploy.stable_storage_uri, or deploy.target=kserve-knative"
-        )
-
-
-def _canary_predictor(candidate: Object) -> dict[str, Any]:
-    """Return the canary's predictor, with its own name and one replica: KServe does not scale canaries."""
-    predictor = {name: value for name, value in candidate["spec"]["predictor"].items() if name not in _SCALING_FIELDS}
-    # The CRD requires the container's name here, but not in the stable predictor.
-    model = {"name": "kserve-container", **predictor["model"]}
-    name = f"v-{predictor['annotations'][BUNDLE_ANNOTATION][:8]}"
-    return copy.deepcopy({**predictor, "model": model, "name": name, "minReplicas": 1})

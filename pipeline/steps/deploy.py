@@ -39,7 +39,7 @@ def deploy(run: Run, root: Path) -> None:
     bundle = run.bundle(access.trust)
     _check_image(run, bundle)
     on_cluster = run.config.deploy.on_cluster
-    record = _on_cluster(run, bundle, access) if on_cluster else _locally(run, bundle, access, root)
+    record = _on_cluster(run, bundle, access, root) if on_cluster else _locally(run, bundle, access, root)
     write_json(run.partial("deploy") / "deploy.json", record)
     if record["live"] and bundle.manifest.verdict == OVERRIDDEN:
         _print("the gate was overridden: this bundle is served, but does not become the champion")
@@ -71,8 +71,9 @@ def _check_image(run: Run, bundle: Bundle) -> None:
         )
 
 
-def _on_cluster(run: Run, bundle: Bundle, access: Access) -> dict[str, Any]:
+def _on_cluster(run: Run, bundle: Bundle, access: Access, root: Path) -> dict[str, Any]:
     from k8s.deploy import deploy as deploy_to_cluster
+    from k8s.objects.overlay import overlay_folder
 
     image = image_on_cluster(run, run.config, bundle)
     directory, render = run.partial("deploy") / "manifests", run.config.deploy.render
@@ -91,6 +92,7 @@ def _on_cluster(run: Run, bundle: Bundle, access: Access) -> dict[str, Any]:
             lambda text: _print(final_path(text)),
             access,
             on_apply=lambda server: begin_deployment(run, run.config, server),
+            overlay=overlay_folder(root, run.config),
         )
     except ClusterError as error:
         raise ClusterError(final_path(str(error))) from error
@@ -159,7 +161,7 @@ def preview(project: Project, source: Run, config: Config, report: Report) -> li
     access = Access.from_settings(config.serve, project.root)
     bundle = source.bundle(access.trust)
     if config.deploy.on_cluster:
-        return _preview_on_cluster(source, config, bundle, access, report)
+        return _preview_on_cluster(source, config, bundle, access, project.root, report)
     return _preview_locally(source, config, bundle, access)
 
 
@@ -169,11 +171,13 @@ def lines(changes: Sequence[dict[str, Any]]) -> str:
 
 
 def _preview_on_cluster(
-    source: Run, config: Config, bundle: Bundle, access: Access, report: Report
+    source: Run, config: Config, bundle: Bundle, access: Access, root: Path, report: Report
 ) -> list[dict[str, Any]]:
     from k8s.deploy import preview as preview_on_cluster  # slow to load
+    from k8s.objects.overlay import overlay_folder
 
-    changes = preview_on_cluster(config, bundle, image_on_cluster(source, config, bundle), report, access)
+    image = image_on_cluster(source, config, bundle)
+    changes = preview_on_cluster(config, bundle, image, report, access, overlay_folder(root, config))
     entries = [{"object": change.name, "new": change.new, "fields": list(change.fields)} for change in changes]
     return [change for change in entries if change["new"] or change["fields"]]
 

@@ -27,10 +27,9 @@ FOLDERS = sorted({file.parent for file in MANIFESTS.rglob("kustomization.yaml") 
 IMAGE = f"registry.example/twice@sha256:{'0' * 64}"
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "exposed": {"ingress_class": "default", "hostname": "twice.example", "ingress_tls_secret": "tls"},
+    "exposed": {"ingress_class": "default", "hostname": "twice.example"},
     "gateway": {"gateway": "infra/edge", "hostname": "twice.example"},
-    "monitored": {"service_monitor_labels": {"release": "prometheus"}, "target_concurrency": 8},
-    "keda": {"prometheus": "http://prometheus.monitoring:9090", "target_concurrency": 8},
+    "scaled": {"target_concurrency": 8},
     "network": {"clients": ["shop"], "egress": ["10.0.0.0/8:4318"]},
     "gpu": {"gpus": 1, "spot": True, "tolerations": ["pool=gpus:NoSchedule"]},
     "kserve": {"target": "kserve"},

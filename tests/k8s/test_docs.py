@@ -49,14 +49,28 @@ def test_the_documented_overlays_are_those_that_exist() -> None:
         )
 
 
-def test_the_documented_custom_overlay_builds(tmp_path: Path) -> None:
-    ((file, body),) = [
-        (found[1], body) for _, body in BLOCKS if (found := re.match(r"# file: (\S+)\n", body)) is not None
-    ]
-    shutil.copytree(SOURCE_ROOT / "k8s", tmp_path / "k8s", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
-    (tmp_path / file).parent.mkdir()
-    (tmp_path / file).write_text(body)
-    objects = build((tmp_path / file).parent)
+@pytest.fixture
+def files(tmp_path: Path) -> Path:
+    """A folder with the files of the document."""
+    for _, body in BLOCKS:
+        if (found := re.match(r"# file: (\S+)\n", body)) is not None:
+            (tmp_path / found[1]).parent.mkdir(exist_ok=True)
+            (tmp_path / found[1]).write_text(body)
+    return tmp_path
+
+
+def test_the_documented_overlay_goes_with_the_service(files: Path, bundle: Bundle) -> None:
+    config = parse_config({"name": "digits", "task": "t.py:T", "codec": "c.py:C"}, "docs")
+    objects = serving.serving_objects(config, bundle, IMAGE, overlay=files / "cluster")
+    check(objects)
+    for item in objects:
+        validate(item)
+    assert objects[-1]["kind"] == "ServiceMonitor"
+
+
+def test_the_documented_custom_manifests_build(files: Path) -> None:
+    shutil.copytree(SOURCE_ROOT / "k8s", files / "k8s", ignore=shutil.ignore_patterns("*.py", "__pycache__"))
+    objects = build(files / "my-model")
     check(objects)
     (deployment,) = (item for item in objects if item["kind"] == "Deployment")
     assert deployment["spec"]["template"]["spec"]["containers"][0]["image"].startswith("registry.example/flowers@")

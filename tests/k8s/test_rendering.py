@@ -22,8 +22,6 @@ IMAGE = "registry.example/digits@sha256:" + "1" * 64
 STORAGE = "oci://registry.example/digits-modelcar@sha256:" + "2" * 64
 DEPLOY = {
     "namespace": "models", "gpus": 1, "hostname": "digits.example", "ingress_class": "nginx",
-    "ingress_annotations": {"b.example/size": "1", "a.example/time": "2"},
-    "service_monitor_labels": {"release": "prometheus", "app": "digits"},
     "clients": ["shop", "office"], "egress": ["10.0.0.0/8:4318", "10.0.0.1/32:53"],
     "environment": {"OTEL_SERVICE_NAME": "digits", "DEADLINE_SECONDS": 2, "BATCH_ROWS": 4},
     "node_selector": {"pool": "gpus", "disk": "ssd"}, "tolerations": ["pool=gpus:NoSchedule", "spot:NoExecute"],

@@ -27,14 +27,14 @@ from pipeline.system.errors import StageError
 from .api_server import ApiServer, Response
 from .cluster.test_canary import counting_pods
 from .conftest import Configure
+from .overlays import write_overlay
 from .schemas import validate
 
 ACCESS = Path(__file__).resolve().parents[2] / "k8s" / "manifests" / "access"
 IMAGE = f"registry.test/twice@sha256:{'0' * 64}"
 OTHER_SETTINGS: dict[str, dict[str, Any]] = {
-    "ingress": {"ingress_class": "default", "service_monitor_labels": {"release": "p"}},
+    "ingress": {"ingress_class": "default"},
     "gateway": {"gateway": "front"},
-    "keda": {"prometheus": "http://prometheus.monitoring:9090", "target_concurrency": 8},
     "kserve": {"target": "kserve"},
     "storage": {"target": "kserve", "storage_uri": "pvc://bundles/twice"},
     "knative": {"target": "kserve-knative"},
@@ -105,6 +105,8 @@ def roll_out(configure: Configure, bundle: Bundle, api: ApiServer, folder: Path)
     deploy.end_canary(config, print)
     for name, settings in OTHER_SETTINGS.items():
         deploy.deploy(configure(settings), bundle, "twice:1", folder / name, False, print)
+    overlay = write_overlay(folder / "component")
+    deploy.deploy(configure(), bundle, "twice:1", folder / "overlay", False, print, overlay=overlay)
 
 
 def get_stuck(configure: Configure, bundle: Bundle, api: ApiServer, folder: Path) -> None:

@@ -22,7 +22,6 @@ from .schemas import CRDS, FILES, validate
         ("serve", [], "HorizontalPodAutoscaler", ("spec", "metrics", 0)),
         ("serve", ["httproute"], "HTTPRoute", ("spec", "rules", 0)),
         ("serve", ["ingress"], "Ingress", ("spec",)),
-        ("serve", ["servicemonitor"], "ServiceMonitor", ("spec", "endpoints", 0)),
         ("kserve", [], "InferenceService", ("spec", "predictor")),
         ("kserve", ["storage"], "ServingRuntime", ("spec", "containers", 0)),
         ("train", [], "Job", ("spec", "template", "spec")),

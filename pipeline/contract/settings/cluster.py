@@ -90,12 +90,6 @@ class ServingPods(NodePlacement):
         description="expose the service by an Ingress of this class; `default`: the cluster's default class; empty: no "
         "Ingress",
     )
-    ingress_tls_secret: Name = Field(
-        "", description="TLS Secret with the certificate of the host name, for the Ingress"
-    )
-    ingress_annotations: Annotated[dict[LabelKey, Text], InKeyOrder] = Field(
-        {}, description="annotations of the Ingress"
-    )
     gateway: Gateway = Field(
         "",
         description="expose the service by an HTTPRoute at this Gateway, `NAME` or `NAMESPACE/NAME`; empty: no "
@@ -104,29 +98,18 @@ class ServingPods(NodePlacement):
     hostname: Host = Field("", description="external host name; empty: any")
     target_concurrency: Natural = Field(
         0,
-        description="requests in flight per pod that the autoscaler aims at; needs prometheus-adapter or KEDA, except "
-        "with Knative; 0: scale by CPU",
-    )
-    prometheus: Text = Field(
-        "",
-        description="URL of the Prometheus from which KEDA reads the requests in flight; empty: prometheus-adapter "
-        "offers them",
-    )
-    service_monitor_labels: Annotated[dict[LabelKey, Label], InKeyOrder] = Field(
-        {}, description="write a ServiceMonitor with these labels, by which Prometheus selects it; empty: none"
-    )
-    service_monitor_secret: Name = Field(
-        "",
-        description="Secret with an API key under `key`, for the ServiceMonitor; required if `serve.api_keys` is set",
+        description="requests in flight per pod that the autoscaler aims at; needs prometheus-adapter, except with "
+        "Knative; 0: scale by CPU",
     )
     storage_uri: Storage = Field(
         "",
         description="KServe: storage URI of the bundle (`pvc://`, `s3://`, `oci://`; `{run}` is replaced by the run's "
         "name); empty: the bundle is in the image",
     )
-    storage_secret: Name = Field("", description="KServe: Secret with the credentials for `storage_uri`")
-    stable_storage_uri: Storage = Field(
-        "", description="canary with target=kserve: storage URI of the version that gets the rest of the requests"
+    overlay: Text = Field(
+        "",
+        description="folder of the project with a kustomize Component that is applied to the objects of the service, "
+        "for what no setting names",
     )
 
 

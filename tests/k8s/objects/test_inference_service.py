@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from k8s.objects import serving
-from k8s.objects.manifests import BUNDLE_ANNOTATION
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.config import Config
 from pipeline.contract.settings.cluster import Rollout
@@ -30,7 +29,7 @@ def service(configure: Configure, bundle: Bundle, canary_percent: float = 0, **d
 
 
 def test_a_stored_bundle_is_served_by_the_runtime_image(configure: Configure, bundle: Bundle) -> None:
-    config = configure({**MODE, "storage_uri": "s3://bundles/twice", "storage_secret": "store", "gpus": 1})
+    config = configure({**MODE, "storage_uri": "s3://bundles/twice", "gpus": 1})
     parts = {item["kind"]: item for item in serving.serving_objects(config, bundle, IMAGE)}
     runtime, predictor = parts["ServingRuntime"]["spec"], parts["InferenceService"]["spec"]["predictor"]
     assert "containers" not in predictor
@@ -40,7 +39,6 @@ def test_a_stored_bundle_is_served_by_the_runtime_image(configure: Configure, bu
     assert container["image"] == IMAGE
     assert container["command"][:4] == ["python", "-m", "serve", "/mnt/models"]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == "1"
-    assert parts["ServiceAccount"]["secrets"] == [{"name": "store"}]
 
 
 @pytest.mark.parametrize("uri", ["ftp://a/b", "pvc:/a", "twice", "s3://"])
@@ -66,38 +64,10 @@ def test_a_knative_canary_sets_its_traffic_percentage(configure: Configure, bund
     assert made["spec"]["predictor"] == {**whole["spec"]["predictor"], "canaryTrafficPercent": 10}
 
 
-def test_a_standard_canary_is_a_second_predictor(configure: Configure, bundle: Bundle) -> None:
-    uris = {"storage_uri": "pvc://bundles/new", "stable_storage_uri": "pvc://bundles/old"}
-    made = service(configure, bundle, **uris, canary_percent=10, render=True)
-    validate(made)
-    stable, (entry,) = made["spec"]["predictor"], made["spec"]["canary"]
-    assert entry["trafficPercent"] == 10
-    assert stable["model"]["storageUri"] == "pvc://bundles/old"
-    assert entry["predictor"]["model"]["storageUri"] == "pvc://bundles/new"
-    assert entry["predictor"]["name"] == f"v-{bundle.digest[:8]}"
-    assert not {"maxReplicas", "scaleMetric", "scaleTarget"} & set(entry["predictor"])
-    assert entry["predictor"]["annotations"][BUNDLE_ANNOTATION] == bundle.digest
-    assert bundle.digest[:12] not in str(stable), "its pods are of another bundle"
-    assert stable["model"]["runtime"] == entry["predictor"]["model"]["runtime"] == "twice"
-
-
-@pytest.mark.parametrize(
-    ("deploy", "message"),
-    [
-        ({"render": False}, "render the manifests"),
-        ({}, "set deploy.storage_uri and deploy.stable_storage_uri"),
-        ({"storage_uri": "pvc://a/b"}, "set deploy.storage_uri and deploy.stable_storage_uri"),
-        (
-            {"storage_uri": "pvc://a/b", "stable_storage_uri": "pvc://a/b"},
-            "set deploy.storage_uri and deploy.stable_storage_uri",
-        ),
-    ],
-)
-def test_a_canary_without_two_storage_uris_is_refused(
-    deploy: dict[str, Any], message: str, configure: Configure, bundle: Bundle
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        service(configure, bundle, **{"render": True, "canary_percent": 10, **deploy})
+@pytest.mark.parametrize("render", [True, False])
+def test_a_canary_in_standard_mode_is_refused(configure: Configure, bundle: Bundle, render: bool) -> None:
+    with pytest.raises(ConfigError, match=r"set deploy\.target=kserve-knative or deploy\.target=kubernetes"):
+        service(configure, bundle, render=render, canary_percent=10)
 
 
 def test_kserve_takes_whole_percentages_only(configure: Configure, bundle: Bundle) -> None:

@@ -198,7 +198,7 @@ def test_an_ingress_of_the_default_class_names_none(configure: Configure, bundle
 
 def test_by_default_nothing_is_exposed(configure: Configure, bundle: Bundle) -> None:
     kinds = {item["kind"] for item in serving.serving_objects(configure(), bundle, "twice:1")}
-    assert not kinds & {"HTTPRoute", "Ingress", "ServiceMonitor"}
+    assert not kinds & {"HTTPRoute", "Ingress"}
 
 
 @pytest.mark.parametrize("deploy", [{}, {"target": "kserve"}])
@@ -208,41 +208,28 @@ def test_a_dns_cache_on_the_node_is_reachable(deploy: dict[str, Any], configure:
 
 
 def test_proxies_take_the_sizes_and_durations_of_the_service(configure: Configure, bundle: Bundle) -> None:
-    words = {"ingress_class": "default", "ingress_annotations": {"a.example/b": "c"}}
+    words = {"ingress_class": "default"}
     serve = {"deadline_seconds": 299.5}
     found = serving.serving_objects(configure(words, serve=serve), bundle, "twice:1")
     notes = next(item["metadata"]["annotations"] for item in found if item["kind"] == "Ingress")
     prefix = "nginx.ingress.kubernetes.io/proxy"
     assert notes[f"{prefix}-body-size"] == str(bundle.signature.limits.max_body_bytes)
     assert notes[f"{prefix}-read-timeout"] == notes[f"{prefix}-send-timeout"] == "300"
-    assert notes["a.example/b"] == "c"
     route = made(configure({"gateway": "edge"}, serve=serve), bundle, "HTTPRoute")
     assert [rule["timeouts"] for rule in route["rules"]] == [{"request": "300s"}]
 
 
-def test_an_ingress_terminates_tls_with_the_configured_secret(configure: Configure, bundle: Bundle) -> None:
-    words = {"ingress_class": "default", "hostname": "a.example", "ingress_tls_secret": "cert"}
-    assert made(configure(words), bundle, "Ingress")["tls"] == [{"hosts": ["a.example"], "secretName": "cert"}]
-
-
-def test_prometheus_uses_tls_and_a_key_where_pods_require_them(
-    configure: Configure, bundle: Bundle, access: Access
-) -> None:
-    config = configure({"service_monitor_labels": {"release": "p"}, "service_monitor_secret": "prometheus-key"})
-    parts = {item["kind"]: item for item in serving.serving_objects(config, bundle, "twice:1", access)}
+def test_the_service_states_that_its_pods_use_tls(configure: Configure, bundle: Bundle, access: Access) -> None:
+    parts = {item["kind"]: item for item in serving.serving_objects(configure(), bundle, "twice:1", access)}
     for item in parts.values():
         validate(item)
     assert {port["appProtocol"] for port in parts["Service"]["spec"]["ports"]} == {"https"}
-    (endpoint,) = parts["ServiceMonitor"]["spec"]["endpoints"]
-    assert endpoint["scheme"] == "https"
-    assert endpoint["authorization"] == {"credentials": {"name": "prometheus-key", "key": "key"}}
 
 
 @pytest.mark.parametrize(
     ("deploy", "files", "message"),
     [
-        ({"service_monitor_labels": {"release": "p"}}, ["api_keys"], "deploy.service_monitor_secret"),
-        ({"ingress_class": "default"}, ["tls_certificate", "tls_key"], "deploy.ingress_tls_secret"),
+        ({"ingress_class": "default"}, ["tls_certificate", "tls_key"], "by deploy.overlay to the Ingress"),
         ({"gateway": "edge"}, ["tls_certificate", "tls_key"], "TLS ends before"),
     ],
 )

@@ -1,12 +1,10 @@
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from k8s.cluster.rollout_status import minimum_replicas
 from k8s.objects import serving
 from k8s.objects.manifests import BUNDLE_ANNOTATION
 from pipeline.contract.bundle import Bundle, FileEntry
@@ -34,14 +32,13 @@ PLAIN: tuple[dict[str, Any], ...] = (
     {"hostname": "twice.example", "ingress_class": "nginx"},
     {"gateway": "edge"},
     {"gateway": "infra/edge", "hostname": "twice.example", "spot": True},
-    {"target_concurrency": 4, "service_monitor_labels": {"release": "p"}},
-    {"target_concurrency": 4, "prometheus": "http://prometheus:9090"},
+    {"target_concurrency": 4},
 )
 KSERVE: tuple[dict[str, Any], ...] = (
     {"target": "kserve-knative"},
     {"target": "kserve-knative", "gpus": 1, "spot": True},
     {"storage_uri": "pvc://bundles/twice"},
-    {"storage_uri": "s3://bundles/twice", "storage_secret": "store", "gpus": 1},
+    {"storage_uri": "s3://bundles/twice", "gpus": 1},
     {"storage_uri": "oci://registry.example/twice@sha256:" + "0" * 64, "target": "kserve-knative"},
 )
 ALL = [
@@ -162,11 +159,10 @@ def test_an_image_without_a_fixed_tag_is_refused(image: str, configure: Configur
 
 @pytest.mark.parametrize("tag", ["", ":latest", ":1"])
 def test_a_bundle_image_by_movable_tag_is_refused(tag: str, configure: Configure, bundle: Bundle) -> None:
-    pinned = "oci://r.example/a@sha256:" + "a" * 64
-    for storage, stable in ((f"oci://r.example/a{tag}", pinned), (pinned, f"oci://r.example/a{tag}")):
-        deploy = {"target": "kserve", "storage_uri": storage, "stable_storage_uri": stable}
-        with pytest.raises(ConfigError, match="another image"):
-            serving.serving_objects(configure(deploy), bundle, IMAGE)
+    with pytest.raises(ConfigError, match="another image"):
+        serving.serving_objects(
+            configure({"target": "kserve", "storage_uri": f"oci://r.example/a{tag}"}), bundle, IMAGE
+        )
 
 
 MIB = 1 << 20
@@ -242,9 +238,6 @@ def test_an_image_by_fixed_tag_or_digest_is_accepted(image: str, configure: Conf
         ({"gateway": "edge", "ingress_class": "nginx"}, "are both set"),
         ({"target": "kserve", "ingress_class": "default"}, "deploy.ingress_class=default: KServe creates"),
         ({"target": "kserve", "target_concurrency": 4}, "deploy.target_concurrency"),
-        ({"target": "kserve", "target_concurrency": 4, "prometheus": "http://p"}, "deploy.prometheus"),
-        ({"prometheus": "http://p"}, "deploy.prometheus: KEDA needs a target"),
-        ({"target": "kserve", "service_monitor_labels": {"release": "p"}}, "deploy.service_monitor_labels"),
         ({"environment": {"LOG_FORMAT": "text"}}, "deploy.environment.LOG_FORMAT: is set"),
     ],
 )
@@ -266,27 +259,6 @@ def test_the_autoscaler_uses_requests_in_flight_with_a_target(configure: Configu
         "metric": {"name": IN_FLIGHT},
         "target": {"type": "AverageValue", "averageValue": "4"},
     }
-
-
-def test_keda_replaces_the_autoscaler_and_counts_the_requests_of_its_own_pods(
-    configure: Configure, bundle: Bundle
-) -> None:
-    settings = {"target_concurrency": 4, "prometheus": "http://p:9090", "namespace": "prod", "max_replicas": 9}
-    parts = objects(configure(settings), bundle)
-    assert "HorizontalPodAutoscaler" not in parts
-    spec = parts["ScaledObject"]["spec"]
-    assert (spec["minReplicaCount"], spec["maxReplicaCount"], spec["scaleTargetRef"]["name"]) == (2, 9, "twice")
-    requests, cpu = spec["triggers"]
-    assert requests["metadata"] == {
-        "serverAddress": "http://p:9090",
-        "query": f'sum({IN_FLIGHT}{{namespace="prod",pod=~"twice-[^-]+-[^-]+"}})',
-        "threshold": "4",
-    }
-    assert cpu["metadata"] == {"value": "70"}
-    (pattern,) = re.findall(r'pod=~"(.*)"', requests["metadata"]["query"])
-    assert re.fullmatch(pattern, "twice-66b4cd-x7k2p")
-    assert not re.fullmatch(pattern, "twice-canary-66b4cd-x7k2p")
-    assert minimum_replicas(parts["Deployment"], list(parts.values())) == 2
 
 
 def test_the_metric_of_the_autoscaler_is_one_the_service_has() -> None:
