@@ -22,7 +22,7 @@ from serve.process.service import Service
 from serve.process.sockets import Sockets, bind_socket
 from serve.runtime.loading import load_predictor
 from serve.runtime.predictor import Predictor
-from serve.security import Security, read_token
+from serve.security import Security
 from serve.shadow import Shadow, open_shadow
 
 _SWITCH_INTERVAL_SECONDS = 0.5e-3  # the longest wait of a thread back from an inference for one that decodes
@@ -56,9 +56,7 @@ def serve(options: Options) -> int:
     standby = None if options.standby is None else bind_socket(options.standby, share=False)
     grpc = None if options.grpc is None else bind_socket(options.grpc, share=share)
     health = None if options.health is None else bind_socket(options.health, share=share)
-    admin = None if options.admin is None else bind_socket(options.admin, share=False)
-    token = None if options.admin_token is None else read_token(options.admin_token)
-    common = (options, Sockets(public, standby, admin, grpc, health), security, token)
+    common = (options, Sockets(public, standby, grpc, health), security)
     bundles = [_open(named, options) for named in options.bundles]
     load = partial(_load, bundles, options)
     if options.workers == 1:

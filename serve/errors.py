@@ -57,12 +57,6 @@ class MethodNotAllowed(RequestError):
         self.headers = ((b"allow", allowed.encode()),)
 
 
-class Conflict(RequestError):
-    """A change that conflicts with the current state."""
-
-    status, code, reason = HTTPStatus.CONFLICT, "FAILED_PRECONDITION", "conflict"
-
-
 class UnsupportedMediaType(RequestError):
     """A content type or encoding of the body that is not supported."""
 

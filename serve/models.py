@@ -1,29 +1,24 @@
-"""The models of the service: the versions of each, and every change of what answers.
+"""The models of the service: a model is a name with versions.
 
-A model is a name with versions; requests that name no version go to the current one, and to its canary by share. A
-change is one step of the event loop, so that no request meets half of one.
+Requests that name no version go to the current one, and to its canary by share. All is loaded at the start: another
+bundle is another process, which takes over the ports.
 """
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
-from pathlib import Path
+from concurrent.futures import Executor
 from typing import Any, TypeVar
 
 from pipeline.contract import __version__
-from pipeline.contract.bundle import Bundle, open_bundle
-from serve.errors import Conflict, Headers, NotFound
+from serve.errors import Headers, NotFound
 from serve.memory import MemoryBudget
 from serve.model_version import Canary, ModelVersion
-from serve.monitoring.logs import log_fields
 from serve.options import Options
-from serve.runtime.loading import load_predictor
 from serve.runtime.predictor import Predictor
-from serve.shadow import Shadow, incompatibility, open_shadow
+from serve.shadow import Shadow
 
 _EXTENSIONS = ("binary_tensor_data", "classification", "statistics")  # those of Triton, by its names
 _MIN_DIGEST_DIGITS = 8  # that can stand for a version
@@ -37,17 +32,11 @@ log = logging.getLogger(__name__)
 class Model:
     """A name, and the versions behind it in the order they were loaded."""
 
-    def __init__(self, name: str, keep: int = 2) -> None:
-        """`keep` versions stay loaded: the current one and those before it, so that going back takes no time."""
-        self.name, self._keep = name, keep
+    def __init__(self, name: str) -> None:
+        self.name = name
         self.versions: dict[str, ModelVersion] = {}
         self.current: ModelVersion | None = None
-        self._before: tuple[ModelVersion, ...] = ()  # the last one first
         self._numbers = itertools.count(1)
-
-    @property
-    def previous(self) -> ModelVersion | None:
-        return self._before[0] if self._before else None
 
     @property
     def canary(self) -> Canary | None:
@@ -57,29 +46,17 @@ class Model:
     def shadow(self) -> Shadow | None:
         return self.current.shadow if self.current else None
 
-    def add(self, predictor: Predictor, pool: Executor, budget: MemoryBudget | None = None) -> ModelVersion:
-        """Add a version beside the current one; it answers requests that name it."""
+    def add(
+        self, predictor: Predictor, pool: Executor, budget: MemoryBudget | None = None, canary_share: float = 0.0
+    ) -> ModelVersion:
+        """Add a version, which gets all requests that name none, or the canary's share of them."""
         version = ModelVersion(self.name, str(next(self._numbers)), predictor, pool, budget)
         self.versions[version.version] = version
+        if canary_share and self.current is not None:
+            self.current.canary = Canary(version, canary_share)
+        else:
+            self.current = version
         return version
-
-    def switch(self, version: ModelVersion) -> None:
-        """Send all requests that name no version to this one; requests that came before are answered by the old one."""
-        before = self.current
-        if version is not before:
-            version.shadow = self.shadow
-            if before is not None:
-                before.canary = before.shadow = None
-            past = [one for one in (before, *self._before) if one is not None and one is not version]
-            self.current, self._before = version, tuple(past[: self._keep - 1])
-        self.set_canary(None)
-
-    def set_canary(self, canary: Canary | None) -> None:
-        """Begin or end a canary, and unload the versions that get no requests."""
-        assert self.current is not None
-        self.current.canary = canary
-        kept = {self.current, *self._before, canary.candidate if canary else None}
-        self.versions = {number: version for number, version in self.versions.items() if version in kept}
 
     def set_shadow(self, shadow: Shadow | None) -> None:
         """Send copies of the current version's requests to this shadow; the one before ends."""
@@ -89,22 +66,14 @@ class Model:
         self.current.shadow = shadow
 
     def status(self) -> dict[str, Any]:
-        """Return the versions and their roles, for the admin interface; any thread may ask."""
+        """Return the versions and their roles; any thread may ask."""
         canary, shadow = self.canary, self.shadow
         return {
             "current": self.current.version if self.current else "",
-            "previous": self.previous.version if self.previous else "",
             "canary": {"version": canary.candidate.version, "share": canary.share} if canary else None,
             "shadow": shadow.status() if shadow else None,
-            "versions": {
-                number: {"bundle": version.digest, "path": str(version.bundle.path)}
-                for number, version in self.versions.copy().items()
-            },
+            "versions": {number: {"bundle": version.digest} for number, version in self.versions.items()},
         }
-
-    def version_of_bundle(self, digest: str) -> ModelVersion | None:
-        """Return the version that was made of this bundle, if it is loaded."""
-        return next((version for version in self.versions.values() if version.digest == digest), None)
 
     def get_version(self, version: str = "") -> ModelVersion | None:
         """Look a version up by its number or the first digits of its bundle's digest; the current one by default."""
@@ -179,6 +148,10 @@ class ModelRepository:
         match = model and (model.get_version(version) or model.current)
         return match.headers if match else ()
 
+    def status(self) -> dict[str, Any]:
+        """Return the versions of each model, and how its shadow compares; any thread may ask."""
+        return {"models": {model.name: model.status() for model in self.models}}
+
     def ready(self) -> bool:
         return bool(self._models) and all(map(self.model_ready, self._models))
 
@@ -210,109 +183,13 @@ class ModelRepository:
         return [one for model in models for one in model.versions.values()]
 
 
-class ModelManager:
-    """Loads bundles and decides which versions answer; belongs to the event loop."""
-
-    def __init__(
-        self,
-        repository: ModelRepository,
-        options: Options,
-        pool: Executor,
-        loaded: Sequence[LoadedModel],
-        budget: MemoryBudget | None = None,
-    ) -> None:
-        self._repository, self._options, self._pool, self._budget = repository, options, pool, budget
-        self._loader = ThreadPoolExecutor(1, thread_name_prefix="load")  # one at a time, beside the predictions
-        for name, predictor in loaded:
-            self._add(name, predictor)
-        # The gRPC port gets it at its start and keeps it.
-        self.max_body_bytes = max(predictor.signature.limits.max_body_bytes for _, predictor in loaded)
-
-    def _add(self, name: str, predictor: Predictor) -> None:
-        """Of several versions of a name the last one gets all requests, or the canary's share of them."""
-        if (model := self._repository.get_model(name)) is None:
-            self._repository.add(model := Model(name, self._options.keep_versions))
-        candidate = model.add(predictor, self._pool, self._budget)
-        if self._options.canary and model.current is not None:
-            model.set_canary(Canary(candidate, self._options.canary))
-        else:
-            model.switch(candidate)
-
-    async def load(self, name: str, path: Path) -> ModelVersion:
-        """Load and verify a bundle while the others answer; it gets no requests yet that do not name it."""
-        model = self._repository.find_model(name)
-        loaded = await self._in_loader(self._load, model, path)
-        if isinstance(loaded, ModelVersion):
-            return loaded
-        version = model.version_of_bundle(loaded.bundle.digest) or model.add(loaded, self._pool, self._budget)
-        log.info("loaded", extra=_version_fields(version))
-        return version
-
-    def _load(self, model: Model, path: Path) -> ModelVersion | Predictor:
-        bundle = self._options.open(path)
-        if (version := model.version_of_bundle(bundle.digest)) is not None:
-            return version
-        self._check_limits(bundle)
-        return load_predictor(bundle, self._options.provider, self._options.intra_op_threads(bundle))
-
-    def _check_limits(self, bundle: Bundle) -> None:
-        if (size := bundle.signature.limits.max_body_bytes) > self.max_body_bytes:
-            raise Conflict(f"its max_body_bytes is {size}, this process was started for {self.max_body_bytes}; restart")
-
-    def switch(self, name: str, version: str) -> ModelVersion:
-        """Send all requests that name no version to this one; a canary ends."""
-        model = self._repository.find_model(name)
-        chosen = model.find_version(version)
-        if model.shadow and (why := incompatibility(chosen.predictor.signature, model.shadow.signature)):
-            log.warning("the shadow ends: %s", why, extra=log_fields(model=name, bundle=model.shadow.digest[:12]))
-            model.set_shadow(None)
-        model.switch(chosen)
-        log.info("switched", extra=_version_fields(chosen))
-        return chosen
-
-    def set_canary(self, name: str, version: str, share: float) -> None:
-        """Send a share of the requests to this version; 0 ends the canary."""
-        model = self._repository.find_model(name)
-        candidate = model.find_version(version)
-        if candidate is model.current:
-            raise Conflict(f"version {version} of {name} gets all requests already")
-        model.set_canary(Canary(candidate, share) if share else None)
-        log.info("canary", extra=_version_fields(candidate, share=share))
-
-    def unload_unused(self, name: str) -> None:
-        """Unload the versions that were loaded and get no requests."""
-        model = self._repository.find_model(name)
-        model.set_canary(model.canary)
-
-    def set_shadow(self, shadow: Shadow) -> None:
-        self._repository.find_model(shadow.name).set_shadow(shadow)
-
-    async def start_shadow(self, name: str, path: Path | None, share: float) -> None:
-        """Send copies of a share of the requests to this bundle; without a path the shadow ends."""
-        model = self._repository.find_model(name)
-        shadow = None if path is None else await self._in_loader(self._open_shadow, model, path, share)
-        if shadow is not model.shadow:
-            model.set_shadow(shadow)
-        digest = shadow.digest[:12] if shadow else "none"
-        log.info("shadow", extra=log_fields(model=name, bundle=digest, share=share))
-
-    def _open_shadow(self, model: Model, path: Path, share: float) -> Shadow:
-        shadow, trust = model.shadow, self._options.trust
-        if shadow is not None and (shadow.digest, shadow.share) == (open_bundle(path, trust).digest, share):
-            return shadow  # the same again goes on with its counts
-        return open_shadow(model.name, path, model.find_version().predictor.signature, share, trust)
-
-    def status(self) -> dict[str, Any]:
-        return {"models": {model.name: model.status() for model in self._repository.models}}
-
-    def close(self) -> None:
-        self._loader.shutdown(wait=False, cancel_futures=True)
-        for model in self._repository.models:
-            model.set_shadow(None)
-
-    async def _in_loader(self, work: Callable[..., T], *args: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._loader, work, *args)
-
-
-def _version_fields(version: ModelVersion, **more: Any) -> dict[str, Any]:
-    return log_fields(model=version.name, version=version.version, bundle=version.digest[:12], **more)
+def make_repository(
+    loaded: Sequence[LoadedModel], options: Options, pool: Executor, budget: MemoryBudget | None = None
+) -> ModelRepository:
+    """Return the models; of several versions of a name the last one gets all requests, or the canary's share."""
+    repository = ModelRepository()
+    for name, predictor in loaded:
+        if (model := repository.get_model(name)) is None:
+            repository.add(model := Model(name))
+        model.add(predictor, pool, budget, options.canary)
+    return repository

@@ -74,10 +74,7 @@ class Options:
     canary: float = 0.0  # share of requests for the last version of a name that has several; 0: it gets all
     shadows: tuple[NamedBundle, ...] = ()
     shadow_share: float = 1.0
-    admin: Address | None = None
-    admin_token: Path | None = None
     overrides: Overrides = field(default_factory=Overrides)
-    keep_versions: int = 2
     trust: Trust | None = None  # every bundle must be signed by one of these keys
     workers: int = 1  # processes
     check: bool = False  # end after the golden requests
@@ -120,10 +117,7 @@ def parse_options(argv: Sequence[str]) -> Options:
         canary=given.canary,
         shadows=tuple(_named_bundle(text) for text in given.shadow),
         shadow_share=given.shadow_share,
-        admin=None if given.admin is None else Address("127.0.0.1", given.admin),
-        admin_token=given.admin_token,
         overrides=Overrides(**{one.name: getattr(given, one.name) for one in fields(Overrides)}),
-        keep_versions=given.keep_versions,
         workers=given.workers,
         check=given.check,
         trust=given.require_signature and Trust(given.require_signature.absolute()),
@@ -133,13 +127,11 @@ def parse_options(argv: Sequence[str]) -> Options:
 
 
 def _check(options: Options) -> None:
-    if (options.admin is None) != (options.admin_token is None):
-        raise ConfigError("--admin PORT and --admin-token FILE go together; give both or neither")
-    addresses = (options.public, options.grpc, options.standby, options.admin, options.health)
+    addresses = (options.public, options.grpc, options.standby, options.health)
     ports = [address.port for address in addresses if address]
     if len(set(ports)) < len(ports):
         raise ConfigError(
-            f"ports {', '.join(map(str, ports))}: --port, --grpc-port, --health-port, --standby and --admin must differ"
+            f"ports {', '.join(map(str, ports))}: --port, --grpc-port, --health-port and --standby must differ"
         )
 
 
@@ -246,17 +238,6 @@ def _add_rollout(parser: argparse.ArgumentParser) -> None:
         help="send copies of a model's requests to this bundle too and count how its answers differ",
     )
     parser.add_argument("--shadow-share", type=_share, default=1.0, metavar="SHARE", help="of requests (default: all)")
-    parser.add_argument(
-        "--keep-versions",
-        type=_positive,
-        default=2,
-        metavar="N",
-        help="versions of a model that stay loaded after a switch, the current one among them (default: %(default)s)",
-    )
-    parser.add_argument("--admin", type=_port, metavar="PORT", help="local port of the admin interface (default: none)")
-    parser.add_argument(
-        "--admin-token", type=Path, metavar="FILE", help="with --admin: file with its token, readable by its owner only"
-    )
 
 
 def _add_logging(parser: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""API keys, TLS, and the token of the admin port; keys and certificates are reloaded when their files change.
+"""API keys and TLS; keys and certificates are reloaded when their files change.
 
 Keys are kept as hashes and compared in constant time. HTTP and gRPC use the same certificate.
 """
@@ -11,10 +11,8 @@ import binascii
 import hashlib
 import hmac
 import logging
-import os
 import re
 import ssl
-import stat
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -211,26 +209,3 @@ class Security:
             pair = self.tls.pair
             watched.append(ReloadedFiles("serve.tls_certificate", (pair.certificate, pair.key), self.tls.reload))
         return watched
-
-
-_MIN_TOKEN_LENGTH = 32
-
-
-def read_token(path: Path) -> str:
-    """Read the token of the admin port from a file that only its owner can read."""
-    try:
-        with path.open() as file:
-            mode = os.fstat(file.fileno()).st_mode
-            text = file.read().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--admin-token {path}: cannot be read ({error})") from error
-    if mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise ConfigError(f"--admin-token {path}: others can read it; to fix it: chmod 600 {path}")
-    if len(text) < _MIN_TOKEN_LENGTH:
-        raise ConfigError(f"--admin-token {path}: shorter than {_MIN_TOKEN_LENGTH} characters; write a random one")
-    return text
-
-
-def is_token(given: bytes, token: str) -> bool:
-    """Return True if an `authorization` header carries the token; the time this takes reveals nothing."""
-    return hmac.compare_digest(given, b"Bearer " + token.encode())

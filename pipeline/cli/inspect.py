@@ -31,8 +31,7 @@ from pipeline.contract.signing import Trust
 from pipeline.history import Project, find_run, load_history, lock_run, lock_runs, open_run, unreadable_runs
 from pipeline.override import override_verdict, verdict_digest
 from pipeline.service.cluster_record import describe_clusters, read_cluster_status
-from pipeline.service.process import LiveService, read_live
-from pipeline.service.rollout import AdminClient
+from pipeline.service.process import LiveService, read_live, read_status
 from pipeline.system.errors import BundleError, ConfigError, PipelineError
 from pipeline.tune.record import count_trials
 
@@ -146,8 +145,7 @@ def _service(live: LiveService) -> tuple[dict[str, Any], list[str]]:
             f"canary: {live.canary.share:.3g} of the requests to run {live.canary.run}, bundle "
             f"{live.canary.bundle[:12]}; `pipe registry promote` or `pipe registry rollback` ends it"
         )
-    admin = AdminClient(live)
-    versions = admin.status() if live.alive and live.admin_port and admin.answers() else None
+    versions = read_status(live) if live.alive else None
     if versions and versions["shadow"]:
         lines.append(_shadow_line(versions["shadow"]))
     return live.model_dump() | {"alive": live.alive, "url": live.url, "versions": versions}, lines

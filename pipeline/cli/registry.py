@@ -111,7 +111,7 @@ def promote(
             if live and live.canary and (not run or find_run(project.runs, run).id == live.canary.run):
                 from pipeline.service.rollout import finish_canary  # numpy is slow to load
 
-                return _print_entry(output, name, finish_canary(project.runs, live), "; it gets all requests")
+                return _print_entry(output, name, finish_canary(project.runs, live, _report), "; it gets all requests")
         promoted_run = find_run(project.runs, run) if run else newest_bundle(project)
         entry = promote_name(promoted_run, bundle_of(promoted_run), reason, name, project.config().registry)
         return _print_entry(output, name, entry)
@@ -187,20 +187,25 @@ def _end_local_canary(runs: Path, live: LiveService, output: Output) -> None:
     from pipeline.service.rollout import end_canary  # numpy is slow to load
 
     assert live.canary is not None
-    restored = end_canary(runs, live)
+    restored = end_canary(runs, live, _report)
     text = f"the canary of run {live.canary.run} has ended; bundle {restored.bundle[:12]} gets all requests"
     emit(output, {"canary": live.canary.model_dump(), "bundle": restored.bundle, "run": restored.run}, text)
 
 
 def _serve_again(runs: Path, live: LiveService | None, entry: Entry) -> str:
-    """Switch the live service back where it still has the bundle loaded; return what happened."""
+    """Serve the bundle of an entry in place of the live one; return what happened."""
     if live is None or live.bundle == entry.bundle:
         return ""
-    from pipeline.service.rollout import serve_previous  # numpy is slow to load
+    if not (Run(runs / entry.run).path / "run.json").is_file():
+        return f"; its run {entry.run} is not here, so the service goes on with bundle {live.bundle[:12]}"
+    from pipeline.service.rollout import serve_bundle  # numpy is slow to load
 
-    if serve_previous(runs, live, entry):
-        return "; it was still loaded and gets all requests again"
-    return f"; `pipe deploy {entry.run}` serves it"
+    serve_bundle(runs, live, entry.run, entry.bundle, _report)
+    return "; it gets all requests again"
+
+
+def _report(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def _deploy_version(

@@ -15,7 +15,7 @@ from pipeline.cli.run import newest_bundle
 from pipeline.contract.run import Run, run_of_bundle
 from pipeline.contract.settings.access import Access
 from pipeline.history import find_run, lock_service
-from pipeline.service.process import LiveService, forget_token, read_live, send_request, stop_process, write_live
+from pipeline.service.process import LiveService, read_live, send_request, stop_process, write_live
 from pipeline.system.errors import BundleError, ConfigError, InvalidPayload, StageError
 
 
@@ -118,7 +118,5 @@ def stop(context: typer.Context, output: OutputOption = Output.text) -> None:
         live = read_live(project.runs)
         was_running = live is not None and stop_process(live.pid, live.process_started)
         write_live(project.runs, None)
-        if live is not None:
-            forget_token(live)
     text = f"stopped {live.name} at {live.url} (pid {live.pid})" if live and was_running else "no service was running"
     return emit(output, {"ended": was_running}, text)

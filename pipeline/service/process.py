@@ -48,14 +48,14 @@ class LiveService(Frozen):
     host: str
     port: int
     grpc_port: int
+    health_port: int
     requested_port: int
     since: str
     log: str
     access: Access = Access()
-    admin_port: int = 0  # 0: it has no admin interface
-    token: str = ""  # file with the token of the admin interface
-    stamp: str = ""  # digest of what is fixed for the process
-    max_body_bytes: int = 0  # limit of the process for all bundles
+    options: tuple[str, ...] = ()
+    stamp: str = ""  # digest of the options and of the code that serves
+    shadow: str = ""  # folder of the bundle that gets copies of the requests
     canary: CanaryRecord | None = None
 
     @property
@@ -76,6 +76,16 @@ def read_live(runs: Path) -> LiveService | None:
         return LiveService.model_validate_json(path.read_text())
     except ValueError as error:
         raise PipelineError(f"{path}: damaged; to fix it: stop the service by hand, then remove the file") from error
+
+
+def read_status(live: LiveService) -> dict[str, Any] | None:
+    """Return the versions that the service has and their roles; None if it does not answer."""
+    try:
+        _, _, body = send_request(live.host, live.health_port, "GET", "/status", timeout_seconds=10)
+    except (OSError, http.client.HTTPException):
+        return None
+    status: dict[str, Any] | None = body["models"].get(live.name) if isinstance(body, dict) else None
+    return status
 
 
 def write_live(runs: Path, live: LiveService | None) -> None:
@@ -121,12 +131,6 @@ def stop_process(pid: int, started: float, grace_seconds: float = _DRAIN_TIMEOUT
         process.kill()
         process.wait(timeout=5)
     return True
-
-
-def forget_token(live: LiveService) -> None:
-    """Remove the token of a service that has ended."""
-    if live.token:
-        Path(live.token).unlink(missing_ok=True)
 
 
 def free_port(host: str, first: int, tries: int = 100) -> int:

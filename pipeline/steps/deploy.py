@@ -13,22 +13,18 @@ from pipeline.contract.bundle import OVERRIDDEN, Bundle
 from pipeline.contract.config import Config
 from pipeline.contract.run import Run, run_step
 from pipeline.contract.settings.access import Access
-from pipeline.contract.settings.stages import service_view_options
 from pipeline.executors.local import Report
 from pipeline.history import Project
 from pipeline.redeploy import check_deployable
 from pipeline.service.cluster_record import begin_deployment, record_deployment
-from pipeline.service.process import LiveService, measure_latency, read_live
+from pipeline.service.process import check_golden, measure_latency, read_live
 from pipeline.service.rollout import (
     VERSION_DIGITS,
-    AdminClient,
-    ServiceStart,
-    choose_rollout,
-    process_stamp,
     promote,
+    reason_to_start,
+    requested_start,
     shadow_bundle,
     start,
-    swap_bundle,
 )
 from pipeline.system.errors import BundleError, ClusterError, ConfigError
 from pipeline.system.files import write_json
@@ -104,21 +100,23 @@ def _on_cluster(run: Run, bundle: Bundle, access: Access, root: Path) -> dict[st
 def _locally(run: Run, bundle: Bundle, access: Access, root: Path) -> dict[str, Any]:
     live = read_live(run.runs)
     live = live if live and live.alive else None
-    fixed = fixed_options(run.config, access)
-    request = ServiceStart(run, bundle, access, fixed, process_stamp(fixed), shadow_bundle(run.config, run, root))
-    method, reason = choose_rollout(live, run.config, bundle, request.stamp)
-    if live is not None and method == "swap" and not AdminClient(live).answers():
-        method, reason = "take over", "the live service does not answer on its admin port"
-    if live is not None and method == "swap":
-        live, golden_count = _swap(request, live)
-    else:
+    request = requested_start(run, run.config, bundle, access, shadow_bundle(run.config, run, root))
+    reason = reason_to_start(live, request)
+    if live is None or reason:
         if live is not None:
             _print(f"a new process takes over: {reason}")
+        way = "start" if live is None else "take over"
         live, golden_count = start(request, live, _print)
+        if live.canary is not None:
+            rest = f"the rest to bundle {live.bundle[:12]}"
+            _print(f"canary at {live.url}: {live.canary.share:.3g} of the requests, {rest}")
+    else:
+        way, golden_count = "keep", check_golden(live.host, live.port, bundle, access, bundle.digest[:VERSION_DIGITS])
+        _print(f"already live at {live.url}; golden answers are equal")
     return {
         "target": "local",
         "live": True,
-        "way": method,
+        "way": way,
         "url": live.url,
         "grpc_port": live.grpc_port,
         "pid": live.pid,
@@ -127,23 +125,6 @@ def _locally(run: Run, bundle: Bundle, access: Access, root: Path) -> dict[str, 
         "golden": {"requests": golden_count},
         "latency_ms": measure_latency(live.host, live.port, bundle, access, bundle.digest[:VERSION_DIGITS]),
     }
-
-
-def fixed_options(config: Config, access: Access) -> list[str]:
-    """Return the service's options that are fixed for the lifetime of its process."""
-    return [*access.options, *service_view_options(config.serve)]
-
-
-def _swap(request: ServiceStart, old: LiveService) -> tuple[LiveService, int]:
-    live, golden_count = swap_bundle(request.run, request.bundle, old, request.shadow, _print)
-    if live.canary is not None:
-        _print(f"canary at {live.url}: {live.canary.share:.3g} of the requests, the rest to bundle {live.bundle[:12]}")
-    elif old.bundle == live.bundle:
-        _print(f"already live at {live.url}; golden answers are equal")
-    else:
-        _print(f"switched from bundle {old.bundle[:12]}, which stays loaded; `pipe registry rollback` switches back")
-        _print(f"live at {live.url} (gRPC {live.grpc_port}, pid {live.pid})")
-    return live, golden_count
 
 
 def _print(text: str) -> None:
@@ -162,7 +143,7 @@ def preview(project: Project, source: Run, config: Config, report: Report) -> li
     bundle = source.bundle(access.trust)
     if config.deploy.on_cluster:
         return _preview_on_cluster(source, config, bundle, access, project.root, report)
-    return _preview_locally(source, config, bundle, access)
+    return _preview_locally(source, config, bundle, access, project.root)
 
 
 def lines(changes: Sequence[dict[str, Any]]) -> str:
@@ -182,13 +163,13 @@ def _preview_on_cluster(
     return [change for change in entries if change["new"] or change["fields"]]
 
 
-def _preview_locally(source: Run, config: Config, bundle: Bundle, access: Access) -> list[dict[str, Any]]:
+def _preview_locally(source: Run, config: Config, bundle: Bundle, access: Access, root: Path) -> list[dict[str, Any]]:
     live = read_live(source.runs)
-    live = live if live and live.alive else None
-    method, reason = choose_rollout(live, config, bundle, process_stamp(fixed_options(config, access)))
-    if live is None:
+    if live is None or not live.alive:
         return [{"object": f"service/{config.name}", "new": True, "fields": []}]
-    fields = [f"a new process takes over: {reason}"] if method == "take over" else []
+    request = requested_start(source, config, bundle, access, shadow_bundle(config, source, root))
+    reason = reason_to_start(live, request)
+    fields = [f"a new process takes over: {reason}"] if reason else []
     if live.bundle != bundle.digest:
         fields.append(f"bundle {live.bundle[:12]} → {bundle.digest[:12]}")
     return [{"object": f"service/{live.name}", "new": False, "fields": fields}] if fields else []

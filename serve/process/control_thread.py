@@ -1,4 +1,4 @@
-"""A thread that answers health probes and the admin interface, whatever the event loop of the predictions does."""
+"""A thread that answers on the health port, whatever the event loop of the predictions does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The life of the service: admin and health ports, standby, taking over the public ports, drain and end."""
+"""The life of the service: health port, standby, taking over the public ports, drain and end."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import uvloop
 from serve.http1.connection import Application
 from serve.monitoring.logs import log_fields, log_loop_exception
 from serve.options import Options
-from serve.process.admin import STATUS, Admin, Fields, Reply
 from serve.process.control_thread import ControlThread
 from serve.process.health import Health, Heartbeat
 from serve.process.listeners import Listener
@@ -30,14 +29,14 @@ log = logging.getLogger(__name__)
 class Server(ABC):
     """Serves until a signal ends it: in this process, or in several."""
 
-    def __init__(self, options: Options, sockets: Sockets, security: Security, token: str | None) -> None:
-        """The sockets are bound already and not listening yet; the token is that of the admin port."""
-        self.options, self.sockets, self.security, self._token = options, sockets, security, token
+    def __init__(self, options: Options, sockets: Sockets, security: Security) -> None:
+        """The sockets are bound already and not listening yet."""
+        self.options, self.sockets, self.security = options, sockets, security
         self._public_requested, self._stop_requested = asyncio.Event(), asyncio.Event()
 
     @abstractmethod
     async def start(self) -> None:
-        """Get ready to answer; the admin port listens already."""
+        """Get ready to answer."""
 
     @abstractmethod
     async def listen(self, port: Port, sock: socket.socket) -> None: ...
@@ -47,8 +46,8 @@ class Server(ABC):
         """Listen where no load on the other ports delays an answer."""
 
     @abstractmethod
-    async def perform(self, path: str, fields: Fields) -> Reply:
-        """Answer a request to the admin interface."""
+    async def status(self) -> dict[str, Any]:
+        """Return the versions of each model and their roles."""
 
     @abstractmethod
     def is_live(self) -> bool: ...
@@ -68,8 +67,6 @@ class Server(ABC):
         asyncio.get_running_loop().set_exception_handler(log_loop_exception)
         self._handle_signals()
         sockets, standby = self.sockets, self.sockets.standby
-        if sockets.admin is not None and self._token is not None:
-            await self.listen_control(Admin(self.perform, self._token), sockets.admin)
         await self.start()
         if standby is not None and not self._stop_requested.is_set():
             await self.listen("standby", standby)
@@ -91,7 +88,7 @@ class Server(ABC):
             await self.listen("grpc", sockets.grpc)
         await self.listen("http", sockets.public)
         if sockets.health is not None:
-            await self.listen_control(Health(self.is_live, self.is_ready), sockets.health)
+            await self.listen_control(Health(self.is_live, self.is_ready, self.status), sockets.health)
         if sockets.standby is not None:  # there may be a predecessor
             for sock in sockets.shared:
                 take_over_port(sock)
@@ -128,7 +125,7 @@ class SingleServer(Server):
             runner.run(self.serve())
 
     async def start(self) -> None:
-        self._loop, self._heartbeat = asyncio.get_running_loop(), Heartbeat()
+        self._heartbeat = Heartbeat()
         self._reloading = asyncio.create_task(reload_changed_files(self.security.reloaded_files()))
 
     async def listen(self, port: Port, sock: socket.socket) -> None:
@@ -139,12 +136,8 @@ class SingleServer(Server):
         headers = self._service.headers
         await self._control.listen(functools.partial(Listener, app, sock, headers, GRACE_SECONDS))
 
-    async def perform(self, path: str, fields: Fields) -> Reply:
-        """Called in the thread of the control ports; changes happen in the loop of the models."""
-        performing = self._service.changes.perform(path, fields)
-        if path == STATUS:
-            return await performing
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(performing, self._loop))
+    async def status(self) -> dict[str, Any]:
+        return self._service.repository.status()
 
     def is_live(self) -> bool:
         return self._heartbeat.is_live()

@@ -12,12 +12,11 @@ from typing import Any, Literal
 from serve.app import App
 from serve.grpc.service import Calls
 from serve.memory import MemoryBudget, request_memory
-from serve.models import LoadedModel, ModelManager, ModelRepository
+from serve.models import LoadedModel, make_repository
 from serve.monitoring.request_log import RequestLog
 from serve.monitoring.snapshot import Metrics
 from serve.monitoring.tracing import Tracer
 from serve.options import Options
-from serve.process.admin import ModelChanges
 from serve.process.listeners import GrpcListener, Listener
 from serve.security import Security
 from serve.shadow import Shadow
@@ -43,12 +42,11 @@ class Service:
         workers = options.workers
         self._security, self._tracer, self._workers = security, tracer, workers
         self._pool = ThreadPoolExecutor(max(4, (os.cpu_count() or 1) // workers), thread_name_prefix="predict")
-        self.repository = ModelRepository()
         self._budget = MemoryBudget(request_memory(workers))
-        self._manager = ModelManager(self.repository, options, self._pool, loaded, self._budget)
+        self.repository = make_repository(loaded, options, self._pool, self._budget)
+        self._max_body_bytes = max(predictor.signature.limits.max_body_bytes for _, predictor in loaded)
         for shadow in shadows:
-            self._manager.set_shadow(shadow)
-        self.changes = ModelChanges(self._manager)
+            self.repository.find_model(shadow.name).set_shadow(shadow)
         self.requests = RequestLog(Metrics(self.repository.loaded_versions), options.log_requests, tracer)
         self._app = App(self.repository, self.requests, security.keys, page=options.page, budget=self._budget)
         self.headers = [("x-served-by", str(served_by or os.getpid()))]
@@ -61,8 +59,8 @@ class Service:
         """Listen on this socket, or without one to the connections that `take` gets."""
         tls, count_rejected = self._security.tls, self.requests.metrics.count_rejected
         if port == "grpc":
-            max_body_bytes, keys = self._manager.max_body_bytes, self._security.keys
-            calls = Calls(self.repository, self.requests, self.headers, max_body_bytes, keys, self._budget)
+            keys = self._security.keys
+            calls = Calls(self.repository, self.requests, self.headers, self._max_body_bytes, keys, self._budget)
             context = None if tls is None else tls.grpc_context
             self._grpc = GrpcListener(calls, sock, context, count_rejected, self._workers)
             self._grpc.peers.on_release = self._on_connection_end
@@ -109,7 +107,8 @@ class Service:
         await asyncio.gather(*self._running)
 
     def close(self) -> None:
-        self._manager.close()
+        for model in self.repository.models:
+            model.set_shadow(None)
         self._pool.shutdown(wait=False, cancel_futures=True)
         if self._tracer is not None:
             self._tracer.close()

@@ -46,12 +46,11 @@ class Sockets:
 
     public: socket.socket
     standby: socket.socket | None = None
-    admin: socket.socket | None = None
     grpc: socket.socket | None = None
     health: socket.socket | None = None
 
     def all(self) -> list[socket.socket]:
-        return [sock for sock in (self.public, self.standby, self.admin, self.grpc, self.health) if sock is not None]
+        return [sock for sock in (self.public, self.standby, self.grpc, self.health) if sock is not None]
 
     @property
     def shared(self) -> list[socket.socket]:

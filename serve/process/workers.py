@@ -1,7 +1,7 @@
 """Several worker processes behind one port: the supervisor accepts connections and gives each to the least busy worker.
 
 The supervisor binds the ports, loads the models and forks the workers, so that memory which is only read, such as
-weights, exists once. It answers the admin and the health port itself and replaces workers that die. A worker gets its
+weights, exists once. It answers the health port itself and replaces workers that die. A worker gets its
 connections from a socket that only the supervisor writes to; its end is the request to drain.
 
 Threads do not survive a fork: models that need some (CUDA, several threads in one inference, text generation) are
@@ -26,7 +26,6 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from http import HTTPStatus
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -41,7 +40,6 @@ from serve.models import LoadedModel
 from serve.monitoring.logs import LogLimit, log_fatal, log_fields, log_loop_exception, refusals
 from serve.monitoring.snapshot import Snapshot, merge
 from serve.options import Options
-from serve.process.admin import STATUS, Fields, Reply
 from serve.process.health import STUCK_SECONDS, beat
 from serve.process.listeners import BACKLOG, Listener
 from serve.process.server import Server, wait_for_first
@@ -137,7 +135,7 @@ class Worker:
         """`note` publishes the time and how many connections were closed."""
         self._service, self._connections, self._note = service, connections, note
         methods: Methods = {
-            "perform": service.changes.perform,
+            "status": self._status,
             "snapshot": self._snapshot,
             "become_unready": self._become_unready,
         }
@@ -184,6 +182,9 @@ class Worker:
         """Let the supervisor see that this process makes turns, and how many connections have ended."""
         self._note(time.monotonic(), self._taken - self._service.open_connections)
 
+    async def _status(self) -> dict[str, Any]:
+        return self._service.repository.status()
+
     async def _snapshot(self) -> Snapshot:
         return self._service.requests.metrics.snapshot()
 
@@ -221,8 +222,6 @@ class Supervisor(Server):
         self._queue: deque[tuple[Port, socket.socket]] = deque()  # connections that no worker has taken yet
         self._is_paused = False
         self._control: dict[Listener, asyncio.Task[None]] = {}
-        self._changes: list[tuple[str, Fields]] = []  # by the admin interface, for the workers that start later
-        self._changing = asyncio.Lock()
         self._deaths: deque[float] = deque(maxlen=_MAX_DEATHS)
         self._retired: Snapshot | None = None  # counters of workers that died: no sum ever decreases
         self._status: int | None = None  # of a worker without which the service cannot go on
@@ -457,37 +456,21 @@ class Supervisor(Server):
     async def _on_ready(self, index: int, identity: dict[str, Any]) -> None:
         worker = self._workers[index]
         self._identity = identity
-        async with self._changing:
-            for path, fields in self._changes:
-                await worker.channel.call("perform", path, fields)
-            worker.ready = True
+        worker.ready = True
         if len(self._ready_workers()) == self.options.workers:
             self._all_ready.set()
 
-    # Reports and changes
+    # Reports
 
-    async def perform(self, path: str, fields: Fields) -> Reply:
-        """Do it in all workers; each has the same models, so that the first decides."""
-        if path == "/load" or (path == "/shadow" and "bundle" in fields):
-            text = "several workers load their bundles at the start; start a successor with --standby instead"
-            return HTTPStatus.CONFLICT, (), {"error": text}
+    async def status(self) -> dict[str, Any]:
+        """Return the status of a worker, as each has the same models, with the counters of all workers."""
         await wait_for_first(self._all_ready, self._stop_requested)
-        async with self._changing:
-            workers = self._ready_workers()
-            replies = await asyncio.gather(*(worker.channel.call("perform", path, fields) for worker in workers))
-            if not any(replies):
-                return HTTPStatus.SERVICE_UNAVAILABLE, (), {"error": "no worker is running; try again in a moment"}
-            status, headers, body = next(filter(None, replies))
-            if path != STATUS and status == HTTPStatus.OK:
-                self._changes.append((path, fields))
-            for worker, reply in zip(workers, replies, strict=True):
-                if reply is None or reply[0] != status:  # its replacement will be like the others
-                    os.kill(worker.pid, signal.SIGKILL)
-        if "models" in body:
-            for version in (await self._total()).versions.values():
-                if version.shadow is not None and (shadow := body["models"][version.name]["shadow"]) is not None:
-                    shadow.update(asdict(version.shadow[1]))
-        return status, headers, body
+        replies = await asyncio.gather(*(worker.channel.call("status") for worker in self._ready_workers()))
+        body: dict[str, Any] = next(filter(None, replies), {"models": {}})
+        for version in (await self._total()).versions.values():
+            if version.shadow is not None and (model := body["models"].get(version.name)) and model["shadow"]:
+                model["shadow"].update(asdict(version.shadow[1]))
+        return body
 
     async def _total(self) -> Snapshot:
         """Return what all workers have counted."""

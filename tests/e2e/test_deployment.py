@@ -131,22 +131,22 @@ def _champion(project: ProjectFolder, name: str = "champion") -> str:
     return read_registry(project.runs, "").names[name].bundle
 
 
-def test_bundle_is_swapped_and_rolled_back_without_failed_requests(
+def test_bundle_is_replaced_and_rolled_back_without_failed_requests(
     project: ProjectFolder, live: LiveService, first: Run, second: Run
 ) -> None:
     old, new = first.bundle().digest, second.bundle().digest
     with Client(live.port) as client:
         stderr = project.deploy(second).stderr
-        assert f"switched from bundle {old[:12]}, which stays loaded" in stderr
+        assert "a new process takes over: the bundle has changed" in stderr
         assert (_champion(project), _champion(project, "previous")) == (new, old)
-        assert "it was still loaded and gets all requests again" in project.pipe("registry", "rollback").stdout
+        assert "; it gets all requests again" in project.pipe("registry", "rollback").stdout
     assert client.errors == []
     assert {status for status, _ in client.answers} == {200}
     order = [bundle for bundle, _ in itertools.groupby(bundle for _, bundle in client.answers)]
     assert order in ([old, new, old], [old, new]), "each change once; the way back may come after the last answer"
     found = read_live(project.runs)
     assert found is not None
-    assert (found.pid, found.bundle, found.run) == (live.pid, old, first.id)
+    assert (found.bundle, found.run, found.port) == (old, first.id, live.port)
     assert project.request("/v1/models/sides:predict", QUESTION)[1]["x-bundle-digest"] == old
     assert _champion(project) == old
 
@@ -165,7 +165,6 @@ def test_new_process_takes_over_the_port_without_failed_requests(
         assert {status for status, _ in one.answers} == {200}
         assert one.pids == {live.pid, new.pid}
     assert not live.alive
-    assert not Path(live.token).exists()
 
 
 @pytest.mark.long
@@ -198,15 +197,6 @@ def test_a_canary_gets_its_share_until_it_is_promoted_or_ended(
 
 def _answers(project: ProjectFolder, count: int) -> set[str]:
     return {project.request("/v1/models/sides:predict", QUESTION)[1]["x-bundle-digest"] for _ in range(count)}
-
-
-def test_a_bundle_that_fails_leaves_the_old_one_live(
-    project: ProjectFolder, live: LiveService, first: Run, second: Run
-) -> None:
-    stderr = project.deploy(second, expect=2, env={"TINY_CODEC": "broken"}).stderr
-    assert "golden requests failed: ValueError: this codec is broken here" in stderr.splitlines()[-1]
-    assert read_live(project.runs) == live
-    assert _answers(project, 1) == {first.bundle().digest} == {_champion(project)}
 
 
 def test_a_process_that_fails_leaves_the_old_one_live(

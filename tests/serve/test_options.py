@@ -228,7 +228,7 @@ def test_by_default_the_service_is_local_and_grpc_is_one_port_above() -> None:
     assert options.grpc == Address("127.0.0.1", 8081)
     assert (options.standby, options.provider, options.threads) == (None, None, None)
     assert options.bundles == (NamedBundle("", Path("bundle").resolve()),)
-    assert (options.admin, options.canary, options.shadows) == (None, 0.0, ())
+    assert (options.canary, options.shadows) == (0.0, ())
 
 
 def test_grpc_can_be_switched_off_and_standby_is_always_local() -> None:
@@ -243,9 +243,7 @@ def test_grpc_can_be_switched_off_and_standby_is_always_local() -> None:
         (["--port", "9000", "--standby", "9001"], "ports 9000, 9001, 9001: .* must differ"),
         (["--port", "65535"], "--grpc-port: 65536 is no port"),
         (["--grpc-port", "-2"], "--grpc-port: -2 is no port"),
-        (["--admin", "8080", "--admin-token", "t"], "ports 8080, 8081, 8080: .*--admin must differ"),
-        (["--admin", "9000"], "--admin PORT and --admin-token FILE go together"),
-        (["--admin-token", "t"], "go together"),
+        (["--standby", "8080"], "ports 8080, 8081, 8080: .*--standby must differ"),
     ],
 )
 def test_ports_that_cannot_work_are_a_config_error(argv: list[str], sentence: str) -> None:
@@ -266,7 +264,6 @@ def test_ports_that_cannot_work_are_a_config_error(argv: list[str], sentence: st
         ["--max-batch-size", "x"],
         ["--deadline-seconds", "nan"],
         ["--batch-delay-ms", "-1"],
-        ["--keep-versions", "0"],
     ],
 )
 def test_a_malformed_option_exits_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:

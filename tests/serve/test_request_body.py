@@ -135,7 +135,7 @@ def test_a_compressed_body_takes_the_memory_of_what_it_becomes() -> None:
 def test_refused_requests_give_their_memory_back(bundle: Bundle, pool: Executor) -> None:
     budget, repository, model = MemoryBudget(20_000), ModelRepository(), Model("tiny")
     repository.add(model)
-    model.switch(model.add(load_predictor(bundle, "cpu", 1), pool, budget))
+    model.add(load_predictor(bundle, "cpu", 1), pool, budget)
     app = App(repository, RequestLog(Metrics(list)), budget=budget)
 
     async def send(body: bytes) -> list[int]:

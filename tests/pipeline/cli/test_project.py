@@ -99,7 +99,15 @@ def test_a_folders_name_becomes_one_that_urls_and_clusters_take(folder: str, nam
 def test_gc_keeps_the_newest_runs_the_champion_and_what_is_live(pipe: Pipe, starter: Path) -> None:
     project = find_project(starter)
     runs = [create_run(project.runs, project.config(), ("prepare",), parent="").id for _ in range(5)]
-    place = {"host": "127.0.0.1", "port": 1, "grpc_port": 2, "requested_port": 1, "since": "now", "log": "log"}
+    place = {
+        "host": "127.0.0.1",
+        "port": 1,
+        "grpc_port": 2,
+        "health_port": 3,
+        "requested_port": 1,
+        "since": "now",
+        "log": "log",
+    }
     process = {"pid": os.getpid(), "process_started": process_started(os.getpid())}
     body = {"name": "m", "run": runs[1], "bundle": "b", **place, **process}
     write_live(project.runs, LiveService.model_validate(body))

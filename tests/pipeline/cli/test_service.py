@@ -37,7 +37,7 @@ def test_a_damaged_bundle_is_not_served(pipe_process: Pipe, tmp_path: Path) -> N
 
 def test_answers_of_another_bundle_than_the_deployed_one_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A canary is deployed as well."""
-    place = {"host": "h", "port": 1, "grpc_port": 2, "requested_port": 1, "since": "", "log": ""}
+    place = {"host": "h", "port": 1, "grpc_port": 2, "health_port": 3, "requested_port": 1, "since": "", "log": ""}
     live = LiveService(
         name="m", run="r", bundle="a" * 64, pid=1, process_started=0, **place,
         canary=CanaryRecord(run="s", bundle="b" * 64, share=0.1),

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,6 @@ import pytest
 
 from pipeline.contract.bundle import Ancestors, Bundle, Manifest
 from pipeline.contract.golden import Golden
-from pipeline.contract.settings.stages import Deploy
 from pipeline.contract.signature import Limits, Runtime, Signature, TensorSpec
 from pipeline.service.process import (
     LiveService,
@@ -72,7 +72,7 @@ def live_of(process: subprocess.Popen[str], **changes: object) -> LiveService:
     values = {
         "name": "tiny", "run": "one", "bundle": "b" * 64, "pid": process.pid,
         "process_started": process_started(process.pid), "host": "127.0.0.1", "port": 9000, "grpc_port": 9001,
-        "requested_port": 9000, "since": "now", "log": "log",
+        "health_port": 9002, "requested_port": 9000, "since": "now", "log": "log",
     }  # fmt: skip
     return LiveService.model_validate({**values, **changes})
 
@@ -159,7 +159,8 @@ def test_the_next_free_port_is_taken_when_the_wanted_one_is_not(taken: int) -> N
 
 def test_a_redeployment_keeps_the_ports_the_old_one_got(process: subprocess.Popen[str]) -> None:
     old = live_of(process, port=9007, grpc_port=9008)
-    assert choose_ports(Deploy(port=9000), old) == (9007, 9008)
+    request: Any = SimpleNamespace(host="127.0.0.1", port=9000)
+    assert choose_ports(request, old) == (9007, 9008)
 
 
 class Echo(BaseHTTPRequestHandler):

@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import json
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, HTTPServer
+import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +15,23 @@ from pipeline.contract.run import Run
 from pipeline.contract.settings.access import Access
 from pipeline.contract.settings.stages import Serve, service_view_options
 from pipeline.service import rollout
-from pipeline.service.process import LiveService, read_live, write_live
+from pipeline.service.process import CanaryRecord, LiveService, read_live, spawn, stop_process, write_live
 from pipeline.service.rollout import (
     Ports,
     ServiceStart,
     argv,
-    canary_share,
-    choose_rollout,
+    end_canary,
+    finish_canary,
     process_stamp,
     promote,
+    reason_to_start,
+    requested_start,
     rollback,
     shadow_bundle,
     start,
-    swap_bundle,
 )
 from pipeline.system.errors import ConfigError, StageError
+from tests.ports import free_port
 
 from ..conftest import NewRun, bundle_of
 from ..packing import record_export
@@ -115,47 +115,60 @@ def bundle(run: Run) -> Bundle:
 def _live(**changes: Any) -> LiveService:
     values = {
         "name": "tiny", "run": "one", "bundle": "a" * 64, "pid": 1, "process_started": 0.0, "host": "127.0.0.1",
-        "port": 8080, "grpc_port": 8081, "requested_port": 8080, "since": "now", "log": "log", "admin_port": 8090,
-        "token": "token", "stamp": STAMP, "max_body_bytes": 1,
+        "port": 8080, "grpc_port": 8081, "health_port": 8090, "requested_port": 8080, "since": "now", "log": "log",
+        "stamp": STAMP,
     }  # fmt: skip
     return LiveService.model_validate({**values, **changes})
+
+
+def _request(run: Run, bundle: Bundle, **changes: Any) -> ServiceStart:
+    request = ServiceStart(run, bundle, Access(), ("--no-page",), STAMP, "127.0.0.1", 8080, 60)
+    return replace(request, **changes)
 
 
 def _with(config: Config, section: str, **changes: Any) -> Config:
     return config.model_copy(update={section: getattr(config, section).model_copy(update=changes)})
 
 
-def test_where_nothing_serves_a_process_is_started(config: Config, bundle: Bundle) -> None:
-    assert choose_rollout(None, config, bundle, STAMP)[0] == "start"
+def test_a_process_is_started_unless_the_live_one_is_what_is_wanted(run: Run, bundle: Bundle) -> None:
+    wanted, digest = _request(run, bundle), bundle.digest
+    canary = CanaryRecord(run=run.id, bundle=digest, share=0.1)
+    assert reason_to_start(_live(bundle=digest), wanted) == ""
+    assert reason_to_start(_live(bundle=digest), replace(wanted, share=0.1)) == "", "it has all requests already"
+    assert reason_to_start(_live(canary=canary), replace(wanted, share=0.1)) == ""
 
 
-def test_where_the_bundle_alone_is_another_it_is_swapped_in(config: Config, bundle: Bundle) -> None:
-    assert choose_rollout(_live(), config, bundle, STAMP)[0] == "swap"
-    assert choose_rollout(_live(bundle=bundle.digest), config, bundle, STAMP)[0] == "swap", "which then changes nothing"
+CANARY = {"run": "two", "bundle": "b" * 64, "share": 0.1}
 
 
 @pytest.mark.parametrize(
-    ("changes", "reason"),
+    ("live", "request_changes", "reason"),
     [
-        ({"host": "0.0.0.0"}, "address has changed"),
-        ({"requested_port": 9000}, "address has changed"),
-        ({"admin_port": 0}, "no admin interface"),
-        ({"stamp": "of yesterday"}, "packages, the service's own source or its options have changed"),
-        ({"name": "small"}, "the model is called tiny now"),
-        ({"max_body_bytes": 0}, "its requests may be larger"),
+        (None, {}, "no service is live yet"),
+        ({}, {}, "the bundle has changed"),
+        ({"host": "0.0.0.0"}, {}, "the address has changed"),
+        ({"requested_port": 9000}, {}, "the address has changed"),
+        ({"stamp": "of yesterday"}, {}, "packages, the service's own source or its options have changed"),
+        ({"name": "small"}, {}, "the model is called tiny now"),
+        ({"canary": CANARY}, {"share": 0.2}, "the bundle has changed"),
+        ({"canary": CANARY}, {}, "the bundle has changed"),
+        ({"bundle": "b" * 64, "canary": {**CANARY, "bundle": "c" * 64}}, {}, "the canary ends"),
+        ({"bundle": "b" * 64}, {"shadow": "/candidate"}, "the shadow has changed"),
+        ({"bundle": "b" * 64, "shadow": "/candidate"}, {}, "the shadow has changed"),
     ],
 )
-def test_what_belongs_to_the_process_needs_another_process(
-    config: Config, bundle: Bundle, changes: dict[str, Any], reason: str
+def test_anything_else_needs_another_process(
+    run: Run, bundle: Bundle, live: dict[str, Any] | None, request_changes: dict[str, Any], reason: str
 ) -> None:
-    way, why = choose_rollout(_live(**changes), config, bundle, STAMP)
-    assert way == "take over"
-    assert reason in why
+    found = reason_to_start(None if live is None else _live(**live), _request(run, bundle, **request_changes))
+    assert found == reason
 
 
-def test_several_workers_are_replaced_by_another_process(config: Config, bundle: Bundle) -> None:
-    way, why = choose_rollout(_live(), _with(config, "serve", workers=2), bundle, STAMP)
-    assert (way, why) == ("take over", "several workers load their bundles at the start")
+def test_the_settings_become_the_request(config: Config, run: Run, bundle: Bundle) -> None:
+    changed = _with(_with(config, "rollout", canary_percent=10), "serve", workers=2)
+    request = requested_start(run, changed, bundle, Access(), Path("/candidate"))
+    assert (request.share, request.shadow, request.options) == (0.1, "/candidate", ("--workers", "2"))
+    assert request.stamp == process_stamp(request.options) != requested_start(run, config, bundle, Access(), None).stamp
 
 
 def test_the_stamp_is_of_the_options_too_and_stays_the_same() -> None:
@@ -172,11 +185,6 @@ def test_the_stamp_changes_with_the_source_of_the_service(monkeypatch: pytest.Mo
         )
         stamps.add(process_stamp([]))
     assert len(stamps) == 3
-
-
-def test_a_share_is_a_number_and_none_is_0(config: Config) -> None:
-    assert canary_share(config) == 0
-    assert canary_share(_with(config, "rollout", canary_percent=10)) == 0.1
 
 
 def _sealed(folder: Path) -> Path:
@@ -196,100 +204,101 @@ def test_a_shadow_is_a_folder_of_the_project_or_a_run(config: Config, run: Run, 
     assert shadow_bundle(_with(config, "serve", shadow=run.id), run, tmp_path) == sealed
 
 
-def test_a_process_is_reported_all_it_needs(new_run: NewRun, bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, old = new_run(), _live()
-    config = _with(run.config, "rollout", canary_percent=10)
-    monkeypatch.setattr(Run, "config", config)
+def test_a_process_is_given_all_it_needs(run: Run, bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Run, "require_bundle", bundle_of)
-    order = ServiceStart(Run(run.path), bundle, Access(), ["--no-page"], STAMP, Path("/candidate"))
-    words = argv(order, Ports(1, 2, 3, 4), Path("/token"), old)
-    text = " ".join(words)
+    request, old, ports = _request(run, bundle, share=0.1, shadow="/candidate"), _live(), Ports(1, 2, 3, 4)
+    text = " ".join(argv(request, ports, old))
     old_path = Run(run.runs / "one").bundle_path
     assert text.startswith(f"-m serve tiny={old_path} tiny={run.bundle_path.resolve()} --host 127.0.0.1 --port 1")
-    assert "--grpc-port 2 --standby 3 --admin 4 --admin-token /token --no-page --canary 0.1" in text
+    assert "--grpc-port 2 --standby 3 --health-port 4 --no-page --canary 0.1" in text
     assert "--shadow /candidate --log-format text" in text
-    alone = " ".join(argv(order, Ports(1, 2, 3, 4), Path("/token"), None))
+    alone = " ".join(argv(request, ports, None))
     assert "--canary" not in alone
     assert str(old_path) not in alone
 
 
-@pytest.fixture
-def service() -> Iterator[tuple[int, list[str], list[float]]]:
-    """A port, the changes that were made over it, and the predictions that version 2 gives to its golden request."""
-    changes: list[str] = []
-    predictions = [2.0]
+# Stands for the service: answers on its standby port and, from SIGUSR1 on, on the public one.
+SERVICE = """
+import json, os, signal, sys, threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-    class Handler(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self.send_response(200)
-            self.send_header("X-Bundle-Digest", "b" * 64)
-            self.end_headers()
-            if self.path.startswith("/v"):
-                body: dict[str, Any] = {"predictions": predictions}
-            else:
-                changes.append(self.path)
-                body = {"version": "2"}
-            self.wfile.write(json.dumps(body).encode())
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.answer({})
 
-        def log_message(self, *args: object) -> None:
-            """Silent."""
+    def do_POST(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.answer({"predictions": [float(sys.argv[3])]})
 
-    server = HTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield server.server_port, changes, predictions
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    def answer(self, body):
+        self.send_response(200)
+        self.send_header("X-Bundle-Digest", "b" * 64)
+        self.send_header("X-Served-By", str(os.getpid()))
+        self.end_headers()
+        self.wfile.write(json.dumps(body).encode())
+
+    def log_message(self, *args): ...
+
+def listen(port):
+    threading.Thread(target=ThreadingHTTPServer(("127.0.0.1", int(port)), Handler).serve_forever).start()
+
+signal.signal(signal.SIGUSR1, lambda *_: listen(sys.argv[2]))
+signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+listen(sys.argv[1])
+signal.pause()
+signal.pause()
+"""
 
 
-@pytest.mark.parametrize(
-    ("found", "percent", "made"),
-    [
-        (2.0, 0, ["/load", "/shadow", "/switch"]),
-        (2.0, 10, ["/load", "/shadow", "/canary"]),
-        (2.1, 0, ["/load", "/forget"]),
-    ],
-)
+@pytest.mark.parametrize("answer", [2.0, 2.1])
 def test_a_bundle_gets_requests_only_once_its_golden_answers_are_right(
-    run: Run,
-    bundle: Bundle,
-    service: tuple[int, list[str], list[float]],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    found: float,
-    percent: float,
-    made: list[str],
+    run: Run, bundle: Bundle, monkeypatch: pytest.MonkeyPatch, answer: float
 ) -> None:
-    port, changes, predictions = service
-    predictions[:] = [found]
     run.bundle_path.mkdir(parents=True)
     Golden({}, {}, [1.0], [2.0], rtol=1e-3, atol=1e-4).write(run.bundle_path)
-    (tmp_path / "token").write_text("token")
-    old = _live(port=port, admin_port=port, token=str(tmp_path / "token"))
+    monkeypatch.setattr(rollout, "argv", lambda _r, p, _o: ["-c", SERVICE, str(p.standby), str(p.public), str(answer)])
+    processes: list[subprocess.Popen[bytes]] = []
+    monkeypatch.setattr(rollout, "spawn", lambda *given: processes.append(spawn(*given)) or processes[-1])
+    old, request = _live(pid=2**22), _request(run, bundle, port=free_port())
     write_live(run.runs, old)
-    monkeypatch.setattr(Run, "config", _with(run.config, "rollout", canary_percent=percent))
-    monkeypatch.setattr(rollout, "_verify_here", lambda _: None)  # the bundle has no model
-    run = Run(run.path)
-    if found == 2.0:
-        new, count = swap_bundle(run, bundle, old, None, print)
-        assert (count, new) == (2, read_live(run.runs))
-        assert (new.bundle, new.canary is not None) == (old.bundle if percent else bundle.digest, bool(percent))
+    if answer == 2.0:
+        live, count = start(request, None, print)
+        assert (count, live.bundle, read_live(run.runs)) == (2, bundle.digest, live)
+        assert stop_process(live.pid, live.process_started)
     else:
         with pytest.raises(StageError, match=r"predictions\[0\]: expected 2.0, found 2.1"):
-            swap_bundle(run, bundle, old, None, print)
+            start(request, None, print)
         assert read_live(run.runs) == old
-    assert changes == made
+    assert processes[0].wait(60) == 0, "it got SIGTERM"
 
 
-def test_a_process_that_ends_while_it_starts_leaves_nothing_behind(
+def test_a_process_that_ends_while_it_starts_leaves_the_old_record(
     run: Run, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(rollout, "argv", lambda *_: ["-c", "raise SystemExit('no room')"])
     old = _live()
     write_live(run.runs, old)
     with pytest.raises(StageError, match="the service ended while starting: no room"):
-        start(ServiceStart(run, bundle, Access(), [], STAMP, None), None, print)
+        start(_request(run, bundle), None, print)
     assert read_live(run.runs) == old
-    assert not (run.path / "admin.token").exists()
+
+
+@pytest.mark.parametrize(("end", "run_id", "digest"), [(end_canary, "one", "a" * 64), (finish_canary, "two", "b" * 64)])
+def test_a_canary_ends_by_another_process_with_the_same_options(
+    run: Run, monkeypatch: pytest.MonkeyPatch, end: Any, run_id: str, digest: str
+) -> None:
+    live = _live(canary=CANARY, options=("--no-page",), shadow="/candidate")
+    requests: list[ServiceStart] = []
+
+    def begin(request: ServiceStart, old: LiveService, report: object) -> tuple[LiveService, int]:
+        requests.append(request)
+        return old.model_copy(update={"run": request.run.id, "bundle": request.bundle.digest, "canary": None}), 2
+
+    monkeypatch.setattr(rollout, "start", begin)
+    monkeypatch.setattr(rollout, "promote", lambda *arguments: arguments)
+    monkeypatch.setattr(Run, "require_bundle", bundle_of)
+    monkeypatch.setattr(Run, "config", run.config)
+    end(run.runs, live, print)
+    (request,) = requests
+    assert (request.run.id, request.bundle.digest, request.share) == (run_id, digest, 0.0)
+    assert (request.options, request.stamp, request.shadow) == (live.options, live.stamp, live.shadow)

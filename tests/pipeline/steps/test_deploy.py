@@ -14,12 +14,10 @@ from pipeline.cli.app import app
 from pipeline.contract.config import Config, override_config
 from pipeline.contract.registry import CHAMPION, read_registry
 from pipeline.contract.run import Run
-from pipeline.contract.settings.access import OPEN_ACCESS
 from pipeline.history import Project
 from pipeline.service.process import LiveService, process_started, write_live
 from pipeline.service.rollout import process_stamp
 from pipeline.steps import deploy
-from pipeline.steps.deploy import fixed_options
 from pipeline.system.errors import BundleError, ConfigError
 
 from ..conftest import NewRun, bundle_of
@@ -87,10 +85,9 @@ def source(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 def serve(run: Run, config: Config, bundle: str) -> None:
     """Record a live service of this bundle with the requested options."""
-    stamp = process_stamp(fixed_options(config, OPEN_ACCESS))
     deploy = config.deploy
-    ports = {"port": deploy.port, "requested_port": deploy.port, "grpc_port": 1, "admin_port": 1}
-    place = {"host": deploy.host, "log": "", "since": "", "token": "", "stamp": stamp, "max_body_bytes": 1, **ports}
+    ports = {"port": deploy.port, "requested_port": deploy.port, "grpc_port": 1, "health_port": 1}
+    place = {"host": deploy.host, "log": "", "since": "", "stamp": process_stamp(()), **ports}
     pid = os.getpid()
     live = LiveService(name="tiny", run=run.id, bundle=bundle, pid=pid, process_started=process_started(pid), **place)
     write_live(run.runs, live)
@@ -111,7 +108,10 @@ def test_what_serves_already_changes_nothing(project: Project, source: Run, conf
 
 def test_another_bundle_and_another_process_are_reported(project: Project, source: Run, config: Config) -> None:
     serve(source, config, "a" * 64)
-    assert preview_text(project, source) == "service/tiny: bundle aaaaaaaaaaaa → bbbbbbbbbbbb"
+    assert preview_text(project, source).splitlines() == [
+        "service/tiny: a new process takes over: the bundle has changed",
+        "service/tiny: bundle aaaaaaaaaaaa → bbbbbbbbbbbb",
+    ]
     found = preview_text(project, source, "deploy.port=1234")
     assert "service/tiny: a new process takes over: the address has changed" in found
 

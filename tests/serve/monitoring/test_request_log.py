@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import socket
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -123,38 +121,6 @@ def test_a_head_that_is_no_http_is_counted_and_answered_with_an_id(server: Runni
     (received,) = re.findall(rb"\r\nx-request-id: (\S+)", head)
     server.wait_for(f"request_id={received.decode()}")
     assert _sample(server, "pipe_rejected_total", reason="http_400") == before + 1
-
-
-def test_series_come_and_go_with_the_versions_that_are_swapped_in_and_out(
-    start: Launcher, bundle_path: Path, picture: list[Any], tmp_path: Path, seal: Callable[[Path], str], free_ports: Any
-) -> None:
-    (port,) = free_ports(1)
-    token = tmp_path / "token"
-    token.touch(0o600)
-    token.write_text("0123456789abcdef" * 4)
-    server = start(bundle_path, options=["--admin", str(port), "--admin-token", str(token)])
-
-    def change(path: str, **fields: str) -> Any:
-        headers = {"authorization": f"Bearer {token.read_text()}"}
-        answer = httpx.post(
-            f"http://127.0.0.1:{port}{path}", json={"model": "tiny", **fields}, headers=headers, timeout=300
-        )
-        assert answer.status_code == 200, answer.text
-        assert answer.headers["x-request-id"]
-        return answer.json()
-
-    def requests() -> list[float]:
-        assert _post(server, {"instances": [picture]}).status_code == 200
-        return [_sample(server, "pipe_requests_total", version=version, code="200") for version in "123"]
-
-    assert requests() == [1, 0, 0]
-    for number in (2, 3):
-        bundle = Path(shutil.copytree(bundle_path, tmp_path / str(number)))
-        (bundle / "card.md").write_text(f"# {number}\n")
-        seal(bundle)
-        change("/switch", version=change("/load", bundle=str(bundle))["version"])
-        assert _sample(server, "pipe_version_current", version=str(number)) == 1
-        assert requests() == ([1, 1, 0] if number == 2 else [0, 1, 1]), "the version before is kept, older ones go"
 
 
 def test_the_log_is_json_with_the_id_of_what_failed_and_a_share_of_the_rest(

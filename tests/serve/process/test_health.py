@@ -25,7 +25,11 @@ async def _get_while_the_loop_is_blocked(is_ready: bool, path: str, method: str 
     port = free_port()
     sock = bind_socket(Address("127.0.0.1", port), share=False)
     control, heartbeat = ControlThread(), Heartbeat()
-    app = Health(heartbeat.is_live, lambda: is_ready)
+
+    async def status() -> dict[str, Any]:
+        return {"models": {}}
+
+    app = Health(heartbeat.is_live, lambda: is_ready, status)
     await control.listen(partial(Listener, app, sock, headers=(), grace_seconds=1))
     response = httpx.request(method, f"http://127.0.0.1:{port}{path}", timeout=SECONDS)
     await control.stop()
@@ -40,7 +44,8 @@ async def _get_while_the_loop_is_blocked(is_ready: bool, path: str, method: str 
         (True, READY, 200, {"ready": True, "live": True}),
         (False, LIVE, 200, {"live": True}),
         (False, READY, 503, {"ready": False, "live": True}),
-        (True, "/v2", 404, {"error": f"only GET {LIVE} and {READY} are here"}),
+        (True, "/status", 200, {"models": {}}),
+        (True, "/v2", 404, {"error": f"only GET {LIVE}, {READY} and /status are here"}),
     ],
 )
 def test_it_answers_while_the_event_loop_is_blocked(is_ready: bool, path: str, status: int, body: Any) -> None:
