@@ -1,11 +1,15 @@
-"""`python -m benchmarks.structure`: print the size of the source tree and its import cycles."""
+"""`python -m benchmarks.structure`: print the size of source, tests, documents and settings, and import cycles."""
 
 from __future__ import annotations
 
 import ast
+import subprocess
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+from pipeline.contract.config import Config
+from pipeline.contract.settings.section import Section
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("pipeline", "train", "export", "serve", "k8s")
@@ -78,6 +82,17 @@ def cycles(graph: Graph) -> list[list[str]]:
     return components
 
 
+def tracked_texts(pattern: str) -> list[str]:
+    """Return the contents of the files in Git that match a pattern."""
+    listed = subprocess.run(["git", "ls-files", pattern], cwd=ROOT, capture_output=True, text=True, check=True)
+    return [(ROOT / name).read_text() for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
+
+
+def count_settings(section: type[Section]) -> int:
+    kinds = [field.annotation for field in section.model_fields.values()]
+    return sum(count_settings(kind) if isinstance(kind, type) and issubclass(kind, Section) else 1 for kind in kinds)
+
+
 def main() -> None:
     files = source_files()
     graph = import_graph(files)
@@ -94,6 +109,9 @@ def main() -> None:
     )
     folders = Counter(path.parent.relative_to(ROOT).as_posix() for path in files)
     print(f"modules: {len(files)}, lines: {sum(lines.values())}")
+    print(f"settings: {count_settings(Config)}")
+    print(f"words of documents: {sum(len(text.split()) for text in tracked_texts('*.md'))}")
+    print(f"lines of tests: {sum(len(text.splitlines()) for text in tracked_texts('tests/*.py'))}")
     print(f"modules under {SMALL_LINES} lines with one importer: {len(small)}")
     print(*(f"  {module} ({lines[module]}) <- {next(iter(importers[module]))}" for module in small), sep="\n")
     print("largest folders:", ", ".join(f"{folder} {count}" for folder, count in folders.most_common(5)))

@@ -21,8 +21,9 @@ from pipeline.system.sources import SOURCE_ROOT
 from .project_folder import PIPE, ProjectFolder, environment
 
 DOCUMENTS = [
-    SOURCE_ROOT / "README.md",
+    *sorted(SOURCE_ROOT.glob("*.md")),
     *sorted((SOURCE_ROOT / "docs").glob("*.md")),
+    SOURCE_ROOT / "benchmarks" / "RESULTS.md",
     *sorted(SOURCE_ROOT.glob("examples/*/README.md")),
 ]
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -212,11 +213,30 @@ def slug(heading: str) -> str:
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
+def anchors(document: Path) -> set[str]:
+    """Return the anchors of the headings of a document."""
+    text = _BLOCK.sub("", document.read_text())
+    return {slug(line.lstrip("# ")) for line in text.splitlines() if line.startswith("#")}
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(SOURCE_ROOT).as_posix())
-def test_links_within_a_document_lead_to_a_heading(document: Path) -> None:
-    text = document.read_text()
-    headings = {slug(line.lstrip("# ")) for line in _BLOCK.sub("", text).splitlines() if line.startswith("#")}
-    assert [target for target in re.findall(r"\]\(#([^)]+)\)", text) if target not in headings] == []
+def test_links_lead_to_a_heading(document: Path) -> None:
+    links = re.findall(r"\]\((?!https?://)([^)#]*)#([^)]+)\)", document.read_text())
+    targets = [(document.parent / file if file else document, anchor) for file, anchor in links]
+    assert [f"{file}#{anchor}" for file, anchor in targets if anchor not in anchors(file)] == []
+
+
+def test_sections_named_in_messages_exist() -> None:
+    named = re.compile(r"(docs/[\w-]+\.md)(?:, ([A-Z][A-Za-z ]+))?")
+    sources = [
+        path
+        for package in ("pipeline", "train", "export", "serve", "k8s", "examples")
+        for path in (SOURCE_ROOT / package).rglob("*.py")
+    ]
+    references = {match for path in sources for match in named.findall(path.read_text())}
+    assert len(references) >= 4
+    for document, section in references:
+        assert not section or slug(section.strip()) in anchors(SOURCE_ROOT / document), f"{document}, {section}"
 
 
 def test_every_example_of_configuration_is_one_that_pipe_takes() -> None:
@@ -232,9 +252,10 @@ def test_every_example_of_configuration_is_one_that_pipe_takes() -> None:
     assert len(examples) > 15
 
 
-def test_modules_named_in_the_architecture_exist() -> None:
-    named = set(re.findall(r"`((?:[\w-]+/)*[\w-]+\.py)`", (SOURCE_ROOT / "docs" / "architecture.md").read_text()))
+def test_modules_named_in_the_documents_exist() -> None:
     files = [path.as_posix() for path in SOURCE_ROOT.rglob("*.py") if ".venv" not in path.parts]
-    assert len(named) > 20
-    users = {"codec.py", "train.py"}  # files of a project
-    assert [name for name in sorted(named - users) if not any(file.endswith(f"/{name}") for file in files)] == []
+    for document, least in (("docs/architecture.md", 15), ("AGENTS.md", 10)):
+        named = set(re.findall(r"`((?:[\w-]+/)*[\w-]+\.py)`", (SOURCE_ROOT / document).read_text()))
+        assert len(named) >= least
+        users = {"codec.py", "train.py"}  # files of a project
+        assert [name for name in sorted(named - users) if not any(file.endswith(f"/{name}") for file in files)] == []

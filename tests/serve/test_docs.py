@@ -6,12 +6,10 @@ import json
 import math
 import os
 import re
-import secrets
 import shlex
-import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,31 +57,14 @@ class Shell:
         return done.stdout.decode()
 
 
-def _other(bundle: Path, folder: Path, seal: Callable[[Path], str]) -> Path:
-    """The same model under another card, and so another bundle."""
-    path = Path(shutil.copytree(bundle, folder / "other"))
-    (path / "card.md").write_text("# another\n")
-    seal(path)
-    return path
-
-
-def _admin(folder: Path, port: int) -> list[str]:
-    (folder / "token").touch(0o600)
-    (folder / "token").write_text(secrets.token_hex(32))
-    return ["--admin", str(port), "--admin-token", str(folder / "token")]
-
-
 @pytest.fixture(scope="module")
 def outputs(
     bundle_path: Path,
-    seal: Callable[[Path], str],
-    free_ports: Callable[[int], list[int]],
     tmp_path_factory: pytest.TempPathFactory,
     module_launcher: Launcher,
 ) -> list[Ran]:
     folder = tmp_path_factory.mktemp("docs")
-    (admin_port,) = free_ports(1)
-    server = module_launcher(bundle_path, options=["--name", "digits", *_admin(folder, admin_port)])
+    server = module_launcher(bundle_path, options=["--name", "digits"])
     story = module_launcher(tiny.build(folder / "story"), options=["--name", "story"])
     search = module_launcher(embedder.build(folder / "search"), options=["--name", "search"])
     places = {
@@ -91,9 +72,8 @@ def outputs(
         "localhost:8070": f"localhost:{story.port}",
         "localhost:8080": f"localhost:{server.port}",
         "localhost:8081": f"localhost:{server.grpc_port}",
-        "localhost:8090": f"localhost:{admin_port}",
     }
-    env = {**os.environ, "BUNDLE": str(_other(bundle_path, folder, seal)), "PYTHONPATH": str(SOURCE_ROOT)}
+    env = {**os.environ, "PYTHONPATH": str(SOURCE_ROOT)}
     env.pop("PIPE_API_KEY", None)
     shell, found = Shell(folder, places, env), []
     for (language, text), (following, expected) in zip(BLOCKS, [*BLOCKS[1:], ("", "")], strict=True):
@@ -112,7 +92,7 @@ def _closed(launcher: Launcher, bundle: Path, folder: Path) -> Running:
 
 
 def test_every_command_answers_what_the_document_states(outputs: list[Ran]) -> None:
-    assert sum(ran.text.count("curl ") for ran in outputs) > 35
+    assert sum(ran.text.count("curl ") for ran in outputs) > 30
     for ran in outputs:
         if ran.kind == "json":
             _same_objects(ran.text, list(_objects(ran.expected)), list(_objects(ran.printed)))
@@ -173,7 +153,7 @@ def test_every_way_to_start_it_is_one_it_understands(line: str) -> None:
 def test_every_status_of_a_refusal_is_in_the_table() -> None:
     received = {int(code) for row in re.findall(r"^\| ([\d, ]+) \|", DOCUMENT, re.MULTILINE) for code in row.split(",")}
     kinds: list[type[RequestError]] = [RequestError, *RequestError.__subclasses__()]
-    undocumented = {499, 409}  # the client left; of the admin interface
+    undocumented = {499}  # the client left
     assert {int(kind.status) for kind in kinds} - undocumented <= received
 
 

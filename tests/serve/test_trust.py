@@ -1,24 +1,19 @@
-"""Only what a trusted key signed is loaded: at the start, by a hot swap, as a canary and as a shadow."""
+"""Only what a trusted key signed is loaded: as a bundle and as a shadow."""
 
 from __future__ import annotations
 
-import asyncio
 import shutil
-from collections.abc import Callable, Iterator
-from concurrent.futures import Executor
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from pipeline.contract.bundle import Bundle
 from pipeline.contract.signing import SIGNATURE, new_key, private_key, sign
 from pipeline.system.errors import BundleError
 from serve.__main__ import _open, _shadow
-from serve.models import ModelManager, ModelRepository
 from serve.options import Options, parse_options
-from serve.runtime.loading import load_predictor
 from tests.serve.bundles import seal
 
 Spoil = Callable[[Path], None]
@@ -42,14 +37,6 @@ def given(own_bundle: Path, tmp_path: Path) -> Given:
     sign(own_bundle, private_key(key))
     options = parse_options([str(own_bundle), "--shadow", str(own_bundle), "--require-signature", f"{key}.pub"])
     return Given(key, own_bundle, loaded, options)
-
-
-@pytest.fixture
-def manager(given: Given, bundle: Bundle, pool: Executor) -> Iterator[ModelManager]:
-    repository = ModelRepository()
-    manager = ModelManager(repository, given.options, pool, [("tiny", load_predictor(bundle, "cpu", 1))])
-    yield manager
-    manager.close()
 
 
 def unsigned(bundle: Path) -> None:
@@ -82,49 +69,31 @@ REFUSED = pytest.mark.parametrize(
 )
 
 
-def enter_at_start(given: Given, manager: ModelManager) -> None:
+def enter(given: Given) -> None:
     _open(given.options.bundles[0], given.options)
 
 
-def enter_as_shadow_at_start(given: Given, manager: ModelManager) -> None:
+def enter_as_shadow(given: Given) -> None:
     _shadow(given.options.shadows[0], given.options, {"tiny": SimpleNamespace(signature=None)})  # type: ignore[dict-item]
 
 
-def enter_by_swap(given: Given, manager: ModelManager) -> None:
-    asyncio.run(manager.load("tiny", given.bundle))
-
-
-def enter_as_shadow(given: Given, manager: ModelManager) -> None:
-    asyncio.run(manager.start_shadow("tiny", given.bundle, 1.0))
-
-
-WAYS = (enter_at_start, enter_as_shadow_at_start, enter_by_swap, enter_as_shadow)
-
-
 @REFUSED
+@pytest.mark.parametrize("way", [enter, enter_as_shadow])
 def test_what_no_trusted_key_signed_is_refused_with_nothing_loaded(
-    given: Given, manager: ModelManager, spoil: Spoil, output: str
+    given: Given, spoil: Spoil, output: str, way: Callable[[Given], None]
 ) -> None:
-    before = manager.status()
     spoil(given.bundle)
-    for enter in WAYS:
-        with pytest.raises(BundleError, match=output):
-            enter(given, manager)
+    with pytest.raises(BundleError, match=output):
+        way(given)
     assert not given.loaded.exists()
-    assert manager.status() == before
 
 
-def test_what_a_trusted_key_signed_comes_in_by_every_way(given: Given, manager: ModelManager) -> None:
-    for enter in (enter_at_start, enter_by_swap, enter_as_shadow, enter_as_shadow):
-        enter(given, manager)
-    assert given.loaded.exists()
-    assert manager.status()["models"]["tiny"]["shadow"]["path"] == str(given.bundle)
+def test_what_a_trusted_key_signed_is_opened(given: Given) -> None:
+    enter(given)
 
 
-def test_a_key_that_is_taken_out_of_the_file_opens_no_security_from_then_on(
-    given: Given, manager: ModelManager
-) -> None:
+def test_a_key_that_is_taken_out_of_the_file_opens_no_bundle_from_then_on(given: Given) -> None:
     new_key(given.key.parent / "other")
     shutil.copyfile(f"{given.key.parent}/other.pub", f"{given.key}.pub")
     with pytest.raises(BundleError, match="is signed by SHA256:"):
-        enter_by_swap(given, manager)
+        enter(given)

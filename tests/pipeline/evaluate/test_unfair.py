@@ -1,6 +1,6 @@
 """Unfair or meaningless comparisons, each of which one check must stop.
 
-docs/evaluation.md lists them, next to the damaged files of tests/export.
+docs/evaluation.md describes the checks; tests/export has the damaged files.
 """
 
 from __future__ import annotations
