@@ -71,7 +71,7 @@ def _size(count: int) -> str:
 
 
 def _request(project: Project, config: Config, prepare: Step) -> dict[str, Any]:
-    """Return what `train.memory` reads; pods have other machines, of which only the requested memory is known."""
+    """Return what `train.device.memory` reads; of pods, only the requested memory is known."""
     train, on_cluster = config.train, config.cluster.executor == "kubernetes"
     gpus = int(train.device == "cuda") if on_cluster else count_gpus(os.environ)
     local_processes = processes_per_node(train, gpus)
@@ -90,7 +90,7 @@ def _request(project: Project, config: Config, prepare: Step) -> dict[str, Any]:
 def _estimate(root: Path, request: Mapping[str, Any]) -> dict[str, Any]:
     try:
         done = subprocess.run(
-            [sys.executable, "-m", "train.memory"],
+            [sys.executable, "-m", "train.device.memory"],
             cwd=root,
             env=os.environ | step_environment(1, os.cpu_count() or 1),
             input=json.dumps(request),

@@ -35,13 +35,13 @@ from pipeline.contract.task import (
 from pipeline.system.errors import DataError, StageError
 from pipeline.system.files import digest_parts, write_json
 from pipeline.system.processes import Rank
-from train.accelerator import configure_accelerator, describe_accelerator
 from train.batch_order import order_identity, read_order
 from train.batch_size import decide_batch_size
 from train.chaos_hooks import CHAOS_VARIABLE, ChaosHook, install_chaos_hook
 from train.checkpoint.load import SavedCheckpoint
 from train.checkpoint.storage import make_storage
 from train.checkpoint.store import CheckpointStore
+from train.device.accelerator import configure_accelerator, describe_accelerator
 from train.elastic.attempts import begin_attempt
 from train.hang_report import enable_flight_recorder
 from train.ledger import Ledger

@@ -29,8 +29,8 @@ from pipeline.system.errors import ResourceError
 from pipeline.system.files import write_json
 from train.checkpoint.load import read_batch_size
 from train.checkpoint.storage import Storage
-from train.memory import LiveBytes, available_bytes, model_tensors
-from train.memory_format import choose_input_formats
+from train.device.memory import LiveBytes, available_bytes, model_tensors
+from train.device.memory_format import choose_input_formats
 from train.optim import Precision, make_optimizer, seed_step
 from train.parallel.base import Objective
 from train.process_group import ProcessGroup

@@ -21,7 +21,7 @@ from torch.utils.tensorboard.writer import SummaryWriter
 from pipeline.contract.results import curve_values
 from pipeline.system.files import unwritable, write_atomic
 from train.data import BatchLoader
-from train.flops import ModelFlops
+from train.device.flops import ModelFlops
 from train.ledger import row_number
 from train.optim import Precision
 from train.parallel.base import Strategy

@@ -25,7 +25,7 @@ from pipeline.contract.settings.stages import Train
 from pipeline.contract.task import HasOptimizer
 from pipeline.system.errors import ConfigError
 from pipeline.system.torch_private import foreach_add_, foreach_sub_, fused_adamw_
-from train.accelerator import HALF_TYPES, Kind, Setting, choose_precision
+from train.device.accelerator import HALF_TYPES, Kind, Setting, choose_precision
 
 
 def make_optimizer(model: nn.Module, settings: Train, task: object = None) -> torch.optim.Optimizer:

@@ -24,12 +24,12 @@ from pipeline.contract.task import HasLossWeight, Task
 from pipeline.system.errors import ConfigError, DataError
 from train.batch_order import BatchOrder, check_order, count_steps
 from train.chaos_hooks import run_chaos_hook
-from train.compilation import batch_sizes_differ, check_compiler, keep_compile_cache, mark_batch_dynamic
 from train.data import BatchLoader, LoadedBatch, LoadRequest
+from train.device.compilation import batch_sizes_differ, check_compiler, keep_compile_cache, mark_batch_dynamic
+from train.device.flops import measure_flops
+from train.device.memory_format import choose_input_formats
 from train.elastic.preemption import preemption_handler
 from train.expert_balance import ExpertBalance
-from train.flops import measure_flops
-from train.memory_format import choose_input_formats
 from train.metrics import StepMeter, StepWindow
 from train.optim import Precision, check_optimizer_state, learning_rate, make_optimizer, seed_step, set_learning_rate
 from train.parallel import make_strategy

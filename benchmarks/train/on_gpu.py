@@ -23,8 +23,8 @@ from benchmarks.train.large import NETS
 from pipeline.contract.config import parse_config
 from pipeline.contract.data import open_split
 from pipeline.system.processes import Rank
-from train.accelerator import configure_accelerator
 from train.checkpoint.store import CheckpointStore
+from train.device.accelerator import configure_accelerator
 from train.metrics import peak_memory_bytes
 from train.optim import set_determinism
 from train.process_group import ProcessGroup, join_process_group

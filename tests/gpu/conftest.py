@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from pipeline.contract.config import parse_config
 from pipeline.contract.data import Samples
 from pipeline.system.processes import Rank
-from train.accelerator import configure_accelerator
+from train.device.accelerator import configure_accelerator
 from train.optim import set_determinism
 from train.process_group import ProcessGroup
 from train.trainer import Trainer

@@ -17,7 +17,7 @@ from benchmarks.train.transformer import Transformer
 from benchmarks.train.workloads import Convolution, Synthetic
 from pipeline import linear_cross_entropy, log_probs_in_training, token_log_probs
 from pipeline.contract.settings.stages import Train
-from train.accelerator import configure_accelerator
+from train.device.accelerator import configure_accelerator
 from train.process_group import ProcessGroup
 from train.trainer import Trainer
 

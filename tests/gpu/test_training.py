@@ -15,7 +15,7 @@ from pipeline.contract.config import parse_config
 from pipeline.contract.data import Samples
 from pipeline.system.processes import Rank
 from train.data import BatchLoader, LoadRequest
-from train.memory import estimate_memory
+from train.device.memory import estimate_memory
 from train.optim import Precision
 from train.parallel.base import MicroBatch, Objective, Strategy
 from train.parallel.ddp import DDPStrategy

@@ -28,12 +28,12 @@ from train.batch_size import (
     is_still_gaining,
     micro_batches,
 )
-from train.memory import free_bytes
+from train.device.memory import free_bytes
 from train.process_group import ProcessGroup
 
 from .conftest import Project, equal, failure, journal, weights
+from .device.test_memory import ConvNet, Perceptron, peak_bytes
 from .distributed import run_distributed
-from .test_memory import ConvNet, Perceptron, peak_bytes
 
 LOSS = "    def loss(self, outputs, batch):\n"
 # The second process has no memory for more than eight samples.

@@ -16,7 +16,7 @@ from pipeline.contract.settings.stages import Train
 from pipeline.system.errors import ConfigError
 from tests.train.distributed import run_distributed
 from train.batch_order import BatchOrder
-from train.compilation import batch_sizes_differ, check_compiler, keep_compile_cache, mark_batch_dynamic
+from train.device.compilation import batch_sizes_differ, check_compiler, keep_compile_cache, mark_batch_dynamic
 from train.parallel.blocks import compile_blocks
 from train.process_group import ProcessGroup
 

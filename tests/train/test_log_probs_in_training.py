@@ -13,7 +13,7 @@ from pipeline import log_probs_in_training, mask_between_texts, token_log_probs
 from pipeline.contract.config import parse_config
 from pipeline.contract.data import Samples
 from pipeline.system.processes import Rank
-from train.memory import estimate_memory
+from train.device.memory import estimate_memory
 from train.process_group import ProcessGroup
 
 from ..quick import quick

@@ -22,8 +22,8 @@ from pipeline.contract.data import forward
 from pipeline.contract.settings.stages import Train
 from pipeline.contract.task import Task
 from pipeline.system.torch_private import after_backward, apply_to_tensors, foreach_copy_, foreach_mul_, foreach_norm
-from train.compilation import compile_whole
-from train.memory_format import Formats, convert_inputs
+from train.device.compilation import compile_whole
+from train.device.memory_format import Formats, convert_inputs
 from train.optim import Precision
 from train.process_group import ProcessGroup
 from train.profiling import phase

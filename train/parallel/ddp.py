@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.system.errors import ConfigError
-from train.compilation import compile_whole
+from train.device.compilation import compile_whole
 from train.parallel.base import MicroBatch, Strategy
 from train.state import restored_buffers
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from train.compilation import compile_whole
+from train.device.compilation import compile_whole
 from train.parallel.base import Strategy
 from train.parallel.local_sgd import flatten, unflatten_into
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from pipeline.system.processes import Rank
-from train.flops import ModelFlops, count_flops, grouped_mm_flops, measure_flops, peak_flops
+from train.device.flops import ModelFlops, count_flops, grouped_mm_flops, measure_flops, peak_flops
 from train.metrics import StepMeter
 from train.parallel.blocks import recompute_blocks
 from train.process_group import ProcessGroup
 from train.trainer import Trainer
 
-from .distributed import run_distributed, trainer, weights
+from ..distributed import run_distributed, trainer, weights
 
 CPU = ProcessGroup(Rank(), torch.device("cpu"))
 # Two layers and a head, 2 per weight and pass; the first layer needs no gradient of its input.

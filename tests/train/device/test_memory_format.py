@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.contract.data import Samples
-from train.memory_format import accepts_formats, choose_input_formats, convert_inputs, formats_of_layers
+from train.device.memory_format import accepts_formats, choose_input_formats, convert_inputs, formats_of_layers
 from train.optim import Precision
 from train.parallel.base import Objective
 
@@ -105,7 +105,7 @@ def test_formats_are_chosen_on_a_gpu_only(monkeypatch: pytest.MonkeyPatch, capsy
 
     gpu = torch.device("cuda", 0)
     assert choose(True, CPU) == {}
-    monkeypatch.setattr("train.memory_format.accepts_formats", lambda model, *_: not isinstance(model, Viewing))
+    monkeypatch.setattr("train.device.memory_format.accepts_formats", lambda model, *_: not isinstance(model, Viewing))
     assert choose(False, gpu) == {4: LAST}
     assert capsys.readouterr().out == ""
     assert choose(True, gpu) == {}

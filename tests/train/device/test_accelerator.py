@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipeline.contract.settings.stages import Train
-from train.accelerator import choose_precision, configure_accelerator, describe_accelerator
+from train.device.accelerator import choose_precision, configure_accelerator, describe_accelerator
 from train.optim import Precision
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

@@ -17,7 +17,7 @@ from pipeline.contract.config import Config, parse_config
 from pipeline.contract.data import Samples
 from pipeline.system.processes import Rank
 from pipeline.system.torch_private import VALUE_ERRORS
-from train.memory import (
+from train.device.memory import (
     Estimate,
     LiveBytes,
     available_bytes,
@@ -31,8 +31,8 @@ from train.memory import (
 from train.process_group import ProcessGroup
 from train.trainer import Trainer
 
-from ..quick import quick
-from .distributed import run_distributed
+from ...quick import quick
+from ..distributed import run_distributed
 
 CPU = torch.device("cpu")
 MIB = 1 << 20

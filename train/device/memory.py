@@ -1,4 +1,4 @@
-"""Estimate the memory of training before anything starts: `python -m train.memory`.
+"""Estimate the memory of training before anything starts: `python -m train.device.memory`.
 
 One step is traced on fake tensors. They have a shape, a type and a device, but no memory, so that a model may be far
 larger than this machine. The model is split and wrapped as in training, in a process group that exists only in the
@@ -41,7 +41,7 @@ from pipeline.system.torch_private import (
     disable_dispatch_modes,
     tree_leaves,
 )
-from train.accelerator import choose_precision
+from train.device.accelerator import choose_precision
 from train.optim import Precision, make_optimizer
 from train.parallel import make_strategy
 from train.parallel.base import MicroBatch, Objective, Strategy, local_shard

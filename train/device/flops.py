@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pipeline.contract.settings.stages import Train
 from pipeline.system.torch_private import grouped_mm
-from train.accelerator import Kind
+from train.device.accelerator import Kind
 from train.parallel.base import MicroBatch, Strategy
 from train.parallel.blocks import without_recomputation
 from train.state import restored_buffers
