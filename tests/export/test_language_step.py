@@ -94,6 +94,7 @@ def evaluated_run(root: Path) -> Run:
     (run.path / "run.json").write_text(file.model_dump_json())
     tokenizer(run.output("prepare") / FOLDER)
     write_json(run.output("prepare") / "data.json", {"files": shared_file_digests(run.output("prepare") / FOLDER)})
+    write_json(run.output("prepare") / "profile.json", {"columns": {}})
     weights = run.output("train") / "model.safetensors"
     save_weights(causal("Llama").state_dict(), weights)
     verdict: dict[str, Any] = {"verdict": "pass", "summary": "", "checkpoint": digest_file(weights), "rules": []}

@@ -103,6 +103,7 @@ def run_of(root: Path, weights: nn.Module) -> Run:
     file = RunFile(id=run.id, created="2026-01-01", wanted=("export",), config=settings, environment={})
     (run.path / "run.json").write_text(file.model_dump_json())
     write_json(run.output("prepare") / "data.json", {})
+    write_json(run.output("prepare") / "profile.json", {"columns": {}})
     save_weights(weights.state_dict(), run.output("train") / "model.safetensors")
     checkpoint = digest_file(run.output("train") / "model.safetensors")
     body = {"verdict": "pass", "checkpoint": checkpoint, "summary": "size is 1", "rules": []}

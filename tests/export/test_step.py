@@ -95,6 +95,7 @@ def evaluated_run(root: Path, verdict: str = "pass", checkpoint: str | None = No
     file = RunFile(id=run.id, created="2026-01-01", wanted=("export",), config=config, environment={})
     (run.path / "run.json").write_text(file.model_dump_json())
     write_json(run.output("prepare") / "data.json", {})
+    write_json(run.output("prepare") / "profile.json", {"columns": {}})
     torch.manual_seed(0)
     save_weights(nn.Linear(3, 1).state_dict(), run.output("train") / "model.safetensors")
     found = checkpoint or digest_file(run.output("train") / "model.safetensors")
