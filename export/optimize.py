@@ -2,10 +2,6 @@
 
 The plain file is kept until the optimized one is verified, and replaces it if that fails. A file with a newer IR or
 operator set than the installed runtime supports is lowered first. The serving image pins the runtime installed here.
-
-A language model is not rewritten but exported with ONNX's own operators for attention, norms and rotary embeddings;
-only if that fails, without them. ONNX Runtime's GroupQueryAttention was slower, does not continue several prompts at
-once, and is outside the ONNX standard.
 """
 
 from __future__ import annotations
@@ -14,21 +10,19 @@ import os
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import onnx
 import onnxruntime
-import torch
 from google.protobuf.message import DecodeError
 from onnx import ModelProto, helper, numpy_helper, version_converter
-from torch import Tensor, nn
+from torch import nn
 
-from export.to_onnx import ExportResult, check_external_data, strip_file, write_onnx
-from export.trace import ExportInput
+from export.to_onnx import ExportResult, check_external_data, strip_file
 from pipeline.contract.settings.stages import Export
 from pipeline.system.errors import StageError
 
@@ -49,6 +43,32 @@ class Optimization:
     fused: dict[str, int]  # operators that are in the file now and were not before, or that no plain file has
     reason: str = ""  # why less was used than requested
     nodes: tuple[int, int] | None = None  # before and after, of a file that was rewritten
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file, how it was optimized, and how to put the plain one in its place."""
+
+    result: ExportResult
+    optimization: Optimization | None
+    restore: Callable[[], ExportResult]
+
+    @property
+    def is_optimized(self) -> bool:
+        return self.optimization is not None and self.optimization.used != "none"
+
+    def restored(self, path: Path, reason: str) -> Written:
+        """Put the plain file in its place; `reason`: why the optimized one is not used."""
+        assert self.optimization is not None
+        remove_model(path)
+        return replace(
+            self, result=self.restore(), optimization=Optimization(self.optimization.requested, "none", {}, reason)
+        )
+
+
+def write_optimized(write: Callable[[], ExportResult], path: Path, model: nn.Module, config: Export) -> Written:
+    written = write()
+    return Written(written, optimize_file(path, model, config), partial(restore_plain, path, written))
 
 
 def optimize_file(path: Path, model: nn.Module, config: Export) -> Optimization | None:
@@ -144,61 +164,6 @@ def _fuse(path: Path, kind: str) -> None:
         raise StageError(f"export.optimize=transformers: {type(error).__name__}: {' '.join(str(error).split())[:400]}") from error  # fmt: skip  # noqa: E501
     remove_model(path)
     fused.save_model_to_file(str(path), use_external_data_format=external)
-
-
-_FUSED_OPSET = 23  # the first with Attention, RMSNormalization and RotaryEmbedding
-_FUSED_OPERATORS = ("Attention", "RMSNormalization", "RotaryEmbedding")
-_FUSED_ATTENTION = "onnx_attention"  # our name among the attention functions of `transformers`
-
-
-def convert_fused(decoder: ExportInput, config: Export, path: Path) -> tuple[ExportResult | None, Optimization]:
-    """Write a language model with fused operators to `path`; return None and the reason if that is impossible."""
-    try:
-        with _fused_attention(decoder.module):
-            written = write_onnx(decoder, config.model_copy(update={"opset": max(config.opset, _FUSED_OPSET)}), path)
-    except (StageError, TypeError) as error:  # attention may take other arguments than those of _attend
-        remove_model(path)
-        return None, Optimization(config.optimize, "none", {}, str(error))
-    counts = operators(path)
-    fused = {kind: counts[kind] for kind in _FUSED_OPERATORS if kind in counts}
-    # Torch cannot run the trace, which has ONNX's operator for attention, to explain a difference.
-    return replace(written, program=None), Optimization(config.optimize, config.optimize, fused)
-
-
-@contextmanager
-def _fused_attention(model: nn.Module) -> Iterator[None]:
-    """Compute attention by one operator of ONNX within the context, and restore the previous way."""
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    ALL_ATTENTION_FUNCTIONS.register(_FUSED_ATTENTION, _attend)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(_FUSED_ATTENTION, sdpa_mask)
-    every_config = (getattr(module, "config", None) for module in model.modules())
-    configs: list[Any] = [config for config in every_config if hasattr(config, "_attn_implementation")]
-    implementations = [config._attn_implementation for config in configs]
-    try:
-        for config in configs:
-            config._attn_implementation = _FUSED_ATTENTION
-        yield
-    finally:
-        for config, implementation in zip(configs, implementations, strict=True):
-            config._attn_implementation = implementation
-
-
-def _attend(
-    _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **settings: Any
-) -> tuple[Tensor, None]:
-    """Attend as `transformers` expects it; the heads of keys and values are not repeated for those of the queries."""
-    names = {"scaling": "scale", "softcap": "softcap"}
-    attended = torch.onnx.ops.symbolic(  # torch.onnx.ops.attention takes the width of queries for that of values
-        "Attention",
-        (query, key, value, mask),
-        {names[name]: float(setting) for name, setting in settings.items() if name in names and setting is not None},
-        dtype=query.dtype,
-        shape=(*query.shape[:3], value.shape[3]),
-        version=_FUSED_OPSET,
-    )
-    return attended.transpose(1, 2), None
 
 
 def _replace_files(path: Path, optimized_folder: Path, plain_folder: Path) -> None:

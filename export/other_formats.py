@@ -1,6 +1,4 @@
-"""Write other formats, each loaded again and compared with torch.
-
-They are torch.export's pt2, TensorFlow's SavedModel, and the folder of a language model for onnxruntime-genai.
+"""Write other formats, each loaded again and compared with torch: torch.export's pt2 and TensorFlow's SavedModel.
 
 onnx2tf converts ONNX to a SavedModel. It pins another version of onnx, and TensorFlow conflicts with packages torch
 needs, so both run in a process and, if configured, an environment of their own. Their outputs come back as arrays.
@@ -15,9 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,53 +23,24 @@ import numpy as np
 import torch
 from torch import nn
 
-from export.language_model import (
-    TorchDecoder,
-    choose_prompts,
-    complete_generation,
-    language_export_input,
-    make_generation,
-    verify_language,
-)
-from export.parity import Arrays, compare_all, evaluated_outputs, measure
-from export.parity_everywhere import case_inputs, compare_outputs, make_cases
-from export.to_onnx import export_input
+from export.compare import Arrays, Rows
+from export.subject import ExportKind
 from export.trace import ExportInput, trace
-from pipeline.contract.data import Samples, example_batch
-from pipeline.contract.golden import Decoder, empty_past, inputs_of
-from pipeline.contract.prompting import ANSWER_TOKENS
-from pipeline.contract.settings.stages import Export
-from pipeline.contract.signature import Generation, TensorSpec
-from pipeline.contract.task import Generates, Task
-from pipeline.system.errors import StageError, install_command
-from pipeline.system.files import digest_tree, write_json
+from pipeline.system.errors import StageError
+from pipeline.system.files import digest_tree
 from pipeline.system.torch_private import tree_flatten, tree_unflatten
 
 FORMATS_FILE, FOLDER = "formats.json", "formats"
-RunFeeds = Callable[[Sequence[Arrays]], list[Arrays]]  # runs a loaded file on many feeds
-
-
-@dataclass(frozen=True)
-class Original:
-    """The model, and the file that was verified against it."""
-
-    task: Task
-    model: nn.Module
-    test: Samples
-    config: Export
-    path: Path
-    inputs: Mapping[str, TensorSpec]
-    files: Path | None = None  # what model, data and codec share: the tokenizer
 
 
 class Skipped(Exception):
     """Raised for a format that cannot be written on this machine."""
 
 
-def write_formats(original: Original, folder: Path) -> list[dict[str, Any]]:
+def write_formats(kind: ExportKind, folder: Path) -> Rows:
     """Return a row of formats.json for each requested format; a file that differs from the model is removed."""
     shutil.rmtree(folder, ignore_errors=True)
-    return [_row(original, name, folder / name) for name in original.config.formats if name != "onnx"]
+    return [_row(kind, name, folder / name) for name in kind.subject.config.formats if name != "onnx"]
 
 
 def require_formats(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -81,11 +48,11 @@ def require_formats(rows: Sequence[Mapping[str, Any]]) -> None:
         raise StageError("; ".join(f"export.formats: {row['format']} is not kept: {row['reason']}" for row in failed))
 
 
-def _row(original: Original, name: str, folder: Path) -> dict[str, Any]:
+def _row(kind: ExportKind, name: str, folder: Path) -> dict[str, Any]:
     folder.mkdir(parents=True)
     error, skipped, reason = None, False, ""
     try:
-        path, comparisons = _WRITERS[name](original, folder)
+        path, comparisons = kind.write_format(name, folder)
         error = max(row["max_abs_error"] for row in comparisons)
         reason = _fault(comparisons)
     except Skipped as error_:
@@ -119,10 +86,10 @@ def _fault(comparisons: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _write_pt2(original: Original, folder: Path) -> tuple[Path, list[dict[str, Any]]]:
+def write_pt2(kind: ExportKind, folder: Path) -> tuple[Path, Rows]:
     """Write torch's own format, which loads without the model's code."""
     path = folder / "model.pt2"
-    traced = _export_input(original)
+    traced = kind.export_input()
     result = trace(traced)
     if result.program is None:
         raise StageError(
@@ -133,133 +100,16 @@ def _write_pt2(original: Original, folder: Path) -> tuple[Path, list[dict[str, A
         node.meta.pop("stack_trace", None)  # of the machine that made it
     torch.export.save(result.program, path)
     module = torch.export.load(path).module()
-    return path, _verify(original, partial(_run_program, module, traced))
+    return path, kind.compare_format(partial(_run_program, module, traced))
 
 
-def _write_saved_model(original: Original, folder: Path) -> tuple[Path, list[dict[str, Any]]]:
+def write_saved_model(kind: ExportKind, folder: Path) -> tuple[Path, Rows]:
     """Write TensorFlow's format, converted from the ONNX file."""
-    if isinstance(original.task, Generates):
-        raise Skipped("the decoder of a language model, with its cache, has no SavedModel; other models have")
     python = os.environ.get(TENSORFLOW_PYTHON, "")
     if reason := saved_model_problem(python):
         raise Skipped(reason)
-    answers = partial(
-        run_saved_model, python, original.path, folder, tuple(original.task.outputs)
-    )  # fmt: skip
-    return folder, _verify(original, answers)
-
-
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "generation_config.json",
-)
-
-
-def _write_genai(original: Original, folder: Path) -> tuple[Path, list[dict[str, Any]]]:
-    """Write what onnxruntime-genai runs: the ONNX file, genai_config.json and the files of the tokenizer."""
-    if find_spec("onnxruntime_genai") is None:
-        raise Skipped(f"onnxruntime_genai is not installed here; to install it: {install_command('genai')}")
-    task: Any = original.task
-    assert original.files is not None, "of a language model"
-    model = task.language_model(original.model)
-    generation = complete_generation(make_generation(task, model), task, original.files)
-    write_json(folder / "genai_config.json", _genai_config(model.config, generation, original.inputs))
-    for file in original.path.parent.glob(f"{original.path.name}*"):
-        shutil.copyfile(file, folder / file.name)
-    for file in filter(Path.is_file, (original.files / name for name in _TOKENIZER_FILES)):
-        shutil.copyfile(file, folder / file.name)
-    if not (folder / "tokenizer_config.json").exists():
-        tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": generation.template}
-        write_json(folder / "tokenizer_config.json", tokenizer)
-    reference, decoder = TorchDecoder(model, generation), Decoder(dict, generation, original.inputs)
-    prompts = choose_prompts(task.prompting().prompts, original.test, generation)
-    return folder, _compare_genai(folder, reference, decoder, prompts, original.config)
-
-
-def _genai_config(config: Any, generation: Generation, inputs: Mapping[str, TensorSpec]) -> dict[str, Any]:
-    specs = [inputs[cache.input] for cache in generation.caches]
-    kinds = [cache.input.rpartition(".")[2] for cache in generation.caches]
-    if kinds != ["key", "value"] * (len(kinds) // 2) or len({spec.shape[1::2] for spec in specs}) > 1:
-        raise StageError("onnxruntime-genai reads caches of keys and values of one shape, and this model has others")
-    _, heads, _, width = specs[0].shape
-    sampling = generation.sampling
-    return {
-        "model": {
-            "type": "decoder",
-            "vocab_size": config.vocab_size,
-            "context_length": generation.positions_limit,
-            "bos_token_id": next(iter(generation.begin), 0),
-            "eos_token_id": list(generation.end),
-            "pad_token_id": next(iter(generation.end), 0),
-            "decoder": {
-                "filename": "model.onnx",
-                "session_options": {},
-                "hidden_size": config.hidden_size,
-                "head_size": width,
-                "num_attention_heads": config.num_attention_heads,
-                "num_key_value_heads": heads,
-                "num_hidden_layers": len(specs) // 2,
-                "inputs": {
-                    "input_ids": generation.ids,
-                    "attention_mask": generation.mask,
-                    "position_ids": generation.positions,
-                    "past_key_names": "past.%d.key",
-                    "past_value_names": "past.%d.value",
-                },
-                "outputs": {
-                    "logits": generation.logits,
-                    "present_key_names": "present.%d.key",
-                    "present_value_names": "present.%d.value",
-                },
-            },
-        },
-        "search": {
-            "max_length": generation.positions_limit,
-            "past_present_share_buffer": False,
-            "do_sample": sampling.temperature > 0,
-            "temperature": sampling.temperature or 1.0,
-            "top_k": sampling.top_k,
-            "top_p": sampling.top_p,
-            "repetition_penalty": sampling.repetition_penalty,
-        },
-    }
-
-
-def _compare_genai(
-    folder: Path, reference: TorchDecoder, decoder: Decoder, prompts: Sequence[Sequence[int]], config: Export
-) -> list[dict[str, Any]]:
-    """Compare the logits of the prompts and of each token of torch's greedy answers."""
-    import onnxruntime_genai
-
-    generation = reference.generation
-    model = onnxruntime_genai.Model(str(folder))
-    onnxruntime_genai.Tokenizer(model)  # refuses a tokenizer of another kind
-    parameters = onnxruntime_genai.GeneratorParams(model)
-    rows = []
-    for prompt in prompts:
-        answer = reference.greedy(prompt, min(ANSWER_TOKENS, generation.positions_limit - len(prompt)))
-        ids = np.array([[*prompt, *answer[:-1]]])
-        feed = inputs_of(generation, ids, np.ones_like(ids), empty_past(decoder, 1))
-        expected = reference.run(feed)[generation.logits][0, len(prompt) - 1 :]
-        started, generator, actual = time.perf_counter(), onnxruntime_genai.Generator(model, parameters), []
-        for tokens in (prompt, *([token] for token in answer[:-1])):
-            generator.append_tokens(np.array([tokens], np.int32))
-            actual.append(generator.get_logits()[0, -1])
-        seconds = time.perf_counter() - started
-        text = f"a prompt of {len(prompt)} tokens, run by onnxruntime-genai"
-        pairs = {generation.logits: (expected, np.array(actual))}
-        rows.append(asdict(measure(pairs, config, 1, seconds, text, generation.logits)))
-    return rows
-
-
-def _export_input(original: Original) -> ExportInput:
-    if isinstance(original.task, Generates):
-        model = original.task.language_model(original.model)
-        return language_export_input(model, make_generation(original.task, model))
-    return export_input(original.model, original.task, example_batch(original.task, original.test))
+    outputs = tuple(kind.subject.task.outputs)
+    return folder, kind.compare_format(partial(run_saved_model, python, kind.subject.path, folder, outputs))
 
 
 @torch.no_grad()
@@ -271,37 +121,6 @@ def _run_program(module: nn.Module, traced: ExportInput, feeds: Sequence[Arrays]
         answers = module(*tree_unflatten(tensors, spec))
         results.append({name: value.numpy() for name, value in zip(traced.outputs, answers, strict=True)})
     return results
-
-
-def _verify(original: Original, answers: RunFeeds) -> list[dict[str, Any]]:
-    """Compare on the whole test set at every size, and on the other inputs the bundle's file was compared on."""
-    if isinstance(original.task, Generates):
-        task: Any = original.task
-        model = task.language_model(original.model)
-        decoder = Decoder(lambda feed: answers([dict(feed)])[0], make_generation(task, model), original.inputs)
-        return verify_language(
-            model, decoder, original.test, original.config, partial(evaluated_outputs, task, original.model)
-        )
-    cases = list(
-        make_cases(original.task, original.model, case_inputs(original.task, original.test, original.config), [])
-    )
-    sizes = original.config.batch_sizes
-    batches = {size: list(original.test.batches(range(len(original.test)), size)) for size in sizes}
-    feeds = [{name: batch[name].numpy() for name in original.task.inputs} for size in sizes for batch in batches[size]]
-    started = time.perf_counter()
-    outputs = answers([*feeds, *(case.feed for case in cases)])
-    seconds = time.perf_counter() - started
-    remaining = iter(outputs)
-    parts = {size: [next(remaining) for _ in batches[size]] for size in sizes}
-    comparisons = compare_all(original.task, original.model, original.test, original.config, parts, seconds)
-    return [*comparisons, *compare_outputs(cases, list(remaining), original.config)]
-
-
-_WRITERS: dict[str, Callable[[Original, Path], tuple[Path, list[dict[str, Any]]]]] = {
-    "pt2": _write_pt2,
-    "savedmodel": _write_saved_model,
-    "genai": _write_genai,
-}
 
 
 TENSORFLOW_PYTHON = "PIPE_TENSORFLOW_PYTHON"  # variable: python of an environment with onnx2tf and tensorflow

@@ -1,88 +1,54 @@
-"""Compare the ONNX file with torch on the whole test set, element by element and prediction by prediction."""
+"""Compare a graph with torch on the whole test set, element by element, prediction by prediction and by its metrics."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
-import onnxruntime
 import torch
-from torch import nn
 
-from export.to_onnx import UntracedBatch, untraced_batches
-from export.tolerance import Scales, allowed_error, is_within, measure_scale
-from pipeline.contract.data import Samples, as_task_outputs, forward, name_outputs
+from export.cases import to_feed
+from export.compare import Arrays, Comparison, Rows, Run, distance, finite, rows_with
+from export.tolerance import allowed_error, is_within, measure_scale
+from pipeline.contract.data import Samples, as_task_outputs
 from pipeline.contract.settings.stages import Export
 from pipeline.contract.task import Classifier, Task
 from pipeline.statistics.metrics import calibration_metrics, compute_metrics, lower_is_better
 from pipeline.statistics.scores import CANDIDATE, actual_columns, score_batch
 from pipeline.system.errors import StageError
 
-Arrays = dict[str, np.ndarray[Any, Any]]
+MetricLimits = Mapping[str, float]  # evaluate.require
 _ROWS = 256  # at once, in a search for missing numbers
+_METRIC_SHARE = 1e-3  # of a metric's value: a smaller change is rounding
+_NOISE_FACTOR = 10.0  # how far a metric may move beyond what rounding of torch's own outputs does to it
+_ROUNDING = 2.0**-19  # sixteen times the rounding of one float32
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """One pass over the test set at one batch size."""
+def compare_test_set(
+    run: Run, task: Task, samples: Samples, reference: Arrays, config: Export, limits: MetricLimits | None = None
+) -> Rows:
+    """Compare at every configured batch size; all sizes are reported. `reference`: torch's outputs.
 
-    batch_size: int
-    max_abs_error: float
-    max_rel_error: float
-    beyond_tolerance: int  # elements
-    flips: int  # samples whose predicted class changed
-    unexplained_flips: int  # of those, samples whose outputs are not equal within tolerance
-    metrics: Mapping[str, float]
-    seconds: float
-    worst: str  # output and sample of the largest error
-    changed_metrics: tuple[str, ...] = ()  # a sentence for each that differs from torch's beyond rounding
-
-    @property
-    def equal(self) -> bool:
-        return self.beyond_tolerance == 0 and self.unexplained_flips == 0 and not self.changed_metrics
-
-
-def open_session(path: Path, spinning: bool = True) -> onnxruntime.InferenceSession:
-    """Open the file as a service does; threads that do not spin while they wait take less of the processor."""
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    options.add_session_config_entry("session.intra_op.allow_spinning", "1" if spinning else "0")
-    try:
-        return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    except Exception as error:  # ONNX Runtime raises a dozen types without a common base
-        message = " ".join(str(error).split())
-        raise StageError(
-            f"{path.name}: the ONNX Runtime {onnxruntime.__version__} that will serve it cannot load it: {message}"
-        ) from error
-
-
-def verify(
-    task: Task,
-    model: nn.Module,
-    samples: Samples,
-    path: Path,
-    config: Export,
-    reference: Arrays | None = None,
-    limits: MetricLimits | None = None,
-) -> list[dict[str, Any]]:
-    """Compare at every configured batch size; all sizes are reported. `reference`: torch's outputs, if known."""
-    session = open_session(path)
-    if reference is None:
-        reference = torch_outputs(task, model, samples, max(config.batch_sizes))
-    metrics = MetricReference(task, samples, reference, limits or {})
-    comparisons = []
+    `limits`: of metrics; None: metrics are not compared.
+    """
+    metrics, rows = None if limits is None else MetricReference(task, samples, reference, limits), Rows()
     for size in config.batch_sizes:
         started = time.perf_counter()
-        outputs = onnx_outputs(task, session, samples, size)
+        outputs = graph_outputs(run, task, samples, size)
         seconds = time.perf_counter() - started
-        comparison = compare(task, samples, reference, outputs, config, size, seconds)
-        changed = metrics.changes(outputs, comparison.flips) if _is_finite_as(outputs, reference) else ()
-        comparisons.append(replace(comparison, changed_metrics=changed))
-    return [asdict(comparison) for comparison in comparisons]
+        comparison = compare_outputs(task, samples, reference, outputs, config, size, seconds)
+        if metrics is not None and _is_finite_as(outputs, reference):
+            comparison = replace(comparison, changed_metrics=metrics.changes(outputs, comparison.flips))
+        rows.append(asdict(comparison))
+    return rows
+
+
+def graph_outputs(run: Run, task: Task, samples: Samples, size: int) -> Arrays:
+    parts = [run(to_feed(task, batch)) for batch in samples.batches(range(len(samples)), size)]
+    return {name: np.concatenate([part[name] for part in parts]) for name in task.outputs}
 
 
 def _is_finite_as(outputs: Arrays, reference: Arrays) -> bool:
@@ -94,50 +60,7 @@ def _is_finite_as(outputs: Arrays, reference: Arrays) -> bool:
     )
 
 
-def compare_all(
-    task: Task,
-    model: nn.Module,
-    samples: Samples,
-    config: Export,
-    parts: Mapping[int, Sequence[Arrays]],
-    seconds: float,
-) -> list[dict[str, Any]]:
-    """Compare outputs for the whole test set, computed elsewhere, with torch's, by batch size."""
-    reference = torch_outputs(task, model, samples, max(config.batch_sizes))
-    outputs = {
-        size: {name: np.concatenate([part[name] for part in size_parts]) for name in task.outputs}
-        for size, size_parts in parts.items()
-    }
-    return [
-        asdict(compare(task, samples, reference, outputs_of_size, config, size, seconds))
-        for size, outputs_of_size in outputs.items()
-    ]
-
-
-@torch.no_grad()
-def evaluated_outputs(task: Task, model: nn.Module, batch: Mapping[str, torch.Tensor]) -> Arrays:
-    """Return torch's outputs as the evaluation computes them."""
-    return named_arrays(task, forward(model, task, batch))
-
-
-def require_equal(comparisons: Sequence[Mapping[str, Any]], config: Export, why: str = "") -> None:
-    """Raise for the first comparison that failed; `why` names the cause where it is known."""
-    for row in comparisons:
-        if is_different(row):
-            changed = row.get("changed_metrics") or ()
-            raise StageError(
-                f"the ONNX file is not the model: at batch size {row['batch_size']}, {row['beyond_tolerance']} "
-                f"elements differ beyond rtol={config.rtol}, atol={config.atol} (worst {row['max_abs_error']:.3g} "
-                f"in {row['worst']}) and {row['unexplained_flips']} predictions flip without being ties"
-                + "".join(f"; {sentence}" for sentence in (*changed, *([why] if why else [])))
-            )
-
-
-def is_different(row: Mapping[str, Any]) -> bool:
-    return bool(row["beyond_tolerance"] or row["unexplained_flips"] or row.get("changed_metrics"))
-
-
-def compare(
+def compare_outputs(
     task: Task, samples: Samples, reference: Arrays, actual: Arrays, config: Export, size: int, seconds: float
 ) -> Comparison:
     """Compare two sets of outputs for the whole test set, in the same order.
@@ -150,7 +73,7 @@ def compare(
         if actual[name].shape != expected.shape:
             raise StageError(f"the ONNX file returns `{name}` of shape {actual[name].shape}, torch {expected.shape}")
         close = is_within(actual[name], expected, allowed_error(expected, config))
-        error = _distance(actual[name].astype(np.float64), expected.astype(np.float64))
+        error = distance(actual[name], expected)
         if undefined.any():
             same = np.isnan(expected) & np.isnan(actual[name])
             same[~undefined] = False
@@ -165,8 +88,8 @@ def compare(
     flipped = _flips(task, reference, actual, len(samples))
     return Comparison(
         batch_size=size,
-        max_abs_error=_finite(largest),
-        max_rel_error=_finite(relative),
+        max_abs_error=finite(largest),
+        max_rel_error=finite(relative),
         beyond_tolerance=beyond_tolerance,
         flips=int(flipped.sum()),
         # Outputs equal within tolerance whose answer still flips can only be a tie within tolerance.
@@ -182,156 +105,7 @@ def _undefined_samples(task: Task, samples: Samples, reference: Arrays) -> np.nd
     if not any(np.isnan(array).any() for array in reference.values()):
         return np.zeros(len(samples), dtype=bool)
     batches = samples.batches(range(len(samples)), _ROWS)
-    return np.concatenate([rows_with(np.isnan, [batch[name].numpy() for name in task.inputs]) for batch in batches])
-
-
-def rows_with(
-    condition: Callable[[Any], Any], arrays: Sequence[np.ndarray[Any, Any]]
-) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Return for each row whether the condition holds for a float in one of the arrays."""
-    found = np.zeros(len(arrays[0]), dtype=bool)
-    for array in arrays:
-        if array.dtype.kind == "f":
-            found |= condition(array).reshape(len(array), -1).any(axis=1)
-    return found
-
-
-def has_missing(feed: Arrays) -> bool:
-    return bool(rows_with(np.isnan, list(feed.values())).any())
-
-
-def measure(
-    pairs: Mapping[str, tuple[np.ndarray[Any, Any], ...]],
-    config: Export,
-    rows: int,
-    seconds: float,
-    text: str,
-    chosen: str = "",
-    *,
-    equal_nan: bool = False,
-    scales: Scales | None = None,
-) -> Comparison:
-    """Compare one run that is not a pass over the test set; `chosen`: the output whose argmax is the prediction.
-
-    `equal_nan`: NaN equals NaN, as the inputs have missing numbers. `scales`: of the outputs for the test set.
-    """
-    beyond_tolerance, flips, unexplained, largest, relative, worst_place = 0, 0, 0, 0.0, 0.0, text
-    for name, (expected, actual) in pairs.items():
-        if actual.shape != expected.shape:
-            raise StageError(
-                f"at {text}, the ONNX file returns `{name}` of shape {actual.shape}, torch {expected.shape}"
-            )
-        close = is_within(actual, expected, allowed_error(expected, config, (scales or {}).get(name)))
-        if equal_nan:
-            close |= np.isnan(actual) & np.isnan(expected)
-        error = np.nan_to_num(_distance(actual.astype(np.float64), expected.astype(np.float64)), nan=np.inf)
-        if equal_nan:
-            error[np.isnan(actual) & np.isnan(expected)] = 0.0
-        beyond_tolerance += int((~close).sum())
-        if error.size and error.max() >= largest:
-            largest, worst_place = float(error.max()), f"`{name}` at {text}"
-        if error.size:
-            relative = max(relative, float((error / np.fmax(np.abs(expected), 1e-12)).max()))
-        if name == chosen:
-            flipped = actual.argmax(axis=-1) != expected.argmax(axis=-1)
-            flips, unexplained = int(flipped.sum()), int((flipped & ~close.all(axis=-1)).sum())
-    return Comparison(
-        rows, _finite(largest), _finite(relative), beyond_tolerance, flips, unexplained, {}, seconds, worst_place
-    )
-
-
-def combine(parts: Sequence[Comparison]) -> Comparison:
-    """Combine several comparisons into one."""
-    worst = max(parts, key=lambda part: part.max_abs_error)
-    return replace(
-        worst,
-        batch_size=max(part.batch_size for part in parts),
-        max_rel_error=max(part.max_rel_error for part in parts),
-        beyond_tolerance=sum(part.beyond_tolerance for part in parts),
-        flips=sum(part.flips for part in parts),
-        unexplained_flips=sum(part.unexplained_flips for part in parts),
-        seconds=sum(part.seconds for part in parts),
-    )
-
-
-@torch.no_grad()
-def torch_outputs(task: Task, model: nn.Module, samples: Samples, size: int) -> Arrays:
-    parts = [named_arrays(task, forward(model, task, batch)) for batch in samples.batches(range(len(samples)), size)]
-    return {name: np.concatenate([part[name] for part in parts]) for name in task.outputs}
-
-
-def onnx_outputs(task: Task, session: onnxruntime.InferenceSession, samples: Samples, size: int) -> Arrays:
-    parts = [
-        run(session, {name: batch[name].numpy() for name in task.inputs})
-        for batch in samples.batches(range(len(samples)), size)
-    ]
-    return {name: np.concatenate([part[name] for part in parts]) for name in task.outputs}
-
-
-def run(session: onnxruntime.InferenceSession, inputs: Mapping[str, np.ndarray[Any, Any]]) -> Arrays:
-    names = [output.name for output in session.get_outputs()]
-    try:
-        outputs = session.run(names, dict(inputs))
-    except Exception as error:  # ONNX Runtime raises a dozen types without a common base
-        shapes = ", ".join(f"{name} {list(array.shape)}" for name, array in inputs.items())
-        raise StageError(f"ONNX Runtime cannot run the file on {shapes}: {' '.join(str(error).split())}") from error
-    return dict(zip(names, outputs, strict=True))
-
-
-@torch.no_grad()
-def verify_untraced(
-    task: Task, model: nn.Module, samples: Samples, path: Path, config: Export, scales: Scales | None = None
-) -> list[dict[str, Any]]:
-    """Compare at lengths, batch sizes and paddings that were not traced."""
-    session, comparisons = open_session(path), []
-    for untraced in untraced_batches(task, samples):
-        try:
-            expected = named_arrays(task, forward(model, task, untraced.batch))
-        except RuntimeError as error:  # a window that is longer than the text
-            print(f"not compared at {untraced.text}: torch itself fails ({' '.join(str(error).split())[:160]})")
-            continue
-        comparisons.append(asdict(_compare_untraced(task, session, untraced, expected, config, scales)))
-    if len({comparison["worst"].rpartition(" at ")[2] for comparison in comparisons}) < 2:
-        raise StageError(
-            "fewer than two shapes other than the traced one could be compared; add longer samples to the test data"
-        )
-    return comparisons
-
-
-def _compare_untraced(
-    task: Task,
-    session: onnxruntime.InferenceSession,
-    untraced: UntracedBatch,
-    expected: Arrays,
-    config: Export,
-    scales: Scales | None,
-) -> Comparison:
-    started = time.perf_counter()
-    feed = {name: untraced.batch[name].numpy() for name in task.inputs}
-    actual = run(session, feed)
-    seconds = time.perf_counter() - started
-    pairs = {
-        name: tuple(unpadded(arrays[name], untraced.token_mask) for arrays in (expected, actual)) for name in expected
-    }
-    return measure(pairs, config, untraced.rows, seconds, untraced.text, equal_nan=has_missing(feed), scales=scales)
-
-
-def unpadded(array: np.ndarray[Any, Any], mask: np.ndarray[Any, Any] | None) -> np.ndarray[Any, Any]:
-    """Leave out padded positions of outputs that have one value per position."""
-    return array[mask] if mask is not None and array.shape[:2] == mask.shape else array
-
-
-def named_arrays(task: Task, outputs: Any) -> Arrays:
-    """Return outputs as numpy arrays; numpy has no bfloat16, so that becomes float32."""
-    tensors = name_outputs(task, outputs).items()
-    return {name: (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy() for name, tensor in tensors}
-
-
-def _distance(actual: np.ndarray[Any, Any], expected: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return the absolute error; equal infinities, as in masked scores, count as zero."""
-    with np.errstate(invalid="ignore"):
-        distance: np.ndarray[Any, Any] = np.where(actual == expected, 0.0, np.abs(actual - expected))
-    return distance
+    return np.concatenate([rows_with(np.isnan, list(to_feed(task, batch).values())) for batch in batches])
 
 
 def _flips(task: Task, reference: Arrays, actual: Arrays, count: int) -> np.ndarray[Any, Any]:
@@ -348,21 +122,11 @@ def _metrics(task: Task, samples: Samples, outputs: Arrays) -> dict[str, float]:
     """Return the task's metrics on ONNX Runtime's outputs."""
     everything = samples.batch(range(len(samples)))
     values = task.metrics(as_task_outputs(task, _tensors(outputs)), everything)
-    return {name: _finite(float(value.double().mean())) for name, value in values.items()}
+    return {name: finite(float(value.double().mean())) for name, value in values.items()}
 
 
 def _tensors(arrays: Arrays) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
-
-
-def _finite(value: float) -> float:
-    """Replace infinity, which JSON cannot hold, by the largest double."""
-    return float(np.nan_to_num(value, nan=np.finfo(np.float64).max))
-
-
-MetricLimits = Mapping[str, float]  # evaluate.require
-_METRIC_SHARE = 1e-3  # of a metric's value: a smaller change is rounding
-_NOISE_FACTOR = 10.0  # how far a metric may move beyond what rounding of torch's own outputs does to it
 
 
 class MetricReference:
@@ -413,6 +177,3 @@ def _with_rounding(reference: Arrays) -> Arrays:
             array = array + (size * generator.choice((-1.0, 1.0), array.shape)).astype(array.dtype)
         rounded[name] = array
     return rounded
-
-
-_ROUNDING = 2.0**-19  # sixteen times the rounding of one float32

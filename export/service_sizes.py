@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
-from export.parity import Arrays, Comparison, has_missing, measure
-from export.parity_everywhere import combined_row
+from export.cases import to_feed
+from export.compare import Arrays, Case, Comparison, Rows, Run, combined_row, compare
+from export.sessions import DEFAULT_PLACE
 from export.tolerance import Scales
 from pipeline.contract.data import Samples
 from pipeline.contract.settings.stages import Export, Serve
@@ -26,7 +26,8 @@ _SMALL = 64  # every size up to here, if the service merges that many
 _MIN_SECONDS = 0.5  # of comparing sizes, however quick the test set was
 _LONGEST_BATCH_SECONDS = 60.0  # larger ones are left out: by their time, and before they take all memory
 _ROWS = 256  # of the test set that batches are made of
-Run = Callable[[Mapping[str, Any]], Arrays]
+_MEMORY = ("alloc", "memory")  # words of an error that is about it
+_KIND = "sizes of a service"
 
 
 @dataclass(frozen=True)
@@ -64,8 +65,7 @@ class SizeComparison:
         self, task: Task, samples: Samples, reference: Arrays, config: Export, served: ServedSizes, scales: Scales
     ) -> None:
         rows = min(_ROWS, len(samples))
-        batch = samples.batch(range(rows))
-        self._inputs = {name: batch[name].numpy() for name in task.inputs}
+        self._inputs = to_feed(task, samples.batch(range(rows)))
         self._expected = {name: array[:rows] for name, array in reference.items()}
         self._rows, self._config, self._scales, self._served = rows, config, scales, served
         self._parts: list[Comparison] = []
@@ -92,13 +92,13 @@ class SizeComparison:
         for number, size in enumerate(reversed(sizes[:: max(1, len(sizes) // 8)])):
             self._compare(run, size, number + 1)
 
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> Rows:
         """Return one row for parity.json that names the worst size."""
-        return [combined_row(self._parts, "sizes of a service", _PLACE)] if self._parts else []
+        return [combined_row(self._parts, _KIND, DEFAULT_PLACE)] if self._parts else []
 
     def _warm(self, run: Run) -> None:
         size = max(1, min(self._rows, self._served.merged, max(self._config.batch_sizes)))
-        feed = self._feed(size, 0)[0]
+        feed = self._case(size, 0).feed
         run(feed)
         started = time.perf_counter()
         run(feed)
@@ -124,38 +124,22 @@ class SizeComparison:
     def _seconds(self, size: int) -> float:
         return self._seconds_per_row * size
 
-    def _feed(self, size: int, start: int) -> tuple[Arrays, Any]:
+    def _case(self, size: int, start: int) -> Case:
         index = (np.arange(size) + start) % self._rows
-        return {name: array[index] for name, array in self._inputs.items()}, index
+        feed = {name: array[index] for name, array in self._inputs.items()}
+        expected = {name: array[index] for name, array in self._expected.items()}
+        return Case(_KIND, f"batch {size} of test samples", feed, expected)
 
     def _compare(self, run: Run, size: int, start: int) -> None:
-        feed, index = self._feed(size, start)
-        started = time.perf_counter()
         try:
-            actual = run(feed)
+            part = compare(run, self._case(size, start), self._config, self._scales)
         except StageError as error:
             if size <= max(self._config.batch_sizes) or not any(word in str(error).lower() for word in _MEMORY):
                 raise
             self.left_out.append(f"batches of {size} test samples: too little memory here")
             return
-        seconds = time.perf_counter() - started
-        pairs = {name: (array[index], actual[name]) for name, array in self._expected.items()}
         self.sizes.add(size)
-        self._parts.append(
-            measure(
-                pairs,
-                self._config,
-                size,
-                seconds,
-                f"batch {size} of test samples",
-                equal_nan=has_missing(feed),
-                scales=self._scales,
-            )
-        )
-
-
-_PLACE = "CPU, all threads"
-_MEMORY = ("alloc", "memory")
+        self._parts.append(part)
 
 
 def _list_sizes(sizes: Sequence[int]) -> str:

@@ -1,9 +1,8 @@
-"""Compare the file with torch on inputs that the test set does not have: other splits, whole ranges, every token id."""
+"""Inputs that the test set does not have: samples of other splits, values of whole ranges, every token id."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
@@ -13,13 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from export.cases import Batch, Inputs, make_cases
+from export.compare import Case
 from export.padding import MASK
-from export.parity import Arrays, Comparison
-from export.parity_everywhere import Coverage, combined_row, compare_case, make_cases
 from export.to_onnx import max_axis_sizes
-from export.tolerance import Scales
 from pipeline.contract.data import Samples, forward, is_stream, open_split
-from pipeline.contract.settings.stages import Export
 from pipeline.contract.task import Task, input_axes
 
 _SPLITS = ("train", "validation")
@@ -31,9 +28,6 @@ _FEW_VALUES = 16  # distinct integers that are drawn from; beyond, any integer b
 _RANDOM_BATCHES = 2
 _MAX_COLUMNS = 512  # each drawn from a range of its own
 _MIN_SECONDS = 0.5  # for all of this, however quick the test set was
-
-Batch = Mapping[str, Tensor]
-Inputs = Iterator[tuple[str, str, Batch, Any]]  # kind, text, batch and where there is no padding
 
 
 @dataclass(frozen=True)
@@ -51,39 +45,24 @@ class Vocabulary:
 
 @dataclass(frozen=True)
 class UnseenInputs:
-    """The task, its model and its test set, and the tolerances of the comparison."""
+    """The inputs for a task's model that its test set lacks."""
 
     task: Task
     model: nn.Module
     test: Samples
-    config: Export
-    scales: Scales
 
-    def verify(self, run: Callable[[Arrays], Arrays], seconds: float) -> Coverage:
-        """Compare at least one batch of each kind, and as many as fit into `seconds`."""
-        coverage, pool = Coverage(), [self.test.batch(_spread(len(self.test), _BATCH))]
-        share = max(seconds, _MIN_SECONDS) / 4
+    def cases(self, seconds: float, left_out: list[str]) -> Iterator[Case]:
+        """Yield at least one case of each kind, and as many as fit into its share of `seconds`."""
+        share, pool = max(seconds, _MIN_SECONDS) / 4, [self.test.batch(_spread(len(self.test), _BATCH))]
+        for inputs in self._inputs(pool, left_out):
+            yield from make_cases(self.task, self.model, inputs, left_out, share)
+
+    def _inputs(self, pool: list[dict[str, Tensor]], left_out: list[str]) -> Iterator[Inputs]:
         for split in _SPLITS:
-            self._compare(self._split_inputs(split, pool, coverage.left_out), run, share, coverage)
-        self._compare(self._random_inputs(_join(pool, self.task)), run, share, coverage)
+            yield self._split_inputs(split, pool, left_out)
+        yield self._random_inputs(_join(pool, self.task))
         for vocabulary in self.vocabularies:
-            self._compare(self._every_id(vocabulary), run, share, coverage)
-        return coverage
-
-    def _compare(self, inputs: Inputs, run: Callable[[Arrays], Arrays], seconds: float, coverage: Coverage) -> None:
-        """Add a row for the inputs; what does not fit into the time is noted."""
-        end, parts, kind = time.perf_counter() + seconds, list[Comparison](), ""
-        for entry in inputs:
-            if parts and time.perf_counter() > end:
-                coverage.left_out.append(f"further {entry[0]}: they would take longer than the test set")
-                break
-            for case in make_cases(self.task, self.model, [entry], coverage.left_out):
-                started = time.perf_counter()
-                outputs = run(case.feed)
-                passed, kind = time.perf_counter() - started, case.kind
-                parts.append(compare_case(case, outputs, self.config, passed, scales=self.scales))
-        if parts:
-            coverage.rows.append(combined_row(parts, kind, "CPU, all threads"))
+            yield self._every_id(vocabulary)
 
     def _split_inputs(self, split: str, pool: list[dict[str, Tensor]], left_out: list[str]) -> Inputs:
         samples, longest = _open_few(self.task, split), max_axis_sizes(self.task)
@@ -95,7 +74,7 @@ class UnseenInputs:
                 left_out.append(f"{split} samples: {too_long}")
                 continue
             pool.append(batch)
-            yield f"{split} samples", f"batch {len(indices[start::steps])} of {split} samples", batch, None
+            yield f"{split} samples", f"batch {len(indices[start::steps])} of {split} samples", batch
 
     def _random_inputs(self, pool: Mapping[str, list[Tensor]]) -> Inputs:
         for seed in range(_RANDOM_BATCHES):
@@ -106,7 +85,7 @@ class UnseenInputs:
                 for name in self.task.inputs
                 if name != MASK
             }
-            yield "random inputs of whole ranges", f"batch {_BATCH} of random inputs", {**batch, **columns}, None
+            yield "random inputs of whole ranges", f"batch {_BATCH} of random inputs", {**batch, **columns}
 
     def _every_id(self, vocabulary: Vocabulary) -> Inputs:
         """Yield batches that hold each id of a vocabulary once, with real values in the other inputs."""
@@ -123,7 +102,7 @@ class UnseenInputs:
             if MASK in batch and vocabulary.name != MASK:
                 batch[MASK] = torch.ones_like(batch[MASK])
             kind = f"every id of {vocabulary.text}"
-            yield kind, f"ids up to {vocabulary.size - 1} of {vocabulary.text}", batch, None
+            yield kind, f"ids up to {vocabulary.size - 1} of {vocabulary.text}", batch
 
     @cached_property
     def vocabularies(self) -> list[Vocabulary]:

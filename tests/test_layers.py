@@ -72,6 +72,12 @@ def test_stage_imports_only_itself_and_the_lower_layers(stage: str) -> None:
     assert forbidden_imports(files, lambda name: within(name, stage, *LOWER) or name in parents) == []
 
 
+def test_export_imports_language_models_in_one_place() -> None:
+    files = [path for path in SOURCES if within(module_name(path), "export") and "llm" not in path.parts]
+    imports = forbidden_imports(files, lambda name: not within(name, "export.llm"))
+    assert {line.partition(":")[0] for line in imports} == {"export.kinds"}
+
+
 def test_http2_imports_only_itself() -> None:
     http2 = [path for path in SOURCES if within(module_name(path), "serve.grpc.http2")]
     assert http2

@@ -19,8 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.train.deepseek import pieces
+from export.kinds import open_kind
+from export.subject import Subject
 from export.variants.choose import VariantEvaluation, VariantResult
-from export.verify import verify_model
+from export.verify import write_verified
 from pipeline import one_text_per_row, pack_texts
 from pipeline.contract.config import parse_config
 from pipeline.contract.data import open_split
@@ -112,8 +114,9 @@ def compare(size: str, steps: int, rows: int, variants: Sequence[str]) -> str:
     config = parse_config({"name": "x", "task": "t.py:T", "codec": "c.py:C", **sections}, source="benchmark")
     with tempfile.TemporaryDirectory() as folder:
         path, test = Path(folder) / "model.onnx", open_split(task, "test")
-        verify_model(task, model, test, config.export, path)
-        entries = VariantEvaluation(task, model, test, config, path, Path(folder) / "variants").entries()
+        kind = open_kind(Subject(task, model, test, config.export, path))
+        write_verified(kind)
+        entries = VariantEvaluation(kind, config, Path(folder) / "variants", kind.converters).entries()
         return "\n".join([head, "", *table(entries)])
 
 

@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from export.language_model import convert_language, language_export_input, make_generation
-from export.optimize import convert_fused
-from export.other_formats import Original, require_formats, write_formats
-from export.parity import open_session, run
+from export.kinds import open_kind
+from export.llm.decoder import convert_language, language_export_input, make_generation
+from export.llm.fused_attention import convert_fused
+from export.other_formats import require_formats, write_formats
+from export.sessions import open_session, run
+from export.subject import Subject
 from export.to_onnx import tensor_specs
 from pipeline.contract.bundle import Ancestors, write_manifest
 from pipeline.contract.golden import Decoder, Golden, empty_past, inputs_of
@@ -66,10 +68,10 @@ def write_models(size: str, folder: Path, threads: int) -> int:
     convert_language(net, generation, Export(), plain)
     convert_fused(language_export_input(net, generation), Export(optimize="transformers"), fused)
     write_json(folder / "tokenizer.json", _tokenizer(net.config.vocab_size))
-    inputs = {spec.name: spec for spec in tensor_specs(fused)[0]}
     test: Any = None  # the task has prompts
     formats = Export(formats=("onnx", "genai"))
-    require_formats(write_formats(Original(task, net, test, formats, fused, inputs, folder), folder / "formats"))
+    kind = open_kind(Subject(task, net, test, formats, fused, files=folder))
+    require_formats(write_formats(kind, folder / "formats"))
     _set_threads(folder / "formats" / "genai" / "genai_config.json", threads)
     for path in (plain, fused):
         _complete_bundle(path, generation, folder / "tokenizer.json", threads)

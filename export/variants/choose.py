@@ -8,15 +8,14 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from export.fault_search import FirstWrong, find_first_wrong
 from export.optimize import check_file
+from export.subject import ExportKind
 from export.to_onnx import tensor_specs
 from export.variants.judge import (
     FP16_TOLERANCE,
@@ -30,14 +29,11 @@ from export.variants.judge import (
     evaluate_variant,
     find_faults,
 )
-from export.variants.language import DecoderComparison
-from export.variants.quantize import CONVERTERS, Converter, VariantInputs
+from export.variants.quantize import Converter, VariantInputs
 from export.variants.samples import SampleComparison
 from export.variants.timing import SIZES, Timing, measure_times
 from pipeline.contract.config import Config
-from pipeline.contract.data import Samples
 from pipeline.contract.settings.stages import FASTEST, Export
-from pipeline.contract.task import Generates, Task
 from pipeline.statistics.intervals import Interval
 from pipeline.system.errors import PipelineError, StageError
 from pipeline.system.files import digest_file
@@ -74,23 +70,25 @@ class VariantResult:
 class VariantEvaluation:
     """The inputs of the comparison of variants."""
 
-    task: Task
-    model: nn.Module
-    test: Samples
+    kind: ExportKind
     config: Config
-    path: Path  # the verified file
-    folder: Path  # for the other variants
-    converters: Mapping[str, Converter] = field(default_factory=lambda: CONVERTERS)
+    folder: Path  # for the variants
+    converters: Mapping[str, Converter]
+
+    @property
+    def path(self) -> Path:
+        """Return the verified file."""
+        return self.kind.subject.path
 
     def entries(self) -> list[VariantResult]:
         """Return the results of all variants, fp32 first; a failure is recorded, not raised."""
         is_only_sized = self.config.export.built_variants == (FP32,) and not set(self.config.export.budget) - {
             "megabytes"
         }
-        if isinstance(self.task, Generates) and is_only_sized:  # it was verified token by token
+        if is_only_sized and not self.kind.measures_fp32_alone:
             entry = VariantResult(FP32, self.path)
             return [replace(entry, faults=tuple(budget_faults(self.config.export.budget, entry.bytes, None)))]
-        check_metric(self.task, self._comparison.columns, self.config.evaluate.metric)
+        check_metric(self.kind.subject.task, self._comparison.columns, self.config.evaluate.metric)
         results = [self._entry(name) for name in self.config.export.built_variants]
         timings = self._measure_times([result for result in results if result.deviation is not None])
         return [self._with_result(replace(result, timing=timings.get(result.name))) for result in results]
@@ -107,10 +105,7 @@ class VariantEvaluation:
 
     @cached_property
     def _comparison(self) -> Comparison:
-        sizes, confidence = self.config.export.batch_sizes, self.config.evaluate.confidence
-        if isinstance(self.task, Generates):
-            return DecoderComparison(self.task, self.model, self.test, self.path, max(sizes), confidence)
-        return SampleComparison(self.task, self.model, self.test, self.path, sizes)
+        return self.kind.open_variants(self.config)
 
     def _entry(self, name: str) -> VariantResult:
         """Make and run the variant; whatever goes wrong is recorded as a fault of this variant."""

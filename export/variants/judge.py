@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from export.parity import Arrays
+from export.compare import Arrays
 from export.variants.timing import Timing
 from pipeline.contract.settings.stages import Cost, Evaluate, Export
 from pipeline.contract.task import Classifier, Task

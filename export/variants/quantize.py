@@ -10,7 +10,6 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,6 @@ from torch import Tensor
 from export.fault_search import input_names
 from export.names import name_tensors, set_output_axes
 from export.to_onnx import save_stripped, tensor_specs, untraced_batches
-from export.variants.weight_only import DOMAIN, collect_moments, nested_nodes, round_graph, subgraphs
 from pipeline.contract.data import Samples, check_columns, open_split
 from pipeline.contract.signature import NUMPY_TYPES, TensorSpec
 from pipeline.contract.task import HasAxes, Task
@@ -124,7 +122,7 @@ def with_neutral_names(converter: Converter) -> Converter:
     @functools.wraps(converter)
     def convert(material: VariantInputs, path: Path) -> str:
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            copy = _copy(material.reference, Path(folder))
+            copy = copy_model(material.reference, Path(folder))
             specs = tensor_specs(copy)
             names, output_names = ([spec.name for spec in side] for side in specs)
             sizes = (("input", len(names)), ("output", len(output_names)))
@@ -157,7 +155,7 @@ def _rename(
 def fp16(material: VariantInputs, path: Path) -> str:
     """Convert weights and computation to fp16; inputs and outputs keep their types."""
     model = onnx.load(material.reference)
-    if not (weights := dict(_weights(model.graph))):
+    if not (weights := dict(float_weights(model.graph))):
         raise StageError("the graph has no fp32 weights: there is nothing to convert")
     for name, array in weights.items():
         if ((np.abs(array) > _LARGEST_HALF) & (np.abs(array) < _MASK_VALUE)).any():
@@ -172,7 +170,7 @@ def fp16(material: VariantInputs, path: Path) -> str:
         raise StageError(
             f"no operator with weights has a form in fp16 ({', '.join(unsupported)}): there is nothing to convert"
         )
-    _write(half, material, path)
+    write_variant(half, material, path)
     return f"in fp32, for want of a form in fp16: {', '.join(unsupported)}" if unsupported else ""
 
 
@@ -191,7 +189,7 @@ def int8_dynamic(material: VariantInputs, path: Path) -> str:
             use_external_data_format=material.external,
             extra_options={"MatMulConstBOnly": True},
         )
-        _write(_load_quantized(quantized, "matrix product, embedding or LSTM"), material, path)
+        write_variant(_load_quantized(quantized, "matrix product, embedding or LSTM"), material, path)
     return "its answers depend a little on what else is in the batch: a service never merges requests for it"
 
 
@@ -216,37 +214,14 @@ def int8_static(material: VariantInputs, path: Path) -> str:
         )
         model = _load_quantized(quantized, "convolution, matrix product or embedding")
         _keep_outputs_in_float(model.graph)
-        _write(model, material, path)
+        write_variant(model, material, path)
     return f"ranges from {sum(_rows(feed) for feed in feeds)} rows of training samples"
-
-
-def round_weights(material: VariantInputs, path: Path, bits: int, block: int = 32, is_calibrated: bool = False) -> str:
-    """Round only weights, for language models."""
-    notes = []
-    moments: dict[str, Array] = {}
-    if is_calibrated:
-        feeds = material.calibration()
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            moments = collect_moments(_copy(material.reference, Path(folder)), feeds)
-        notes.append(f"calibrated on {len(feeds)} training texts")
-    model = onnx.load(material.reference)
-    round_graph(model.graph, bits, block, moments)
-    model.opset_import.append(onnx.helper.make_opsetid(DOMAIN, 1))
-    floats = sum(array.nbytes for name, array in _weights(model.graph) if array.ndim > 1 and ".scale" not in name)
-    if floats > model.ByteSize() / 10:
-        notes.append(f"{floats / 1e6:.3g} MB of weights stay in fp32")
-    _write(model, material, path)
-    return "; ".join(notes)
 
 
 CONVERTERS: dict[str, Converter] = {
     "fp16": fp16,
     "int8-dynamic": int8_dynamic,
     "int8-static": int8_static,
-    "int8": partial(round_weights, bits=8),
-    "int4": partial(round_weights, bits=4),
-    "int4-128": partial(round_weights, bits=4, block=128),
-    "int4-gptq": partial(round_weights, bits=4, is_calibrated=True),
 }
 
 
@@ -274,7 +249,7 @@ def _lacks_fp16(node: onnx.NodeProto, versions: Mapping[str, int]) -> bool:
     return "tensor(float)" in types and "tensor(float16)" not in types
 
 
-def _copy(path: Path, folder: Path) -> Path:
+def copy_model(path: Path, folder: Path) -> Path:
     """Copy a file with its external weights."""
     for file in path.parent.glob(f"{path.name}*"):
         shutil.copyfile(file, folder / file.name)
@@ -369,7 +344,7 @@ def _keep_outputs_in_float(graph: onnx.GraphProto) -> None:
         graph.initializer.remove(tensor)
 
 
-def _write(model: onnx.ModelProto, material: VariantInputs, path: Path) -> None:
+def write_variant(model: onnx.ModelProto, material: VariantInputs, path: Path) -> None:
     """Sort the nodes, drop domains that the converters left behind, and save."""
     sort_nodes(model.graph)
     used = {node.domain for node in nested_nodes(model.graph)} | {function.domain for function in model.functions}
@@ -402,7 +377,7 @@ def sort_nodes(graph: onnx.GraphProto) -> None:
         sort_nodes(inner)
 
 
-def _weights(graph: onnx.GraphProto) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
+def float_weights(graph: onnx.GraphProto) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
     for tensor in _initializers(graph):
         if tensor.data_type == onnx.TensorProto.FLOAT:
             yield tensor.name, onnx.numpy_helper.to_array(tensor)
@@ -416,3 +391,18 @@ def _initializers(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
 
 def _rows(feed: Feed) -> int:
     return len(next(iter(feed.values())))
+
+
+def nested_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    yield from graph.node
+    for inner in subgraphs(graph):
+        yield from nested_nodes(inner)
+
+
+def subgraphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
+    """Yield the branches of an `If` and the bodies of a `Loop`."""
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.type == onnx.AttributeProto.GRAPH:
+                yield attribute.g
+            yield from attribute.graphs

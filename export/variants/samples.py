@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import onnxruntime
 import torch
 from torch import nn
 
-from export.parity import Arrays, named_arrays, onnx_outputs, open_session, run, unpadded
-from export.to_onnx import tensor_specs, untraced_batches
+from export.cases import shape_cases, to_feed, torch_outputs
+from export.compare import Arrays, Run
+from export.parity import graph_outputs
+from export.sessions import open_graph, run
+from export.to_onnx import tensor_specs
 from export.variants.judge import (
     Answers,
     BatchSizeResult,
@@ -24,7 +25,7 @@ from export.variants.judge import (
     output_scale,
 )
 from export.variants.quantize import calibration_feeds
-from pipeline.contract.data import Samples, as_task_outputs, forward
+from pipeline.contract.data import Samples, as_task_outputs
 from pipeline.contract.task import Batch, HasAxes, Task
 from pipeline.statistics.scores import Columns, actual_columns, score_batch
 
@@ -42,12 +43,9 @@ class SampleComparison:
     batch_sizes: Sequence[int]
 
     @cached_property
-    @torch.no_grad()
     def _outputs(self) -> Arrays:
         """The outputs of torch."""
-        batches = self.test.batches(range(len(self.test)), max(self.batch_sizes))
-        parts = [named_arrays(self.task, forward(self.model, self.task, batch)) for batch in batches]
-        return {name: np.concatenate([part[name] for part in parts]) for name in self.task.outputs}
+        return torch_outputs(self.task, self.model, self.test, max(self.batch_sizes))
 
     @cached_property
     def scale(self) -> Mapping[str, float]:
@@ -67,10 +65,10 @@ class SampleComparison:
         return calibration_feeds(self.task, tensor_specs(self.path)[0], count)
 
     def timed_feed(self, rows: int) -> Arrays:
-        return self._feed(self.test.batch([index % len(self.test) for index in range(rows)]))
+        return to_feed(self.task, self.test.batch([index % len(self.test) for index in range(rows)]))
 
     def fault_feed(self) -> Arrays:
-        return self._feed(self.test.batch(range(min(_FAULT_SEARCH_SAMPLES, len(self.test)))))
+        return to_feed(self.task, self.test.batch(range(min(_FAULT_SEARCH_SAMPLES, len(self.test)))))
 
     def kernel_differences(self, path: Path) -> float:
         """Return the largest difference between integer kernels and float kernels for a quantized file."""
@@ -78,43 +76,32 @@ class SampleComparison:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         options.log_severity_level = 3
         unoptimized = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        expected, actual = (self._run(session, max(self.batch_sizes)) for session in (open_session(path), unoptimized))
+        graphs = (open_graph(path), partial(run, unoptimized))
+        expected, actual = (self._run(graph, max(self.batch_sizes)) for graph in graphs)
         units = {name: 1.0 for name, array in expected.items() if array.dtype.kind == "f"}
         return measure_deviation(expected, actual, units).largest
 
     def _at_size(self, path: Path, size: int) -> BatchSizeResult:
-        outputs = self._run(open_session(path), size)
+        outputs = self._run(open_graph(path), size)
         deviation = measure_deviation(self._outputs, outputs, self.scale)
         scores = self._score(self._all_samples(), outputs)
         return BatchSizeResult(size, deviation, compare_scores(self.task, scores, self.columns))
 
-    @torch.no_grad()
     def _untraced_deviations(self, path: Path) -> list[Deviation]:
         """Return the deviations at untraced lengths and paddings, if the task has dynamic axes."""
         if not isinstance(self.task, HasAxes):
             return []
-        session, deviations = open_session(path), []
-        for untraced in untraced_batches(self.task, self.test):
-            try:
-                expected = named_arrays(self.task, forward(self.model, self.task, untraced.batch))
-            except RuntimeError:  # reported already: torch itself fails at this shape
-                continue
-            actual = run(session, self._feed(untraced.batch))
-            expected, actual = (
-                {name: unpadded(array, untraced.token_mask) for name, array in arrays.items()}
-                for arrays in (expected, actual)
-            )
+        graph, deviations = open_graph(path), []
+        for case in shape_cases(self.task, self.model, self.test, []):  # those torch fails at are reported already
+            expected, actual = (case.unpadded(outputs) for outputs in (case.expected, graph(case.feed)))
             deviations.append(measure_deviation(expected, actual, self.scale))
         return deviations
 
-    def _run(self, session: Any, size: int) -> Arrays:
-        return onnx_outputs(self.task, session, self.test, size)
+    def _run(self, graph: Run, size: int) -> Arrays:
+        return graph_outputs(graph, self.task, self.test, size)
 
     def _all_samples(self) -> Batch:
         return self.test.batch(range(len(self.test)))
-
-    def _feed(self, batch: Batch) -> Arrays:
-        return {name: batch[name].numpy() for name in self.task.inputs}
 
     def _score(self, batch: Batch, outputs: Arrays) -> Columns:
         tensors = as_task_outputs(self.task, {name: torch.from_numpy(array) for name, array in outputs.items()})

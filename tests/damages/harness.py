@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache, partial
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 from unittest.mock import patch
 
@@ -16,7 +17,6 @@ import numpy as np
 import onnx
 from safetensors.torch import load_file
 
-import export.verify
 from export.__main__ import export as export_step
 from pipeline.contract.registry import (
     CHAMPION,
@@ -178,6 +178,11 @@ def fit(root: Path) -> dict[str, Any]:
     return {name: tensor.clone() for name, tensor in _weights[key].items()}
 
 
+def conversion(kind: str) -> str:
+    """Return the function that writes the ONNX file, as its caller names it."""
+    return "export.llm.kind.convert_language" if kind == "language model" else "export.ordinary.convert"
+
+
 class Workplace:
     """Whole projects, each made once and copied for each damage."""
 
@@ -200,15 +205,14 @@ class Workplace:
     def _exported(self, kind: str) -> tuple[Project, Any]:
         """Return the project and what the conversion wrote, for the fault search."""
         project, written = self.evaluated(kind).copy(self.folder / kind / "exported"), []
-        name = "convert_language" if kind == "language model" else "convert"
-        convert = getattr(export.verify, name)
+        convert = resolve_name(conversion(kind))
 
         def keep(*arguments: Any) -> Any:
             written.append(convert(*arguments))
             shutil.copy(arguments[-1], self.folder / kind / "model.onnx")
             return written[0]
 
-        with patch(f"export.verify.{name}", keep):
+        with patch(conversion(kind), keep):
             project.export()
         return project, written[0]
 
@@ -258,8 +262,7 @@ def _damaged_graph(damage: Damage, workplace: Workplace, root: Path) -> set[str]
         onnx.save(model, arguments[-1])
         return written
 
-    name = "convert_language" if damage.kind == "language model" else "convert"
-    with patch(f"export.verify.{name}", convert):
+    with patch(conversion(damage.kind), convert):
         return stopped(project.export, project)
 
 

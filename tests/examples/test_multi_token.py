@@ -12,7 +12,7 @@ import pytest
 import torch
 from onnx import numpy_helper
 
-from export.language_model import convert_language, make_generation
+from export.llm.decoder import convert_language, make_generation
 from pipeline.contract.data import Samples, forward
 from pipeline.contract.pretrained import open_pretrained
 from pipeline.contract.settings.stages import Export

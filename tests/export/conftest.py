@@ -12,6 +12,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from export.cases import torch_outputs
+from export.compare import Rows
+from export.kinds import open_kind
+from export.parity import compare_test_set
+from export.sessions import open_graph
+from export.subject import ExportKind, Subject
 from export.to_onnx import ExportResult, convert
 from pipeline.contract.data import Samples, open_split
 from pipeline.contract.settings.stages import Export
@@ -71,6 +77,22 @@ class Exported:
     path: Path
     config: Export
     written: ExportResult
+
+    @property
+    def kind(self) -> ExportKind:
+        return open_kind(Subject(self.task, self.model, self.test, self.config, self.path))
+
+    def test_set_rows(self) -> Rows:
+        reference = torch_outputs(self.task, self.model, self.test, max(self.config.batch_sizes))
+        return compare_test_set(open_graph(self.path), self.task, self.test, reference, self.config, {})
+
+    def shape_rows(self) -> Rows:
+        rows = next(self.kind.phases(self.written)).runs
+        return [row for row in rows if "padding" in row["worst"]]
+
+
+def open_model(task: Any, path: Path, config: Export | None = None, model: nn.Module | None = None) -> ExportKind:
+    return open_kind(Subject(task, model or task.net, open_split(task, "test"), config or Export(), path))
 
 
 Exporter = Callable[..., Exported]

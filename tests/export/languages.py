@@ -11,10 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from export.parity import evaluated_outputs, open_session, run
-from export.to_onnx import tensor_specs
-from export.verify import Verification, verify_model
-from pipeline.contract.data import Samples, open_split
+from export.kinds import open_kind
+from export.llm.decoder import open_decoder
+from export.llm.kind import LanguageModel
+from export.report import Report
+from export.subject import Subject
+from export.verify import write_verified
+from pipeline.contract.data import open_split
 from pipeline.contract.golden import Decoder
 from pipeline.contract.settings.stages import Export
 from pipeline.contract.signature import Generation, Prompting
@@ -107,29 +110,27 @@ def causal(kind: str, head: str = "CausalLM", **settings: Any) -> Any:
 @dataclass(frozen=True)
 class Made:
     task: Language
-    test: Samples
-    path: Path
-    proven: Verification
+    kind: LanguageModel
+    report: Report
+
+    @property
+    def path(self) -> Path:
+        return self.kind.subject.path
 
     @property
     def generation(self) -> Generation:
-        assert self.proven.properties.generation is not None
-        return self.proven.properties.generation
-
-    def evaluated(self, batch: Any) -> Any:
-        task: Any = self.task
-        return evaluated_outputs(task, self.task.model(), batch)
+        return self.kind.generation
 
     def decoder(self, path: Path | None = None) -> Decoder:
-        session, specs = open_session(path or self.path), tensor_specs(self.path)[0]
-        return Decoder(lambda feed: run(session, feed), self.generation, {spec.name: spec for spec in specs})
+        return open_decoder(path or self.path, self.generation)
 
 
-def make(kind: str, folder: Path, config: Export | None = None, **settings: Any) -> Made:
+def make(architecture: str, folder: Path, config: Export | None = None, **settings: Any) -> Made:
     prompting = Prompting(begin=(1,), end=(2,), prompts=PROMPTS)
-    task: Any = Language(causal(kind, **settings), inputs=MASKED, settings=prompting)
+    task: Any = Language(causal(architecture, **settings), inputs=MASKED, settings=prompting)
     test, path = open_split(task, "test"), folder / "model.onnx"
-    return Made(task, test, path, verify_model(task, task.model(), test, config or Export(), path))
+    kind: Any = open_kind(Subject(task, task.model(), test, config or Export(), path))
+    return Made(task, kind, write_verified(kind))
 
 
 def tokenizer(folder: Path, words: int = WORDS) -> None:

@@ -8,12 +8,13 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from export.bundle import ModelProperties
-from export.verify import verify_model
-from pipeline.contract.data import open_split
+from export.report import LastCheck
+from export.subject import ModelProperties
+from export.verify import write_verified
 from pipeline.contract.settings.stages import Export
 from pipeline.system.errors import StageError
 
+from .conftest import open_model
 from .languages import MASKED, POSITIONS, Language, Masked, Text, causal, make
 
 
@@ -21,10 +22,9 @@ from .languages import MASKED, POSITIONS, Language, Masked, Text, causal, make
 @pytest.mark.parametrize("kind", ["Qwen2", "Llama"])
 def test_distilled_architectures_keep_keys_and_values_of_their_own_heads(kind: str, tmp_path: Path) -> None:
     made = make(kind, tmp_path)
-    made.proven.require()
+    made.report.require(Export())
     assert made.decoder().specs["past.0.key"].shape == ("batch", 2, "past", 4)
-    assert made.proven.greedy
-    assert made.proven.greedy["ties"] == 0
+    assert made.report.last_check.record["greedy"]["ties"] == 0
 
 
 @pytest.mark.long
@@ -33,7 +33,7 @@ def test_distilled_architectures_keep_keys_and_values_of_their_own_heads(kind: s
 )
 def test_forms_of_deepseek_are_torchs_too(settings: dict[str, Any], tmp_path: Path) -> None:
     made = make("DeepseekV3", tmp_path, **settings)
-    made.proven.require()
+    made.report.require(Export())
 
 
 class Restless(torch.nn.Module):
@@ -51,10 +51,10 @@ class Restless(torch.nn.Module):
 @pytest.mark.long
 def test_a_language_model_that_answers_by_chance_is_reported(tmp_path: Path) -> None:
     task: Any = Language(causal("Llama"), inputs=MASKED)
-    proven = verify_model(task, Restless(task.net), open_split(task, "test"), Export(), tmp_path / "model.onnx")
-    assert proven.greedy is None
+    report = write_verified(open_model(task, tmp_path / "model.onnx", model=Restless(task.net)))
+    assert report.last_check == LastCheck()
     with pytest.raises(StageError, match="torch returns different values of `logits` for the same input"):
-        proven.require()
+        report.require(Export())
 
 
 class Labels(Text):
@@ -67,7 +67,8 @@ class Labels(Text):
 def test_a_head_of_labels_takes_texts_of_every_length(kind: str, tmp_path: Path) -> None:
     net = causal(kind, head="SequenceClassification", num_labels=3, pad_token_id=0)
     task: Any = Labels(Masked(net), inputs=MASKED)
-    proven = verify_model(task, task.net, open_split(task, "test"), Export(), tmp_path / "model.onnx")
-    proven.require()
-    assert proven.properties == ModelProperties(axes={"sequence": POSITIONS})
-    assert {found["batch_size"] for found in proven.comparisons} >= {1, 2, 5, 7}
+    model = open_model(task, tmp_path / "model.onnx")
+    report = write_verified(model)
+    report.require(Export())
+    assert model.properties == ModelProperties(axes={"sequence": POSITIONS})
+    assert {found["batch_size"] for found in report.runs} >= {1, 2, 5, 7}

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from export import bundle
-from export.bundle import ModelProperties, check_decoded, check_requirements
+from export.bundle import check_requirements
+from export.golden import check_decoded
+from export.subject import ModelProperties
 from pipeline.contract.config import Config
 from pipeline.contract.signature import BUNDLED_SETTINGS, TensorSpec
 from pipeline.system.errors import ConfigError

@@ -16,9 +16,11 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
+from export.kinds import open_kind
 from export.optimize import fit_runtime
-from export.to_onnx import convert
-from export.verify import Subject, task_properties, verify_file
+from export.subject import Subject
+from export.to_onnx import ExportResult, convert
+from export.verify import verify_file
 from pipeline.contract.data import open_split
 from pipeline.contract.settings.stages import Export
 from pipeline.system.errors import StageError
@@ -59,26 +61,32 @@ class Pictures(Classes):
 PIXELS = np.random.default_rng(0).normal(size=(COUNT, 1, 3, 3)).astype(np.float32)
 
 
+@dataclass(frozen=True)
+class Whole:
+    subject: Subject
+    written: ExportResult
+
+
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Subject:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     task: Any = Pictures(Net().eval(), {"x": PIXELS, "label": np.arange(COUNT) % 6})
     config, test = Export(batch_sizes=(1, 7, COUNT)), open_split(task, "test")
     path = tmp_path_factory.mktemp("whole") / "model.onnx"
     written = convert(task.net, task, test.batch(range(3)), config, path)
-    return Subject(task, task.net, test, config, path, written, task_properties(task))
+    return Whole(Subject(task, task.net, test, config, path), written)
 
 
-def stopped_by(one: Subject) -> tuple[str, str]:
+def stopped_by(whole: Whole, path: Path) -> tuple[str, str]:
     """Which check ends the export, and its words."""
     try:
-        fit_runtime(one.path)
-        proven = verify_file(one)
+        fit_runtime(path)
+        report = verify_file(open_kind(replace(whole.subject, path=path)), whole.written)
     except StageError as error:
         return next((kind for words, kind in CHECKS.items() if words in str(error)), "unknown"), str(error)
     try:
-        proven.require()
+        report.require(whole.subject.config)
     except StageError as error:
-        apart = [row for row in proven.comparisons if row["beyond_tolerance"]]
+        apart = [row for row in report.runs if row["beyond_tolerance"]]
         return "test set" if apart else "chance", str(error)
     return "", ""
 
@@ -243,24 +251,24 @@ DAMAGES: dict[str, tuple[Change, str, str]] = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_damaged_file_is_stopped_by_the_check_that_should_stop_it(whole: Subject, tmp_path: Path, name: str) -> None:
+def test_a_damaged_file_is_stopped_by_the_check_that_should_stop_it(whole: Whole, tmp_path: Path, name: str) -> None:
     change, check, words = DAMAGES[name]
-    model = onnx.load(whole.path)
+    model = onnx.load(whole.subject.path)
     change(model)
-    one = replace(whole, path=tmp_path / "bundle" / "model.onnx")
-    one.path.parent.mkdir()
+    path = tmp_path / "bundle" / "model.onnx"
+    path.parent.mkdir()
     (tmp_path / "weights").write_bytes(bytes(1024))
-    one.path.write_bytes(model.SerializeToString())
-    found, output = stopped_by(one)
+    path.write_bytes(model.SerializeToString())
+    found, output = stopped_by(whole, path)
     assert found == check, output
     assert re.search(words, output), output
 
 
-def test_the_whole_file_passes_every_check(whole: Subject, tmp_path: Path) -> None:
-    shutil.copy(whole.path, tmp_path / "model.onnx")
-    assert stopped_by(replace(whole, path=tmp_path / "model.onnx")) == ("", "")
+def test_the_whole_file_passes_every_check(whole: Whole, tmp_path: Path) -> None:
+    shutil.copy(whole.subject.path, tmp_path / "model.onnx")
+    assert stopped_by(whole, tmp_path / "model.onnx") == ("", "")
 
 
-def test_a_file_that_was_cut_short_is_stopped(whole: Subject, tmp_path: Path) -> None:
-    (tmp_path / "model.onnx").write_bytes(whole.path.read_bytes()[:-200])
-    assert stopped_by(replace(whole, path=tmp_path / "model.onnx"))[0] == "checker"
+def test_a_file_that_was_cut_short_is_stopped(whole: Whole, tmp_path: Path) -> None:
+    (tmp_path / "model.onnx").write_bytes(whole.subject.path.read_bytes()[:-200])
+    assert stopped_by(whole, tmp_path / "model.onnx")[0] == "checker"

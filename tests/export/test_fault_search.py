@@ -18,12 +18,11 @@ from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
 from export.fault_search import FirstWrong, Graph, explain_difference, find_first_wrong, find_first_wrong_by_values
-from export.verify import feeds, verify_model
-from pipeline.contract.data import open_split
+from export.verify import write_verified
 from pipeline.contract.settings.stages import Export
 from pipeline.system.errors import StageError
 
-from .conftest import Exported, Exporter, Small, pairs
+from .conftest import Exported, Exporter, Small, open_model, pairs
 
 LAYERS = 24
 FEED = {"x": np.random.default_rng(1).normal(size=(5, 8)).astype(np.float32)}
@@ -245,12 +244,12 @@ def damaged(made: Exported, name: str) -> str:
     values[: len(values) // 2] = 0
     tensor.CopyFrom(numpy_helper.from_array(values, tensor.name))
     onnx.save(model, made.path)
-    return explain_difference(made.written, made.path, feeds(made.task, made.test), made.config)
+    return explain_difference(made.written, made.path, made.kind.fault_feeds(), made.config)
 
 
 def test_a_damaged_weight_is_reported_by_node_module_and_line(exported: Exporter) -> None:
     made = exported(Small(layers(nn.ReLU()), pairs()))
-    assert explain_difference(made.written, made.path, feeds(made.task, made.test), made.config) == ""
+    assert explain_difference(made.written, made.path, made.kind.fault_feeds(), made.config) == ""
     output = damaged(made, "3.weight")
     assert output.startswith("the first node that is wrong is `node_")
     assert "(Gemm), off by" in output
@@ -260,9 +259,9 @@ def test_a_damaged_weight_is_reported_by_node_module_and_line(exported: Exporter
 
 def test_a_module_that_was_traced_as_another_is_named(tmp_path: Any) -> None:
     task: Any = Small(layers(Sneaky()), pairs())
-    proven = verify_model(task, task.net, open_split(task, "test"), Export(), tmp_path / "model.onnx")
+    report = write_verified(open_model(task, tmp_path / "model.onnx"))
     with pytest.raises(StageError, match=r"the trace is not the model: it answers otherwise in `2`, off by .* python"):
-        proven.require()
+        report.require(Export())
 
 
 class Short(nn.Module):
@@ -274,7 +273,7 @@ class Short(nn.Module):
 
 def test_a_length_that_decides_is_reported_with_where_the_trace_holds(tmp_path: Any) -> None:
     task: Any = Small(layers(Short()), pairs())
-    proven = verify_model(task, task.net, open_split(task, "test"), Export(), tmp_path / "model.onnx")
+    report = write_verified(open_model(task, tmp_path / "model.onnx"))
     with pytest.raises(StageError, match=r"torch's guards limit the trace to `batch` max=5"):
-        proven.require()
-    assert np.isfinite([one["max_abs_error"] for one in proven.comparisons]).all()
+        report.require(Export())
+    assert np.isfinite([one["max_abs_error"] for one in report.runs]).all()

@@ -14,16 +14,10 @@ from onnx import numpy_helper
 from transformers import DynamicCache
 
 from export.bundle import Sources, fill_bundle
-from export.language_model import (
-    TorchDecoder,
-    _count_tie,
-    choose_prompts,
-    make_generation,
-    verify_greedy,
-    verify_language,
-)
+from export.compare import require_equal
+from export.llm.decoder import TorchDecoder, make_generation
+from export.llm.greedy import _count_tie, choose_prompts, verify_greedy
 from export.model_card import render_card
-from export.parity import require_equal
 from pipeline.contract.bundle import Ancestors, Bundle, open_bundle, write_manifest
 from pipeline.contract.config import Config
 from pipeline.contract.data import Samples, mask_between_texts, open_split
@@ -58,8 +52,7 @@ def bundle(deepseek: Made, tmp_path: Path) -> Bundle:
 
 def seal(made: Made, folder: Path, root: Path) -> Bundle:
     config = Config.model_validate({"name": "talk", "task": "t.py:T", "codec": "talk_codec.py:Codec"})
-    output: Any = made.task
-    fill_bundle(folder, output, made.test, config, Sources(root, root / "files"), made.proven.properties)
+    fill_bundle(folder, made.kind, config, Sources(root, root / "files"), made.kind.properties)
     (folder / "card.md").write_text("# talk\n")
     onnx_digest = digest_file(folder / "model.onnx")
     write_manifest(folder, "talk", "pass", Ancestors(code="c", data="d", checkpoint="k", verdict="v", onnx=onnx_digest))
@@ -84,7 +77,7 @@ def test_a_bundle_has_the_template_and_the_defaults_of_the_models_files(
 
 
 def test_prompt_and_past_are_free_in_length_and_the_latent_is_what_is_cached(deepseek: Made) -> None:
-    deepseek.proven.require()
+    deepseek.report.require(Export())
     specs = deepseek.decoder().specs
     assert {name: spec.shape for name, spec in specs.items()} == {
         "input_ids": ("batch", "sequence"),
@@ -95,18 +88,19 @@ def test_prompt_and_past_are_free_in_length_and_the_latent_is_what_is_cached(dee
     }
     assert [cache.output for cache in deepseek.generation.caches] == ["present.0.latent", "present.0.rope"]
     assert deepseek.generation.positions_limit == POSITIONS
-    assert deepseek.proven.properties.axes == {"sequence": POSITIONS, "total": POSITIONS}
+    assert deepseek.kind.properties.axes == {"sequence": POSITIONS, "total": POSITIONS}
 
 
 def test_shapes_that_were_never_traced_were_compared_and_so_was_every_test_sample(deepseek: Made) -> None:
-    places = [found["worst"].partition(" at ")[2] for found in deepseek.proven.comparisons]
+    places = [found["worst"].partition(" at ")[2] for found in deepseek.report.runs]
     assert places[0] == "the test set"
     assert {"past 0, sequence 1, 0 padded", f"past 0, sequence {POSITIONS}, 2 padded"} <= set(places)
     assert "past 6, sequence 1, 3 padded" in places
-    assert all(found["max_abs_error"] < 1e-4 for found in deepseek.proven.comparisons)
-    assert deepseek.proven.greedy == {
+    assert all(found["max_abs_error"] < 1e-4 for found in deepseek.report.runs)
+    greedy_record = deepseek.report.last_check.record["greedy"]
+    assert greedy_record == {
         "prompts": 4,
-        "tokens": deepseek.proven.greedy["tokens"] if deepseek.proven.greedy else 0,
+        "tokens": greedy_record["tokens"],
         "ways": ["each prompt alone", "all in one batch, padded on the left", "read three positions at a time"],
         "ties": 0,
     }
@@ -157,9 +151,7 @@ def test_damage_to_one_expert_is_noticed(deepseek: Made, tmp_path: Path) -> None
     name = weights(deepseek, axes=3)[-1]
     decoder = deepseek.decoder(damaged(deepseek, name, tmp_path / "model.onnx"))
     with pytest.raises(StageError, match="the ONNX file is not the model"):
-        require_equal(
-            verify_language(deepseek.task.net, decoder, deepseek.test, Export(), deepseek.evaluated), Export()
-        )
+        require_equal(deepseek.kind.compare_decoder(decoder), Export())
 
 
 @pytest.mark.long
@@ -169,9 +161,7 @@ def test_damage_to_any_weight_is_noticed(deepseek: Made, tmp_path: Path) -> None
     for name in names:
         decoder = deepseek.decoder(damaged(deepseek, name, tmp_path / "model.onnx"))
         with pytest.raises(StageError, match=r"the ONNX file is not the model|ONNX Runtime cannot run the file"):
-            require_equal(
-                verify_language(deepseek.task.net, decoder, deepseek.test, Export(), deepseek.evaluated), Export()
-            )
+            require_equal(deepseek.kind.compare_decoder(decoder), Export())
 
 
 def test_answers_that_are_not_torchs_are_reported_with_both(deepseek: Made) -> None:
@@ -327,7 +317,7 @@ def test_a_model_without_a_configuration_is_no_language_model() -> None:
 @pytest.mark.long
 def test_texts_beyond_the_sliding_window_give_the_logits_of_transformers(kind: str, tmp_path: Path) -> None:
     made = make(kind, tmp_path)
-    made.proven.require()
+    made.report.require(Export())
     decoder, generation, net = made.decoder(), made.generation, made.task.net
     ids = np.random.default_rng(1).integers(3, WORDS, (1, 24))
     parts = [ids[:, :20], *np.split(ids[:, 20:], 4, axis=1)]  # a prompt, and four tokens one by one
@@ -343,5 +333,5 @@ def test_texts_beyond_the_sliding_window_give_the_logits_of_transformers(kind: s
         whole = net(torch.from_numpy(ids), use_cache=False).logits.numpy()
     for expected in (np.concatenate(steps, axis=1), whole):
         np.testing.assert_allclose(np.concatenate(found, axis=1), expected, atol=1e-4, rtol=1e-4)
-    places = [row["worst"].partition(" at ")[2] for row in made.proven.comparisons]
+    places = [row["worst"].partition(" at ")[2] for row in made.report.runs]
     assert ("past 7, random" in places) == bool(getattr(net.config, "sliding_window", None))

@@ -12,10 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from export.__main__ import export
-from export.bundle import choose_samples, columns_with_nan
-from export.parity import compare, require_equal, verify
-from export.parity_everywhere import random_batch, verify_everywhere
-from export.verify import find_nondeterminism
+from export.bundle import columns_with_nan
+from export.cases import random_batch, sample_cases
+from export.compare import require_equal
+from export.everywhere import compare_everywhere
+from export.golden import choose_samples
+from export.nondeterminism import find_nondeterminism
+from export.parity import compare_outputs
 from pipeline.contract.bundle import Bundle, open_bundle
 from pipeline.contract.data import Samples, open_split
 from pipeline.contract.run import Run, RunFile
@@ -149,10 +152,9 @@ def test_the_service_answers_them_as_at_export(bundle: Bundle) -> None:
         assert request.problem(json.loads(text)) is None
 
 
-def test_a_profile_of_an_earlier_version_counts_what_was_missing(tmp_path: Path) -> None:
-    assert columns_with_nan(tmp_path / "profile.json") == set()
-    columns = {"x": {"missing": 0}, "y": {"missing": 2}, "z": {"missing": 2, "nan": 0}}
-    write_json(tmp_path / "profile.json", {"columns": {"train": {"x": {"missing": 0}}, "test": columns}})
+def test_columns_with_nan_in_any_split_are_found(tmp_path: Path) -> None:
+    columns = {"x": {"missing": 0, "nan": 0}, "y": {"missing": 2, "nan": 1}, "z": {"missing": 2, "nan": 0}}
+    write_json(tmp_path / "profile.json", {"columns": {"train": {"x": {"missing": 0, "nan": 0}}, "test": columns}})
     assert columns_with_nan(tmp_path / "profile.json") == {"y"}
 
 
@@ -171,18 +173,19 @@ def test_golden_samples_are_the_first_that_json_can_have() -> None:
 
 def test_nan_equals_nan_where_a_number_was_missing(exported: Exporter) -> None:
     made = exported(Small(Halves(), with_gaps()))
-    found = verify(made.task, made.model, made.test, made.path, made.config)
+    found = made.test_set_rows()
     require_equal(found, made.config)
     assert all(row["max_abs_error"] == row["max_rel_error"] == 0 for row in found)
-    covered = verify_everywhere(made.task, made.model, made.test, made.path, made.config)
-    require_equal(covered.rows, made.config)
-    assert {row["inputs"] for row in covered.rows} == {"real samples", "random inputs"}
+    cases = list(sample_cases(made.task, made.model, made.test, made.config, []))
+    rows = compare_everywhere(cases, made.path, made.config).coverage
+    require_equal(rows, made.config)
+    assert {row["inputs"] for row in rows} == {"real samples", "random inputs"}
 
 
 def test_nan_that_no_missing_number_explains_is_refused(exported: Exporter) -> None:
     made = exported(Small(Halves(gap=True), with_gaps()))
     first = int(np.flatnonzero(with_gaps()["x"][:, 0] > 1)[0])
-    (row, *_) = verify(made.task, made.model, made.test, made.path, made.config)
+    (row, *_) = made.test_set_rows()
     assert row["beyond_tolerance"] > 0
     reason = find_nondeterminism(made.task, made.model, made.test, Export())
     assert f"returns NaN in `y` for test sample {first}" in reason
@@ -192,7 +195,10 @@ def test_a_number_instead_of_nan_is_a_difference() -> None:
     task: Any = Small(Halves(), with_gaps())
     reference = {"y": with_gaps()["x"] / 2}
     for actual in (np.nan_to_num(reference["y"]), np.full_like(reference["y"], np.nan)):
-        assert compare(task, open_split(task, "test"), reference, {"y": actual}, Export(), 1, 0.0).beyond_tolerance > 0
+        assert (
+            compare_outputs(task, open_split(task, "test"), reference, {"y": actual}, Export(), 1, 0.0).beyond_tolerance
+            > 0
+        )
 
 
 def test_random_inputs_are_also_between_the_known_numbers() -> None:

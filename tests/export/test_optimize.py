@@ -17,12 +17,14 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
-from export import verify
-from export.language_model import TorchDecoder, language_export_input, make_generation, verify_greedy
+from export import optimize
+from export.llm import kind as language_kind
+from export.llm.decoder import TorchDecoder, language_export_input, make_generation
+from export.llm.fused_attention import convert_fused
+from export.llm.greedy import verify_greedy
 from export.optimize import (
     Optimization,
     check_file,
-    convert_fused,
     fit_runtime,
     load_error,
     model_type,
@@ -33,15 +35,15 @@ from export.optimize import (
     remove_plain,
     restore_plain,
 )
-from export.parity import open_session, run
+from export.sessions import open_session, run
 from export.to_onnx import tensor_specs
-from pipeline.contract.data import open_split
+from export.verify import write_verified
 from pipeline.contract.golden import Decoder, empty_past, inputs_of
 from pipeline.contract.settings.stages import Export
 from pipeline.system.errors import StageError
 from pipeline.system.files import digest_file
 
-from .conftest import Small, pairs
+from .conftest import Small, open_model, pairs
 from .languages import MASKED, PROMPTS, Language, causal, make
 
 FEED = {"x": np.random.default_rng(0).normal(size=(3, 16)).astype(np.float32)}
@@ -151,10 +153,10 @@ def test_a_decoder_is_exported_again_if_its_fused_file_is_another(
         onnx.save(proto, path)
         return converted
 
-    monkeypatch.setattr(verify, "convert_fused", spoilt)
+    monkeypatch.setattr(language_kind, "convert_fused", spoilt)
     made = make("Llama", tmp_path, Export(optimize="transformers"))
-    made.proven.require()
-    optimised = made.proven.file["optimize"]
+    made.report.require(Export())
+    optimised = made.report.file["optimize"]
     assert (optimised["used"], optimised["fused"]) == ("none", {})
     assert optimised["reason"].startswith("the optimized file differs from the model: ")
     assert "Attention" not in operators(made.path)
@@ -174,19 +176,19 @@ def test_a_decoder_whose_attention_takes_other_arguments_is_exported_without_fus
     attention.forward = forward
     task: Any = Language(model, inputs=MASKED)
     path = tmp_path / "model.onnx"
-    proven = verify.verify_model(task, model, open_split(task, "test"), Export(optimize="transformers"), path)
-    proven.require()
-    assert proven.file["optimize"]["used"] == "none"
-    assert "an argument that ONNX's operator does not have" in proven.file["optimize"]["reason"]
+    report = write_verified(open_model(task, path, Export(optimize="transformers")))
+    report.require(Export())
+    assert report.file["optimize"]["used"] == "none"
+    assert "an argument that ONNX's operator does not have" in report.file["optimize"]["reason"]
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["Llama", "DeepseekV3"])
 def test_fused_decoders_are_verified_and_used(tmp_path: Path, kind: str) -> None:
     made = make(kind, tmp_path, Export(optimize="transformers"))
-    made.proven.require()
-    assert made.proven.file["optimize"]["used"] == "transformers"
-    assert made.proven.file["optimize"]["fused"]["Attention"] == 1
+    made.report.require(Export())
+    assert made.report.file["optimize"]["used"] == "transformers"
+    assert made.report.file["optimize"]["fused"]["Attention"] == 1
 
 
 def test_the_same_file_is_optimised_to_the_same_bytes(tmp_path: Path) -> None:
@@ -239,20 +241,20 @@ def test_an_optimised_file_that_is_another_is_not_used(
         onnx.save(proto, path)
         return found
 
-    monkeypatch.setattr(verify, "optimize_file", spoilt)
+    monkeypatch.setattr(optimize, "optimize_file", spoilt)
     torch.manual_seed(0)
     task: Any = Small(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), pairs())
     (tmp_path / "bundle").mkdir()
     path = tmp_path / "bundle" / "model.onnx"
-    proven = verify.verify_model(task, task.net, open_split(task, "test"), Export(optimize="basic"), path)
-    proven.require()
-    message = proven.file["optimize"]
+    report = write_verified(open_model(task, path, Export(optimize="basic")))
+    report.require(Export())
+    message = report.file["optimize"]
     assert (message["requested"], message["used"]) == ("basic", "none")
     assert message["reason"].startswith("the optimized file differs from the model: ")
     assert "the first node that is wrong is `" in message["reason"]
     assert "export.optimize=basic is not used: the optimized file differs from the model" in capsys.readouterr().out
     assert [one.name for one in tmp_path.iterdir()] == ["bundle"]
-    assert json.dumps(proven.file)
+    assert json.dumps(report.file)
 
 
 def test_an_optimised_file_that_is_not_sound_is_not_used_either(
@@ -265,15 +267,13 @@ def test_an_optimised_file_that_is_not_sound_is_not_used_either(
         onnx.save(proto, path)
         return found
 
-    monkeypatch.setattr(verify, "optimize_file", fused)
+    monkeypatch.setattr(optimize, "optimize_file", fused)
     task: Any = Small(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), pairs())
     (tmp_path / "bundle").mkdir()
-    proven = verify.verify_model(
-        task, task.net, open_split(task, "test"), Export(optimize="basic"), tmp_path / "bundle" / "model.onnx"
-    )
-    proven.require()
-    assert proven.file["optimize"]["used"] == "none"
-    assert "not sound by ONNX's own rules" in proven.file["optimize"]["reason"]
+    report = write_verified(open_model(task, tmp_path / "bundle" / "model.onnx", Export(optimize="basic")))
+    report.require(Export())
+    assert report.file["optimize"]["used"] == "none"
+    assert "not sound by ONNX's own rules" in report.file["optimize"]["reason"]
 
 
 def test_fusions_that_stumble_leave_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

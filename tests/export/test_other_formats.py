@@ -15,16 +15,18 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from export import other_formats
-from export.language_model import TorchDecoder, convert_language, make_generation
-from export.other_formats import Original, require_formats, saved_model_problem, write_formats
-from export.to_onnx import tensor_specs
+from export.llm.decoder import TorchDecoder, convert_language, make_generation
+from export.llm.genai import _genai_config
+from export.llm.kind import LanguageModel
+from export.other_formats import require_formats, saved_model_problem, write_formats
+from export.subject import ExportKind, Subject
 from pipeline.contract.data import open_split
 from pipeline.contract.settings.stages import Export
 from pipeline.contract.signature import Prompting, TensorSpec
 from pipeline.system.errors import StageError
 from pipeline.system.files import digest_file, write_json
 
-from .conftest import Classes, linear, pairs
+from .conftest import Classes, linear, open_model, pairs
 from .languages import PROMPTS, WORDS, Language, causal
 from .recurrent import Tags
 
@@ -36,10 +38,10 @@ class Sneaky(nn.Module):
         return x[:, :3] if torch.compiler.is_compiling() else x[:, :3] * 1.5
 
 
-def original(folder: Path, net: nn.Module, **settings: Any) -> Original:
+def original(folder: Path, net: nn.Module, **settings: Any) -> ExportKind:
     task: Any = Classes(net.eval(), pairs())
     config = Export(batch_sizes=(1, 7, 40), **settings)
-    return Original(task, task.net, open_split(task, "test"), config, folder / "model.onnx", {})
+    return open_model(task, folder / "model.onnx", config)
 
 
 def test_torchs_own_form_answers_as_the_model_does_without_its_code(tmp_path: Path) -> None:
@@ -52,7 +54,7 @@ def test_torchs_own_form_answers_as_the_model_does_without_its_code(tmp_path: Pa
     require_formats([row])
     x = torch.from_numpy(pairs()["x"])
     (found,) = torch.export.load(path).module()(x)
-    assert np.allclose(found.detach(), one.model(x).detach(), atol=1e-5)
+    assert np.allclose(found.detach(), one.subject.model(x).detach(), atol=1e-5)
     with zipfile.ZipFile(path) as inside:
         for name in inside.namelist():
             assert str(Path(__file__).parent).encode() not in inside.read(name), "where it was made"
@@ -62,8 +64,7 @@ def test_torchs_own_form_answers_as_the_model_does_without_its_code(tmp_path: Pa
 def test_torchs_own_form_has_dynamic_axes_beside_the_batch(tmp_path: Path) -> None:
     task: Any = Tags()
     config = Export(batch_sizes=(1, 7), formats=("onnx", "pt2"))
-    one = Original(task, task.net.eval(), open_split(task, "test"), config, tmp_path / "model.onnx", {})
-    (row,) = write_formats(one, tmp_path / "formats")
+    (row,) = write_formats(open_model(task, tmp_path / "model.onnx", config), tmp_path / "formats")
     assert (row["passed"], row["reason"]) == (True, "equal to torch")
     letters = torch.arange(26).reshape(2, 13) % 12
     (found,) = torch.export.load(tmp_path / row["path"]).module()(letters, torch.ones_like(letters))
@@ -105,16 +106,15 @@ BYTES = {  # a tokenizer whose tokens are the bytes of ASCII letters
 }
 
 
-def decoder(folder: Path, kind: str) -> Original:
+def decoder(folder: Path, architecture: str) -> LanguageModel:
     """A language model with its plain file, which is not verified here."""
     prompting = Prompting(begin=(1,), end=(2,), prompts=PROMPTS)
-    task: Any = Language(causal(kind), settings=prompting)
+    task: Any = Language(causal(architecture), settings=prompting)
     write_json(folder / "tokenizer.json", BYTES)
-    path, generation = folder / "model.onnx", make_generation(task, task.net)
-    convert_language(task.net, generation, Export(), path)
-    inputs = {spec.name: spec for spec in tensor_specs(path)[0]}
-    config = Export(formats=("onnx", "genai"))
-    return Original(task, task.net, open_split(task, "test"), config, path, inputs, folder)
+    path, config = folder / "model.onnx", Export(formats=("onnx", "genai"))
+    kind = LanguageModel(Subject(task, task.net, open_split(task, "test"), config, path, files=folder))
+    convert_language(task.net, kind.generation, Export(), path)
+    return kind
 
 
 @pytest.mark.long
@@ -129,7 +129,7 @@ def test_onnxruntime_genai_generates_torchs_tokens(tmp_path: Path, monkeypatch: 
     assert json.loads((tmp_path / row["path"] / "genai_config.json").read_text())["model"]["eos_token_id"] == [2]
     model = genai.Model(str(tmp_path / row["path"]))
     assert list(genai.Tokenizer(model).encode("DBE")) == [3, 1, 4]
-    reference = TorchDecoder(one.model, make_generation(one.task, one.model))  # type: ignore[arg-type]
+    reference = TorchDecoder(one.net, one.generation)
     for prompt in PROMPTS:
         expected = [*prompt, *reference.greedy(prompt, 6)]
         parameters = genai.GeneratorParams(model)
@@ -140,7 +140,7 @@ def test_onnxruntime_genai_generates_torchs_tokens(tmp_path: Path, monkeypatch: 
             generator.generate_next_token()
         sequence = [*generator.get_sequence(0).tolist(), 2]  # the end is not part of it
         assert sequence[: len(expected)] == expected
-    layer: Any = one.model.get_submodule("model.layers.0.self_attn")
+    layer: Any = one.net.get_submodule("model.layers.0.self_attn")
     monkeypatch.setattr(layer, "scaling", 1.0)
     (row,) = write_formats(one, tmp_path / "formats")
     assert "it is not the model" in row["reason"]
@@ -153,7 +153,7 @@ def test_a_cache_of_latents_has_no_folder_for_onnxruntime_genai(tmp_path: Path) 
     specs = {name: TensorSpec(name=name, datatype="FP32", shape=("batch", 1, "past", 4)) for name in caches}
     generation = make_generation(Language(made), made)
     with pytest.raises(StageError, match="reads caches of keys and values of one shape"):
-        other_formats._genai_config(made.config, generation, specs)
+        _genai_config(made.config, generation, specs)
 
 
 @pytest.mark.parametrize("formats", [("pt2",), ("onnx", "pt2", "pt2")])

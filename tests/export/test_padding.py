@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from export.cases import evaluated_outputs
 from export.padding import PaddingEffect, measure_padding
-from export.parity import evaluated_outputs
 from export.to_onnx import untraced_batches
-from export.verify import verify_model
+from export.verify import write_verified
 from pipeline.contract.data import open_split
 from pipeline.contract.settings.stages import Export
 
-from .conftest import COUNT
+from .conftest import COUNT, open_model
 from .recurrent import LENGTH, LONGEST, Tagger, Tags, texts
 
 PADDED = sum(length < LENGTH for length in 3 + np.arange(COUNT) % (LENGTH - 2))
@@ -44,9 +44,10 @@ def effect(task: Any) -> PaddingEffect:
 def test_a_recurrent_layer_that_reads_padding_is_reported_with_numbers(tmp_path: Path) -> None:
     task: Any = Tags()
     test = open_split(task, "test")
-    made = verify_model(task, task.net.eval(), test, Export(batch_sizes=(1, 7)), tmp_path / "model.onnx")
-    made.require()
-    found = made.padding
+    config = Export(batch_sizes=(1, 7))
+    report = write_verified(open_model(task, tmp_path / "model.onnx", config))
+    report.require(config)
+    found = PaddingEffect(**report.last_check.record["padding"])
     assert (found.samples, found.differing, found.unknown) == (PADDED, PADDED, {})
     assert found.padding == {"time": "letters 0, real 0 on the right"}
     index = int(found.worst.rpartition(" ")[2])
@@ -56,7 +57,7 @@ def test_a_recurrent_layer_that_reads_padding_is_reported_with_numbers(tmp_path:
         own, padded = task.net(*(column[:, :length] for column in sample)), task.net(*sample)
     assert found.max_abs_error == pytest.approx(float((own - padded[:, :length]).abs().max()), rel=1e-4)
     assert found.max_abs_error > 0.05
-    assert made.properties.padding == found.text
+    assert report.last_check.padding == found.text
     assert found.text.startswith(
         f"padding changes answers: {PADDED} of {PADDED} padded test samples have other outputs"
     )

@@ -10,7 +10,8 @@ import torch
 from onnx import numpy_helper
 from torch import Tensor, nn
 
-from export.parity import Comparison, compare, require_equal, verify
+from export.compare import Comparison, require_equal
+from export.parity import compare_outputs
 from pipeline.contract.data import Samples
 from pipeline.contract.settings.stages import Export
 from pipeline.system.errors import StageError
@@ -32,7 +33,7 @@ class Masked(nn.Module):
 
 def refusal(made: Exported) -> str:
     with pytest.raises(StageError) as caught:
-        require_equal(verify(made.task, made.model, made.test, made.path, made.config), made.config)
+        require_equal(made.test_set_rows(), made.config)
     return str(caught.value)
 
 
@@ -41,12 +42,12 @@ def compared(expected: list[list[float]], found: list[list[float]], atol: float 
     arrays = [np.array(values * COUNT, np.float32)[:COUNT] for values in (expected, found)]
     task: Any = Classes(nn.Identity(), pairs())
     config = Export(rtol=0.0, atol=atol)
-    return compare(task, Samples("test", pairs()), {"y": arrays[0]}, {"y": arrays[1]}, config, 1, 0.0)
+    return compare_outputs(task, Samples("test", pairs()), {"y": arrays[0]}, {"y": arrays[1]}, config, 1, 0.0)
 
 
 def test_every_batch_size_is_compared_over_the_whole_test_set(exported: Exporter) -> None:
     made = exported(Classes(linear(), pairs()), batch_sizes=(1, 7, 100))
-    found = verify(made.task, made.model, made.test, made.path, made.config)
+    found = made.test_set_rows()
     assert [one["batch_size"] for one in found] == [1, 7, 100]
     assert all(one["max_abs_error"] < 1e-4 and one["metrics"] == {"ones": 1.0} for one in found)
     require_equal(found, made.config)
@@ -74,7 +75,9 @@ def test_the_worst_output_and_sample_are_named() -> None:
     zeros = np.zeros((COUNT, 2), np.float32)
     found = zeros.copy()
     found[17, 1] = 3.0
-    one = compare(task, Samples("test", pairs()), {"a": zeros, "b": zeros}, {"a": zeros, "b": found}, Export(), 7, 0.0)
+    one = compare_outputs(
+        task, Samples("test", pairs()), {"a": zeros, "b": zeros}, {"a": zeros, "b": found}, Export(), 7, 0.0
+    )
     with pytest.raises(StageError, match=r"at batch size 7, 1 elements differ .*worst 3 in `b` of test sample 17"):
         require_equal([asdict(one)], Export())
 
@@ -91,7 +94,9 @@ def test_outputs_that_changed_places_are_noticed(exported: Exporter) -> None:
 def test_an_answer_of_another_shape_is_refused() -> None:
     task: Any = Small(nn.Identity(), pairs())
     with pytest.raises(StageError, match=r"returns `y` of shape \(23, 1\), torch \(23, 2\)"):
-        compare(task, Samples("test", pairs()), {"y": np.zeros((23, 2))}, {"y": np.zeros((23, 1))}, Export(), 1, 0.0)
+        compare_outputs(
+            task, Samples("test", pairs()), {"y": np.zeros((23, 2))}, {"y": np.zeros((23, 1))}, Export(), 1, 0.0
+        )
 
 
 @pytest.mark.parametrize(("expected", "found"), [(1.0, np.nan), (np.nan, 1.0), (np.nan, np.nan), (1.0, np.inf)])
@@ -103,7 +108,7 @@ def test_what_is_no_number_never_agrees(expected: float, found: float) -> None:
 
 def test_infinity_on_both_sides_agrees_and_is_no_error(exported: Exporter) -> None:
     made = exported(Small(Masked(), pairs()))
-    found = verify(made.task, made.model, made.test, made.path, made.config)
+    found = made.test_set_rows()
     require_equal(found, made.config)
     assert max(one["max_abs_error"] for one in found) < 1e-6
 

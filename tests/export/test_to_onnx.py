@@ -20,7 +20,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from export.parity import require_equal, verify, verify_untraced
+from export.compare import require_equal
+from export.kinds import check_positions
 from export.to_onnx import (
     GROUPED,
     check_dynamic_axes,
@@ -30,7 +31,7 @@ from export.to_onnx import (
     tensor_specs,
     untraced_batches,
 )
-from export.verify import check_positions, verify_model
+from export.verify import write_verified
 from pipeline.contract.data import axis_sizes, example_batch, open_split
 from pipeline.contract.settings.stages import Export
 from pipeline.contract.signature import TensorSpec
@@ -38,7 +39,7 @@ from pipeline.contract.task import input_axes
 from pipeline.system.errors import DataError, PipelineError, StageError
 from pipeline.system.files import digest_file
 
-from .conftest import COUNT, Exported, Exporter, Small, linear, pairs
+from .conftest import COUNT, Exported, Exporter, Small, linear, open_model, pairs
 
 LENGTH = 6
 NAMES = ("input_ids", "attention_mask")
@@ -99,7 +100,7 @@ def test_texts_of_lengths_never_traced_with_and_without_padding_equal_torch(expo
     assert [spec.shape for spec in inputs] == [("batch", "sequence")] * 2
     assert outputs[0].shape == ("batch", 3)
     check_dynamic_axes(inputs, made.task)
-    found = verify_untraced(made.task, made.model, made.test, made.path, made.config)
+    found = made.shape_rows()
     require_equal(found, made.config)
     places = {one["worst"].partition(" at ")[2] for one in found}
     lengths = {int(place.partition("sequence ")[2].partition(",")[0]) for place in places}
@@ -110,8 +111,8 @@ def test_texts_of_lengths_never_traced_with_and_without_padding_equal_torch(expo
 
 def test_a_model_that_is_another_at_a_length_the_data_do_not_have_is_refused(exported: Exporter) -> None:
     made = exported(Texts(Stepped(), columns()))
-    require_equal(verify(made.task, made.model, made.test, made.path, made.config), made.config)  # the data say nothing
-    found = verify_untraced(made.task, made.model, made.test, made.path, made.config)
+    require_equal(made.test_set_rows(), made.config)  # the data say nothing
+    found = made.shape_rows()
     with pytest.raises(StageError, match=r"elements differ beyond .*at sequence 40, padding: \w+"):
         require_equal(found, made.config)
 
@@ -191,11 +192,26 @@ def test_lengths_that_torch_itself_refuses_are_reported_and_not_compared(
     exported: Exporter, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = exported(Texts(Windowed(), columns()))
-    found = verify_untraced(made.task, made.model, made.test, made.path, made.config)
+    found = made.shape_rows()
     require_equal(found, made.config)
     assert not [one for one in found if " 1, padding" in one["worst"] or " 2, padding" in one["worst"]]
     output = capsys.readouterr().out
     assert "not compared at sequence 1, padding: none: torch itself fails" in output
+
+
+class Wide(Bag):
+    """Takes only texts as long as those of the test set or longer."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        scale = attention_mask.float().unfold(1, LENGTH, 1).mean(dim=(1, 2))
+        return super().forward(input_ids, attention_mask) * scale[:, None]
+
+
+def test_fewer_than_two_other_shapes_are_refused(exported: Exporter) -> None:
+    task = texts(Wide())
+    task.longest = {"sequence": LENGTH}  # no text may be longer, and torch takes none that is shorter
+    with pytest.raises(StageError, match="fewer than two shapes other than the traced one could be compared"):
+        exported(task).shape_rows()
 
 
 class Stubborn(Bag):
@@ -209,7 +225,7 @@ class Stubborn(Bag):
 def test_a_part_that_stays_in_training_mode_is_named(tmp_path: Any) -> None:
     task: Any = Texts(nn.Sequential(Stubborn()), columns())
     with pytest.raises(StageError, match=r"0, 0\.embedding, 0\.head: still in training mode after eval"):
-        verify_model(task, task.net, open_split(task, "test"), Export(), tmp_path / "model.onnx")
+        open_model(task, tmp_path / "model.onnx")
 
 
 def test_a_router_with_noise_is_named(tmp_path: Any) -> None:
@@ -219,9 +235,9 @@ def test_a_router_with_noise_is_named(tmp_path: Any) -> None:
             return found + torch.rand_like(found)
 
     task: Any = Texts(Noisy(), columns())
-    proven = verify_model(task, task.net, open_split(task, "test"), Export(), tmp_path / "model.onnx")
+    report = write_verified(open_model(task, tmp_path / "model.onnx"))
     with pytest.raises(StageError, match=r"torch returns different values of `y` .*noise in a router"):
-        proven.require()
+        report.require(Export())
 
 
 class Fixed(nn.Module):
@@ -260,7 +276,7 @@ def mixed() -> Small:
 
 
 def equal(made: Exported) -> list[dict[str, Any]]:
-    found = verify(made.task, made.model, made.test, made.path, made.config)
+    found = made.test_set_rows()
     require_equal(found, made.config)
     return found
 
@@ -321,7 +337,7 @@ def test_a_length_that_the_model_reads_with_len_stays_dynamic(exported: Exporter
     made = exported(texts(Repeated()))
     assert tensor_specs(made.path)[1][0].shape == ("batch", "sequence", 3)
     assert equal(made)
-    require_equal(verify_untraced(made.task, made.model, made.test, made.path, made.config), made.config)
+    require_equal(made.shape_rows(), made.config)
 
 
 def test_a_model_for_one_batch_size_alone_is_refused_with_the_cause(exported: Exporter) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from export.to_onnx import export_input
 from export.trace import inspect
-from export.verify import verify_model
+from export.verify import write_verified
 from pipeline.contract.data import forward, open_split
 from pipeline.system.errors import StageError
 
@@ -78,8 +78,8 @@ class Both(Encoder):
 def test_transformer_with_masks_is_exported_as_it_was_evaluated(net: nn.Module, exported: Exporter) -> None:
     made = exported(Tags(net))
     torch.backends.mha.set_fastpath_enabled(True)
-    verification = verify_model(made.task, net.eval(), made.test, made.config, made.path)
-    verification.require()
+    report = write_verified(made.kind)
+    report.require(made.config)
     assert torch.backends.mha.get_fastpath_enabled()
 
 

@@ -14,13 +14,16 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
+from export.kinds import open_kind
 from export.optimize import check_random
-from export.parity import MetricReference, compare
+from export.parity import MetricReference, compare_outputs
+from export.report import Report
 from export.service_sizes import ServedSizes
-from export.to_onnx import convert
+from export.subject import Subject
+from export.to_onnx import ExportResult, convert
 from export.tolerance import allowed_error, is_within, measure_scale
 from export.unseen_inputs import UnseenInputs
-from export.verify import Subject, task_properties, verify_file
+from export.verify import verify_file
 from export.weights_check import compare_weights
 from pipeline.contract.data import Samples, open_split
 from pipeline.contract.settings.stages import Export
@@ -63,7 +66,21 @@ class Numbers(Small):
         return {"ones": torch.ones(len(batch["label"]))}
 
 
-def make_subject(net: nn.Module, folder: Path) -> Subject:
+@dataclass(frozen=True)
+class Whole:
+    subject: Subject
+    written: ExportResult
+
+    @property
+    def path(self) -> Path:
+        return self.subject.path
+
+    def report(self, path: Path | None = None) -> Report:
+        subject = replace(self.subject, path=path or self.subject.path)
+        return verify_file(open_kind(subject), self.written)
+
+
+def make_whole(net: nn.Module, folder: Path) -> Whole:
     generator = np.random.default_rng(0)
     ids = generator.integers(0, VOCABULARY // 2, (COUNT, 6))  # the other half is in no sample
     label = net.eval()(torch.from_numpy(ids)).detach().numpy()
@@ -71,21 +88,20 @@ def make_subject(net: nn.Module, folder: Path) -> Subject:
     test, config, path = open_split(task, "test"), Export(batch_sizes=(1, 7)), folder / "model.onnx"
     written = convert(net, task, test.batch(range(3)), config, path)
     limits = {"r2": 0.8}
-    return Subject(task, net, test, config, path, written, task_properties(task), SERVED, limits)
+    return Whole(Subject(task, net, test, config, path, SERVED, limits), written)
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Subject:
-    return make_subject(Net(), tmp_path_factory.mktemp("whole"))
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    return make_whole(Net(), tmp_path_factory.mktemp("whole"))
 
 
-def refusal(subject: Subject, folder: Path, change: Callable[[onnx.ModelProto], None]) -> str:
-    model = onnx.load(subject.path)
+def refusal(whole: Whole, folder: Path, change: Callable[[onnx.ModelProto], None]) -> str:
+    model = onnx.load(whole.path)
     change(model)
-    damaged = replace(subject, path=folder / "model.onnx")
-    damaged.path.write_bytes(model.SerializeToString())
+    (folder / "model.onnx").write_bytes(model.SerializeToString())
     with pytest.raises(StageError) as caught:
-        verify_file(damaged).require()
+        whole.report(folder / "model.onnx").require(whole.subject.config)
     return str(caught.value)
 
 
@@ -116,26 +132,26 @@ def at_rows(count: int, add: str) -> Callable[[onnx.ModelProto], None]:
     return damage
 
 
-def test_the_whole_file_passes_and_the_record_names_what_was_compared(whole: Subject) -> None:
-    verification = verify_file(whole)
-    verification.require()
-    assert verification.weights.not_compared == ()
-    assert verification.weights.text.startswith("3 of 3 tensors of the checkpoint are in the file")
-    kinds = [row["inputs"] for row in verification.coverage.rows]
+def test_the_whole_file_passes_and_the_record_names_what_was_compared(whole: Whole) -> None:
+    report = whole.report()
+    report.require(whole.subject.config)
+    assert report.weights.not_compared == ()
+    assert report.weights.text.startswith("3 of 3 tensors of the checkpoint are in the file")
+    kinds = [row["inputs"] for row in report.coverage]
     assert kinds[-5:] == [
         "sizes of a service", "train samples", "validation samples", "random inputs of whole ranges",
         "every id of `ids`",
     ]  # fmt: skip
 
 
-def test_a_tiny_head_that_is_zero_or_negated_is_stopped(whole: Subject, tmp_path: Path) -> None:
+def test_a_tiny_head_that_is_zero_or_negated_is_stopped(whole: Whole, tmp_path: Path) -> None:
     for change in (np.zeros_like, np.negative):
         message = refusal(whole, tmp_path, weights("model.head.weight", change))
         assert "elements differ beyond" in message
         assert "r2 is" in message
 
 
-def test_rows_of_ids_without_a_sample_are_compared_by_value(whole: Subject, tmp_path: Path) -> None:
+def test_rows_of_ids_without_a_sample_are_compared_by_value(whole: Whole, tmp_path: Path) -> None:
     def zero_unseen(values: Any) -> Any:
         values[VOCABULARY // 2 :] = 0
         return values
@@ -145,7 +161,7 @@ def test_rows_of_ids_without_a_sample_are_compared_by_value(whole: Subject, tmp_
     )
 
 
-def test_ids_without_a_sample_are_compared_where_the_weight_has_another_name(whole: Subject, tmp_path: Path) -> None:
+def test_ids_without_a_sample_are_compared_where_the_weight_has_another_name(whole: Whole, tmp_path: Path) -> None:
     model = onnx.load(whole.path)
     tensor = next(tensor for tensor in model.graph.initializer if tensor.name == "model.words.weight")
     values = numpy_helper.to_array(tensor).copy()
@@ -153,17 +169,16 @@ def test_ids_without_a_sample_are_compared_where_the_weight_has_another_name(who
     tensor.CopyFrom(numpy_helper.from_array(values, "folded"))
     for node in model.graph.node:
         node.input[:] = ["folded" if name == "model.words.weight" else name for name in node.input]
-    damaged = replace(whole, path=tmp_path / "model.onnx")
-    damaged.path.write_bytes(model.SerializeToString())
-    verification = verify_file(damaged)
-    assert verification.weights.not_compared == ("words.weight",)
-    wrong = {row["inputs"] for row in verification.coverage.rows if row["beyond_tolerance"]}
+    (tmp_path / "model.onnx").write_bytes(model.SerializeToString())
+    report = whole.report(tmp_path / "model.onnx")
+    assert report.weights.not_compared == ("words.weight",)
+    wrong = {row["inputs"] for row in report.coverage if row["beyond_tolerance"]}
     assert "every id of `ids`" in wrong
 
 
 @pytest.mark.parametrize(("count", "add"), [(5, "Equal"), (8, "Equal"), (70, "Equal"), (64, "Greater")])
 def test_a_file_that_is_wrong_at_one_size_of_the_service_is_stopped(
-    whole: Subject, tmp_path: Path, count: int, add: str
+    whole: Whole, tmp_path: Path, count: int, add: str
 ) -> None:
     message = refusal(whole, tmp_path, at_rows(count, add))
     assert f"`y` at batch {count + (add == 'Greater')} of test samples" in message or "batch 70 of" in message
@@ -179,7 +194,7 @@ def test_sizes_of_a_service_are_all_that_it_merges_and_the_limits_of_a_request()
 
 
 @pytest.mark.parametrize("kind", ["RandomNormalLike", "RandomUniformLike", "Bernoulli"])
-def test_random_draws_are_refused_by_name(whole: Subject, tmp_path: Path, kind: str) -> None:
+def test_random_draws_are_refused_by_name(whole: Whole, tmp_path: Path, kind: str) -> None:
     def draw(model: onnx.ModelProto) -> None:
         model.graph.node.append(helper.make_node(kind, ["y"], ["noise"], name="draw"))
 
@@ -253,7 +268,7 @@ def test_a_metric_that_only_torch_reaches_is_named() -> None:
     assert metrics.changes({"y": reference["y"] * np.float32(1 + 1e-6)}, 0) == ()
     (*_, sentence) = metrics.changes({"y": np.zeros(COUNT, np.float32)}, 0)
     assert sentence.split(" is ")[0] in ("mae", "rmse", "r2", "spearman")
-    assert compare(task, samples, reference, reference, Export(), 1, 0.0).equal
+    assert compare_outputs(task, samples, reference, reference, Export(), 1, 0.0).equal
 
 
 @dataclass
@@ -323,7 +338,7 @@ def test_columns_with_categories_are_found_by_what_the_embeddings_get() -> None:
     generator = np.random.default_rng(0)
     columns = {"x": np.stack([generator.integers(0, 5, COUNT), generator.integers(0, 3, COUNT)], 1).astype(np.float32)}
     task: Any = Small(Columns().eval(), columns)
-    unseen = UnseenInputs(task, task.net, open_split(task, "test"), Export(), {})
+    unseen = UnseenInputs(task, task.net, open_split(task, "test"))
     assert [(each.text, each.size) for each in unseen.vocabularies] == [
         ("column 0 of `x`", 7),
         ("column 1 of `x`", 9),
@@ -379,4 +394,4 @@ def test_a_whole_file_with_outputs_of_all_scales_and_types_passes(tmp_path: Path
     task: Any = Small(net, pairs(), outputs=names)
     test, config = open_split(task, "test"), Export(batch_sizes=(1, 7))
     written = convert(net, task, test.batch(range(3)), config, path)
-    verify_file(Subject(task, net, test, config, path, written, task_properties(task), SERVED)).require()
+    Whole(Subject(task, net, test, config, path, SERVED), written).report().require(config)

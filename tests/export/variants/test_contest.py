@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,10 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
+from export.kinds import open_kind
+from export.llm.kind import LanguageModel
+from export.ordinary import OrdinaryModel
+from export.subject import Subject
 from export.to_onnx import save_stripped
 from export.variants.choose import (
     VariantEvaluation,
@@ -50,9 +55,8 @@ def contest(
     task = task or Hills()
     path = write(folder / "bundle" / "model.onnx", external=external)
     settings = config(**{"variants": ALL, **export})
-    return VariantEvaluation(
-        task, task.model(), open_split(task, "test"), settings, path, folder / "variants", converters
-    )
+    kind = open_kind(Subject(task, task.model(), open_split(task, "test"), settings.export, path))
+    return VariantEvaluation(kind, settings, folder / "variants", converters)
 
 
 def by_name(entries: list[VariantResult]) -> dict[str, VariantResult]:
@@ -240,24 +244,27 @@ def test_a_metric_that_the_task_does_not_have_is_reported_with_those_it_has(tmp_
 
 def test_a_single_test_sample_judges_no_variant(tmp_path: Path) -> None:
     one = contest(tmp_path, variants=["int8-dynamic"])
-    few = VariantEvaluation(one.task, one.model, one.test.first(1), one.config, one.path, one.folder)
+    few = replace(one, kind=open_kind(replace(one.kind.subject, test=one.kind.subject.test.first(1))))
     entries = by_name(few.entries())
     assert entries["int8-dynamic"].faults == ("accuracy cannot be evaluated on a single test sample",)
     assert entries["fp32"].faults == ()  # it is proven number by number
 
 
-class Talk(Hills):
-    def language_model(self, model: Any) -> Any:
-        return model
+class OnlyVerified(OrdinaryModel):
+    measures_fp32_alone = LanguageModel.measures_fp32_alone
 
-    def prompting(self) -> Any:
+    def open_variants(self, config: Any) -> Any:
         raise AssertionError("it must not be run")
 
 
-def test_the_size_of_a_language_model_needs_no_comparison(tmp_path: Path) -> None:
-    (entry,) = contest(tmp_path, task=Talk(), variants=["fp32"], budget={"megabytes": 1e-6}).entries()
+def test_size_of_a_language_model_needs_no_comparison(tmp_path: Path) -> None:
+    evaluation = contest(tmp_path, variants=["fp32"], budget={"megabytes": 1e-6})
+    (entry,) = replace(evaluation, kind=OnlyVerified(evaluation.kind.subject)).entries()
     assert entry.faults[0].endswith("MB exceed export.budget megabytes=1e-06")
     assert entry.outcome is None
+
+
+def test_variants_of_other_kinds_of_models_are_refused() -> None:
     check_export(Hills(), config(variants=ALL).export)
     with pytest.raises(ConfigError, match="int4 is not for this model; use int8-dynamic or int8-static"):
         check_export(Hills(), config(variants=["int4"]).export)

@@ -20,13 +20,16 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from export.bundle import Sources, fill_bundle
-from export.language_model import make_generation
+from export.kinds import open_kind
+from export.llm.decoder import open_decoder
+from export.llm.variants import token_losses
+from export.llm.weight_only import LANGUAGE_CONVERTERS
+from export.subject import Subject
 from export.to_onnx import save_stripped
 from export.variants.choose import VariantEvaluation, VariantResult, decide, explanations, rows, to_candidates
 from export.variants.judge import Perplexity, perplexity_faults
-from export.variants.language import DecoderComparison, token_losses
-from export.variants.quantize import CONVERTERS, VariantInputs
-from export.verify import language_model_properties, verify_model
+from export.variants.quantize import VariantInputs
+from export.verify import write_verified
 from pipeline.contract.bundle import Ancestors, open_bundle, write_manifest
 from pipeline.contract.config import parse_config
 from pipeline.contract.data import open_split
@@ -61,9 +64,9 @@ def compare(folder: Path, **export: Any) -> VariantEvaluation:
         {"name": "x", "task": "t.py:T", "codec": "c.py:C", "export": settings, "evaluate": {"metric": "likelihood"}},
         source="test",
     )
-    path = folder / "model.onnx"
-    verify_model(task, task.model(), open_split(task, "test"), config.export, path)
-    return VariantEvaluation(task, task.model(), open_split(task, "test"), config, path, folder / "variants")
+    kind = open_kind(Subject(task, task.model(), open_split(task, "test"), config.export, folder / "model.onnx"))
+    write_verified(kind)
+    return VariantEvaluation(kind, config, folder / "variants", kind.converters)
 
 
 @pytest.fixture(scope="module")
@@ -100,7 +103,7 @@ def test_perplexity_is_in_the_record_and_the_log(whole: tuple[VariantEvaluation,
 @pytest.mark.long
 def test_rounding_weights_beyond_the_budget_is_a_fault(tmp_path: Path) -> None:
     def damage(material: VariantInputs, path: Path) -> str:
-        note = CONVERTERS["int4"](material, path)
+        note = LANGUAGE_CONVERTERS["int4"](material, path)
         model = onnx.load(path)
         name = next(node.input[2] for node in model.graph.node if node.op_type == "MatMulNBits")
         scale = next(tensor for tensor in model.graph.initializer if tensor.name == name)
@@ -109,7 +112,7 @@ def test_rounding_weights_beyond_the_budget_is_a_fault(tmp_path: Path) -> None:
         return note
 
     comparison = compare(tmp_path, variants=["int4"], choose="int4", budget={"perplexity": 0.05})
-    damaged = VariantEvaluation(**{**vars(comparison), "converters": {"int4": damage}})
+    damaged = replace(comparison, converters={"int4": damage})
     _, entry = damaged.entries()
     assert any("over export.budget perplexity=0.05" in fault for fault in entry.faults), entry
     assert entry.first_wrong is not None
@@ -128,21 +131,20 @@ def test_openai_service_answers_from_int4_weights(
     (tmp_path / "talk_codec.py").write_text(CODEC)
     tokenizer(tmp_path / "files")
     config = parse_config({"name": "talk", "task": "t.py:T", "codec": "talk_codec.py:Codec"}, source="test")
-    generation = make_generation(comparison.task, comparison.model.net)  # type: ignore[arg-type]
-    properties = replace(language_model_properties(generation), variant="int4", error=comparison.rounding(entry))
-    fill_bundle(bundle, comparison.task, comparison.test, config, Sources(tmp_path, tmp_path / "files"), properties)
+    kind: Any = comparison.kind
+    properties = replace(kind.properties, variant="int4", error=comparison.rounding(entry))
+    fill_bundle(bundle, kind, config, Sources(tmp_path, tmp_path / "files"), properties)
     (bundle / "card.md").write_text("# talk\n")
     ancestors = Ancestors(code="c", data="d", checkpoint="k", verdict="v", onnx=digest_file(bundle / "model.onnx"))
     write_manifest(bundle, "talk", "pass", ancestors)
     assert open_bundle(bundle).signature.variant == "int4"
-    decoder = DecoderComparison(comparison.task, comparison.model, comparison.test, entry.path, 4, 0.95)
-    expected = greedy(decoder._open(entry.path), [[3, 1, 4]], 3)[0].tokens
+    expected = greedy(open_decoder(entry.path, kind.generation), [[3, 1, 4]], 3)[0].tokens
     with contextlib.closing(Launcher()) as launch:
         url = f"{launch(bundle).url}/openai/v1/completions"
         body = {"model": "talk", "prompt": [3, 1, 4], "max_tokens": 3, "temperature": 0}
         with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode())) as answer:
             text = json.load(answer)["choices"][0]["text"]
-    assert re.findall(r"\d+", text) == [str(token) for token in expected if token not in generation.end]
+    assert re.findall(r"\d+", text) == [str(token) for token in expected if token not in kind.generation.end]
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from export.variants.quantize import CONVERTERS, VariantInputs
-from export.variants.weight_only import RoundedBlocks, collect_moments, find_head, gptq, round_blocks
+from export.llm.weight_only import LANGUAGE_CONVERTERS, RoundedBlocks, collect_moments, find_head, gptq, round_blocks
+from export.variants.quantize import VariantInputs
 from pipeline.system.errors import StageError
 
 Array = np.ndarray[Any, Any]
@@ -83,7 +83,9 @@ def test_file_with_rounded_weights_answers_nearly_the_same(tmp_path: Path, name:
     path, ids = network(tmp_path, tied), np.arange(40).reshape(4, 10)
     (tmp_path / name).mkdir()
     rounded = tmp_path / name / "model.onnx"
-    note = CONVERTERS[name](VariantInputs(path, False, 7, lambda: [{"ids": ids[:1]}, {"ids": ids[1:]}]), rounded)
+    note = LANGUAGE_CONVERTERS[name](
+        VariantInputs(path, False, 7, lambda: [{"ids": ids[:1]}, {"ids": ids[1:]}]), rounded
+    )
     expected, actual = answer(path, ids), answer(rounded, ids)
     assert np.sqrt(((expected - actual) ** 2).mean()) < limit * expected.std()
     assert ("calibrated on 2 training texts" in note) == (name == "int4-gptq")
@@ -135,7 +137,7 @@ def test_experts_that_a_loop_reads_are_rounded(tmp_path: Path, name: str, share:
     path, ids = mixture(tmp_path), np.arange(40).reshape(4, 10)
     (tmp_path / name).mkdir()
     rounded = tmp_path / name / "model.onnx"
-    CONVERTERS[name](VariantInputs(path, False, 7, list), rounded)
+    LANGUAGE_CONVERTERS[name](VariantInputs(path, False, 7, list), rounded)
     expected, actual = answer(path, ids), answer(rounded, ids)
     assert np.sqrt(((expected - actual) ** 2).mean()) < limit * expected.std()
     sizes = {one.name: len(one.raw_data) for file in (path, rounded) for one in onnx.load(file).graph.initializer}
@@ -159,4 +161,4 @@ def test_graph_without_constant_products_is_refused(tmp_path: Path) -> None:
     model.graph.node[0].output[0] = "logits"
     onnx.save(model, path)
     with pytest.raises(StageError, match="nothing to quantise"):
-        CONVERTERS["int4"](VariantInputs(path, False, 7, list), tmp_path / "rounded.onnx")
+        LANGUAGE_CONVERTERS["int4"](VariantInputs(path, False, 7, list), tmp_path / "rounded.onnx")

@@ -8,8 +8,10 @@ E. Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +20,20 @@ import onnx
 import torch
 from onnx import helper, numpy_helper
 
+from export.compare import Array
 from export.fault_search import input_names
-from export.parity import open_session
+from export.sessions import open_session
+from export.variants.quantize import (
+    CONVERTERS,
+    Converter,
+    Feed,
+    VariantInputs,
+    copy_model,
+    float_weights,
+    nested_nodes,
+    write_variant,
+)
 from pipeline.system.errors import StageError
-
-Array = np.ndarray[Any, Any]
-Feed = Mapping[str, Array]
 
 DOMAIN = "com.microsoft"
 _EMBEDDING_BLOCK = 32
@@ -39,6 +49,34 @@ class RoundedBlocks:
     integers: Array  # [rows, blocks, block]
     scale: Array  # [rows, blocks]
     zero: Array  # [rows, blocks]
+
+
+def round_weights(material: VariantInputs, path: Path, bits: int, block: int = 32, is_calibrated: bool = False) -> str:
+    """Write a copy of the file whose weights are rounded."""
+    notes = []
+    moments: dict[str, Array] = {}
+    if is_calibrated:
+        feeds = material.calibration()
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            moments = collect_moments(copy_model(material.reference, Path(folder)), feeds)
+        notes.append(f"calibrated on {len(feeds)} training texts")
+    model = onnx.load(material.reference)
+    round_graph(model.graph, bits, block, moments)
+    model.opset_import.append(onnx.helper.make_opsetid(DOMAIN, 1))
+    floats = sum(array.nbytes for name, array in float_weights(model.graph) if array.ndim > 1 and ".scale" not in name)
+    if floats > model.ByteSize() / 10:
+        notes.append(f"{floats / 1e6:.3g} MB of weights stay in fp32")
+    write_variant(model, material, path)
+    return "; ".join(notes)
+
+
+LANGUAGE_CONVERTERS: dict[str, Converter] = {
+    "fp16": CONVERTERS["fp16"],
+    "int8": partial(round_weights, bits=8),
+    "int4": partial(round_weights, bits=4),
+    "int4-128": partial(round_weights, bits=4, block=128),
+    "int4-gptq": partial(round_weights, bits=4, is_calibrated=True),
+}
 
 
 def round_graph(graph: onnx.GraphProto, bits: int, block: int, moments: Mapping[str, Array]) -> None:
@@ -262,18 +300,3 @@ def _remove_unused(graph: onnx.GraphProto) -> None:
         read = {name for node in graph.node for name in input_names(node)} | outputs
         for item in [item for item in kept if not is_used(item, read)]:
             kept.remove(item)
-
-
-def nested_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
-    yield from graph.node
-    for inner in subgraphs(graph):
-        yield from nested_nodes(inner)
-
-
-def subgraphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """Yield the branches of an `If` and the bodies of a `Loop`."""
-    for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.type == onnx.AttributeProto.GRAPH:
-                yield attribute.g
-            yield from attribute.graphs

@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from export.language_model import make_generation, read_test_set
-from export.parity import Arrays, named_arrays, open_session, run
-from export.to_onnx import tensor_specs
+from export.cases import evaluated_outputs
+from export.compare import Array, Arrays
+from export.llm.decoder import open_decoder
+from export.llm.texts import read_test_set
 from export.variants.judge import (
     Answers,
     BatchSizeResult,
@@ -29,7 +30,7 @@ from export.variants.judge import (
     measure_deviation,
     output_scale,
 )
-from pipeline.contract.data import Samples, as_task_outputs, forward, open_split
+from pipeline.contract.data import Samples, as_task_outputs, open_split
 from pipeline.contract.golden import Decoder, empty_past, inputs_of
 from pipeline.contract.signature import Generation
 from pipeline.contract.task import Batch, Task
@@ -38,7 +39,6 @@ from pipeline.statistics.intervals import Interval, metric_interval
 from pipeline.statistics.scores import Columns, actual_columns, score_batch
 from pipeline.system.errors import ConfigError
 
-Array = np.ndarray[Any, Any]
 _COMPARED_LOGITS = 1 << 24  # of the first test samples, whose logits are compared one by one
 _LABELS, _IGNORED = "labels", -100  # as transformers name the tokens of a loss
 _READ_TOKENS = 12  # of a text that is read token by token
@@ -62,10 +62,19 @@ class DecoderScores:
 class DecoderComparison:
     """Compares files with the verified one on the test set."""
 
-    def __init__(self, task: Any, model: nn.Module, test: Samples, path: Path, size: int, confidence: float) -> None:
+    def __init__(
+        self,
+        task: Any,
+        model: nn.Module,
+        generation: Generation,
+        test: Samples,
+        path: Path,
+        size: int,
+        confidence: float,
+    ) -> None:
         self._task, self._model, self._test, self._path = task, model, test, path
         self._size, self._confidence = size, confidence
-        self.generation: Generation = make_generation(task, task.language_model(model))
+        self.generation = generation
         if self.generation.logits not in task.outputs:
             raise ConfigError(
                 f"export.variants: a variant of a language model is judged by the output `{self.generation.logits}`, "
@@ -119,8 +128,7 @@ class DecoderComparison:
         return self._score(self._path)
 
     def _open(self, path: Path) -> Decoder:
-        session, specs = open_session(path), {spec.name: spec for spec in tensor_specs(path)[0]}
-        return Decoder(lambda feed: run(session, feed), self.generation, specs)
+        return open_decoder(path, self.generation)
 
     def _score(self, path: Path) -> DecoderScores:
         decoder, generation = self._open(path), self.generation
@@ -143,13 +151,12 @@ class DecoderComparison:
             *(np.concatenate(parts) for parts in (losses, tokens, kept)),
         )
 
-    @torch.no_grad()
     def _score_batch(self, batch: Batch, logits: Array) -> Columns:
         """Score the file's logits; other outputs of the task, which the file does not have, are torch's."""
         task: Task = self._task
         arrays = {self.generation.logits: logits}
         if len(task.outputs) > 1:
-            arrays = named_arrays(task, forward(self._model, task, batch)) | arrays
+            arrays = evaluated_outputs(task, self._model, batch) | arrays
         outputs = as_task_outputs(task, {name: torch.from_numpy(array) for name, array in arrays.items()})
         return score_batch(task, lambda _: outputs, batch)
 

@@ -1,4 +1,4 @@
-"""Every place a file may run at, with real samples, chance and shapes."""
+"""Wherever a file may run, it is compared on real samples, random inputs and shapes never traced."""
 
 from __future__ import annotations
 
@@ -13,18 +13,12 @@ import torch
 from onnx import helper, numpy_helper
 from torch import Tensor, nn
 
-from export import parity_everywhere
-from export.parity_everywhere import (
-    CPU,
-    CUDA,
-    Case,
-    RuntimeSetup,
-    compare_at,
-    random_batch,
-    runtime_setups,
-    tolerance,
-    verify_everywhere,
-)
+from export import sessions
+from export.cases import random_batch, sample_cases
+from export.compare import Case
+from export.everywhere import compare_everywhere
+from export.report import Report
+from export.sessions import CPU, CUDA, RuntimeSetup, runtime_setups
 from pipeline.contract.data import open_split
 from pipeline.contract.settings.stages import Export
 from pipeline.system.errors import StageError
@@ -63,38 +57,39 @@ def task() -> Any:
     return Small(Halved(), pairs())
 
 
-def found(path: Path) -> parity_everywhere.Coverage:
-    one = task()
-    return verify_everywhere(one, one.net, open_split(one, "test"), path, CONFIG)
+def report(path: Path) -> Report:
+    own, left_out = task(), list[str]()
+    cases = list(sample_cases(own, own.net, open_split(own, "test"), CONFIG, left_out))
+    return compare_everywhere(cases, path, CONFIG) + Report(left_out=left_out)
 
 
-def test_every_size_is_compared_at_one_thread_and_at_all_with_real_samples_and_chance(tmp_path: Path) -> None:
-    covered = found(halving(tmp_path / "model.onnx"))
-    on_cpu = [row for row in covered.rows if row["place"].startswith("CPU")]
+def test_every_size_is_compared_with_one_thread_and_with_all(tmp_path: Path) -> None:
+    covered = report(halving(tmp_path / "model.onnx"))
+    on_cpu = [row for row in covered.coverage if row["place"].startswith("CPU")]
     assert [(row["place"], row["inputs"], row["batches"]) for row in on_cpu] == [
         ("CPU, all threads", "real samples", 3),
         ("CPU, all threads", "random inputs", 2),
         ("CPU, 1 thread", "real samples", 3),
         ("CPU, 1 thread", "random inputs", 2),
     ]
-    assert all(row["max_abs_error"] < 1e-6 and not row["beyond_tolerance"] for row in covered.rows)
+    assert all(row["max_abs_error"] < 1e-6 and not row["beyond_tolerance"] for row in covered.coverage)
     printed = "\n".join(covered.left_out)
     assert "batch 7 of random inputs: torch itself fails (no sevens)" in printed
     assert "batch 40 of random inputs: torch itself returns NaN" in printed
 
 
-def test_what_no_real_sample_shows_is_found_by_chance(tmp_path: Path) -> None:
+def test_random_inputs_show_what_no_real_sample_shows(tmp_path: Path) -> None:
     values = pairs()["x"]
     seen = np.sort(np.unique(values[:7]))  # the largest of the samples that the real batches hold
-    covered = found(halving(tmp_path / "model.onnx", above=float(seen[-1]) + 1e-4))
-    beyond = {row["inputs"]: row["beyond_tolerance"] for row in covered.rows if row["place"] == "CPU, 1 thread"}
+    covered = report(halving(tmp_path / "model.onnx", above=float(seen[-1]) + 1e-4))
+    beyond = {row["inputs"]: row["beyond_tolerance"] for row in covered.coverage if row["place"] == "CPU, 1 thread"}
     assert beyond["random inputs"] > 0
-    worst = next(row["worst"] for row in covered.rows if row["inputs"] == "random inputs")
+    worst = next(row["worst"] for row in covered.coverage if row["inputs"] == "random inputs")
     assert worst.startswith("`y` at batch ")
     assert worst.endswith("of random inputs (CPU, all threads)")
 
 
-def test_values_at_random_are_of_the_data_and_masks_stay_as_they_are() -> None:
+def test_random_values_are_of_the_data_and_masks_stay() -> None:
     columns: dict[str, Any] = {
         "input_ids": np.arange(COUNT * 6).reshape(COUNT, 6) % 11,
         "attention_mask": np.tril(np.ones((COUNT, 6), np.int64)),
@@ -109,7 +104,7 @@ def test_values_at_random_are_of_the_data_and_masks_stay_as_they_are() -> None:
     assert torch.equal(drawn["weight"], random_batch(one, open_split(one, "test"), 40, 3)["weight"]), "seeded"
 
 
-def test_a_provider_that_cannot_be_used_is_reported_and_not_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unusable_provider_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(onnxruntime, "get_available_providers", lambda: ["TensorrtExecutionProvider", CPU])
     here, without = runtime_setups()
     assert [place.text for place in here] == ["CPU, all threads", "CPU, 1 thread"]
@@ -117,26 +112,25 @@ def test_a_provider_that_cannot_be_used_is_reported_and_not_passed_over(monkeypa
         f"{CUDA}: the installed onnxruntime has no CUDA provider (onnxruntime-gpu has)",
         "TensorrtExecutionProvider: no service of ours uses it",
     ]
-    monkeypatch.setattr(parity_everywhere, "cuda_problem", lambda _: "")
+    monkeypatch.setattr(sessions, "cuda_problem", lambda _: "")
     assert [place.text for place in runtime_setups()[0]][2:] == ["CUDA", "CUDA in TF32"]
 
 
-def test_tf32_is_held_to_the_bits_it_has() -> None:
+def test_tf32_is_compared_with_the_precision_it_has() -> None:
     expected = {"y": np.array([[-4.0, 4.0]], np.float32)}
-    assert tolerance(RuntimeSetup(CUDA, 0), CONFIG, expected) is CONFIG
-    loose = tolerance(RuntimeSetup(CUDA, 0, exact=False), CONFIG, expected)
+    assert RuntimeSetup(CUDA, 0).tolerance(CONFIG, expected) is CONFIG
+    loose = RuntimeSetup(CUDA, 0, exact=False).tolerance(CONFIG, expected)
     assert (loose.rtol, loose.atol) == (2**-7, 2 * 2**-7)  # the range is two standard deviations
 
 
-def test_a_place_that_answers_otherwise_is_named(tmp_path: Path) -> None:
-    path, place = halving(tmp_path / "model.onnx"), RuntimeSetup(CPU, 1)
+def test_setup_with_other_outputs_is_named(tmp_path: Path) -> None:
     feed = {"x": np.ones((2, 4), np.float32)}
-    row = compare_at(place, place.open(path), [Case("shapes", "batch 2", feed, {"y": feed["x"]})], CONFIG)
+    case = Case("shapes", "batch 2", feed, {"y": feed["x"]})
+    row = compare_everywhere([case], halving(tmp_path / "model.onnx"), CONFIG).coverage[1]
     assert (row["beyond_tolerance"], row["worst"]) == (8, "`y` at batch 2 (CPU, 1 thread)")
 
 
-def test_a_file_that_does_not_run_on_a_batch_is_reported_with_its_shapes(tmp_path: Path) -> None:
-    place = RuntimeSetup(CPU, 1)
-    requested = [Case("shapes", "batch 2", {"x": np.ones((2, 5), np.float32)}, {"y": np.ones((2, 5), np.float32)})]
+def test_file_that_does_not_run_on_a_batch_is_reported_with_shapes(tmp_path: Path) -> None:
+    case = Case("shapes", "batch 2", {"x": np.ones((2, 5), np.float32)}, {"y": np.ones((2, 5), np.float32)})
     with pytest.raises(StageError, match=r"cannot run the file on x \[2, 5\]"):
-        compare_at(place, place.open(halving(tmp_path / "model.onnx")), requested, CONFIG)
+        compare_everywhere([case], halving(tmp_path / "model.onnx"), CONFIG)

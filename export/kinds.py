@@ -1,0 +1,41 @@
+"""Decide which kind of model is exported: the only place that asks, after the checks of all kinds."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from export.llm.kind import LanguageModel
+from export.ordinary import OrdinaryModel
+from export.subject import ExportKind, Subject
+from export.to_onnx import max_axis_sizes
+from pipeline.contract.task import Generates, Task
+from pipeline.system.errors import StageError
+
+_POSITIONS = "max_position_embeddings"
+
+
+def open_kind(subject: Subject) -> ExportKind:
+    check_mode(subject.model)
+    check_positions(subject.task, subject.model)
+    return LanguageModel(subject) if isinstance(subject.task, Generates) else OrdinaryModel(subject)
+
+
+def check_mode(model: nn.Module) -> None:
+    """Reject modules that stay in training mode: dropout would be random and running statistics would change."""
+    model.eval()
+    if training := [name or type(model).__name__ for name, module in model.named_modules() if module.training]:
+        raise StageError(
+            f"{', '.join(training[:4])}: still in training mode after eval(); it would be exported with its dropout "
+            "and running statistics; do not override train() in the model"
+        )
+
+
+def check_positions(task: Task, model: nn.Module) -> None:
+    """Reject a `longest` beyond the positions the model was configured for."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    maximum = next(
+        (positions for config in configs if isinstance(positions := getattr(config, _POSITIONS, None), int)), None
+    )
+    for axis, size in max_axis_sizes(task).items():
+        if maximum is not None and size > maximum:
+            raise StageError(f"`longest` allows {size} for axis `{axis}`, but the model's configuration ends at {maximum} ({_POSITIONS})")  # fmt: skip  # noqa: E501

@@ -1,0 +1,170 @@
+"""Export an ordinary model: one batch in, one batch of outputs out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+from export.cases import evaluated_outputs, random_batch, sample_cases, shape_cases, to_feed, torch_outputs
+from export.compare import Array, Arrays, Case, Rows, Run, compare, compare_kinds
+from export.everywhere import compare_everywhere
+from export.golden import GoldenInputs, sample_inputs
+from export.names import name_output_axes
+from export.optimize import Written, write_optimized
+from export.other_formats import write_pt2, write_saved_model
+from export.padding import PaddingEffect, measure_padding
+from export.parity import compare_test_set
+from export.report import LastCheck, Report
+from export.service_sizes import ServedSizes, SizeComparison
+from export.sessions import DEFAULT_PLACE, open_graph
+from export.subject import ModelProperties, RunFeeds, Subject
+from export.to_onnx import (
+    ExportResult,
+    check_dynamic_axes,
+    convert,
+    export_input,
+    max_axis_sizes,
+    measure_shapes,
+    tensor_specs,
+    untraced_batches,
+)
+from export.tolerance import Scales, measure_scales
+from export.trace import ExportInput
+from export.unseen_inputs import UnseenInputs
+from export.variants.quantize import CONVERTERS, Converter
+from export.variants.samples import SampleComparison
+from export.weights_check import compare_weights
+from pipeline.contract.config import Config
+from pipeline.contract.data import example_batch
+from pipeline.contract.signature import Signature
+from pipeline.contract.task import HasAxes, declared_axes
+from pipeline.system.errors import StageError
+
+
+class OrdinaryModel:
+    """A model that is compared on the test set, wherever it may run, and on inputs that the test set lacks."""
+
+    converters: Mapping[str, Converter] = CONVERTERS
+    measures_fp32_alone = True
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        self.properties = ModelProperties(axes=max_axis_sizes(subject.task))
+
+    def export_input(self) -> ExportInput:
+        subject = self.subject
+        return export_input(subject.model, subject.task, example_batch(subject.task, subject.test))
+
+    def write(self) -> Written:
+        return write_optimized(self._convert, self.subject.path, self.subject.model, self.subject.config)
+
+    def _convert(self) -> ExportResult:
+        task, model, test, path = self.subject.task, self.subject.model, self.subject.test, self.subject.path
+        written = convert(model, task, example_batch(task, test), self.subject.config, path)
+        if isinstance(task, HasAxes):
+            name_output_axes(path, declared_axes(task), measure_shapes(task, model, test))
+        return written
+
+    def phases(self, written: ExportResult) -> Iterator[Report]:
+        subject, left_out, without_shapes = self.subject, list[str](), list[str]()
+        task, model, test, config, path = subject.task, subject.model, subject.test, subject.config, subject.path
+        check_dynamic_axes(tensor_specs(path)[0], task)  # report a fixed axis here, before other sizes fail on it
+        reference = torch_outputs(task, model, test, max(config.batch_sizes))
+        scales, started = measure_scales(reference), time.perf_counter()
+        run = open_graph(path)
+        rows = compare_test_set(run, task, test, reference, config, subject.limits)
+        seconds = time.perf_counter() - started
+        shapes = self._shapes(without_shapes) if isinstance(task, HasAxes) else []
+        yield Report(runs=[*rows, *(asdict(compare(run, _without_rows(case), config, scales)) for case in shapes)])
+        cases = [*sample_cases(task, model, test, config, left_out), *shapes]
+        everywhere = compare_everywhere(cases, path, config, scales)
+        weights = compare_weights(path, written.traced.module)
+        yield everywhere + Report(left_out=[*left_out, *without_shapes], weights=weights)
+        if subject.served is not None:
+            yield self._compare_beyond(subject.served, reference, scales, seconds)
+
+    def _shapes(self, left_out: list[str]) -> list[Case]:
+        """Return cases of shapes that were not traced: two at least, or nothing shows that axes are dynamic."""
+        shapes = list(shape_cases(self.subject.task, self.subject.model, self.subject.test, left_out))
+        for sentence in left_out:
+            print(f"not compared at {sentence.partition(', ')[2]}")
+        if len({_without_rows(case).text for case in shapes}) < 2:
+            raise StageError(
+                "fewer than two shapes other than the traced one could be compared; add longer samples to the test data"
+            )
+        return shapes
+
+    def _compare_beyond(self, served: ServedSizes, reference: Arrays, scales: Scales, seconds: float) -> Report:
+        """Compare at the sizes of the service and on inputs that the test set lacks, each in about `seconds`."""
+        task, test, config, path = self.subject.task, self.subject.test, self.subject.config, self.subject.path
+        run = open_graph(path, spinning=False)
+        sizes = SizeComparison(task, test, reference, config, served, scales)
+        sizes.first(run, seconds)
+        left_out = list[str]()
+        unseen = UnseenInputs(task, self.subject.model, test).cases(seconds, left_out)
+        rows = compare_kinds(run, unseen, lambda _: config, DEFAULT_PLACE, scales)
+        sizes.again(open_graph(path, spinning=False))
+        return Report(coverage=[*sizes.rows(), *rows], left_out=[*sizes.left_out, *left_out])
+
+    def last_check(self) -> LastCheck:
+        """Measure whether padding changes torch's outputs."""
+        subject = self.subject
+        axes = {spec.name: spec.shape for spec in tensor_specs(subject.path)[1]}
+        compute = partial(evaluated_outputs, subject.task, subject.model)
+        effect = measure_padding(subject.task, compute, subject.test, axes, subject.config)
+        lines = [f"warning: {effect.text}"] if effect.text else []
+        if effect.padding and not effect.differing:
+            lines.insert(0, f"equal with and without padding, {effect.samples} padded test samples")
+        return LastCheck({"padding": asdict(effect)} if effect != PaddingEffect() else {}, lines, effect.text)
+
+    def fault_feeds(self) -> Iterator[Arrays]:
+        """Yield one sample, several, the start of the test set, untraced shapes and random inputs."""
+        task, test = self.subject.task, self.subject.test
+        first = islice(test.batches(range(len(test)), 64), 16)
+        batches = [test.batch([0]), test.batch(range(min(2, len(test)))), *first]
+        if isinstance(task, HasAxes):
+            batches += [untraced.batch for untraced in untraced_batches(task, test)]
+        batches += [random_batch(task, test, rows, rows) for rows in (1, 7)]
+        for batch in batches:
+            yield to_feed(task, batch)
+
+    def write_format(self, name: str, folder: Path) -> tuple[Path, Rows]:
+        return {"pt2": write_pt2, "savedmodel": write_saved_model}[name](self, folder)
+
+    def compare_format(self, run_feeds: RunFeeds) -> Rows:
+        """Compare on the whole test set at every size, and on the other inputs the bundle's file was compared on."""
+        task, model, test, config = self.subject.task, self.subject.model, self.subject.test, self.subject.config
+        cases = list(sample_cases(task, model, test, config, []))
+        if isinstance(task, HasAxes):
+            cases += shape_cases(task, model, test, [])
+        batches = (batch for size in config.batch_sizes for batch in test.batches(range(len(test)), size))
+        outputs = iter(run_feeds([*(to_feed(task, batch) for batch in batches), *(case.feed for case in cases)]))
+
+        def run(_: Mapping[str, Array]) -> Arrays:
+            return next(outputs)
+
+        reference = torch_outputs(task, model, test, max(config.batch_sizes))
+        rows = compare_test_set(run, task, test, reference, config)
+        return [*rows, *(asdict(compare(run, case, config)) for case in cases)]
+
+    def open_variants(self, config: Config) -> SampleComparison:
+        subject = self.subject
+        return SampleComparison(subject.task, subject.model, subject.test, subject.path, config.export.batch_sizes)
+
+    def complete(self, properties: ModelProperties, files: Path) -> ModelProperties:  # noqa: ARG002
+        return properties
+
+    def check_bundle(self, bundle: Path, signature: Signature) -> None:
+        """Check nothing: the bundle has no files that must fit the model."""
+
+    def golden_inputs(self, run: Run, signature: Signature, error: float) -> GoldenInputs:  # noqa: ARG002
+        return sample_inputs(self.subject.task, self.subject.test, signature)
+
+
+def _without_rows(case: Case) -> Case:
+    """Leave the batch size out of the text, which is in the row beside it."""
+    return replace(case, text=case.text.partition(", ")[2])

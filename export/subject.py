@@ -1,0 +1,93 @@
+"""What is exported, and the interface of the kinds of models: the core of the export knows no others.
+
+`export/kinds.py` decides which kind a model is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from torch import nn
+
+from export.compare import Arrays, Rows, Run
+from export.golden import GoldenInputs
+from export.optimize import Written
+from export.parity import MetricLimits
+from export.report import LastCheck, Report
+from export.service_sizes import ServedSizes
+from export.to_onnx import ExportResult
+from export.trace import ExportInput
+from export.variants.judge import Comparison
+from export.variants.quantize import Converter
+from pipeline.contract.config import Config
+from pipeline.contract.data import Samples
+from pipeline.contract.settings.stages import Export
+from pipeline.contract.signature import Generation, Signature
+from pipeline.contract.task import Task
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model, where its file goes, and everything the file is compared with."""
+
+    task: Task
+    model: nn.Module
+    test: Samples
+    config: Export
+    path: Path
+    served: ServedSizes | None = None  # the batches of the service; None: they are not compared
+    limits: MetricLimits = field(default_factory=dict)  # evaluate.require
+    files: Path | None = None  # what model, data and codec share: the tokenizer
+
+
+@dataclass(frozen=True)
+class ModelProperties:
+    """Properties of the model that its graph does not hold."""
+
+    axes: Mapping[str, int] = field(default_factory=dict)  # maximum size of each named axis
+    generation: Generation | None = None
+    variant: str = "fp32"
+    error: float = 0.0  # tolerance for processors that round this variant differently
+    padding: str = ""  # how padding changes answers, or that it is unknown
+    missing: frozenset[str] = frozenset()  # columns whose data have NaN
+
+
+RunFeeds = Callable[[Sequence[Arrays]], list[Arrays]]  # a file of another format, run on many inputs
+
+
+class ExportKind(Protocol):
+    """A kind of models: how one is written, what its file is compared with, and what its bundle has of its own."""
+
+    subject: Subject
+    properties: ModelProperties
+    converters: Mapping[str, Converter]  # of its variants
+    measures_fp32_alone: bool  # whether the verified file is scored and timed where no variant is requested
+
+    def export_input(self) -> ExportInput: ...
+
+    def write(self) -> Written: ...
+
+    def phases(self, written: ExportResult) -> Iterator[Report]:
+        """Compare the file at `subject.path`, each phase only if those before it found it equal."""
+
+    def last_check(self) -> LastCheck: ...
+
+    def fault_feeds(self) -> Iterator[Arrays]:
+        """Yield the inputs with which the first wrong node is searched."""
+
+    def write_format(self, name: str, folder: Path) -> tuple[Path, Rows]:
+        """Write another format, and return its place and its comparison."""
+
+    def compare_format(self, run_feeds: RunFeeds) -> Rows: ...
+
+    def open_variants(self, config: Config) -> Comparison: ...
+
+    def complete(self, properties: ModelProperties, files: Path) -> ModelProperties:
+        """Add what only the files state that model, data and codec share."""
+
+    def check_bundle(self, bundle: Path, signature: Signature) -> None: ...
+
+    def golden_inputs(self, run: Run, signature: Signature, error: float) -> GoldenInputs: ...
