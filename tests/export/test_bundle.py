@@ -30,28 +30,28 @@ def test_arrays_that_the_model_takes_are_accepted() -> None:
 
 
 @pytest.mark.parametrize("kind", ["float64", "int64", "float16", "U3", "object"])
-def test_an_array_of_another_type_is_refused_with_both_types(kind: str) -> None:
+def test_array_of_another_type_is_refused_with_both_types(kind: str) -> None:
     text = refusal({"x": np.zeros((2, 4), kind)})
     assert np.dtype(kind).name in text or str(np.dtype(kind)) in text
     assert text.endswith("the model takes FP32")
 
 
 @pytest.mark.parametrize("shape", [(), (4,), (2, 5), (3, 4), (2, 4, 1)])
-def test_an_array_of_another_shape_is_refused_with_both_shapes(shape: tuple[int, ...]) -> None:
+def test_array_of_another_shape_is_refused_with_both_shapes(shape: tuple[int, ...]) -> None:
     assert f"of shape {list(shape)}, the model takes ['batch', 4]" in refusal({"x": np.zeros(shape, np.float32)})
 
 
 @pytest.mark.parametrize("arrays", [{}, {"y": np.zeros((2, 4), np.float32)}, {"x": [[0.0] * 4] * 2}])
-def test_an_input_without_an_array_is_named(arrays: Any) -> None:
+def test_input_without_an_array_is_named(arrays: Any) -> None:
     assert "gives no array `x`" in refusal(arrays)
 
 
 @pytest.mark.parametrize("arrays", [None, np.zeros((2, 4), np.float32), [1]])
-def test_a_codec_that_gives_no_mapping_is_refused(arrays: Any) -> None:
+def test_codec_that_gives_no_mapping_is_refused(arrays: Any) -> None:
     assert "not a mapping of input names to arrays" in refusal(arrays)
 
 
-def test_the_words_of_the_service_that_concern_the_model_travel_in_its_bundle(tmp_path: Path) -> None:
+def test_bundled_settings_of_the_service_are_in_the_signature(tmp_path: Path) -> None:
     words = {
         "provider": "cpu",
         "threads": 3,
@@ -112,7 +112,7 @@ def test_declared_packages_are_pinned_as_installed_here(tmp_path: Path) -> None:
         ("numpy", ("not a name",), "`requires` has 'not a name'; write a package's name"),
     ],
 )
-def test_what_the_service_could_not_import_is_refused(
+def test_imports_the_service_cannot_make_are_refused(
     tmp_path: Path, imported: str, declared: tuple[str, ...], sentence: str
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):

@@ -1,4 +1,4 @@
-"""Files that were damaged on purpose, each stopped by the check that should stop it; the whole one passes them all."""
+"""Unsound files are each stopped by the check that is meant for them; a sound one passes all checks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .conftest import COUNT, Classes
 
 
 class Net(nn.Module):
-    """Of each kind of layer that is known to go wrong, one."""
+    """Layers of several kinds: normalization, convolution and products."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,17 +77,17 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
 
 
 def stopped_by(whole: Whole, path: Path) -> tuple[str, str]:
-    """Which check ends the export, and its words."""
+    """Return the check that ends the export, and its message."""
     try:
         fit_runtime(path)
         report = verify_file(open_kind(replace(whole.subject, path=path)), whole.written)
     except StageError as error:
-        return next((kind for words, kind in CHECKS.items() if words in str(error)), "unknown"), str(error)
+        return next((check for text, check in CHECKS.items() if text in str(error)), "unknown"), str(error)
     try:
         report.require(whole.subject.config)
     except StageError as error:
-        apart = [row for row in report.runs if row["beyond_tolerance"]]
-        return "test set" if apart else "chance", str(error)
+        differing = [row for row in report.runs if row["beyond_tolerance"]]
+        return "test set" if differing else "random inputs", str(error)
     return "", ""
 
 
@@ -101,44 +101,13 @@ CHECKS = {
 Change = Callable[[onnx.ModelProto], Any]
 
 
-def weights(shape: tuple[int, ...], change: Callable[[Any], Any], which: int = 0) -> Change:
-    """Of a weight found by its shape: names are the exporter's business."""
-
-    def damage(model: onnx.ModelProto) -> None:
-        found = [one for one in model.graph.initializer if tuple(one.dims) == shape]
-        values = change(numpy_helper.to_array(found[which]).copy())
-        found[which].CopyFrom(numpy_helper.from_array(np.ascontiguousarray(values), found[which].name))
-
-    return damage
-
-
 def node_of(model: onnx.ModelProto, kind: str, which: int = 0) -> onnx.NodeProto:
-    found: list[onnx.NodeProto] = [node for node in model.graph.node if node.op_type == kind]
-    return found[which]
+    nodes: list[onnx.NodeProto] = [node for node in model.graph.node if node.op_type == kind]
+    return nodes[which]
 
 
-def attribute(kind: str, name: str, value: Any) -> Change:
-    def damage(model: onnx.ModelProto) -> None:
-        node = node_of(model, kind)
-        kept = [one for one in node.attribute if one.name != name]
-        del node.attribute[:]
-        node.attribute.extend([*kept, helper.make_attribute(name, value)])
-
-    return damage
-
-
-def zeroed(values: Any) -> Any:
-    values[len(values) // 2 :] = 0
-    return values
-
-
-def spoilt(values: Any) -> Any:
-    values.flat[0] = np.nan
-    return values
-
-
-def rewired(kind: str, node: onnx.NodeProto) -> Change:
-    """`node` between the first of a kind and who reads it."""
+def insert_after(kind: str, node: onnx.NodeProto) -> Change:
+    """Insert `node` after the first node of a kind."""
 
     def damage(model: onnx.ModelProto) -> None:
         before = node_of(model, kind)
@@ -150,125 +119,106 @@ def rewired(kind: str, node: onnx.NodeProto) -> Change:
     return damage
 
 
-def swapped(model: onnx.ModelProto) -> None:
-    for node in model.graph.node:
-        node.output[:] = [{"scores": "shares", "shares": "scores"}.get(name, name) for name in node.output]
-
-
-def unbent(model: onnx.ModelProto) -> None:
-    node_of(model, "Relu", -1).op_type = "Identity"
-
-
-def of_the_batch(model: onnx.ModelProto) -> None:
+def train_batch_norm(model: onnx.ModelProto) -> None:
     node = node_of(model, "BatchNormalization")
     node.attribute.append(helper.make_attribute("training_mode", 1))
     node.output.extend(["mean_of_batch", "variance_of_batch"])
 
 
-def dropping(model: onnx.ModelProto) -> None:
+def leave_dropout_on(model: onnx.ModelProto) -> None:
     for name, array in (("ratio", np.array(0.5, np.float32)), ("on", np.array(True))):
         model.graph.initializer.append(numpy_helper.from_array(array, name))
-    rewired("Conv", helper.make_node("Dropout", ["x", "ratio", "on"], ["y"], name="dropout"))(model)
+    insert_after("Conv", helper.make_node("Dropout", ["x", "ratio", "on"], ["y"], name="dropout"))(model)
 
 
-def silent(model: onnx.ModelProto) -> None:
-    """For pictures of more contrast than all of the test set, which only chance has, every score is nought."""
+def zero_bright_pictures(model: onnx.ModelProto) -> None:
+    """Make all scores zero for pictures brighter than those of the test set, which only random inputs are."""
     most = np.array(np.abs(PIXELS).sum(axis=(1, 2, 3)).max() + 0.1, np.float32)
     model.graph.initializer.append(numpy_helper.from_array(most, "brightest"))
     model.graph.initializer.append(numpy_helper.from_array(np.array([1, 2, 3]), "own_axes"))
-    model.graph.initializer.append(numpy_helper.from_array(np.array([-1, 1]), "a_column"))
-    node_of(model, "Gemm", -1).output[0] = "loud"
-    for kind, given, made, message in (
+    model.graph.initializer.append(numpy_helper.from_array(np.array([-1, 1]), "column"))
+    node_of(model, "Gemm", -1).output[0] = "scores_before"
+    for kind, inputs, output, attributes in (
         ("ReduceL1", ["x", "own_axes"], "sum", {"keepdims": 0}),
-        ("Less", ["sum", "brightest"], "fine", {}),
-        ("Cast", ["fine"], "factor", {"to": TensorProto.FLOAT}),
-        ("Reshape", ["factor", "a_column"], "factors", {}),
-        ("Mul", ["loud", "factors"], "scores", {}),
+        ("Less", ["sum", "brightest"], "is_darker", {}),
+        ("Cast", ["is_darker"], "factor", {"to": TensorProto.FLOAT}),
+        ("Reshape", ["factor", "column"], "factors", {}),
+        ("Mul", ["scores_before", "factors"], "scores", {}),
     ):
-        model.graph.node.append(helper.make_node(kind, given, [made], name=f"silent_{made}", **message))
+        model.graph.node.append(helper.make_node(kind, inputs, [output], name=f"bright_{output}", **attributes))
 
 
-def fixed(model: onnx.ModelProto) -> None:
+def fix_batch_axis(model: onnx.ModelProto) -> None:
     for value in (*model.graph.input, *model.graph.output):
         value.type.tensor_type.shape.dim[0].dim_value = 3
 
 
-def narrow(model: onnx.ModelProto) -> None:
+def declare_one_class_less(model: onnx.ModelProto) -> None:
     model.graph.output[0].type.tensor_type.shape.dim[1].dim_value = 5
 
 
-def cut(model: onnx.ModelProto) -> None:
+def remove_producer(model: onnx.ModelProto) -> None:
     node_of(model, "Softmax").input[0] = "gone"
 
 
-def backwards(model: onnx.ModelProto) -> None:
+def reverse_nodes(model: onnx.ModelProto) -> None:
     nodes = list(model.graph.node)
     del model.graph.node[:]
     model.graph.node.extend(reversed(nodes))
 
 
-def doubled(model: onnx.ModelProto) -> None:
+def declare_doubles(model: onnx.ModelProto) -> None:
     model.graph.input[0].type.tensor_type.elem_type = TensorProto.DOUBLE
 
 
-def foreign(model: onnx.ModelProto) -> None:
+def use_foreign_operator(model: onnx.ModelProto) -> None:
     node_of(model, "Relu").domain = "foreign.domain"
     model.opset_import.append(helper.make_opsetid("foreign.domain", 1))
 
 
-def elsewhere(model: onnx.ModelProto) -> None:
-    tensor = next(one for one in model.graph.initializer if len(one.raw_data) > 64)
+def store_weights_outside(model: onnx.ModelProto) -> None:
+    tensor = next(tensor for tensor in model.graph.initializer if len(tensor.raw_data) > 64)
     onnx.external_data_helper.set_external_data(tensor, "../weights")
     tensor.ClearField("raw_data")
 
 
-NOT_EQUAL = "the ONNX file is not the model"
 DAMAGES: dict[str, tuple[Change, str, str]] = {
-    "transposed weights": (
-        weights((6, 6), lambda one: one.T),
-        "test set",
-        r"\(Gemm\), off by .* of `square` \(Linear\)",
+    "dropout left on": (leave_dropout_on, "training", r"`dropout` \(Dropout\) is in training mode"),
+    "wrong beyond the test set": (
+        zero_bright_pictures,
+        "random inputs",
+        r"random inputs \(CPU.*`bright_scores` \(Mul\)",
     ),
-    "shifted labels": (weights((6, 6), lambda one: np.roll(one, 1, 0), -1), "test set", "predictions flip without"),
-    "half the classes zero": (weights((6, 6), zeroed, -1), "test set", r"of `head` \(Linear\)"),
-    "a weight that is no number": (weights((6, 18), spoilt), "test set", r"of `body` \(Linear\)"),
-    "a bias a little off": (weights((6,), lambda one: one + 0.01), "test set", "0 predictions flip"),
-    "swapped outputs": (swapped, "test set", NOT_EQUAL),
-    "a missing bend": (unbent, "test set", r"\(Identity\), off by .* test_damaged\.py line"),
-    "padding off by one": (attribute("Conv", "pads", [2, 2, 0, 0]), "test set", r"\(Conv\), off by .* of `pixels`"),
-    "softmax over the batch": (attribute("Softmax", "axis", 0), "test set", r"\(Softmax\)"),
-    "dropout left on": (dropping, "training", r"`dropout` \(Dropout\) is in training mode"),
-    "wrong where no sample is": (silent, "chance", r"random inputs \(CPU.*`silent_scores` \(Mul\)"),
-    "batch norm in train mode": (of_the_batch, "training", r"\(BatchNormalization\) is in training mode"),
-    "a fixed batch axis": (fixed, "axes", "the batch axis of `x` became fixed"),
-    "one class too few declared": (narrow, "checker", r"5|scores"),
-    "a tensor without producer": (cut, "checker", "gone"),
-    "nodes in the wrong order": (backwards, "checker", "sorted"),
-    "another type of input": (doubled, "checker", "elem type differs"),
-    "an operator of another domain": (foreign, "runtime", r"foreign\.domain"),
-    "weights outside the bundle": (elsewhere, "weights", r"keeps weights in '\.\./weights'"),
+    "batch norm in train mode": (train_batch_norm, "training", r"\(BatchNormalization\) is in training mode"),
+    "a fixed batch axis": (fix_batch_axis, "axes", "the batch axis of `x` became fixed"),
+    "one class too few declared": (declare_one_class_less, "checker", r"5|scores"),
+    "a tensor without producer": (remove_producer, "checker", "gone"),
+    "nodes in the wrong order": (reverse_nodes, "checker", "sorted"),
+    "another type of input": (declare_doubles, "checker", "elem type differs"),
+    "an operator of another domain": (use_foreign_operator, "runtime", r"foreign\.domain"),
+    "weights outside the bundle": (store_weights_outside, "weights", r"keeps weights in '\.\./weights'"),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_damaged_file_is_stopped_by_the_check_that_should_stop_it(whole: Whole, tmp_path: Path, name: str) -> None:
-    change, check, words = DAMAGES[name]
+def test_unsound_file_is_stopped_by_its_check(whole: Whole, tmp_path: Path, name: str) -> None:
+    change, check, pattern = DAMAGES[name]
     model = onnx.load(whole.subject.path)
     change(model)
     path = tmp_path / "bundle" / "model.onnx"
     path.parent.mkdir()
     (tmp_path / "weights").write_bytes(bytes(1024))
     path.write_bytes(model.SerializeToString())
-    found, output = stopped_by(whole, path)
-    assert found == check, output
-    assert re.search(words, output), output
+    stopping_check, message = stopped_by(whole, path)
+    assert stopping_check == check, message
+    assert re.search(pattern, message), message
 
 
-def test_the_whole_file_passes_every_check(whole: Whole, tmp_path: Path) -> None:
+def test_sound_file_passes_every_check(whole: Whole, tmp_path: Path) -> None:
     shutil.copy(whole.subject.path, tmp_path / "model.onnx")
     assert stopped_by(whole, tmp_path / "model.onnx") == ("", "")
 
 
-def test_a_file_that_was_cut_short_is_stopped(whole: Whole, tmp_path: Path) -> None:
+def test_truncated_file_is_stopped(whole: Whole, tmp_path: Path) -> None:
     (tmp_path / "model.onnx").write_bytes(whole.subject.path.read_bytes()[:-200])
     assert stopped_by(whole, tmp_path / "model.onnx")[0] == "checker"

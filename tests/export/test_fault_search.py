@@ -75,14 +75,14 @@ def find(whole: Path, other: Path, tolerance: float = 1e-4) -> FirstWrong | None
 
 
 @pytest.mark.parametrize("layer", [0, 1, 11, LAYERS - 1])
-def test_the_node_that_reads_a_damaged_weight_is_named(whole: Path, tmp_path: Path, layer: int) -> None:
+def test_node_that_reads_a_damaged_weight_is_named(whole: Path, tmp_path: Path, layer: int) -> None:
     found = find(whole, changed(whole, tmp_path, transposed(layer)))
     assert found is not None
     assert (found.node, found.op) == (f"product{layer}", "MatMul")
     assert found.error > 0.01
 
 
-def test_an_equal_file_has_none(whole: Path) -> None:
+def test_equal_file_has_none(whole: Path) -> None:
     assert find(whole, whole) is None
 
 
@@ -93,9 +93,7 @@ def test_of_two_faults_the_earlier_is_named(whole: Path, tmp_path: Path) -> None
     assert found.node == "product6"
 
 
-def test_it_takes_as_many_runs_as_the_logarithm_of_the_nodes(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_search_takes_logarithmically_many_runs(whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     requested: list[int] = []
     run = Graph.run
 
@@ -109,7 +107,7 @@ def test_it_takes_as_many_runs_as_the_logarithm_of_the_nodes(
     assert max(requested) <= 4, "a cut is narrow"
 
 
-def test_names_that_an_optimiser_took_away_are_found_by_their_order(whole: Path, tmp_path: Path) -> None:
+def test_removed_names_are_matched_by_order(whole: Path, tmp_path: Path) -> None:
     def renamed(graph: onnx.GraphProto) -> None:
         transposed(9)(graph)
         for node in graph.node:
@@ -144,7 +142,7 @@ def test_quantised_values_are_compared_as_they_are_read(whole: Path, tmp_path: P
     assert (found.node, found.op) == ("sum10", "Add")
 
 
-def test_a_file_in_halves_is_fed_halves(whole: Path, tmp_path: Path) -> None:
+def test_fp16_file_gets_fp16_inputs(whole: Path, tmp_path: Path) -> None:
     def halved(graph: onnx.GraphProto) -> None:
         transposed(4)(graph)
         for tensor in graph.initializer:
@@ -171,7 +169,7 @@ def test_weights_outside_the_file_are_not_read_into_it(
     assert found.node == "product17"
 
 
-def test_a_branch_and_what_it_takes_from_outside_are_one_node(tmp_path: Path) -> None:
+def test_branch_with_its_captured_tensors_is_one_node(tmp_path: Path) -> None:
     value = helper.make_tensor_value_info
 
     def model(path: Path, factor: float) -> Path:
@@ -196,7 +194,7 @@ def test_a_branch_and_what_it_takes_from_outside_are_one_node(tmp_path: Path) ->
     assert (found.node, found.op) == ("choice", "If")
 
 
-def test_an_answer_of_another_shape_is_wrong_and_so_is_what_is_no_number(whole: Path, tmp_path: Path) -> None:
+def test_other_shapes_and_nan_are_wrong(whole: Path, tmp_path: Path) -> None:
     def summed(graph: onnx.GraphProto) -> None:
         graph.node[-1].output[0] = "before"
         graph.node.append(helper.make_node("ReduceSum", ["before"], ["y"], name="total", keepdims=0))
@@ -247,7 +245,7 @@ def damaged(made: Exported, name: str) -> str:
     return explain_difference(made.written, made.path, made.kind.fault_feeds(), made.config)
 
 
-def test_a_damaged_weight_is_reported_by_node_module_and_line(exported: Exporter) -> None:
+def test_damaged_weight_is_reported_by_node_module_and_line(exported: Exporter) -> None:
     made = exported(Small(layers(nn.ReLU()), pairs()))
     assert explain_difference(made.written, made.path, made.kind.fault_feeds(), made.config) == ""
     output = damaged(made, "3.weight")
@@ -257,7 +255,7 @@ def test_a_damaged_weight_is_reported_by_node_module_and_line(exported: Exporter
     assert damaged(made, "0.weight").endswith("of `0` (Linear)"), "of two faults the earlier"
 
 
-def test_a_module_that_was_traced_as_another_is_named(tmp_path: Any) -> None:
+def test_module_that_is_traced_differently_is_named(tmp_path: Any) -> None:
     task: Any = Small(layers(Sneaky()), pairs())
     report = write_verified(open_model(task, tmp_path / "model.onnx"))
     with pytest.raises(StageError, match=r"the trace is not the model: it answers otherwise in `2`, off by .* python"):
@@ -271,7 +269,7 @@ class Short(nn.Module):
         return x if x.shape[0] > 5 else x * 2
 
 
-def test_a_length_that_decides_is_reported_with_where_the_trace_holds(tmp_path: Any) -> None:
+def test_limits_of_the_trace_are_reported(tmp_path: Any) -> None:
     task: Any = Small(layers(Short()), pairs())
     report = write_verified(open_model(task, tmp_path / "model.onnx"))
     with pytest.raises(StageError, match=r"torch's guards limit the trace to `batch` max=5"):

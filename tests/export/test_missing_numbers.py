@@ -125,7 +125,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     return open_bundle(run.partial("export") / "bundle")
 
 
-def test_the_signature_names_the_inputs_whose_data_have_nan(bundle: Bundle) -> None:
+def test_signature_names_the_inputs_whose_data_have_nan(bundle: Bundle) -> None:
     assert bundle.signature.missing_inputs == ("x",)
     assert "| `x` | in | FP32 or null |" in (bundle.path / "card.md").read_text()
 
@@ -137,7 +137,7 @@ def test_golden_requests_have_a_missing_number_and_null_in_json(bundle: Bundle) 
     assert golden.predictions == [{"half": 0.5, "missing": [False, True]}, {"half": None, "missing": [True, False]}]
 
 
-def test_the_service_answers_them_as_at_export(bundle: Bundle) -> None:
+def test_service_answers_them_as_at_export(bundle: Bundle) -> None:
     predictor = load_predictor(bundle, None, None)
     requests = bundle.golden_requests()
     payloads: list[Any] = [
@@ -191,7 +191,7 @@ def test_nan_that_no_missing_number_explains_is_refused(exported: Exporter) -> N
     assert f"returns NaN in `y` for test sample {first}" in reason
 
 
-def test_a_number_instead_of_nan_is_a_difference() -> None:
+def test_number_instead_of_nan_is_a_difference() -> None:
     task: Any = Small(Halves(), with_gaps())
     reference = {"y": with_gaps()["x"] / 2}
     for actual in (np.nan_to_num(reference["y"]), np.full_like(reference["y"], np.nan)):

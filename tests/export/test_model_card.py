@@ -42,7 +42,7 @@ def made(**more: Any) -> str:
     return render_card(Facts(FILE, **more), SIGNATURE, ANCESTORS, "Pixels in, digit out.")
 
 
-def test_a_card_of_a_run_that_recorded_little_has_what_is_known() -> None:
+def test_card_of_a_minimal_run_is_rendered() -> None:
     text = made()
     assert text.startswith("# digits\n\nVerdict: **not evaluated**.\n")
     titles = [line for line in text.splitlines() if line.startswith("## ")]
@@ -51,19 +51,19 @@ def test_a_card_of_a_run_that_recorded_little_has_what_is_known() -> None:
     assert f"| checkpoint | `{'c' * 64}` |" in text
 
 
-def test_what_padding_does_is_a_limit() -> None:
+def test_card_states_the_effect_of_padding() -> None:
     signature = SIGNATURE.model_copy(update={"padding": "padding changes answers: 7 of 9"})
     assert "\n- Padding changes answers: 7 of 9.\n" in render_card(Facts(FILE), signature, ANCESTORS)
 
 
-def test_accepted_changes_are_on_it() -> None:
+def test_card_lists_accepted_changes() -> None:
     acceptance = Acceptance(key="k", parts={}, changes="task.py changed", by="ann", at="2026-01-02")
     train = StepRecord(step="train", status="done", key="k", parts={}, accepted=(acceptance,))
     text = render_card(Facts(FILE.model_copy(update={"steps": {"train": train}})), SIGNATURE, ANCESTORS)
     assert text.endswith("Changed, and not run again:\n\n- train: task.py changed, accepted by ann, 2026-01-02\n")
 
 
-def test_verdict_rules_slices_and_calibration_are_on_it() -> None:
+def test_card_has_verdict_rules_slices_and_calibration() -> None:
     text = made(verdict=VERDICT, metrics={"classes": ["0", "1"]})
     assert "Verdict: **fail**. accuracy 0.9889 against the baseline's 0.9639\n" in text
     assert "- FAILED: non-inferior (accuracy may be 0.05 below)" in text
@@ -74,13 +74,13 @@ def test_verdict_rules_slices_and_calibration_are_on_it() -> None:
     assert "- Not compared with the baseline by themselves: ink=none." in text
 
 
-def test_a_person_who_overrode_the_gate_is_named() -> None:
+def test_card_names_who_overrode_the_gate() -> None:
     word = {"at": "2026-01-03", "by": "anna", "reason": "a dry run", "verdict": "d" * 64}
     text = made(verdict=VERDICT, override=word, digests={"verdict.json": "d" * 64})
     assert "**The gate rejected this model.** It was overridden by anna, 2026-01-03: a dry run." in text
 
 
-def test_variants_and_data_are_on_it_but_nothing_that_was_timed() -> None:
+def test_card_has_variants_and_data_without_timings() -> None:
     variants = [
         {"variant": "fp32", "passed": True, "bytes": 605_321, "p50_ms": {"1": 0.271828}, "max_abs_error": 1e-6,
          "metric": {"name": "accuracy", "value": 0.98, "reference": 0.98}, "difference": None},
@@ -110,7 +110,7 @@ def test_variants_and_data_are_on_it_but_nothing_that_was_timed() -> None:
         (None, ""),
     ],
 )
-def test_the_codec_states_itself_what_it_takes(tmp_path: Path, source: str | None, output: str) -> None:
+def test_card_describes_the_codec(tmp_path: Path, source: str | None, output: str) -> None:
     if source:
         (tmp_path / "codec.py").write_text(source)
     assert describe_codec(tmp_path, "Digits") == output

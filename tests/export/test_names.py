@@ -38,7 +38,7 @@ def shapes(path: Path) -> dict[str, tuple[int | str, ...]]:
     return {spec.name: spec.shape for spec in (*inputs, *outputs)}
 
 
-def test_the_output_of_a_recurrent_model_is_as_long_as_its_input(tmp_path: Path) -> None:
+def test_output_length_of_a_recurrent_model_follows_its_input(tmp_path: Path) -> None:
     task = Tags(axes={"letters": ("batch", "time"), "real": ("batch", "time"), "tags": ("batch", "time", KINDS)})
     verified(task, tmp_path)
     assert shapes(tmp_path / "model.onnx") == {
@@ -133,7 +133,7 @@ class Resampled(nn.Module):
 NAMES = ("embedding", "half/frames", "twice each", "relu", "größe", "letters.1", "model.linear.weight")
 
 
-def test_names_of_inner_tensors_and_of_weights_may_be_those_of_outputs(tmp_path: Path) -> None:
+def test_outputs_may_have_names_of_inner_tensors(tmp_path: Path) -> None:
     rename = {"letters": "linear", "real": "model.embedding.weight"}
     columns = {rename[name]: column for name, column in Tags().columns.items()}
     axes: dict[str, Any] = dict.fromkeys(rename.values(), ("batch", "time")) | {"half/frames": ("batch", 2, "frames")}
@@ -205,9 +205,7 @@ MEASURED = [
         ("time//2", "y_1"),  # 4 for the 9 of the data
     ],
 )
-def test_an_axis_has_the_expression_that_torch_follows_or_a_name_of_its_own(
-    tmp_path: Path, written: int | str, axis: str
-) -> None:
+def test_output_axes_have_expressions_or_names(tmp_path: Path, written: int | str, axis: str) -> None:
     path = output_file(tmp_path / "model.onnx", "batch", written, 4)
     assert name_output_axes(path, {}, MEASURED) == {"y": ("batch", axis, 4)}
     assert shapes(path)["y"] == ("batch", axis, 4)

@@ -34,18 +34,18 @@ class Restless(nn.Module):
         return x + torch.rand(4)
 
 
-def test_answers_that_hang_on_nothing_else_are_no_reason() -> None:
+def test_deterministic_model_has_no_nondeterminism() -> None:
     assert reasons(linear()) == ""
 
 
-def test_an_answer_that_hangs_on_who_requests_beside_is_named() -> None:
+def test_output_that_depends_on_the_batch_is_named() -> None:
     assert "`y` for a sample depends on the other samples in the batch" in reasons(Beside())
 
 
-def test_the_first_sample_that_torch_answers_with_nan_is_named() -> None:
+def test_first_sample_with_nan_is_named() -> None:
     first = int((Roots()(torch.from_numpy(pairs()["x"])).isnan().any(1)).nonzero()[0])
     assert f"returns NaN in `y` for test sample {first}" in reasons(Roots())
 
 
-def test_noise_is_named() -> None:
+def test_random_outputs_are_named() -> None:
     assert "returns different values of `y` for the same input" in reasons(Restless())

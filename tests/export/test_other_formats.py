@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import zipfile
 from pathlib import Path
@@ -15,19 +14,13 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from export import other_formats
-from export.llm.decoder import TorchDecoder, convert_language, make_generation
-from export.llm.genai import _genai_config
-from export.llm.kind import LanguageModel
 from export.other_formats import require_formats, saved_model_problem, write_formats
-from export.subject import ExportKind, Subject
-from pipeline.contract.data import open_split
+from export.subject import ExportKind
 from pipeline.contract.settings.stages import Export
-from pipeline.contract.signature import Prompting, TensorSpec
 from pipeline.system.errors import StageError
-from pipeline.system.files import digest_file, write_json
+from pipeline.system.files import digest_file
 
 from .conftest import Classes, linear, open_model, pairs
-from .languages import PROMPTS, WORDS, Language, causal
 from .recurrent import Tags
 
 
@@ -44,7 +37,7 @@ def original(folder: Path, net: nn.Module, **settings: Any) -> ExportKind:
     return open_model(task, folder / "model.onnx", config)
 
 
-def test_torchs_own_form_answers_as_the_model_does_without_its_code(tmp_path: Path) -> None:
+def test_pt2_has_the_models_outputs_without_its_code(tmp_path: Path) -> None:
     one = original(tmp_path, linear(), formats=("onnx", "pt2"))
     (row,) = write_formats(one, tmp_path / "formats")
     path = tmp_path / row["path"]
@@ -61,7 +54,7 @@ def test_torchs_own_form_answers_as_the_model_does_without_its_code(tmp_path: Pa
             assert pairs()["x"][:3].tobytes() not in inside.read(name), "samples of the data"
 
 
-def test_torchs_own_form_has_dynamic_axes_beside_the_batch(tmp_path: Path) -> None:
+def test_pt2_has_dynamic_axes(tmp_path: Path) -> None:
     task: Any = Tags()
     config = Export(batch_sizes=(1, 7), formats=("onnx", "pt2"))
     (row,) = write_formats(open_model(task, tmp_path / "model.onnx", config), tmp_path / "formats")
@@ -71,7 +64,7 @@ def test_torchs_own_form_has_dynamic_axes_beside_the_batch(tmp_path: Path) -> No
     assert torch.allclose(found, task.net(letters, torch.ones_like(letters)), atol=1e-5)
 
 
-def test_a_form_that_is_not_the_model_is_not_kept(tmp_path: Path) -> None:
+def test_format_that_differs_from_the_model_is_not_kept(tmp_path: Path) -> None:
     rows = write_formats(original(tmp_path, Sneaky(), formats=("onnx", "pt2")), tmp_path / "formats")
     assert (rows[0]["passed"], rows[0]["path"], rows[0]["sha256"]) == (False, "", {})
     assert list((tmp_path / "formats").iterdir()) == []
@@ -79,7 +72,7 @@ def test_a_form_that_is_not_the_model_is_not_kept(tmp_path: Path) -> None:
         require_formats(rows)
 
 
-def test_a_saved_model_is_skipped_aloud_where_its_library_is_not_installed(
+def test_saved_model_is_skipped_without_its_library(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(other_formats, "find_spec", lambda _: None)
@@ -90,78 +83,21 @@ def test_a_saved_model_is_skipped_aloud_where_its_library_is_not_installed(
     require_formats(rows)
 
 
-def test_an_environment_for_it_that_is_not_there_is_named() -> None:
+def test_missing_tensorflow_environment_is_named() -> None:
     assert saved_model_problem("/no/such/python").startswith("PIPE_TENSORFLOW_PYTHON=/no/such/python: no such program")
 
 
-def test_what_its_converter_states_is_reported_where_it_fails(tmp_path: Path) -> None:
+def test_error_of_the_converter_is_reported(tmp_path: Path) -> None:
     with pytest.raises(StageError, match=r"onnx2tf does not convert the file: .*Error"):
         other_formats.run_saved_model(sys.executable, tmp_path / "gone.onnx", tmp_path, ("y",), [pairs()])
 
 
-BYTES = {  # a tokenizer whose tokens are the bytes of ASCII letters
-    "model": {"type": "BPE", "vocab": {chr(65 + number): number for number in range(WORDS)}, "merges": []},
-    "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
-    "decoder": {"type": "ByteLevel"},
-}
-
-
-def decoder(folder: Path, architecture: str) -> LanguageModel:
-    """A language model with its plain file, which is not verified here."""
-    prompting = Prompting(begin=(1,), end=(2,), prompts=PROMPTS)
-    task: Any = Language(causal(architecture), settings=prompting)
-    write_json(folder / "tokenizer.json", BYTES)
-    path, config = folder / "model.onnx", Export(formats=("onnx", "genai"))
-    kind = LanguageModel(Subject(task, task.net, open_split(task, "test"), config, path, files=folder))
-    convert_language(task.net, kind.generation, Export(), path)
-    return kind
-
-
-@pytest.mark.long
-def test_onnxruntime_genai_generates_torchs_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    genai = pytest.importorskip("onnxruntime_genai", reason="the extra `genai` is not installed")
-    one = decoder(tmp_path, "Qwen2")
-    (row,) = write_formats(one, tmp_path / "formats")
-    assert (row["passed"], row["reason"], row["path"]) == (True, "equal to torch", "formats/genai")
-    names = ["genai_config.json", "model.onnx", "tokenizer.json", "tokenizer_config.json"]
-    assert sorted(row["sha256"]) == names
-    assert row["max_abs_error"] < 1e-4
-    assert json.loads((tmp_path / row["path"] / "genai_config.json").read_text())["model"]["eos_token_id"] == [2]
-    model = genai.Model(str(tmp_path / row["path"]))
-    assert list(genai.Tokenizer(model).encode("DBE")) == [3, 1, 4]
-    reference = TorchDecoder(one.net, one.generation)
-    for prompt in PROMPTS:
-        expected = [*prompt, *reference.greedy(prompt, 6)]
-        parameters = genai.GeneratorParams(model)
-        parameters.set_search_options(do_sample=False, max_length=len(prompt) + 6)
-        generator = genai.Generator(model, parameters)
-        generator.append_tokens(np.array([prompt], np.int32))
-        while not generator.is_done():
-            generator.generate_next_token()
-        sequence = [*generator.get_sequence(0).tolist(), 2]  # the end is not part of it
-        assert sequence[: len(expected)] == expected
-    layer: Any = one.net.get_submodule("model.layers.0.self_attn")
-    monkeypatch.setattr(layer, "scaling", 1.0)
-    (row,) = write_formats(one, tmp_path / "formats")
-    assert "it is not the model" in row["reason"]
-    assert not (tmp_path / "formats/genai").exists()
-
-
-def test_a_cache_of_latents_has_no_folder_for_onnxruntime_genai(tmp_path: Path) -> None:
-    made = causal("DeepseekV3")
-    caches = [f"past.0.{name}" for name in ("latent", "rope")]
-    specs = {name: TensorSpec(name=name, datatype="FP32", shape=("batch", 1, "past", 4)) for name in caches}
-    generation = make_generation(Language(made), made)
-    with pytest.raises(StageError, match="reads caches of keys and values of one shape"):
-        _genai_config(made.config, generation, specs)
-
-
 @pytest.mark.parametrize("formats", [("pt2",), ("onnx", "pt2", "pt2")])
-def test_onnx_is_always_one_and_each_is_named_once(formats: Any) -> None:
+def test_formats_contain_onnx_and_no_duplicates(formats: Any) -> None:
     with pytest.raises(ValidationError, match="onnx is always one, and each is named once"):
         Export(formats=formats)
 
 
-def test_fused_operators_and_a_saved_model_do_not_go_together() -> None:
+def test_saved_model_with_fused_operators_is_refused() -> None:
     with pytest.raises(ValidationError, match="optimize=extended brings others"):
         Export(formats=("onnx", "savedmodel"), optimize="extended")

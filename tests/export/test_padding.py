@@ -41,7 +41,7 @@ def effect(task: Any) -> PaddingEffect:
     return measure_padding(task, compute, open_split(task, "test").collated(), AXES, Export())
 
 
-def test_a_recurrent_layer_that_reads_padding_is_reported_with_numbers(tmp_path: Path) -> None:
+def test_recurrent_layer_that_reads_padding_is_reported_with_numbers(tmp_path: Path) -> None:
     task: Any = Tags()
     test = open_split(task, "test")
     config = Export(batch_sizes=(1, 7))
@@ -63,7 +63,7 @@ def test_a_recurrent_layer_that_reads_padding_is_reported_with_numbers(tmp_path:
     )
 
 
-def test_a_model_that_ignores_padding_is_not_accused() -> None:
+def test_model_that_ignores_padding_has_no_effect() -> None:
     found = effect(Tags(Mean()))
     assert (found.samples, found.differing, found.text) == (PADDED, 0, "")
 
@@ -79,12 +79,12 @@ class Scaled(nn.Module):
 
 
 @pytest.mark.parametrize("unit", [1e-6, 1e6])
-def test_the_unit_of_the_outputs_does_not_matter(unit: float) -> None:
+def test_unit_of_the_outputs_does_not_matter(unit: float) -> None:
     assert effect(Tags(Scaled(Tagger(), unit))).differing == PADDED
     assert effect(Tags(Scaled(Mean(), unit))).differing == 0
 
 
-def test_samples_that_the_model_cannot_compute_by_themselves_are_counted_with_the_reason() -> None:
+def test_samples_torch_cannot_compute_alone_are_counted() -> None:
     class Window(Mean):
         def forward(self, letters: Tensor, real: Tensor) -> Tensor:
             if letters.shape[1] < 5:
@@ -130,7 +130,7 @@ def test_positions_that_are_counted_are_no_part_of_the_padding() -> None:
     assert (found.padding, found.samples, found.differing) == ({"time": "letters 0, real 0 on the right"}, PADDED, 0)
 
 
-def test_a_mask_is_enough_where_another_input_goes_on_behind_a_sample() -> None:
+def test_mask_alone_shows_the_padding() -> None:
     columns = {**texts(), "noise": np.random.default_rng(1).integers(1, 9, (COUNT, LENGTH))}
     axes = dict.fromkeys(columns, ("batch", "time"))
 
@@ -164,7 +164,7 @@ def test_axes_whose_padding_is_unknown_for_one_reason_share_a_sentence() -> None
         np.where(np.arange(LENGTH) == 1, 0, texts()["letters"]),  # the padding stands inside as well
     ],
 )
-def test_a_length_that_the_data_do_not_show_is_unknown_and_not_guessed(letters: Any) -> None:
+def test_length_that_the_data_do_not_show_is_unknown(letters: Any) -> None:
     class Sum(Tagger):
         def forward(self, letters: Tensor, real: Tensor | None = None) -> Tensor:
             found: Tensor = self.embed(letters).sum(1)
@@ -179,7 +179,7 @@ def test_a_length_that_the_data_do_not_show_is_unknown_and_not_guessed(letters: 
 @pytest.mark.parametrize(
     ("end", "is_clear"), [([], True), ([0.5, 0.5], False), ([0.7], False), ([np.nan, np.nan], False)]
 )
-def test_data_that_each_end_with_values_of_their_own_are_not_padded(end: Any, is_clear: bool) -> None:
+def test_data_with_distinct_ends_are_not_padded(end: Any, is_clear: bool) -> None:
     class Total(Tagger):
         def forward(self, letters: Tensor, real: Tensor | None = None) -> Tensor:
             return letters.sum(dim=1, keepdim=True)
@@ -206,7 +206,7 @@ class Collated(Tags):
         return {"letters": nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=1)}
 
 
-def test_collate_decides_what_a_sample_by_itself_is() -> None:
+def test_collate_defines_a_sample_by_itself() -> None:
     class Unmasked(Tagger):
         def forward(self, letters: Tensor, real: Tensor | None = None) -> Tensor:
             return super().forward(letters, torch.ones_like(letters))
@@ -216,7 +216,7 @@ def test_collate_decides_what_a_sample_by_itself_is() -> None:
     assert (found.samples, found.differing) == (PADDED, PADDED)
 
 
-def test_an_output_that_is_longer_without_padding_is_not_compared() -> None:
+def test_output_that_is_longer_without_padding_is_not_compared() -> None:
     class Shorter(Tagger):
         def forward(self, letters: Tensor, real: Tensor) -> Tensor:
             return super().forward(letters, real)[:, : 2 * LENGTH - 2 * letters.shape[1] + 1]
@@ -225,5 +225,5 @@ def test_an_output_that_is_longer_without_padding_is_not_compared() -> None:
     assert "`tags` is [3, 3] for a sample by itself, [1, 3] if padded" in found.unknown["time"]
 
 
-def test_a_task_without_other_axes_than_the_batch_has_nothing_to_pad() -> None:
+def test_task_without_other_axes_than_the_batch_has_nothing_to_pad() -> None:
     assert effect(Tags(axes={"letters": ("batch", LENGTH)}, longest={})) == PaddingEffect()

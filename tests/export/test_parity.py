@@ -70,7 +70,7 @@ def test_every_initializer_that_is_damaged_is_noticed(exported: Exporter) -> Non
         assert "the ONNX file is not the model" in refusal(made), name
 
 
-def test_the_worst_output_and_sample_are_named() -> None:
+def test_worst_output_and_sample_are_named() -> None:
     task: Any = Small(nn.Identity(), pairs(), outputs=("a", "b"))
     zeros = np.zeros((COUNT, 2), np.float32)
     found = zeros.copy()
@@ -82,7 +82,7 @@ def test_the_worst_output_and_sample_are_named() -> None:
         require_equal([asdict(one)], Export())
 
 
-def test_outputs_that_changed_places_are_noticed(exported: Exporter) -> None:
+def test_swapped_outputs_are_noticed(exported: Exporter) -> None:
     made = exported(Small(Two(), pairs(), outputs=("double", "triple")))
     model = onnx.load(made.path)
     for node in model.graph.node:
@@ -91,7 +91,7 @@ def test_outputs_that_changed_places_are_noticed(exported: Exporter) -> None:
     assert "the ONNX file is not the model" in refusal(made)
 
 
-def test_an_answer_of_another_shape_is_refused() -> None:
+def test_output_of_another_shape_is_refused() -> None:
     task: Any = Small(nn.Identity(), pairs())
     with pytest.raises(StageError, match=r"returns `y` of shape \(23, 1\), torch \(23, 2\)"):
         compare_outputs(
@@ -100,13 +100,13 @@ def test_an_answer_of_another_shape_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("expected", "found"), [(1.0, np.nan), (np.nan, 1.0), (np.nan, np.nan), (1.0, np.inf)])
-def test_what_is_no_number_never_agrees(expected: float, found: float) -> None:
+def test_nan_and_infinity_are_differences(expected: float, found: float) -> None:
     one = compared([[expected, 0.0, 0.0]], [[found, 0.0, 0.0]])
     assert one.beyond_tolerance == COUNT
     assert not one.equal
 
 
-def test_infinity_on_both_sides_agrees_and_is_no_error(exported: Exporter) -> None:
+def test_equal_infinities_are_no_error(exported: Exporter) -> None:
     made = exported(Small(Masked(), pairs()))
     found = made.test_set_rows()
     require_equal(found, made.config)
@@ -118,18 +118,18 @@ def test_equal_answers_have_no_flips() -> None:
     assert (one.flips, one.unexplained_flips, one.max_abs_error, one.equal) == (0, 0, 0.0, True)
 
 
-def test_a_tie_that_breaks_the_other_way_is_explained() -> None:
+def test_flip_at_a_tie_is_explained() -> None:
     one = compared([[0.500, 0.501, 0.0]], [[0.501, 0.500, 0.0]])
     assert (one.flips, one.unexplained_flips, one.equal) == (COUNT, 0, True)
 
 
-def test_a_flip_beyond_tolerance_is_not_explained() -> None:
+def test_flip_beyond_tolerance_is_not_explained() -> None:
     one = compared([[0.50, 0.51, 0.0], [1.0, 0.0, 0.0]], [[0.53, 0.51, 0.0], [1.0, 0.0, 0.0]])
     assert one.flips == one.unexplained_flips == -(-COUNT // 2)
     assert not one.equal
 
 
-def test_an_answer_beyond_tolerance_is_refused_though_nothing_flips() -> None:
+def test_output_beyond_tolerance_is_refused_without_flips() -> None:
     one = compared([[1.0, 0.0, 0.0]], [[2.0, 0.0, 0.0]])
     assert (one.flips, one.unexplained_flips, one.beyond_tolerance) == (0, 0, COUNT)
     assert not one.equal

@@ -17,7 +17,7 @@ from pipeline.verify import verify_bundle
 from .test_step import CODEC, TASK, evaluated_run, refusal
 
 
-def test_the_variant_that_is_shipped_is_named_wherever_the_model_is(tmp_path: Path, capsys: Any) -> None:
+def test_shipped_variant_is_named_in_all_files(tmp_path: Path, capsys: Any) -> None:
     (tmp_path / "sums_task.py").write_text(TASK)
     (tmp_path / "sums_codec.py").write_text(CODEC)
     words = {"variants": ["int8-dynamic", "int8-static"], "choose": "int8-dynamic", "variant_margin": 0.1}

@@ -116,7 +116,7 @@ def edit(path: Path, old: str, new: str) -> None:
     path.write_text(path.read_text().replace(old, new))
 
 
-def test_the_bundle_opens_and_names_every_ancestor(root: Path) -> None:
+def test_bundle_opens_and_names_every_ancestor(root: Path) -> None:
     run = evaluated_run(root)
     export(run, root)
     bundle = open_bundle(run.partial("export") / "bundle")
@@ -130,7 +130,7 @@ def test_the_bundle_opens_and_names_every_ancestor(root: Path) -> None:
     assert difference(expected, golden.predictions, 1e-4, 1e-4) is None
 
 
-def test_the_same_model_is_the_same_bundle_to_the_byte(root: Path) -> None:
+def test_same_model_gives_an_identical_bundle(root: Path) -> None:
     digests = set()
     for _ in range(2):
         run = evaluated_run(root)
@@ -173,7 +173,7 @@ def test_names_of_any_characters_reach_the_golden_requests(root: Path) -> None:
     assert [*verify_bundle(path)][-1] == "golden requests are answered as at export"
 
 
-def test_no_file_of_the_bundle_shows_where_it_was_made(root: Path) -> None:
+def test_bundle_does_not_contain_paths_of_the_machine(root: Path) -> None:
     run = evaluated_run(root)
     export(run, root)
     for path in (run.partial("export") / "bundle").iterdir():
@@ -181,11 +181,11 @@ def test_no_file_of_the_bundle_shows_where_it_was_made(root: Path) -> None:
         assert sys.prefix.encode() not in path.read_bytes(), path.name
 
 
-def test_a_rejected_candidate_is_not_exported(root: Path) -> None:
+def test_rejected_candidate_is_not_exported(root: Path) -> None:
     assert "`fail`: size is 1" in refusal(evaluated_run(root, verdict="fail"), root, GateError)
 
 
-def test_an_overridden_one_states_it_in_its_card_its_manifest_and_its_lineage(root: Path) -> None:
+def test_override_is_in_card_manifest_and_lineage(root: Path) -> None:
     run = evaluated_run(root, verdict="fail")
     verdict = digest_file(run.output("evaluate") / "verdict.json")
     write_override(run.path, Override(at="2026-01-02", by="ann@here", reason="shown on Monday", verdict="0" * 64))
@@ -199,11 +199,11 @@ def test_an_overridden_one_states_it_in_its_card_its_manifest_and_its_lineage(ro
     assert "overridden by ann@here, 2026-01-02: shown on Monday" in (bundle.path / "card.md").read_text()
 
 
-def test_the_verdict_on_another_checkpoint_is_worth_nothing(root: Path) -> None:
+def test_verdict_on_another_checkpoint_is_refused(root: Path) -> None:
     assert "another checkpoint" in refusal(evaluated_run(root, checkpoint="0" * 64), root, StageError)
 
 
-def test_a_codec_travels_with_the_files_it_imports(root: Path) -> None:
+def test_codec_travels_with_the_files_it_imports(root: Path) -> None:
     (root / "scales").mkdir()
     (root / "scales" / "__init__.py").write_text("")
     (root / "scales" / "sums_scale.py").write_text("from utils import ONE\nSCALE = ONE\n")
@@ -226,7 +226,7 @@ def test_a_codec_travels_with_the_files_it_imports(root: Path) -> None:
         open_bundle(bundle.path)
 
 
-def test_a_file_of_the_codec_that_imports_torch_is_named(root: Path) -> None:
+def test_file_of_the_codec_that_imports_torch_is_named(root: Path) -> None:
     (root / "sums_scale.py").write_text("import torch\nSCALE = 1\n")
     edit(root / "sums_codec.py", "import numpy as np\n", "import numpy as np\nfrom sums_scale import SCALE\n")
     assert "sums_scale.py imports torch, which the service does not" in refusal(evaluated_run(root), root, ConfigError)
@@ -242,12 +242,12 @@ def test_a_file_of_the_codec_that_imports_torch_is_named(root: Path) -> None:
         ("float(row[0])", 'float("nan")', "encode() must give plain JSON values"),
     ],
 )
-def test_a_codec_that_does_not_fit_is_reported_at_export(root: Path, old: str, new: str, message: str) -> None:
+def test_codec_that_does_not_fit_is_refused(root: Path, old: str, new: str, message: str) -> None:
     edit(root / "sums_codec.py", old, new)
     assert message in refusal(evaluated_run(root), root, ConfigError)
 
 
-def test_a_model_that_answers_by_chance_is_refused_and_the_results_is_kept(root: Path) -> None:
+def test_random_model_is_refused_and_parity_json_is_kept(root: Path) -> None:
     edit(root / "sums_task.py", "class Sums:", NOISY + "class Sums:")
     edit(root / "sums_task.py", "return nn.Linear(3, 1)", "return Noisy(3, 1)")
     run = evaluated_run(root)
@@ -256,7 +256,7 @@ def test_a_model_that_answers_by_chance_is_refused_and_the_results_is_kept(root:
     assert all(one["beyond_tolerance"] for one in parity["runs"])
 
 
-def test_a_model_that_names_its_batch_size_is_reported_where_to_look(root: Path) -> None:
+def test_fixed_batch_size_is_refused_with_a_hint(root: Path) -> None:
     edit(root / "sums_task.py", "class Sums:", FIXED + "class Sums:")
     edit(root / "sums_task.py", "return nn.Linear(3, 1)", "return Fixed(3, 1)")
     text = refusal(evaluated_run(root, export={"batch_sizes": [3]}), root, StageError)
@@ -306,7 +306,7 @@ def fed(root: Path) -> Run:
     return run
 
 
-def test_files_of_the_codec_travel_in_the_bundle_and_answer_from_there(root: Path) -> None:
+def test_codec_reads_its_files_from_the_bundle(root: Path) -> None:
     run = fed(root)
     export(run, root)
     path = run.partial("export") / "bundle"
@@ -319,13 +319,13 @@ def test_files_of_the_codec_travel_in_the_bundle_and_answer_from_there(root: Pat
         open_bundle(path)
 
 
-def test_a_file_that_prepare_did_not_make_is_named(root: Path) -> None:
+def test_file_that_prepare_did_not_make_is_named(root: Path) -> None:
     run = fed(root)
     edit(root / "sums_codec.py", 'files = ("scale.txt",)', 'files = ("scale.txt", "offset.txt")')
     assert "needs the file offset.txt, which the task's make_files() did not write" in refusal(run, root, ConfigError)
 
 
-def test_a_file_altered_since_prepare_stops_the_export(root: Path) -> None:
+def test_file_altered_since_prepare_stops_the_export(root: Path) -> None:
     run = fed(root)
     (run.output("prepare") / "files" / "scale.txt").write_text("2.6")
     assert "scale.txt: changed since prepare" in refusal(run, root, DataError)

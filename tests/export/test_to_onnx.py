@@ -94,7 +94,7 @@ def columns(length: int = LENGTH) -> dict[str, np.ndarray[Any, Any]]:
     }
 
 
-def test_texts_of_lengths_never_traced_with_and_without_padding_equal_torch(exported: Exporter) -> None:
+def test_untraced_lengths_with_and_without_padding_equal_torch(exported: Exporter) -> None:
     made = exported(texts(Bag()))
     inputs, outputs = tensor_specs(made.path)
     assert [spec.shape for spec in inputs] == [("batch", "sequence")] * 2
@@ -109,7 +109,7 @@ def test_texts_of_lengths_never_traced_with_and_without_padding_equal_torch(expo
     assert {one["batch_size"] for one in found} == {1, 2, 5}
 
 
-def test_a_model_that_is_another_at_a_length_the_data_do_not_have_is_refused(exported: Exporter) -> None:
+def test_branch_on_a_length_beyond_the_data_is_refused(exported: Exporter) -> None:
     made = exported(Texts(Stepped(), columns()))
     require_equal(made.test_set_rows(), made.config)  # the data say nothing
     found = made.shape_rows()
@@ -117,19 +117,19 @@ def test_a_model_that_is_another_at_a_length_the_data_do_not_have_is_refused(exp
         require_equal(found, made.config)
 
 
-def test_a_model_for_one_length_alone_is_refused(exported: Exporter) -> None:
+def test_model_for_a_single_length_is_refused(exported: Exporter) -> None:
     with pytest.raises(StageError, match=r"does not export to ONNX|axis `sequence` of `input_ids` became"):
         check_dynamic_axes(tensor_specs(exported(texts(Folded())).path)[0], texts(Folded()))
 
 
-def test_an_axis_that_became_fixed_in_the_file_is_named() -> None:
+def test_axis_that_became_fixed_is_named() -> None:
     spec = TensorSpec(name="input_ids", datatype="INT64", shape=("batch", 6))
     with pytest.raises(StageError, match="axis `sequence` of `input_ids` became 6 in the export"):
         check_dynamic_axes((spec,), texts(Bag()))
 
 
 @pytest.mark.parametrize("length", [2, 3, 4, 5])
-def test_the_batch_that_is_traced_is_as_large_as_no_other_axis(length: int) -> None:
+def test_traced_batch_size_differs_from_other_axes(length: int) -> None:
     task = texts(Bag(), length)
     sizes = axis_sizes(task, example_batch(task, open_split(task, "test")))
     assert sizes["sequence"] == length != sizes["batch"] >= 2
@@ -157,7 +157,7 @@ def test_the_batch_that_is_traced_is_as_large_as_no_other_axis(length: int) -> N
         ),
     ],
 )
-def test_axes_that_cannot_be_are_reported(changed: dict[str, Any], message: str) -> None:
+def test_invalid_axes_are_reported(changed: dict[str, Any], message: str) -> None:
     task = texts(Bag())
     for name, value in changed.items():
         setattr(task, name, value)
@@ -166,13 +166,13 @@ def test_axes_that_cannot_be_are_reported(changed: dict[str, Any], message: str)
     assert message in str(caught.value)
 
 
-def test_a_task_without_axes_has_none_but_its_batch() -> None:
+def test_task_without_axes_has_only_the_batch_axis() -> None:
     task: Any = Small(nn.Identity(), {"x": np.ones((COUNT, 2))})
     assert input_axes(task) == {}
     assert len(example_batch(task, open_split(task, "test"))["x"]) == 3
 
 
-def test_a_limit_beyond_the_models_own_configuration_is_refused() -> None:
+def test_longest_beyond_the_models_positions_is_refused() -> None:
     net: Any = Bag()
     net.config = type("Config", (), {"max_position_embeddings": 39})()
     with pytest.raises(StageError, match=r"`longest` allows 40 for axis `sequence`, but .* ends at 39"):
@@ -188,9 +188,7 @@ class Windowed(Bag):
 
 
 @pytest.mark.long
-def test_lengths_that_torch_itself_refuses_are_reported_and_not_compared(
-    exported: Exporter, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_lengths_that_torch_refuses_are_reported(exported: Exporter, capsys: pytest.CaptureFixture[str]) -> None:
     made = exported(Texts(Windowed(), columns()))
     found = made.shape_rows()
     require_equal(found, made.config)
@@ -222,13 +220,13 @@ class Stubborn(Bag):
         return self
 
 
-def test_a_part_that_stays_in_training_mode_is_named(tmp_path: Any) -> None:
+def test_module_in_training_mode_is_named(tmp_path: Any) -> None:
     task: Any = Texts(nn.Sequential(Stubborn()), columns())
     with pytest.raises(StageError, match=r"0, 0\.embedding, 0\.head: still in training mode after eval"):
         open_model(task, tmp_path / "model.onnx")
 
 
-def test_a_router_with_noise_is_named(tmp_path: Any) -> None:
+def test_router_with_noise_is_named(tmp_path: Any) -> None:
     class Noisy(Bag):
         def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
             found = super().forward(input_ids, attention_mask)
@@ -291,7 +289,7 @@ def strings(message: Any) -> Iterator[str]:
                 yield item
 
 
-def test_the_batch_axis_is_dynamic_and_bears_its_name(exported: Exporter) -> None:
+def test_batch_axis_is_dynamic_and_named(exported: Exporter) -> None:
     made = exported(Small(linear(), pairs()))
     inputs, outputs = tensor_specs(made.path)
     assert [(spec.name, spec.datatype, spec.shape) for spec in inputs] == [("x", "FP32", ("batch", 4))]
@@ -299,7 +297,7 @@ def test_the_batch_axis_is_dynamic_and_bears_its_name(exported: Exporter) -> Non
     assert equal(made)
 
 
-def test_several_inputs_of_their_types_and_outputs_named_by_a_mapping(exported: Exporter) -> None:
+def test_several_inputs_and_outputs_keep_names_and_types(exported: Exporter) -> None:
     made = exported(mixed())
     inputs, outputs = tensor_specs(made.path)
     assert [(spec.name, spec.datatype) for spec in inputs] == [("tokens", "INT64"), ("x", "FP32")]
@@ -333,20 +331,20 @@ class Repeated(Bag):
         return super().forward(input_ids, attention_mask)[:, None].expand(-1, len(input_ids[0]), -1)
 
 
-def test_a_length_that_the_model_reads_with_len_stays_dynamic(exported: Exporter) -> None:
+def test_length_that_the_model_reads_with_len_stays_dynamic(exported: Exporter) -> None:
     made = exported(texts(Repeated()))
     assert tensor_specs(made.path)[1][0].shape == ("batch", "sequence", 3)
     assert equal(made)
     require_equal(made.shape_rows(), made.config)
 
 
-def test_a_model_for_one_batch_size_alone_is_refused_with_the_cause(exported: Exporter) -> None:
+def test_model_for_a_single_batch_size_is_refused(exported: Exporter) -> None:
     with pytest.raises(StageError, match="batch") as caught:
         tensor_specs(exported(Small(Fixed(), pairs())).path)
     assert "\n" not in str(caught.value)
 
 
-def test_an_output_that_has_no_batch_axis_is_refused(tmp_path: Path) -> None:
+def test_output_that_has_no_batch_axis_is_refused(tmp_path: Path) -> None:
     made = onnx.helper.make_graph(
         [onnx.helper.make_node("Identity", ["x"], ["y"])],
         "fixed",
@@ -358,7 +356,7 @@ def test_an_output_that_has_no_batch_axis_is_refused(tmp_path: Path) -> None:
         tensor_specs(tmp_path / "model.onnx")
 
 
-def test_a_model_left_in_training_mode_is_exported_as_it_is_served(exported: Exporter) -> None:
+def test_model_in_training_mode_is_exported_for_inference(exported: Exporter) -> None:
     task = Small(linear(), pairs())
     made = exported(task)
     first = made.path.read_bytes()
@@ -366,15 +364,13 @@ def test_a_model_left_in_training_mode_is_exported_as_it_is_served(exported: Exp
     assert equal(made)
 
 
-def test_a_model_that_does_not_return_what_was_declared_is_the_users_to_fix(exported: Exporter) -> None:
+def test_undeclared_outputs_are_refused(exported: Exporter) -> None:
     with pytest.raises((DataError, StageError), match="outputs"):
         exported(Small(linear(), pairs(), outputs=("y", "z")))
 
 
 @pytest.mark.parametrize("inside_bytes", [1 << 30, 0])
-def test_the_same_model_is_the_same_bytes(
-    exported: Exporter, inside_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_same_model_is_the_same_bytes(exported: Exporter, inside_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("export.to_onnx._MAX_INLINE_BYTES", inside_bytes)
     left, right = (exported(Small(linear(), pairs()), name) for name in ("a", "b"))
     assert digest_file(left.path) == digest_file(right.path)
@@ -382,7 +378,7 @@ def test_the_same_model_is_the_same_bytes(
 
 
 @pytest.mark.parametrize("net", [linear(), Branching()], ids=["linear", "branching"])
-def test_nothing_shows_which_machine_made_it(exported: Exporter, net: nn.Module) -> None:
+def test_file_has_no_trace_of_the_machine(exported: Exporter, net: nn.Module) -> None:
     made = exported(Small(net, pairs()), batch_sizes=(COUNT,))
     assert equal(made)
     raw = made.path.read_bytes()
@@ -391,9 +387,7 @@ def test_nothing_shows_which_machine_made_it(exported: Exporter, net: nn.Module)
     assert not [text for text in strings(onnx.load(made.path)) if text.startswith("/") or "line " in text]
 
 
-def test_weights_may_live_beside_the_model_and_are_found_there(
-    exported: Exporter, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_external_weights_lie_beside_the_model(exported: Exporter, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("export.to_onnx._MAX_INLINE_BYTES", 0)
     made = exported(Small(linear(), pairs()))
     assert len(list(made.path.parent.iterdir())) == 2
@@ -402,7 +396,7 @@ def test_weights_may_live_beside_the_model_and_are_found_there(
 
 
 @pytest.mark.parametrize("location", ["../weights", "/etc/hostname", "folder/weights", "gone", "", "link", "."])
-def test_weights_that_live_anywhere_else_are_refused(tmp_path: Path, location: str) -> None:
+def test_external_weights_elsewhere_are_refused(tmp_path: Path, location: str) -> None:
     path = tmp_path / "bundle" / "model.onnx"
     for name in ("bundle/folder/weights", "weights"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
@@ -447,14 +441,14 @@ def feed(counts: list[int], seed: int = 0) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("counts", [[3, 1, 2], [0, 4, 0, 0, 1], [5], [0, 0, 7], [1, 0, 0]])
-def test_every_row_meets_its_own_expert(session: Any, counts: list[int]) -> None:
+def test_each_row_is_multiplied_by_its_expert(session: Any, counts: list[int]) -> None:
     given = feed(counts)
     own = np.repeat(np.arange(len(counts)), counts)
     expected = np.einsum("sk,skn->sn", given["rows"], given["weight"][own])
     np.testing.assert_allclose(session.run(None, given)[0], expected, rtol=1e-4, atol=1e-4)
 
 
-def test_no_row_at_all_still_has_a_width(session: Any) -> None:
+def test_empty_batch_keeps_the_width(session: Any) -> None:
     assert session.run(None, feed([0, 0, 0]))[0].shape == (0, NARROW)
 
 
@@ -468,14 +462,14 @@ def fastest(session: Any, given: dict[str, Any]) -> float:
     return min(times)
 
 
-def test_time_follows_the_experts_that_are_hit_and_not_those_there_are(session: Any) -> None:
+def test_time_follows_the_number_of_used_experts(session: Any) -> None:
     """Two experts' rows among 4 and among 256 of them: a dense form would take 64 times as long."""
     few, many = [2, 0, 2, 0], [2, *[0] * 253, 2, 0]
     fastest(session, feed(few))
     assert fastest(session, feed(many)) < 6 * fastest(session, feed(few))
 
 
-def test_a_model_is_traced_with_grouped_experts_and_left_as_it_was() -> None:
+def test_experts_setting_is_restored_after_tracing() -> None:
     class Config:
         def __init__(self, kind: str | None) -> None:
             self._experts_implementation = kind

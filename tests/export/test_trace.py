@@ -158,7 +158,7 @@ def seen(net: nn.Module) -> str:
         (Untraceable, ("custom operator hidden_state::untraceable", "write it with torch's own operators")),
     ],
 )
-def test_what_a_graph_would_lose_is_named_with_its_fix(
+def test_behaviour_that_a_graph_loses_is_named_with_its_fix(
     net: type[nn.Module], parts: tuple[str, ...], capfd: pytest.CaptureFixture[str]
 ) -> None:
     output = seen(net())
@@ -181,11 +181,11 @@ class Harmless(Plain):
 
 
 @pytest.mark.parametrize("net", [Plain(), linear(), Harmless(), nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))])
-def test_what_is_as_it_should_be_passes(net: nn.Module) -> None:
+def test_sound_models_are_traced(net: nn.Module) -> None:
     assert seen(net) == ""
 
 
-def test_an_operator_without_a_form_in_onnx_is_named_where_it_is_called(exported: Exporter) -> None:
+def test_unknown_operator_is_named_with_its_call(exported: Exporter) -> None:
     with pytest.raises(StageError, match=r"calls hidden_state::triple in the model's own forward, test_trace\.py line"):
         exported(Small(Custom(), pairs()))
 
@@ -200,14 +200,14 @@ class SteadyDropout(Tagger):
         return F.dropout(super().forward(letters, real), 0.5)
 
 
-def test_a_model_with_texts_of_any_length_is_traced_as_well() -> None:
+def test_lengths_stay_free_in_the_trace() -> None:
     task: Any = Tags(SteadyDropout())
     batch = {name: torch.as_tensor(column[:3]) for name, column in task.columns.items()}
     with pytest.raises(StageError, match="dropout stays on in eval mode"):
         inspect(export_input(task.net.eval(), task, batch))
 
 
-def test_a_model_is_traced_once(exported: Exporter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_model_is_traced_once(exported: Exporter, monkeypatch: pytest.MonkeyPatch) -> None:
     export = Mock(wraps=torch.export.export)
     monkeypatch.setattr(torch.export, "export", export)
     exported(Small(linear(), pairs()))

@@ -132,7 +132,7 @@ def at_rows(count: int, add: str) -> Callable[[onnx.ModelProto], None]:
     return damage
 
 
-def test_the_whole_file_passes_and_the_record_names_what_was_compared(whole: Whole) -> None:
+def test_sound_file_passes_and_all_comparisons_are_recorded(whole: Whole) -> None:
     report = whole.report()
     report.require(whole.subject.config)
     assert report.weights.not_compared == ()
@@ -144,14 +144,14 @@ def test_the_whole_file_passes_and_the_record_names_what_was_compared(whole: Who
     ]  # fmt: skip
 
 
-def test_a_tiny_head_that_is_zero_or_negated_is_stopped(whole: Whole, tmp_path: Path) -> None:
+def test_tiny_head_that_is_zero_or_negated_is_stopped(whole: Whole, tmp_path: Path) -> None:
     for change in (np.zeros_like, np.negative):
         message = refusal(whole, tmp_path, weights("model.head.weight", change))
         assert "elements differ beyond" in message
         assert "r2 is" in message
 
 
-def test_rows_of_ids_without_a_sample_are_compared_by_value(whole: Whole, tmp_path: Path) -> None:
+def test_embedding_rows_without_samples_are_compared_by_value(whole: Whole, tmp_path: Path) -> None:
     def zero_unseen(values: Any) -> Any:
         values[VOCABULARY // 2 :] = 0
         return values
@@ -161,7 +161,7 @@ def test_rows_of_ids_without_a_sample_are_compared_by_value(whole: Whole, tmp_pa
     )
 
 
-def test_ids_without_a_sample_are_compared_where_the_weight_has_another_name(whole: Whole, tmp_path: Path) -> None:
+def test_ids_without_samples_are_compared_if_the_weight_is_renamed(whole: Whole, tmp_path: Path) -> None:
     model = onnx.load(whole.path)
     tensor = next(tensor for tensor in model.graph.initializer if tensor.name == "model.words.weight")
     values = numpy_helper.to_array(tensor).copy()
@@ -177,14 +177,12 @@ def test_ids_without_a_sample_are_compared_where_the_weight_has_another_name(who
 
 
 @pytest.mark.parametrize(("count", "add"), [(5, "Equal"), (8, "Equal"), (70, "Equal"), (64, "Greater")])
-def test_a_file_that_is_wrong_at_one_size_of_the_service_is_stopped(
-    whole: Whole, tmp_path: Path, count: int, add: str
-) -> None:
+def test_file_that_is_wrong_at_one_served_size_is_stopped(whole: Whole, tmp_path: Path, count: int, add: str) -> None:
     message = refusal(whole, tmp_path, at_rows(count, add))
     assert f"`y` at batch {count + (add == 'Greater')} of test samples" in message or "batch 70 of" in message
 
 
-def test_sizes_of_a_service_are_all_that_it_merges_and_the_limits_of_a_request() -> None:
+def test_served_sizes_are_all_merged_sizes_and_the_limits() -> None:
     served = ServedSizes(merged=32, request=1000)
     sizes = {*served.largest, *served.others}
     assert set(range(1, 34)) <= sizes
@@ -227,7 +225,7 @@ def test_columns_of_mixed_scales_are_each_compared_with_their_own_spread() -> No
     assert not within(expected, damaged)
 
 
-def test_an_offset_does_not_hide_the_values_around_it() -> None:
+def test_offset_does_not_hide_the_values_around_it() -> None:
     expected = (1000 + np.random.default_rng(0).normal(size=64)).astype(np.float32).reshape(-1, 1)
     assert within(expected, np.nextafter(expected, 2000))
     assert not within(expected, np.full_like(expected, 1000))
@@ -245,7 +243,7 @@ def test_masked_scores_hide_no_damage(mask: float) -> None:
     assert not within(expected, np.where(is_free, 0, expected).astype(np.float32))
 
 
-def test_integers_truths_and_constants_are_compared_sensibly() -> None:
+def test_integers_booleans_and_constants_are_compared() -> None:
     ids = np.arange(5000, 5064)
     assert within(ids, ids.copy())
     assert not within(ids, ids + 2)
@@ -258,7 +256,7 @@ def test_integers_truths_and_constants_are_compared_sensibly() -> None:
     assert within(np.zeros((64, 2), np.float32), np.zeros((64, 2), np.float32))
 
 
-def test_a_metric_that_only_torch_reaches_is_named() -> None:
+def test_metric_that_only_torch_reaches_is_named() -> None:
     generator = np.random.default_rng(0)
     truth = generator.normal(size=COUNT).astype(np.float32)
     task: Any = Numbers(nn.Identity(), {"ids": truth, "label": truth})
@@ -284,7 +282,7 @@ class Sure(Numbers):
         return outputs.softmax(dim=1)
 
 
-def test_limits_of_calibration_are_judged_by_the_file_s_probabilities() -> None:
+def test_calibration_limits_use_the_files_probabilities() -> None:
     generator = np.random.default_rng(0)
     logits = generator.normal(size=(2000, 2)).astype(np.float32)
     shares = np.exp(logits[:, 1]) / np.exp(logits).sum(axis=1)
@@ -312,7 +310,7 @@ class Joined(nn.Module):
         return found
 
 
-def test_a_batch_norm_that_the_exporter_joins_with_a_layer_is_compared(tmp_path: Path) -> None:
+def test_batch_norm_joined_with_a_layer_is_compared(tmp_path: Path) -> None:
     net = Joined().eval()
     task: Any = Small(net, pairs())
     path, test = tmp_path / "model.onnx", open_split(task, "test")
@@ -326,7 +324,7 @@ def test_a_batch_norm_that_the_exporter_joins_with_a_layer_is_compared(tmp_path:
     assert "6 of 6 values of the weight `pixels.weight`" in sentence
 
 
-def test_columns_with_categories_are_found_by_what_the_embeddings_get() -> None:
+def test_categorical_columns_are_found_by_embedding_inputs() -> None:
     class Columns(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -375,7 +373,7 @@ class Scales(nn.Module):
         )
 
 
-def test_a_whole_file_with_outputs_of_all_scales_and_types_passes(tmp_path: Path) -> None:
+def test_outputs_of_all_scales_and_types_pass(tmp_path: Path) -> None:
     net, path = Scales().eval(), tmp_path / "model.onnx"
     names = (
         "big",

@@ -18,7 +18,7 @@ def fastest(*contenders: Candidate) -> Choice:
     return decide(Export(variants=ALL, choose="fastest-that-passes"), contenders)
 
 
-def test_the_fastest_that_passes_is_chosen_and_states_by_how_much() -> None:
+def test_fastest_that_passes_is_chosen_and_states_by_how_much() -> None:
     found = fastest(PLAIN, contender("fp16", 0.8), contender("int8-static", 0.5))
     assert found.name == "int8-static"
     assert found.reasons == {
@@ -28,12 +28,12 @@ def test_the_fastest_that_passes_is_chosen_and_states_by_how_much() -> None:
     }
 
 
-def test_the_fastest_is_not_chosen_if_it_fails() -> None:
+def test_fastest_is_not_chosen_if_it_fails() -> None:
     found = fastest(PLAIN, contender("fp16", 0.8), contender("int8-static", 0.1, 0.01, "accuracy is gone"))
     assert (found.name, found.reasons["int8-static"]) == ("fp16", "accuracy is gone")
 
 
-def test_a_gain_that_noise_could_make_changes_nothing() -> None:
+def test_gain_within_noise_changes_nothing() -> None:
     for other in (contender("fp16", 0.85, 0.2), contender("fp16", 0.95, 0.001), contender("fp16", 1.2)):
         found = fastest(PLAIN, other)
         assert found.name == "fp32"
@@ -41,13 +41,13 @@ def test_a_gain_that_noise_could_make_changes_nothing() -> None:
         assert found.reasons["fp16"].startswith("passed, but does not save 10% of fp32's time beyond doubt; it takes")
 
 
-def test_of_two_that_cannot_be_reported_apart_the_more_exact_is_chosen() -> None:
+def test_more_exact_of_two_equally_fast_is_chosen() -> None:
     assert fastest(PLAIN, contender("int8-dynamic", 0.50), contender("int8-static", 0.51)).name == "int8-static"
     assert fastest(PLAIN, contender("int8-dynamic", 0.50), contender("fp16", 0.51)).name == "fp16"
     assert fastest(PLAIN, contender("int8-dynamic", 0.50, 0.001), contender("fp16", 0.51, 0.001)).name == "int8-dynamic"
 
 
-def test_where_fp32_is_over_its_budget_the_fastest_of_the_others_is_chosen_whatever_it_gains() -> None:
+def test_fastest_other_is_chosen_if_fp32_exceeds_its_budget() -> None:
     heavy = Candidate("fp32", ("too heavy",), Interval(1.0, 1.0, 1.0))
     assert fastest(heavy, contender("fp16", 1.3), contender("int8-static", 1.1)).name == "int8-static"
 
@@ -58,7 +58,7 @@ def test_nothing_is_shipped_where_nothing_passes() -> None:
     assert found.refusal == "no variant passes, so nothing is shipped: fp32: too slow; fp16: too coarse"
 
 
-def test_a_named_one_that_fails_stops_the_step_and_names_what_would_do() -> None:
+def test_failing_named_variant_stops_the_step() -> None:
     config = Export(variants=ALL, choose="int8-static")
     broken = contender("int8-static", 0.1, 0.01, "accuracy is gone")
     found = decide(config, [PLAIN, contender("fp16", 0.9), broken])
@@ -71,7 +71,7 @@ def test_a_named_one_that_fails_stops_the_step_and_names_what_would_do() -> None
     assert alone.refusal.endswith("none of the others passed either")
 
 
-def test_a_named_one_is_shipped_though_another_is_faster() -> None:
+def test_named_variant_is_shipped_though_slower() -> None:
     found = decide(Export(variants=ALL), [PLAIN, contender("fp16", 0.2)])
     assert (found.name, found.refusal) == ("fp32", "")
     assert found.reasons == {

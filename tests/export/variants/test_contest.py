@@ -122,7 +122,7 @@ def test_undamaged_variants_pass_and_are_measured_by_themselves(
     assert [one.bytes for one in entries] == [one.path.stat().st_size for one in entries]
 
 
-def test_the_record_has_what_the_report_reads_and_is_plain_json(
+def test_record_has_what_the_report_reads_and_is_plain_json(
     whole: tuple[VariantEvaluation, list[VariantResult]],
 ) -> None:
     entries = whole[1]
@@ -146,7 +146,7 @@ def test_the_record_has_what_the_report_reads_and_is_plain_json(
     assert len(explanations(entries, found.reasons)) == 4
 
 
-def test_another_processor_may_round_otherwise_by_no_more_than_the_rounding_itself(
+def test_rounding_tolerance_is_bounded_by_the_rounding(
     whole: tuple[VariantEvaluation, list[VariantResult]],
 ) -> None:
     slack = {one.name: whole[0].rounding(one) for one in whole[1]}
@@ -157,7 +157,7 @@ def test_another_processor_may_round_otherwise_by_no_more_than_the_rounding_itse
     assert 0 <= slack["int8-static"] < 2 * largest["int8-static"]
 
 
-def test_half_the_classes_quantised_to_zero_is_stopped_named_and_never_shipped(tmp_path: Path) -> None:
+def test_zeroed_classes_are_stopped_and_named(tmp_path: Path) -> None:
     one = contest(tmp_path, damaging("int8-static", half_of_the_classes), choose="int8-static")
     before = digest_file(one.path)
     entries = one.entries()
@@ -191,7 +191,7 @@ def test_damage_of_any_kind_is_a_fault_of_that_variant_alone(
     assert message in "; ".join(entries[name].faults)
 
 
-def test_a_quantiser_that_breaks_down_is_reported_and_the_others_go_on(tmp_path: Path) -> None:
+def test_failing_converter_is_reported_and_others_continue(tmp_path: Path) -> None:
     def broken(material: VariantInputs, path: Path) -> str:
         raise KeyError("a scale")
 
@@ -210,7 +210,7 @@ def test_calibration_data_of_another_type_is_a_sentence_in_its_row(tmp_path: Pat
     assert entries["fp32"].faults == ()
 
 
-def test_a_budget_is_evaluated_for_each_by_what_it_costs(tmp_path: Path) -> None:
+def test_budget_is_evaluated_for_each_by_what_it_costs(tmp_path: Path) -> None:
     limit = 0.011  # megabytes, between fp32 and int8
     budget = {"megabytes": limit, "p50_ms": 1e6, "p99_ms": 1e-9}
     entries = by_name(contest(tmp_path, variants=["int8-static"], budget=budget).entries())
@@ -219,7 +219,7 @@ def test_a_budget_is_evaluated_for_each_by_what_it_costs(tmp_path: Path) -> None
     assert "over export.budget p99_ms=1e-09" in entries["int8-static"].faults[0]
 
 
-def test_a_floor_that_torch_reaches_holds_for_the_file_as_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_required_metric_that_torch_reaches_holds_for_variants(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("export.variants.judge.INT8_NOISE", 1)
     settings: dict[str, Any] = {"variant_margin": 1, "evaluate": {"require": {"accuracy": 0.999}}}
     makers = damaging("int8-static", half_of_the_classes)
@@ -227,7 +227,7 @@ def test_a_floor_that_torch_reaches_holds_for_the_file_as_well(tmp_path: Path, m
     assert "is below the required 0.999, which torch's answers reach" in entries["int8-static"].faults[0]
 
 
-def test_the_very_bytes_that_were_evaluated_are_shipped_with_weights_outside_as_well(tmp_path: Path) -> None:
+def test_shipped_bytes_are_those_evaluated(tmp_path: Path) -> None:
     one = contest(tmp_path, variants=["fp16"], external=True)
     entry = by_name(one.entries())["fp16"]
     assert entry.faults == ()
@@ -237,12 +237,12 @@ def test_the_very_bytes_that_were_evaluated_are_shipped_with_weights_outside_as_
     assert sum(path.stat().st_size for path in one.path.parent.iterdir()) == size
 
 
-def test_a_metric_that_the_task_does_not_have_is_reported_with_those_it_has(tmp_path: Path) -> None:
+def test_metric_that_the_task_does_not_have_is_reported_with_those_it_has(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no metric size \(it has accuracy\)"):
         contest(tmp_path, evaluate={"metric": "size"}).entries()
 
 
-def test_a_single_test_sample_judges_no_variant(tmp_path: Path) -> None:
+def test_single_test_sample_judges_no_variant(tmp_path: Path) -> None:
     one = contest(tmp_path, variants=["int8-dynamic"])
     few = replace(one, kind=open_kind(replace(one.kind.subject, test=one.kind.subject.test.first(1))))
     entries = by_name(few.entries())

@@ -49,14 +49,14 @@ def error(values: Array) -> BatchSizeResult:
     return BatchSizeResult(1, NEAR, {"mae": Metric("mae", Mean(values), Mean(RIGHT), lower=True)})
 
 
-def test_the_batch_size_at_which_the_metric_may_be_worst_decides() -> None:
+def test_batch_size_at_which_the_metric_may_be_worst_decides() -> None:
     assert message("int8-dynamic", of(RIGHT), of(few_wrong(1), 7)) == []
     (fault,) = message("int8-dynamic", of(RIGHT), of(few_wrong(9), 7), of(few_wrong(1), 256))
     assert fault.startswith("accuracy is 0.9100 at batch size 7, in torch 1.000: the lower bound -0.1")
     assert fault.endswith("of the difference misses the margin of -0.08")
 
 
-def test_a_larger_error_fails_and_a_smaller_one_passes() -> None:
+def test_larger_error_fails_and_a_smaller_one_passes() -> None:
     evaluate = Evaluate(metric="mae", champion_margin=0.08, require={"mae": 1.05})
     assert message("int8-dynamic", error(RIGHT - 0.5), evaluate=evaluate) == []
     margin, limit = message("int8-dynamic", error(RIGHT + 0.1), evaluate=evaluate)
@@ -75,20 +75,20 @@ def test_limits_of_calibration_hold_for_variants() -> None:
     assert fault == "brier 0.3000 is above the required 0.2, which torch's answers reach"
 
 
-def test_a_margin_own_is_what_a_variant_may_cost() -> None:
+def test_own_margin_of_variants_is_applied() -> None:
     wrong = of(few_wrong(4))
     assert message("int8-static", wrong, evaluate=Evaluate(champion_margin=0.2)) == []
     assert message("int8-static", wrong, evaluate=Evaluate(champion_margin=0.2), export=Export(variant_margin=0.001))
     assert message("int8-static", of(RIGHT), export=Export(variant_margin=0)) == []  # equal on every sample
 
 
-def test_fp32_is_not_turned_away_over_its_last_digit() -> None:
+def test_rounding_of_fp32_is_no_fault() -> None:
     values = RIGHT - 1e-9 * np.arange(100)
     assert message("fp32", of(values), evaluate=Evaluate(champion_margin=0)) == []
     assert message("fp16", of(values), evaluate=Evaluate(champion_margin=0))
 
 
-def test_a_metric_that_is_no_number_is_named_and_not_compared() -> None:
+def test_metric_that_is_no_number_is_named_and_not_compared() -> None:
     assert message("fp16", of(np.where(np.arange(100) == 3, np.nan, 1.0))) == [
         "accuracy is not finite on every test sample"
     ]
@@ -101,7 +101,7 @@ def test_errors_that_a_metric_does_not_see_are_bounded_for_each_kind() -> None:
     assert "off by 0.7 standard deviations" in message("int8-static", of(RIGHT, found=Deviation(9, 2, 0.7)))[0]
 
 
-def test_a_floor_that_torch_misses_was_forgiven_and_is_not_requested_of_the_file() -> None:
+def test_required_metric_that_torch_misses_is_not_applied() -> None:
     assert message("fp32", of(RIGHT), evaluate=Evaluate(require={"accuracy": 2.0, "another": 1.0})) == []
 
 
@@ -114,13 +114,13 @@ def test_a_floor_that_torch_misses_was_forgiven_and_is_not_requested_of_the_file
         (1.9, math.inf, "p50_ms lies between 1.9 and more than the slowest call"),
     ],
 )
-def test_a_budget_is_kept_when_the_whole_interval_is_within(low: float, high: float, message: str) -> None:
+def test_budget_is_kept_when_the_whole_interval_is_within(low: float, high: float, message: str) -> None:
     timing = Timing({1: Interval(2.2, low, high)}, {1: Interval(9, 9, 9)}, Interval(1, 1, 1))
     found = list(budget_faults({"p50_ms": 2}, 5, timing))
     assert found == [] if not message else found[0].startswith(message)
 
 
-def test_distances_take_equal_infinities_for_equal_and_anything_else_for_all_wrong() -> None:
+def test_equal_infinities_have_no_deviation() -> None:
     masked = np.array([[0.0, -np.inf], [2.0, 1.0]], np.float32)
     spread = {"y": output_scale(masked)}
     assert spread["y"] == pytest.approx(np.std([0, 2, 1]))

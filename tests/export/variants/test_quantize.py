@@ -63,17 +63,17 @@ def test_all_samples_are_taken_where_there_are_no_more() -> None:
         (np.ones((9, WIDE), np.float32), "9 training samples are too few to learn ranges from; give 16 at least"),
     ],
 )
-def test_what_has_no_range_to_learn_is_reported(x: Array, message: str) -> None:
+def test_values_without_a_range_are_reported(x: Array, message: str) -> None:
     with pytest.raises(DataError, match=message):
         calibration_feeds(Hills(columns(x)), SPECS, 256)
 
 
-def test_too_few_may_also_be_what_was_requested() -> None:
+def test_too_few_requested_samples_are_refused() -> None:
     with pytest.raises(DataError, match=r"3 training samples are too few"):
         calibration_feeds(Hills(), SPECS, 3)
 
 
-def test_an_input_that_training_data_lack_is_named() -> None:
+def test_input_that_training_data_lack_is_named() -> None:
     with pytest.raises(DataError, match="no column x, which the task names as an input"):
         calibration_feeds(Hills({"z": np.ones((64, WIDE), np.float32)}), SPECS, 256)
 
@@ -91,7 +91,7 @@ def run(path: Path, x: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 @pytest.mark.parametrize("name", ["fp16", "int8-dynamic", "int8-static"])
-def test_a_variant_is_smaller_states_nearly_the_same_and_is_the_same_bytes_again(name: str, tmp_path: Path) -> None:
+def test_variant_is_smaller_and_deterministic(name: str, tmp_path: Path) -> None:
     reference = write(tmp_path / "model.onnx")
     paths = [tmp_path / f"{name}{turn}.onnx" for turn in range(2)]
     for path in paths:
@@ -119,7 +119,7 @@ def test_static_weights_have_a_scale_for_each_channel_and_stay_within_seven_bits
     assert {(INNER,), (CLASSES,)} <= scales
 
 
-def test_static_answers_beyond_what_calibration_saw_are_not_cut_off(tmp_path: Path) -> None:
+def test_static_outputs_beyond_calibration_are_not_clipped(tmp_path: Path) -> None:
     reference = write(tmp_path / "model.onnx")
     CONVERTERS["int8-static"](material(reference), tmp_path / "static.onnx")
     seen = Hills().data("train")["x"]
@@ -146,7 +146,7 @@ def test_weights_that_lay_outside_the_file_stay_outside(name: str, tmp_path: Pat
         ("int8-static", "no convolution, matrix product or embedding with constant weights: there is nothing"),
     ],
 )
-def test_a_model_without_weights_has_nothing_to_make_smaller(name: str, message: str, tmp_path: Path) -> None:
+def test_model_without_weights_is_refused(name: str, message: str, tmp_path: Path) -> None:
     nodes = [helper.make_node("Sin", ["x"], ["y"])]
     reference = graph(tmp_path / "model.onnx", nodes, [], WIDE, WIDE)
     with pytest.raises(StageError, match=message):
@@ -154,7 +154,7 @@ def test_a_model_without_weights_has_nothing_to_make_smaller(name: str, message:
     assert not (tmp_path / "made.onnx").exists()
 
 
-def test_a_weight_beyond_half_precision_is_named_and_not_clamped(tmp_path: Path) -> None:
+def test_weight_beyond_half_precision_is_named_and_not_clamped(tmp_path: Path) -> None:
     reference = write(tmp_path / "model.onnx")
     model = onnx.load(reference)
     huge = numpy_helper.to_array(model.graph.initializer[2]).copy()
@@ -165,7 +165,7 @@ def test_a_weight_beyond_half_precision_is_named_and_not_clamped(tmp_path: Path)
         CONVERTERS["fp16"](material(reference), tmp_path / "made.onnx")
 
 
-def test_the_lowest_float_of_a_mask_becomes_the_lowest_half(tmp_path: Path) -> None:
+def test_lowest_float_of_a_mask_becomes_the_lowest_half(tmp_path: Path) -> None:
     lowest = numpy_helper.from_array(np.array(np.finfo(np.float32).min), "lowest")
     nodes = [
         helper.make_node("Less", ["x", "zero"], ["hidden"]),
@@ -204,7 +204,7 @@ def test_angles_and_counts_above_2048_are_not_rounded_to_fp16(tmp_path: Path) ->
     assert np.allclose(run(tmp_path / "made.onnx", x), run(reference, x), atol=0.002)
 
 
-def test_an_operator_without_a_form_in_fp16_stays_in_fp32_and_is_reported(tmp_path: Path) -> None:
+def test_operator_without_a_form_in_fp16_stays_in_fp32_and_is_reported(tmp_path: Path) -> None:
     nodes = [
         helper.make_node("DynamicQuantizeLinear", ["x"], ["whole", "scale", "zero"], name="rounding"),
         helper.make_node("DequantizeLinear", ["whole", "scale", "zero"], ["rounded"]),
@@ -222,7 +222,7 @@ def test_an_operator_without_a_form_in_fp16_stays_in_fp32_and_is_reported(tmp_pa
     assert np.allclose(run(tmp_path / "made.onnx", x), run(reference, x), atol=0.05)  # a step of the rounding
 
 
-def test_what_the_body_of_a_branch_reads_from_outside_comes_before_it(tmp_path: Path) -> None:
+def test_tensors_captured_by_a_branch_are_sorted_before_it(tmp_path: Path) -> None:
     answer = helper.make_tensor_value_info("taken", TensorProto.FLOAT, None)
     body = helper.make_graph([helper.make_node("Neg", ["outside"], ["taken"])], "body", [], [answer])
     nodes = [
@@ -241,7 +241,7 @@ def test_what_the_body_of_a_branch_reads_from_outside_comes_before_it(tmp_path: 
     check_file(path)
 
 
-def test_an_addition_is_rounded_beside_convolutions_alone(tmp_path: Path) -> None:
+def test_additions_are_quantized_only_beside_convolutions(tmp_path: Path) -> None:
     reference = write(tmp_path / "model.onnx")
     assert "Add" not in static_operators(onnx.load(reference))
     nodes = [helper.make_node("Conv", ["x", "weight"], ["y"])]

@@ -23,12 +23,12 @@ def test_bounds_are_the_order_statistics_that_scipy_gives(count: int, level: flo
     assert (low, high) == (found.low, found.high)
 
 
-def test_too_few_values_have_no_bound_and_no_guess() -> None:
+def test_too_few_values_have_no_bound() -> None:
     assert quantile_bounds(np.arange(5.0), 0.5, 0.95) == (-math.inf, math.inf)
     assert quantile_bounds(np.arange(100.0), 0.99, 0.95)[1] == math.inf
 
 
-def test_bounds_hold_the_true_median_as_often_as_they_state() -> None:
+def test_bounds_have_their_stated_coverage() -> None:
     rng, hits = np.random.default_rng(0), 0
     for _ in range(400):
         low, high = quantile_bounds(rng.exponential(size=100), 0.5, 0.95)
@@ -36,7 +36,7 @@ def test_bounds_hold_the_true_median_as_often_as_they_state() -> None:
     assert 0.93 <= hits / 400 <= 0.985  # order statistics are whole: never below the level, by their nature
 
 
-def test_a_share_is_measured_in_rounds_so_that_a_slow_minute_slows_both() -> None:
+def test_share_of_time_is_measured_in_rounds() -> None:
     rng = np.random.default_rng(1)
     slow = np.where(np.arange(40) < 13, 5.0, 1.0)  # a third of the rounds, everything took five times as long
     first: list[Array] = [pace * rng.normal(1e-3, 2e-5, 10) for pace in slow]
@@ -51,7 +51,7 @@ def test_a_share_is_measured_in_rounds_so_that_a_slow_minute_slows_both() -> Non
     assert message.p99_ms[32].estimate > 4
 
 
-def test_a_race_shows_the_smaller_of_two_files(tmp_path: Path) -> None:
+def test_smaller_file_is_measured_faster(tmp_path: Path) -> None:
     paths = {}
     for name, inner in (("large", 2048), ("small", 8)):
         weights = [np.ones((16, inner), np.float32), np.ones((inner, 4), np.float32)]

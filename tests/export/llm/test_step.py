@@ -20,7 +20,7 @@ from .languages import WORDS, causal, tokenizer
 TASK = """
 import numpy as np
 from pipeline.contract.signature import Prompting
-from tests.export.languages import COUNT, LENGTH, WORDS, causal
+from tests.export.llm.languages import COUNT, LENGTH, WORDS, causal
 
 
 class Talk:
@@ -103,7 +103,7 @@ def evaluated_run(root: Path) -> Run:
 
 
 @pytest.mark.long
-def test_a_language_model_becomes_a_bundle_that_verifies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_language_model_is_exported_to_a_verified_bundle(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "talk_task.py").write_text(TASK)
     (tmp_path / "talk_codec.py").write_text(CODEC)
     run = evaluated_run(tmp_path)

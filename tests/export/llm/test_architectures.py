@@ -14,7 +14,7 @@ from export.verify import write_verified
 from pipeline.contract.settings.stages import Export
 from pipeline.system.errors import StageError
 
-from .conftest import open_model
+from ..conftest import open_model
 from .languages import MASKED, POSITIONS, Language, Masked, Text, causal, make
 
 
@@ -31,7 +31,7 @@ def test_distilled_architectures_keep_keys_and_values_of_their_own_heads(kind: s
 @pytest.mark.parametrize(
     "settings", [{"n_group": 2, "topk_group": 1}, {"q_lora_rank": None}, {"rope_interleave": False}]
 )
-def test_forms_of_deepseek_are_torchs_too(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_deepseek_architectures_equal_torch(settings: dict[str, Any], tmp_path: Path) -> None:
     made = make("DeepseekV3", tmp_path, **settings)
     made.report.require(Export())
 
@@ -49,7 +49,7 @@ class Restless(torch.nn.Module):
 
 
 @pytest.mark.long
-def test_a_language_model_that_answers_by_chance_is_reported(tmp_path: Path) -> None:
+def test_random_language_model_is_reported(tmp_path: Path) -> None:
     task: Any = Language(causal("Llama"), inputs=MASKED)
     report = write_verified(open_model(task, tmp_path / "model.onnx", model=Restless(task.net)))
     assert report.last_check == LastCheck()
@@ -64,7 +64,7 @@ class Labels(Text):
 
 @pytest.mark.long
 @pytest.mark.parametrize("kind", ["DeepseekV3", "Qwen2", "Llama"])
-def test_a_head_of_labels_takes_texts_of_every_length(kind: str, tmp_path: Path) -> None:
+def test_classification_head_takes_every_length(kind: str, tmp_path: Path) -> None:
     net = causal(kind, head="SequenceClassification", num_labels=3, pad_token_id=0)
     task: Any = Labels(Masked(net), inputs=MASKED)
     model = open_model(task, tmp_path / "model.onnx")

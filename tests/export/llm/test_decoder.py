@@ -59,9 +59,7 @@ def seal(made: Made, folder: Path, root: Path) -> Bundle:
     return open_bundle(folder)
 
 
-def test_a_bundle_has_the_template_and_the_defaults_of_the_models_files(
-    deepseek: Made, bundle: Bundle, tmp_path: Path
-) -> None:
+def test_bundle_has_template_and_sampling_of_the_models_files(deepseek: Made, bundle: Bundle, tmp_path: Path) -> None:
     assert bundle.signature.generation is not None
     assert bundle.signature.generation.sampling == SamplingDefaults()
     (tmp_path / "files" / "chat_template.jinja").write_text("{{ messages[0].content }}")
@@ -76,7 +74,7 @@ def test_a_bundle_has_the_template_and_the_defaults_of_the_models_files(
     assert generation.caches == deepseek.generation.caches
 
 
-def test_prompt_and_past_are_free_in_length_and_the_latent_is_what_is_cached(deepseek: Made) -> None:
+def test_prompt_and_past_are_dynamic_and_latents_are_cached(deepseek: Made) -> None:
     deepseek.report.require(Export())
     specs = deepseek.decoder().specs
     assert {name: spec.shape for name, spec in specs.items()} == {
@@ -91,7 +89,7 @@ def test_prompt_and_past_are_free_in_length_and_the_latent_is_what_is_cached(dee
     assert deepseek.kind.properties.axes == {"sequence": POSITIONS, "total": POSITIONS}
 
 
-def test_shapes_that_were_never_traced_were_compared_and_so_was_every_test_sample(deepseek: Made) -> None:
+def test_untraced_shapes_and_the_test_set_are_compared(deepseek: Made) -> None:
     places = [found["worst"].partition(" at ")[2] for found in deepseek.report.runs]
     assert places[0] == "the test set"
     assert {"past 0, sequence 1, 0 padded", f"past 0, sequence {POSITIONS}, 2 padded"} <= set(places)
@@ -106,7 +104,7 @@ def test_shapes_that_were_never_traced_were_compared_and_so_was_every_test_sampl
     }
 
 
-def test_greedy_answers_are_those_of_transformers_own_generate(deepseek: Made) -> None:
+def test_greedy_answers_equal_generate_of_transformers(deepseek: Made) -> None:
     answers = greedy(deepseek.decoder(), PROMPTS[:2], 6, chunk=2)
     for prompt, answer in zip(PROMPTS[:2], answers, strict=True):
         ids = torch.tensor([prompt])
@@ -164,7 +162,7 @@ def test_damage_to_any_weight_is_noticed(deepseek: Made, tmp_path: Path) -> None
             require_equal(deepseek.kind.compare_decoder(decoder), Export())
 
 
-def test_answers_that_are_not_torchs_are_reported_with_both(deepseek: Made) -> None:
+def test_differing_greedy_answers_are_reported(deepseek: Made) -> None:
     honest = deepseek.decoder()
 
     def lying(feed: Any) -> Any:
@@ -176,7 +174,7 @@ def test_answers_that_are_not_torchs_are_reported_with_both(deepseek: Made) -> N
         verify_greedy(deepseek.task.net, replace(honest, run=lying), PROMPTS[:1], Export())
 
 
-def test_torch_answers_alike_where_a_model_keeps_packed_texts_apart() -> None:
+def test_reference_answers_equally_with_masks_between_texts() -> None:
     model = causal("Qwen2")
     decoder = TorchDecoder(model, make_generation(Language(model), model))
     expected = decoder.greedy(PROMPTS[0], 5)
@@ -191,7 +189,7 @@ def test_prompts_from_the_test_set_have_no_padding() -> None:
     assert prompts == [ids[row][row:][: 3 + 4 * row] for row in range(4)]  # row N has N ids of padding
 
 
-def test_answers_may_part_at_a_tie_and_nowhere_else() -> None:
+def test_greedy_answers_may_differ_only_at_ties() -> None:
     tie, ahead = Answer([4, 7], [1.0, 1e-5], [2.0, 2.0]), Answer([4, 7], [1.0, 1.0], [2.0, 2.0])
     assert _count_tie("way", [1], [4, 7], ahead, Export()) == 0
     assert _count_tie("way", [1], [4, 8], tie, Export()) == 1
@@ -199,7 +197,7 @@ def test_answers_may_part_at_a_tie_and_nowhere_else() -> None:
         _count_tie("way", [1], [4, 8], ahead, Export())
 
 
-def test_the_bundle_answers_as_at_export_with_a_past_and_by_greedy_generation(bundle: Bundle) -> None:
+def test_bundle_answers_golden_requests_with_past_and_prompts(bundle: Bundle) -> None:
     golden = bundle.golden()
     assert golden.inputs["past.0.latent"].shape[2] == 3
     assert [one["prompt"] for one in golden.generated] == [list(prompt) for prompt in PROMPTS]
@@ -209,14 +207,14 @@ def test_the_bundle_answers_as_at_export_with_a_past_and_by_greedy_generation(bu
     check_golden_requests(bundle, Session(bundle, "cpu", 1))
 
 
-def test_the_card_states_how_long_a_text_may_be(bundle: Bundle) -> None:
+def test_card_states_the_longest_text(bundle: Bundle) -> None:
     file = RunFile(id="one", created="2026-01-01", wanted=(), config={"name": "talk"}, environment={})
     text = render_card(Facts(file), bundle.signature, bundle.manifest.ancestors)
     assert f"Axis `total`: at most {POSITIONS}." in text
     assert "A language model: it continues prompts" in text
 
 
-def test_a_bundle_that_generates_something_else_is_refused(bundle: Bundle) -> None:
+def test_bundle_with_other_answers_is_refused(bundle: Bundle) -> None:
     golden = bundle.golden()
     golden.generated[1]["answer"][-1] ^= 1
     golden.write(bundle.path)
@@ -237,9 +235,7 @@ def test_a_bundle_that_generates_something_else_is_refused(bundle: Bundle) -> No
         ),
     ],
 )
-def test_a_tokenizer_that_is_not_the_models_is_refused(
-    deepseek: Made, tmp_path: Path, spoil: Any, message: str
-) -> None:
+def test_tokenizer_of_another_model_is_refused(deepseek: Made, tmp_path: Path, spoil: Any, message: str) -> None:
     (tmp_path / "bundle").mkdir()
     (tmp_path / "bundle/model.onnx").write_bytes(deepseek.path.read_bytes())
     (tmp_path / "talk_codec.py").write_text(CODEC)
@@ -283,7 +279,7 @@ def test_samples_that_are_longer_than_the_model_are_refused_before_training() ->
         ("Llama", torch.bfloat16, "has weights of torch.bfloat16; build it with dtype=torch.float32"),
     ],
 )
-def test_what_no_decoder_can_be_is_refused_before_training(kind: str, dtype: torch.dtype, message: str) -> None:
+def test_models_without_a_decoder_are_refused_before_training(kind: str, dtype: torch.dtype, message: str) -> None:
     task: Any = Language(causal(kind).to(dtype))
     with pytest.raises(ConfigError, match=message):
         check_decoder(task, task.net, Export(), [])
@@ -298,7 +294,7 @@ def test_only_decoders_with_keys_and_values_run_in_onnxruntime_genai() -> None:
         check_decoder(task, task.net, config, [])
 
 
-def test_a_model_without_a_configuration_is_no_language_model() -> None:
+def test_model_without_a_configuration_is_no_language_model() -> None:
     task: Any = Language(torch.nn.Linear(2, 2))
     with pytest.raises(ConfigError, match=r"gives a Linear without config\.max_position_embeddings"):
         check_decoder(task, task.net, Export(), [])

@@ -42,7 +42,7 @@ from pipeline.system.errors import ConfigError
 from pipeline.system.files import digest_file
 from tests.serve.conftest import Launcher
 
-from ..languages import CODEC, MASKED, Language, causal, tokenizer
+from .languages import CODEC, MASKED, Language, causal, tokenizer
 
 VARIANTS = ["fp32", "fp16", "int8", "int4", "int4-gptq"]
 SIZE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4}
@@ -151,7 +151,7 @@ def test_openai_service_answers_from_int4_weights(
     ("increase", "is_fault"),
     [(None, True), (Interval(0.001, -0.01, 0.009), False), (Interval(0.001, -0.01, 0.02), True)],
 )
-def test_the_whole_interval_of_perplexity_must_be_within_its_limit(increase: Interval | None, is_fault: bool) -> None:
+def test_whole_interval_of_perplexity_must_be_within_its_limit(increase: Interval | None, is_fault: bool) -> None:
     assert bool(list(perplexity_faults(Perplexity(5.0, 5.0, increase), {}))) == is_fault
 
 
