@@ -6,8 +6,8 @@ from torch import nn
 
 from export.llm.kind import LanguageModel
 from export.ordinary import OrdinaryModel
+from export.shapes import max_axis_sizes
 from export.subject import ExportKind, Subject
-from export.to_onnx import max_axis_sizes
 from pipeline.contract.task import Generates, Task
 from pipeline.system.errors import StageError
 

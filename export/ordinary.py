@@ -21,17 +21,9 @@ from export.parity import compare_test_set
 from export.report import LastCheck, Report
 from export.service_sizes import ServedSizes, SizeComparison
 from export.sessions import DEFAULT_PLACE, open_graph
+from export.shapes import check_dynamic_axes, max_axis_sizes, measure_shapes, untraced_batches
 from export.subject import ModelProperties, RunFeeds, Subject
-from export.to_onnx import (
-    ExportResult,
-    check_dynamic_axes,
-    convert,
-    export_input,
-    max_axis_sizes,
-    measure_shapes,
-    tensor_specs,
-    untraced_batches,
-)
+from export.to_onnx import ExportResult, convert, export_input, tensor_specs
 from export.tolerance import Scales, measure_scales
 from export.trace import ExportInput
 from export.unseen_inputs import UnseenInputs

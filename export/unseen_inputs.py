@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from export.cases import Batch, Inputs, make_cases
 from export.compare import Case
 from export.padding import MASK
-from export.to_onnx import max_axis_sizes
+from export.shapes import max_axis_sizes
 from pipeline.contract.data import Samples, forward, is_stream, open_split
 from pipeline.contract.task import Task, input_axes
 

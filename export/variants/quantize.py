@@ -22,7 +22,8 @@ from torch import Tensor
 
 from export.fault_search import input_names
 from export.names import name_tensors, set_output_axes
-from export.to_onnx import save_stripped, tensor_specs, untraced_batches
+from export.shapes import untraced_batches
+from export.to_onnx import save_stripped, tensor_specs
 from pipeline.contract.data import Samples, check_columns, open_split
 from pipeline.contract.signature import NUMPY_TYPES, TensorSpec
 from pipeline.contract.task import HasAxes, Task

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from export.cases import evaluated_outputs
 from export.padding import PaddingEffect, measure_padding
-from export.to_onnx import untraced_batches
+from export.shapes import untraced_batches
 from export.verify import write_verified
 from pipeline.contract.data import open_split
 from pipeline.contract.settings.stages import Export

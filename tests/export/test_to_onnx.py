@@ -22,15 +22,9 @@ from torch import Tensor, nn
 
 from export.compare import require_equal
 from export.kinds import check_positions
-from export.to_onnx import (
-    GROUPED,
-    check_dynamic_axes,
-    check_external_data,
-    grouped_experts,
-    grouped_mm,
-    tensor_specs,
-    untraced_batches,
-)
+from export.shapes import check_dynamic_axes, untraced_batches
+from export.to_onnx import check_external_data, tensor_specs
+from export.translations import GROUPED, grouped_experts, grouped_mm
 from export.verify import write_verified
 from pipeline.contract.data import axis_sizes, example_batch, open_split
 from pipeline.contract.settings.stages import Export

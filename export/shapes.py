@@ -1,0 +1,146 @@
+"""Shapes that were not traced: batches of other sizes, lengths and paddings, and torch's outputs for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from export.names import MeasuredShapes
+from export.padding import MASK, Padding, find_padding
+from pipeline.contract.data import Samples, axis_sizes, example_batch, name_outputs, standard_attention
+from pipeline.contract.signature import TensorSpec
+from pipeline.contract.task import BATCH, HasAxes, Task, input_axes
+from pipeline.system.errors import StageError
+
+_MAX_SEARCHED = 256  # samples that show how the data are padded
+_MAX_COMPARED_LENGTH = 4096  # positions; longer axes are not compared at their full length
+
+
+def named_axes(axes: Sequence[int | str]) -> dict[int, str]:
+    return {position: axis for position, axis in enumerate(axes) if isinstance(axis, str)}
+
+
+@dataclass(frozen=True)
+class UntracedBatch:
+    """A batch whose shape differs from the traced one."""
+
+    rows: int
+    sizes: Mapping[str, int]
+    padding: str  # "left", "right", "none", or both sides of different axes
+    batch: dict[str, Tensor]
+
+    @property
+    def text(self) -> str:
+        sizes = ", ".join(f"{name} {size}" for name, size in self.sizes.items())
+        return f"{sizes}, padding: {self.padding}"
+
+    @property
+    def token_mask(self) -> Any:
+        """Return an array of which positions are no padding; None without an attention mask."""
+        return self.batch[MASK].numpy() == 1 if MASK in self.batch else None
+
+
+def max_axis_sizes(task: Task) -> dict[str, int]:
+    return dict(task.longest) if isinstance(task, HasAxes) else {}
+
+
+def untraced_batches(task: Task, samples: Samples) -> Iterator[UntracedBatch]:
+    """Yield batches of other lengths and sizes than traced, with padding on the left, on the right, and without."""
+    traced = axis_sizes(task, example_batch(task, samples))
+    assert isinstance(task, HasAxes)
+    axes = [name for name in traced if name != BATCH]
+    lengths = {name: _untraced_lengths(traced[name], task.longest[name]) for name in axes}
+    first = samples.batch(range(min(_MAX_SEARCHED, len(samples))))
+    found = {axis: find_padding(task, {name: first[name] for name in task.inputs}, axis) for axis in axes}
+    paddings = {axis: padding for axis, padding in found.items() if isinstance(padding, Padding)}
+    for index in range(max(len(sizes_of_axis) for sizes_of_axis in lengths.values())):
+        sizes = {name: sizes_of_axis[index % len(sizes_of_axis)] for name, sizes_of_axis in lengths.items()}
+        rows = (1, 2, 5)[index % 3]
+        batch = samples.batch([(index + row) % len(samples) for row in range(rows)])
+        columns = {name: _resize(batch[name], axes, sizes) for name, axes in input_axes(task).items()}
+        yield UntracedBatch(rows, sizes, "none", {**batch, **columns, **_padding_mask(columns, "none")})
+        if min(sizes.values()) <= 2:
+            continue
+        if MASK in columns:
+            for side in ("left", "right"):
+                yield UntracedBatch(rows, sizes, side, {**batch, **columns, **_padding_mask(columns, side)})
+        elif paddings:
+            sides = " and ".join(dict.fromkeys(padding.side for padding in paddings.values()))
+            yield UntracedBatch(rows, sizes, sides, {**batch, **_padded(columns, input_axes(task), paddings)})
+
+
+@torch.no_grad()
+@standard_attention()
+def measure_shapes(task: Task, model: nn.Module, samples: Samples) -> list[MeasuredShapes]:
+    """Return the shapes of torch's outputs as traced and at other sizes, where torch can compute them."""
+    traced = example_batch(task, samples)
+    batches: list[Mapping[str, Tensor]] = [traced, {name: column[:1] for name, column in traced.items()}]
+    if isinstance(task, HasAxes):
+        batches += [untraced.batch for untraced in untraced_batches(task, samples) if untraced.padding == "none"]
+    measured = []
+    for batch in batches:
+        sizes = {BATCH: len(batch[task.inputs[0]])}
+        for name, axes in input_axes(task).items():
+            sizes |= {axis: batch[name].shape[position] for position, axis in named_axes(axes).items()}
+        try:
+            outputs = name_outputs(task, model(*(batch[name] for name in task.inputs)))
+        except (RuntimeError, IndexError, ValueError):  # a window that is longer than the text
+            continue
+        measured.append(MeasuredShapes(sizes, {name: tuple(value.shape) for name, value in outputs.items()}))
+    return measured
+
+
+def check_dynamic_axes(specs: tuple[TensorSpec, ...], task: Task) -> None:
+    """Check that every axis that the task names is dynamic in the file."""
+    for spec in specs:
+        for position, axis in enumerate(input_axes(task).get(spec.name, ())):
+            if spec.shape[position] != axis:
+                raise StageError(
+                    f"axis `{axis}` of `{spec.name}` became {spec.shape[position]} in the export; look for a "
+                    "reshape or a comparison in the model that names a length"
+                )
+
+
+def _untraced_lengths(traced: int, longest: int) -> list[int]:
+    candidates = (min(longest, _MAX_COMPARED_LENGTH), 1, 2, traced // 2, traced - 1, traced + 1)
+    return list(dict.fromkeys(size for size in candidates if 0 < size <= longest and size != traced)) or [traced]
+
+
+def _resize(column: Tensor, axes: Sequence[int | str], sizes: Mapping[str, int]) -> Tensor:
+    """Return the column cut, or repeated from its beginning, to the sizes."""
+    for position, axis in named_axes(axes).items():
+        if axis in sizes:
+            index = torch.arange(sizes[axis]) % column.shape[position]
+            column = column.index_select(position, index)
+    return column
+
+
+def _padded(
+    columns: Mapping[str, Tensor], axes_by_input: Mapping[str, Sequence[int | str]], paddings: Mapping[str, Padding]
+) -> dict[str, Tensor]:
+    """Return columns in which a third of every second row is padded as the data are."""
+    padded = {name: column.clone() for name, column in columns.items()}
+    for axis, padding in paddings.items():
+        for name, value in padding.values.items():
+            position = axes_by_input[name].index(axis)
+            size = padded[name].shape[position]
+            start = 0 if padding.side == "left" else size - size // 3
+            padded[name][::2].narrow(position, start, size // 3).fill_(value)
+    return padded
+
+
+def _padding_mask(columns: Mapping[str, Tensor], side: str) -> dict[str, Tensor]:
+    """Return a mask in which a third of every second row, on one side, is padding."""
+    if MASK not in columns:
+        return {}
+    mask = torch.ones_like(columns[MASK])
+    third = mask.shape[1] // 3
+    if side == "left":
+        mask[::2, :third] = 0
+    if side == "right":
+        mask[::2, mask.shape[1] - third :] = 0
+    return {MASK: mask}
