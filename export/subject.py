@@ -20,7 +20,7 @@ from export.report import LastCheck, Report
 from export.service_sizes import ServedSizes
 from export.to_onnx import ExportResult
 from export.trace import ExportInput
-from export.variants.judge import Comparison
+from export.variants.judge import VariantComparison
 from export.variants.quantize import Converter
 from pipeline.contract.config import Config
 from pipeline.contract.data import Samples
@@ -83,7 +83,7 @@ class ExportKind(Protocol):
 
     def compare_format(self, run_feeds: RunFeeds) -> Rows: ...
 
-    def open_variants(self, config: Config) -> Comparison: ...
+    def open_variants(self, config: Config) -> VariantComparison: ...
 
     def complete(self, properties: ModelProperties, files: Path) -> ModelProperties:
         """Add what only the files state that model, data and codec share."""

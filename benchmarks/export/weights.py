@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from benchmarks.train.deepseek import pieces
 from export.kinds import open_kind
+from export.llm.perplexity import Perplexity
 from export.subject import Subject
 from export.variants.choose import VariantEvaluation, VariantResult
 from export.verify import write_verified
@@ -127,16 +128,16 @@ def table(entries: list[VariantResult]) -> list[str]:
     ]
     first = entries[0].timing
     for entry in entries:
-        if entry.timing is None or entry.perplexity is None or first is None:
+        if entry.timing is None or not isinstance(entry.own_measure, Perplexity) or first is None:
             lines.append(f"| {entry.name} | – | | | | | | {'; '.join(entry.faults)} |")
             continue
         milliseconds = {rows: interval.estimate for rows, interval in entry.timing.p50_ms.items()}
         speeds = [first.p50_ms[rows].estimate / milliseconds[rows] for rows in (1, 32)]
-        increase = entry.perplexity.increase
+        increase = entry.own_measure.increase
         change = "" if increase is None else f" ({increase.estimate:+.2%}, {increase.low:+.2%} to {increase.high:+.2%})"
         lines.append(
             f"| {entry.name} | {entry.bytes / 1e6:.1f} | {entry.bytes / entries[0].bytes:.3f} "
-            f"| {milliseconds[1]:.2f} | {speeds[0]:.2f} | {speeds[1]:.2f} | {entry.perplexity.value:.2f}{change} | "
+            f"| {milliseconds[1]:.2f} | {speeds[0]:.2f} | {speeds[1]:.2f} | {entry.own_measure.value:.2f}{change} | "
             f"{'; '.join(entry.faults)} |"
         )
     return lines

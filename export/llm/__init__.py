@@ -1,0 +1,1 @@
+"""What only language models have: a graph with a cache, greedy answers, perplexity, rounded weights, genai."""

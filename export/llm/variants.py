@@ -20,12 +20,12 @@ from torch import nn
 from export.cases import evaluated_outputs
 from export.compare import Array, Arrays
 from export.llm.decoder import open_decoder
+from export.llm.perplexity import Perplexity, relative_increase, token_losses
 from export.llm.texts import read_test_set
 from export.variants.judge import (
     Answers,
     BatchSizeResult,
     Deviation,
-    Perplexity,
     compare_scores,
     measure_deviation,
     output_scale,
@@ -34,8 +34,6 @@ from pipeline.contract.data import Samples, as_task_outputs, open_split
 from pipeline.contract.golden import Decoder, empty_past, inputs_of
 from pipeline.contract.signature import Generation
 from pipeline.contract.task import Batch, Task
-from pipeline.statistics.aggregates import Mean
-from pipeline.statistics.intervals import Interval, metric_interval
 from pipeline.statistics.scores import Columns, actual_columns, score_batch
 from pipeline.system.errors import ConfigError
 
@@ -87,7 +85,11 @@ class DecoderComparison:
         labels = actual_columns(self._task, self._test.batch(range(len(self._test))), len(self._test))
         deviation = measure_deviation({"logits": reference.logits}, {"logits": scores.logits}, self.scale)
         metrics = compare_scores(self._task, scores.columns, reference.columns | labels)
-        perplexity = Perplexity(scores.perplexity, reference.perplexity, _increase(scores, reference, self._confidence))
+        perplexity = Perplexity(
+            scores.perplexity,
+            reference.perplexity,
+            relative_increase(scores.losses, reference.losses, scores.tokens, self._confidence),
+        )
         return Answers([BatchSizeResult(self._size, deviation, metrics)], [self._read_by_token(path)], perplexity)
 
     @property
@@ -174,21 +176,3 @@ class DecoderComparison:
         is_real = mask == 1
         expected, actual = at_once[is_real], np.concatenate(steps, axis=1)[is_real]
         return measure_deviation({"logits": expected}, {"logits": actual}, self.scale)
-
-
-def token_losses(logits: Array, ids: Array, segments: Array, chosen: Array) -> tuple[Array, Array]:
-    """Return the negative log-likelihood of the chosen tokens that are not the first of a text, and which these are."""
-    is_counted = (segments[:, 1:] == segments[:, :-1]) & chosen[:, 1:]
-    scores = torch.from_numpy(logits[:, :-1]).float().log_softmax(-1)
-    likelihoods = scores.gather(-1, torch.from_numpy(ids[:, 1:, None]))[..., 0].double().numpy()
-    return np.where(is_counted, -likelihoods, 0.0), is_counted
-
-
-def _increase(scores: DecoderScores, reference: DecoderScores, confidence: float) -> Interval | None:
-    """Return the relative increase of perplexity, paired by sample: samples count by their tokens."""
-    differences = (scores.losses - reference.losses) / max(scores.tokens.mean(), 1e-9)
-    if not differences.any():
-        return Interval(0.0, 0.0, 0.0)
-    if (interval := metric_interval(Mean(differences), confidence)) is None:
-        return None
-    return Interval(*(float(np.expm1(value)) for value in (interval.estimate, interval.low, interval.high)))

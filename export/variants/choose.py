@@ -20,10 +20,10 @@ from export.to_onnx import tensor_specs
 from export.variants.judge import (
     FP16_TOLERANCE,
     INT8_NOISE,
-    Comparison,
     Deviation,
     MetricResult,
-    Perplexity,
+    OwnMeasure,
+    VariantComparison,
     budget_faults,
     check_metric,
     evaluate_variant,
@@ -53,7 +53,7 @@ class VariantResult:
     outcome: MetricResult | None = None
     timing: Timing | None = None
     first_wrong: FirstWrong | None = None
-    perplexity: Perplexity | None = None  # of a language model
+    own_measure: OwnMeasure | None = None
     rounding: float = 0.0  # largest difference expected on other processors
 
     @property
@@ -104,7 +104,7 @@ class VariantEvaluation:
         return entry.deviation.largest / 4  # one kind of kernel: a few roundings fall otherwise, of all there are
 
     @cached_property
-    def _comparison(self) -> Comparison:
+    def _comparison(self) -> VariantComparison:
         return self.kind.open_variants(self.config)
 
     def _entry(self, name: str) -> VariantResult:
@@ -145,7 +145,7 @@ class VariantEvaluation:
             deviation=answers.deviation,
             outcome=result,
             faults=tuple(find_faults(entry.name, export, gate, result, answers)),
-            perplexity=answers.perplexity,
+            own_measure=answers.own_measure,
         )
 
     def _measure_times(self, entries: Sequence[VariantResult]) -> dict[str, Timing]:
@@ -321,7 +321,7 @@ def table(entries: Sequence[VariantResult], chosen: str, metric: str) -> list[st
 def explanations(entries: Sequence[VariantResult], reasons: Mapping[str, str]) -> list[str]:
     """Return a line for each variant for the log: why it is or is not shipped, and how it was built."""
     notes = {
-        entry.name: "; ".join(filter(None, (str(entry.first_wrong or ""), str(entry.perplexity or ""), entry.note)))
+        entry.name: "; ".join(filter(None, (str(entry.first_wrong or ""), str(entry.own_measure or ""), entry.note)))
         for entry in entries
     }
     return [f"{name}: {reason}" + (f" [{notes[name]}]" if notes[name] else "") for name, reason in reasons.items()]
@@ -358,7 +358,7 @@ def _row(entry: VariantResult, reason: str, chosen: bool, metric: str) -> dict[s
         "batch_size": None if result is None else result.size,
         "max_abs_error": None if entry.deviation is None else entry.deviation.largest,
         "noise": None if entry.deviation is None else entry.deviation.noise,
-        "perplexity": None if entry.perplexity is None else asdict(entry.perplexity),
+        "perplexity": None if entry.own_measure is None else entry.own_measure.record(),
         "first_wrong": None if entry.first_wrong is None else asdict(entry.first_wrong),
     }
     if result is not None:

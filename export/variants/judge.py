@@ -1,6 +1,6 @@
 """Judge a variant by numbers alone: how far its outputs are off, what its metric loses, and what it costs.
 
-The numbers are from `samples.py`, or for a language model from `language.py`.
+The numbers are from `samples.py`, or from the kind of the model.
 """
 
 from __future__ import annotations
@@ -66,20 +66,15 @@ class BatchSizeResult:
     metrics: Mapping[str, Metric]  # of the file, with torch as the baseline
 
 
-@dataclass(frozen=True)
-class Perplexity:
-    """Perplexity of the test texts, or of the tokens that their `labels` do not ignore.
+class OwnMeasure(Protocol):
+    """A measure that only a kind of models has, beside the task's metric: the perplexity of a language model."""
 
-    `increase` is relative to the verified file's, over the same tokens.
-    """
+    def __str__(self) -> str: ...
 
-    value: float
-    reference: float
-    increase: Interval | None  # None: there are too few texts to estimate it
+    def record(self) -> dict[str, Any]: ...
 
-    def __str__(self) -> str:
-        change = "" if self.increase is None else f", {_percent(self.increase)} than fp32"
-        return f"perplexity {self.value:#.4g}{change}"
+    def faults(self, budget: Mapping[Cost, float]) -> Iterator[str]:
+        """Yield a sentence if it may be beyond its limit."""
 
 
 @dataclass(frozen=True)
@@ -88,14 +83,14 @@ class Answers:
 
     sizes: Sequence[BatchSizeResult]
     shapes: Sequence[Deviation]  # at shapes that were never traced
-    perplexity: Perplexity | None = None  # of a language model
+    own_measure: OwnMeasure | None = None
 
     @property
     def deviation(self) -> Deviation:
         return Deviation.worst(*(size.deviation for size in self.sizes), *self.shapes)
 
 
-class Comparison(Protocol):
+class VariantComparison(Protocol):
     """Runs variants, and compares what they answer on the test set with a reference."""
 
     @property
@@ -221,8 +216,8 @@ def find_faults(name: str, export: Export, evaluate: Evaluate, result: MetricRes
     if name != "fp32":
         scaled = evaluate.in_units_of(answers.sizes[0].metrics[evaluate.metric].unit_size)
         yield from _metric_faults(evaluate, variant_margin(export, scaled), result)
-        if answers.perplexity is not None:
-            yield from perplexity_faults(answers.perplexity, export.budget)
+        if answers.own_measure is not None:
+            yield from answers.own_measure.faults(export.budget)
     yield from _limit_faults(evaluate, answers.sizes)
     yield from _deviation_faults(name, Deviation.worst(*(size.deviation for size in answers.sizes)), "the test set")
     if answers.shapes:
@@ -297,22 +292,3 @@ def _deviation_faults(name: str, deviation: Deviation, location: str) -> Iterato
             f"on {location}, answers are off by {deviation.noise:.3g} standard deviations (root mean square); "
             f"{INT8_NOISE:g} are allowed"
         )
-
-
-PERPLEXITY_INCREASE = 0.01  # largest, relative to the verified file, unless export.budget has another
-
-
-def perplexity_faults(perplexity: Perplexity, budget: Mapping[Cost, float]) -> Iterator[str]:
-    """Yield a sentence if the increase of perplexity may be above its limit."""
-    limit = budget.get("perplexity", PERPLEXITY_INCREASE)
-    if perplexity.increase is None:
-        yield "perplexity differs in too few test texts to estimate how much it increases"
-    elif not perplexity.increase.high <= limit:
-        yield (
-            f"{perplexity} ({perplexity.increase.low:+.2%} to {perplexity.increase.high:+.2%}), over export.budget "
-            f"perplexity={limit:g}"
-        )
-
-
-def _percent(increase: Interval) -> str:
-    return f"{abs(increase.estimate):.2%} {'higher' if increase.estimate >= 0 else 'lower'}"

@@ -22,12 +22,11 @@ from torch import Tensor
 from export.bundle import Sources, fill_bundle
 from export.kinds import open_kind
 from export.llm.decoder import open_decoder
-from export.llm.variants import token_losses
+from export.llm.perplexity import Perplexity, token_losses
 from export.llm.weight_only import LANGUAGE_CONVERTERS
 from export.subject import Subject
 from export.to_onnx import save_stripped
 from export.variants.choose import VariantEvaluation, VariantResult, decide, explanations, rows, to_candidates
-from export.variants.judge import Perplexity, perplexity_faults
 from export.variants.quantize import VariantInputs
 from export.verify import write_verified
 from pipeline.contract.bundle import Ancestors, open_bundle, write_manifest
@@ -84,10 +83,12 @@ def test_variants_are_made_run_and_timed(whole: tuple[VariantEvaluation, list[Va
     assert noise["fp32"] < 1e-5 < noise["fp16"] < noise["int8"] < noise["int4-gptq"] < noise["int4"]
     for entry in entries.values():
         assert entry.timing is not None and entry.timing.p50_ms.keys() == {1, 32}
-        assert entry.perplexity is not None and entry.perplexity.increase is not None
+        assert isinstance(entry.own_measure, Perplexity) and entry.own_measure.increase is not None
         assert entry.outcome is not None and entry.outcome.samples == 9
-    exact = entries["fp32"].perplexity
-    assert exact is not None and exact.value == exact.reference and exact.increase == Interval(0.0, 0.0, 0.0)
+    exact = entries["fp32"].own_measure
+    assert (
+        isinstance(exact, Perplexity) and exact.value == exact.reference and exact.increase == Interval(0.0, 0.0, 0.0)
+    )
     assert entries["int4"].bytes < entries["int8"].bytes < entries["fp16"].bytes < entries["fp32"].bytes
 
 
@@ -152,7 +153,7 @@ def test_openai_service_answers_from_int4_weights(
     [(None, True), (Interval(0.001, -0.01, 0.009), False), (Interval(0.001, -0.01, 0.02), True)],
 )
 def test_whole_interval_of_perplexity_must_be_within_its_limit(increase: Interval | None, is_fault: bool) -> None:
-    assert bool(list(perplexity_faults(Perplexity(5.0, 5.0, increase), {}))) == is_fault
+    assert bool(list(Perplexity(5.0, 5.0, increase).faults({}))) == is_fault
 
 
 def test_losses_count_tokens_after_the_first_of_each_text() -> None:
