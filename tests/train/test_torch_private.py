@@ -15,7 +15,7 @@ import pytest
 
 from pipeline.system.sources import SOURCE_ROOT
 
-PRIVATE = SOURCE_ROOT / "pipeline" / "contract" / "torch_private.py"
+PRIVATE = SOURCE_ROOT / "pipeline" / "system" / "torch_private.py"
 PACKAGES = ("pipeline", "train", "export", "serve", "k8s")
 # Private members of torch's classes, as objects have them; `_replace` and others are those of Python.
 MEMBERS = {
