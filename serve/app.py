@@ -16,7 +16,6 @@ from typing import Any
 from serve.errors import Busy, DeadlineExceeded, Headers, NotFound, TooLarge
 from serve.generate import openai_api
 from serve.generate.endpoints import OPENAI_ROUTES, OpenAIEndpoints
-from serve.http1.connection import HttpRequest
 from serve.load_shedding import Rests, admit
 from serve.memory import MemoryBudget
 from serve.model_version import ModelVersion, Payload
@@ -28,7 +27,7 @@ from serve.page import page
 from serve.protocol import openapi, v1, v2, v2_json
 from serve.protocol.statistics import statistics
 from serve.request_body import parse_object, read_body
-from serve.request_context import in_flight
+from serve.request_context import HttpRequest, in_flight
 from serve.routes import (
     Response,
     Route,
@@ -57,6 +56,8 @@ Handler = Callable[[HttpRequest, Route], Awaitable[Response | Stream]]
 
 class App:
     """The application of the public HTTP port."""
+
+    request_class = HttpRequest
 
     def __init__(
         self,

@@ -6,6 +6,7 @@ import math
 from http import HTTPStatus
 
 from pipeline.system.errors import InvalidPayload
+from serve.wire.request import Disconnected
 
 Headers = tuple[tuple[bytes, bytes], ...]
 
@@ -111,4 +112,6 @@ def as_request_error(error: Exception) -> RequestError | None:
     """Return None for a fault of the service."""
     if isinstance(error, InvalidPayload):
         return RequestError(str(error))
+    if isinstance(error, Disconnected):
+        return ClientDisconnected(str(error))
     return error if isinstance(error, RequestError) else None

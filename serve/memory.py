@@ -57,17 +57,6 @@ class MemoryBudget:
         request.held_bytes = 0
 
 
-def share(part: float, workers: int, least: int, most: int) -> int:
-    """Return a part of the memory that the models have left, for one of several processes."""
-    free = max(0, memory_limit() - resident_memory())
-    return min(max(int(part * free) // workers, least), most)
-
-
-def request_memory(workers: int = 1) -> int:
-    """Return the bytes for all requests of a process. Connections have about as much, and batches the rest."""
-    return share(0.4, workers, least=32 << 20, most=4 << 30)
-
-
 def memory_limit() -> int:
     """Return the memory of the container, or of the machine if there is no limit."""
     limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]

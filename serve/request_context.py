@@ -7,12 +7,7 @@ the batcher, the log line, the metrics and the trace. All times are those of `ti
 from __future__ import annotations
 
 import asyncio
-import itertools
 import math
-import os
-import re
-import secrets
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -21,20 +16,10 @@ import numpy as np
 from pipeline.system.errors import InvalidPayload
 from serve.errors import Headers
 from serve.monitoring.metrics import ModelMetrics
+from serve.wire.http1 import Request
+from serve.wire.request import IncomingRequest
 
 Array = np.ndarray[Any, Any]
-
-_SAFE_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:=+/-]{0,127}")
-_PROCESS_ID = secrets.token_hex(8).encode()
-_NUMBERS = itertools.count(1)
-
-
-def _renew_process_id() -> None:
-    global _PROCESS_ID
-    _PROCESS_ID = secrets.token_hex(8).encode()
-
-
-os.register_at_fork(after_in_child=_renew_process_id)  # ids of workers must differ
 
 TIMEOUT_HEADER = b"x-request-timeout"
 _GRPC_UNITS = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}
@@ -62,8 +47,8 @@ class InFlight:
 in_flight = InFlight()  # in this process: begun, and not answered yet
 
 
-class RequestContext:
-    """A request of HTTP/1.1 or gRPC; each protocol adds how it receives the body and sends the response."""
+class RequestContext(IncomingRequest):
+    """What the service notes of a request of HTTP/1.1 or gRPC."""
 
     protocol = ""  # "v1", "v2", "openai" or "grpc" once the request is known to be a prediction
     size = 0  # bytes of the decompressed body
@@ -84,15 +69,6 @@ class RequestContext:
     queued_at: float
     outputs: asyncio.Future[dict[str, Array]]
 
-    def __init__(self, headers: Mapping[bytes, bytes], path: str) -> None:
-        self.received_at = time.monotonic()
-        self.headers, self.path = headers, path
-        self.id = request_id(headers.get(b"x-request-id"))
-
-    def is_disconnected(self) -> bool:
-        """Return True once the client is known to be gone; a request that waited is then not computed."""
-        return False
-
     def phases(self) -> Sequence[tuple[str, float, float]]:
         """Return name, start and end of each phase that began; one without an end was interrupted by a failure."""
         times = (self.decode_started_at, self.decoded_at, self.run_started_at, self.run_ended_at, self.encoded_at)
@@ -104,11 +80,8 @@ class RequestContext:
         return phases
 
 
-def request_id(given: bytes | None) -> bytes:
-    """Return the client's own id where it is safe in a header and a log line, else one that no other process makes."""
-    if given is not None and _SAFE_ID.fullmatch(given):
-        return given
-    return b"%b-%d" % (_PROCESS_ID, next(_NUMBERS))
+class HttpRequest(Request, RequestContext):
+    """A request of the public HTTP port, or of the admin port."""
 
 
 # How long a client waits, in the three places where it can say so: in seconds, infinity where it does not.

@@ -78,10 +78,10 @@ def test_export_imports_language_models_in_one_place() -> None:
     assert {line.partition(":")[0] for line in imports} == {"export.kinds"}
 
 
-def test_http2_imports_only_itself() -> None:
-    http2 = [path for path in SOURCES if within(module_name(path), "serve.grpc.http2")]
-    assert http2
-    assert forbidden_imports(http2, lambda name: within(name, "serve.grpc.http2")) == []
+def test_the_wire_imports_nothing_of_ours() -> None:
+    wire = [path for path in SOURCES if within(module_name(path), "serve.wire")]
+    assert wire
+    assert forbidden_imports(wire, lambda name: within(name, "serve.wire")) == []
 
 
 def test_benchmarks_are_imported_by_nothing_else() -> None:

@@ -41,7 +41,7 @@ from pipeline.system.files import digest_mapping
 from pipeline.system.sources import package_sources
 
 _PACKAGES = (
-    "kserve", "uvicorn", "grpcio", "orjson", "numpy", "pydantic", "onnxruntime", "onnxruntime-gpu",
+    "kserve", "httptools", "grpcio", "orjson", "numpy", "pydantic", "onnxruntime", "onnxruntime-gpu",
     "tokenizers", "jinja2",
 )  # fmt: skip
 

@@ -21,13 +21,13 @@ from serve.generate.openai_api import (
 from serve.generate.reasoning import ReasoningParser, opens_reasoning
 from serve.generate.sequence import Chunk, Detokenizer, GenerationOptions, SequenceGroup, TextSequence
 from serve.generate.tokenizer import ModelTokenizer
-from serve.http1.connection import HttpRequest
 from serve.load_shedding import admit, set_deadline
 from serve.memory import MemoryBudget
 from serve.model_version import ModelVersion
 from serve.models import ModelRepository
 from serve.protocol import embeddings
 from serve.request_body import read_body
+from serve.request_context import HttpRequest
 from serve.routes import JSON, Response, Route, Stream, check_content_type, json_response
 
 OPENAI_ROUTES = ("completions", "chat", "embeddings")

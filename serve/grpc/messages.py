@@ -16,7 +16,6 @@ from pipeline.contract.codec import Part
 from pipeline.contract.signature import NUMPY_TYPES, Signature
 from pipeline.system.errors import InvalidPayload
 from serve.errors import RequestError, TooLarge, Unimplemented
-from serve.grpc.http2 import hpack
 from serve.grpc.open_inference import ModelInferResponse
 from serve.protocol import v2
 from serve.protocol.classification import PARAMETER, parse_classification
@@ -34,6 +33,7 @@ from serve.protocol.validate import check_counts, format_shape
 from serve.request_body import Inflater
 from serve.request_context import parse_timeout_parameter
 from serve.runtime.predictor import Predictor
+from serve.wire.http2 import hpack
 
 _CONTENTS: dict[str, tuple[str, Any]] = {
     "BOOL": ("bool_contents", np.bool_),

@@ -24,10 +24,6 @@ from serve.errors import (
     UnsupportedMediaType,
 )
 from serve.grpc import health, messages, open_inference, reflection
-from serve.grpc.http2 import hpack
-from serve.grpc.http2.headers import MAX_HEADER_LIST_BYTES
-from serve.grpc.http2.stream import Stream
-from serve.grpc.http2.streams import Streams
 from serve.grpc.messages import Payload
 from serve.grpc.streaming import Answering, MessageStream, Open
 from serve.load_shedding import admit
@@ -37,6 +33,10 @@ from serve.monitoring.request_log import RequestLog
 from serve.protocol.statistics import statistics
 from serve.request_context import RequestContext, in_flight, parse_grpc_timeout
 from serve.security import OPEN_RPCS, ApiKeys
+from serve.wire.http2 import hpack
+from serve.wire.http2.headers import MAX_HEADER_LIST_BYTES
+from serve.wire.http2.stream import Stream
+from serve.wire.http2.streams import Streams
 
 _OVERHEAD_BYTES = 1 << 16  # names and shapes around the tensors' own bytes
 _COPIES = 3  # of a message: in pieces, whole, and as fields

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 from serve.errors import Busy, Unimplemented
 from serve.grpc import messages
-from serve.grpc.http2.stream import Stream
-from serve.grpc.http2.streams import Streams
+from serve.wire.http2.stream import Stream
+from serve.wire.http2.streams import Streams
 
 _MAX_MESSAGE_BYTES = 4096  # of a client; the messages are names
 

@@ -10,6 +10,7 @@ import logging
 import re
 import sys
 import time
+from collections.abc import Callable
 from typing import Any, Literal
 
 Format = Literal["text", "json"]
@@ -60,11 +61,10 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure(kind: Format) -> None:
-    """Log everything to stderr; uvicorn only warnings."""
+    """Log everything to stderr."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter() if kind == "json" else TextFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
 
 
 LINES_PER_SECOND = 20
@@ -100,6 +100,24 @@ refusals = LogLimit("more connections and requests were refused than are logged"
 faults = LogLimit("the service failed more often than is logged")
 
 _access_log = logging.getLogger("serve.access")
+_wire_log = logging.getLogger("serve.wire")
+
+
+class ConnectionLog:
+    """Counts what is refused before it reaches an application, and writes it and faults within their limits."""
+
+    def __init__(self, count_refused: Callable[[str], None] = lambda _: None) -> None:
+        """`count_refused` gets the label of each refusal, for the metrics."""
+        self._count_refused = count_refused
+
+    def refused(self, label: str, **fields: Any) -> None:
+        self._count_refused(label)
+        if fields and refusals.allows():
+            _wire_log.info("refused", extra=log_fields(**fields))
+
+    def failed(self, text: str, **fields: Any) -> None:
+        if faults.allows():
+            _wire_log.error(text, exc_info=sys.exception(), extra=log_fields(**fields))
 
 
 def log_loop_exception(_loop: object, context: dict[str, Any]) -> None:

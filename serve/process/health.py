@@ -10,8 +10,8 @@ from typing import Any
 
 import orjson
 
-from serve.http1.connection import HttpRequest
 from serve.routes import JSON, PATHS
+from serve.wire.http1 import Request
 
 BEAT_SECONDS = 0.5
 STUCK_SECONDS = 10.0  # without a turn of the event loop
@@ -22,12 +22,14 @@ STATUS = "/status"
 class Health:
     """The application of the health port."""
 
+    request_class = Request
+
     def __init__(
         self, is_live: Callable[[], bool], is_ready: Callable[[], bool], status: Callable[[], Awaitable[Any]]
     ) -> None:
         self._is_live, self._is_ready, self._status = is_live, is_ready, status
 
-    def begin(self, request: HttpRequest) -> Coroutine[Any, Any, None] | None:
+    def begin(self, request: Request) -> Coroutine[Any, Any, None] | None:
         """Answer the two paths of the Open Inference Protocol, and the versions with their roles."""
         if request.method == "GET" and request.path == STATUS:
             return self._answer_status(request)
@@ -43,7 +45,7 @@ class Health:
         request.respond_now(status, (JSON,), orjson.dumps(body))
         return None
 
-    async def _answer_status(self, request: HttpRequest) -> None:
+    async def _answer_status(self, request: Request) -> None:
         await request.respond(HTTPStatus.OK, (JSON,), orjson.dumps(await self._status()))
 
 

@@ -13,15 +13,15 @@ from typing import Any
 
 import uvloop
 
-from serve.http1.connection import Application
-from serve.monitoring.logs import log_fields, log_loop_exception
+from serve.monitoring.logs import ConnectionLog, log_fields, log_loop_exception
 from serve.options import Options
 from serve.process.control_thread import ControlThread
 from serve.process.health import Health, Heartbeat
-from serve.process.listeners import Listener
 from serve.process.service import GRACE_SECONDS, Port, Service
 from serve.process.sockets import Sockets, take_over_port
 from serve.security import Security, reload_changed_files
+from serve.wire.http1 import Application
+from serve.wire.listeners import Http1Listener
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Server(ABC):
     async def listen(self, port: Port, sock: socket.socket) -> None: ...
 
     @abstractmethod
-    async def listen_control(self, app: Application, sock: socket.socket) -> None:
+    async def listen_control(self, app: Application[Any], sock: socket.socket) -> None:
         """Listen where no load on the other ports delays an answer."""
 
     @abstractmethod
@@ -131,10 +131,10 @@ class SingleServer(Server):
     async def listen(self, port: Port, sock: socket.socket) -> None:
         await self._service.listen(port, sock)
 
-    async def listen_control(self, app: Application, sock: socket.socket) -> None:
+    async def listen_control(self, app: Application[Any], sock: socket.socket) -> None:
         self._control = self._control or ControlThread()
         headers = self._service.headers
-        await self._control.listen(functools.partial(Listener, app, sock, headers, GRACE_SECONDS))
+        await self._control.listen(functools.partial(Http1Listener, app, sock, headers, ConnectionLog()))
 
     async def status(self) -> dict[str, Any]:
         return self._service.repository.status()
@@ -151,7 +151,7 @@ class SingleServer(Server):
     async def drain(self) -> None:
         await self._service.drain()
         if self._control is not None:
-            await self._control.stop()
+            await self._control.stop(GRACE_SECONDS)
         self._service.close()
         self._heartbeat.stop()
         self._reloading.cancel()

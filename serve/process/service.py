@@ -11,15 +11,17 @@ from typing import Any, Literal
 
 from serve.app import App
 from serve.grpc.service import Calls
-from serve.memory import MemoryBudget, request_memory
+from serve.memory import MemoryBudget
 from serve.models import LoadedModel, make_repository
+from serve.monitoring.logs import ConnectionLog
 from serve.monitoring.request_log import RequestLog
 from serve.monitoring.snapshot import Metrics
 from serve.monitoring.tracing import Tracer
 from serve.options import Options
-from serve.process.listeners import GrpcListener, Listener
+from serve.process.limits import ProcessLimits
 from serve.security import Security
 from serve.shadow import Shadow
+from serve.wire.listeners import Http1Listener, Http2Listener, Listener
 
 GRACE_SECONDS = 25  # below the 30 that Kubernetes waits before it kills
 
@@ -40,9 +42,9 @@ class Service:
     ) -> None:
         """`served_by` is the process that clients know, if it is another one."""
         workers = options.workers
-        self._security, self._tracer, self._workers = security, tracer, workers
+        self._security, self._tracer, self._limits = security, tracer, ProcessLimits.of_each(workers)
         self._pool = ThreadPoolExecutor(max(4, (os.cpu_count() or 1) // workers), thread_name_prefix="predict")
-        self._budget = MemoryBudget(request_memory(workers))
+        self._budget = MemoryBudget(self._limits.request_bytes)
         self.repository = make_repository(loaded, options, self._pool, self._budget)
         self._max_body_bytes = max(predictor.signature.limits.max_body_bytes for _, predictor in loaded)
         for shadow in shadows:
@@ -50,40 +52,30 @@ class Service:
         self.requests = RequestLog(Metrics(self.repository.loaded_versions), options.log_requests, tracer)
         self._app = App(self.repository, self.requests, security.keys, page=options.page, budget=self._budget)
         self.headers = [("x-served-by", str(served_by or os.getpid()))]
-        self._http: dict[Port, Listener] = {}
-        self._grpc: GrpcListener | None = None
-        self._running: set[asyncio.Task[None]] = set()
+        self._listeners: dict[Port, Listener[Any]] = {}
         self._on_connection_end: Callable[[], None] = lambda: None
 
     async def listen(self, port: Port, sock: socket.socket | None) -> None:
         """Listen on this socket, or without one to the connections that `take` gets."""
-        tls, count_rejected = self._security.tls, self.requests.metrics.count_rejected
+        log, tls, limits = ConnectionLog(self.requests.metrics.count_rejected), self._security.tls, self._limits
+        listener: Listener[Any]
         if port == "grpc":
             keys = self._security.keys
             calls = Calls(self.repository, self.requests, self.headers, self._max_body_bytes, keys, self._budget)
             context = None if tls is None else tls.grpc_context
-            self._grpc = GrpcListener(calls, sock, context, count_rejected, self._workers)
-            self._grpc.peers.on_release = self._on_connection_end
-            await self._grpc.start()
-            return
-        context = None if tls is None or port == "standby" else tls.context
-        headers = [*self.headers, *self._security.headers]
-        listener = Listener(self._app, sock, headers, GRACE_SECONDS, context, count_rejected, self._workers)
-        listener.limits.peers.on_release = self._on_connection_end
-        serving = asyncio.create_task(listener.run_until_stopped())
-        self._running.add(serving)
-        listening = asyncio.create_task(listener.listening.wait())
-        await asyncio.wait([listening, serving], return_when=asyncio.FIRST_COMPLETED)
-        if serving.done():
-            listening.cancel()
-            await serving  # it ended before it listened: raise its error
-        self._http[port] = listener
+            listener = Http2Listener(calls, sock, log, context, limits.grpc_connections, limits.call_bytes)
+        else:
+            context = None if tls is None or port == "standby" else tls.context
+            headers = [*self.headers, *self._security.headers]
+            connections, memory = limits.http_connections, limits.connection_bytes
+            listener = Http1Listener(self._app, sock, headers, log, context, connections, memory)
+        listener.peers.on_release = self._on_connection_end
+        await listener.start()
+        self._listeners[port] = listener
 
     def take(self, port: Port, client: socket.socket) -> None:
         """Serve a connection that another process has accepted."""
-        listener = self._grpc if port == "grpc" else self._http[port]
-        assert listener is not None
-        listener.take(client)
+        self._listeners[port].take(client)
 
     def on_connection_end(self, listener: Callable[[], None]) -> None:
         """Call this whenever a connection has ended, from the next `listen` on."""
@@ -91,8 +83,8 @@ class Service:
 
     @property
     def open_connections(self) -> int:
-        listeners = (*self._http.values(), *(() if self._grpc is None else (self._grpc,)))
-        return sum(len(listener.connections) + len(listener.entrance.handshakes.running) for listener in listeners)
+        listeners = self._listeners.values()
+        return sum(len(listener.connections) + len(listener.handshakes.running) for listener in listeners)
 
     def become_unready(self) -> None:
         self.repository.draining = True
@@ -100,11 +92,7 @@ class Service:
     async def drain(self) -> None:
         """Answer every request that was accepted, and close the listeners."""
         self.become_unready()
-        for listener in self._http.values():
-            listener.stop()
-        if self._grpc is not None:
-            await self._grpc.stop(GRACE_SECONDS)
-        await asyncio.gather(*self._running)
+        await asyncio.gather(*(listener.stop(GRACE_SECONDS) for listener in self._listeners.values()))
 
     def close(self) -> None:
         for model in self.repository.models:

@@ -35,17 +35,17 @@ import uvloop
 from pipeline.contract.bundle import Bundle
 from pipeline.system.errors import ConfigError, PipelineError
 from pipeline.system.processes import cuda_problem
-from serve.http1.connection import Application
 from serve.models import LoadedModel
-from serve.monitoring.logs import LogLimit, log_fatal, log_fields, log_loop_exception, refusals
+from serve.monitoring.logs import ConnectionLog, LogLimit, log_fatal, log_fields, log_loop_exception
 from serve.monitoring.snapshot import Snapshot, merge
 from serve.options import Options
 from serve.process.health import STUCK_SECONDS, beat
-from serve.process.listeners import BACKLOG, Listener
 from serve.process.server import Server, wait_for_first
 from serve.process.service import GRACE_SECONDS, Port, Service
-from serve.process.sockets import ACCEPTED_PER_TURN, PAUSE_SECONDS, Acceptor, close_listener
 from serve.security import Security, reload_changed_files
+from serve.wire.accepting import ACCEPTED_PER_TURN, PAUSE_SECONDS, Acceptor, close_listener
+from serve.wire.http1 import Application
+from serve.wire.listeners import BACKLOG, Http1Listener, Listener
 
 _MAX_DEATHS, _DEATHS_SECONDS = 5, 60.0  # more in that time end the service: replacing would not help
 _FORK_RETRY_SECONDS = 1.0
@@ -221,7 +221,7 @@ class Supervisor(Server):
         self._acceptors: list[tuple[socket.socket, Port, Acceptor]] = []
         self._queue: deque[tuple[Port, socket.socket]] = deque()  # connections that no worker has taken yet
         self._is_paused = False
-        self._control: dict[Listener, asyncio.Task[None]] = {}
+        self._control: list[Listener[Any]] = []
         self._deaths: deque[float] = deque(maxlen=_MAX_DEATHS)
         self._retired: Snapshot | None = None  # counters of workers that died: no sum ever decreases
         self._status: int | None = None  # of a worker without which the service cannot go on
@@ -253,14 +253,14 @@ class Supervisor(Server):
         await wait_for_first(self._all_ready, self._stop_requested)
 
     async def listen(self, port: Port, sock: socket.socket) -> None:
-        acceptor = Acceptor(sock, partial(self._give, port), self._reject)
+        acceptor = Acceptor(sock, partial(self._give, port), ConnectionLog())
         acceptor.start(BACKLOG)
         self._acceptors.append((sock, port, acceptor))
 
-    async def listen_control(self, app: Application, sock: socket.socket) -> None:
-        listener = Listener(app, sock, [("x-served-by", str(os.getpid()))], GRACE_SECONDS)
-        self._control[listener] = asyncio.create_task(listener.run_until_stopped())
-        await listener.listening.wait()
+    async def listen_control(self, app: Application[Any], sock: socket.socket) -> None:
+        listener = Http1Listener(app, sock, [("x-served-by", str(os.getpid()))], ConnectionLog())
+        await listener.start()
+        self._control.append(listener)
 
     def is_live(self) -> bool:
         now = time.monotonic()
@@ -287,9 +287,7 @@ class Supervisor(Server):
                 if self._workers:
                     await self._all_ended.wait()
         self._kill_all()
-        for listener in self._control:
-            listener.stop()
-        await asyncio.gather(*self._control.values())
+        await asyncio.gather(*(listener.stop(GRACE_SECONDS) for listener in self._control))
 
     def _on_signal(self, number: int) -> None:
         if self._stop_requested.is_set():
@@ -343,10 +341,6 @@ class Supervisor(Server):
             worker.given += 1
             return True
         return False
-
-    def _reject(self, _reason: str, text: str) -> None:
-        if refusals.allows():
-            log.info("refused", extra=log_fields(reason=text))
 
     # Workers
 

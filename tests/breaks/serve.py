@@ -51,10 +51,10 @@ BREAKS: tuple[Break, ...] = (
     ),
     Break(
         "a client's request id forges a header or a log line",
-        "serve/request_context.py",
+        "serve/wire/request.py",
         "_SAFE_ID.fullmatch(given)",
         "_SAFE_ID.match(given)",
-        "tests/serve/test_request_context.py::test_any_other_is_replaced_by_one_of_ours",
+        "tests/serve/wire/test_request.py::test_any_other_is_replaced_by_one_of_ours",
     ),
     Break(
         "an example of a model runs as script on the page",
@@ -65,18 +65,18 @@ BREAKS: tuple[Break, ...] = (
     ),
     Break(
         "a body in a coding that only a proxy knows hides a second request",
-        "serve/http1/connection.py",
+        "serve/wire/http1.py",
         '    if codings == [b"chunked"]:',
         '    if codings[-1] == b"chunked":',
-        "tests/serve/http1/test_strictness.py::test_a_forbidden_request_is_refused_and_nothing_behind_it_is_read",
+        "tests/serve/wire/http1/test_strictness.py::test_a_forbidden_request_is_refused_and_nothing_behind_it_is_read",
     ),
     # Limits of connections, bodies and memory
     Break(
         "one ipv6 network takes all connections",
-        "serve/connection_limits.py",
+        "serve/wire/connection_limits.py",
         "    return address.packed[:_HOST_BYTES].hex()",
         "    return address.packed.hex()",
-        "tests/serve/test_connection_limits.py::test_peers_are_counted_by_their_network",
+        "tests/serve/wire/test_connection_limits.py::test_peers_are_counted_by_their_network",
     ),
     Break(
         "a body that inflates without limit is accepted",
@@ -168,24 +168,24 @@ BREAKS: tuple[Break, ...] = (
     # HTTP/2
     Break(
         "a request gets the key and path of an earlier one",
-        "serve/grpc/http2/headers.py",
+        "serve/wire/http2/headers.py",
         "            self._table_version = self._decoder.table_version\n            self._cache.clear()",
         "            self._table_version = self._decoder.table_version",
-        "tests/serve/grpc/http2/test_streams.py::test_table_change_invalidates_cached_header_blocks",
+        "tests/serve/wire/http2/test_streams.py::test_table_change_invalidates_cached_header_blocks",
     ),
     Break(
         "a header table that grows for ever",
-        "serve/grpc/http2/hpack.py",
+        "serve/wire/http2/hpack.py",
         "        self._table_bytes += _cost(field)\n        self._shrink()",
         "        self._table_bytes += _cost(field)",
-        "tests/serve/grpc/http2/test_hpack.py::test_entry_larger_than_the_table_empties_it",
+        "tests/serve/wire/http2/test_hpack.py::test_entry_larger_than_the_table_empties_it",
     ),
     Break(
         "a flood of resets costs the client nothing",
-        "serve/grpc/http2/streams.py",
+        "serve/wire/http2/streams.py",
         "            self._budget += min(_FLOOD_BUDGET, int((now - self._refilled_at) * _BUDGET_PER_SECOND))",
         "            self._budget += _FLOOD_BUDGET",
-        "tests/serve/grpc/http2/test_floods.py::test_rapid_reset_ends_the_connection",
+        "tests/serve/wire/http2/test_floods.py::test_rapid_reset_ends_the_connection",
     ),
     # Generated texts
     Break(
@@ -212,7 +212,7 @@ BREAKS: tuple[Break, ...] = (
     ),
     Break(
         "connections that wait when the service ends are reset",
-        "serve/process/sockets.py",
+        "serve/wire/accepting.py",
         "            clients.append(sock.accept()[0])",
         "            sock.accept()[0].close()",
         "tests/serve/process/test_sockets.py::test_a_closing_listener_returns_its_queue_and_admits_no_one_else",

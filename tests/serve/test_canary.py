@@ -19,7 +19,7 @@ from serve.monitoring.snapshot import Metrics
 from serve.protocol import v1, v2
 from serve.request_context import RequestContext
 from serve.runtime.loading import load_predictor
-from tests.serve.http1.fakes import FakeTransport, connect
+from tests.serve.wire.http1.fakes import FakeTransport, connect
 
 IDS = [f"request-{number}".encode() for number in range(4000)]
 

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from serve import load_shedding
-from serve.http1.connection import HttpRequest
 from serve.load_shedding import Rests
-from serve.process.listeners import Listener
+from serve.monitoring.logs import ConnectionLog
+from serve.wire.http1 import Request
+from serve.wire.listeners import Http1Listener
 
 REQUEST = b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n"
 
@@ -21,11 +22,13 @@ REQUEST = b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n"
 class Refusing:
     """Refuses each request, and has its client rest."""
 
+    request_class = Request
+
     def __init__(self) -> None:
-        self.seen: list[HttpRequest] = []
+        self.seen: list[Request] = []
         self.ends: list[Any] = []
 
-    def begin(self, request: HttpRequest) -> None:
+    def begin(self, request: Request) -> None:
         self.seen.append(request)
         request.respond_now(503, (), b"")
         self.ends.append(request.rest())
@@ -36,9 +39,8 @@ def test_what_a_resting_client_sends_waits_in_the_kernel_and_counts_as_old() -> 
         app = Refusing()
         with socket.socket() as sock:
             sock.bind(("127.0.0.1", 0))
-            listener = Listener(app, sock, [], 5)
-            serving = asyncio.create_task(listener.run_until_stopped())
-            await listener.listening.wait()
+            listener = Http1Listener(app, sock, [], ConnectionLog())
+            await listener.start()
             reader, writer = await asyncio.open_connection(*sock.getsockname())
             writer.write(REQUEST)
             await reader.readuntil(b"\r\n\r\n")
@@ -61,8 +63,7 @@ def test_what_a_resting_client_sends_waits_in_the_kernel_and_counts_as_old() -> 
             other_writer.close()
             app.ends[1]()  # gone
             app.ends[3]()
-            listener.stop()
-            await serving
+            await listener.stop(5)
 
     asyncio.run(asyncio.wait_for(run(), 30))
 

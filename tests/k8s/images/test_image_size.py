@@ -20,7 +20,7 @@ import sys
 sys.path[:0] = sys.argv[1:3]
 import serve.generate.tokenizer, serve.process.workers
 from serve.__main__ import main
-print(sys.modules["uvicorn"].__file__)
+print(sys.modules["httptools"].__file__)
 sys.exit(main([sys.argv[3], "--check"]))
 """
 

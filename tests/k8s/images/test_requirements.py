@@ -19,11 +19,11 @@ from pipeline.system.errors import StageError
 
 
 def test_the_closure_follows_only_requested_extras() -> None:
-    plain, standard = lock_requirements(["uvicorn"]), lock_requirements(["uvicorn[standard]"])
-    assert f"uvicorn=={version('uvicorn')}" in plain
-    assert "httptools" not in " ".join(plain)
-    assert set(plain) < set(standard)
-    assert f"httptools=={version('httptools')}" in standard
+    plain, extended = lock_requirements(["httpx"]), lock_requirements(["httpx[http2]"])
+    assert f"httpx=={version('httpx')}" in plain
+    assert "hpack" not in " ".join(plain)
+    assert set(plain) < set(extended)
+    assert f"hpack=={version('hpack')}" in extended
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_either_installed_runtime_gives_the_version_of_both_images(
 
 def test_extras_that_name_other_extras_are_expanded() -> None:
     names = names_of("cpu", "train")
-    assert {"torch", "onnx", "uvicorn", "onnxruntime", "safetensors"} <= set(names)
+    assert {"torch", "onnx", "uvloop", "onnxruntime", "safetensors"} <= set(names)
     assert "pipe-road" not in names
     assert "+" not in names["torch"]
 
@@ -103,8 +103,19 @@ def test_torch_for_cpu_is_excluded_on_gpus() -> None:
 @pytest.mark.parametrize("accelerator", contents.ACCELERATORS)
 def test_the_service_has_no_packages_that_it_does_not_import(accelerator: str) -> None:
     names = {package.name for package in packages_from_pins(serving_requirements(accelerator))}
-    assert {"numpy", "flatbuffers", "pydantic", "tokenizers", "uvicorn", "click"} <= names
-    assert not names & {"typer", "rich", "psutil", "huggingface-hub", "hf-xet", "tqdm", "httpx2", "kserve"}
+    assert {"numpy", "flatbuffers", "pydantic", "tokenizers", "uvloop", "httptools"} <= names
+    assert not names & {
+        "typer",
+        "uvicorn",
+        "click",
+        "rich",
+        "psutil",
+        "huggingface-hub",
+        "hf-xet",
+        "tqdm",
+        "httpx2",
+        "kserve",
+    }
 
 
 def test_what_a_codec_requires_is_installed_with_its_dependencies() -> None:

@@ -193,7 +193,7 @@ def test_the_bill_of_materials_is_of_the_image_that_was_built(make_run: MakeRun,
     run = make_run()
     record = pack(run)
     body = json.loads((run.partial("package") / record["sbom"]).read_text())
-    assert "uvicorn" in {part["name"] for part in body["components"]}
+    assert "uvloop" in {part["name"] for part in body["components"]}
     facts = {fact["name"]: fact["value"] for fact in body["metadata"]["component"]["properties"]}
     assert facts["pipe-road:bundle"] == run.bundle().digest
     assert facts["pipe-road:image_digest"] == f"sha256:{DIGEST}"
@@ -298,7 +298,7 @@ def test_requirements_are_pinned_and_without_torch(accelerator: str, make_run: M
     assert all(line.count("==") == 1 and line.partition("==")[2] for line in lines)
     assert names == sorted(set(names))
     runtime = {"cpu": "onnxruntime", "gpu": "onnxruntime-gpu"}[accelerator]
-    assert {"uvicorn", "numpy", runtime, "pydantic", "uvloop"} <= set(names)
+    assert {"httptools", "numpy", runtime, "pydantic", "uvloop"} <= set(names)
     assert not {"torch", "onnx", "safetensors", "pipe-road"} & set(names)
 
 

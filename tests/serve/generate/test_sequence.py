@@ -16,7 +16,7 @@ from serve.generate.sequence import (
     TextSequence,
 )
 from tests.serve.generate import tiny
-from tests.serve.grpc.http2_frames import FUZZ_SETTINGS
+from tests.serve.wire.http2.frames import FUZZ_SETTINGS
 
 TOKENIZER = tiny.tokenizer()
 

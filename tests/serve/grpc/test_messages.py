@@ -15,9 +15,9 @@ from serve.grpc import messages
 from serve.grpc.open_inference import ModelInferRequest
 from serve.memory import MemoryBudget
 from serve.request_context import RequestContext, parse_grpc_timeout
-from tests.serve.grpc.http2_frames import FUZZ_SETTINGS, decode_fields
-from tests.serve.http1.test_floods import counted_calls
 from tests.serve.protocol.test_tensors import _signature
+from tests.serve.wire.http1.test_floods import counted_calls
+from tests.serve.wire.http2.frames import FUZZ_SETTINGS, decode_fields
 
 
 @FUZZ_SETTINGS

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from serve.grpc.http2 import frames
-from serve.grpc.http2.frames import END_HEADERS, END_STREAM, ErrorCode, frame
-from serve.grpc.http2.hpack import Field
 from serve.grpc.service import Calls
 from serve.models import Model, ModelRepository
 from serve.monitoring.request_log import RequestLog
 from serve.monitoring.snapshot import Metrics
 from serve.request_context import in_flight
 from serve.security import ApiKeys
-from tests.serve.grpc.http2_frames import CLIENT_PREFACE, GRPC, MemoryConnection, data, decode_fields, headers, resets
+from serve.wire.http2 import frames
+from serve.wire.http2.frames import END_HEADERS, END_STREAM, ErrorCode, frame
+from serve.wire.http2.hpack import Field
+from tests.serve.wire.http2.frames import CLIENT_PREFACE, GRPC, MemoryConnection, data, decode_fields, headers, resets
 
 MOST = 30_000
 KEY = "a-key-of-the-tests-1"

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 from kserve.protocol.grpc import grpc_predict_v2_pb2 as pb
 
-from serve.grpc.http2 import frames
-from serve.grpc.http2.frames import END_HEADERS, END_STREAM, FRAME_HEADER, Frame
-from serve.grpc.http2.hpack import Field
-from tests.serve.grpc.http2_frames import CLIENT_PREFACE, data, headers
+from serve.wire.http2 import frames
+from serve.wire.http2.frames import END_HEADERS, END_STREAM, FRAME_HEADER, Frame
+from serve.wire.http2.hpack import Field
+from tests.serve.wire.http2.frames import CLIENT_PREFACE, data, headers
 
 if TYPE_CHECKING:
     from tests.serve.conftest import Running

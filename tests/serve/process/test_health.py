@@ -9,11 +9,12 @@ from typing import Any
 import httpx
 import pytest
 
+from serve.monitoring.logs import ConnectionLog
 from serve.process import health
 from serve.process.control_thread import ControlThread
 from serve.process.health import Health, Heartbeat
-from serve.process.listeners import Listener
 from serve.process.sockets import Address, bind_socket
+from serve.wire.listeners import Http1Listener
 from tests.ports import free_port
 from tests.serve.load_clients import SECONDS
 
@@ -30,9 +31,9 @@ async def _get_while_the_loop_is_blocked(is_ready: bool, path: str, method: str 
         return {"models": {}}
 
     app = Health(heartbeat.is_live, lambda: is_ready, status)
-    await control.listen(partial(Listener, app, sock, headers=(), grace_seconds=1))
+    await control.listen(partial(Http1Listener, app, sock, (), ConnectionLog()))
     response = httpx.request(method, f"http://127.0.0.1:{port}{path}", timeout=SECONDS)
-    await control.stop()
+    await control.stop(1)
     heartbeat.stop()
     return response.status_code, response.json() if method == "GET" else response.text
 

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from pipeline.system.errors import ResourceError
-from serve.process.sockets import Address, bind_socket, close_listener, take_over_port
+from serve.process.sockets import Address, bind_socket, take_over_port
+from serve.wire.accepting import close_listener
 
 
 @pytest.fixture

@@ -6,20 +6,20 @@ import pickle
 import signal
 import socket
 import time
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import httpx
 import psutil
 import pytest
 
 from pipeline.contract.bundle import open_bundle
-from serve import memory
-from serve.connection_limits import ConnectionLimits, max_http_connections
 from serve.monitoring.metrics import ModelMetrics, TokenMetrics
 from serve.monitoring.snapshot import Snapshot, Tokens, VersionSnapshot, merge
 from serve.options import Overrides, parse_options, usable_cores
-from serve.process.listeners import Listener
+from serve.process import limits as process_limits
+from serve.process.limits import ProcessLimits
 from serve.shadow import Agreement
 from tests.ports import free_port
 from tests.quick import quick
@@ -163,13 +163,16 @@ def test_limits_are_divided_among_workers(bundle_path: Path, monkeypatch: pytest
     limits = Overrides().apply(bundle, workers=4).signature.limits
     assert limits.max_waiting == bundle.signature.limits.max_waiting // 4
     assert Overrides(max_waiting=2).apply(bundle, workers=4).signature.limits.max_waiting == 1
-    assert Listener(cast("Any", None), None, [], 5, workers=4).config.limit_concurrency == max_http_connections() // 4
-    whole, part, least = (ConnectionLimits.divided(workers) for workers in (1, 4, 1000))
-    assert part.peers.maximum == whole.peers.maximum // 4
-    assert least.unsent.limit == 8 << 20, "a process must be able to work"
-    monkeypatch.setattr(memory, "memory_limit", lambda: 4 << 30)
-    monkeypatch.setattr(memory, "resident_memory", lambda: 0)
-    assert memory.request_memory(4) == memory.request_memory(1) // 4
+    monkeypatch.setattr(process_limits, "memory_limit", lambda: 1 << 30)
+    monkeypatch.setattr(process_limits, "resident_memory", lambda: 0)
+    whole, part, least = (asdict(ProcessLimits.of_each(workers)) for workers in (1, 4, 10_000))
+    assert (whole["request_bytes"], part["request_bytes"]) == (int(0.4 * (1 << 30)), int(0.1 * (1 << 30)))
+    assert all(part[name] < whole[name] for name in whole)
+    assert (part["http_connections"], part["grpc_connections"]) == (
+        whole["http_connections"] // 4,
+        whole["grpc_connections"] // 4,
+    )
+    assert (least["connection_bytes"], least["http_connections"]) == (8 << 20, 1), "a process must be able to work"
 
 
 def test_threads_are_divided_among_workers(bundle_path: Path, tmp_path: Path) -> None:

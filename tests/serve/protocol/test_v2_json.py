@@ -21,7 +21,7 @@ from serve.protocol import v2_json
 from serve.protocol.v2 import Payload, parse
 from serve.protocol.v2_json import JsonRequest, read_v2_json, validate_fields
 from serve.request_body import MAX_DEPTH, json_depth, parse_object
-from tests.serve.http1.test_floods import counted_calls
+from tests.serve.wire.http1.test_floods import counted_calls
 
 INPUT = {"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [1, 0.1, -2e3]}
 
