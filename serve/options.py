@@ -16,11 +16,11 @@ from pipeline.contract.settings.section import parse_share
 from pipeline.contract.signing import Trust
 from pipeline.system.errors import ConfigError
 from serve.monitoring.logs import Format
+from serve.process.limits import divide
 from serve.process.sockets import Address
 from serve.routes import MODEL_NAME
 from serve.runtime.session import Provider
 from serve.security import CertificatePair
-from serve.wire.connection_limits import divide
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,14 @@ from serve.memory import memory_limit, resident_memory
 from serve.wire.connection_limits import (
     MAX_CALL_BYTES,
     MEMORY_BYTES,
-    divide,
     max_grpc_connections,
     max_http_connections,
 )
+
+
+def divide(limit: int, workers: int) -> int:
+    """Return the part of one of several processes, which is at least 1."""
+    return max(limit // workers, 1)
 
 
 @dataclass(frozen=True)

@@ -156,11 +156,6 @@ class CallMemory:
         return True
 
 
-def divide(limit: int, workers: int) -> int:
-    """Return the part of one of several processes, which is at least 1."""
-    return max(limit // workers, 1)
-
-
 class WriteTimeout:
     """The deadline of a client that reads nothing at all of its responses."""
 
