@@ -19,7 +19,8 @@ from serve.monitoring.snapshot import Metrics
 from serve.protocol import v1, v2
 from serve.request_context import RequestContext
 from serve.runtime.loading import load_predictor
-from tests.serve.wire.http1.fakes import FakeTransport, connect
+from tests.serve.wire.http1.fakes import connect
+from tests.serve.wire.transport import FakeTransport
 
 IDS = [f"request-{number}".encode() for number in range(4000)]
 

@@ -25,7 +25,8 @@ from serve.monitoring.snapshot import Metrics
 from serve.request_body import INFLATION_ALLOWANCE_BYTES, SLICE_BYTES, read_body
 from serve.request_context import RequestContext, parse_timeout_parameter
 from serve.runtime.loading import load_predictor
-from tests.serve.wire.http1.fakes import FakeTransport, connect
+from tests.serve.wire.http1.fakes import connect
+from tests.serve.wire.transport import FakeTransport
 
 if TYPE_CHECKING:
     from tests.serve.conftest import Running

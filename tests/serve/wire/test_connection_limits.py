@@ -7,15 +7,6 @@ import pytest
 from serve.wire.connection_limits import PeerLimits, peer_address
 
 
-def test_one_address_gets_at_most_its_maximum() -> None:
-    limits = PeerLimits(2)
-    assert [limits.admit("a") for _ in range(3)] == [True, True, False]
-    assert limits.admit("b"), "others are not affected"
-    limits.release("a")
-    assert limits.admit("a")
-    assert len(limits) == 3
-
-
 def test_an_address_without_connections_takes_no_memory() -> None:
     limits = PeerLimits(1)
     for number in range(100):

@@ -18,7 +18,8 @@ import pytest
 from serve.wire.connection_limits import UNSENT_HIGH_WATER_BYTES, BufferLimit
 from serve.wire.http1 import Connection
 from tests.quick import quick
-from tests.serve.wire.http1.fakes import Application, FakeTransport, connect, make_host
+from tests.serve.wire.http1.fakes import Application, connect, make_host
+from tests.serve.wire.transport import FakeTransport
 
 READ_BYTES = 256_000  # that uvloop reads at once
 HONEST = b"GET /honest HTTP/1.1\r\nhost: x\r\n\r\n"

@@ -18,25 +18,14 @@ from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_s
 
 from serve.wire.http1 import Request
 from serve.wire.request import Disconnected
-from tests.serve.wire.http1.fakes import FakeTransport, connect
+from tests.serve.wire.http1.fakes import connect
 from tests.serve.wire.http1.test_floods import counted_calls
+from tests.serve.wire.http1.test_strictness import REFUSED
+from tests.serve.wire.transport import FakeTransport
 
 FEW, MANY = 60, 1000
 CALLS_PER_BYTE, CALLS_PER_PIECE, CALLS_AT_ALL = 12, 150, 1000
-INVALID = {
-    b"GET / HTTP/1.1\r\n\r\n": 400,
-    b"GET / HTTP/2.0\r\nhost: x\r\n\r\n": 505,
-    b"GET / HTTP/1.1\r\nhost: x\r\nhost: x\r\n\r\n": 400,
-    b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n": 501,
-    b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: gzip\r\n\r\n0\r\n\r\n": 400,
-    b"POST / HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: x\r\ntransfer-encoding: gzip\r\n\r\n": 400,
-    b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n": 400,
-    b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\nx\r\n": 400,
-    b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n1\r\nab\r\n": 400,
-    b"\x16\x03\x01\x00": 400,
-    b"CONNECT x:1 HTTP/1.1\r\nhost: x\r\n\r\n": 501,
-    b"GET / HTTP/1.1\r\nhost: x\r\n" + b"a:b\r\n" * 200 + b"\r\n": 431,
-}
+INVALID = {sent: status for status, sent in REFUSED.values() if len(sent) < 2000}
 HEADERS = {
     "plain": b"",
     "upgrade": b"connection: upgrade\r\nupgrade: x\r\n",

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.serve.wire.http1.fakes import Application, FakeTransport, connect
+from tests.serve.wire.http1.fakes import Application, connect
+from tests.serve.wire.transport import FakeTransport
 
 GET, POST = b"GET / HTTP/1.1\r\n", b"POST / HTTP/1.1\r\nhost: x\r\n"
 HOST = b"host: x\r\n"
@@ -15,8 +16,12 @@ HOST = b"host: x\r\n"
 
 def answers(sent: bytes) -> tuple[list[int], list[str]]:
     """Return the statuses of the responses to these bytes, and the paths that the application got."""
+    transport, paths = exchange(sent)
+    return transport.statuses, paths
 
-    async def run() -> tuple[list[int], list[str]]:
+
+def exchange(sent: bytes) -> tuple[FakeTransport, list[str]]:
+    async def run() -> tuple[FakeTransport, list[str]]:
         app, transport = Application(), FakeTransport()
         connection = connect(app, transport)
         for place in range(0, len(sent), 1000):
@@ -24,7 +29,7 @@ def answers(sent: bytes) -> tuple[list[int], list[str]]:
             await asyncio.sleep(0)
         for _ in range(10):
             await asyncio.sleep(0)
-        return transport.statuses, [request.path for request in app.requests]
+        return transport, [request.path for request in app.requests]
 
     return asyncio.run(run())
 
@@ -80,6 +85,7 @@ REFUSED: dict[str, tuple[int, bytes]] = {
     "star without OPTIONS": (400, b"GET * HTTP/1.1\r\nhost: x\r\n\r\n"),
     "no slash": (400, b"GET foo HTTP/1.1\r\nhost: x\r\n\r\n"),
     "fragment": (400, b"GET /a#b HTTP/1.1\r\nhost: x\r\n\r\n"),
+    "TLS": (400, b"\x16\x03\x01 this is TLS\r\n\r\n"),
     "control character in the URL": (400, b"GET /\x01 HTTP/1.1\r\nhost: x\r\n\r\n"),
     "no ASCII in the URL": (400, b"GET /\xff HTTP/1.1\r\nhost: x\r\n\r\n"),
     "folded header": (400, GET + HOST + b"a: b\r\n c\r\n\r\n"),
@@ -98,8 +104,10 @@ REFUSED: dict[str, tuple[int, bytes]] = {
     "too many headers": (431, GET + HOST + b"a: b\r\n" * 128 + b"\r\n"),
     "too many headers without an end": (431, GET + HOST + b"a:\r\n" * 5000),
     "long header": (431, GET + HOST + b"a: " + b"b" * (33 << 10) + b"\r\n\r\n"),
+    "header without an end": (431, GET + HOST + b"a: " + b"b" * 200_000),
     "long URL": (414, b"GET /" + b"a" * 8200 + b" HTTP/1.1\r\nhost: x\r\n\r\n"),
     "endless empty lines": (431, b"\r\n" * 20_000),
+    "chunk size that is no number": (400, chunked(b"x\r\n")),
     "chunk size with a sign": (400, chunked(b"+1\r\na\r\n0\r\n\r\n")),
     "chunk size with 0x": (400, chunked(b"0x1\r\na\r\n0\r\n\r\n")),
     "chunk size with a space": (400, chunked(b"1 \r\na\r\n0\r\n\r\n")),
@@ -110,6 +118,7 @@ REFUSED: dict[str, tuple[int, bytes]] = {
     "LF in a chunk extension": (400, chunked(b"1;a\na\r\n0\r\n\r\n")),
     "endless chunk extension": (431, chunked(b"1;a=" + b"b" * 80_000)),
     "endless trailers": (431, chunked(b"0\r\n" + b"a: b\r\n" * 10_000)),
+    "trailer without an end": (431, chunked(b"2\r\nhi\r\n0\r\nx: " + b"a" * 600_000)),
     "length in a trailer": (400, chunked(b"0\r\ncontent-length: 5\r\n\r\n")),
     "folded trailer": (400, chunked(b"0\r\na: b\r\n c\r\n\r\n")),
     "gzip with an upgrade": (
@@ -126,8 +135,10 @@ REFUSED: dict[str, tuple[int, bytes]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_forbidden_request_is_refused_and_nothing_behind_it_is_read(name: str) -> None:
     status, sent = REFUSED[name]
-    found, _ = answers(sent + b"\r\n\r\nGET /smuggled HTTP/1.1\r\nhost: x\r\n\r\n")
-    assert found == [status]
+    transport, _ = exchange(sent + b"\r\n\r\nGET /smuggled HTTP/1.1\r\nhost: x\r\n\r\n")
+    assert transport.statuses == [status]
+    assert b'{"error":"' in transport.written
+    assert b"\r\nconnection: close\r\n" in transport.written
 
 
 @pytest.mark.parametrize("path", ["/a", "/refused"])

@@ -1,4 +1,4 @@
-"""Work of the server: bounded for each received byte, and for each turn while honest clients wait."""
+"""Floods: the work for them is bounded by their bytes and by turn, and ends with ENHANCE_YOUR_CALM."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import sys
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import hpack
 import pytest
@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 
 from serve.monitoring.logs import ConnectionLog
 from serve.wire.connection_limits import CallMemory
-from serve.wire.http2 import frames
+from serve.wire.http2 import frames, streams
 from serve.wire.http2.connection import Connection, Host
 from serve.wire.http2.frames import END_HEADERS, END_STREAM, PADDED, ConnectionFault, ErrorCode, frame
 from tests.quick import quick
@@ -32,8 +32,10 @@ from tests.serve.wire.http2.frames import (
     headers,
     open_connection,
     request,
+    resets,
     split_frames,
 )
+from tests.serve.wire.transport import FakeTransport
 
 LINES_PER_BYTE = 40  # a PING of 17 bytes takes about 30 lines, a field of one byte 30
 LINES_OF_BUDGET = 150_000  # the work that a connection may cause before the flood guard ends it
@@ -67,10 +69,13 @@ def tiny_field_block() -> bytes:
 
 
 class Flood:
-    """Bytes that prepare a connection, and bytes that are then repeated."""
+    """Bytes that prepare a connection, and bytes that are then repeated.
 
-    def __init__(self, repeated: Callable[[int], bytes] | bytes, *setup: bytes) -> None:
-        self.setup = b"".join(setup)
+    What costs its client as much as the server may go on: its memory is limited, and its turns.
+    """
+
+    def __init__(self, repeated: Callable[[int], bytes] | bytes, *setup: bytes, may_go_on: bool = False) -> None:
+        self.setup, self.may_go_on = b"".join(setup), may_go_on
         self._repeated = repeated
 
     def sent(self) -> Iterator[bytes]:
@@ -138,7 +143,7 @@ FLOODS = {
     "trailers of answered calls": Flood(
         headers(1, [(b"a", b"b")], END_HEADERS | END_STREAM), headers(1, [*GRPC[:2], (b":path", b"/refused")])
     ),
-    "trailers": Flood(lambda n: headers(n) + headers(n, [(b"a", b"b")] * 50, END_HEADERS | END_STREAM)),
+    "trailers": Flood(lambda n: headers(n) + headers(n, [(b"a", b"b")] * 50, END_HEADERS | END_STREAM), may_go_on=True),
     "costly heads": Flood(lambda n: frame(frames.HEADERS, END_HEADERS | END_STREAM, n, tiny_field_block())),
     "header bombs": Flood(
         lambda n: frame(
@@ -152,10 +157,11 @@ FLOODS = {
         lambda n: frame(frames.HEADERS, END_HEADERS | END_STREAM, n, b"\x20\x3f\xe1\x1f" * 1000 + encode_block(GRPC))
     ),
     "huffman strings": Flood(
-        lambda n: headers(n, [*GRPC, *((b"x-%d" % one, b"\xff" * 300) for one in range(12))]) + data(n, b"")
+        lambda n: headers(n, [*GRPC, *((b"x-%d" % one, b"\xff" * 300) for one in range(12))]) + data(n, b""),
+        may_go_on=True,
     ),
-    "begun calls": Flood(lambda n: headers(n)),
-    "zero windows": Flood(lambda n: request(n, b"x" * 500), NO_WINDOW),
+    "begun calls": Flood(lambda n: headers(n), may_go_on=True),
+    "zero windows": Flood(lambda n: request(n, b"x" * 500), NO_WINDOW, may_go_on=True),
     "refused streams": Flood(lambda n: headers(n), BEGUN_CALLS, *[headers(n) for n in range(2001, 4201, 2)]),
 }
 SAMPLE = (
@@ -168,43 +174,14 @@ SAMPLE = (
 )
 
 
-class Transport(asyncio.Transport):
-    """A transport in memory that honours `pause_reading`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.written = bytearray()
-        self.reading, self.closed = True, False
-
-    def write(self, data: Any) -> None:
-        self.written += data
-
-    def pause_reading(self) -> None:
-        self.reading = False
-
-    def resume_reading(self) -> None:
-        self.reading = True
-
-    def close(self) -> None:
-        self.closed = True
-
-    abort = close
-
-    def is_closing(self) -> bool:
-        return self.closed
-
-    def can_write_eof(self) -> bool:
-        return False
-
-    def get_write_buffer_size(self) -> int:
-        return 0
-
-    def take(self) -> list[frames.Frame]:
-        written, self.written = bytes(self.written), bytearray()
-        return split_frames(written)
+def take(transport: FakeTransport) -> list[frames.Frame]:
+    """Return what was written since the last call."""
+    written = bytes(transport.written)
+    transport.written.clear()
+    return split_frames(written)
 
 
-def connect(app: EchoApplication, memory: CallMemory, lines: list[str]) -> tuple[Connection, Transport]:
+def connect(app: EchoApplication, memory: CallMemory, lines: list[str]) -> tuple[Connection, FakeTransport]:
     host = Host(
         app,
         ConnectionLog(lines.append),
@@ -214,8 +191,9 @@ def connect(app: EchoApplication, memory: CallMemory, lines: list[str]) -> tuple
         forget=lambda _: None,
         is_stopping=lambda: False,
     )
-    connection, transport = Connection(host), Transport()
-    connection.connection_made(transport)
+    connection, transport = Connection(host), FakeTransport()
+    transport.connection = connection
+    connection.connection_made(cast("Any", transport))
     return connection, transport
 
 
@@ -238,14 +216,14 @@ def test_honest_client_is_answered_within_two_turns_of_a_flood(name: str) -> Non
         attacker.data_received(CLIENT_PREFACE + flood.setup)
         sent = flood.sent()
         for number in range(1, 2 * TURNS, 2):
-            answers.take()
+            take(answers)
             with LineCounter() as counter:
-                if attacked.reading and not attacker._closing:
+                if not attacked.reading_paused and not attacker._closing:
                     chunk = b"".join(itertools.islice(sent, 1 + RECEIVED_AT_ONCE // max(1, len(next(sent)))))
                     attacker.data_received(chunk)
                 honest.data_received(request(number))
                 await asyncio.sleep(0)
-            assert bodies(answers.take()) == {number: b"hello"}
+            assert bodies(take(answers)) == {number: b"hello"}
             assert counter.lines < LINES_PER_TURN, errors
         attacker.connection_lost(None)
         while attacker._streams.close():
@@ -262,19 +240,18 @@ def test_work_of_a_flood_is_bounded_by_its_bytes(name: str) -> None:
     client, flood = open_connection(), FLOODS[name]
     for part in split_frames(flood.setup):
         client.send(frame(*part))
-    received = 0
+    received, code = 0, None
     with LineCounter() as counter:
         try:
             for sent in itertools.islice(flood.sent(), 4000):
                 received += len(sent)
                 client.send(sent)
-                if received > 200_000:
+                if received > (200_000 if flood.may_go_on else 500_000):
                     break
         except ConnectionFault as fault:
             code = fault.code
-        else:
-            code = ErrorCode.ENHANCE_YOUR_CALM
-    assert code is ErrorCode.ENHANCE_YOUR_CALM
+    assert code is (None if flood.may_go_on else ErrorCode.ENHANCE_YOUR_CALM)
+    assert len(client.streams.open) <= streams.MAX_STREAMS
     assert counter.lines < LINES_OF_BUDGET + LINES_PER_BYTE * received
 
 
@@ -417,3 +394,19 @@ def test_many_waiting_answers_cost_a_window_update_nothing() -> None:
             client.send(frames.window_update(0, 1), frames.settings({4: 0}), frames.window_update(1, 1))
         lines.append(counter.lines)
     assert lines[1] - lines[0] < 20
+
+
+def test_answered_requests_earn_budget_for_control_frames() -> None:
+    client = open_connection()
+    for number in range(1, 4 * streams._FLOOD_BUDGET, 2):
+        client.send(request(number), frames.window_update(0, 1), frame(frames.PING, 0, 0, b"12345678"))
+    assert bodies(client.send(request(99_999))) == {99_999: b"hello"}
+
+
+def test_streams_above_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(streams, "MAX_STREAMS", 2)
+    client = open_connection()
+    found = client.send(*(request(number, path=b"/waits") for number in (1, 3, 5)))
+    assert resets(found) == {5: ErrorCode.REFUSED_STREAM}
+    client.app.answer(*client.app.waiting[0])
+    assert resets(client.send(request(7))) == {}

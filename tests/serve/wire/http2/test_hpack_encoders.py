@@ -16,6 +16,7 @@ from serve.wire.http2 import headers
 from serve.wire.http2.hpack import STATIC, Decoder, Field
 from serve.wire.http2.stream import Stream
 from serve.wire.http2.streams import Streams
+from tests.quick import quick
 from tests.serve.wire.http2 import nghttp2
 from tests.serve.wire.http2.frames import EchoApplication
 from tests.serve.wire.http2.header_lists import SECRET, header_lists
@@ -94,7 +95,7 @@ def encode_at_random(random: Random) -> Blocks:
         yield fields, encoder.encode(fields)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", quick((0,), range(3)))
 @pytest.mark.parametrize("encode", [encode_with_hpack, encode_with_nghttp2, encode_at_random])
 def test_blocks_of_a_connection_are_decoded(encode: Callable[[Random], Blocks], seed: int) -> None:
     decoder, oracle, evictions = Decoder(LIST_BYTES), hpack.Decoder(LIST_BYTES), 0
