@@ -40,6 +40,7 @@ from serve.monitoring.logs import ConnectionLog, LogLimit, log_fatal, log_fields
 from serve.monitoring.snapshot import Snapshot, merge
 from serve.options import Options
 from serve.process.health import STUCK_SECONDS, beat
+from serve.process.limits import divide
 from serve.process.server import Server, wait_for_first
 from serve.process.service import GRACE_SECONDS, Port, Service
 from serve.security import Security, reload_changed_files
@@ -394,7 +395,7 @@ class Supervisor(Server):
                 sock.close()
             connections.setblocking(False)
             channel.setblocking(False)
-            LogLimit.lines_per_second = max(1, LogLimit.lines_per_second // self.options.workers)
+            LogLimit.lines_per_second = divide(LogLimit.lines_per_second, self.options.workers)
             _held = channel.dup()  # its end reports that of the process, whose exit status is known then
             sockets = self.sockets
             pairs: tuple[tuple[Port, socket.socket | None], ...] = (
