@@ -221,11 +221,12 @@ def error_body(refusal: RequestError | None) -> dict[str, Any]:
 
 MAX_TOP_LOGPROBS = 20  # OpenAI's limit
 MAX_REPETITION_PENALTY = 100.0  # beyond it logits overflow
-_Count = Annotated[int, msgspec.Meta(ge=1)]
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
-_TopCount = Annotated[int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS)]
+_TopCount = Annotated[
+    int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS, description="number of alternatives to report for each token")
+]
+Texts = str | list[str | int | list[int]]
 _Request = TypeVar("_Request", bound=msgspec.Struct)
-_Stop = str | list[str] | None
 
 _DEFAULT_MAX_TOKENS = 16  # of a completion, as with OpenAI
 _MAX_STOP_STRINGS = 16
@@ -266,14 +267,17 @@ class _TextRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     # None: the model's own defaults.
     temperature: Annotated[float, msgspec.Meta(ge=0, le=2)] | None = None
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
-    top_k: Annotated[int, msgspec.Meta(ge=-1)] | None = None
+    top_k: Annotated[int, msgspec.Meta(ge=-1, description="0 and -1: no limit")] | None = None
     min_p: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, msgspec.Meta(gt=0, le=MAX_REPETITION_PENALTY)] | None = None
-    logit_bias: Mapping[str, Annotated[float, msgspec.Meta(ge=-100, le=100)]] = {}  # by token id
+    logit_bias: Annotated[
+        Mapping[str, Annotated[float, msgspec.Meta(ge=-100, le=100)]],
+        msgspec.Meta(extra_json_schema={"propertyNames": {"pattern": "^[0-9]{1,6}$"}}),
+    ] = {}  # by token id
     stop_token_ids: list[_Natural] = []
-    n: _Count = 1
+    n: Annotated[int, msgspec.Meta(ge=1, description="texts for each prompt")] = 1
     seed: Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)] | None = None
-    stop: _Stop = None
+    stop: str | list[str] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
 
@@ -285,8 +289,8 @@ class _TextRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
 class CompletionRequest(_TextRequest, forbid_unknown_fields=True, kw_only=True):
     """`POST /openai/v1/completions`."""
 
-    prompt: str | list[str | int | list[int]]
-    max_tokens: _Natural | None = None
+    prompt: Texts
+    max_tokens: Annotated[int, msgspec.Meta(ge=0, description="of the answer; default 16")] | None = None
     logprobs: _TopCount | None = None
     echo: bool = False
 
@@ -303,7 +307,7 @@ class CompletionRequest(_TextRequest, forbid_unknown_fields=True, kw_only=True):
         return split_texts(self.prompt, "prompt")
 
 
-def split_texts(value: str | list[str | int | list[int]], name: str) -> list[str | list[int]]:
+def split_texts(value: Texts, name: str) -> list[str | list[int]]:
     """Return each text of a request's field, or its token ids; a list of numbers is one text."""
     if isinstance(value, str):
         return [value]
@@ -339,8 +343,8 @@ class ChatRequest(_TextRequest, forbid_unknown_fields=True, kw_only=True):
     """`POST /openai/v1/chat/completions`."""
 
     messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
-    max_tokens: _Count | None = None
-    max_completion_tokens: _Count | None = None
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, description="of the answer; default: as many as fit")] | None = None
+    max_completion_tokens: Annotated[int, msgspec.Meta(ge=1, description="newer name of max_tokens")] | None = None
     logprobs: bool = False
     top_logprobs: _TopCount | None = None
     chat_template_kwargs: dict[str, Any] = {}

@@ -14,7 +14,7 @@ import orjson
 
 from pipeline.contract.codec import Arrays, Part
 from pipeline.system.errors import InvalidPayload
-from serve.generate.openai_api import convert_fields, split_texts
+from serve.generate.openai_api import Texts, convert_fields, split_texts
 from serve.request_body import parse_object
 from serve.runtime.predictor import Predictor
 
@@ -28,7 +28,7 @@ class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     """`POST /openai/v1/embeddings`."""
 
     model: str
-    input: str | list[str | int | list[int]]
+    input: Texts
     encoding_format: Literal["float", "base64"] = "float"
     dimensions: Annotated[int, msgspec.Meta(ge=1)] | None = None
 

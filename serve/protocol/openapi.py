@@ -6,15 +6,18 @@ The schemas of requests and answers are derived from the model's signature. Open
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from pipeline.contract.signature import NUMPY_TYPES, Limits, Signature, TensorSpec
+from serve.generate.openai_api import ChatRequest, CompletionRequest
 from serve.model_version import ModelVersion
 from serve.models import ModelRepository
 from serve.protocol.classification import MAX_CLASSES, classes_spec, is_classifiable
+from serve.protocol.embeddings import EmbeddingRequest
 from serve.protocol.v1 import SIGNATURE_NAME
 from serve.protocol.validate import format_shape
 from serve.routes import PATHS, needs_no_key
@@ -97,9 +100,14 @@ _JSON_LENGTH_HEADER = {
     "schema": {"type": "integer", "minimum": 0},
 }
 _REQUEST_HEADERS = {"predict": [_TIMEOUT_HEADER], "infer": [_TIMEOUT_HEADER, _JSON_LENGTH_HEADER]}
-_NULLABLE_BOOLEAN: Schema = {"type": ["boolean", "null"]}
 _COUNT: Schema = {"type": "integer", "minimum": 0}
-_NONEMPTY_STRING: Schema = {"type": "string", "minLength": 1}
+_NONEMPTY: Schema = {"type": "string", "minLength": 1}
+_IDS: Schema = {"type": "array", "items": _COUNT, "minItems": 1}
+_LISTS: list[Schema] = [{"type": "array", "items": _TEXT, "minItems": 1}, _IDS, {**_IDS, "items": _IDS}]
+_TEXTS: Schema = {"anyOf": [_TEXT, *_LISTS]}
+_STOP: Schema = {"anyOf": [_NONEMPTY, {"type": "array", "items": _NONEMPTY, "maxItems": 16}, {"type": "null"}]}
+_STRICTER = {"prompt": _TEXTS, "input": _TEXTS, "stop": _STOP}  # than the types of OpenAI's requests can say
+_VERSIONED_NAME = "^[^/]+/versions/[0-9A-Za-z]{1,64}$"
 
 
 def document(repository: ModelRepository, server_version: str, *, keys: bool) -> Schema:
@@ -184,7 +192,7 @@ def _server_operation(kind: str) -> Schema:
     if kind == "index":
         state = {"enum": ["READY", "UNAVAILABLE"]}
         entry = _object({"name": _TEXT, "version": _TEXT, "state": state, "reason": _TEXT})
-        body = {"type": "object", "additionalProperties": False, "properties": {"ready": _NULLABLE_BOOLEAN}}
+        body = {"type": "object", "additionalProperties": False, "properties": {"ready": {"type": ["boolean", "null"]}}}
         responses = _responses(_json({"type": "array", "items": entry}), "400", "413", "415", "431", "500")
         request = {"content": {"application/json": {"schema": body, "example": {"ready": True}}}}
         return {"requestBody": request, **responses}
@@ -290,18 +298,18 @@ def _model_schemas(version: ModelVersion) -> Schema:
 
 def _openai_schemas(by_kind: Mapping[str, Sequence[str]]) -> Schema:
     """Return the schemas of the routes that some model answers."""
-    schemas = {
-        "completions": (completion_request, completion_answer),
-        "chat": (chat_request, chat_answer),
-        "embeddings": (embedding_request, embedding_answer),
+    schemas: dict[str, tuple[type[msgspec.Struct], Callable[[], Schema]]] = {
+        "completions": (CompletionRequest, completion_answer),
+        "chat": (ChatRequest, chat_answer),
+        "embeddings": (EmbeddingRequest, embedding_answer),
     }
     result: Schema = {"texts.Error": error_response()} if by_kind else {}
     if by_kind:
         result |= {"texts.texts_models.Answer": models(), "texts.texts_model.Answer": model()}
     for kind, names in by_kind.items():
-        request, answer = schemas[kind]
+        parsed_as, answer = schemas[kind]
         example = {"model": names[0], **_OPENAI_EXAMPLES[kind]}
-        result[f"texts.{kind}.Request"] = request(names) | {"examples": [example]}
+        result[f"texts.{kind}.Request"] = _openai_request(parsed_as, names) | {"examples": [example]}
         result[f"texts.{kind}.Answer"] = answer()
     return result
 
@@ -518,56 +526,34 @@ def _parameters(**properties: Schema) -> Schema:
     return {**ANY_PARAMETERS, "properties": properties} if properties else ANY_PARAMETERS
 
 
-def completion_request(names: Sequence[str]) -> Schema:
-    ids = {"type": "array", "items": _COUNT, "minItems": 1}
-    prompts: list[Schema] = [_TEXT, {"type": "array", "items": _TEXT, "minItems": 1}, ids]
-    return _request(
-        names,
-        {
-            "prompt": {"anyOf": [*prompts, {"type": "array", "items": ids, "minItems": 1}]},
-            "max_tokens": _nullable(0, description="of the answer; default 16"),
-            "logprobs": _nullable(0, 20, "number of alternatives to report for each token"),
-            "echo": _NULLABLE_BOOLEAN,
-        },
-        ["prompt"],
-    )
-
-
-def chat_request(names: Sequence[str]) -> Schema:
-    part = _object({"type": {"const": "text"}, "text": _TEXT})
-    message = {
-        "role": {"enum": ["system", "developer", "user", "assistant"]},
-        "content": {"anyOf": [_TEXT, {"type": "array", "items": part}]},
-        "name": {"type": ["string", "null"]},
-        "reasoning_content": {"type": ["string", "null"], "description": "of an earlier answer"},
+def _openai_request(parsed_as: type[msgspec.Struct], names: Sequence[str]) -> Schema:
+    """Return the schema of the class that requests are parsed as; a field that may be left out may be null."""
+    (_,), schemas = msgspec.json.schema_components([parsed_as], ref_template="{name}")
+    schema: Schema = _with_parts(schemas.pop(parsed_as.__name__), schemas)
+    fields = {
+        name: field if name in schema["required"] else _or_null(field) for name, field in schema["properties"].items()
     }
-    return _request(
-        names,
-        {
-            "messages": {"type": "array", "minItems": 1, "items": _object(message, ["role", "content"])},
-            "max_tokens": _nullable(1, description="of the answer; default: as many as fit"),
-            "max_completion_tokens": _nullable(1, description="newer name of max_tokens"),
-            "logprobs": _NULLABLE_BOOLEAN,
-            "top_logprobs": _nullable(0, 20, "number of alternatives to report for each token"),
-            "chat_template_kwargs": {"type": ["object", "null"], "description": "variables of the chat template"},
-        },
-        ["messages"],
-    )
+    fields |= {name: field for name, field in _STRICTER.items() if name in fields}
+    fields["model"] = {"anyOf": [{"enum": list(names)}, {"type": "string", "pattern": _VERSIONED_NAME}]}
+    fields["user"] = {"description": "ignored, like some other fields of OpenAI"}
+    return schema | {"properties": fields}
 
 
-def embedding_request(names: Sequence[str]) -> Schema:
-    ids = {"type": "array", "items": _COUNT, "minItems": 1}
-    texts: list[Schema] = [_TEXT, {"type": "array", "items": _TEXT, "minItems": 1}, ids]
-    return _object(
-        {
-            "model": _model_name(names),
-            "input": {"anyOf": [*texts, {"type": "array", "items": ids, "minItems": 1}]},
-            "encoding_format": {"enum": ["float", "base64", None]},
-            "dimensions": _nullable(1, description="sizes for which the model was trained"),
-            "user": {"description": "ignored"},
-        },
-        ["model", "input"],
-    )
+def _with_parts(schema: Any, parts: Schema) -> Any:
+    """Return the schema with the schemas of other classes in the place of their names."""
+    if isinstance(schema, list):
+        return [_with_parts(item, parts) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return _with_parts(parts[schema["$ref"]], parts)
+    return {key: _with_parts(value, parts) for key, value in schema.items()}
+
+
+def _or_null(schema: Schema) -> Schema:
+    choices = schema.get("anyOf", [schema])
+    null: Schema = {"type": "null"}
+    return schema if null in choices else {"anyOf": [*choices, null]}
 
 
 def embedding_answer() -> Schema:
@@ -577,10 +563,6 @@ def embedding_answer() -> Schema:
     return _object(
         {"object": {"const": "list"}, "data": {"type": "array", "items": entry}, "model": _TEXT, "usage": usage}
     )
-
-
-def _model_name(names: Sequence[str]) -> Schema:
-    return {"anyOf": [{"enum": list(names)}, {"type": "string", "pattern": "^[^/]+/versions/[0-9A-Za-z]{1,64}$"}]}
 
 
 def completion_answer() -> Schema:
@@ -612,39 +594,6 @@ def error_response() -> Schema:
     return _object({"error": _object(fields)})
 
 
-def _request(names: Sequence[str], own: Schema, required: Sequence[str]) -> Schema:
-    stop: list[Schema] = [
-        _NONEMPTY_STRING,
-        {"type": "array", "items": _NONEMPTY_STRING, "maxItems": 16},
-        {"type": "null"},
-    ]
-    known: Schema = {
-        "model": _model_name(names),
-        "temperature": {"type": ["number", "null"], "minimum": 0, "maximum": 2},
-        "top_p": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 1},
-        "top_k": _nullable(-1, description="0 and -1: no limit"),
-        "min_p": {"type": ["number", "null"], "minimum": 0, "maximum": 1},
-        "repetition_penalty": {"type": ["number", "null"], "exclusiveMinimum": 0, "maximum": 100},
-        "logit_bias": {
-            "type": ["object", "null"],
-            "propertyNames": {"pattern": "^[0-9]{1,6}$"},
-            "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100},
-        },
-        "stop_token_ids": {"type": ["array", "null"], "items": _COUNT},
-        "n": _nullable(1, description="texts for each prompt"),
-        "seed": _nullable(-(2**63), 2**63 - 1, "equal seeds give equal samples"),
-        "stop": {"anyOf": stop},
-        "stream": _NULLABLE_BOOLEAN,
-        "stream_options": {
-            "type": ["object", "null"],
-            "additionalProperties": False,
-            "properties": {"include_usage": {"type": "boolean"}, "include_obfuscation": {"type": "boolean"}},
-        },
-        "user": {"description": "ignored, like some other fields of OpenAI"},
-    }
-    return _object({**known, **own}, ["model", *required])
-
-
 def _answer(kind: str, own: Schema) -> Schema:
     choice = {"index": _COUNT, **own, "logprobs": {"type": ["object", "null"]}, "finish_reason": {"enum": ["stop", "length"]}}  # fmt: skip  # noqa: E501
     usage = {
@@ -664,11 +613,6 @@ def _answer(kind: str, own: Schema) -> Schema:
             "usage": _object(usage),
         }
     )
-
-
-def _nullable(minimum: int, maximum: int | None = None, description: str = "") -> Schema:
-    bounds = {"minimum": minimum} | ({} if maximum is None else {"maximum": maximum})
-    return {"type": ["integer", "null"], **bounds, "description": description}
 
 
 def _object(properties: Schema, required: Sequence[str] | None = None) -> Schema:

@@ -24,20 +24,18 @@ def training(**values: object) -> StepProgress:
     return replace(StepProgress("train", FACTS, completed=1, total=2, started=started), **values)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("width", range(1, 200))
-def test_no_line_is_longer_than_the_terminal(width: int) -> None:
+def test_no_line_is_longer_than_the_terminal() -> None:
     for progress in (training(), training(facts=()), training(total=0), training(completed=5)):
-        assert len(format_line(progress, "|", width, PLAIN)) < width
+        assert all(len(format_line(progress, "|", width, PLAIN)) < width for width in range(1, 200))
 
 
-@pytest.mark.parametrize("width", range(20, 200))
-def test_elapsed_time_is_whole_and_the_bar_shows_the_fraction(width: int) -> None:
-    line = format_line(training(), "|", width, PLAIN)
-    assert " 1:02:0" in line
-    if width >= 30:
+def test_elapsed_time_is_whole_and_the_bar_shows_the_fraction() -> None:
+    for width in range(20, 200):
+        line = format_line(training(), "|", width, PLAIN)
+        assert " 1:02:0" in line
         done, rest = line.count("━"), line.count("─")
-        assert 6 <= done + rest <= 24
-        assert done == (done + rest) // 2
+        assert width < 30 or 6 <= done + rest <= 24
+        assert width < 30 or done == (done + rest) // 2
 
 
 @pytest.mark.parametrize(("width", "shown"), [(120, 0), (80, 1), (60, 3), (40, 4), (30, None)])
