@@ -10,7 +10,7 @@ from typing import Any
 from pipeline.contract.bundle import Ancestors
 from pipeline.contract.results import Body, Facts, mappings
 from pipeline.contract.signature import Signature, codec_file
-from pipeline.system.html import number, signed
+from pipeline.system.wording import number, signed
 
 _CLASSES = 40  # named
 _SLICES = 30  # in the table; those that failed are among them

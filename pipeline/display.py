@@ -15,8 +15,9 @@ from typing import Any
 
 from pipeline.contract.restarts import Event, read_events
 from pipeline.contract.run import Run
-from pipeline.status_line import StatusLine, StepProgress, can_draw, format_duration
+from pipeline.status_line import StatusLine, StepProgress, can_draw
 from pipeline.system.errors import ConfigError, DataError, PipelineError, StageError
+from pipeline.system.wording import clock
 
 METRICS_FILE = "metrics.jsonl"
 _TAIL_BYTES = 4096
@@ -213,7 +214,7 @@ def describe_metrics(values: Mapping[str, Any], seconds_left: float | None) -> t
     if "samples_per_second" in values:
         facts["speed"] = f"{values['samples_per_second']:,.0f} samples/s"
     if seconds_left is not None:
-        facts["left"] = f"{format_duration(seconds_left)} left"
+        facts["left"] = f"{clock(seconds_left)} left"
     left_out = ("", "speed", "epoch", "step", "loss")
     return tuple(
         ", ".join(fact for name, fact in facts.items() if name not in left_out[:count])

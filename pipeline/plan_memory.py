@@ -21,10 +21,11 @@ from pipeline.executors.local import count_gpus, step_environment
 from pipeline.history import Project, find_run
 from pipeline.plan import Step, processes_per_node
 from pipeline.system.files import digest_mapping, write_atomic
+from pipeline.system.wording import size
 
 CACHE_FILE = ".memory-estimates.json"  # in the folder of runs
 _TIMEOUT_SECONDS = 120  # the user's data() may do anything
-_UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10}
+_UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "bytes": 1}
 _KINDS = ("weights", "gradients", "optimizer", "activations")
 
 
@@ -47,27 +48,18 @@ def plan_memory(project: Project, config: Config, steps: Sequence[Step]) -> dict
 
 def describe_memory(estimate: Mapping[str, Any]) -> str:
     """Return the line of the plan."""
-    unit = _unit(estimate["bytes"])
+    unit = size(estimate["bytes"]).rpartition(" ")[2]
     kinds = ", ".join(f"{kind} {estimate[kind] / _UNITS[unit]:.1f}" for kind in _KINDS)
-    text = f"memory: {_size(estimate['bytes'])} per process ({kinds})"
+    text = f"memory: {size(estimate['bytes'])} per process ({kinds})"
     if not _exceeds(estimate):
         return text
     fix = estimate.get("fix")
-    setting = f"{fix['setting']} needs {_size(fix['bytes'])}" if fix else "lower train.batch_size, or use more memory"
-    return f"{text}, but it can have only {_size(estimate['limit'])}; to fix it: {setting}"
+    setting = f"{fix['setting']} needs {size(fix['bytes'])}" if fix else "lower train.batch_size, or use more memory"
+    return f"{text}, but it can have only {size(estimate['limit'])}; to fix it: {setting}"
 
 
 def _exceeds(estimate: Mapping[str, Any]) -> bool:
     return bool(0 < estimate["limit"] < estimate["bytes"])
-
-
-def _unit(count: int) -> str:
-    return next((unit for unit, size in _UNITS.items() if count >= size), "KiB")
-
-
-def _size(count: int) -> str:
-    unit = _unit(count)
-    return f"{count / _UNITS[unit]:.1f} {unit}"
 
 
 def _request(project: Project, config: Config, prepare: Step) -> dict[str, Any]:

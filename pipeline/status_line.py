@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TextIO
 
+from pipeline.system.wording import clock
+
 _REDRAW_SECONDS = 0.1
 _DEFAULT_WIDTH, _DEFAULT_HEIGHT = 80, 24
 _LONGEST_BAR, _SHORTEST_BAR = 24, 6
@@ -133,7 +135,7 @@ def clip(lines: Sequence[str], width: int, height: int) -> list[str]:
 
 def format_line(progress: StepProgress, turn: str, width: int, style: Style) -> str:
     """Return one line that leaves the last column free: facts are left out first, then the bar becomes shorter."""
-    elapsed = format_duration(time.monotonic() - progress.started)
+    elapsed = clock(time.monotonic() - progress.started)
     room = width - 1 - len(f"{turn} {progress.name} {elapsed}")
     if room < 0:
         return f"{turn} {elapsed}"[: max(0, width - 1)]
@@ -148,10 +150,3 @@ def _format_bar(progress: StepProgress, width: int, style: Style) -> str:
         return ""
     done = int(width * min(1.0, progress.completed / progress.total))
     return style.paint(style.done * done, _GREEN) + style.paint(style.rest * (width - done), _DIM)
-
-
-def format_duration(seconds: float) -> str:
-    """Format as 0:07, 12:34 or 1:02:03."""
-    minutes, remainder = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{remainder:02d}" if hours else f"{minutes}:{remainder:02d}"

@@ -14,6 +14,7 @@ from pipeline.history import History, Project, changed_outputs
 from pipeline.override import outputs_with_override
 from pipeline.plan import START, Step, decide_step, key_parts
 from pipeline.system.errors import ConfigError
+from pipeline.system.wording import seconds
 from pipeline.tracking.process import Tracking
 from pipeline.user.readers import changed_read_files
 
@@ -108,6 +109,4 @@ def _last_duration(history: History) -> str:
     last = last_training_seconds(history)
     if last < LONG_TRAINING_SECONDS:
         return ""
-    from pipeline.system.html import seconds  # slow to load
-
     return f"; the last training took {seconds(last)}"

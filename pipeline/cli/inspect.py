@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -33,6 +33,7 @@ from pipeline.override import override_verdict, verdict_digest
 from pipeline.service.cluster_record import describe_clusters, read_cluster_status
 from pipeline.service.process import LiveService, read_live, read_status
 from pipeline.system.errors import BundleError, ConfigError, PipelineError
+from pipeline.system.wording import age
 from pipeline.tune.record import count_trials
 
 
@@ -79,7 +80,7 @@ def _run_row(run: Run, body: RunFile, problems: Problems) -> dict[str, Any]:
     model = "-" if training is None or not training.complete else "reused" if training.reused_from else "trained"
     row = {
         "run": run.id,
-        "age": format_age(datetime.now(UTC) - datetime.fromisoformat(body.created).astimezone(UTC)),
+        "age": age(datetime.now(UTC) - datetime.fromisoformat(body.created).astimezone(UTC)),
         "state": unfinished or (f"before {missing}" if missing else "done"),
         "model": model,
         "verdict": "-",
@@ -95,15 +96,6 @@ def _run_row(run: Run, body: RunFile, problems: Problems) -> dict[str, Any]:
             row["verdict"] = "overridden" if steps["evaluate"] == "overridden" else str(verdict["verdict"])
             row["metric"] = f"{name} {metrics[name]:.4g}" if name in metrics else name
     return {**row, "steps": steps}
-
-
-def format_age(age: timedelta) -> str:
-    """Return the largest unit of an age, as in `3 h`."""
-    seconds = max(0, int(age.total_seconds()))
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds // size} {unit}"
-    return f"{seconds} s"
 
 
 def _restarts(project: Project, names: list[str]) -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
-"""Charts as inline SVG: axes with titles, curves over optimizer steps, and confidence intervals of differences.
+"""Charts as plain shapes: axes with titles, curves over optimizer steps, and confidence intervals of differences.
 
-Every chart has a title and a description in words, so that it can be read without seeing it.
+`templates/charts.html` writes them as SVG. Every chart has a title and a description in words, so that it can be read
+without seeing it.
 """
 
 from __future__ import annotations
@@ -8,16 +9,97 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from pipeline.contract.results import is_number
-from pipeline.system.html import Child, Html, el, number, signed
+from pipeline.system.wording import number, signed
 
 Points: TypeAlias = Sequence[tuple[float, float]]
 
 WIDTH, HEIGHT = 480, 260
 _MAX_POINTS = 300  # more are not distinguishable at this width
 RUN_STYLES = ("one", "two", "three", "four", "five")  # of this run and those it is compared with
+
+
+@dataclass(frozen=True)
+class Line:
+    tag: ClassVar = "line"
+    x1: float
+    y1: float
+    x2: float
+    y2: float
+    style: str  # its CSS class, as of all shapes
+
+
+@dataclass(frozen=True)
+class Label:
+    tag: ClassVar = "text"
+    x: float
+    y: float
+    text: str
+    style: str
+    upwards: bool = False  # is read from the bottom to the top
+
+
+@dataclass(frozen=True)
+class Path:
+    tag: ClassVar = "path"
+    d: str
+    style: str
+
+
+@dataclass(frozen=True)
+class Circle:
+    tag: ClassVar = "circle"
+    x: float
+    y: float
+    r: float
+    style: str
+    tooltip: str = ""
+
+
+@dataclass(frozen=True)
+class Rectangle:
+    tag: ClassVar = "rect"
+    x: float
+    y: float
+    width: float
+    height: float
+    style: str
+    tooltip: str = ""
+    radius: float = 0.0  # of its corners
+
+
+@dataclass(frozen=True)
+class Picture:
+    tag: ClassVar = "image"
+    png: str  # in base64
+    width: float
+    height: float
+
+
+@dataclass(frozen=True)
+class Group:
+    tag: ClassVar = "g"
+    shapes: Sequence[Shape]
+    style: str = ""
+    tooltip: str = ""
+
+
+Shape: TypeAlias = Line | Label | Path | Circle | Rectangle | Picture | Group
+
+
+@dataclass(frozen=True)
+class Chart:
+    title: str
+    text: str  # what it shows, in words
+    shapes: Sequence[Shape]
+    width: float = WIDTH
+    height: float = HEIGHT
+    style: str = ""
+    caption: str = ""  # of its figure; empty: the title
+    legend: Sequence[tuple[str, str]] = ()  # names with the class of their stroke
+    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -36,30 +118,23 @@ class Series:
 
 def line_chart(
     title: str, series: Sequence[Series], y_title: str, mark: tuple[float, str] | None = None
-) -> Html | None:
+) -> Chart | None:
     """Draw curves over the optimizer step; `mark` is a labelled vertical line. None if there are no points."""
     lines = [replace(line, points=thin(line.points)) for line in series if line.points]
     if not lines:
         return None
     plot = _plot([point for line in lines for point in line.points])
-    lines.sort(key=lambda line: -line.place)  # the first run is drawn last, above the others
-    parts = [
-        plot.frame("optimizer step", y_title, whole=True),
-        _mark(plot, *mark) if mark else None,
-        [_curve(line, plot) for line in lines],
-    ]
     named = sorted(lines, key=lambda line: line.place)
+    bottom_up = sorted(lines, key=lambda line: -line.place)  # the first run is drawn last
+    shapes = [
+        *plot.frame("optimizer step", y_title, whole=True),
+        *(_mark(plot, *mark) if mark else ()),
+        *(shape for line in bottom_up for shape in _curve(line, plot)),
+    ]
     ends = "; ".join(f"{line.name} ends at {number(line.points[-1][1])}" for line in named)
     text = f"{title}: {', '.join(line.name for line in named)} by optimizer step. {ends}."
     legend = [(line.name, line.kind) for line in named] if len(named) > 1 else []
-    return figure(title, drawing(title, text, parts, plot.width, plot.height), legend)
-
-
-def figure(title: str, chart: Html, legend: Sequence[tuple[str, str]] = (), note: str = "") -> Html:
-    """Return a chart below its title and a legend of names with the class of their stroke."""
-    keys = [el("span", el("i", class_=kind), name) for name, kind in legend]
-    caption = el("figcaption", el("b", title), el("span", keys, note, class_="legend") if keys or note else None)
-    return el("figure", caption, chart)
+    return Chart(title, text, shapes, legend=legend)
 
 
 def thin(points: Points) -> Points:
@@ -80,33 +155,24 @@ def _plot(points: Points) -> Plot:
     return make_plot((x_low, x_high if x_high > x_low else x_low + 1), (bottom, high + pad))
 
 
-def _mark(plot: Plot, step: float, text: str) -> list[Html]:
-    x = plot.x
-    position = x.at(min(max(step, x.low), x.high))
-    side = "end" if position > plot.width / 2 else "start"
-    offset = -6 if side == "end" else 6
-    return [
-        svg_line(position, plot.y.stop, position, plot.y.start, "mark"),
-        label(position + offset, plot.y.stop + 12, text, f"tick {side}") if text else Html(),
-    ]
+def _mark(plot: Plot, step: float, text: str) -> Iterator[Shape]:
+    x = plot.x.at(min(max(step, plot.x.low), plot.x.high))
+    yield Line(x, plot.y.stop, x, plot.y.start, "mark")
+    if text:
+        is_right = x > plot.width / 2
+        yield Label(x + (-6 if is_right else 6), plot.y.stop + 12, text, f"tick {'end' if is_right else 'start'}")
 
 
-def _curve(line: Series, plot: Plot) -> list[Html]:
-    parts = [plot.path(line.points, f"curve {line.kind}" + (" faint" if line.smooth else ""))]
+def _curve(line: Series, plot: Plot) -> Iterator[Shape]:
+    yield plot.path(line.points, f"curve {line.kind}" + (" faint" if line.smooth else ""))
     if line.smooth:
-        parts.append(plot.path(_running_mean(line.points), f"curve {line.kind}"))
-    if line.dots:
-        for step, value in line.points:
-            tooltip = el("title", f"{line.name} {number(value)} at step {step:.0f}")
-            parts.append(_dot(line, tooltip, plot.x.at(step), plot.y.at(value)))
-    return parts
-
-
-def _dot(line: Series, tooltip: Html, x: float, y: float) -> Html:
-    """Round, or square for other runs, so that they differ without colours."""
-    if line.place:
-        return el("rect", tooltip, x=px(x - 2.6), y=px(y - 2.6), width=5.2, height=5.2, class_=f"dot {line.kind}")
-    return el("circle", tooltip, cx=px(x), cy=px(y), r=2.8, class_=f"dot {line.kind}")
+        yield plot.path(_running_mean(line.points), f"curve {line.kind}")
+    for step, value in line.points if line.dots else ():
+        x, y, tooltip = plot.x.at(step), plot.y.at(value), f"{line.name} {number(value)} at step {step:.0f}"
+        if line.place:  # square for other runs, so that they differ without colours
+            yield Rectangle(x - 2.6, y - 2.6, 5.2, 5.2, f"dot {line.kind}", tooltip)
+        else:
+            yield Circle(x, y, 2.8, f"dot {line.kind}", tooltip)
 
 
 def _running_mean(points: Points) -> Points:
@@ -141,24 +207,36 @@ class Plot:
     width: float
     height: float
 
-    def frame(self, x_title: str, y_title: str, whole: bool = False, x_ticks: bool = True) -> Iterator[Html]:
+    def frame(self, x_title: str, y_title: str, whole: bool = False, x_ticks: bool = True) -> Iterator[Shape]:
         """Draw the grid, the numbers and the titles of both axes; `whole` leaves out fractions on the x axis."""
         x, y = self.x, self.y
         for value in ticks(y.low, y.high, 5):
-            yield svg_line(x.start, y.at(value), x.stop, y.at(value), "grid")
-            yield label(x.start - 8, y.at(value) + 4, tick_text(value), "tick left")
+            yield Line(x.start, y.at(value), x.stop, y.at(value), "grid")
+            yield Label(x.start - 8, y.at(value) + 4, tick_text(value), "tick left")
         for value in ticks(x.low, x.high, 5) if x_ticks else ():
             if not whole or value == int(value):
-                yield label(x.at(value), y.start + 17, tick_text(value), "tick")
-        yield svg_line(x.start, y.start, x.stop, y.start, "axis")
-        yield label((x.start + x.stop) / 2, self.height - 6, x_title, "axis-title")
-        yield label(0, 0, y_title, "axis-title", transform=f"translate(12 {px((y.start + y.stop) / 2)}) rotate(-90)")
+                yield Label(x.at(value), y.start + 17, tick_text(value), "tick")
+        yield Line(x.start, y.start, x.stop, y.start, "axis")
+        yield Label((x.start + x.stop) / 2, self.height - 6, x_title, "axis-title")
+        yield Label(12, (y.start + y.stop) / 2, y_title, "axis-title", upwards=True)
 
-    def path(self, points: Points, style: str) -> Html:
-        return el("path", d="M" + "L".join(f"{px(self.x.at(a))} {px(self.y.at(b))}" for a, b in points), class_=style)
+    def path(self, points: Points, style: str) -> Path:
+        return Path("M" + "L".join(f"{px(self.x.at(a))} {px(self.y.at(b))}" for a, b in points), style)
 
-    def diagonal(self) -> Html:
-        return svg_line(self.x.start, self.y.start, self.x.stop, self.y.stop, "zero")
+    def diagonal(self) -> Line:
+        return Line(self.x.start, self.y.start, self.x.stop, self.y.stop, "zero")
+
+    def bar(
+        self, low: float, high: float, value: float, style: str, tooltip: str, place: int = 0, count: int = 1
+    ) -> Iterator[Rectangle]:
+        """Draw a value between two places of the x axis, if it is not zero; `place` of `count` bars side by side."""
+        if not value:
+            return
+        gap = 0.06 if count > 1 else 0.0
+        left = self.x.at(low + (high - low) * (place + gap) / count) + 0.5
+        right = self.x.at(low + (high - low) * (place + 1 - gap) / count) - 0.5
+        top = min(self.y.at(value), self.y.start - 0.8)
+        yield Rectangle(left, top, max(right - left, 0.5), self.y.start - top, f"bin {style}", tooltip)
 
 
 _PLOT_LEFT, _PLOT_RIGHT, _PLOT_TOP, _PLOT_BOTTOM = 76, 12, 12, 46
@@ -177,19 +255,6 @@ def make_plot(
     )
 
 
-def drawing(title: str, text: str, parts: Child, width: float, height: float, kind: str | None = None) -> Html:
-    """Return an SVG that also describes in words what it shows."""
-    return el(
-        "svg",
-        el("title", title),
-        el("desc", text),
-        parts,
-        viewBox=f"0 0 {width:.0f} {height:.0f}",
-        role="img",
-        class_=kind,
-    )
-
-
 def ticks(low: float, high: float, about: int = 4) -> list[float]:
     """Round values within the range: steps of 1, 2 or 5 times a power of ten."""
     exact_step = (high - low) / about
@@ -197,14 +262,6 @@ def ticks(low: float, high: float, about: int = 4) -> list[float]:
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= exact_step * 0.999)
     first_multiple, last_multiple = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [i * step for i in range(first_multiple, last_multiple + 1)]
-
-
-def svg_line(x1: float, y1: float, x2: float, y2: float, kind: str) -> Html:
-    return el("line", x1=px(x1), y1=px(y1), x2=px(x2), y2=px(y2), class_=kind)
-
-
-def label(x: float, y: float, text: str, kind: str, transform: str | None = None) -> Html:
-    return el("text", text, x=px(x), y=px(y), class_=kind, transform=transform)
 
 
 def tick_text(value: float) -> str:
@@ -241,35 +298,29 @@ def parse_range(body: Any) -> Range | None:
     return Range(*values) if len(values) == len(numbers) else None
 
 
-def interval_chart(difference: Range, bound: float, bound_text: str, equal_text: str, x_title: str) -> Html:
+def interval_chart(difference: Range, bound: float, bound_text: str, equal_text: str, x_title: str) -> Chart:
     """Draw the interval of a difference; the side below `bound`, where its lower end must not lie, is shaded."""
     ends = [difference.low, difference.high, bound, 0.0]
     pad = (max(ends) - min(ends) or 0.01) * 0.16
     x = Axis(min(ends) - pad, max(ends) + pad, 12, _WIDTH - 12)
-    edge, low, center, high = (x.at(value) for value in (bound, difference.low, difference.estimate, difference.high))
-    parts = [
-        el("rect", x=0, y=_INTERVAL_TOP, width=px(edge), height=_FLOOR - _INTERVAL_TOP, class_="forbidden"),
-        svg_line(edge, _INTERVAL_TOP, edge, _FLOOR, "bound"),
-        svg_line(x.at(0.0), _INTERVAL_TOP, x.at(0.0), _FLOOR, "zero") if bound else None,
-        _whisker(low, center, high, _MIDDLE, 10, 6),
-        label(center, _MIDDLE - 16, signed(difference.estimate), "value"),
-        label(min(max(edge, 60), _WIDTH - 60), 16, bound_text, "bound-label"),
-        svg_line(12, _FLOOR, _WIDTH - 12, _FLOOR, "axis"),
-        [
-            (
-                svg_line(x.at(value), _FLOOR, x.at(value), _FLOOR + 4, "axis"),
-                label(x.at(value), 108, _tick(value), "tick"),
-            )
-            for value in ticks(x.low, x.high, 6)
-        ],
-        label(min(max(x.at(0.0), 80), _WIDTH - 80), 124, equal_text, "tick foot"),
-        label(_WIDTH / 2, 142, x_title, "axis-title"),
+    edge, zero, center = x.at(bound), x.at(0.0), x.at(difference.estimate)
+    shapes = [
+        Rectangle(0, _INTERVAL_TOP, edge, _FLOOR - _INTERVAL_TOP, "forbidden"),
+        Line(edge, _INTERVAL_TOP, edge, _FLOOR, "bound"),
+        *([Line(zero, _INTERVAL_TOP, zero, _FLOOR, "zero")] if bound else ()),
+        *_whisker(x, difference, _MIDDLE, 10, 6),
+        Label(center, _MIDDLE - 16, signed(difference.estimate), "value"),
+        Label(min(max(edge, 60), _WIDTH - 60), 16, bound_text, "bound-label"),
+        Line(12, _FLOOR, _WIDTH - 12, _FLOOR, "axis"),
+        *(shape for value in ticks(x.low, x.high, 6) for shape in _scale_mark(x.at(value), value)),
+        Label(min(max(zero, 80), _WIDTH - 80), 124, equal_text, "tick foot"),
+        Label(_WIDTH / 2, 142, x_title, "axis-title"),
     ]
     text = (
         f"difference {signed(difference.estimate)}, interval {signed(difference.low)} to {signed(difference.high)}; "
         f"its lower end must lie above {signed(bound)}"
     )
-    return drawing("The difference and its interval", text, parts, _WIDTH, _HEIGHT, "wide")
+    return Chart("The difference and its interval", text, shapes, _WIDTH, _HEIGHT, "wide")
 
 
 def shared_axis(ranges: Sequence[Range | None]) -> Axis | None:
@@ -282,15 +333,12 @@ def shared_axis(ranges: Sequence[Range | None]) -> Axis | None:
     return Axis(low - pad, high + pad, 3, _SMALL_WIDTH - 3)
 
 
-def small_interval(difference: Range | None, x: Axis | None) -> Html | None:
+def small_interval(difference: Range | None, x: Axis | None) -> Chart | None:
     if difference is None or x is None:
         return None
-    middle, zero = _SMALL_HEIGHT / 2, x.at(0.0)
-    parts = [
-        svg_line(zero, 0, zero, _SMALL_HEIGHT, "zero"),
-        _whisker(x.at(difference.low), x.at(difference.estimate), x.at(difference.high), middle, 4, 3),
-    ]
-    return drawing("Interval", interval_text(difference), parts, _SMALL_WIDTH, _SMALL_HEIGHT, "small")
+    zero, middle = x.at(0.0), _SMALL_HEIGHT / 2
+    shapes = [Line(zero, 0, zero, _SMALL_HEIGHT, "zero"), *_whisker(x, difference, middle, 4, 3)]
+    return Chart("Interval", interval_text(difference), shapes, _SMALL_WIDTH, _SMALL_HEIGHT, "small")
 
 
 def interval_text(difference: Range | None) -> str:
@@ -301,14 +349,13 @@ def interval_text(difference: Range | None) -> str:
     return f"{signed(difference.estimate)} [{signed(difference.low)}, {signed(difference.high)}]"
 
 
-def _whisker(low: float, center: float, high: float, y: float, cap: float, radius: float) -> list[Html]:
-    ends = [svg_line(end, y - cap, end, y + cap, "cap") for end in (low, high)]
-    return [
-        svg_line(low, y, high, y, "interval"),
-        *ends,
-        el("circle", cx=px(center), cy=px(y), r=radius, class_="estimate"),
-    ]
+def _whisker(x: Axis, difference: Range, y: float, cap: float, radius: float) -> Iterator[Shape]:
+    low, high = x.at(difference.low), x.at(difference.high)
+    yield Line(low, y, high, y, "interval")
+    yield from (Line(end, y - cap, end, y + cap, "cap") for end in (low, high))
+    yield Circle(x.at(difference.estimate), y, radius, "estimate")
 
 
-def _tick(value: float) -> str:
-    return f"{'+' if value > 0 else ''}{tick_text(value)}"
+def _scale_mark(x: float, value: float) -> Iterator[Shape]:
+    yield Line(x, _FLOOR, x, _FLOOR + 4, "axis")
+    yield Label(x, 108, f"{'+' if value > 0 else ''}{tick_text(value)}", "tick")

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pipeline.contract.results import Body, Facts, is_number, mappings
-from pipeline.report.charts import RUN_STYLES, Plot, drawing, figure, make_plot, px, svg_line
-from pipeline.report.rendering import render
-from pipeline.system.html import Html, el, number, percent
+from pipeline.report.charts import RUN_STYLES, Chart, Circle, Line, Plot, Shape, make_plot
+from pipeline.system.wording import MISSING, number, percent
 
 _MAX_MATRIX_CLASSES = 30  # with more, only the confusions that occur are listed
 _MAX_CONFUSIONS = 12  # shown
@@ -18,9 +17,10 @@ _SIDE, _SQUARE_HEIGHT = 440, 408  # of charts whose two axes go from 0 to 1
 _COUNTS_HEIGHT = 150
 
 Bins = Sequence[Mapping[str, Any]]
+Legend = Sequence[tuple[str, str]]
 
 
-def curves(runs: Mapping[str, Facts]) -> Html | None:
+def curves(runs: Mapping[str, Facts]) -> Body | None:
     """Draw one curve per class, or one per run for two classes, each with the point where the model decides."""
     body = _curves_body(next(iter(runs.values())))
     if body is None:
@@ -34,15 +34,13 @@ def curves(runs: Mapping[str, Facts]) -> Html | None:
         f"recall: share of {positive} found",
         f"precision: share of {positive} among answers {positive}",
     )
-    charts = [_roc_chart(curves, roc_titles), _precision_chart(curves, precision_titles)]
-    return render(
-        "classification_curves.html",
-        charts=charts,
-        classes=len(body["classes"]),
-        drawn=len({row["class"] for row in rows}),
-        positive=positive,
-        is_binary=is_binary,
-        rows=[
+    return {
+        "charts": [_roc_chart(curves, roc_titles), _precision_chart(curves, precision_titles)],
+        "classes": len(body["classes"]),
+        "drawn": len({row["class"] for row in rows}),
+        "positive": positive,
+        "is_binary": is_binary,
+        "rows": [
             (
                 name,
                 number(row["positives"]),
@@ -51,7 +49,7 @@ def curves(runs: Mapping[str, Facts]) -> Html | None:
             )
             for name, _, row in curves
         ],
-    )
+    }
 
 
 def _curves_body(facts: Facts) -> Body | None:
@@ -81,12 +79,12 @@ def _curves_by_run(runs: Mapping[str, Facts]) -> list[Curve]:
     return found
 
 
-def _roc_chart(curves: Sequence[Curve], axis_titles: tuple[str, str]) -> Html:
+def _roc_chart(curves: Sequence[Curve], axis_titles: tuple[str, str]) -> Chart:
     names = [f"{name}: AUC {number(row['auc'])}" for name, _, row in curves]
     return _curve_chart("ROC", curves, names, "roc", ("fpr", "tpr"), axis_titles)
 
 
-def _precision_chart(curves: Sequence[Curve], axis_titles: tuple[str, str]) -> Html:
+def _precision_chart(curves: Sequence[Curve], axis_titles: tuple[str, str]) -> Chart:
     names = [f"{name}: AP {number(row['average_precision'])}" for name, _, row in curves]
     return _curve_chart("Precision and recall", curves, names, "pr", ("tpr", "precision"), axis_titles)
 
@@ -98,27 +96,28 @@ def _curve_chart(
     key: str,
     decision: tuple[str, str],
     axis_titles: tuple[str, str],
-) -> Html:
+) -> Chart:
     plot = make_plot((0, 1), (0, 1), _SIDE, _SQUARE_HEIGHT)
-    parts = [
-        plot.frame(*axis_titles),
-        plot.diagonal() if key == "roc" else None,
-        [plot.path(row[key], f"curve {style}") for _, style, row in reversed(curves)],
-        [_decision(plot, name, style, row["decision"], decision) for name, style, row in curves],
+    shapes = [
+        *plot.frame(*axis_titles),
+        *([plot.diagonal()] if key == "roc" else ()),
+        *(plot.path(row[key], f"curve {style}") for _, style, row in reversed(curves)),
+        *(shape for name, style, row in curves for shape in _decision(plot, name, style, row["decision"], decision)),
     ]
     legend = [(name, style) for name, (_, style, _) in zip(names, curves, strict=True)]
-    return figure(title, drawing(title, "; ".join(names), parts, _SIDE, _SQUARE_HEIGHT, "square"), legend)
+    return Chart(title, "; ".join(names), shapes, _SIDE, _SQUARE_HEIGHT, "square", legend=legend)
 
 
-def _decision(plot: Plot, name: str, style: str, decision: Mapping[str, Any], keys: tuple[str, str]) -> Html | None:
+def _decision(
+    plot: Plot, name: str, style: str, decision: Mapping[str, Any], keys: tuple[str, str]
+) -> Iterator[Circle]:
     x, y = (decision.get(key) for key in keys)
-    if not (is_number(x) and is_number(y)):
-        return None
-    text = f"{name}, the model’s decision: {number(x)} on the horizontal axis, {number(y)} on the vertical one"
-    return el("circle", el("title", text), cx=px(plot.x.at(x)), cy=px(plot.y.at(y)), r=4.2, class_=f"dot {style}")
+    if is_number(x) and is_number(y):
+        text = f"{name}, the model’s decision: {number(x)} on the horizontal axis, {number(y)} on the vertical one"
+        yield Circle(plot.x.at(x), plot.y.at(y), 4.2, f"dot {style}", text)
 
 
-def confusion(facts: Facts) -> Html | None:
+def confusion(facts: Facts) -> Body | None:
     matrix, classes = facts.metrics.get("confusion"), facts.metrics.get("classes")
     if not matrix or not classes:
         return None
@@ -130,17 +129,16 @@ def confusion(facts: Facts) -> Html | None:
     ]
     errors.sort(key=lambda error: -error[0])
     largest = errors[0][0] if errors else 1
-    return render(
-        "confusion.html",
-        classes=classes,
-        rows=[_matrix_row(row, i, largest) for i, row in enumerate(matrix)],
-        drawn=len(classes) <= _MAX_MATRIX_CLASSES,
-        total=sum(map(sum, matrix)),
-        wrong=sum(count for count, _, _ in errors),
-        confusions=[
+    return {
+        "classes": classes,
+        "rows": [_matrix_row(row, i, largest) for i, row in enumerate(matrix)],
+        "drawn": len(classes) <= _MAX_MATRIX_CLASSES,
+        "total": sum(map(sum, matrix)),
+        "wrong": sum(count for count, _, _ in errors),
+        "confusions": [
             (f"{actual} taken for {predicted}", number(n)) for n, actual, predicted in errors[:_MAX_CONFUSIONS]
         ],
-    )
+    }
 
 
 def _matrix_row(row: Sequence[int], diagonal: int, largest_error: int) -> list[dict[str, Any]]:
@@ -160,15 +158,15 @@ def _matrix_row(row: Sequence[int], diagonal: int, largest_error: int) -> list[d
     return cells
 
 
-def per_class(facts: Facts) -> Html | None:
+def per_class(facts: Facts) -> Body | None:
     rows = facts.metrics.get("per_class")
     if not rows:
         return None
     rows_by_class = [(name, rows[name]) for name in facts.classes if name in rows]
-    return render("per_class.html", rows=[(name, dict(row)) for name, row in rows_by_class])
+    return {"rows": [(name, dict(row)) for name, row in rows_by_class]}
 
 
-def calibration(facts: Facts) -> Html | None:
+def calibration(facts: Facts) -> Body | None:
     """Draw how often answers are right by their stated confidence, with intervals, and how many there are."""
     curves = {name: bins for name in _MODEL_STYLES if (bins := _bins(facts.calibration.get(name)))}
     if not curves:
@@ -179,15 +177,13 @@ def calibration(facts: Facts) -> Html | None:
         for key, title in (("ece", "expected calibration error"), ("brier", "Brier score"))
     ]
     legend = [(name, _MODEL_STYLES[name]) for name in curves]
-    return render(
-        "calibration.html",
-        chart=figure("Right answers by stated confidence", _calibration_chart(curves), legend),
-        counts=figure("Answers by stated confidence", _counts_chart(curves), legend),
-        models=models,
-        scores=scores,
-        confidence=f"{_CALIBRATION_CONFIDENCE:.0%}",
-        numbers={name: [_bin_cells(bin_) for bin_ in bins] for name, bins in curves.items()},
-    )
+    return {
+        "charts": [_calibration_chart(curves, legend), _counts_chart(curves, legend)],
+        "models": models,
+        "scores": scores,
+        "confidence": f"{_CALIBRATION_CONFIDENCE:.0%}",
+        "numbers": {name: [_bin_cells(bin_) for bin_ in bins] for name, bins in curves.items()},
+    }
 
 
 def _bins(body: Any) -> list[dict[str, Any]]:
@@ -218,62 +214,48 @@ def _bin_cells(bin_: Mapping[str, Any]) -> tuple[str, ...]:
         number(_count(bin_)),
         percent(bin_["confidence"]),
         percent(bin_["accuracy"]),
-        "–" if bin_["interval"] is None else " to ".join(map(percent, bin_["interval"])),
+        MISSING if bin_["interval"] is None else " to ".join(map(percent, bin_["interval"])),
     )
 
 
-def _calibration_chart(curves: Mapping[str, Bins]) -> Html:
+def _calibration_chart(curves: Mapping[str, Bins], legend: Legend) -> Chart:
     plot = make_plot((0, 1), (0, 1), _SIDE, _SQUARE_HEIGHT)
-    parts = [
-        plot.frame("stated confidence (mean of the bin)", "share of right answers"),
+    shapes = [
+        *plot.frame("stated confidence (mean of the bin)", "share of right answers"),
         plot.diagonal(),
-        [_calibration_curve(name, bins, plot) for name, bins in reversed(list(curves.items()))],
+        *(shape for name, bins in reversed(list(curves.items())) for shape in _calibration_curve(name, bins, plot)),
     ]
-    texts = [
-        f"{percent(bin_['confidence'])} stated and {percent(bin_['accuracy'])} right"
-        for bin_ in next(iter(curves.values()))
-    ]
-    text = f"{next(iter(curves))}: {', '.join(texts)}"
-    return drawing("Calibration curve", text, parts, _SIDE, _SQUARE_HEIGHT, "square")
+    name, bins = next(iter(curves.items()))
+    texts = [f"{percent(bin_['confidence'])} stated and {percent(bin_['accuracy'])} right" for bin_ in bins]
+    text, caption = f"{name}: {', '.join(texts)}", "Right answers by stated confidence"
+    return Chart("Calibration curve", text, shapes, _SIDE, _SQUARE_HEIGHT, "square", caption, legend)
 
 
-def _calibration_curve(name: str, bins: Bins, plot: Plot) -> Iterator[Html]:
+def _calibration_curve(name: str, bins: Bins, plot: Plot) -> Iterator[Shape]:
     style = _MODEL_STYLES[name]
     shift = 2.5 * list(_MODEL_STYLES).index(name)  # or the whiskers of two models would hide each other
     for bin_ in bins:
         if bin_["interval"] is not None:
             x, (low, high) = plot.x.at(bin_["confidence"]) + shift, map(plot.y.at, bin_["interval"])
-            yield svg_line(x, low, x, high, f"whisker {style}")
+            yield Line(x, low, x, high, f"whisker {style}")
     yield plot.path([(bin_["confidence"], bin_["accuracy"]) for bin_ in bins], f"curve {style}")
     for bin_ in bins:
         confidence, accuracy = percent(bin_["confidence"]), percent(bin_["accuracy"])
         bounds = "" if bin_["interval"] is None else f" ({' to '.join(map(percent, bin_['interval']))})"
         text = f"{name}: {confidence} stated, {accuracy} right{bounds}, {number(_count(bin_))} answers"
-        x, y = plot.x.at(bin_["confidence"]), plot.y.at(bin_["accuracy"])
-        yield el("circle", el("title", text), cx=px(x), cy=px(y), r=3.4, class_=f"dot {style}")
+        yield Circle(plot.x.at(bin_["confidence"]), plot.y.at(bin_["accuracy"]), 3.4, f"dot {style}", text)
 
 
-def _counts_chart(curves: Mapping[str, Bins]) -> Html:
+def _counts_chart(curves: Mapping[str, Bins], legend: Legend) -> Chart:
+    """Draw one bar per model in each bin."""
     top = max(_count(bin_) for bins in curves.values() for bin_ in bins) or 1
     plot = make_plot((0, 1), (0, top * 1.06), _SIDE, _COUNTS_HEIGHT)
-    bars = [
-        _count_bar(name, bin_, plot, place, len(curves))
-        for place, (name, bins) in enumerate(curves.items())
-        for bin_ in bins
-    ]
+    shapes: list[Shape] = [*plot.frame("stated confidence", "answers")]
+    for place, (name, bins) in enumerate(curves.items()):
+        for bin_ in bins:
+            count, low, high = _count(bin_), bin_.get("low", 0.0), bin_.get("high", 1.0)
+            text = f"{name}: {number(count)} answers from {low:.2f} to {high:.2f}"
+            shapes += plot.bar(low, high, count, _MODEL_STYLES[name], text, place, len(curves))
     texts = [f"{name}: {', '.join(number(_count(bin_)) for bin_ in bins)} answers" for name, bins in curves.items()]
-    parts = [plot.frame("stated confidence", "answers"), bars]
-    return drawing("Answers by stated confidence", "; ".join(texts), parts, _SIDE, _COUNTS_HEIGHT, "square")
-
-
-def _count_bar(name: str, bin_: Mapping[str, Any], plot: Plot, place: int, models: int) -> Html | None:
-    count, low, high = _count(bin_), bin_.get("low", 0.0), bin_.get("high", 1.0)
-    width = (plot.x.at(high) - plot.x.at(low) - 2) / models
-    title = el("title", f"{name}: {number(count)} answers from {low:.2f} to {high:.2f}")
-    top = min(plot.y.at(count), plot.y.start - 0.8)
-    sides = {"x": px(plot.x.at(low) + 1 + place * width), "y": px(top), "width": px(max(width - 0.5, 0.5))}
-    return (
-        el("rect", title, **sides, height=px(plot.y.start - top), class_=f"bin {_MODEL_STYLES[name]}")
-        if count
-        else None
-    )
+    title = "Answers by stated confidence"
+    return Chart(title, "; ".join(texts), shapes, _SIDE, _COUNTS_HEIGHT, "square", legend=legend)

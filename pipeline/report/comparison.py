@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from pipeline.compare import record_differences
 from pipeline.contract.results import Body, Facts, is_number
 from pipeline.contract.run import Run
 from pipeline.report.charts import interval_chart, interval_text, parse_range, shared_axis, small_interval
 from pipeline.report.evaluation import describe_outcome
-from pipeline.report.rendering import render
+from pipeline.report.export import milliseconds
 from pipeline.system.errors import PipelineError
-from pipeline.system.html import Html, number, seconds, short, signed
+from pipeline.system.wording import MISSING, number, seconds, short, signed
 
 _MAX_PARTS = 40  # shown
 _MAX_LABEL = 12  # of a run's name in charts; of a longer one, its end is shown
@@ -73,26 +72,25 @@ def adjust_p_values(comparisons: Sequence[Comparison]) -> list[Comparison]:
     ]
 
 
-def comparison(runs: Mapping[str, Facts], compared: Sequence[Comparison]) -> Html:
+def comparison(runs: Mapping[str, Facts], compared: Sequence[Comparison]) -> Body:
     """List the numbers of all runs, draw the metric of the gate for each other run, and list all metrics."""
     labels, (facts, *others) = list(runs), list(runs.values())
-    return render(
-        "comparison.html",
-        facts=facts,
-        runs=[{"label": label, "facts": other} for label, other in zip(labels[1:], others, strict=True)],
-        outcomes=[describe_outcome(run) for run in runs.values()],
-        labels=labels,
-        rows=list(_rows(facts, others)),
-        paired=[_paired(facts, label, each) for label, each in zip(labels[1:], compared, strict=True)],
+    return {
+        "facts": facts,
+        "runs": [{"label": label, "facts": other} for label, other in zip(labels[1:], others, strict=True)],
+        "outcomes": [describe_outcome(run) for run in runs.values()],
+        "labels": labels,
+        "rows": list(_rows(facts, others)),
+        "paired": [_paired(facts, label, each) for label, each in zip(labels[1:], compared, strict=True)],
         **_differing_parts(facts, others),
-    )
+    }
 
 
-def _paired(facts: Facts, label: str, compared: Comparison) -> dict[str, Any]:
+def _paired(facts: Facts, label: str, compared: Comparison) -> Body:
     metric = str(facts.verdict.get("metric", ""))
     first = next((row for row in compared.metrics if row["metric"] == metric), next(iter(compared.metrics), None))
     difference = parse_range(first["difference"]) if first else None
-    chart: Html | str = ""
+    chart = None
     if first and difference:
         title = f"by how much this run is better than {label} in {first['metric']}"
         chart = interval_chart(difference, 0.0, "", f"equal in {first['metric']}", title)
@@ -105,11 +103,11 @@ def _paired(facts: Facts, label: str, compared: Comparison) -> dict[str, Any]:
     }
 
 
-def _metric_row(row: Body) -> dict[str, Any]:
+def _metric_row(row: Body) -> Body:
     difference = parse_range(row["difference"])
     return {
         "name": row["metric"],
-        "difference": interval_text(difference) or "–",
+        "difference": interval_text(difference) or MISSING,
         "chart": small_interval(difference, shared_axis([difference])),
         "adjusted_p": row["adjusted_p"],
     }
@@ -134,7 +132,7 @@ def _rows(facts: Facts, others: Sequence[Facts]) -> Iterator[tuple[str, list[Cel
     durations = [run.summary.get("seconds") for run in runs]
     yield from _row("training", durations, seconds, _ratio)
     latencies = [(run.deploy.get("latency_ms") or {}).get("p50") for run in runs]
-    yield from _row("latency, median", latencies, _milliseconds, _ratio)
+    yield from _row("latency, median", latencies, milliseconds, _ratio)
 
 
 def _row(
@@ -154,15 +152,11 @@ def _difference(value: float, first: float) -> str:
     return signed(value - first) if value != first else "the same"
 
 
-def _milliseconds(value: float | None) -> str:
-    return "–" if value is None else f"{number(value, 3)} ms"
-
-
 def _ratio(value: float, first: float) -> str:
     return f"× {number(value / first, 3)}" if first else ""
 
 
-def _differing_parts(facts: Facts, others: Sequence[Facts]) -> dict[str, Any]:
+def _differing_parts(facts: Facts, others: Sequence[Facts]) -> Body:
     """List each part of the step keys that differs between this run and another once, with its steps."""
     steps: dict[str, list[str]] = {}
     for other in others:

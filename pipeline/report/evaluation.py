@@ -6,11 +6,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pipeline.contract.results import Facts, is_number, mappings
+from pipeline.contract.results import Body, Facts, is_number, mappings
 from pipeline.contract.run import STEPS
-from pipeline.report.charts import Axis, Range, interval_chart, interval_text, parse_range, shared_axis, small_interval
-from pipeline.report.rendering import render
-from pipeline.system.html import Html, short, signed
+from pipeline.report.charts import (
+    Axis,
+    Chart,
+    Range,
+    interval_chart,
+    interval_text,
+    parse_range,
+    shared_axis,
+    small_interval,
+)
+from pipeline.system.wording import MISSING, short, signed
 
 _MAX_SLICES = 100  # shown
 
@@ -54,28 +62,26 @@ def describe_outcome(facts: Facts) -> Outcome:
     return Outcome(verdict)
 
 
-def verdict(facts: Facts) -> Html | None:
+def verdict(facts: Facts) -> Body | None:
     body = facts.verdict
     if not body:
         return None
     bound, difference = margin_bound(body), parse_range(body.get("difference"))
-    return render(
-        "verdict.html",
-        pass_reason=facts.pass_reason,
-        verdict=body,
-        level=_level(body),
-        baseline=_baseline_name(facts),
-        difference=difference,
-        chart=_interval(body, difference, bound) if difference else "",
-        rules=mappings(body.get("rules")),
-        metrics=_metric_rows(facts),
-        other_level=_other_level(facts),
-        mcnemar=body.get("mcnemar"),
-        p_value=body.get("p_value") if is_number(body.get("p_value")) else None,
-    )
+    return {
+        "pass_reason": facts.pass_reason,
+        "verdict": body,
+        "level": _level(body),
+        "baseline": _baseline_name(facts),
+        "chart": _interval(body, difference, bound) if difference else None,
+        "rules": mappings(body.get("rules")),
+        "metrics": _metric_rows(facts),
+        "other_level": _other_level(facts),
+        "mcnemar": body.get("mcnemar"),
+        "p_value": body.get("p_value") if is_number(body.get("p_value")) else None,
+    }
 
 
-def _interval(verdict: Mapping[str, Any], difference: Range, bound: float) -> Html:
+def _interval(verdict: Mapping[str, Any], difference: Range, bound: float) -> Chart:
     opponent = "champion" if (verdict.get("baseline") or {}).get("kind") == "champion" else "baseline"
     title = f"difference in {verdict.get('metric', 'the metric')} to the {opponent}, positive is better"
     rule = f"{verdict['rule']}: " if verdict.get("rule") else ""
@@ -142,7 +148,7 @@ def _metric_rows(facts: Facts) -> list[dict[str, Any]]:
                 "baseline": (baseline or {}).get(name),
                 "baseline_interval": _bounds(intervals.get("baseline"), name),
                 "compared": any(parse_range(bounds) for bounds in differences.values()),
-                "difference": interval_text(difference) or "–",
+                "difference": interval_text(difference) or MISSING,
                 "chart": small_interval(difference, shared_axis([difference])),
             }
         )
@@ -155,7 +161,7 @@ def _bounds(intervals: Mapping[str, Any] | None, name: str) -> list[float] | Non
     return valid if len(valid) == 2 else None
 
 
-def slices(facts: Facts) -> Html | None:
+def slices(facts: Facts) -> Body | None:
     """One table, failed slices first, with all intervals on one scale."""
     if not facts.slices:
         return None
@@ -164,16 +170,15 @@ def slices(facts: Facts) -> Html | None:
     rows = [_slice_row(slice_, difference, axis) for slice_, difference in zip(facts.slices, ranges, strict=True)]
     rows.sort(key=lambda row: (row["passed"], not row["evaluated"]))
     evaluated = [row for row in rows if row["evaluated"]]
-    return render(
-        "slices.html",
-        total=len(rows),
-        compared=any(row["baseline"] is not None for row in rows),
-        evaluated=len(evaluated),
-        failed=sum(not row["passed"] for row in evaluated),
-        reason=_common_reason(rows) if not evaluated else "",
-        rows=rows[:_MAX_SLICES],
-        omitted=max(len(rows) - _MAX_SLICES, 0),
-    )
+    return {
+        "total": len(rows),
+        "compared": any(row["baseline"] is not None for row in rows),
+        "evaluated": len(evaluated),
+        "failed": sum(not row["passed"] for row in evaluated),
+        "reason": _common_reason(rows) if not evaluated else "",
+        "rows": rows[:_MAX_SLICES],
+        "omitted": max(len(rows) - _MAX_SLICES, 0),
+    }
 
 
 def _common_reason(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -5,44 +5,40 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pipeline.contract.results import Facts, mappings
+from pipeline.contract.results import Body, Facts, mappings
 from pipeline.report.charts import interval_text, parse_range
-from pipeline.report.rendering import render
-from pipeline.system.html import Html, number, size
+from pipeline.system.wording import MISSING, number, size
 
 _TIMED_BATCHES = {"1": "p50, batch 1", "32": "p50, batch 32"}
 _QUANTILES = {"p50": "median", "p95": "95 %", "p99": "99 %", "max": "slowest"}
 
 
-def parity(facts: Facts) -> Html | None:
+def parity(facts: Facts) -> Body | None:
     body = facts.parity
     if not body:
         return None
     onnx_bytes = next((variant.get("bytes") for variant in facts.variants if variant.get("variant") == "fp32"), None)
-    return render(
-        "parity.html",
-        parity=body,
-        onnx_bytes=onnx_bytes or body.get("onnx_bytes"),
-        runs=mappings(body.get("runs")),
-        elsewhere=mappings(body.get("coverage")),
-        left_out=list(body.get("left_out") or ()),
-        padding=body.get("padding"),
-    )
+    return {
+        "parity": body,
+        "onnx_bytes": onnx_bytes or body.get("onnx_bytes"),
+        "runs": mappings(body.get("runs")),
+        "elsewhere": mappings(body.get("coverage")),
+        "left_out": list(body.get("left_out") or ()),
+        "padding": body.get("padding"),
+    }
 
 
-def variants(facts: Facts) -> Html | None:
+def variants(facts: Facts) -> Body | None:
     if not facts.variants:
         return None
     fp32 = next((variant for variant in facts.variants if variant.get("variant") == "fp32"), facts.variants[0])
     batches = [key for key in _TIMED_BATCHES if any(key in (variant.get("p50_ms") or {}) for variant in facts.variants)]
-    return render(
-        "variants.html",
-        metric=next(
-            (str(variant["metric"].get("name")) for variant in facts.variants if variant.get("metric")), "metric"
-        ),
-        times=[_TIMED_BATCHES[key] for key in batches],
-        rows=[_variant(variant, fp32, batches) for variant in facts.variants],
-    )
+    names = (str(variant["metric"].get("name")) for variant in facts.variants if variant.get("metric"))
+    return {
+        "metric": next(names, "metric"),
+        "times": [_TIMED_BATCHES[key] for key in batches],
+        "rows": [_variant(variant, fp32, batches) for variant in facts.variants],
+    }
 
 
 def _variant(body: Mapping[str, Any], fp32: Mapping[str, Any], timed: Sequence[str]) -> dict[str, Any]:
@@ -58,20 +54,20 @@ def _variant(body: Mapping[str, Any], fp32: Mapping[str, Any], timed: Sequence[s
         "name": str(body.get("variant", "")),
         "chosen": body.get("chosen"),
         "value": (body.get("metric") or {}).get("value"),
-        "difference": interval_text(parse_range(body.get("difference"))) or "–",
+        "difference": interval_text(parse_range(body.get("difference"))) or MISSING,
         "max_abs_error": body.get("max_abs_error"),
         "size": size(own_bytes) + share,
-        "times": [f"{number(times.get(key), 3)} ms" if times.get(key) is not None else "–" for key in timed],
+        "times": [milliseconds(times.get(key)) for key in timed],
         "passed": body.get("passed"),
         "details": details,
     }
 
 
-def formats(facts: Facts) -> Html | None:
-    return render("formats.html", formats=facts.formats) if facts.formats else None
+def formats(facts: Facts) -> Body | None:
+    return {"formats": facts.formats} if facts.formats else None
 
 
-def package(facts: Facts) -> Html | None:
+def package(facts: Facts) -> Body | None:
     if not facts.image:
         return None
     names = {
@@ -82,27 +78,30 @@ def package(facts: Facts) -> Html | None:
         "context": "context",
         "reason": "note",
     }
-    return render("package.html", rows=[(title, facts.image.get(key)) for key, title in names.items()])
+    return {"rows": [(title, facts.image.get(key)) for key, title in names.items()]}
 
 
-def latency(facts: Facts) -> Html | None:
-    """The latency of the deployed service or, before there is one, of the exported file."""
-    if facts.deploy:
-        return _service_latency(facts.deploy)
-    chosen = next((variant for variant in facts.variants if variant.get("chosen")), {})
-    times = {f"batch {size}": value for size, value in (chosen.get("p50_ms") or {}).items() if value is not None}
-    if not times:
-        return None
-    return render("latency.html", deploy=None, requests=None, variant=chosen.get("variant"), bars=_bars(times))
-
-
-def _service_latency(deploy: Mapping[str, Any]) -> Html:
-    measured = deploy.get("latency_ms") or {}
+def latency(facts: Facts) -> Body | None:
+    """Return the latency of the deployed service or, before there is one, of the exported file."""
+    measured = facts.deploy.get("latency_ms") or {}
     times = {title: measured[name] for name, title in _QUANTILES.items() if measured.get(name) is not None}
-    bars = _bars(times) if times else []
-    return render("latency.html", deploy=deploy, requests=measured.get("requests"), variant=None, bars=bars)
+    chosen = next((variant for variant in facts.variants if variant.get("chosen")), {})
+    if not facts.deploy:
+        times = {f"batch {size}": value for size, value in (chosen.get("p50_ms") or {}).items() if value is not None}
+        if not times:
+            return None
+    return {
+        "deploy": facts.deploy,
+        "requests": measured.get("requests"),
+        "variant": chosen.get("variant"),
+        "bars": _bars(times),
+    }
 
 
-def _bars(milliseconds: Mapping[str, float]) -> list[tuple[str, float, str, str]]:
-    slowest = max(milliseconds.values()) or 1.0
-    return [(name, 100 * value / slowest, f"{number(value, 3)} ms", "") for name, value in milliseconds.items()]
+def _bars(times: Mapping[str, float]) -> list[tuple[str, float, str, str]]:
+    slowest = max(times.values(), default=0.0) or 1.0
+    return [(name, 100 * value / slowest, milliseconds(value), "") for name, value in times.items()]
+
+
+def milliseconds(value: float | None) -> str:
+    return MISSING if value is None else f"{number(value, 3)} ms"

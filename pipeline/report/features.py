@@ -15,10 +15,22 @@ from pipeline.contract.results import Body, Facts, is_number, mappings
 from pipeline.contract.run import Run, all_runs
 from pipeline.contract.task import SPLITS
 from pipeline.data_checks.champion import CHAMPION_PART
-from pipeline.report.charts import WIDTH, Axis, Plot, drawing, figure, label, make_plot, px, svg_line, tick_text, ticks
-from pipeline.report.rendering import render
+from pipeline.report.charts import (
+    WIDTH,
+    Axis,
+    Chart,
+    Circle,
+    Label,
+    Line,
+    Path,
+    Plot,
+    Shape,
+    make_plot,
+    tick_text,
+    ticks,
+)
 from pipeline.system.errors import PipelineError
-from pipeline.system.html import Child, Html, el, number, percent
+from pipeline.system.wording import number, percent
 
 _MAX_FEATURES = 12  # drawn
 _MAX_VALUES = 16  # of a category, drawn
@@ -73,7 +85,7 @@ class Distribution:
         return max((sum(abs(a - b) for a, b in zip(train, each, strict=True)) / 2 for each in others), default=0.0)
 
 
-def histograms(facts: Facts, champion: Body) -> Html | None:
+def histograms(facts: Facts, champion: Body) -> Body | None:
     """Draw each feature by split and of the champion's training data, and the drift that the checks measured."""
     of_champion = {str(feature["name"]): feature for feature in mappings(champion.get("features"))}
     features = [
@@ -89,14 +101,12 @@ def histograms(facts: Facts, champion: Body) -> Html | None:
     if not distributions:
         return None
     drawn = _choose(distributions)
-    return render(
-        "features.html",
-        charts=[_chart(distribution) for distribution in drawn],
-        drawn=len(drawn),
-        total=len(distributions),
-        has_champion=any(_CHAMPION in distribution.shares for distribution in drawn),
-        drift=_drift_chart(facts.checks),
-    )
+    return {
+        "charts": [*map(_chart, drawn), _drift_chart(facts.checks)],
+        "drawn": len(drawn),
+        "total": len(distributions),
+        "has_champion": any(_CHAMPION in distribution.shares for distribution in drawn),
+    }
 
 
 def _choose(distributions: Sequence[Distribution]) -> list[Distribution]:
@@ -189,42 +199,35 @@ def _parts(bounds: Sequence[float], start: float, stop: float) -> Iterator[tuple
             yield i, covered / (b - a)
 
 
-def _chart(distribution: Distribution) -> Html:
+def _chart(distribution: Distribution) -> Chart:
     top = max(share for shares in distribution.shares.values() for share in shares) or 1.0
     styles = {name: _STYLES.get(name, _CHAMPION_STYLE) for name in distribution.shares}
-    y = (0.0, top * 1.08)
-    y_title = f"share of {distribution.unit}"
-    if distribution.values:
-        plot = make_plot((0, len(distribution.values)), y, height=_HEIGHT)
-        parts = [plot.frame(distribution.name, y_title, x_ticks=False), *_bars(plot, distribution, styles)]
-    else:
-        plot = make_plot((distribution.low, distribution.high), y, height=_HEIGHT)
-        lines = [_outline(plot, distribution.shares[name], style) for name, style in styles.items() if name != "train"]
-        train = distribution.shares.get("train", ())
-        parts = [plot.frame(distribution.name, y_title), [*_filled(plot, train), *lines]]
+    categories = len(distribution.values)
+    x = (0.0, float(categories)) if categories else (distribution.low, distribution.high)
+    plot = make_plot(x, (0.0, top * 1.08), height=_HEIGHT)
+    shapes = [
+        *plot.frame(distribution.name, f"share of {distribution.unit}", x_ticks=not categories),
+        *(_bars if categories else _outlines)(plot, distribution, styles),
+    ]
     text = f"{distribution.name} in {', '.join(distribution.shares)}; the largest difference to train is " + percent(
         distribution.drift
     )
-    chart = drawing(f"Distribution of {distribution.name}", text, parts, plot.width, plot.height)
-    return figure(distribution.name, chart, list(styles.items()))
+    title, legend = f"Distribution of {distribution.name}", list(styles.items())
+    return Chart(title, text, shapes, plot.width, plot.height, caption=distribution.name, legend=legend)
 
 
-def _filled(plot: Plot, shares: Sequence[float]) -> Iterator[Html]:
-    width = (plot.x.high - plot.x.low) / max(len(shares), 1)
-    for i, share in enumerate(shares):
-        if share > 0:
-            low, high = plot.x.low + i * width, plot.x.low + (i + 1) * width
-            text = f"train: {percent(share)} from {number(low, 3)} to {number(high, 3)}"
-            yield _rectangle(plot, low, high, share, text, "bin soft one")
+def _outlines(plot: Plot, distribution: Distribution, styles: Mapping[str, str]) -> Iterator[Shape]:
+    """Draw the training data as bars, and the other data sets as lines."""
+    train = distribution.shares.get("train", ())
+    width = (plot.x.high - plot.x.low) / max(len(train), 1)
+    for i, share in enumerate(train):
+        low, high = plot.x.low + i * width, plot.x.low + (i + 1) * width
+        text = f"train: {percent(share)} from {number(low, 3)} to {number(high, 3)}"
+        yield from plot.bar(low, high, share, "soft one", text)
+    yield from (_outline(plot, distribution.shares[name], style) for name, style in styles.items() if name != "train")
 
 
-def _rectangle(plot: Plot, low: float, high: float, share: float, text: str, style: str) -> Html:
-    left, right, top = plot.x.at(low), plot.x.at(high), min(plot.y.at(share), plot.y.start - 0.8)
-    sides = {"x": px(left + 0.4), "y": px(top), "width": px(max(right - left - 0.8, 0.5))}
-    return el("rect", el("title", text), **sides, height=px(plot.y.start - top), class_=style)
-
-
-def _outline(plot: Plot, shares: Sequence[float], style: str) -> Html:
+def _outline(plot: Plot, shares: Sequence[float], style: str) -> Path:
     width = (plot.x.high - plot.x.low) / len(shares)
     points = [(plot.x.low, 0.0)]
     for i, share in enumerate(shares):
@@ -232,21 +235,18 @@ def _outline(plot: Plot, shares: Sequence[float], style: str) -> Html:
     return plot.path([*points, (plot.x.high, 0.0)], f"curve thin {style}")
 
 
-def _bars(plot: Plot, distribution: Distribution, styles: Mapping[str, str]) -> Iterator[Html]:
+def _bars(plot: Plot, distribution: Distribution, styles: Mapping[str, str]) -> Iterator[Shape]:
     """Draw the bars of all data sets side by side for each value, with its name below where there is room."""
-    count, sets = len(distribution.values), len(distribution.shares)
-    room = (plot.x.stop - plot.x.start) / count / 7  # characters
+    room = (plot.x.stop - plot.x.start) / len(distribution.values) / 7  # characters
     for i, value in enumerate(distribution.values):
         for place, (name, shares) in enumerate(distribution.shares.items()):
-            low, high = i + 0.1 + place * 0.8 / sets, i + 0.1 + (place + 1) * 0.8 / sets
             text = f"{name}: {percent(shares[i])} {value}"
-            if shares[i] > 0:
-                yield _rectangle(plot, low, high, shares[i], text, f"bin {styles[name]}")
+            yield from plot.bar(i + 0.1, i + 0.9, shares[i], styles[name], text, place, len(distribution.shares))
         shown = value if len(value) <= room else value[: max(int(room) - 1, 1)] + "…"
-        yield label(plot.x.at(i + 0.5), plot.y.start + 17, shown, "tick")
+        yield Label(plot.x.at(i + 0.5), plot.y.start + 17, shown, "tick")
 
 
-def _drift_chart(checks: Sequence[Body]) -> Html | None:
+def _drift_chart(checks: Sequence[Body]) -> Chart | None:
     """Draw the population stability index of each column that the checks compared, with its limit."""
     rows = [
         check
@@ -262,26 +262,25 @@ def _drift_chart(checks: Sequence[Body]) -> Html | None:
     height = 52 + _DRIFT_ROW * len(rows)
     plot = Plot(Axis(0, top, 12, WIDTH - 12), Axis(0, 1, height - 46, 6), width=WIDTH, height=height)
     x_limit = plot.x.at(limit)
-    parts: list[Child] = [*_drift_axis(plot), svg_line(x_limit, plot.y.stop, x_limit, plot.y.start, "bound")]
+    shapes: list[Shape] = [*_drift_axis(plot), Line(x_limit, plot.y.stop, x_limit, plot.y.start, "bound")]
     for i, check in enumerate(rows):
         name, end = _drift_name(check), plot.x.at(check["value"])
         y, kind = plot.y.stop + _DRIFT_ROW * (i + 0.75), "bad" if check.get("level") in ("warn", "error") else "one"
-        tooltip = el("title", f"{name}: {number(check['value'])}")
-        parts += [
-            label(plot.x.start, y - 8, name, "tick start"),
-            svg_line(plot.x.start, y, end, y, f"stem {kind}"),
-            el("circle", tooltip, cx=px(end), cy=px(y), r=4, class_=f"point {kind}"),
+        shapes += [
+            Label(plot.x.start, y - 8, name, "tick start"),
+            Line(plot.x.start, y, end, y, f"stem {kind}"),
+            Circle(end, y, 4, f"point {kind}", f"{name}: {number(check['value'])}"),
         ]
     text = "; ".join(f"{_drift_name(check)} {number(check['value'])}" for check in rows)
     note = f"the line is the limit, {number(limit)}"
-    return figure("Drift", drawing("Drift by column", text, parts, plot.width, plot.height), (), note)
+    return Chart("Drift by column", text, shapes, plot.width, plot.height, caption="Drift", note=note)
 
 
-def _drift_axis(plot: Plot) -> Iterator[Html]:
+def _drift_axis(plot: Plot) -> Iterator[Shape]:
     for value in ticks(plot.x.low, plot.x.high):
-        yield svg_line(plot.x.at(value), plot.y.stop, plot.x.at(value), plot.y.start, "grid")
-        yield label(plot.x.at(value), plot.y.start + 17, tick_text(value), "tick")
-    yield label((plot.x.start + plot.x.stop) / 2, plot.height - 6, "population stability index (PSI)", "axis-title")
+        yield Line(plot.x.at(value), plot.y.stop, plot.x.at(value), plot.y.start, "grid")
+        yield Label(plot.x.at(value), plot.y.start + 17, tick_text(value), "tick")
+    yield Label((plot.x.start + plot.x.stop) / 2, plot.height - 6, "population stability index (PSI)", "axis-title")
 
 
 def _drift_name(check: Body) -> str:

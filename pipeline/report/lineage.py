@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipeline.contract.config import Config
-from pipeline.contract.results import Facts
+from pipeline.contract.results import Body, Facts
 from pipeline.contract.run import STEPS
 from pipeline.contract.settings.section import Section
 from pipeline.contract.task import SPLITS
-from pipeline.report.charts import drawing, label, px
-from pipeline.report.rendering import render
-from pipeline.system.html import Html, el, number, short
+from pipeline.report.charts import Chart, Group, Label, Path, Rectangle, Shape, px
+from pipeline.system.wording import number, short
 
 _MAX_CLASSES = 60  # shown
 _MAX_DUPLICATES = 10  # shown
@@ -33,7 +32,7 @@ _PARENTS = {
 _RANKS = (_INPUTS, ("checkpoint",), ("verdict", "ONNX"), ("bundle",), ("image", "service"))
 
 
-def data(facts: Facts) -> Html | None:
+def data(facts: Facts) -> Body | None:
     if not facts.splits:
         return None
     splits = {name: facts.splits[name] for name in (*SPLITS, *facts.splits) if name in facts.splits}
@@ -43,37 +42,35 @@ def data(facts: Facts) -> Html | None:
         for name in ((facts.classes or list(classes))[:_MAX_CLASSES] if classes else ())
     ]
     rank = {level: i for i, level in enumerate(_LEVELS)}
-    return render(
-        "data.html",
-        splits=splits,
-        duplicate_count=facts.data.get("duplicate_count", 0),
-        duplicates=[
+    return {
+        "splits": splits,
+        "duplicate_count": facts.data.get("duplicate_count", 0),
+        "duplicates": [
             f"{pair['b']['split']}[{pair['b']['index']}] = {pair['a']['split']}[{pair['a']['index']}]"
             for pair in facts.data.get("duplicates", [])[:_MAX_DUPLICATES]
         ],
-        checks=sorted(facts.checks, key=lambda check: rank.get(str(check.get("level")), 0)),
-        class_count=len(classes),
-        balance=balance,
-    )
+        "checks": sorted(facts.checks, key=lambda check: rank.get(str(check.get("level")), 0)),
+        "class_count": len(classes),
+        "balance": balance,
+    }
 
 
-def environment(facts: Facts) -> Html:
-    return render("environment.html", rows=sorted(facts.file.environment.items()))
+def environment(facts: Facts) -> Body:
+    return {"rows": sorted(facts.file.environment.items())}
 
 
-def reproduce(facts: Facts) -> Html:
-    """The command that repeats the run, and the command line of each step."""
+def reproduce(facts: Facts) -> Body:
+    """Return the command that repeats the run, and the command line of each step."""
     records = [(name, record.argv) for name in STEPS if (record := facts.step(name)) and record.argv]
-    return render("reproduce.html", file=facts.file, commands=[(name, " ".join(argv)) for name, argv in records])
+    return {"file": facts.file, "commands": [(name, " ".join(argv)) for name, argv in records]}
 
 
-def configuration(facts: Facts) -> Html:
-    return render(
-        "configuration.html",
-        changed=list(changed_settings(facts.file.config)),
-        overrides=facts.file.continued,
-        whole=json.dumps(facts.file.config, indent=2, sort_keys=True, default=str),
-    )
+def configuration(facts: Facts) -> Body:
+    return {
+        "changed": list(changed_settings(facts.file.config)),
+        "overrides": facts.file.continued,
+        "whole": json.dumps(facts.file.config, indent=2, sort_keys=True, default=str),
+    }
 
 
 def changed_settings(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -146,14 +143,17 @@ def digest_chain(facts: Facts) -> list[Artifact]:
     ]
 
 
-def lineage(facts: Facts) -> Html:
+def lineage(facts: Facts) -> Body:
     chain = digest_chain(facts)
-    broken = [artifact.name for artifact in chain if artifact.is_broken]
-    graphs = [_graph(chain, wide=True), _graph(chain, wide=False)]
-    return render("lineage.html", chain=chain, broken=broken, graphs=graphs, accepted=facts.accepted_changes)
+    return {
+        "chain": chain,
+        "broken": [artifact.name for artifact in chain if artifact.is_broken],
+        "graphs": [_graph(chain, wide=True), _graph(chain, wide=False)],
+        "accepted": facts.accepted_changes,
+    }
 
 
-def _graph(chain: Sequence[Artifact], wide: bool) -> Html:
+def _graph(chain: Sequence[Artifact], wide: bool) -> Chart:
     """Left to right, or top to bottom for narrow screens."""
     positions = dict(_places({artifact.name for artifact in chain}, wide))
     width = max(x for x, _ in positions.values()) + _BOX_WIDTH + 2
@@ -168,7 +168,7 @@ def _graph(chain: Sequence[Artifact], wide: bool) -> Html:
     text = ", ".join(
         f"{artifact.name} {' and '.join(map(short, artifact.digests)) or 'not reached'}" for artifact in chain
     )
-    return drawing("Lineage", text, (arrows, boxes), width, height, "graph across" if wide else "graph down")
+    return Chart("Lineage", text, [*arrows, *boxes], width, height, "graph across" if wide else "graph down")
 
 
 def _places(names: set[str], wide: bool) -> Iterator[tuple[str, tuple[float, float]]]:
@@ -183,24 +183,22 @@ def _places(names: set[str], wide: bool) -> Iterator[tuple[str, tuple[float, flo
             yield name, (a, b) if wide else (b, a)
 
 
-def _box(artifact: Artifact, x: float, y: float) -> Html:
+def _box(artifact: Artifact, x: float, y: float) -> Group:
     digests = artifact.digests
     kind = " broken" if artifact.is_broken else "" if digests else " none"
     short_digests = (
         " ≠ ".join(short(digest)[:6] for digest in digests) if artifact.is_broken else "".join(map(short, digests))
     )
     heading = f"{artifact.name} · {artifact.note}" if artifact.note else artifact.name
-    return el(
-        "g",
-        el("title", "\n".join([artifact.name, *(digests or ["not reached"])])),
-        el("rect", x=px(x), y=px(y), width=_BOX_WIDTH, height=_BOX_HEIGHT, rx=3),
-        label(x + 12, y + 21, heading, "start name"),
-        label(x + 12, y + 39, short_digests or "not reached", "start digest"),
-        class_=f"node{kind}",
-    )
+    shapes: list[Shape] = [
+        Rectangle(x, y, _BOX_WIDTH, _BOX_HEIGHT, "", radius=3),
+        Label(x + 12, y + 21, heading, "start name"),
+        Label(x + 12, y + 39, short_digests or "not reached", "start digest"),
+    ]
+    return Group(shapes, f"node{kind}", "\n".join([artifact.name, *(digests or ["not reached"])]))
 
 
-def _arrow(start: tuple[float, float], end: tuple[float, float], wide: bool) -> Html:
+def _arrow(start: tuple[float, float], end: tuple[float, float], wide: bool) -> Group:
     (x1, y1), (x2, y2) = start, end
     if wide:
         x1, y1, y2 = x1 + _BOX_WIDTH, y1 + _BOX_HEIGHT / 2, y2 + _BOX_HEIGHT / 2
@@ -212,4 +210,4 @@ def _arrow(start: tuple[float, float], end: tuple[float, float], wide: bool) -> 
         middle = (y1 + y2) / 2
         path = f"M{px(x1)} {px(y1)}C{px(x1)} {px(middle)} {px(x2)} {px(middle)} {px(x2)} {px(y2 - 7)}"
         arrow_head = f"M{px(x2)} {px(y2)}l-4 -8h8z"
-    return el("g", el("path", d=path, class_="edge"), el("path", d=arrow_head, class_="tip"))
+    return Group([Path(path, "edge"), Path(arrow_head, "tip")])

@@ -1,7 +1,8 @@
 """The report of a run and the index of all runs, each as one HTML file that needs nothing else.
 
-A section is a function of the run's facts that renders one template. A section whose files the run has not written is
-marked as not reached. One whose files have another format shows the error and leaves the rest of the page alone.
+A section is a template and a function of the run's facts that returns its values. A section whose files the run has not
+written is marked as not reached. One whose files have another format shows the error and leaves the rest of the page
+alone.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 from urllib.parse import quote
@@ -35,12 +37,10 @@ from pipeline.report import (
 )
 from pipeline.report.charts import parse_range
 from pipeline.report.features import read_champion_profile
-from pipeline.report.rendering import render, score
+from pipeline.report.rendering import read_asset, render, score
 from pipeline.system.files import write_atomic
-from pipeline.system.html import MISSING, Html, el, number, seconds, signed
+from pipeline.system.wording import MISSING, number, seconds, signed
 
-_STYLE = Path(__file__).with_name("style.css")
-_INDEX_SCRIPT = Path(__file__).with_name("index.js")  # of the index; reports have no script
 _FINISHED = ("done", "rejected", "overridden")  # a step with one of these has written all its files
 _SHAPE_ERRORS = (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError, UndefinedError)
 Tile: TypeAlias = tuple[str, str, str]  # name, value, note
@@ -50,8 +50,9 @@ Tile: TypeAlias = tuple[str, str, str]  # name, value, note
 class Section:
     title: str
     step: str  # the step that writes its files; empty: the run itself
-    draw: Callable[[], Html | None]
-    absent: str = ""  # shown if the finished step has left nothing to draw; empty: then there is no section
+    template: str
+    values: Callable[[], Body | None]  # of the template
+    absent: str = ""  # shown if the finished step has left nothing to show; empty: then there is no section
 
 
 def write_report(run: Run, path: Path, others: Sequence[Run] = ()) -> None:
@@ -66,9 +67,9 @@ def write_report(run: Run, path: Path, others: Sequence[Run] = ()) -> None:
 
 def _render_report(facts: Facts, sections: Iterable[Section]) -> str:
     drawn = [
-        {"title": section.title, "anchor": re.sub(r"[^a-z]+", "-", section.title.lower()), "content": content}
+        {"title": section.title, "anchor": re.sub(r"[^a-z]+", "-", section.title.lower()), **content}
         for section in sections
-        if (content := _content(section, facts)) is not None
+        if (content := _content(section, facts))
     ]
     return render(
         "report.html",
@@ -83,8 +84,8 @@ def _render_report(facts: Facts, sections: Iterable[Section]) -> str:
             if record.current_status in ("failed", "rejected", "interrupted")
         ],
         sections=drawn,
-        style=Html(_STYLE.read_text()),
-        script="",
+        style=read_asset("style.css"),
+        script="",  # only the index has one
     )
 
 
@@ -92,54 +93,60 @@ def _sections(
     runs: training.Runs, compared: Sequence[comparison.Comparison], champion_profile: Body
 ) -> Iterator[Section]:
     facts = next(iter(runs.values()))
+
+    def section(
+        title: str, step: str, template: str, values: Callable[[Facts], Body | None], absent: str = ""
+    ) -> Section:
+        return Section(title, step, template, partial(values, facts), absent)
+
     if compared:
         title = "Compared with the other run" if len(compared) == 1 else "Compared with other runs"
-        yield Section(title, "", lambda: comparison.comparison(runs, compared))
-    yield Section("Verdict", "evaluate", lambda: evaluation.verdict(facts), "The step has left no verdict.")
-    yield Section("Slices", "evaluate", lambda: evaluation.slices(facts))
+        yield Section(title, "", "comparison.html", partial(comparison.comparison, runs, compared))
+    yield section("Verdict", "evaluate", "verdict.html", evaluation.verdict, "The step has left no verdict.")
+    yield section("Slices", "evaluate", "slices.html", evaluation.slices)
     no_log = "The training log has no lines."
-    yield Section("Learning curves", "train", lambda: training.curves(runs), no_log)
-    yield Section("Speed and time", "train", lambda: training.speed(runs))
-    yield Section("Experts", "train", lambda: training.experts(facts))
-    yield Section("Predicted against actual", "evaluate", lambda: predictions.regression(facts))
-    yield Section("NDCG by query", "evaluate", lambda: predictions.ranking(facts))
-    yield Section("ROC and precision-recall", "evaluate", lambda: classification.curves(runs))
-    yield Section("Confusion matrix", "evaluate", lambda: classification.confusion(facts))
-    yield Section("Per class", "evaluate", lambda: classification.per_class(facts))
+    yield Section("Learning curves", "train", "curves.html", partial(training.curves, runs), no_log)
+    yield Section("Speed and time", "train", "speed.html", partial(training.speed, runs))
+    yield section("Experts", "train", "experts.html", training.experts)
+    yield section("Predicted against actual", "evaluate", "regression.html", predictions.regression)
+    yield section("NDCG by query", "evaluate", "ranking.html", predictions.ranking)
+    curves = "classification_curves.html"
+    yield Section("ROC and precision-recall", "evaluate", curves, partial(classification.curves, runs))
+    yield section("Confusion matrix", "evaluate", "confusion.html", classification.confusion)
+    yield section("Per class", "evaluate", "per_class.html", classification.per_class)
     no_probabilities = "Calibration is unknown: the task has no probabilities()." if facts.classes else ""
-    yield Section("Calibration", "evaluate", lambda: classification.calibration(facts), no_probabilities)
-    yield Section("Worst samples", "evaluate", lambda: samples.worst_samples(facts))
-    yield Section("Typical samples", "evaluate", lambda: samples.typical_samples(facts))
-    yield Section("ONNX parity", "export", lambda: export.parity(facts), "The step has left no parity.json.")
-    yield Section("Variants", "export", lambda: export.variants(facts))
-    yield Section("Formats", "export", lambda: export.formats(facts))
-    yield Section("Package", "package", lambda: export.package(facts), "The step has left no image.json.")
-    yield Section("Service and latency", "deploy", lambda: export.latency(facts), "The step has left no deploy.json.")
-    yield Section("Data", "prepare", lambda: lineage.data(facts), "The step has left no data.json.")
-    yield Section("Inputs by split", "prepare", lambda: features.histograms(facts, champion_profile))
-    yield Section("Lineage", "", lambda: lineage.lineage(facts))
-    yield Section("Environment", "", lambda: lineage.environment(facts))
-    yield Section("Reproduce", "", lambda: lineage.reproduce(facts))
-    yield Section("Configuration", "", lambda: lineage.configuration(facts))
+    yield section("Calibration", "evaluate", "calibration.html", classification.calibration, no_probabilities)
+    yield section("Worst samples", "evaluate", "samples.html", samples.worst_samples)
+    yield section("Typical samples", "evaluate", "samples.html", samples.typical_samples)
+    yield section("ONNX parity", "export", "parity.html", export.parity, "The step has left no parity.json.")
+    yield section("Variants", "export", "variants.html", export.variants)
+    yield section("Formats", "export", "formats.html", export.formats)
+    yield section("Package", "package", "package.html", export.package, "The step has left no image.json.")
+    yield section("Service and latency", "deploy", "latency.html", export.latency, "The step has left no deploy.json.")
+    yield section("Data", "prepare", "data.html", lineage.data, "The step has left no data.json.")
+    histograms = partial(features.histograms, facts, champion_profile)
+    yield Section("Inputs by split", "prepare", "features.html", histograms)
+    yield section("Lineage", "", "lineage.html", lineage.lineage)
+    yield section("Environment", "", "environment.html", lineage.environment)
+    yield section("Reproduce", "", "reproduce.html", lineage.reproduce)
+    yield section("Configuration", "", "configuration.html", lineage.configuration)
 
 
-def _content(section: Section, facts: Facts) -> Html | None:
-    """Return the rendered section, or a line that explains why it is empty; None leaves the section out."""
+def _content(section: Section, facts: Facts) -> dict[str, str]:
+    """Return the rendered section, or what is wrong, or why it is empty; nothing leaves the section out."""
     try:
-        content = section.draw()
+        values = section.values()
+        if values is not None:
+            return {"content": render(section.template, **values)}
     except _SHAPE_ERRORS as error:  # files of another version, or edited by hand
-        problem = f"{type(error).__name__}: {error}"
-        text = f"The run's files for this section are not in a format this version reads ({problem})."
-        return el("p", text, class_="note bad")
-    if content is not None:
-        return content
-    record = facts.step(section.step)
+        return {"problem": f"{type(error).__name__}: {error}"}
     if not section.absent:
-        return None
+        return {}
+    record = facts.step(section.step)
     if record is not None and record.current_status in _FINISHED:
-        return el("p", section.absent, class_="missing")
+        return {"missing": section.absent}
     state = f"the {section.step} step {'is ' + record.current_status if record else 'has not run'}"
-    return el("p", f"Not reached: {state}.", class_="missing")
+    return {"missing": f"Not reached: {state}."}
 
 
 def _lead(facts: Facts) -> str:
@@ -167,7 +174,7 @@ def _metric_tiles(facts: Facts) -> Iterator[Tile]:
         return
     value, baseline = ((facts.metrics.get(model) or {}).get(metric) for model in ("candidate", "baseline"))
     samples = f"{facts.metrics.get('samples')} samples"
-    yield metric, score(metric, value), samples if baseline is None else f"baseline {score(metric, baseline)}"
+    yield metric, score(value, metric), samples if baseline is None else f"baseline {score(baseline, metric)}"
     if difference := parse_range(facts.verdict.get("difference")):
         interval = f"{signed(difference.low)} to {signed(difference.high)}"
         yield "against baseline", signed(difference.estimate), interval
@@ -189,7 +196,7 @@ def write_index(history: History, path: Path) -> None:
 
 
 def render_index(rows: Sequence[dict[str, Any]]) -> str:
-    script = _INDEX_SCRIPT.read_text()
+    script = read_asset("index.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     names = sorted({name for row in rows for name in row["settings"]})
     differing = [name for name in names if len({json.dumps(row["settings"].get(name)) for row in rows}) > 1]
@@ -205,8 +212,8 @@ def render_index(rows: Sequence[dict[str, Any]]) -> str:
         result_names=results,
         setting_names=differing,
         example=f"{metric}>0.9 {differing[0] if differing else 'train.lr'}=… passed",
-        style=Html(_STYLE.read_text()),
-        script=Html(script),
+        style=read_asset("style.css"),
+        script=script,
         script_digest=digest,
     )
 
@@ -227,7 +234,7 @@ def _row(run: Run, folder: Path) -> dict[str, Any]:
         "facts": facts,
         "metric": metric,
         "value": value if is_number(value) else None,
-        "score": score(metric, value),
+        "score": score(value, metric),
         "difference": difference.estimate if difference else None,
         "seconds": facts.summary.get("seconds"),
         "samples_per_second": facts.summary.get("samples_per_second"),

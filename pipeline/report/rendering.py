@@ -8,18 +8,25 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
 
-from pipeline.system.html import Html, number, percent, seconds, short, signed, size
+from pipeline.report.charts import px
+from pipeline.system.wording import number, percent, seconds, short, signed, size
 
 _BETWEEN_TAGS = re.compile(r">\s*\n\s*<")
 
 
-def render(template: str, **values: Any) -> Html:
+def render(template: str, **values: Any) -> Markup:
     """Render a file of `templates/`. Line breaks between two tags are layout of the template and are dropped."""
-    return Html(_BETWEEN_TAGS.sub("><", _environment().get_template(template).render(values)))
+    return Markup(_BETWEEN_TAGS.sub("><", _environment().get_template(template).render(values)))  # noqa: S704
 
 
-def score(metric: str, value: float | None) -> str:
+def read_asset(name: str) -> Markup:
+    """Return the style or the script of the pages, which are ours and not escaped."""
+    return Markup(Path(__file__).with_name(name).read_text())  # noqa: S704
+
+
+def score(value: float | None, metric: str) -> str:
     return percent(value) if "accuracy" in metric else number(value)
 
 
@@ -37,6 +44,6 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    for name in (number, percent, seconds, short, signed, size, date):
+    for name in (number, percent, seconds, short, signed, size, date, score, px):
         environment.filters[name.__name__] = name
     return environment

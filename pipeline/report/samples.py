@@ -9,9 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pipeline.contract.results import Body, Facts, is_number, mappings
-from pipeline.report.charts import Plot, drawing, label, make_plot, px
-from pipeline.report.rendering import render
-from pipeline.system.html import MISSING, Html, el, number
+from pipeline.report.charts import Chart, Label, Path, Picture, Plot, Rectangle, Shape, make_plot, px
+from pipeline.system.wording import MISSING, number
 
 _BASE64 = re.compile(r"[A-Za-z0-9+/]+={0,2}")
 _PICTURES = ("picture", "boxes")
@@ -23,17 +22,17 @@ _BOXES_WIDTH = 210
 Styles = Mapping[str, str]  # of labels and tags
 
 
-def worst_samples(facts: Facts) -> Html | None:
-    """Draw one card for each sample, as the evaluate step stored them."""
+def worst_samples(facts: Facts) -> Body | None:
+    """Return one card for each sample, as the evaluate step stored them."""
     lead = f"The candidate’s worst samples by {facts.worst.get('metric', '')}; ties are ordered by the other metrics."
     return _samples(facts, "samples", " ".join(filter(None, (lead, str(facts.worst.get("note") or "")))))
 
 
-def typical_samples(facts: Facts) -> Html | None:
+def typical_samples(facts: Facts) -> Body | None:
     return _samples(facts, "typical", f"Samples around the median of {facts.worst.get('metric', '')}.")
 
 
-def _samples(facts: Facts, key: str, lead: str) -> Html | None:
+def _samples(facts: Facts, key: str, lead: str) -> Body | None:
     samples = mappings(facts.worst.get(key))
     if not samples:
         return None
@@ -41,10 +40,10 @@ def _samples(facts: Facts, key: str, lead: str) -> Html | None:
     cards = [_card(sample, bool(facts.classes), styles) for sample in samples]
     parts = [card["parts"] for card in cards if card["parts"]]
     is_wide = any(len(shown) > 1 or shown[0]["kind"] != "picture" for shown in parts)
-    return render("samples.html", lead=lead, cards=cards, is_wide=is_wide)
+    return {"lead": lead, "cards": cards, "is_wide": is_wide}
 
 
-def _card(sample: Mapping[str, Any], has_classes: bool, styles: Styles) -> dict[str, Any]:
+def _card(sample: Mapping[str, Any], has_classes: bool, styles: Styles) -> Body:
     actual, predicted = sample.get("actual"), sample.get("predicted")
     if actual is None or predicted is None:
         answer = ""
@@ -163,42 +162,29 @@ def _words(part: Body, parts: Sequence[Body], styles: Styles) -> Iterator[Body]:
         previous = entity
 
 
-def _boxes_chart(part: Body, size: tuple[int, int], styles: Styles) -> Html:
+def _boxes_chart(part: Body, size: tuple[int, int], styles: Styles) -> Chart:
     width, height = _BOXES_WIDTH, _BOXES_WIDTH * size[1] / size[0]
     boxes = [box for box in mappings(part.get("boxes")) if all(map(is_number, box["box"]))]
-    picture = el("image", href=f"data:image/png;base64,{part['png']}", width=width, height=px(height))
     texts = [" ".join(filter(None, (str(box.get("label", "")), _score(box)))) for box in boxes]
-    parts = [
-        (
-            _box(box["box"], width, height, kind := styles.get(str(box.get("label", "")), "one")),
-            _box_label(box, text, width, height, kind),
-        )
-        for box, text in zip(boxes, texts, strict=True)
-    ]
+    shapes: list[Shape] = [Picture(str(part["png"]), width, height)]
+    for box, text in zip(boxes, texts, strict=True):
+        style = styles.get(str(box.get("label", "")), "one")
+        left, top, right, bottom = (min(max(edge, 0.0), 1.0) for edge in box["box"])
+        sides = max(right - left, 0) * width, max(bottom - top, 0) * height
+        shapes.append(Rectangle(left * width, top * height, *sides, style))
+        if text:  # above the box, or inside it if there is no room
+            x, y = min(left, 0.85) * width, box["box"][1] * height
+            shapes.append(Label(x + 1, y - 3 if y > 13 else max(y, 0) + 11, text, f"start {style}"))
     name = str(part.get("name", "")) or "picture"
     text = f"{len(boxes)} boxes" + (f": {', '.join(filter(None, texts))}" if any(texts) else "")
-    return drawing(name, text, [picture, parts], width, height, "boxes")
+    return Chart(name, text, shapes, width, height, "boxes")
 
 
 def _score(box: Body) -> str:
     return f"{box['score']:.2f}" if is_number(box.get("score")) else ""
 
 
-def _box(edges: Sequence[float], width: float, height: float, style: str) -> Html:
-    left, top, right, bottom = (min(max(edge, 0.0), 1.0) for edge in edges)
-    sides = {"width": px(max(right - left, 0) * width), "height": px(max(bottom - top, 0) * height)}
-    return el("rect", x=px(left * width), y=px(top * height), **sides, class_=style)
-
-
-def _box_label(box: Body, text: str, width: float, height: float, style: str) -> Html | None:
-    """Write the label above the box, or inside it if there is no room."""
-    if not text:
-        return None
-    left, top = min(max(box["box"][0], 0.0), 0.85) * width, box["box"][1] * height
-    return label(left + 1, top - 3 if top > 13 else max(top, 0) + 11, text, f"start {style}")
-
-
-def _curves_chart(curves: Sequence[Body], all_curves: Sequence[Body]) -> Html:
+def _curves_chart(curves: Sequence[Body], all_curves: Sequence[Body]) -> Chart:
     """Draw curves; all curves of a sample have one vertical scale."""
     numbers = [value for curve in all_curves for value in curve["values"] if is_number(value)]
     low, high = min(numbers), max(numbers)
@@ -206,14 +192,13 @@ def _curves_chart(curves: Sequence[Body], all_curves: Sequence[Body]) -> Html:
     count = len(curves[0]["values"])
     plot = make_plot((0, max(count - 1, 1)), (low - pad, high + pad), _CURVE_WIDTH, _CURVE_HEIGHT)
     paths = [
-        el("path", d=_path(curve["values"], plot), class_=f"curve {style}")
-        for curve, style in zip(curves, _STYLES, strict=False)
+        Path(_path(curve["values"], plot), f"curve {style}") for curve, style in zip(curves, _STYLES, strict=False)
     ]
     own = [value for curve in curves for value in curve["values"] if is_number(value)]
     name = ", ".join(str(curve.get("name", "")) for curve in curves)
     text = f"{count} points, from {number(min(own))} to {number(max(own))}"
-    parts = [plot.frame("position", "value", whole=True), paths]
-    return drawing(name, text, parts, _CURVE_WIDTH, _CURVE_HEIGHT, "curve-part")
+    shapes = [*plot.frame("position", "value", whole=True), *paths]
+    return Chart(name, text, shapes, _CURVE_WIDTH, _CURVE_HEIGHT, "curve-part")
 
 
 def _path(values: Sequence[float | None], plot: Plot) -> str:

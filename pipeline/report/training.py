@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from pipeline.contract.results import Body, Facts, is_number
-from pipeline.report.charts import RUN_STYLES, Points, Series, drawing, label, line_chart, px
-from pipeline.report.rendering import render
-from pipeline.system.html import Html, el, number, percent, seconds, size
+from pipeline.report.charts import RUN_STYLES, Chart, Label, Points, Rectangle, Series, Shape, line_chart
+from pipeline.system.wording import MISSING, number, percent, seconds, size
 
 Runs: TypeAlias = Mapping[str, Facts]  # by their names in the report; first the run that it is about
 
@@ -31,7 +30,7 @@ _MAX_PROCESSES = 6  # drawn; with more, only the largest and the smallest value 
 _MAX_EXPERTS = 64  # drawn, from the layers with the most uneven loads
 
 
-def curves(runs: Runs) -> Html | None:
+def curves(runs: Runs) -> Body | None:
     """Draw the curves of a run, or one curve per run in each chart."""
     facts = next(iter(runs.values()))
     if not facts.steps and not facts.validations:
@@ -57,7 +56,7 @@ def curves(runs: Runs) -> Html | None:
         line_chart("Learning rate", rates, "learning rate"),
         line_chart("Gradient norm", norms, "norm of the gradients"),
     ]
-    return render("curves.html", charts=charts, summary=list(_summary(facts.summary)))
+    return {"charts": charts, "summary": list(_summary(facts.summary))}
 
 
 def _losses(run: Facts) -> list[Series]:
@@ -113,7 +112,7 @@ class Budget:
         return sum(self.parts.values())
 
     def share(self, part: str) -> str:
-        return percent(self.parts[part] / self.total) if part in self.parts else "–"
+        return percent(self.parts[part] / self.total) if part in self.parts else MISSING
 
 
 def time_budget(facts: Facts) -> Budget | None:
@@ -176,7 +175,7 @@ def _values(facts: Facts, name: str) -> list[float]:
     return [value for _, value in facts.curve(name)]
 
 
-def render_time_budget(runs: Runs) -> Html | None:
+def _time_budgets(runs: Runs) -> Body | None:
     budgets = {name: budget for name, run in runs.items() if (budget := time_budget(run))}
     if not budgets:
         return None
@@ -192,32 +191,30 @@ def render_time_budget(runs: Runs) -> Html | None:
         for part, style in _BUDGET_STYLES.items()
         if any(part in budget.parts for budget in budgets.values())
     ]
-    return render(
-        "time_budget.html",
-        complete=all(budget.complete for budget in budgets.values()),
-        bars=[(name if is_comparison else "", _budget_bar(name, budget)) for name, budget in budgets.items()],
-        head=["", *[word for name in budgets for word in (name if is_comparison else "time", "share")]],
-        rows=rows,
-        totals=[cell for budget in budgets.values() for cell in (seconds(budget.total), "100%")],
-    )
+    return {
+        "complete": all(budget.complete for budget in budgets.values()),
+        "bars": [(name if is_comparison else "", _budget_bar(name, budget)) for name, budget in budgets.items()],
+        "head": ["", *[word for name in budgets for word in (name if is_comparison else "time", "share")]],
+        "rows": rows,
+        "totals": [cell for budget in budgets.values() for cell in (seconds(budget.total), "100%")],
+    }
 
 
-def _budget_bar(name: str, budget: Budget) -> Html:
-    """All parts side by side in a fixed order, each labelled if there is room."""
-    x, boxes = 0.0, []
+def _budget_bar(name: str, budget: Budget) -> Chart:
+    """Draw all parts side by side in a fixed order, each labelled if there is room."""
+    x, shapes = 0.0, list[Shape]()
     for part, duration in budget.parts.items():
         width = _BUDGET_WIDTH * duration / budget.total
-        title = el("title", f"{part}: {seconds(duration)}, {budget.share(part)}")
-        shape = {"x": px(x), "y": 0, "width": px(max(width - 1, 0)), "height": _BUDGET_HEIGHT}
-        boxes.append(el("rect", title, **shape, class_=f"part {_BUDGET_STYLES[part]}"))
+        tooltip = f"{part}: {seconds(duration)}, {budget.share(part)}"
+        shapes.append(Rectangle(x, 0, max(width - 1, 0), _BUDGET_HEIGHT, f"part {_BUDGET_STYLES[part]}", tooltip))
         if width > _MIN_LABELLED_WIDTH:
-            boxes.append(label(x + 10, 20, f"{part} {budget.share(part)}", "start inside"))
+            shapes.append(Label(x + 10, 20, f"{part} {budget.share(part)}", "start inside"))
         x += width
     text = ", ".join(f"{part} {budget.share(part)}" for part in budget.parts)
-    return drawing(f"Time budget of {name}", text, boxes, _BUDGET_WIDTH, _BUDGET_HEIGHT, "bar-chart")
+    return Chart(f"Time budget of {name}", text, shapes, _BUDGET_WIDTH, _BUDGET_HEIGHT, "bar-chart")
 
 
-def speed(runs: Runs) -> Html | None:
+def speed(runs: Runs) -> Body | None:
     facts = next(iter(runs.values()))
     if not facts.steps:
         return None
@@ -225,15 +222,14 @@ def speed(runs: Runs) -> Html | None:
     fastest = max(entry["samples_per_second"] for entry in timings) if timings else 0.0
     speeds = _series(runs, "one", lambda run: run.curve("samples_per_second"), "samples/s", smooth=True)
     waits = _series(runs, "two", lambda run: run.curve("communication_share"), "share of time", smooth=True)
-    return render(
-        "speed.html",
-        budget=render_time_budget(runs),
-        charts=[
+    return {
+        "budget": _time_budgets(runs),
+        "charts": [
             line_chart("Throughput", speeds, "samples per second"),
             line_chart("Exposed communication", waits, "share of time"),
             line_chart("Shares of a batch", _batch_shares(facts), "share of the batch"),
         ],
-        batch_sizes=[
+        "batch_sizes": [
             (
                 number(entry["batch_size"]),
                 100 * entry["samples_per_second"] / fastest,
@@ -242,9 +238,9 @@ def speed(runs: Runs) -> Html | None:
             )
             for entry in timings or ()
         ],
-        figures=list(_figures(facts)),
-        timeline=facts.timeline,
-    )
+        "figures": list(_figures(facts)),
+        "timeline": facts.timeline,
+    }
 
 
 def _figures(facts: Facts) -> Iterator[tuple[str, str]]:
@@ -283,8 +279,8 @@ def _batch_shares(facts: Facts) -> list[Series]:
     ]
 
 
-def experts(facts: Facts) -> Html | None:
-    """Return the section on experts; None for a model without them."""
+def experts(facts: Facts) -> Body | None:
+    """Return the balance of experts; None for a model without them."""
     balance = _expert_curve(facts, "load_max_over_mean")
     if not balance:
         return None
@@ -297,15 +293,14 @@ def experts(facts: Facts) -> Html | None:
         Series("mean of layers", balance, "one", smooth=True),
         Series("worst layer", list(_worst_layer(facts)), "two"),
     ]
-    return render(
-        "experts.html",
-        charts=[
+    return {
+        "charts": [
             line_chart("Largest load over the mean", loads, "load ÷ mean load"),
             line_chart("Router entropy", [Series("1: uniform", entropy, "three", smooth=True)], "share of the maximum"),
         ],
-        tokens=list(_expert_tokens(facts))[:_MAX_EXPERTS],
-        figures=figures,
-    )
+        "tokens": list(_expert_tokens(facts))[:_MAX_EXPERTS],
+        "figures": figures,
+    }
 
 
 def _expert_curve(facts: Facts, name: str) -> Points:

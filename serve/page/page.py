@@ -20,13 +20,13 @@ from urllib.parse import parse_qsl
 import orjson
 
 from pipeline.contract.signature import Generation, TensorSpec
-from pipeline.system.html import Child, Html, el, flat, table
 from serve.errors import Headers
 from serve.model_version import ModelVersion
 from serve.models import ModelRepository
 from serve.monitoring.metrics import SUCCESS
 from serve.monitoring.snapshot import Snapshot, VersionSnapshot
 from serve.page.fields import form_fields
+from serve.page.html import Child, Html, el, flat, table
 
 _HERE = Path(__file__).resolve().parent
 _ICON = (
@@ -185,7 +185,7 @@ def _signature_section(served: ModelVersion) -> Html:
     return el(
         "section",
         el("h2", "Signature"),
-        table(("tensor", "direction", "datatype", "shape"), rows, numbers=False),
+        table(("tensor", "direction", "datatype", "shape"), rows),
         el("p", limits, class_="muted"),
     )
 
@@ -211,7 +211,7 @@ def _versions_section(shown: PageModel) -> Html:
             f"shadow: gets copies of {mirror.share:.0%} of the requests; {same:,} equal answers, {others:,} different"
         )
         rows.append(("–", el("code", mirror.digest[:12], title=mirror.digest), "–", role))
-    return el("section", el("h2", "Versions"), table(("version", "bundle", "verdict", "role"), rows, numbers=False))
+    return el("section", el("h2", "Versions"), table(("version", "bundle", "verdict", "role"), rows))
 
 
 def _role(one: ModelVersion, current: ModelVersion) -> str:
@@ -413,7 +413,7 @@ def _block(kind: str, lines: Sequence[str]) -> Html:
         return el("ul", [el("li", inline(line.strip()[2:])) for line in lines])
     if kind == "table":
         rows = [_cells(line) for line in lines if not _RULE.fullmatch(line.strip())]
-        return table(rows[0], rows[1:], numbers=False) if rows else Html("")
+        return table(rows[0], rows[1:]) if rows else Html("")
     return el("p", inline(" ".join(line.strip() for line in lines)))
 
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.status_line import StatusLine, StepProgress, Style, choose_style, clip, format_duration, format_line
+from pipeline.status_line import StatusLine, StepProgress, Style, choose_style, clip, format_line
 
 from .terminal import Terminal
 
@@ -105,8 +105,3 @@ def test_a_terminal_without_unicode_gets_ascii() -> None:
     style = choose_style(terminal.stream)
     assert format_line(training(), style.spinner[0], 80, style).isascii()
     terminal.close()
-
-
-@pytest.mark.parametrize(("seconds", "text"), [(0.2, "0:00"), (7, "0:07"), (754, "12:34"), (3723, "1:02:03")])
-def test_durations_are_formatted_as_on_a_clock(seconds: float, text: str) -> None:
-    assert format_duration(seconds) == text

@@ -1,12 +1,10 @@
 from __future__ import annotations
 
 import json
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
-from pipeline.cli.inspect import format_age
 from pipeline.contract.run import Run, StepRecord
 from pipeline.history import create_run, find_project, write_record
 
@@ -44,11 +42,6 @@ def test_status_shows_the_steps_of_each_run(pipe: Pipe, run: Run) -> None:
     assert done.stderr == ""
     assert run.id in pipe("status").stdout
     assert "no service is live" in pipe("status").stdout
-
-
-@pytest.mark.parametrize(("age", "text"), [(59, "59 s"), (61, "1 min"), (7300, "2 h"), (90_000, "1 d"), (-3, "0 s")])
-def test_ages_have_one_unit(age: int, text: str) -> None:
-    assert format_age(timedelta(seconds=age)) == text
 
 
 def test_logs_prints_a_log_unchanged(pipe: Pipe, run: Run) -> None:

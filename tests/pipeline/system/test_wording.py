@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import math
+from datetime import timedelta
 
 import pytest
 
-from pipeline.system.html import number, signed
+from pipeline.system.wording import age, clock, number, percent, seconds, signed, size
 
 
 @pytest.mark.parametrize(
@@ -32,3 +33,13 @@ def test_differences_of_small_units_are_not_zero() -> None:
     assert [signed(value) for value in (3.2e-6, -3.2e-6, 0.0, -0.0, 0.025)] == [
         "+3.2×10⁻⁶", "−3.2×10⁻⁶", "0", "0", "+0.025"
     ]  # fmt: skip
+
+
+def test_times_sizes_and_shares_have_the_unit_that_fits() -> None:
+    values = (0.0213, 9.44, 200, 7322, None)
+    assert [seconds(value) for value in values] == ["21 ms", "9.4 s", "3 min 20 s", "2 h 02 min", "–"]
+    assert [size(value) for value in (512, 3 << 20, 1 << 43, None)] == ["512 bytes", "3.0 MiB", "8192.0 GiB", "–"]
+    assert [percent(value) for value in (0.98889, None)] == ["98.9%", "–"]
+    assert [clock(value) for value in (0.2, 7, 754, 3723)] == ["0:00", "0:07", "12:34", "1:02:03"]
+    ages = [age(timedelta(seconds=value)) for value in (59, 61, 7300, 90_000, -3)]
+    assert ages == ["59 s", "1 min", "2 h", "1 d", "0 s"]

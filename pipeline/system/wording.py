@@ -1,63 +1,9 @@
-"""HTML elements that escape everything which is not already `Html`, and numbers formatted for people."""
+"""Numbers, sizes and times as people read them."""
 
 from __future__ import annotations
 
-import html
 import math
-from collections.abc import Iterable, Sequence
-from typing import TypeAlias
-
-_VOID = {"meta", "link", "br", "img", "input"}
-
-
-class Html(str):
-    """Text that is markup already."""
-
-    __slots__ = ()
-
-    def __html__(self) -> Html:
-        """Jinja does not escape it again."""
-        return self
-
-
-Child: TypeAlias = "str | int | float | Iterable[Child] | None"
-
-
-def el(name: str, /, *children: Child, **attributes: object) -> Html:
-    """Return an element, as in `el("td", 3, class_="number")`; None is left out, iterables are flattened."""
-    text = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{html.escape(str(value))}"'
-        for key, value in attributes.items()
-        if value is not None
-    )
-    if name in _VOID:
-        return Html(f"<{name}{text}>")
-    return Html(f"<{name}{text}>{flat(*children)}</{name}>")
-
-
-def flat(*children: Child) -> Html:
-    return Html("".join(_text(child) for child in children))
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[Child]], numbers: bool = True) -> Html:
-    """Return a table whose first column names the row; the others are numbers unless `numbers` is false."""
-    kind = "number" if numbers else None
-    body = [el("tr", el("th", row[0], scope="row"), [el("td", cell, class_=kind) for cell in row[1:]]) for row in rows]
-    first_column, *other_columns = head
-    names = [el("th", name, scope="col", class_=kind) for name in other_columns]
-    heading = el("tr", el("th", first_column, scope="col"), names)
-    return el("div", el("table", el("thead", heading), el("tbody", body)), class_="scroll")
-
-
-def _text(child: Child) -> str:
-    if child is None:
-        return ""
-    if isinstance(child, Html):
-        return child
-    if isinstance(child, str | int | float):
-        return html.escape(str(child))
-    return "".join(_text(inner) for inner in child)
-
+from datetime import timedelta
 
 MISSING = "–"
 _SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -104,6 +50,22 @@ def size(count: float | None) -> str:
             break
         count /= 1024
     return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+
+
+def age(value: timedelta) -> str:
+    """Return the largest unit of an age, as in `3 h`."""
+    total = max(0, int(value.total_seconds()))
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if total >= length:
+            return f"{total // length} {unit}"
+    return f"{total} s"
+
+
+def clock(value: float) -> str:
+    """Format seconds as 0:07, 12:34 or 1:02:03."""
+    minutes, remaining_seconds = divmod(round(value), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{remaining_seconds:02d}" if hours else f"{minutes}:{remaining_seconds:02d}"
 
 
 def short(digest: str) -> str:
