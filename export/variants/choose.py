@@ -37,6 +37,7 @@ from pipeline.contract.settings.stages import FASTEST, Export
 from pipeline.statistics.intervals import Interval
 from pipeline.system.errors import PipelineError, StageError
 from pipeline.system.files import digest_file
+from pipeline.system.wording import align
 
 FP32 = "fp32"
 
@@ -314,8 +315,7 @@ def table(entries: Sequence[VariantResult], chosen: str, metric: str) -> list[st
                 f"{entry.bytes / 1e6:.3g}" if entry.bytes else "-",
             )
         )
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return align(lines)
 
 
 def explanations(entries: Sequence[VariantResult], reasons: Mapping[str, str]) -> list[str]:

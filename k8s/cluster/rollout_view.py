@@ -19,6 +19,7 @@ from k8s.cluster.rollout_status import pod_problem
 from k8s.objects.kustomize import Object
 from k8s.objects.manifests import BUNDLE_ANNOTATION, format_selector, identity_labels
 from pipeline.system.errors import PipelineError
+from pipeline.system.wording import align
 
 _PAUSE_SECONDS = 2.0
 _JOIN_SECONDS = 5.0  # for a request that is under way at the end
@@ -99,15 +100,13 @@ def describe_state(pod: Object) -> str:
 
 def table(views: Sequence[PodView]) -> list[str]:
     """Return a line for each version, and below it one for each of its pods."""
-    rows = [_HEADER]
+    rows: list[tuple[str, ...]] = [_HEADER]
     for version, pods in _by_version(views):
         rows.append((version, _readiness(pods), *_cells(pods)))
         rows += [(f"  {pod.name}", pod.state, *_cells([pod])) for pod in pods]
     if len(rows) == 1:
         return ["no pods yet"]
-    # A sentence about a pod may reach into the columns of numbers, which its line does not have.
-    widths = [max(len(row[column]) for row in rows if row[2] or column == 0) for column in range(len(_HEADER))]
-    return ["  ".join(_aligned(row, widths)).rstrip() for row in rows]
+    return align(rows, texts=2)
 
 
 def _by_version(views: Sequence[PodView]) -> Iterator[tuple[str, list[PodView]]]:
@@ -119,11 +118,11 @@ def _readiness(pods: Sequence[PodView]) -> str:
     return f"{sum(pod.is_ready for pod in pods)} of {len(pods)} ready"
 
 
-def _cells(pods: Sequence[PodView]) -> tuple[str, str, str]:
-    """Return rate, share of failures and latency; empty where they are not known."""
+def _cells(pods: Sequence[PodView]) -> tuple[str, ...]:
+    """Return rate, share of failures and latency, or nothing if they are not known."""
     known = [pod for pod in pods if pod.seconds]
     if not known:
-        return "", "", ""
+        return ()
     rate = sum(pod.counts.requests / pod.seconds for pod in known)
     total = sum((pod.counts for pod in known), RequestCounts())
     failed = f"{total.failed / total.requests:.2%}" if total.requests else ""
@@ -135,14 +134,6 @@ def _describe_latency(counts: RequestCounts) -> str:
     if math.isfinite(bound := counts.seconds_of(_FRACTION)):
         return f"≤ {bound * 1e3:g} ms"
     return f"> {max(filter(math.isfinite, counts.answered_within), default=0.0) * 1e3:g} ms"
-
-
-def _aligned(row: Sequence[str], widths: Sequence[int]) -> list[str]:
-    """Align texts on the left, numbers on the right."""
-    return [
-        cell.ljust(width) if column < 2 else cell.rjust(width)
-        for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-    ]
 
 
 def _group(pod: Object) -> str:

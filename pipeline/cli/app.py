@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 from pipeline.contract import __version__
 from pipeline.contract.run import STEPS, all_runs
 from pipeline.history import Project, find_project
+from pipeline.system.wording import align
 
 GROUPS = {
     "Start": ("demo", "init", "doctor", "explain"),
@@ -156,10 +157,7 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
         return "nothing yet"
     names = list(rows[0])
     lines = [names, *([_cell(row[name]) for name in names] for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(names))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-    )
+    return "\n".join(align(lines))
 
 
 def _cell(value: object) -> str:

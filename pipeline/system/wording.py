@@ -1,8 +1,9 @@
-"""Numbers, sizes and times as people read them."""
+"""Numbers, sizes, times and tables as people read them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from datetime import timedelta
 
 MISSING = "–"
@@ -71,6 +72,26 @@ def clock(value: float) -> str:
 def short(digest: str) -> str:
     """The first twelve digits of a digest, with or without its algorithm."""
     return digest.rpartition(":")[2][:12]
+
+
+def align(rows: Sequence[Sequence[str]], texts: int | None = None) -> list[str]:
+    """Return the rows of a table as lines of aligned columns; those after the first `texts` are numbers.
+
+    The last cell of a row that is shorter than the others may be longer than its column.
+    """
+    count = max(map(len, rows))
+    widths = [
+        max(len(row[i]) for row in rows if len(row) > i and (len(row) == count or len(row) > i + 1))
+        for i in range(count)
+    ]
+    return ["  ".join(_aligned(row, widths, count if texts is None else texts)).rstrip() for row in rows]
+
+
+def _aligned(row: Sequence[str], widths: Sequence[int], texts: int) -> list[str]:
+    return [
+        cell.ljust(width) if i < texts else cell.rjust(width)
+        for i, (cell, width) in enumerate(zip(row, widths, strict=False))
+    ]
 
 
 def _power_of_ten(value: float, digits: int) -> str:

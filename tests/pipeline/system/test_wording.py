@@ -5,7 +5,7 @@ from datetime import timedelta
 
 import pytest
 
-from pipeline.system.wording import age, clock, number, percent, seconds, signed, size
+from pipeline.system.wording import age, align, clock, number, percent, seconds, signed, size
 
 
 @pytest.mark.parametrize(
@@ -43,3 +43,12 @@ def test_times_sizes_and_shares_have_the_unit_that_fits() -> None:
     assert [clock(value) for value in (0.2, 7, 754, 3723)] == ["0:00", "0:07", "12:34", "1:02:03"]
     ages = [age(timedelta(seconds=value)) for value in (59, 61, 7300, 90_000, -3)]
     assert ages == ["59 s", "1 min", "2 h", "1 d", "0 s"]
+
+
+def test_a_sentence_in_a_short_row_does_not_widen_its_column() -> None:
+    rows = [("pod", "state", "rate"), ("a", "ready", "100.5"), ("long name", "cannot pull its image")]
+    assert align(rows, texts=2) == [
+        "pod        state   rate",
+        "a          ready  100.5",
+        "long name  cannot pull its image",
+    ]
