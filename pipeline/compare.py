@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.contract.bundle import OVERRIDDEN
+from pipeline.contract.results import read_evaluation
 from pipeline.contract.run import STEPS, Run, StepRecord
 from pipeline.system.errors import PipelineError
 
@@ -31,20 +31,16 @@ def record_differences(a: Mapping[str, StepRecord], b: Mapping[str, StepRecord])
 def result_row(run: Run) -> dict[str, Any]:
     """Return one row of a comparison; None for what a run does not have yet."""
     row: dict[str, Any] = {"run": run.id, "verdict": None, "bundle": None, "test": None}
-    body: dict[str, Any] = {}
+    scores: Mapping[str, float] = {}
     try:
-        if (run.output("evaluate") / "verdict.json").exists():
-            record = run.read().steps.get("evaluate")
-            row["verdict"] = OVERRIDDEN if record and record.status == OVERRIDDEN else run.verdict()["verdict"]
-        if (run.output("evaluate") / "metrics.json").exists():
-            body = run.evaluation("metrics.json", "candidate")
+        if evaluation := read_evaluation(run):
+            row |= {"verdict": evaluation.verdict, "test": evaluation.test_set[:12] or None}
+            scores = evaluation.metrics
     except PipelineError:  # `pipe status` names the file
         row["verdict"] = "damaged"
     if (run.bundle_path / "manifest.json").exists():
         row["bundle"] = run.bundle().digest[:12]
-    row["test"] = str(body.get("test_fingerprint", ""))[:12] or None
-    scores: dict[str, Any] = body.get("candidate", {})
-    return row | scores | {"train_seconds": _train_seconds(run)}
+    return row | dict(scores) | {"train_seconds": _train_seconds(run)}
 
 
 def describe_different_tests(rows: list[dict[str, Any]]) -> str:

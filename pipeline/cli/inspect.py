@@ -26,6 +26,7 @@ from pipeline.cli.app import (
 from pipeline.compare import align_columns, describe_different_tests, differences, result_row
 from pipeline.contract.bundle import check_gate, open_bundle, read_override
 from pipeline.contract.restarts import read_attempts
+from pipeline.contract.results import read_evaluation
 from pipeline.contract.run import STEPS, Run, RunFile
 from pipeline.contract.signing import Trust
 from pipeline.history import Project, find_run, load_history, lock_run, lock_runs, open_run, unreadable_runs
@@ -86,15 +87,13 @@ def _run_row(run: Run, body: RunFile, problems: Problems) -> dict[str, Any]:
         "verdict": "-",
         "metric": "-",
     }
-    if body.steps.get("evaluate") is not None and (run.output("evaluate") / "verdict.json").is_file():
-        try:
-            verdict, metrics = run.verdict(), run.metrics
-        except PipelineError as error:
-            problems.append((run, str(error)))
-        else:
-            name = str(verdict["metric"])
-            row["verdict"] = "overridden" if steps["evaluate"] == "overridden" else str(verdict["verdict"])
+    try:
+        if evaluation := read_evaluation(run):
+            name, metrics = evaluation.metric, evaluation.metrics
+            row["verdict"] = evaluation.verdict
             row["metric"] = f"{name} {metrics[name]:.4g}" if name in metrics else name
+    except PipelineError as error:
+        problems.append((run, str(error)))
     return {**row, "steps": steps}
 
 

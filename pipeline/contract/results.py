@@ -1,4 +1,4 @@
-"""Read the result files of a run, complete or not, for the report and the model card.
+"""Read the result files of a run, complete or not, for the report, the model card and lists of runs.
 
 Every file and every key is optional: a run of an older version has fewer. A damaged file is named, not read.
 """
@@ -131,6 +131,28 @@ def is_number(value: object) -> TypeGuard[float]:
 def mappings(value: object) -> list[Body]:
     """Return the mappings of a list; none of anything else."""
     return [item for item in value if isinstance(item, dict)] if isinstance(value, Sequence) else []
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    verdict: str  # `overridden` if a person has overridden it
+    metric: str  # that the gate compares
+    metrics: Mapping[str, float]  # of the model on the test set
+    test_set: str  # its fingerprint
+
+
+def read_evaluation(run: Run) -> Evaluation | None:
+    """Return the results of a complete evaluation, for lists of runs; raise where a file is damaged."""
+    record = run.read().steps.get("evaluate")
+    if not (run.output("evaluate") / "verdict.json").is_file():
+        return None
+    verdict, metrics = run.verdict(), run.evaluation("metrics.json", "candidate")
+    return Evaluation(
+        OVERRIDDEN if record is not None and record.status == OVERRIDDEN else str(verdict["verdict"]),
+        str(verdict.get("metric", "")),
+        metrics["candidate"],
+        str(metrics.get("test_fingerprint", "")),
+    )
 
 
 def read_facts(run: Run) -> Facts:

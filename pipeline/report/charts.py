@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, TypeAlias
 
 from pipeline.contract.results import is_number
-from pipeline.system.wording import number, signed
+from pipeline.system.wording import MISSING, number, signed
 
 Points: TypeAlias = Sequence[tuple[float, float]]
+Legend: TypeAlias = Sequence[tuple[str, str]]  # names with the class of their stroke
 
 WIDTH, HEIGHT = 480, 260
 _MAX_POINTS = 300  # more are not distinguishable at this width
@@ -94,11 +95,11 @@ class Chart:
     title: str
     text: str  # what it shows, in words
     shapes: Sequence[Shape]
-    width: float = WIDTH
-    height: float = HEIGHT
+    width: float
+    height: float
     style: str = ""
     caption: str = ""  # of its figure; empty: the title
-    legend: Sequence[tuple[str, str]] = ()  # names with the class of their stroke
+    legend: Legend = ()
     note: str = ""
 
 
@@ -134,7 +135,7 @@ def line_chart(
     ends = "; ".join(f"{line.name} ends at {number(line.points[-1][1])}" for line in named)
     text = f"{title}: {', '.join(line.name for line in named)} by optimizer step. {ends}."
     legend = [(line.name, line.kind) for line in named] if len(named) > 1 else []
-    return Chart(title, text, shapes, legend=legend)
+    return plot.chart(title, text, shapes, legend=legend)
 
 
 def thin(points: Points) -> Points:
@@ -222,6 +223,19 @@ class Plot:
 
     def path(self, points: Points, style: str) -> Path:
         return Path("M" + "L".join(f"{px(self.x.at(a))} {px(self.y.at(b))}" for a, b in points), style)
+
+    def chart(
+        self,
+        title: str,
+        text: str,
+        shapes: Sequence[Shape],
+        style: str = "",
+        *,
+        caption: str = "",
+        legend: Legend = (),
+        note: str = "",
+    ) -> Chart:
+        return Chart(title, text, shapes, self.width, self.height, style, caption, legend, note)
 
     def diagonal(self) -> Line:
         return Line(self.x.start, self.y.start, self.x.stop, self.y.stop, "zero")
@@ -343,7 +357,7 @@ def small_interval(difference: Range | None, x: Axis | None) -> Chart | None:
 
 def interval_text(difference: Range | None) -> str:
     if difference is None:
-        return ""
+        return MISSING
     if difference.low == difference.high:
         return signed(difference.estimate)
     return f"{signed(difference.estimate)} [{signed(difference.low)}, {signed(difference.high)}]"

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pipeline.contract.results import Body, Facts, is_number, mappings
-from pipeline.report.charts import RUN_STYLES, Chart, Circle, Line, Plot, Shape, make_plot
+from pipeline.report.charts import RUN_STYLES, Chart, Circle, Legend, Line, Plot, Shape, make_plot
 from pipeline.system.wording import MISSING, number, percent
 
 _MAX_MATRIX_CLASSES = 30  # with more, only the confusions that occur are listed
@@ -17,7 +17,6 @@ _SIDE, _SQUARE_HEIGHT = 440, 408  # of charts whose two axes go from 0 to 1
 _COUNTS_HEIGHT = 150
 
 Bins = Sequence[Mapping[str, Any]]
-Legend = Sequence[tuple[str, str]]
 
 
 def curves(runs: Mapping[str, Facts]) -> Body | None:
@@ -105,7 +104,7 @@ def _curve_chart(
         *(shape for name, style, row in curves for shape in _decision(plot, name, style, row["decision"], decision)),
     ]
     legend = [(name, style) for name, (_, style, _) in zip(names, curves, strict=True)]
-    return Chart(title, "; ".join(names), shapes, _SIDE, _SQUARE_HEIGHT, "square", legend=legend)
+    return plot.chart(title, "; ".join(names), shapes, "square", legend=legend)
 
 
 def _decision(
@@ -228,7 +227,7 @@ def _calibration_chart(curves: Mapping[str, Bins], legend: Legend) -> Chart:
     name, bins = next(iter(curves.items()))
     texts = [f"{percent(bin_['confidence'])} stated and {percent(bin_['accuracy'])} right" for bin_ in bins]
     text, caption = f"{name}: {', '.join(texts)}", "Right answers by stated confidence"
-    return Chart("Calibration curve", text, shapes, _SIDE, _SQUARE_HEIGHT, "square", caption, legend)
+    return plot.chart("Calibration curve", text, shapes, "square", caption=caption, legend=legend)
 
 
 def _calibration_curve(name: str, bins: Bins, plot: Plot) -> Iterator[Shape]:
@@ -257,5 +256,4 @@ def _counts_chart(curves: Mapping[str, Bins], legend: Legend) -> Chart:
             text = f"{name}: {number(count)} answers from {low:.2f} to {high:.2f}"
             shapes += plot.bar(low, high, count, _MODEL_STYLES[name], text, place, len(curves))
     texts = [f"{name}: {', '.join(number(_count(bin_)) for bin_ in bins)} answers" for name, bins in curves.items()]
-    title = "Answers by stated confidence"
-    return Chart(title, "; ".join(texts), shapes, _SIDE, _COUNTS_HEIGHT, "square", legend=legend)
+    return plot.chart("Answers by stated confidence", "; ".join(texts), shapes, "square", legend=legend)

@@ -11,9 +11,8 @@ from pipeline.contract.results import Body, Facts, is_number
 from pipeline.contract.run import Run
 from pipeline.report.charts import interval_chart, interval_text, parse_range, shared_axis, small_interval
 from pipeline.report.evaluation import describe_outcome
-from pipeline.report.export import milliseconds
 from pipeline.system.errors import PipelineError
-from pipeline.system.wording import MISSING, number, seconds, short, signed
+from pipeline.system.wording import milliseconds, number, seconds, short, signed
 
 _MAX_PARTS = 40  # shown
 _MAX_LABEL = 12  # of a run's name in charts; of a longer one, its end is shown
@@ -107,7 +106,7 @@ def _metric_row(row: Body) -> Body:
     difference = parse_range(row["difference"])
     return {
         "name": row["metric"],
-        "difference": interval_text(difference) or MISSING,
+        "difference": interval_text(difference),
         "chart": small_interval(difference, shared_axis([difference])),
         "adjusted_p": row["adjusted_p"],
     }

@@ -18,7 +18,7 @@ from pipeline.report.charts import (
     shared_axis,
     small_interval,
 )
-from pipeline.system.wording import MISSING, short, signed
+from pipeline.system.wording import short, signed
 
 _MAX_SLICES = 100  # shown
 
@@ -148,7 +148,7 @@ def _metric_rows(facts: Facts) -> list[dict[str, Any]]:
                 "baseline": (baseline or {}).get(name),
                 "baseline_interval": _bounds(intervals.get("baseline"), name),
                 "compared": any(parse_range(bounds) for bounds in differences.values()),
-                "difference": interval_text(difference) or MISSING,
+                "difference": interval_text(difference),
                 "chart": small_interval(difference, shared_axis([difference])),
             }
         )
@@ -193,7 +193,7 @@ def _slice_row(body: Mapping[str, Any], difference: Range | None, axis: Axis | N
     return {
         **{key: body.get(key) for key in keys},
         "name": str(body.get("slice", "")),
-        "difference": interval_text(difference),
+        "difference": interval_text(difference) if difference else "",
         "chart": small_interval(difference, axis),
         "evaluated": bool(body.get("judged")),
         "passed": bool(body.get("passed", True)),

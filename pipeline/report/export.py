@@ -7,7 +7,7 @@ from typing import Any
 
 from pipeline.contract.results import Body, Facts, mappings
 from pipeline.report.charts import interval_text, parse_range
-from pipeline.system.wording import MISSING, number, size
+from pipeline.system.wording import milliseconds, number, size
 
 _TIMED_BATCHES = {"1": "p50, batch 1", "32": "p50, batch 32"}
 _QUANTILES = {"p50": "median", "p95": "95 %", "p99": "99 %", "max": "slowest"}
@@ -54,7 +54,7 @@ def _variant(body: Mapping[str, Any], fp32: Mapping[str, Any], timed: Sequence[s
         "name": str(body.get("variant", "")),
         "chosen": body.get("chosen"),
         "value": (body.get("metric") or {}).get("value"),
-        "difference": interval_text(parse_range(body.get("difference"))) or MISSING,
+        "difference": interval_text(parse_range(body.get("difference"))),
         "max_abs_error": body.get("max_abs_error"),
         "size": size(own_bytes) + share,
         "times": [milliseconds(times.get(key)) for key in timed],
@@ -101,7 +101,3 @@ def latency(facts: Facts) -> Body | None:
 def _bars(times: Mapping[str, float]) -> list[tuple[str, float, str, str]]:
     slowest = max(times.values(), default=0.0) or 1.0
     return [(name, 100 * value / slowest, milliseconds(value), "") for name, value in times.items()]
-
-
-def milliseconds(value: float | None) -> str:
-    return MISSING if value is None else f"{number(value, 3)} ms"

@@ -213,7 +213,7 @@ def _chart(distribution: Distribution) -> Chart:
         distribution.drift
     )
     title, legend = f"Distribution of {distribution.name}", list(styles.items())
-    return Chart(title, text, shapes, plot.width, plot.height, caption=distribution.name, legend=legend)
+    return plot.chart(title, text, shapes, caption=distribution.name, legend=legend)
 
 
 def _outlines(plot: Plot, distribution: Distribution, styles: Mapping[str, str]) -> Iterator[Shape]:
@@ -273,7 +273,7 @@ def _drift_chart(checks: Sequence[Body]) -> Chart | None:
         ]
     text = "; ".join(f"{_drift_name(check)} {number(check['value'])}" for check in rows)
     note = f"the line is the limit, {number(limit)}"
-    return Chart("Drift by column", text, shapes, plot.width, plot.height, caption="Drift", note=note)
+    return plot.chart("Drift by column", text, shapes, caption="Drift", note=note)
 
 
 def _drift_axis(plot: Plot) -> Iterator[Shape]:

@@ -39,7 +39,7 @@ from pipeline.report.charts import parse_range
 from pipeline.report.features import read_champion_profile
 from pipeline.report.rendering import read_asset, render, score
 from pipeline.system.files import write_atomic
-from pipeline.system.wording import MISSING, number, seconds, signed
+from pipeline.system.wording import MISSING, milliseconds, number, seconds, signed
 
 _FINISHED = ("done", "rejected", "overridden")  # a step with one of these has written all its files
 _SHAPE_ERRORS = (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError, UndefinedError)
@@ -165,7 +165,7 @@ def _tiles(facts: Facts) -> Iterator[Tile]:
         largest = max(run.get("max_abs_error") or 0.0 for run in runs)
         yield "ONNX parity", number(largest), "largest difference"
     if latency := facts.deploy.get("latency_ms"):
-        yield "latency", f"{number(latency.get('p50'), 3)} ms", f"p95 {number(latency.get('p95'), 3)} ms"
+        yield "latency", milliseconds(latency.get("p50")), f"p95 {milliseconds(latency.get('p95'))}"
 
 
 def _metric_tiles(facts: Facts) -> Iterator[Tile]:

@@ -60,16 +60,8 @@ def _scatter(points: Sequence[tuple[float, float]], samples: int | None) -> Char
         f"{number(max(b for _, b in points))}"
     )
     note = f"{number(len(points))} of {number(samples)} samples" if samples and len(points) < samples else ""
-    return Chart(
-        "Predicted against actual",
-        text,
-        shapes,
-        plot.width,
-        plot.height,
-        "scatter one",
-        "Predicted by actual",
-        note=note,
-    )
+    caption = "Predicted by actual"
+    return plot.chart("Predicted against actual", text, shapes, "scatter one", caption=caption, note=note)
 
 
 def _residuals(body: Body) -> Chart:
@@ -84,7 +76,7 @@ def _residuals(body: Body) -> Chart:
     low, high = _bins(x, len(counts))[counts.index(max(counts))]
     most = f"{number(low)} to {number(high)}"
     text = f"mean {number(body['mean'])}; from {number(x.low)} to {number(x.high)}, most in {most}"
-    return Chart("Residuals", text, shapes, plot.width, plot.height)
+    return plot.chart("Residuals", text, shapes)
 
 
 def _bins(x: Axis, count: int) -> list[tuple[float, float]]:
@@ -104,4 +96,4 @@ def _ndcg_chart(counts: dict[str, Sequence[int]]) -> Chart:
         f"{name}: {', '.join(map(str, values))} queries per tenth of ndcg" for name, values in counts.items()
     )
     legend = [(name, _MODELS[name]) for name in counts]
-    return Chart("NDCG by query", text, shapes, plot.width, plot.height, caption="Queries by NDCG", legend=legend)
+    return plot.chart("NDCG by query", text, shapes, caption="Queries by NDCG", legend=legend)

@@ -198,7 +198,7 @@ def _curves_chart(curves: Sequence[Body], all_curves: Sequence[Body]) -> Chart:
     name = ", ".join(str(curve.get("name", "")) for curve in curves)
     text = f"{count} points, from {number(min(own))} to {number(max(own))}"
     shapes = [*plot.frame("position", "value", whole=True), *paths]
-    return Chart(name, text, shapes, _CURVE_WIDTH, _CURVE_HEIGHT, "curve-part")
+    return plot.chart(name, text, shapes, "curve-part")
 
 
 def _path(values: Sequence[float | None], plot: Plot) -> str:

@@ -43,6 +43,10 @@ def seconds(value: float | None) -> str:
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {remaining_seconds:02d} s"
 
 
+def milliseconds(value: float | None) -> str:
+    return MISSING if value is None else f"{number(value, 3)} ms"
+
+
 def size(count: float | None) -> str:
     if count is None:
         return MISSING
