@@ -6,6 +6,7 @@ A failed comparison names the place: a node of the file, or a module that was tr
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -245,7 +246,7 @@ def damaged(made: Exported, name: str) -> str:
     return explain_difference(made.written, made.path, made.kind.fault_feeds(), made.config)
 
 
-def test_damaged_weight_is_reported_by_node_module_and_line(exported: Exporter) -> None:
+def test_damaged_weight_is_reported_by_node_and_module(exported: Exporter) -> None:
     made = exported(Small(layers(nn.ReLU()), pairs()))
     assert explain_difference(made.written, made.path, made.kind.fault_feeds(), made.config) == ""
     output = damaged(made, "3.weight")
@@ -253,6 +254,20 @@ def test_damaged_weight_is_reported_by_node_module_and_line(exported: Exporter) 
     assert "(Gemm), off by" in output
     assert output.endswith("of `3` (Linear)"), output
     assert damaged(made, "0.weight").endswith("of `0` (Linear)"), "of two faults the earlier"
+
+
+class Bent(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.relu()
+
+
+def test_missing_operator_of_forward_is_reported_with_its_line(exported: Exporter) -> None:
+    made = exported(Small(layers(Bent()), pairs()))
+    model = onnx.load(made.path)
+    next(node for node in model.graph.node if node.op_type == "Relu").op_type = "Identity"
+    onnx.save(model, made.path)
+    cause = explain_difference(made.written, made.path, made.kind.fault_feeds(), made.config)
+    assert re.search(r"\(Identity\), off by .* of `2` \(Bent\), test_fault_search\.py line \d+$", cause), cause
 
 
 def test_module_that_is_traced_differently_is_named(tmp_path: Any) -> None:

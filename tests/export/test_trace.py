@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -10,8 +11,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own word for it)
 from torch import Tensor, nn
 
+from export.llm import decoder
 from export.to_onnx import export_input
-from export.trace import inspect, numeric_attributes
+from export.trace import inspect, numeric_attributes, source_location
 from pipeline.system.errors import StageError
 
 from .conftest import Exporter, Small, linear, pairs
@@ -222,6 +224,12 @@ class Packed(Tagger):
         hidden, _ = nn.utils.rnn.pad_packed_sequence(self.gru(packed)[0], batch_first=True)
         found: Tensor = self.head(hidden)
         return found
+
+
+def test_lines_of_the_exporter_itself_are_not_named() -> None:
+    trace = f'File "task.py", line 7, in forward\nFile "{decoder.__file__}", line 50, in forward'
+    node: Any = SimpleNamespace(meta={"stack_trace": trace})
+    assert source_location(node) == ", task.py line 7"
 
 
 def test_packed_sequences_are_refused_with_the_line() -> None:
