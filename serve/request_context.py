@@ -81,7 +81,7 @@ class RequestContext(IncomingRequest):
 
 
 class HttpRequest(Request, RequestContext):
-    """A request of the public HTTP port, or of the admin port."""
+    """A request of the public HTTP port."""
 
 
 # How long a client waits, in the three places where it can say so: in seconds, infinity where it does not.
