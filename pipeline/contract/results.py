@@ -62,7 +62,23 @@ class Facts:
     @property
     def classes(self) -> list[str]:
         """Return the classes in the task's order; per_class is sorted by name, with "10" before "2"."""
-        return [str(name) for name in self.metrics.get("classes") or self.metrics.get("per_class") or ()]
+        classes = self.metrics.get("classes") or self.metrics.get("per_class")
+        return [str(name) for name in classes] if isinstance(classes, list | dict) else []
+
+    @property
+    def candidate(self) -> Body:
+        """Return the metrics of the candidate on the test set."""
+        return mapping(self.metrics.get("candidate"))
+
+    @property
+    def baseline(self) -> Body:
+        """Return the metrics of what it is compared with, if there is any."""
+        return mapping(self.metrics.get("baseline"))
+
+    @property
+    def latency(self) -> Body:
+        """Return the latency of the deployed service in milliseconds, by quantile."""
+        return mapping(self.deploy.get("latency_ms"))
 
     @property
     def name(self) -> str:
@@ -108,13 +124,11 @@ class Facts:
 
     @property
     def calibration(self) -> Body:
-        calibration = self.verdict.get("calibration")
-        return calibration if isinstance(calibration, dict) else {}
+        return mapping(self.verdict.get("calibration"))
 
     @cached_property
     def splits(self) -> dict[str, Body]:
-        splits = self.data.get("splits")
-        return {name: split for name, split in splits.items() if isinstance(split, dict)} if splits else {}
+        return {name: split for name, split in mapping(self.data.get("splits")).items() if isinstance(split, dict)}
 
     def curve(self, name: str) -> list[tuple[float, float]]:
         """Return one value of metrics.jsonl by optimizer step, where it was logged."""
@@ -126,6 +140,10 @@ class Facts:
 
 def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def mapping(value: object) -> Body:
+    return value if isinstance(value, dict) else {}
 
 
 def mappings(value: object) -> list[Body]:
@@ -227,8 +245,7 @@ class _Reader:
         self.damaged: list[str] = []
 
     def json(self, step: str, name: str) -> Body:
-        body = self._load(self._find(step, name), f"{step}/{name}", dict)
-        return body if isinstance(body, dict) else {}
+        return mapping(self._load(self._find(step, name), f"{step}/{name}", dict))
 
     def rows(self, step: str, name: str) -> tuple[Body, ...]:
         return tuple(mappings(self._load(self._find(step, name), f"{step}/{name}", list)))
@@ -236,8 +253,7 @@ class _Reader:
     def run_file(self, name: str) -> Body:
         """Read a file of the run itself, not of a step."""
         path = self._run.path / name
-        body = self._load(path if path.is_file() else None, name, dict)
-        return body if isinstance(body, dict) else {}
+        return mapping(self._load(path if path.is_file() else None, name, dict))
 
     def lines(self, step: str, name: str) -> list[Body]:
         """Skip incomplete lines, which a killed process leaves."""

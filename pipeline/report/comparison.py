@@ -118,20 +118,12 @@ Cell = tuple[str, str]  # value and difference to the first run
 def _rows(facts: Facts, others: Sequence[Facts]) -> Iterator[tuple[str, list[Cell]]]:
     """Yield the rows that at least one run has a value for."""
     runs = (facts, *others)
-    names = sorted({name for run in runs for name in run.metrics.get("candidate") or {}})
-    readers: list[tuple[str, Callable[[Facts], float | None]]] = [
-        (name, lambda run, name=name: (run.metrics.get("candidate") or {}).get(name))  # type: ignore[misc]
-        for name in names
-    ]
+    for name in sorted({name for run in runs for name in run.candidate}):
+        yield from _row(name, [run.candidate.get(name) for run in runs], number, _difference)
     for key, name in (("best_step", "best step"), ("samples_per_second", "samples/s"), ("steps", "optimizer steps")):
-        readers.append((name, lambda run, key=key: run.summary.get(key)))  # type: ignore[misc]
-    for name, read in readers:
-        values = [read(run) for run in runs]
-        yield from _row(name, values, number, _difference)
-    durations = [run.summary.get("seconds") for run in runs]
-    yield from _row("training", durations, seconds, _ratio)
-    latencies = [(run.deploy.get("latency_ms") or {}).get("p50") for run in runs]
-    yield from _row("latency, median", latencies, milliseconds, _ratio)
+        yield from _row(name, [run.summary.get(key) for run in runs], number, _difference)
+    yield from _row("training", [run.summary.get("seconds") for run in runs], seconds, _ratio)
+    yield from _row("latency, median", [run.latency.get("p50") for run in runs], milliseconds, _ratio)
 
 
 def _row(

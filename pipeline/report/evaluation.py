@@ -128,14 +128,13 @@ def _baseline_name(facts: Facts) -> str:
 
 def _metric_rows(facts: Facts) -> list[dict[str, Any]]:
     """One row per metric with its intervals; each difference is drawn on a separate scale."""
-    candidate, baseline = facts.metrics.get("candidate") or {}, facts.metrics.get("baseline")
     intervals = facts.metrics.get("intervals") or {}
-    differences = dict(intervals.get("difference") or {}) if baseline else {}
+    differences = dict(intervals.get("difference") or {}) if facts.baseline else {}
     if facts.verdict.get("metric") in differences:  # one difference has one interval, that of the verdict
         differences[facts.verdict["metric"]] = facts.verdict.get("difference")
     lower, undefined = facts.metrics.get("lower_is_better") or (), facts.metrics.get("undefined") or {}
     rows = []
-    for name, value in sorted(candidate.items()):
+    for name, value in sorted(facts.candidate.items()):
         difference = parse_range(differences.get(name))
         rows.append(
             {
@@ -144,8 +143,8 @@ def _metric_rows(facts: Facts) -> list[dict[str, Any]]:
                 "lower_is_better": name in lower,
                 "candidate": value,
                 "candidate_interval": _bounds(intervals.get("candidate"), name),
-                "has_baseline": bool(baseline),
-                "baseline": (baseline or {}).get(name),
+                "has_baseline": bool(facts.baseline),
+                "baseline": facts.baseline.get(name),
                 "baseline_interval": _bounds(intervals.get("baseline"), name),
                 "compared": any(parse_range(bounds) for bounds in differences.values()),
                 "difference": interval_text(difference),

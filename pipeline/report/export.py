@@ -83,21 +83,17 @@ def package(facts: Facts) -> Body | None:
 
 def latency(facts: Facts) -> Body | None:
     """Return the latency of the deployed service or, before there is one, of the exported file."""
-    measured = facts.deploy.get("latency_ms") or {}
-    times = {title: measured[name] for name, title in _QUANTILES.items() if measured.get(name) is not None}
+    times = {title: facts.latency.get(name) for name, title in _QUANTILES.items()}
     chosen = next((variant for variant in facts.variants if variant.get("chosen")), {})
     if not facts.deploy:
-        times = {f"batch {size}": value for size, value in (chosen.get("p50_ms") or {}).items() if value is not None}
-        if not times:
-            return None
+        times = {f"batch {size}": value for size, value in (chosen.get("p50_ms") or {}).items()}
+    measured = {name: value for name, value in times.items() if value is not None}
+    if not measured and not facts.deploy:
+        return None
+    slowest = max(measured.values(), default=0.0) or 1.0
     return {
         "deploy": facts.deploy,
-        "requests": measured.get("requests"),
+        "requests": facts.latency.get("requests"),
         "variant": chosen.get("variant"),
-        "bars": _bars(times),
+        "bars": [(name, 100 * value / slowest, milliseconds(value), "") for name, value in measured.items()],
     }
-
-
-def _bars(times: Mapping[str, float]) -> list[tuple[str, float, str, str]]:
-    slowest = max(times.values(), default=0.0) or 1.0
-    return [(name, 100 * value / slowest, milliseconds(value), "") for name, value in times.items()]

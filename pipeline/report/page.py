@@ -8,6 +8,7 @@ alone.
 from __future__ import annotations
 
 import base64
+import contextlib
 import hashlib
 import json
 import os
@@ -66,6 +67,9 @@ def write_report(run: Run, path: Path, others: Sequence[Run] = ()) -> None:
 
 
 def _render_report(facts: Facts, sections: Iterable[Section]) -> str:
+    tiles: list[Tile] = []
+    with contextlib.suppress(*_SHAPE_ERRORS):  # the section of the file shows the error
+        tiles.extend(_tiles(facts))
     drawn = [
         {"title": section.title, "anchor": re.sub(r"[^a-z]+", "-", section.title.lower()), **content}
         for section in sections
@@ -76,7 +80,7 @@ def _render_report(facts: Facts, sections: Iterable[Section]) -> str:
         facts=facts,
         outcome=evaluation.describe_outcome(facts),
         lead=_lead(facts),
-        tiles=list(_tiles(facts)),
+        tiles=tiles,
         steps=[_step(name, facts.step(name)) for name in STEPS],
         stopped=[
             (record.step, record.current_status, record.reason.removeprefix(f"{record.step}: "))
@@ -164,7 +168,7 @@ def _tiles(facts: Facts) -> Iterator[Tile]:
     if runs := mappings(facts.parity.get("runs")):
         largest = max(run.get("max_abs_error") or 0.0 for run in runs)
         yield "ONNX parity", number(largest), "largest difference"
-    if latency := facts.deploy.get("latency_ms"):
+    if latency := facts.latency:
         yield "latency", milliseconds(latency.get("p50")), f"p95 {milliseconds(latency.get('p95'))}"
 
 
@@ -172,7 +176,7 @@ def _metric_tiles(facts: Facts) -> Iterator[Tile]:
     metric = str(facts.verdict.get("metric", ""))
     if not metric:
         return
-    value, baseline = ((facts.metrics.get(model) or {}).get(metric) for model in ("candidate", "baseline"))
+    value, baseline = facts.candidate.get(metric), facts.baseline.get(metric)
     samples = f"{facts.metrics.get('samples')} samples"
     yield metric, score(value, metric), samples if baseline is None else f"baseline {score(baseline, metric)}"
     if difference := parse_range(facts.verdict.get("difference")):
@@ -222,22 +226,22 @@ def _row(run: Run, folder: Path) -> dict[str, Any]:
     """Return a row of the index; a value that a damaged file lacks is None, so that rows can be sorted."""
     facts = read_facts(run)
     metric = str(facts.verdict.get("metric", ""))
-    value = (facts.metrics.get("candidate") or {}).get(metric)
+    results = {name: value for name, value in facts.candidate.items() if is_number(value)}
+    training = {name: value for name, value in facts.summary.items() if is_number(value)}
     difference = parse_range(facts.verdict.get("difference"))
     position, reached = _last_step(facts)
     report = run.path / "report.html"
     environment = facts.file.environment
-    results = {name: value for name, value in (facts.metrics.get("candidate") or {}).items() if is_number(value)}
     return {
         "id": run.id,
         "link": quote(Path(os.path.relpath(report, folder)).as_posix()) if report.is_file() else "",
         "facts": facts,
         "metric": metric,
-        "value": value if is_number(value) else None,
-        "score": score(value, metric),
+        "value": results.get(metric),
+        "score": score(results.get(metric), metric),
         "difference": difference.estimate if difference else None,
-        "seconds": facts.summary.get("seconds"),
-        "samples_per_second": facts.summary.get("samples_per_second"),
+        "seconds": training.get("seconds"),
+        "samples_per_second": training.get("samples_per_second"),
         "place": position,
         "reached": reached,
         "bundle": facts.digests.get("manifest.json", ""),

