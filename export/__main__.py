@@ -15,6 +15,8 @@ import onnxruntime
 import torch
 
 from export.bundle import Sources, columns_with_nan, fill_bundle
+from export.checks.service_sizes import ServedSizes
+from export.checks.verify import write_verified
 from export.kinds import open_kind
 from export.model_card import describe_codec, render_card
 from export.official_weights import write_official_weights
@@ -22,7 +24,6 @@ from export.other_formats import FOLDER as FORMATS
 from export.other_formats import FORMATS_FILE, require_formats, write_formats
 from export.provenance import write_provenance
 from export.report import Report
-from export.service_sizes import ServedSizes
 from export.subject import ExportKind, Subject
 from export.variants.choose import (
     FP32,
@@ -36,7 +37,6 @@ from export.variants.choose import (
     to_candidates,
 )
 from export.variants.choose import VARIANTS_FILE as VARIANTS
-from export.verify import write_verified
 from pipeline.contract.bundle import (
     OVERRIDDEN,
     Ancestors,

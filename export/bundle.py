@@ -17,10 +17,10 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from export.conversion.to_onnx import tensor_specs
 from export.golden import make_golden
 from export.sessions import open_graph
 from export.subject import ExportKind, ModelProperties
-from export.to_onnx import tensor_specs
 from pipeline.contract.codec import FILES, build_codec, codec_class, required_packages, shared_files
 from pipeline.contract.config import Config
 from pipeline.contract.signature import CODEC_FOLDER, FLOATS, Limits, Runtime, Signature, TensorSpec, codec_file

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from export.cases import to_feed
+from export.checks.cases import to_feed
 from export.compare import Arrays, Run, rows_with
 from export.tolerance import absolute_tolerance
 from pipeline.contract.codec import Codec, Part, encode_method, in_order, join_equal_shapes

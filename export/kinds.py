@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import nn
 
+from export.conversion.shapes import max_axis_sizes
 from export.llm.kind import LanguageModel
 from export.ordinary import OrdinaryModel
-from export.shapes import max_axis_sizes
 from export.subject import ExportKind, Subject
 from pipeline.contract.task import Generates, Task
 from pipeline.system.errors import StageError

@@ -9,27 +9,27 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from export.cases import evaluated_outputs, random_batch, sample_cases, shape_cases, to_feed, torch_outputs
+from export.checks.cases import evaluated_outputs, random_batch, sample_cases, shape_cases, to_feed, torch_outputs
+from export.checks.everywhere import compare_everywhere
+from export.checks.parity import compare_test_set
+from export.checks.service_sizes import ServedSizes, SizeComparison
+from export.checks.unseen_inputs import UnseenInputs
+from export.checks.weights_check import compare_weights
 from export.compare import Array, Arrays, Case, Rows, Run, compare, compare_kinds
-from export.everywhere import compare_everywhere
+from export.conversion.names import name_output_axes
+from export.conversion.optimize import Written, write_optimized
+from export.conversion.padding import PaddingEffect, measure_padding
+from export.conversion.shapes import check_dynamic_axes, max_axis_sizes, measure_shapes, untraced_batches
+from export.conversion.to_onnx import ExportResult, convert, export_input, tensor_specs
+from export.conversion.trace import ExportInput
 from export.golden import GoldenInputs, sample_inputs
-from export.names import name_output_axes
-from export.optimize import Written, write_optimized
 from export.other_formats import write_pt2, write_saved_model
-from export.padding import PaddingEffect, measure_padding
-from export.parity import compare_test_set
 from export.report import LastCheck, Report
-from export.service_sizes import ServedSizes, SizeComparison
 from export.sessions import DEFAULT_PLACE, open_graph
-from export.shapes import check_dynamic_axes, max_axis_sizes, measure_shapes, untraced_batches
 from export.subject import ModelProperties, RunFeeds, Subject
-from export.to_onnx import ExportResult, convert, export_input, tensor_specs
 from export.tolerance import Scales, measure_scales
-from export.trace import ExportInput
-from export.unseen_inputs import UnseenInputs
 from export.variants.quantize import CONVERTERS, Converter
 from export.variants.samples import SampleComparison
-from export.weights_check import compare_weights
 from pipeline.contract.config import Config
 from pipeline.contract.data import example_batch
 from pipeline.contract.signature import Signature

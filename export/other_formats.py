@@ -24,8 +24,8 @@ import torch
 from torch import nn
 
 from export.compare import Arrays, Rows
+from export.conversion.trace import ExportInput, trace
 from export.subject import ExportKind
-from export.trace import ExportInput, trace
 from pipeline.system.errors import StageError
 from pipeline.system.files import digest_tree
 from pipeline.system.torch_private import tree_flatten, tree_unflatten

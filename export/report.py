@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from export.checks.weights_check import WeightsComparison
 from export.compare import Rows, is_different, require_equal
-from export.weights_check import WeightsComparison
 from pipeline.contract.settings.stages import Export
 from pipeline.system.errors import StageError
 

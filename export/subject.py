@@ -12,14 +12,14 @@ from typing import Protocol
 
 from torch import nn
 
+from export.checks.parity import MetricLimits
+from export.checks.service_sizes import ServedSizes
 from export.compare import Arrays, Rows, Run
+from export.conversion.optimize import Written
+from export.conversion.to_onnx import ExportResult
+from export.conversion.trace import ExportInput
 from export.golden import GoldenInputs
-from export.optimize import Written
-from export.parity import MetricLimits
 from export.report import LastCheck, Report
-from export.service_sizes import ServedSizes
-from export.to_onnx import ExportResult
-from export.trace import ExportInput
 from export.variants.judge import VariantComparison
 from export.variants.quantize import Converter
 from pipeline.contract.config import Config

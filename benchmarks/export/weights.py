@@ -19,11 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.train.deepseek import pieces
+from export.checks.verify import write_verified
 from export.kinds import open_kind
 from export.llm.perplexity import Perplexity
 from export.subject import Subject
 from export.variants.choose import VariantEvaluation, VariantResult
-from export.verify import write_verified
 from pipeline import one_text_per_row, pack_texts
 from pipeline.contract.config import parse_config
 from pipeline.contract.data import open_split

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from export.conversion.to_onnx import tensor_specs
 from export.kinds import open_kind
 from export.llm.decoder import convert_language, language_export_input, make_generation
 from export.llm.fused_attention import convert_fused
 from export.other_formats import require_formats, write_formats
 from export.sessions import open_session, run
 from export.subject import Subject
-from export.to_onnx import tensor_specs
 from pipeline.contract.bundle import Ancestors, write_manifest
 from pipeline.contract.golden import Decoder, Golden, empty_past, inputs_of
 from pipeline.contract.settings.stages import Export

@@ -8,7 +8,7 @@ from itertools import islice
 import numpy as np
 from torch import Tensor
 
-from export.cases import RANDOM, SHAPES
+from export.checks.cases import RANDOM, SHAPES
 from export.compare import Array, Arrays, Case
 from export.llm.decoder import TorchDecoder
 from export.llm.texts import MAX_LOGITS, read_test_set, real_tokens, vocabulary_size

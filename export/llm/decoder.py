@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from export.compare import Array, Arrays, Run
+from export.conversion.to_onnx import ExportResult, tensor_specs, write_onnx
+from export.conversion.trace import ExportInput
 from export.sessions import open_graph
-from export.to_onnx import ExportResult, tensor_specs, write_onnx
-from export.trace import ExportInput
 from pipeline.contract.golden import Decoder
 from pipeline.contract.prompting import LEAST_POSITIONS, empty_cache, positions_limit, read_prompting
 from pipeline.contract.settings.stages import Export

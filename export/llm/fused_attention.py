@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from export.optimize import Optimization, operators, remove_model
-from export.to_onnx import ExportResult, write_onnx
-from export.trace import ExportInput
+from export.conversion.optimize import Optimization, operators, remove_model
+from export.conversion.to_onnx import ExportResult, write_onnx
+from export.conversion.trace import ExportInput
 from pipeline.contract.settings.stages import Export
 from pipeline.system.errors import StageError
 

@@ -14,11 +14,11 @@ import numpy as np
 from torch import nn
 
 from export.compare import Array, Arrays, Case, Rows, compare
+from export.conversion.to_onnx import tensor_specs
 from export.llm.decoder import TorchDecoder, complete_generation
 from export.llm.greedy import choose_prompts
 from export.other_formats import Skipped
 from export.subject import Subject
-from export.to_onnx import tensor_specs
 from pipeline.contract.golden import Decoder, empty_past, inputs_of
 from pipeline.contract.prompting import ANSWER_TOKENS
 from pipeline.contract.signature import Generation, TensorSpec

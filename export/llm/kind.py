@@ -8,9 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from export.cases import evaluated_outputs
+from export.checks.cases import evaluated_outputs
+from export.checks.everywhere import compare_everywhere
+from export.checks.weights_check import compare_weights
 from export.compare import Arrays, Rows, Run, combine, compare
-from export.everywhere import compare_everywhere
+from export.conversion.optimize import Written, write_optimized
+from export.conversion.to_onnx import ExportResult
+from export.conversion.trace import ExportInput
 from export.golden import GOLDEN_REQUESTS, GoldenInputs
 from export.llm.cases import cases_of_test_set, random_cases, untraced_cases
 from export.llm.decoder import (
@@ -28,14 +32,10 @@ from export.llm.greedy import choose_prompts, stable_answer, verify_greedy
 from export.llm.texts import read_test_set
 from export.llm.variants import DecoderComparison
 from export.llm.weight_only import LANGUAGE_CONVERTERS
-from export.optimize import Written, write_optimized
 from export.other_formats import Skipped, write_pt2
 from export.report import LastCheck, Report
 from export.subject import ModelProperties, RunFeeds, Subject
-from export.to_onnx import ExportResult
-from export.trace import ExportInput
 from export.variants.quantize import Converter
-from export.weights_check import compare_weights
 from pipeline.contract.config import Config
 from pipeline.contract.golden import Decoder, empty_past, inputs_of, pad
 from pipeline.contract.signature import Signature

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from export.cases import evaluated_outputs
+from export.checks.cases import evaluated_outputs
 from export.compare import Array, Arrays
 from export.llm.decoder import open_decoder
 from export.llm.perplexity import Perplexity, relative_increase, token_losses

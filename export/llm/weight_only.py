@@ -20,8 +20,8 @@ import onnx
 import torch
 from onnx import helper, numpy_helper
 
+from export.checks.fault_search import input_names
 from export.compare import Array
-from export.fault_search import input_names
 from export.sessions import open_session
 from export.variants.quantize import (
     CONVERTERS,

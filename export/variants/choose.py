@@ -13,10 +13,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from export.fault_search import FirstWrong, find_first_wrong
-from export.optimize import check_file
+from export.checks.fault_search import FirstWrong, find_first_wrong
+from export.conversion.optimize import check_file
+from export.conversion.to_onnx import tensor_specs
 from export.subject import ExportKind
-from export.to_onnx import tensor_specs
 from export.variants.judge import (
     FP16_TOLERANCE,
     INT8_NOISE,

@@ -20,10 +20,10 @@ from onnxruntime.quantization.shape_inference import quant_pre_process
 from onnxruntime.transformers.float16 import DEFAULT_OP_BLOCK_LIST, convert_float_to_float16
 from torch import Tensor
 
-from export.fault_search import input_names
-from export.names import name_tensors, set_output_axes
-from export.shapes import untraced_batches
-from export.to_onnx import save_stripped, tensor_specs
+from export.checks.fault_search import input_names
+from export.conversion.names import name_tensors, set_output_axes
+from export.conversion.shapes import untraced_batches
+from export.conversion.to_onnx import save_stripped, tensor_specs
 from pipeline.contract.data import Samples, check_columns, open_split
 from pipeline.contract.signature import NUMPY_TYPES, TensorSpec
 from pipeline.contract.task import HasAxes, Task

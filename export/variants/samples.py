@@ -11,11 +11,11 @@ import onnxruntime
 import torch
 from torch import nn
 
-from export.cases import shape_cases, to_feed, torch_outputs
+from export.checks.cases import shape_cases, to_feed, torch_outputs
+from export.checks.parity import graph_outputs
 from export.compare import Arrays, Run
-from export.parity import graph_outputs
+from export.conversion.to_onnx import tensor_specs
 from export.sessions import open_graph, run
-from export.to_onnx import tensor_specs
 from export.variants.judge import (
     Answers,
     BatchSizeResult,

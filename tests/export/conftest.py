@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from export.cases import torch_outputs
+from export.checks.cases import torch_outputs
+from export.checks.parity import compare_test_set
 from export.compare import Rows
+from export.conversion.to_onnx import ExportResult, convert
 from export.kinds import open_kind
-from export.parity import compare_test_set
 from export.sessions import open_graph
 from export.subject import ExportKind, Subject
-from export.to_onnx import ExportResult, convert
 from pipeline.contract.data import Samples, open_split
 from pipeline.contract.settings.stages import Export
 from pipeline.contract.task import Task

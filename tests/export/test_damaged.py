@@ -16,11 +16,11 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
+from export.checks.verify import verify_file
+from export.conversion.optimize import fit_runtime
+from export.conversion.to_onnx import ExportResult, convert
 from export.kinds import open_kind
-from export.optimize import fit_runtime
 from export.subject import Subject
-from export.to_onnx import ExportResult, convert
-from export.verify import verify_file
 from pipeline.contract.data import open_split
 from pipeline.contract.settings.stages import Export
 from pipeline.system.errors import StageError

@@ -18,8 +18,14 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
-from export.fault_search import FirstWrong, Graph, explain_difference, find_first_wrong, find_first_wrong_by_values
-from export.verify import write_verified
+from export.checks.fault_search import (
+    FirstWrong,
+    Graph,
+    explain_difference,
+    find_first_wrong,
+    find_first_wrong_by_values,
+)
+from export.checks.verify import write_verified
 from pipeline.contract.settings.stages import Export
 from pipeline.system.errors import StageError
 

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 
 from export.__main__ import export
 from export.bundle import columns_with_nan
-from export.cases import random_batch, sample_cases
+from export.checks.cases import random_batch, sample_cases
+from export.checks.everywhere import compare_everywhere
+from export.checks.nondeterminism import find_nondeterminism
+from export.checks.parity import compare_outputs
 from export.compare import require_equal
-from export.everywhere import compare_everywhere
 from export.golden import choose_samples
-from export.nondeterminism import find_nondeterminism
-from export.parity import compare_outputs
 from pipeline.contract.bundle import Bundle, open_bundle
 from pipeline.contract.data import Samples, open_split
 from pipeline.contract.run import Run, RunFile

@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from export.names import MeasuredShapes, name_output_axes
+from export.checks.verify import write_verified
+from export.conversion.names import MeasuredShapes, name_output_axes
+from export.conversion.to_onnx import tensor_specs
 from export.subject import ExportKind
-from export.to_onnx import tensor_specs
 from export.variants.quantize import CONVERTERS, VariantInputs
-from export.verify import write_verified
 from pipeline.contract.settings.stages import Export
 from pipeline.system.errors import ConfigError
 

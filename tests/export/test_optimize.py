@@ -17,8 +17,9 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
-from export import optimize
-from export.optimize import (
+from export.checks.verify import write_verified
+from export.conversion import optimize
+from export.conversion.optimize import (
     Optimization,
     check_file,
     fit_runtime,
@@ -32,7 +33,6 @@ from export.optimize import (
     restore_plain,
 )
 from export.sessions import open_session
-from export.verify import write_verified
 from pipeline.contract.settings.stages import Export
 from pipeline.system.errors import StageError
 from pipeline.system.files import digest_file

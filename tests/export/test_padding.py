@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from export.cases import evaluated_outputs
-from export.padding import PaddingEffect, measure_padding
-from export.shapes import untraced_batches
-from export.verify import write_verified
+from export.checks.cases import evaluated_outputs
+from export.checks.verify import write_verified
+from export.conversion.padding import PaddingEffect, measure_padding
+from export.conversion.shapes import untraced_batches
 from pipeline.contract.data import open_split
 from pipeline.contract.settings.stages import Export
 

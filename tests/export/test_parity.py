@@ -10,8 +10,8 @@ import torch
 from onnx import numpy_helper
 from torch import Tensor, nn
 
+from export.checks.parity import compare_outputs
 from export.compare import Comparison, require_equal
-from export.parity import compare_outputs
 from pipeline.contract.data import Samples
 from pipeline.contract.settings.stages import Export
 from pipeline.system.errors import StageError

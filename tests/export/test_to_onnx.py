@@ -20,12 +20,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from export.checks.verify import write_verified
 from export.compare import require_equal
+from export.conversion.shapes import check_dynamic_axes, untraced_batches
+from export.conversion.to_onnx import check_external_data, tensor_specs
+from export.conversion.translations import GROUPED, grouped_experts, grouped_mm
 from export.kinds import check_positions
-from export.shapes import check_dynamic_axes, untraced_batches
-from export.to_onnx import check_external_data, tensor_specs
-from export.translations import GROUPED, grouped_experts, grouped_mm
-from export.verify import write_verified
 from pipeline.contract.data import axis_sizes, example_batch, open_split
 from pipeline.contract.settings.stages import Export
 from pipeline.contract.signature import TensorSpec
@@ -365,7 +365,7 @@ def test_undeclared_outputs_are_refused(exported: Exporter) -> None:
 
 @pytest.mark.parametrize("inside_bytes", [1 << 30, 0])
 def test_same_model_is_the_same_bytes(exported: Exporter, inside_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("export.to_onnx._MAX_INLINE_BYTES", inside_bytes)
+    monkeypatch.setattr("export.conversion.to_onnx._MAX_INLINE_BYTES", inside_bytes)
     left, right = (exported(Small(linear(), pairs()), name) for name in ("a", "b"))
     assert digest_file(left.path) == digest_file(right.path)
     assert sorted(p.name for p in left.path.parent.iterdir()) == sorted(p.name for p in right.path.parent.iterdir())
@@ -382,7 +382,7 @@ def test_file_has_no_trace_of_the_machine(exported: Exporter, net: nn.Module) ->
 
 
 def test_external_weights_lie_beside_the_model(exported: Exporter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("export.to_onnx._MAX_INLINE_BYTES", 0)
+    monkeypatch.setattr("export.conversion.to_onnx._MAX_INLINE_BYTES", 0)
     made = exported(Small(linear(), pairs()))
     assert len(list(made.path.parent.iterdir())) == 2
     check_external_data(made.path)

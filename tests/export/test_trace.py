@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own word for it)
 from torch import Tensor, nn
 
+from export.conversion.to_onnx import export_input
+from export.conversion.trace import inspect, numeric_attributes, source_location
 from export.llm import decoder
-from export.to_onnx import export_input
-from export.trace import inspect, numeric_attributes, source_location
 from pipeline.system.errors import StageError
 
 from .conftest import Exporter, Small, linear, pairs

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from export.to_onnx import export_input
-from export.trace import inspect
-from export.verify import write_verified
+from export.checks.verify import write_verified
+from export.conversion.to_onnx import export_input
+from export.conversion.trace import inspect
 from pipeline.contract.data import forward, open_split
 from pipeline.system.errors import StageError
 

@@ -14,17 +14,17 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import Tensor, nn
 
+from export.checks.parity import MetricReference, compare_outputs
+from export.checks.service_sizes import ServedSizes
+from export.checks.unseen_inputs import UnseenInputs
+from export.checks.verify import verify_file
+from export.checks.weights_check import compare_weights
+from export.conversion.optimize import check_random
+from export.conversion.to_onnx import ExportResult, convert
 from export.kinds import open_kind
-from export.optimize import check_random
-from export.parity import MetricReference, compare_outputs
 from export.report import Report
-from export.service_sizes import ServedSizes
 from export.subject import Subject
-from export.to_onnx import ExportResult, convert
 from export.tolerance import allowed_error, is_within, measure_scale
-from export.unseen_inputs import UnseenInputs
-from export.verify import verify_file
-from export.weights_check import compare_weights
 from pipeline.contract.data import Samples, open_split
 from pipeline.contract.settings.stages import Export
 from pipeline.system.errors import StageError

@@ -11,12 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from export.checks.verify import write_verified
 from export.kinds import open_kind
 from export.llm.decoder import open_decoder
 from export.llm.kind import LanguageModel
 from export.report import Report
 from export.subject import Subject
-from export.verify import write_verified
 from pipeline.contract.data import open_split
 from pipeline.contract.golden import Decoder
 from pipeline.contract.settings.stages import Export

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from export.checks.verify import write_verified
 from export.report import LastCheck
 from export.subject import ModelProperties
-from export.verify import write_verified
 from pipeline.contract.settings.stages import Export
 from pipeline.system.errors import StageError
 

@@ -20,15 +20,15 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from export.bundle import Sources, fill_bundle
+from export.checks.verify import write_verified
+from export.conversion.to_onnx import save_stripped
 from export.kinds import open_kind
 from export.llm.decoder import open_decoder
 from export.llm.perplexity import Perplexity, token_losses
 from export.llm.weight_only import LANGUAGE_CONVERTERS
 from export.subject import Subject
-from export.to_onnx import save_stripped
 from export.variants.choose import VariantEvaluation, VariantResult, decide, explanations, rows, to_candidates
 from export.variants.quantize import VariantInputs
-from export.verify import write_verified
 from pipeline.contract.bundle import Ancestors, open_bundle, write_manifest
 from pipeline.contract.config import parse_config
 from pipeline.contract.data import open_split

@@ -13,11 +13,11 @@ import onnx
 import pytest
 from onnx import numpy_helper
 
+from export.conversion.to_onnx import save_stripped
 from export.kinds import open_kind
 from export.llm.kind import LanguageModel
 from export.ordinary import OrdinaryModel
 from export.subject import Subject
-from export.to_onnx import save_stripped
 from export.variants.choose import (
     VariantEvaluation,
     VariantResult,

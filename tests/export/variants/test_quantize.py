@@ -14,8 +14,8 @@ import onnxruntime
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from export.optimize import check_file
-from export.to_onnx import tensor_specs
+from export.conversion.optimize import check_file
+from export.conversion.to_onnx import tensor_specs
 from export.variants.judge import output_scale
 from export.variants.quantize import (
     CONVERTERS,

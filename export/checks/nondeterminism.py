@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from torch import nn
 
-from export.cases import evaluated_outputs, to_feed
+from export.checks.cases import evaluated_outputs, to_feed
 from export.compare import Array, Arrays, rows_with
 from export.tolerance import allowed_error, is_within
 from pipeline.contract.data import Samples

@@ -222,7 +222,7 @@ def _limits(text: str) -> str:
 
 
 def _is_users(file: str) -> bool:
-    return Path(__file__).parent not in Path(file).parents and not any(part in file for part in _LIBRARIES)
+    return Path(__file__).parents[1] not in Path(file).parents and not any(part in file for part in _LIBRARIES)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

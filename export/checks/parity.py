@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from export.cases import to_feed
+from export.checks.cases import to_feed
 from export.compare import Arrays, Comparison, Rows, Run, distance, finite, rows_with
 from export.tolerance import allowed_error, is_within, measure_scale
 from pipeline.contract.data import Samples, as_task_outputs

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from export.compare import Array, Arrays, Case, has_missing
-from export.padding import MASK
-from export.shapes import untraced_batches
+from export.conversion.padding import MASK
+from export.conversion.shapes import untraced_batches
 from pipeline.contract.data import Samples, forward, name_outputs
 from pipeline.contract.settings.stages import Export
 from pipeline.contract.task import Task

@@ -22,7 +22,7 @@ from google.protobuf.message import DecodeError
 from onnx import ModelProto, helper, numpy_helper, version_converter
 from torch import nn
 
-from export.to_onnx import ExportResult, check_external_data, strip_file
+from export.conversion.to_onnx import ExportResult, check_external_data, strip_file
 from pipeline.contract.settings.stages import Export
 from pipeline.system.errors import StageError
 

@@ -13,10 +13,10 @@ import onnx
 import torch
 from torch import Tensor, nn
 
-from export.names import name_tensors
-from export.shapes import named_axes
-from export.trace import ExportInput, Trace, describe_module, inspect, recurrent_shapes, source_location
-from export.translations import grouped_experts, translations
+from export.conversion.names import name_tensors
+from export.conversion.shapes import named_axes
+from export.conversion.trace import ExportInput, Trace, describe_module, inspect, recurrent_shapes, source_location
+from export.conversion.translations import grouped_experts, translations
 from pipeline.contract.bundle import check_external_data_files
 from pipeline.contract.data import axis_sizes, name_outputs, standard_attention
 from pipeline.contract.settings.stages import Export

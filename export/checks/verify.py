@@ -6,12 +6,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from export.fault_search import explain_difference
-from export.nondeterminism import find_nondeterminism
-from export.optimize import Optimization, check_file, check_random, fit_runtime, read_versions, remove_plain
+from export.checks.fault_search import explain_difference
+from export.checks.nondeterminism import find_nondeterminism
+from export.conversion.optimize import Optimization, check_file, check_random, fit_runtime, read_versions, remove_plain
+from export.conversion.to_onnx import ExportResult
 from export.report import Report
 from export.subject import ExportKind
-from export.to_onnx import ExportResult
 from pipeline.system.errors import StageError
 
 

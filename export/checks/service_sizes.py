@@ -1,7 +1,7 @@
 """Compare the file with torch at the batch sizes that a service can form, several times and in another order.
 
 A service merges waiting requests up to `serve.batch_rows` and accepts requests up to `serve.max_batch_size`. Rows do
-not depend on each other, which export/parity.py shows at several sizes, so torch computes each row once.
+not depend on each other, which export/checks/parity.py shows at several sizes, so torch computes each row once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from export.cases import to_feed
+from export.checks.cases import to_feed
 from export.compare import Arrays, Case, Comparison, Rows, Run, combined_row, compare
 from export.sessions import DEFAULT_PLACE
 from export.tolerance import Scales

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from export.cases import Batch, Inputs, make_cases
+from export.checks.cases import Batch, Inputs, make_cases
 from export.compare import Case
-from export.padding import MASK
-from export.shapes import max_axis_sizes
+from export.conversion.padding import MASK
+from export.conversion.shapes import max_axis_sizes
 from pipeline.contract.data import Samples, forward, is_stream, open_split
 from pipeline.contract.task import Task, input_axes
 

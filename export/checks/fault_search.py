@@ -23,9 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Interpreter, Node
 
-from export.to_onnx import ExportResult
+from export.conversion.to_onnx import ExportResult
+from export.conversion.trace import describe_module, module_name, source_location
 from export.tolerance import absolute_tolerance
-from export.trace import describe_module, module_name, source_location
 from pipeline.contract.settings.stages import Export
 from pipeline.system.errors import StageError
 from pipeline.system.torch_private import tree_flatten, tree_unflatten

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from export.names import MeasuredShapes
-from export.padding import MASK, Padding, find_padding
+from export.conversion.names import MeasuredShapes
+from export.conversion.padding import MASK, Padding, find_padding
 from pipeline.contract.data import Samples, axis_sizes, example_batch, name_outputs, standard_attention
 from pipeline.contract.signature import TensorSpec
 from pipeline.contract.task import BATCH, HasAxes, Task, input_axes

@@ -1,0 +1,1 @@
+"""From torch to an ONNX file: trace, names, shapes, conversion and optimization."""
