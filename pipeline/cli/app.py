@@ -160,6 +160,11 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
     return "\n".join(align(lines))
 
 
+def pairs(facts: Mapping[str, object]) -> str:
+    """Align values beside their names; mappings are for programs only."""
+    return "\n".join(align([(name, str(value)) for name, value in facts.items() if not isinstance(value, dict)]))
+
+
 def _cell(value: object) -> str:
     if value is None:
         return "-"

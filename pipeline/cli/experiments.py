@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pipeline.cli.app import Output, OutputOption, Overrides, app, emit, project_of, split_overrides, table
+from pipeline.cli.app import Output, OutputOption, Overrides, app, emit, pairs, project_of, split_overrides, table
 from pipeline.cli.run import finish, make_request, run_facts
 from pipeline.display import Display
 from pipeline.history import load_history, lock_runs
@@ -71,8 +71,7 @@ def _emit_study(output: Output, order: SearchRequest, body: StudyFile, facts: di
         for trial in study.ranked_trials()
     ]
     head = {"study": body.name, "metric": body.metric, "direction": body.direction}
-    lines = [f"{name:9} {value}" for name, value in (head | facts).items() if not isinstance(value, dict)]
-    text = "\n".join([table([_with_rounded_floats(row) for row in rows]), "", *lines])
+    text = f"{table([_with_rounded_floats(row) for row in rows])}\n\n{pairs(head | facts)}"
     emit(output, head | {"trials": rows} | facts, text)
 
 

@@ -25,6 +25,7 @@ from pipeline.cli.app import (
     app,
     complete_settings,
     emit,
+    pairs,
     project_of,
     split_overrides,
     table,
@@ -269,7 +270,7 @@ def explain(
     facts = describe_setting(setting)
     steps = steps_of_setting(setting)
     facts["reruns"] = ", ".join(steps) + " and what depends on it" if steps else "nothing"
-    return emit(output, facts, "\n".join(f"{name:8} {value}" for name, value in facts.items()))
+    return emit(output, facts, pairs(facts))
 
 
 def model_name(folder: str) -> str:

@@ -24,6 +24,7 @@ from pipeline.cli.app import (
     app,
     complete_words,
     emit,
+    pairs,
     project_of,
     split_overrides,
     table,
@@ -376,8 +377,7 @@ def package(
     config, display = project.config(overrides), Display(live=sys.stderr.isatty())
     with lock_runs(project.runs, shared=True):
         record = _package_training(project, config, display) if train else _package_service(project, config, display)
-    fields = {key: value for key, value in record.items() if value and not isinstance(value, dict)}
-    emit(output, record, "\n".join(f"{name:12} {value}" for name, value in fields.items()))
+    emit(output, record, pairs({key: value for key, value in record.items() if value}))
 
 
 def _package_service(project: Project, config: Config, display: Display) -> dict[str, Any]:
@@ -512,7 +512,7 @@ def _emit_paths(output: Output, paths: list[Path]) -> None:
 
 def emit_run(output: Output, run: Run) -> None:
     facts = run_facts(run)
-    emit(output, facts, "\n".join(f"{name:8} {value}" for name, value in facts.items() if not isinstance(value, dict)))
+    emit(output, facts, pairs(facts))
 
 
 def run_facts(run: Run) -> dict[str, Any]:

@@ -83,7 +83,7 @@ def align(rows: Sequence[Sequence[str]], texts: int | None = None) -> list[str]:
 
     The last cell of a row that is shorter than the others may be longer than its column.
     """
-    count = max(map(len, rows))
+    count = max(map(len, rows), default=0)
     widths = [
         max(len(row[i]) for row in rows if len(row) > i and (len(row) == count or len(row) > i + 1))
         for i in range(count)
