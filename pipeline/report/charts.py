@@ -347,7 +347,9 @@ def shared_axis(ranges: Sequence[Range | None]) -> Axis | None:
     return Axis(low - pad, high + pad, 3, _SMALL_WIDTH - 3)
 
 
-def small_interval(difference: Range | None, x: Axis | None) -> Chart | None:
+def small_interval(difference: Range | None, axis: Axis | None = None) -> Chart | None:
+    """Draw an interval on an axis that rows share, or on its own."""
+    x = axis or shared_axis([difference])
     if difference is None or x is None:
         return None
     zero, middle = x.at(0.0), _SMALL_HEIGHT / 2

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pipeline.compare import record_differences
 from pipeline.contract.results import Body, Facts, is_number
 from pipeline.contract.run import Run
-from pipeline.report.charts import interval_chart, interval_text, parse_range, shared_axis, small_interval
+from pipeline.report.charts import interval_chart, parse_range
 from pipeline.report.evaluation import describe_outcome
 from pipeline.system.errors import PipelineError
 from pipeline.system.wording import milliseconds, number, seconds, short, signed
@@ -98,17 +98,7 @@ def _paired(facts: Facts, label: str, compared: Comparison) -> Body:
         "problem": compared.problem or "the runs have no metric in common",
         "first": first,
         "chart": chart,
-        "metrics": [_metric_row(row) for row in compared.metrics],
-    }
-
-
-def _metric_row(row: Body) -> Body:
-    difference = parse_range(row["difference"])
-    return {
-        "name": row["metric"],
-        "difference": interval_text(difference),
-        "chart": small_interval(difference, shared_axis([difference])),
-        "adjusted_p": row["adjusted_p"],
+        "metrics": [row | {"difference": parse_range(row["difference"])} for row in compared.metrics],
     }
 
 

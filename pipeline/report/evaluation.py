@@ -8,16 +8,7 @@ from typing import Any
 
 from pipeline.contract.results import Body, Facts, is_number, mappings
 from pipeline.contract.run import STEPS
-from pipeline.report.charts import (
-    Axis,
-    Chart,
-    Range,
-    interval_chart,
-    interval_text,
-    parse_range,
-    shared_axis,
-    small_interval,
-)
+from pipeline.report.charts import Chart, Range, interval_chart, parse_range, shared_axis
 from pipeline.system.wording import short, signed
 
 _MAX_SLICES = 100  # shown
@@ -135,7 +126,6 @@ def _metric_rows(facts: Facts) -> list[dict[str, Any]]:
     lower, undefined = facts.metrics.get("lower_is_better") or (), facts.metrics.get("undefined") or {}
     rows = []
     for name, value in sorted(facts.candidate.items()):
-        difference = parse_range(differences.get(name))
         rows.append(
             {
                 "name": name,
@@ -147,8 +137,7 @@ def _metric_rows(facts: Facts) -> list[dict[str, Any]]:
                 "baseline": facts.baseline.get(name),
                 "baseline_interval": _bounds(intervals.get("baseline"), name),
                 "compared": any(parse_range(bounds) for bounds in differences.values()),
-                "difference": interval_text(difference),
-                "chart": small_interval(difference, shared_axis([difference])),
+                "difference": parse_range(differences.get(name)),
             }
         )
     return rows
@@ -165,12 +154,12 @@ def slices(facts: Facts) -> Body | None:
     if not facts.slices:
         return None
     ranges = [parse_range(slice_.get("difference")) for slice_ in facts.slices]
-    axis = shared_axis(ranges)
-    rows = [_slice_row(slice_, difference, axis) for slice_, difference in zip(facts.slices, ranges, strict=True)]
+    rows = [_slice_row(slice_, difference) for slice_, difference in zip(facts.slices, ranges, strict=True)]
     rows.sort(key=lambda row: (row["passed"], not row["evaluated"]))
     evaluated = [row for row in rows if row["evaluated"]]
     return {
         "total": len(rows),
+        "axis": shared_axis(ranges),
         "compared": any(row["baseline"] is not None for row in rows),
         "evaluated": len(evaluated),
         "failed": sum(not row["passed"] for row in evaluated),
@@ -187,13 +176,12 @@ def _common_reason(rows: Sequence[Mapping[str, Any]]) -> str:
     return most_frequent.removesuffix("not evaluated").rstrip(",;: ")
 
 
-def _slice_row(body: Mapping[str, Any], difference: Range | None, axis: Axis | None) -> dict[str, Any]:
+def _slice_row(body: Mapping[str, Any], difference: Range | None) -> dict[str, Any]:
     keys = ("samples", "candidate", "baseline", "adjusted_p")
     return {
         **{key: body.get(key) for key in keys},
         "name": str(body.get("slice", "")),
-        "difference": interval_text(difference) if difference else "",
-        "chart": small_interval(difference, axis),
+        "difference": difference,
         "evaluated": bool(body.get("judged")),
         "passed": bool(body.get("passed", True)),
         "detail": str(body.get("detail") or ""),

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeline.contract.results import Body, Facts, mappings
-from pipeline.report.charts import interval_text, parse_range
+from pipeline.report.charts import parse_range
 from pipeline.system.wording import milliseconds, number, size
 
 _TIMED_BATCHES = {"1": "p50, batch 1", "32": "p50, batch 32"}
@@ -54,7 +54,7 @@ def _variant(body: Mapping[str, Any], fp32: Mapping[str, Any], timed: Sequence[s
         "name": str(body.get("variant", "")),
         "chosen": body.get("chosen"),
         "value": (body.get("metric") or {}).get("value"),
-        "difference": interval_text(parse_range(body.get("difference"))),
+        "difference": parse_range(body.get("difference")),
         "max_abs_error": body.get("max_abs_error"),
         "size": size(own_bytes) + share,
         "times": [milliseconds(times.get(key)) for key in timed],

@@ -1,4 +1,7 @@
-"""Templates of the report, rendered by one Jinja environment: all values are escaped, undefined names are errors."""
+"""Templates of the report, rendered by one Jinja environment: all values are escaped, undefined names are errors.
+
+All templates know the macros of `macros.html` as `macros`, and those of `charts.html` as `draw`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from pipeline.report.charts import px
+from pipeline.report.charts import interval_text, px, small_interval
 from pipeline.system.wording import number, percent, seconds, short, signed, size
 
 _BETWEEN_TAGS = re.compile(r">\s*\n\s*<")
@@ -44,6 +47,8 @@ def _environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    for name in (number, percent, seconds, short, signed, size, date, score, px):
+    for name in (number, percent, seconds, short, signed, size, date, score, px, interval_text, small_interval):
         environment.filters[name.__name__] = name
+    environment.globals["macros"] = environment.get_template("macros.html").module
+    environment.globals["draw"] = environment.get_template("charts.html").module
     return environment
