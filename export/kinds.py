@@ -1,4 +1,4 @@
-"""Decide which kind of model is exported: the only place that asks, after the checks of all kinds."""
+"""The one place that decides which kind of model is exported; everything else uses what `ExportKind` has."""
 
 from __future__ import annotations
 

@@ -258,7 +258,12 @@ def test_a_bundle_gets_requests_only_once_its_golden_answers_are_right(
     Golden({}, {}, [1.0], [2.0], rtol=1e-3, atol=1e-4).write(run.bundle_path)
     monkeypatch.setattr(rollout, "argv", lambda _r, p, _o: ["-c", SERVICE, str(p.standby), str(p.public), str(answer)])
     processes: list[subprocess.Popen[bytes]] = []
-    monkeypatch.setattr(rollout, "spawn", lambda *given: processes.append(spawn(*given)) or processes[-1])
+
+    def noted_spawn(*given: Any) -> subprocess.Popen[bytes]:
+        processes.append(spawn(*given))
+        return processes[-1]
+
+    monkeypatch.setattr(rollout, "spawn", noted_spawn)
     old, request = _live(pid=2**22), _request(run, bundle, port=free_port())
     write_live(run.runs, old)
     if answer == 2.0:
