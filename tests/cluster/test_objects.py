@@ -17,6 +17,7 @@ from k8s.objects.serving import serving_objects
 from k8s.objects.training import training_objects
 from pipeline.contract.config import Config
 from pipeline.system.sources import SOURCE_ROOT
+from tests.k8s.overlays import write_overlay
 
 from .place import Place
 
@@ -79,6 +80,11 @@ def test_serving_objects_are_accepted(place: Place, name: str) -> None:
     if "target" not in SETTINGS[name]:
         objects.append(canary_deployment(objects))
     check_accepted(place, objects)
+
+
+def test_serving_objects_with_an_overlay_are_accepted(place: Place, tmp_path: Path) -> None:
+    overlay = write_overlay(tmp_path / "overlay")
+    check_accepted(place, serving_objects(place.config(), place.bundles["stable"], IMAGE, overlay=overlay))
 
 
 @pytest.mark.parametrize("workload", ["job", "jobset", "trainjob"])
