@@ -128,8 +128,6 @@ class CanaryRollout:
     headers: Mapping[str, str]  # credentials of the service
     report: Report
     check_lease: Callable[[], None]  # raises once another deployment has started
-    sleep: Callable[[float], None] = time.sleep
-    attempts: int = _OBSERVATION_ATTEMPTS
 
     def run(self) -> CanaryResult:
         """Raise the traffic step by step; any error ends the canary, and the stable version gets all requests again.
@@ -182,8 +180,8 @@ class CanaryRollout:
         """Compare the requests since now, again and again until the comparison is conclusive."""
         stable_before, canary_before = self._read_counts()
         result = CanaryResult("inconclusive", ())
-        for _ in range(self.attempts):
-            self.sleep(self.settings.observe_seconds)
+        for _ in range(_OBSERVATION_ATTEMPTS):
+            time.sleep(self.settings.observe_seconds)
             self.check_lease()
             stable, canary = self._read_counts()
             result = compare_versions(
@@ -192,7 +190,7 @@ class CanaryRollout:
             if result.outcome != "inconclusive":
                 return result
             self.report(f"canary: {result.text}")
-        waited_seconds = self.attempts * self.settings.observe_seconds
+        waited_seconds = _OBSERVATION_ATTEMPTS * self.settings.observe_seconds
         return CanaryResult("roll back", (f"inconclusive after {waited_seconds} s: {result.text}",))
 
     def _read_counts(self) -> tuple[dict[str, RequestCounts], dict[str, RequestCounts]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -50,6 +51,12 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
     yield server
     server.close()
+
+
+@pytest.fixture
+def no_observation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Judge canaries without waiting for their requests."""
+    monkeypatch.setattr("k8s.cluster.canary.time", SimpleNamespace(sleep=lambda seconds: None))
 
 
 @pytest.fixture

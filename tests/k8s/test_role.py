@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from k8s import deploy
-from k8s.cluster import canary, drift
+from k8s.cluster import drift
 from k8s.cluster.api import connect
 from k8s.cluster.cluster import Cluster
 from k8s.cluster.pending_reasons import PendingReasons
@@ -53,9 +53,8 @@ def allowed_requests() -> set[tuple[str, str, str]]:
 
 
 @pytest.fixture
-def guarded(api: ApiServer, model: Callable[[str, Any], Response], monkeypatch: pytest.MonkeyPatch) -> ApiServer:
+def guarded(api: ApiServer, model: Callable[[str, Any], Response], no_observation: None) -> ApiServer:
     """Allow only what the Role allows."""
-    monkeypatch.setattr(canary.CanaryRollout, "sleep", lambda self, seconds: None)
     api.rules, api.unready_polls, api.nodes.replicas = ROLE["rules"], 0, 2
     api.service, api.pod = model, counting_pods(model)
     api.crds |= {"serving.kserve.io/v1beta1", "serving.kserve.io/v1alpha1"}

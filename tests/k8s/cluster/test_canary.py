@@ -129,18 +129,13 @@ def wrong_answers(pod: str, path: str, body: Any) -> Response:
     return 200, {}, {"predictions": [[0, 0], [0, 0]]}
 
 
-@pytest.fixture
-def no_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(canary.CanaryRollout, "sleep", lambda self, seconds: None)
-
-
 def with_canary(config: Config, **rollout: Any) -> Config:
     return config.model_copy(update={"rollout": Rollout(observe_seconds=1, **{"canary_percent": 25, **rollout})})
 
 
 @pytest.fixture
 def stable(
-    api: ApiServer, model: Model, configure: Configure, bundle: Bundle, tmp_path: Path, no_sleep: None
+    api: ApiServer, model: Model, configure: Configure, bundle: Bundle, tmp_path: Path, no_observation: None
 ) -> ApiServer:
     """Let three pods serve an older bundle."""
     api.unready_polls, api.nodes.replicas = 0, 3
@@ -292,7 +287,7 @@ def knative_pods(model: Model, failure_rate: float = 0.0) -> Callable[[str, str,
 
 @pytest.fixture
 def knative(
-    api: ApiServer, model: Model, configure: Configure, bundle: Bundle, tmp_path: Path, no_sleep: None
+    api: ApiServer, model: Model, configure: Configure, bundle: Bundle, tmp_path: Path, no_observation: None
 ) -> ApiServer:
     """Let a Knative revision serve an older bundle."""
     api.unready_polls, api.pod = 0, knative_pods(model)

@@ -26,8 +26,7 @@ Model = Callable[[str, Any], Response]
 
 
 @pytest.fixture
-def cluster(api: ApiServer, model: Model, monkeypatch: pytest.MonkeyPatch) -> ApiServer:
-    monkeypatch.setattr("k8s.cluster.canary.CanaryRollout.sleep", lambda self, seconds: None)
+def cluster(api: ApiServer, model: Model, no_observation: None) -> ApiServer:
     api.unready_polls, api.nodes.replicas, api.service, api.pod = 0, 3, model, counting_pods(model)
     return api
 
