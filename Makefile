@@ -53,7 +53,7 @@ lint-all: lint  ## mypy over tests, benchmarks and examples too, as CI runs it a
 	cd examples/deepseek/classify && ../../../$(BIN)/mypy --config-file ../../../pyproject.toml task.py codec.py
 
 unit: $(VENV)/.dev
-	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 3 --no-loadscope-reorder \
+	PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 4 --no-loadscope-reorder \
 	  -m "not long and not gpu" --durations 10 --durations-min 0
 
 format: $(VENV)/.dev  ## format and fix with ruff

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import gc
 import os
 import signal
@@ -11,6 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import typer.main
 
 _EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 # Files whose tests share little, so that each of them can run in any process.
@@ -27,14 +30,18 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 gc.disable()  # until everything is imported
 _others: dict[str, ModuleType] = {}  # modules that are no user's: there are thousands, and thousands of tests
+_newest = ""  # of all modules after the last test
 
 
 @pytest.fixture(autouse=True)
 def _remove_user_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Remove modules of projects: a `codec` left in sys.modules would be used by the next project."""
     yield
+    global _newest
     users = (f"{_EXAMPLES}{os.sep}", f"{tmp_path_factory.getbasetemp().resolve()}{os.sep}")
     sys.path[:] = [place for place in sys.path if not f"{place}{os.sep}".startswith(users)]
+    if next(reversed(sys.modules)) == _newest:
+        return  # nothing was imported
     new = [(name, module) for name, module in sys.modules.items() if _others.get(name) is not module]
     for name, module in new:
         is_project = f"{module.__name__}.".startswith("pipeline.project.") if isinstance(module, ModuleType) else False
@@ -42,6 +49,7 @@ def _remove_user_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
             del sys.modules[name]
         else:
             _others[name] = module
+    _newest = next(reversed(sys.modules))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -62,6 +70,28 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
 
 def pytest_collection_finish() -> None:
-    """Keep the collector from looking at all that was imported, which takes half a second each time."""
+    """Keep what libraries make anew each time, and what the collector would look at each time."""
+    if client := sys.modules.get("httpx._transports.default"):  # each client reads all certificates
+        client.create_ssl_context = functools.cache(client.create_ssl_context)  # type: ignore[attr-defined]
+    if "export.conversion.to_onnx" in sys.modules:
+        keep_operators()
     gc.freeze()
     gc.enable()
+
+
+def keep_operators() -> None:
+    """Keep torch's table of ONNX operators, whose making takes half of the time of a small export."""
+    from torch.onnx._internal.exporter._registration import ONNXRegistry
+
+    make = functools.cache(ONNXRegistry.from_torchlib)
+
+    def copied(**options: int) -> ONNXRegistry:
+        table = copy.copy(make(**options))
+        table.functions = {operator: list(known) for operator, known in table.functions.items()}
+        return table
+
+    ONNXRegistry.from_torchlib = staticmethod(copied)  # type: ignore[method-assign,assignment]
+
+
+# A command line is made anew from all its functions each time that it is called.
+typer.main.get_command = functools.cache(typer.main.get_command)

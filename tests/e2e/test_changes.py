@@ -65,6 +65,7 @@ def test_a_restarted_training_keeps_the_earlier_checkpoints_until_it_is_complete
     assert not replaced.parents[2].exists()
 
 
+@pytest.mark.long
 def test_a_comment_and_another_champion_do_not_stop_a_resumed_training(interrupted: ProjectFolder) -> None:
     with (interrupted.folder / "task.py").open("a") as file:
         file.write("# a comment\n")

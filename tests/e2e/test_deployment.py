@@ -151,6 +151,7 @@ def test_bundle_is_replaced_and_rolled_back_without_failed_requests(
     assert _champion(project) == old
 
 
+@pytest.mark.long
 def test_new_process_takes_over_the_port_without_failed_requests(
     project: ProjectFolder, live: LiveService, first: Run
 ) -> None:
@@ -268,6 +269,7 @@ def test_only_rendering_is_a_success(project: ProjectFolder, first: Run, tmp_pat
     assert "kustomization.yaml" in rendered
 
 
+@pytest.mark.long
 def test_commands_know_the_api_keys_and_tls_of_the_service(
     project: ProjectFolder, live: LiveService, first: Run
 ) -> None:

@@ -89,6 +89,7 @@ def test_training_resumes_after_a_full_disk(
     assert wait_for(lambda: list(runs.glob("*/train/model.safetensors")))
 
 
+@pytest.mark.long
 def test_the_plan_names_export_settings_that_the_task_cannot_have(fresh: ProjectFolder) -> None:
     planned = fresh.pipe("plan", "export.variants=[int4]", expect=2)
     assert "never run" in planned.stdout

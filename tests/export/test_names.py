@@ -55,8 +55,8 @@ def test_output_length_of_a_recurrent_model_follows_its_input(tmp_path: Path) ->
 @pytest.mark.parametrize(
     "layer",
     [
-        nn.RNN(6, 5, num_layers=2, batch_first=True, bidirectional=True),
-        nn.RNN(6, 10, nonlinearity="relu", batch_first=True, bias=False),
+        pytest.param(nn.RNN(6, 5, num_layers=2, batch_first=True, bidirectional=True), marks=pytest.mark.long),
+        pytest.param(nn.RNN(6, 10, nonlinearity="relu", batch_first=True, bias=False), marks=pytest.mark.long),
         nn.GRU(6, 5, num_layers=2, dropout=0.5, batch_first=True, bidirectional=True),
     ],
 )

@@ -32,6 +32,7 @@ from pipeline.contract.signature import TensorSpec
 from pipeline.contract.task import input_axes
 from pipeline.system.errors import DataError, PipelineError, StageError
 from pipeline.system.files import digest_file
+from tests.quick import quick
 
 from .conftest import COUNT, Exported, Exporter, Small, linear, open_model, pairs
 
@@ -363,7 +364,7 @@ def test_undeclared_outputs_are_refused(exported: Exporter) -> None:
         exported(Small(linear(), pairs(), outputs=("y", "z")))
 
 
-@pytest.mark.parametrize("inside_bytes", [1 << 30, 0])
+@pytest.mark.parametrize("inside_bytes", quick([0], [1 << 30, 0]))
 def test_same_model_is_the_same_bytes(exported: Exporter, inside_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("export.conversion.to_onnx._MAX_INLINE_BYTES", inside_bytes)
     left, right = (exported(Small(linear(), pairs()), name) for name in ("a", "b"))
@@ -371,7 +372,7 @@ def test_same_model_is_the_same_bytes(exported: Exporter, inside_bytes: int, mon
     assert sorted(p.name for p in left.path.parent.iterdir()) == sorted(p.name for p in right.path.parent.iterdir())
 
 
-@pytest.mark.parametrize("net", [linear(), Branching()], ids=["linear", "branching"])
+@pytest.mark.parametrize("net", [pytest.param(linear(), marks=pytest.mark.long), Branching()])
 def test_file_has_no_trace_of_the_machine(exported: Exporter, net: nn.Module) -> None:
     made = exported(Small(net, pairs()), batch_sizes=(COUNT,))
     assert equal(made)

@@ -103,9 +103,9 @@ def test_failure_of_a_model_leaves_the_fast_path_on() -> None:
     ("net", "argument"),
     [
         (Decoder(), "tgt_is_causal"),
-        (CausalEncoder(), "is_causal"),
+        pytest.param(CausalEncoder(), "is_causal", marks=pytest.mark.long),
         (Both("src"), "src_is_causal"),
-        (Both("tgt"), "tgt_is_causal"),
+        pytest.param(Both("tgt"), "tgt_is_causal", marks=pytest.mark.long),
     ],
 )
 def test_examined_mask_is_named_with_its_argument(

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from tests.serve.conftest import Launcher, Running
 
 
-PATH, LONG, MOST = "/v2/models/tiny/infer", 250.0, 2
+PATH, LONG, MOST = "/v2/models/tiny/infer", 100.0, 2
 KEY = "a-key-of-more-than-16-characters"
 
 

@@ -104,6 +104,7 @@ def padded_graphs(group: ProcessGroup, any_length: bool) -> int:
     return len(made)
 
 
+@pytest.mark.long
 def test_padded_batches_of_all_lengths_take_one_graph() -> None:
     assert run_distributed(padded_graphs, 1, True) == [1]
     assert run_distributed(padded_graphs, 1, False) == [2]

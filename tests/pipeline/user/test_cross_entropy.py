@@ -237,6 +237,7 @@ def test_logits_that_are_not_those_of_the_head_are_refused() -> None:
         log_probs_in_training(qwen2().model)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler uses what torch deprecates
 def test_a_compiled_model_trains_the_same() -> None:
     chunked = chunked_qwen2()

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from tests.quick import quick
 from tests.serve.load_clients import SECONDS, GrpcLoad, Load
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ def test_reported_twice_to_end_the_service_does_not_wait(
             slow.result()
 
 
-@pytest.mark.parametrize("keep_alive", [True, False])
+@pytest.mark.parametrize("keep_alive", quick([True], [True, False]))
 def test_ended_under_load_no_accepted_request_is_lost(
     start: Launcher, tricky_path: Path, picture: list[Any], keep_alive: bool
 ) -> None:
@@ -158,7 +159,7 @@ def test_at_the_end_requests_are_answered_that_connected_clients_send_late(
     assert running.process.wait(SECONDS) == 0
 
 
-@pytest.mark.parametrize("keep_alive", [False, True])
+@pytest.mark.parametrize("keep_alive", quick([True], [False, True]))
 def test_a_successor_takes_over_the_port_under_load_without_a_gap(
     start: Launcher, tricky_path: Path, picture: list[Any], keep_alive: bool
 ) -> None:

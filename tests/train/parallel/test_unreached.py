@@ -139,6 +139,7 @@ def train_noisy(group: ProcessGroup, folder: Path) -> tuple[list[dict[str, Tenso
     return results, printed.getvalue()
 
 
+@pytest.mark.long
 def test_the_pass_that_finds_them_changes_no_bit(tmp_path: Path) -> None:
     results = run_distributed(train_noisy, 2, tmp_path)
     for (found, plain, _), _ in results:
