@@ -103,7 +103,7 @@ def preview(
     for item in objects:
         if item["kind"] == "Secret":
             report(f"{kubectl_name(item)} would be written again; its current content is never read")
-    return cluster.plan(objects, config.deploy.namespace, config.rollout.force_conflicts)
+    return cluster.plan(objects, config.deploy.namespace)
 
 
 def end_canary(config: Config, report: Report) -> None:
@@ -172,7 +172,7 @@ class Deployer:
         self.check_lease()
         self.before_apply()
         previous = self._read_digests(live)
-        applied = self.cluster.apply(objects, self.namespace, self.report, rollout.force_conflicts)
+        applied = self.cluster.apply(objects, self.namespace, self.report)
         self.report(f"applied {', '.join(applied)}")
         try:
             count = self._wait_and_check(previous)
@@ -192,7 +192,7 @@ class Deployer:
             self.report("rollout.canary_percent: this version serves already")
             return None
         self.check_lease()
-        self.cluster.apply(self.configuration, self.namespace, self.report, self.config.rollout.force_conflicts)
+        self.cluster.apply(self.configuration, self.namespace, self.report)
         try:
             result = self._start_canary(live)
         except StageError:
@@ -225,7 +225,7 @@ class Deployer:
 
     def _changes_pods(self) -> bool:
         """Return whether the pods would change, be it in their bundle, image or options."""
-        (change,) = self.cluster.plan([self.workload], self.namespace, self.config.rollout.force_conflicts)
+        (change,) = self.cluster.plan([self.workload], self.namespace)
         return any(field.startswith(("spec.template.", "spec.predictor.")) for field in change.fields)
 
     def _read_digests(self, live: Object | None) -> frozenset[str]:

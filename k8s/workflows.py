@@ -138,7 +138,7 @@ def _argo_template(task: WorkflowTask, config: Config, image: str) -> Object:
     if task.step == "train" and config.train.most_nodes > 1:
         return _jobset_template(task, config, image)
     pod = step_pod(task, config, image)
-    nodes: dict[str, Any] = {field: pod[field] for field in ("nodeSelector", "tolerations", "affinity") if field in pod}
+    nodes: dict[str, Any] = {field: pod[field] for field in ("nodeSelector", "tolerations") if field in pod}
     account = config.cluster.service_account if task.step == "deploy" else ""
     queued = {"metadata": {"labels": {training.QUEUE_LABEL: config.cluster.queue}}}
     return {
@@ -274,7 +274,7 @@ def _gigabytes(quantity: str) -> float:
 
 
 def _kfp_platform(pod: Object, config: Config) -> Object:
-    """Return volumes and node placement; the affinity of our pods has only preferences, which are flat here."""
+    """Return volumes and node placement."""
     claim = training.claim_name(config)
     size = config.cluster.memory
     argo_workflow: Object = {
@@ -302,7 +302,4 @@ def _kfp_platform(pod: Object, config: Config) -> Object:
         argo_workflow["nodeSelector"] = {"labels": pod["nodeSelector"]}
     if "tolerations" in pod:
         argo_workflow["tolerations"] = pod["tolerations"]
-    if "affinity" in pod:
-        preferred = pod["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
-        argo_workflow["nodeAffinity"] = [{**term["preference"], "weight": term["weight"]} for term in preferred]
     return argo_workflow

@@ -168,7 +168,7 @@ class CanaryRollout:
         self.report(f"canary: {describe_traffic(percent, stable_replicas)}")
         item = copy.deepcopy(self.candidate)
         item["spec"]["replicas"] = replicas_for(percent, stable_replicas)
-        self.cluster.apply([item], self.namespace, self.report, self.settings.force_conflicts)
+        self.cluster.apply([item], self.namespace, self.report)
         self.cluster.wait([item], self.namespace, self.timeout_seconds, self.report)
         for pod in self._canary_pods():
             count = smoke.check_pod(
@@ -287,7 +287,7 @@ class KnativeCanaryRollout(CanaryRollout):
     def _apply(self, percent: int) -> Object:
         item = copy.deepcopy(self.candidate)
         item["spec"]["predictor"][CANARY_TRAFFIC_PERCENT] = percent
-        self.cluster.apply([item], self.namespace, self.report, self.settings.force_conflicts)
+        self.cluster.apply([item], self.namespace, self.report)
         return item
 
     def _canary_pods(self) -> list[str]:

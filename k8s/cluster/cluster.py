@@ -85,9 +85,12 @@ class Cluster:
     def describe(self) -> str:
         return f"context {self.context}, server {self.connection.server}, Kubernetes {self.version}"
 
-    def plan(self, objects: Sequence[Object], namespace: str, force_conflicts: bool = False) -> list[Change]:
-        """Return what applying would change, by a dry run on the server; nothing is changed."""
-        changes = [self._plan_object(item, namespace, force_conflicts) for item in objects]
+    def plan(self, objects: Sequence[Object], namespace: str, *, force: bool = False) -> list[Change]:
+        """Return what applying would change, by a dry run on the server; nothing is changed.
+
+        Without `force`, the server refuses to overwrite fields that others have set.
+        """
+        changes = [self._plan_object(item, namespace, force) for item in objects]
         return [
             replace(change, fields=self._changed_options(item, objects, namespace))
             if change.new and item["kind"] == "ConfigMap"
@@ -95,14 +98,12 @@ class Cluster:
             for change, item in zip(changes, objects, strict=True)
         ]
 
-    def apply(
-        self, objects: Sequence[Object], namespace: str, report: Report, force_conflicts: bool = False
-    ) -> list[str]:
+    def apply(self, objects: Sequence[Object], namespace: str, report: Report) -> list[str]:
         """Apply on the server side; all objects are planned first, so that a refusal leaves nothing half applied."""
-        for line in describe_changes(self.plan(objects, namespace, force_conflicts)) or ["plan: nothing changes"]:
+        for line in describe_changes(self.plan(objects, namespace)) or ["plan: nothing changes"]:
             report(line)
         for item in objects:
-            response = self._patch(item, namespace, _apply_query(force_conflicts))
+            response = self._patch(item, namespace, APPLY_QUERY)
             for warning in response_warnings(response):
                 report(f"warning: {kubectl_name(item)}: {warning}")
         return [kubectl_name(item) for item in objects]
@@ -245,8 +246,8 @@ class Cluster:
         response = self.connection.request("GET" if data is None else "POST", target, body=data, headers=headers)
         return response.status, dict(response.headers), response.body
 
-    def _plan_object(self, item: Object, namespace: str, force_conflicts: bool) -> Change:
-        query = {**_apply_query(force_conflicts), "dryRun": "All"}
+    def _plan_object(self, item: Object, namespace: str, force: bool) -> Change:
+        query = {**APPLY_QUERY, "dryRun": "All", **({"force": "true"} if force else {})}
         if item["kind"] == "Secret":  # we may write Secrets, not read them
             self._patch(item, namespace, query)
             return Change(kubectl_name(item), False, ())
@@ -340,11 +341,6 @@ def _field_values(item: Any, path: str = "") -> Iterator[tuple[str, Any]]:
             yield from _field_values(value, f"{path}[{name}]")
     else:
         yield path, item
-
-
-def _apply_query(force_conflicts: bool) -> dict[str, str]:
-    """Return the query; without `force_conflicts`, the server refuses to overwrite fields that others have set."""
-    return {**APPLY_QUERY, "force": "true"} if force_conflicts else dict(APPLY_QUERY)
 
 
 def _version_selector(item: Object) -> str:

@@ -90,7 +90,7 @@ def _find_drift(cluster: Cluster, objects: Sequence[Object], live: Object, names
     drift = []
     if live_bundle != bundle:
         drift.append(f"bundle {live_bundle[:12]} {_describe_traffic(live)}, {bundle[:12]} is recorded")
-    for change in cluster.plan(objects, namespace, force_conflicts=True):
+    for change in cluster.plan(objects, namespace, force=True):
         drift += [f"{change.name} is gone"] if change.new else [f"{change.name}: {field}" for field in change.fields]
     return drift
 

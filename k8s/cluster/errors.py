@@ -50,7 +50,10 @@ def api_error(response: Response, subject: str, namespace: str, api_version: str
         if subject.startswith("deployment/") and (immutable := [path for path in paths if _SELECTOR.match(path)]):
             return _immutable_fields_error(subject, namespace, immutable)  # overwriting is refused, too
         owners = "; ".join(f"{field} was set by {owner}" for owner, field in conflicts)
-        return ConfigError(f"{subject}: {owners}; rollout.force_conflicts=true overwrites it, or set it in pipe.yaml")
+        return ConfigError(
+            f"{subject}: {owners}; set it in pipe.yaml, or overwrite it: `pipe deploy --render`, and the kubectl "
+            "command that it prints, with `--force-conflicts --field-manager=pipe`"
+        )
     return StageError(f"{subject}: the cluster refused it ({response.status}): {reason}")
 
 

@@ -79,10 +79,10 @@ def service_name(config: Config) -> str:
 def _load_parts(config: Config) -> dict[str, Object]:
     """Load the base and the components that the configuration needs."""
     deploy = config.deploy
-    nodes = training.node_components(deploy.gpus, deploy)
+    nodes = training.node_component(deploy.gpus)
     if not deploy.by_kserve:
-        return load_manifests("serve", [*nodes, *network.components(deploy)])
-    parts = load_manifests("kserve", [*nodes, *components(deploy)])
+        return load_manifests("serve", [nodes, *network.components(deploy)])
+    parts = load_manifests("kserve", [nodes, *components(deploy)])
     if deploy.storage_uri:
         parts["ServingRuntime"] = load_manifests("kserve", ["storage"])["ServingRuntime"]
     return parts

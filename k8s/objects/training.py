@@ -87,7 +87,6 @@ def volume_claims(config: Config) -> list[dict[str, Any]]:
         return []
     item = load_manifests("train")["PersistentVolumeClaim"]
     set_metadata(item, claim_name(config), config.deploy.namespace, identity_labels(config.name, "training"), {})
-    _fill_claim(item, config.cluster)
     return [item]
 
 
@@ -119,7 +118,7 @@ def _first_pod(cluster: Cluster, job: str) -> str:
 
 def training_pod(config: Config, image: str, mount: str, gpus: int) -> Object:
     """Return the pod spec of training, before node placement; the other steps' pods start from it too."""
-    pod: Object = load_manifests("train", node_components(gpus, config.cluster))["Job"]["spec"]["template"]["spec"]
+    pod: Object = load_manifests("train", [node_component(gpus)])["Job"]["spec"]["template"]["spec"]
     for container in (*pod["initContainers"], *pod["containers"]):
         container["image"] = image
     _fill_pod(pod, config, mount)
@@ -146,14 +145,6 @@ def _fill_parts(config: Config, image: str, run_dir: str, job: str) -> dict[str,
     parts["Job"]["spec"]["template"]["spec"] = pod
     _fill_job(parts["Job"], config, job)
     return parts
-
-
-def _fill_claim(item: Object, cluster: Cluster) -> None:
-    spec = item["spec"]
-    spec["accessModes"] = [cluster.access_mode]
-    spec["resources"]["requests"]["storage"] = cluster.volume_size
-    if cluster.storage_class:
-        spec["storageClassName"] = cluster.storage_class
 
 
 def _fill_job(job: Object, config: Config, name: str) -> None:
@@ -287,9 +278,9 @@ def _without_queue(labels: dict[str, str]) -> dict[str, str]:
     return {name: value for name, value in labels.items() if not name.startswith("kueue.")}
 
 
-def node_components(gpus: int, placement: NodePlacement) -> list[str]:
-    """Return the kustomize components for the nodes' kind, in the order they are applied."""
-    return ["gpu" if gpus else "cpu", *(["spot"] if placement.spot else [])]
+def node_component(gpus: int) -> str:
+    """Return the kustomize component for the nodes' kind."""
+    return "gpu" if gpus else "cpu"
 
 
 def set_node_placement(

@@ -153,14 +153,14 @@ def _read_json(path: Path) -> Any:
         raise DataError(f"{path}: not valid JSON: {error}") from error
 
 
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@([\w./-]+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
-def hub_id(model: Model, root: Path) -> str:
-    """Return the hub id that `model.pretrained` names; empty if it names a folder."""
-    name = model.pretrained
-    return name if _HUB_ID.fullmatch(name) and not (root / name).exists() else ""
+def hub_id(model: Model, root: Path) -> tuple[str, str]:
+    """Return the hub id that `model.pretrained` names, and its revision; both are empty if it names a folder."""
+    match = _HUB_ID.fullmatch(model.pretrained)
+    return (match[1], match[2] or "") if match and not (root / model.pretrained).exists() else ("", "")
 
 
 def locate_pretrained(model: Model, root: Path, commit: str = "", files: Iterable[str] = (), run: str = "") -> Path:
@@ -168,28 +168,23 @@ def locate_pretrained(model: Model, root: Path, commit: str = "", files: Iterabl
 
     A commit is fetched again if one of `files` is not in the cache. For a project the folder is that of a run.
     """
-    identifier = hub_id(model, root)
+    identifier, revision = hub_id(model, root)
     if not identifier:
-        if model.revision:
-            raise ConfigError(
-                f"model.revision needs a Hugging Face id, but {model.pretrained} is a folder; "
-                "to fix it: remove model.revision"
-            )
         folder = root / Path(model.pretrained).expanduser()
         return choose_run(folder, model.pretrained, run).path if is_project(folder) else folder
     if commit:
         cached = _fetch(identifier, commit, local=True)
         if cached and all((cached / name).is_file() for name in files):
             return cached
-    fetched = _fetch(identifier, commit or model.revision, local=False)
+    fetched = _fetch(identifier, commit or revision, local=False)
     assert fetched is not None
     return fetched
 
 
 def locate_fetched(model: Model, root: Path) -> Path | None:
     """Return the folder without fetching it; None if the hub's cache does not have it."""
-    identifier = hub_id(model, root)
-    return _fetch(identifier, model.revision, local=True) if identifier else locate_pretrained(model, root)
+    identifier, revision = hub_id(model, root)
+    return _fetch(identifier, revision, local=True) if identifier else locate_pretrained(model, root)
 
 
 def copy_small_files(pretrained: Pretrained, folder: Path) -> None:
@@ -334,7 +329,7 @@ def pretrained_parts(config: Config, root: Path, runs: Path) -> dict[str, str]:
 
     Nothing for a hub id: prepare records the commit of its revision, and later steps use that one.
     """
-    if not config.model.pretrained or hub_id(config.model, root):
+    if not config.model.pretrained or any(hub_id(config.model, root)):
         return {}
     return _digests(open_pretrained(locate_pretrained(config.model, root)).files, runs / _DIGEST_CACHE)
 

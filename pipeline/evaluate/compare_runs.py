@@ -128,7 +128,7 @@ def _row(metric: Metric, config: Evaluate) -> dict[str, Any]:
         "baseline": _finite(metric.value("baseline")),
         "difference": asdict(difference) if finite and difference is not None else None,
         "confidence": config.confidence,
-        "p_value": permutation_p_value(values, config.resamples) if finite else 1.0,
+        "p_value": permutation_p_value(values) if finite else 1.0,
         "mcnemar": _mcnemar(metric),
         "samples": metric.units,
         "unit": metric.unit,

@@ -145,7 +145,7 @@ class Results:
             samples=len(values),
             difference=difference,
             detectable=detectable_difference(values, level),
-            p_value=permutation_p_value(values, config.resamples),
+            p_value=permutation_p_value(values),
             unit=metric.unit,
             number=number,
             single=metric.difference(config.confidence) if number > 1 else None,

@@ -24,7 +24,7 @@ from pipeline.statistics.scores import (
     actual_columns,
     batch_length,
 )
-from pipeline.statistics.significance import bonferroni_confidence, decrease_p_value, holm
+from pipeline.statistics.significance import RESAMPLES, bonferroni_confidence, decrease_p_value, holm
 from pipeline.system.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def compare_slices(
     if baseline is None or not evaluated:
         return tuple(slices)
     level = 1 - config.confidence
-    draws = max(config.resamples, math.ceil(_DRAWS_PER_SLICE * len(evaluated) / level))
+    draws = max(RESAMPLES, math.ceil(_DRAWS_PER_SLICE * len(evaluated) / level))
     differences = {i: (candidate - baseline)[groups[i].members] for i in evaluated}
     adjusted = holm([decrease_p_value(differences[i], draws) for i in evaluated])
     confidence = bonferroni_confidence(config.confidence, len(evaluated))

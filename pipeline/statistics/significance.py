@@ -16,6 +16,7 @@ import scipy  # type: ignore[import-untyped]
 
 from pipeline.statistics.aggregates import Floats
 
+RESAMPLES = 10_000  # permutations of a test
 _CHUNK_BYTES = 1 << 21  # of random bits at a time
 _MAX_DISTINCT = 64
 _SEED = 0  # fixed, so that the verdict cannot be changed by trying seeds
@@ -47,7 +48,7 @@ def binomial_upper_p_value(count: int, total: int) -> float:
     return float(scipy.special.bdtrc(count - 1, total, 0.5)) if count > 0 else 1.0
 
 
-def decrease_p_value(difference: Floats, resamples: int) -> float:
+def decrease_p_value(difference: Floats, resamples: int = RESAMPLES) -> float:
     """Return the one-sided p-value of a decrease in the sign-flip test.
 
     Exact if all differences have one size; otherwise from random signs, where the observed signs count as one draw.
@@ -68,7 +69,7 @@ def decrease_p_value(difference: Floats, resamples: int) -> float:
     return (1 + int((sums <= float(difference.sum()) + slack).sum())) / (1 + resamples)
 
 
-def permutation_p_value(difference: Floats, resamples: int) -> float:
+def permutation_p_value(difference: Floats, resamples: int = RESAMPLES) -> float:
     """Return the two-sided p-value of the sign-flip permutation test: swapping the models per sample changes nothing.
 
     The observed signs count as one draw, so that the value is never 0 and the test keeps its level.

@@ -42,7 +42,7 @@ def test_apply_writes_plans_and_repeats(place: Place, reports: Reports) -> None:
     ]  # fmt: skip
 
 
-def test_fields_of_others_are_kept_unless_forced(place: Place, reports: Reports) -> None:
+def test_fields_of_others_are_kept(place: Place, reports: Reports) -> None:
     cluster, item = place.cluster, config_map("options")
     cluster.apply([item], place.namespace, reports)
     live = cluster.read(item, place.namespace)
@@ -50,10 +50,9 @@ def test_fields_of_others_are_kept_unless_forced(place: Place, reports: Reports)
     live["data"]["KEY"] = "edited"
     path = f"/api/v1/namespaces/{place.namespace}/configmaps/options"
     assert place.request("PUT", path, live).ok
-    with pytest.raises(ConfigError, match=r"\.data\.KEY was set by .*rollout\.force_conflicts=true"):
+    with pytest.raises(ConfigError, match=r"\.data\.KEY was set by .*--force-conflicts --field-manager=pipe"):
         cluster.apply([item], place.namespace, reports)
-    cluster.apply([item], place.namespace, reports, force_conflicts=True)
-    assert (cluster.read(item, place.namespace) or {})["data"] == {"KEY": "1"}
+    assert (cluster.read(item, place.namespace) or {})["data"] == {"KEY": "edited"}
 
 
 def test_missing_namespace_is_named_with_its_fix(cluster: Cluster, reports: Reports) -> None:

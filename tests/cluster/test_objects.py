@@ -32,7 +32,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "gateway": {"gateway": "infra/edge", "hostname": "twice.example"},
     "scaled": {"target_concurrency": 8},
     "network": {"clients": ["shop"], "egress": ["10.0.0.0/8:4318"]},
-    "gpu": {"gpus": 1, "spot": True, "tolerations": ["pool=gpus:NoSchedule"]},
+    "gpu": {"gpus": 1, "tolerations": ["pool=gpus:NoSchedule"]},
     "kserve": {"target": "kserve"},
     "knative": {"target": "kserve-knative"},
     "storage": {"target": "kserve", "storage_uri": "pvc://bundles/twice"},

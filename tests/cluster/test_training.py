@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 
@@ -17,17 +18,25 @@ TIMEOUT_SECONDS = 600
 MIN_EPOCHS = 2  # that are logged before the pod is killed
 
 
+def claim(namespace: str) -> dict[str, Any]:
+    """Return a claim for a cluster whose volumes belong to one node."""
+    return {
+        "apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "runs", "namespace": namespace},
+        "spec": {"accessModes": ["ReadWriteOnce"], "resources": {"requests": {"storage": "1Gi"}}},
+    }  # fmt: skip
+
+
 def test_training_finishes_after_a_pod_was_killed(place: Place, reports: Reports) -> None:
     image = os.environ.get("PIPE_TEST_TRAIN_IMAGE")
     if not image:
         pytest.skip("needs PIPE_TEST_TRAIN_IMAGE, the image of the example `starter`")
     settings = [
         "train.nodes=2", "train.epochs=200", f"train.image={image}", f"deploy.namespace={place.namespace}",
-        "cluster.access_mode=ReadWriteOnce", "cluster.volume_size=1Gi", "cluster.cpu=100m",
+        "cluster.volume_claim=runs", "cluster.cpu=100m",
     ]  # fmt: skip
     config = Project(example_folder("starter"), place.folder / "runs").config(settings)
     objects = training_objects(config, image, "/project/runs/run-1", standalone=True)
-    place.cluster.apply(objects, place.namespace, reports)
+    place.cluster.apply([claim(place.namespace), *objects], place.namespace, reports)
     job = objects[-1]
     selector = f"batch.kubernetes.io/job-name={job['metadata']['name']}"
 

@@ -79,7 +79,7 @@ task: task.py:Houses
 codec: codec.py:HouseCodec
 prepare: {missing_share: 0.2}
 train: {epochs: 1, batch_size: 40, lr: 0.02}
-evaluate: {metric: negative_squared_error, resamples: 100}
+evaluate: {metric: negative_squared_error}
 export: {batch_sizes: [1, 3]}
 package: {builder: none}
 """

@@ -86,7 +86,7 @@ name: names
 task: task.py:Task
 codec: codec.py:Codec
 train: {epochs: 1, batch_size: 16, processes: 2, threads: 1}
-evaluate: {metric: closeness, resamples: 100}
+evaluate: {metric: closeness}
 export: {batch_sizes: [1, 3]}
 package: {builder: none}
 """,

@@ -28,7 +28,7 @@ IMAGE = "registry.example/train@sha256:" + "1" * 64
 RICH: dict[str, Any] = {
     "train": {"device": "cuda", "processes": 4},
     "cluster": {
-        "spot": True, "node_selector": {"pool": "a"}, "tolerations": ["pool=a:NoSchedule"], "volume_claim": "shared",
+        "node_selector": {"pool": "a"}, "tolerations": ["pool=a:NoSchedule"], "volume_claim": "shared",
         "service_account": "pipe", "queue": "team",
     },
     "deploy": {"image_pull_secret": "registry"},
@@ -43,7 +43,6 @@ PLATFORM = {
     "imagePullSecret": {"secretName", "secretNameParameter"},
     "emptyDirMounts": {"medium", "mountPath", "sizeLimit", "volumeName"},
     "imagePullPolicy": None,
-    "nodeAffinity": {"matchExpressions", "weight"},
     "nodeSelector": {"labels"},
     "podMetadata": {"labels"},
     "pvcMount": {"constant", "mountPath", "pvcNameParameter"},
@@ -182,12 +181,9 @@ def test_only_steps_that_change_the_cluster_have_a_service_account(
     assert {name: account for name, account in accounts.items() if account} == dict.fromkeys(steps, "pipe")
 
 
-@pytest.mark.parametrize(("settings", "seconds"), [({}, 90), (RICH, 30)], ids=["plain", "spot"])
-def test_argo_pods_have_time_for_a_checkpoint_and_are_deleted(
-    settings: dict[str, Any], seconds: int, configure: Configure
-) -> None:
-    spec = of_argo(configure(**settings))["spec"]
-    assert json.loads(spec["podSpecPatch"]) == {"terminationGracePeriodSeconds": seconds, "enableServiceLinks": False}
+def test_argo_pods_have_time_for_a_checkpoint_and_are_deleted(configure: Configure) -> None:
+    spec = of_argo(configure())["spec"]
+    assert json.loads(spec["podSpecPatch"]) == {"terminationGracePeriodSeconds": 90, "enableServiceLinks": False}
     assert spec["podGC"]["strategy"] == "OnPodSuccess", "failed pods are kept for inspection"
     assert templates({"spec": spec})["train"]["retryStrategy"]["backoff"] == {"duration": "10s", "factor": "2"}
 

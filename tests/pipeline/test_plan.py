@@ -219,9 +219,9 @@ def test_what_may_differ_counts_where_weights_are_matched(config: Config, projec
 
 
 def test_an_id_of_the_hub_counts_by_its_name_and_revision_alone(config: Config, project: Project) -> None:
-    named = override_config(config, ["model.pretrained=org/tiny", "model.revision=v2"])
+    named = override_config(config, ["model.pretrained=org/tiny@v2"])
     parts = key_parts("prepare", named, project, {})
-    assert parts["config:model.pretrained"] == "org/tiny"
+    assert parts["config:model.pretrained"] == "org/tiny@v2"
     assert not [name for name in parts if name.startswith("pretrained:")]
 
 

@@ -34,7 +34,6 @@ class NodePlacement(Section):
         {}, description="node labels that the pods require, as in `{pool: gpus}`"
     )
     tolerations: tuple[Toleration, ...] = Field((), description="taints to tolerate, as in `pool=gpus:NoSchedule`")
-    spot: bool = Field(False, description="prefer spot nodes")
 
 
 class Cluster(NodePlacement):
@@ -51,12 +50,10 @@ class Cluster(NodePlacement):
     queue: Name = Field("", description="Kueue LocalQueue that admits the steps; empty: no queue")
     cpu: Cpu = Field("", description="CPU request of a training pod; empty: one per process")
     memory: Bytes = Field("2Gi", description="memory request of each pod, and size limit of its /dev/shm")
-    volume_claim: Name = Field("", description="PersistentVolumeClaim that stores the runs; empty: one is created")
-    volume_size: Bytes = Field("10Gi", description="size of the created claim")
-    storage_class: Name = Field("", description="StorageClass of the created claim; empty: the cluster's default")
-    access_mode: Literal["ReadWriteMany", "ReadWriteOnce"] = Field(
-        "ReadWriteMany",
-        description="access mode of the created claim; `ReadWriteOnce` is enough if all pods run on one node",
+    volume_claim: Name = Field(
+        "",
+        description="PersistentVolumeClaim that stores the runs; empty: one is created, `ReadWriteMany`, 10Gi, in the "
+        "cluster's default StorageClass",
     )
     env_secret: Name = Field(
         "", description="Secret whose keys become environment variables of the steps, such as object store credentials"
@@ -132,6 +129,3 @@ class Rollout(Section):
         100, description="minimum requests to judge a percentage by; 0: golden requests are enough"
     )
     margin: float = Field(0.01, ge=0, le=1, description="how much higher the canary's error rate may be")
-    force_conflicts: bool = Field(
-        False, description="overwrite fields that others have changed, such as by `kubectl edit`"
-    )

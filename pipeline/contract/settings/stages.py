@@ -67,11 +67,8 @@ class Model(Section):
 
     pretrained: str = Field(
         "",
-        description="pretrained weights: Hugging Face model id, folder with config.json and safetensors, or another "
-        "project (its newest run that passed the gate)",
-    )
-    revision: str = Field(
-        "", description="commit, tag or branch of the Hugging Face model; a branch is resolved to a commit by prepare"
+        description="pretrained weights: Hugging Face model id, with `@` and a commit, tag or branch if wanted; folder "
+        "with config.json and safetensors; or another project (its newest run that passed the gate)",
     )
     allow_mismatch: tuple[str, ...] = Field(
         (),
@@ -99,9 +96,8 @@ class Model(Section):
 
     @model_validator(mode="after")
     def _needs_pretrained(self) -> Model:
-        if (self.revision or self.allow_mismatch) and not self.pretrained:
-            setting = "revision" if self.revision else "allow_mismatch"
-            _conflict(f"{setting} has no effect without `pretrained`; set `pretrained`, or leave {setting} out")
+        if self.allow_mismatch and not self.pretrained:
+            _conflict("allow_mismatch has no effect without `pretrained`; set `pretrained`, or leave it out")
         return self
 
 
@@ -350,7 +346,6 @@ class Evaluate(Section):
         "fail",
         description="what happens if the test set is too small to show whether the difference is within the margin",
     )
-    resamples: int = Field(10_000, ge=100, description="number of permutations of the significance tests")
     require: dict[str, float] = Field(
         {},
         description="absolute limits, as in `{accuracy: 0.9}`; upper limits for errors: mae, rmse, ece, brier, and "

@@ -80,14 +80,12 @@ def edit(api: ApiServer) -> None:
     api.store.apply(DEPLOYMENT, body, "kubectl-edit", force=True)
 
 
-def test_fields_set_by_others_are_overwritten_only_on_request(api: ApiServer, objects: list[dict[str, Any]]) -> None:
+def test_fields_set_by_others_are_not_overwritten(api: ApiServer, objects: list[dict[str, Any]]) -> None:
     edit(api)
     cluster = Cluster.connect("")
     with pytest.raises(ConfigError, match=r"\.spec\.progressDeadlineSeconds was set by kubectl-edit"):
         cluster.apply(objects, "default", print)
     assert api.objects[DEPLOYMENT]["spec"]["progressDeadlineSeconds"] == 7
-    cluster.apply(objects, "default", print, force_conflicts=True)
-    assert api.objects[DEPLOYMENT]["spec"]["progressDeadlineSeconds"] == 900
 
 
 def test_drift_is_listed_field_by_field(

@@ -82,7 +82,7 @@ def test_fields_of_others_are_named_with_their_owners() -> None:
     error = error_for(409, reason)
     assert isinstance(error, ConfigError)
     assert ".spec.a was set by kubectl-edit" in str(error)
-    assert "rollout.force_conflicts=true" in str(error)
+    assert "`pipe deploy --render`" in str(error)
 
 
 def invalid(*causes: tuple[str, str]) -> PipelineError:
@@ -127,4 +127,4 @@ def test_overwriting_is_not_suggested_for_a_selector_that_cannot_change() -> Non
     assert isinstance(error, ConfigError)
     assert "spec.selector.matchLabels.app cannot be changed in the existing object" in str(error)
     assert "kubectl -n models delete deployment twice" in str(error)
-    assert "force_conflicts" not in str(error)
+    assert "--force-conflicts" not in str(error)

@@ -23,20 +23,20 @@ DEPLOYS: tuple[dict[str, Any], ...] = (
     {},
     {"min_replicas": 1, "max_replicas": 1},
     {"min_replicas": 3, "max_replicas": 9, "cpu": "2", "memory": "8Gi", "gpus": 2, "namespace": "models"},
-    {"spot": True, "node_selector": {"pool": "a"}, "tolerations": ["pool=a:NoSchedule"]},
-    {"gpus": 1, "spot": True, "clients": ["shop"], "egress": ["10.0.0.0/8:4318", "443"]},
+    {"node_selector": {"pool": "a"}, "tolerations": ["pool=a:NoSchedule"]},
+    {"gpus": 1, "clients": ["shop"], "egress": ["10.0.0.0/8:4318", "443"]},
     {"environment": {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://10.1.2.3:4318"}},
 )
 PLAIN: tuple[dict[str, Any], ...] = (
     {"ingress_class": "default"},
     {"hostname": "twice.example", "ingress_class": "nginx"},
     {"gateway": "edge"},
-    {"gateway": "infra/edge", "hostname": "twice.example", "spot": True},
+    {"gateway": "infra/edge", "hostname": "twice.example"},
     {"target_concurrency": 4},
 )
 KSERVE: tuple[dict[str, Any], ...] = (
     {"target": "kserve-knative"},
-    {"target": "kserve-knative", "gpus": 1, "spot": True},
+    {"target": "kserve-knative", "gpus": 1},
     {"storage_uri": "pvc://bundles/twice"},
     {"storage_uri": "s3://bundles/twice", "gpus": 1},
     {"storage_uri": "oci://registry.example/twice@sha256:" + "0" * 64, "target": "kserve-knative"},

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from k8s.objects import training
-from k8s.objects.training import TTL_SECONDS_AFTER_FINISHED, node_components, parse_toleration, set_node_placement
+from k8s.objects.training import TTL_SECONDS_AFTER_FINISHED, parse_toleration, set_node_placement
 from pipeline.contract.config import parse_config
 from pipeline.contract.restarts import LAUNCHER_END_SECONDS
 from pipeline.contract.settings.cluster import NodePlacement
@@ -58,13 +58,6 @@ def test_empty_node_settings_are_not_written() -> None:
     assert pod == {}
 
 
-@pytest.mark.parametrize(
-    ("gpus", "spot", "chosen"), [(0, False, ["cpu"]), (1, False, ["gpu"]), (0, True, ["cpu", "spot"])]
-)
-def test_components_follow_from_the_settings(gpus: int, spot: bool, chosen: list[str]) -> None:
-    assert node_components(gpus, NodePlacement(spot=spot)) == chosen
-
-
 def test_a_pull_secret_reaches_all_pods() -> None:
     pod: dict[str, Any] = {}
     set_node_placement(pod, {"resources": {}}, 0, NodePlacement(), "registry")
@@ -95,7 +88,7 @@ def trainer(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
 @pytest.mark.parametrize("workload", ["job", "jobset", "trainjob"])
 @pytest.mark.parametrize("train", TRAINS)
 def test_every_object_is_valid(train: dict[str, Any], workload: str, configure: Configure) -> None:
-    parts = objects(configure(train=train, cluster={"workload": workload, "spot": True, "queue": "team"}))
+    parts = objects(configure(train=train, cluster={"workload": workload, "queue": "team"}))
     for item in parts.values():
         validate(item)
     check(list(parts.values()))
@@ -140,19 +133,13 @@ def test_kubeflow_trainer_and_the_failure_policy_find_the_container(configure: C
 
 
 def test_cluster_settings_reach_the_pods(configure: Configure) -> None:
-    cluster = {
-        "cpu": "7", "memory": "9Gi", "env_secret": "store", "active_deadline_seconds": 60,
-        "volume_size": "1Ti", "storage_class": "fast", "access_mode": "ReadWriteOnce",
-    }  # fmt: skip
+    cluster = {"cpu": "7", "memory": "9Gi", "env_secret": "store", "active_deadline_seconds": 60}
     parts = objects(configure(cluster=cluster))
     spec, pod = parts["Job"]["spec"], parts["Job"]["spec"]["template"]["spec"]
     assert (spec["activeDeadlineSeconds"], spec["ttlSecondsAfterFinished"]) == (60, TTL_SECONDS_AFTER_FINISHED)
     assert trainer(parts)["resources"]["requests"] == {"cpu": "7", "memory": "9Gi"}
     assert trainer(parts)["envFrom"] == [{"secretRef": {"name": "store"}}]
     assert {"medium": "Memory", "sizeLimit": "9Gi"} in [volume.get("emptyDir") for volume in pod["volumes"]]
-    claim = parts["PersistentVolumeClaim"]["spec"]
-    assert (claim["accessModes"], claim["storageClassName"]) == (["ReadWriteOnce"], "fast")
-    assert claim["resources"]["requests"]["storage"] == "1Ti"
 
 
 def test_an_existing_claim_is_used(configure: Configure) -> None:
@@ -163,13 +150,9 @@ def test_an_existing_claim_is_used(configure: Configure) -> None:
 
 
 def test_a_terminated_pod_has_time_for_a_checkpoint(configure: Configure) -> None:
-    """The grace period is longer than a node waits for its processes, and on spot nodes within their notice."""
-    grace = [
-        objects(configure(cluster={"spot": spot}))["Job"]["spec"]["template"]["spec"]["terminationGracePeriodSeconds"]
-        for spot in (False, True)
-    ]
-    assert grace[0] > LAUNCHER_END_SECONDS
-    assert grace[1] == 30
+    """The grace period is longer than a node waits for its processes."""
+    pod = objects(configure())["Job"]["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] > LAUNCHER_END_SECONDS
 
 
 @pytest.mark.parametrize("nodes", [1, 3])

@@ -145,24 +145,20 @@ def test_a_config_that_is_none_is_refused(folder: Path, body: str) -> None:
 
 
 def test_a_word_is_a_folder_where_there_is_one_and_else_an_id(tmp_path: Path, folder: Path) -> None:
-    assert hub_id(Model(pretrained="deepseek-ai/DeepSeek-V2-Lite"), tmp_path) == "deepseek-ai/DeepSeek-V2-Lite"
+    assert hub_id(Model(pretrained="deepseek-ai/DeepSeek-V2-Lite"), tmp_path) == ("deepseek-ai/DeepSeek-V2-Lite", "")
+    assert hub_id(Model(pretrained="org/tiny@refs/pr/1"), tmp_path) == ("org/tiny", "refs/pr/1")
     write(tmp_path / "deepseek-ai" / "DeepSeek-V2-Lite")
-    assert hub_id(Model(pretrained="deepseek-ai/DeepSeek-V2-Lite"), tmp_path) == ""
+    assert hub_id(Model(pretrained="deepseek-ai/DeepSeek-V2-Lite"), tmp_path) == ("", "")
     for word in ("weights", "./weights", "../a/weights", str(folder), "a/b/c"):
-        assert hub_id(Model(pretrained=word), tmp_path) == ""
+        assert hub_id(Model(pretrained=word), tmp_path) == ("", "")
     assert locate_pretrained(Model(pretrained="weights"), tmp_path) == folder
     assert locate_pretrained(Model(pretrained=str(folder)), Path("/elsewhere")) == folder
 
 
-def test_a_revision_of_a_folder_is_refused(tmp_path: Path, folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model.revision needs a Hugging Face id, but weights is a folder"):
-        locate_pretrained(Model(pretrained="weights", revision="main"), tmp_path)
-
-
-@pytest.mark.parametrize("words", [{"revision": "main"}, {"allow_mismatch": ["score.*"]}])
-def test_words_about_pretrained_weights_need_some(words: dict[str, object]) -> None:
+def test_a_mismatch_is_allowed_for_pretrained_weights_only() -> None:
+    model = {"allow_mismatch": ["score.*"]}
     with pytest.raises(ConfigError, match=r"has no effect without `pretrained`"):
-        parse_config({"name": "x", "task": "t.py:T", "codec": "c.py:C", "model": words}, source="test")
+        parse_config({"name": "x", "task": "t.py:T", "codec": "c.py:C", "model": model}, source="test")
 
 
 COMMIT = "0123456789abcdef" * 2 + "01234567"
@@ -191,9 +187,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return snapshot
 
 
-@pytest.mark.parametrize("revision", ["", "main", COMMIT])
+@pytest.mark.parametrize("revision", ["", "@main", f"@{COMMIT}"])
 def test_an_id_is_read_from_the_hubs_cache(cache: Path, tmp_path: Path, revision: str) -> None:
-    found = open_pretrained(locate_pretrained(Model(pretrained="org/tiny", revision=revision), tmp_path))
+    found = open_pretrained(locate_pretrained(Model(pretrained=f"org/tiny{revision}"), tmp_path))
     assert found.folder == cache
     assert sorted(found.weights) == list(SHARDS)
     assert commit_of(found.folder) == COMMIT
@@ -214,7 +210,7 @@ def test_an_id_that_cannot_be_had_states_which_folder_to_give(cache: Path, tmp_p
     assert "no such folder in the project, and Hugging Face has no files of it" in str(caught.value)
     assert "into a folder, and name it in model.pretrained" in str(caught.value)
     with pytest.raises(ResourceError, match="has no v2 of it"):
-        locate_pretrained(Model(pretrained="org/tiny", revision="v2"), tmp_path)
+        locate_pretrained(Model(pretrained="org/tiny@v2"), tmp_path)
 
 
 def test_a_link_of_the_hubs_cache_leads_to_its_own_blobs_only(cache: Path, tmp_path: Path) -> None:

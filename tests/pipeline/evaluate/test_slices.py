@@ -30,11 +30,11 @@ if TYPE_CHECKING:
     from tests.pipeline.evaluate.conftest import Project
 
 
-FAST = Evaluate(resamples=200)
+RULES = Evaluate()
 
 
 def compared(
-    decreases: Mapping[str, float], samples: int = 200, config: Evaluate = FAST, seed: int = 0
+    decreases: Mapping[str, float], samples: int = 200, config: Evaluate = RULES, seed: int = 0
 ) -> dict[str, Slice]:
     """Compare slices whose candidate is wrong that much more often than a baseline with an accuracy of 0.9."""
     generator = np.random.default_rng(0)
@@ -56,7 +56,7 @@ def test_slice_that_decreases_fails_though_the_mean_hardly_moves() -> None:
     assert short.adjusted_p is not None and short.adjusted_p < 1e-6
     assert "decreases by 0.2000, more than 0.05 (adjusted p" in short.detail
     assert all(one.passed for name, one in found.items() if name != "length=short")
-    rule = slice_rule(FAST, list(found.values()))
+    rule = slice_rule(RULES, list(found.values()))
     assert rule is not None and not rule.passed
     assert "an evaluate.margin of 0.2000 or more would have passed it" in rule.change
 
@@ -68,8 +68,8 @@ def test_decrease_within_the_margin_or_by_chance_passes() -> None:
 
 
 def test_wider_margin_also_applies_to_slices() -> None:
-    assert compared({"a=b": 0.2}, config=Evaluate(resamples=200, margin=0.21))["a=b"].passed
-    assert not compared({"a=b": 0.2}, config=Evaluate(resamples=200, margin=0.19))["a=b"].passed
+    assert compared({"a=b": 0.2}, config=Evaluate(margin=0.21))["a=b"].passed
+    assert not compared({"a=b": 0.2}, config=Evaluate(margin=0.19))["a=b"].passed
 
 
 def test_correction_for_many_slices_still_finds_large_decreases() -> None:
@@ -90,7 +90,7 @@ def test_continuous_values_are_tested_even_with_few_resamples() -> None:
     candidate = baseline + 0.05 * generator.normal(size=2000)
     candidate[:100] -= 0.5
     members = [Group(f"a={i}", np.arange(i * 100, (i + 1) * 100)) for i in range(20)]
-    found = compare_slices(Evaluate(resamples=100), members, candidate, baseline)
+    found = compare_slices(Evaluate(), members, candidate, baseline)
     assert [one.passed for one in found] == [False] + [True] * 19
 
 
@@ -98,7 +98,7 @@ def test_empty_and_small_slices_are_reported_but_not_evaluated() -> None:
     values = np.ones(40)
     labels = {"place": np.array([""] * 5 + ["sea"] * 30 + ["air"] * 5)}
     found = slice_groups(labels, np.zeros(40, np.int64), ("cat", "dog"))
-    slices = {one.slice: one for one in compare_slices(FAST, list(found), values, values)}
+    slices = {one.slice: one for one in compare_slices(RULES, list(found), values, values)}
     assert list(slices) == ["class=cat", "class=dog", "place=air", "place=sea"], "an empty label is no slice"
     assert slices["class=dog"].detail == "class=dog has no sample in the test set; not evaluated"
     assert "fewer than 30 samples, not evaluated" in slices["place=air"].detail
@@ -109,15 +109,15 @@ def test_empty_and_small_slices_are_reported_but_not_evaluated() -> None:
 
 
 def test_slices_without_a_baseline_are_only_reported() -> None:
-    (one,) = compare_slices(FAST, [Group("a=b", np.arange(40))], np.ones(40), None)
+    (one,) = compare_slices(RULES, [Group("a=b", np.arange(40))], np.ones(40), None)
     assert (one.judged, one.candidate, one.baseline) == (False, 1.0, None)
-    assert slice_rule(FAST, [one]) is None
+    assert slice_rule(RULES, [one]) is None
 
 
 def test_slice_with_nan_is_not_evaluated() -> None:
     values = np.ones(40)
     values[3] = np.nan
-    (one,) = compare_slices(FAST, [Group("a=b", np.arange(40))], values, np.ones(40))
+    (one,) = compare_slices(RULES, [Group("a=b", np.arange(40))], values, np.ones(40))
     assert (one.judged, one.candidate) == (False, None)
     assert "not a finite number in a=b" in one.detail
 
@@ -128,7 +128,7 @@ def false_alarms(trials: int, slices: int) -> float:
     found = [Group(f"a={i}", np.arange(i * 40, (i + 1) * 40)) for i in range(slices)]
     for _ in range(trials):
         difference: Floats = generator.choice([-1.0, 0.0, 1.0], size=40 * slices, p=[0.15, 0.7, 0.15])
-        slices_ = compare_slices(Evaluate(resamples=100), found, difference, np.zeros(40 * slices))
+        slices_ = compare_slices(Evaluate(), found, difference, np.zeros(40 * slices))
         alarms += not all(one.passed for one in slices_)
     return alarms / trials
 

@@ -240,7 +240,7 @@ def make_kind(runs: Path, name: str) -> Run:
         columns |= {f"baseline.{key}": value for key, value in score_batch(task, task.baseline(), batch).items()}
     columns |= actual_columns(task, batch, len(samples))
     results = Results(columns, kind, None, None, lower_is_better(task))
-    config, folder = Evaluate(metric=task.metric, resamples=1000), run.output("evaluate")
+    config, folder = Evaluate(metric=task.metric), run.output("evaluate")
     metrics = metrics_body(config, results, "t" * 64)
     write_json(folder / "metrics.json", metrics)
     write_json(folder / "worst.json", worst_body(run, task, samples, results, task.metric, task.predict))

@@ -39,7 +39,7 @@ def test_class_never_seen_nor_predicted_has_no_ratios() -> None:
     assert class_metrics(matrix, "abc")["c"] == {"samples": 0, "precision": None, "recall": None, "f1": None}
 
 
-FAST: dict[str, Any] = {"resamples": 300, "rule": "non-inferior", "margin": 0.1}
+CLOSE: dict[str, Any] = {"rule": "non-inferior", "margin": 0.1}
 
 
 def numbers(samples: int = 120, changed: Columns | None = None) -> Columns:
@@ -62,7 +62,7 @@ def results(columns: Columns, classes: tuple[str, ...] | None = None) -> Results
 
 def test_a_metric_of_the_task_may_be_lower_is_better() -> None:
     columns = numbers(changed={"candidate.own": np.full(120, 0.2), "baseline.own": np.full(120, 0.5)})
-    config = Evaluate(metric="own", require={"own": 0.3}, **FAST)
+    config = Evaluate(metric="own", require={"own": 0.3}, **CLOSE)
     body = metrics_body(config, Results(columns, "task", None, None, frozenset({"own"})), "f")
     assert body["lower_is_better"] == ["own", "mae", "rmse"]
     assert body["intervals"]["difference"]["own"]["estimate"] == pytest.approx(0.3)
@@ -78,7 +78,7 @@ def test_an_unknown_metric_in_the_settings_is_a_mistake_of_them(settings: dict[s
     columns = numbers(changed={"candidate.own": np.full(120, 0.2), "baseline.own": np.full(120, 0.5)})
     setting = "require" if "require" in settings else "metric"
     with pytest.raises(ConfigError, match=rf"evaluate\.{setting}: the task has no metric wer \(it has own, mae"):
-        results(columns).check(Evaluate(**settings, **FAST))
+        results(columns).check(Evaluate(**settings, **CLOSE))
 
 
 @pytest.mark.parametrize(("metric", "shown"), [("rmse", 600.0), ("r2", 0.64), ("mae", 500.0)])
@@ -86,7 +86,7 @@ def test_slices_are_in_the_units_of_the_metric(metric: str, shown: float) -> Non
     columns = numbers(samples=400)
     scaled = {name: values * 1000 for name, values in columns.items()}
     scaled["slice.half"] = np.repeat(["first", "second"], 200)
-    config = Evaluate(metric=metric, rule="non-inferior", resamples=300, margin=0.1)
+    config = Evaluate(metric=metric, rule="non-inferior", margin=0.1)
     result = results(scaled)
     whole = result.metrics[metric]
     first, second = result.slices(config)
@@ -115,7 +115,7 @@ def test_a_declared_or_negated_metric_is_not_questioned() -> None:
 
 def test_regression_metrics_agree_with_scikit_learn_and_scipy() -> None:
     columns = numbers()
-    body = metrics_body(Evaluate(metric="rmse", **FAST), results(columns), "f")
+    body = metrics_body(Evaluate(metric="rmse", **CLOSE), results(columns), "f")
     actual, predicted = columns["actual"], columns["candidate.predicted"]
     assert body["candidate"]["mae"] == pytest.approx(mean_absolute_error(actual, predicted))
     assert body["candidate"]["r2"] == pytest.approx(r2_score(actual, predicted))
@@ -129,7 +129,7 @@ def test_regression_metrics_agree_with_scikit_learn_and_scipy() -> None:
 
 @pytest.mark.parametrize("metric", ["mae", "rmse", "r2", "spearman"])
 def test_any_regression_metric_can_decide(metric: str) -> None:
-    config = Evaluate(metric=metric, rule="superior", resamples=300, margin=0.03)
+    config = Evaluate(metric=metric, rule="superior", margin=0.03)
     columns = numbers()
     verdict = decide(config, results(columns).measurements(config))
     assert verdict.verdict == "pass", verdict.summary
@@ -141,7 +141,7 @@ def test_any_regression_metric_can_decide(metric: str) -> None:
 
 def test_required_error_is_an_upper_limit() -> None:
     for limit, passed in ((0.5, True), (0.1, False)):
-        config = Evaluate(metric="rmse", require={"rmse": limit}, **FAST)
+        config = Evaluate(metric="rmse", require={"rmse": limit}, **CLOSE)
         rules = {rule.rule: rule for rule in decide(config, results(numbers()).measurements(config)).rules}
         assert rules["require.rmse"].passed is passed
 
@@ -150,7 +150,7 @@ def test_slices_of_an_error_use_the_errors_per_sample() -> None:
     columns = numbers()
     columns["slice.place"] = np.array(["sea"] * 60 + ["air"] * 60)
     columns["candidate.predicted"][:60] += 2.0
-    config = Evaluate(metric="rmse", rule="non-inferior", resamples=300, margin=0.1)
+    config = Evaluate(metric="rmse", rule="non-inferior", margin=0.1)
     passed = {one.slice: one.passed for one in results(columns).measurements(config).slices}
     assert passed == {"place=sea": False, "place=air": True}
     config = config.model_copy(update={"metric": "spearman"})
@@ -169,12 +169,12 @@ def test_slices_of_an_error_use_the_errors_per_sample() -> None:
 )
 def test_constant_values_leave_a_metric_undefined(changed: Columns, undefined: set[str], why: str) -> None:
     found = results(numbers(changed=changed))
-    config = Evaluate(metric="mae", rule="non-inferior", resamples=300, margin=9.0)
+    config = Evaluate(metric="mae", rule="non-inferior", margin=9.0)
     verdict = decide(config, found.measurements(config))
     assert verdict.verdict == "pass", "it is not the one that decides"
     assert f"spearman is undefined: {why}" in verdict.warnings
     assert set(metrics_body(config, found, "f")["undefined"]) == undefined
-    config = Evaluate(metric="spearman", rule="non-inferior", require={"spearman": 0.1}, resamples=300)
+    config = Evaluate(metric="spearman", rule="non-inferior", require={"spearman": 0.1})
     verdict = decide(config, found.measurements(config))
     assert {rule.rule for rule in verdict.failures} == {"require.spearman", "non-inferior"}
     assert why in verdict.summary
@@ -183,7 +183,7 @@ def test_constant_values_leave_a_metric_undefined(changed: Columns, undefined: s
 def test_nan_prediction_is_not_a_finite_metric() -> None:
     columns = numbers()
     columns["candidate.predicted"][5] = np.nan
-    config = Evaluate(metric="rmse", **FAST)
+    config = Evaluate(metric="rmse", **CLOSE)
     verdict = decide(config, results(columns).measurements(config))
     assert verdict.failures[0].detail == "mae, r2, rmse, spearman of the candidate is not a finite number"
     assert metrics_body(config, results(columns), "f")["candidate"]["rmse"] is None
@@ -191,7 +191,7 @@ def test_nan_prediction_is_not_a_finite_metric() -> None:
 
 def test_one_sample_decides_nothing() -> None:
     for metric in ("own", "rmse"):
-        config = Evaluate(metric=metric, **FAST)
+        config = Evaluate(metric=metric, **CLOSE)
         verdict = decide(config, results(numbers(samples=1)).measurements(config))
         assert verdict.verdict == "fail"
         assert "cannot be compared with the baseline" in verdict.failures[-1].detail
@@ -226,7 +226,7 @@ def ranked() -> Columns:
 
 
 def test_ranking_is_compared_per_query_and_omitted_queries_are_reported() -> None:
-    config = Evaluate(metric="ndcg", rule="superior", resamples=300, margin=0.05)
+    config = Evaluate(metric="ndcg", rule="superior", margin=0.05)
     found = results(ranked())
     assert list(found.metrics) == ["own", "ndcg", "mrr", "auc"]
     measured = found.measurements(config)
@@ -261,7 +261,7 @@ def test_metric_undefined_for_a_class_omits_it() -> None:
     assert auc.candidate.values(np.ones((1, 200)))[0] == pytest.approx(expected)
     found = results(stated(3, 2), ("a", "b", "c"))
     assert found.metrics["auc"].note == "auc omits c: no sample of it in the test set"
-    config = Evaluate(**FAST)
+    config = Evaluate(**CLOSE)
     assert any("class=c" in warning for warning in decide(config, found.measurements(config)).warnings)
     body = metrics_body(config, found, "f")
     assert body["per_class"]["c"]["recall"] is None, "a class that was never seen has none"
@@ -271,12 +271,12 @@ def test_metric_undefined_for_a_class_omits_it() -> None:
 
 def test_calibration_is_reported_and_limited_on_request() -> None:
     found = results(stated(3, 3), ("a", "b", "c"))
-    calibration = found.calibration(Evaluate(**FAST))["candidate"].body()
+    calibration = found.calibration(Evaluate(**CLOSE))["candidate"].body()
     assert calibration["intervals"]["brier"][0] < calibration["brier"] < calibration["intervals"]["brier"][1]
     assert sum(one["count"] for one in calibration["bins"]) == 200
 
     def rules(**limits: float) -> dict[str, bool]:
-        config = Evaluate.model_validate({**FAST, "require": limits})
+        config = Evaluate.model_validate({**CLOSE, "require": limits})
         return {rule.rule: rule.passed for rule in decide(config, found.measurements(config)).rules}
 
     assert not any("calibration" in name for name in rules())
@@ -292,7 +292,7 @@ def test_worse_probabilities_fail_though_the_answers_are_equal() -> None:
     sure = np.eye(3, dtype=np.float32)[columns["candidate.predicted"]]
     columns["baseline.probabilities"] = columns["candidate.probabilities"]
     columns["candidate.probabilities"] = sure
-    config = Evaluate.model_validate({**FAST, "require": {"brier_margin": 0.02}})
+    config = Evaluate.model_validate({**CLOSE, "require": {"brier_margin": 0.02}})
     verdict = decide(config, results(columns, ("a", "b", "c")).measurements(config))
     assert [rule.rule for rule in verdict.failures] == ["calibration.brier_margin"]
 
