@@ -14,7 +14,7 @@ from pipeline.contract.settings.section import Section
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("pipeline", "train", "export", "serve", "k8s")
 SMALL_LINES = 100
-WALLS = ("export/llm", "serve/generate", "serve/wire", "tests/export/llm", "tests/serve/generate", "tests/serve/wire")
+WALLS = ("export/llm", "serve/llm", "serve/wire", "tests/export/llm", "tests/serve/llm", "tests/serve/wire")
 
 Graph = Mapping[str, set[str]]
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Coroutine, Sequence
 from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any
 
 from serve.errors import Busy, DeadlineExceeded, Headers, NotFound, TooLarge
-from serve.generate import openai_api
-from serve.generate.endpoints import OPENAI_ROUTES, OpenAIEndpoints
+from serve.kinds import TEXT_ROUTES, TEXT_SCHEMAS, text_handlers
 from serve.load_shedding import Rests, admit
 from serve.memory import MemoryBudget
 from serve.model_version import ModelVersion, Payload
@@ -24,11 +23,12 @@ from serve.monitoring.logs import refusals
 from serve.monitoring.prometheus import exposition
 from serve.monitoring.request_log import RequestLog
 from serve.page import page
-from serve.protocol import openapi, v1, v2, v2_json
+from serve.protocol import openai, openapi, v1, v2, v2_json
 from serve.protocol.statistics import statistics
 from serve.request_body import parse_object, read_body
 from serve.request_context import HttpRequest, in_flight
 from serve.routes import (
+    Handler,
     Response,
     Route,
     Stream,
@@ -41,7 +41,7 @@ from serve.routes import (
 from serve.security import ApiKeys
 
 INTERNAL = "internal error; the server's log has the details"
-PROTOCOLS = {"predict": "v1", "infer": "v2", **dict.fromkeys(OPENAI_ROUTES, "openai")}
+PROTOCOLS = {"predict": "v1", "infer": "v2", **dict.fromkeys(TEXT_ROUTES, "openai")}
 _LENGTH = v2.LENGTH_HEADER.encode()
 _BINARY = (b"content-type", b"application/octet-stream")
 _NO_ROUTE = Route("", ())
@@ -50,8 +50,6 @@ _LINGER_SECONDS = 2.0  # for a client to stop sending a body that is too large
 _REFUSALS_PER_TURN = 256  # of the event loop, at once: clients ask again, and the loop would do nothing else
 
 log = logging.getLogger(__name__)
-
-Handler = Callable[[HttpRequest, Route], Awaitable[Response | Stream]]
 
 
 class App:
@@ -73,7 +71,6 @@ class App:
         self._rests = Rests()
         repository.on_readiness(self._rests.end_all)  # when the service drains
         self._refusals = 0  # written at once, in this turn of the event loop
-        texts = OpenAIEndpoints(repository, self.budget)
         self._handlers: dict[str, Handler] = {
             "root": self._root,
             "page_counters": self._page_counters,
@@ -90,11 +87,7 @@ class App:
             "index": self._index,
             "statistics": self._statistics,
             "model_statistics": self._statistics,
-            "texts_models": texts.models,
-            "texts_model": texts.model,
-            "completions": texts.complete,
-            "chat": texts.chat,
-            "embeddings": texts.embed,
+            **text_handlers(repository, self.budget),
         }
 
     # One request
@@ -184,8 +177,8 @@ class App:
 
     def _failure(self, request: HttpRequest, error: Exception) -> Response:
         refusal = self.requests.fail(request, error)
-        if request.path.startswith(openai_api.PREFIX):
-            body = openai_api.error_body(refusal)
+        if request.path.startswith(openai.PREFIX):
+            body = openai.error_body(refusal)
         else:
             body = {"error": INTERNAL if refusal is None else str(refusal)}
         if refusal is None:
@@ -272,7 +265,7 @@ class App:
     async def _openapi(self, _request: HttpRequest, _: Route) -> Response:
         version = self.repository.find_version(self.repository.names[0]).digest[:12]
         await asyncio.to_thread(_read_examples, [one for one, _ in self.repository.loaded_versions()])
-        return json_response(openapi.document(self.repository, version, keys=self.keys is not None))
+        return json_response(openapi.document(self.repository, version, TEXT_SCHEMAS, keys=self.keys is not None))
 
     async def _metrics(self, request: HttpRequest, _: Route) -> Response:
         accept = request.headers.get(b"accept", b"").decode("latin-1")

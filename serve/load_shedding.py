@@ -4,7 +4,7 @@ Requests that find the queue full or cannot meet their deadline at the current t
 costs a fraction of reading and computing them. HTTP decides by the head of a request. gRPC names the model in the
 message, so there the decision comes as soon as the message is parsed. An admitted request is computed unless its
 deadline passes, or would pass during the run, or its client leaves. A canary has its own queue, so a request that is
-routed to it is checked against that one too; texts are admitted in generate/engine.py.
+routed to it is checked against that one too; texts are admitted in llm/engine.py.
 
 A request whose body is still arriving holds no place in the queue, since slow clients must not keep others out. Where
 many bodies arrive at the same moment the queue may thus grow past its limit, by at most the number of connections.

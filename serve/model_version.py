@@ -18,7 +18,6 @@ from typing import Any, Protocol
 from pipeline.contract.codec import Part
 from pipeline.contract.signature import TensorSpec
 from serve.errors import Headers
-from serve.generate.model import TextGenerator
 from serve.memory import MemoryBudget, answer_row_memory, largest_request
 from serve.monitoring.metrics import ModelMetrics
 from serve.protocol.examples import request_examples
@@ -83,9 +82,8 @@ class ModelVersion:
         self.default_timeout_seconds = limits.deadline_seconds or math.inf
         self.metrics = ModelMetrics()
         self.batcher = Batcher(predictor.session.run, batching_options(predictor), pool, self.metrics.record_batch)
-        self.generator = (
-            None if predictor.language_model is None else TextGenerator(predictor.language_model, bundle, pool)
-        )
+        model = predictor.language_model
+        self.generator = None if model is None else model.open(bundle, pool)
         # Requests that are admitted and not in the queue of the batcher yet:
         self.arriving = 0  # no task has begun with them
         self.decoding = 0  # their codec runs in a thread, or waits for one

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any
 
 import orjson
 
 from serve.errors import Headers, MethodNotAllowed, NotFound, RequestError, UnsupportedMediaType
+from serve.request_context import HttpRequest
 
 MODEL_NAME = r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}"
 _READ = ("GET", "HEAD")
@@ -140,12 +141,15 @@ class Stream:
     failure: Callable[[RequestError | None], bytes]  # None: our own fault
 
 
+Handler = Callable[[HttpRequest, Route], Awaitable[Response | Stream]]
+
+
 def json_response(body: Any, status: int = 200, headers: Headers = ()) -> Response:
     return Response(orjson.dumps(body), (JSON, *headers), status)
 
 
 def check_content_type(given: bytes | None, *accepted: str) -> None:
-    """Raise Unreadable for other types than these; no type at all is taken for JSON."""
+    """Raise UnsupportedMediaType for other types than these, curl's default and none."""
     if given is None or given == b"application/json":
         return
     found = given.decode("latin-1")

@@ -78,6 +78,13 @@ def test_export_imports_language_models_in_one_place() -> None:
     assert {line.partition(":")[0] for line in imports} == {"export.kinds"}
 
 
+def test_the_service_imports_language_models_in_two_places() -> None:
+    """Where routes get their handlers, and where a bundle is loaded, which most processes do without them."""
+    files = [path for path in SOURCES if within(module_name(path), "serve") and "llm" not in path.parts]
+    imports = forbidden_imports(files, lambda name: not within(name, "serve.llm"))
+    assert {line.partition(":")[0] for line in imports} == {"serve.kinds", "serve.runtime.loading"}
+
+
 def test_the_wire_imports_nothing_of_ours() -> None:
     wire = [path for path in SOURCES if within(module_name(path), "serve.wire")]
     assert wire

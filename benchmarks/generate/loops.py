@@ -36,9 +36,9 @@ def main(argv: Sequence[str]) -> None:
 
 def engine(form: str, folder: Path, _threads: int) -> Loop:
     """Return the service's engine, without HTTP and tokenizer; each prompt is a request."""
-    from serve.generate.engine import Engine, EngineLimits
-    from serve.generate.sampling import Sampling
-    from serve.generate.sequence import GenerationOptions, SequenceGroup, TextSequence
+    from serve.llm.engine import Engine, EngineLimits
+    from serve.llm.sampling import Sampling
+    from serve.llm.sequence import GenerationOptions, SequenceGroup, TextSequence
 
     graph, pool = _graph(form, folder), ThreadPoolExecutor(1)
     limits = EngineLimits(sequences=64, waiting=64, cache_bytes=1 << 30)
@@ -76,7 +76,7 @@ def bare(form: str, folder: Path, _threads: int) -> Loop:
 
 def _graph(form: str, folder: Path) -> Any:
     from pipeline.contract.bundle import open_bundle
-    from serve.generate.kv_cache import DecoderGraph
+    from serve.llm.kv_cache import DecoderGraph
     from serve.runtime.session import Session
 
     bundle = open_bundle(folder / form)

@@ -10,6 +10,7 @@ import time
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -161,3 +162,20 @@ class TokenMetrics:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.first_seconds.merge(other.first_seconds)
         self.between_seconds.merge(other.between_seconds)
+
+
+@dataclass
+class Tokens:
+    """Those of one language model."""
+
+    metrics: TokenMetrics
+    running: int  # texts
+    waiting: int
+    cache_bytes: int
+    max_cache_bytes: int
+    prefix_bytes: int
+
+    def merge(self, other: Tokens) -> None:
+        self.metrics.merge(other.metrics)
+        for name in ("running", "waiting", "cache_bytes", "max_cache_bytes", "prefix_bytes"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))

@@ -8,8 +8,8 @@ from typing import Any, cast
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 
-from serve.monitoring.metrics import PHASES, Histogram, ModelMetrics
-from serve.monitoring.snapshot import Snapshot, Tokens, VersionSnapshot
+from serve.monitoring.metrics import PHASES, Histogram, ModelMetrics, Tokens
+from serve.monitoring.snapshot import Snapshot, VersionSnapshot
 
 _MODEL = ("model", "version")  # labels
 Labelled = Sequence[tuple[tuple[str, str], ModelMetrics]]

@@ -14,28 +14,11 @@ from prometheus_client.core import Metric
 from prometheus_client.samples import Sample
 
 from serve.model_version import ModelVersion
-from serve.monitoring.metrics import ModelMetrics, TokenMetrics
+from serve.monitoring.metrics import ModelMetrics, Tokens
 from serve.request_context import AnsweringVersion, in_flight
 from serve.shadow import Agreement
 
 _SAME_IN_ALL = ("python_info", "process_start_time_seconds")  # metrics of a process that are not added up
-
-
-@dataclass
-class Tokens:
-    """Those of one language model."""
-
-    metrics: TokenMetrics
-    running: int  # texts
-    waiting: int
-    cache_bytes: int
-    max_cache_bytes: int
-    prefix_bytes: int
-
-    def merge(self, other: Tokens) -> None:
-        self.metrics.merge(other.metrics)
-        for name in ("running", "waiting", "cache_bytes", "max_cache_bytes", "prefix_bytes"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
 
 
 @dataclass
@@ -73,7 +56,7 @@ class VersionSnapshot:
             version.metrics,
             None if canary is None else (canary.candidate.version, canary.share),
             None if shadow is None else (shadow.digest, shadow.agreement),
-            _tokens(version),
+            None if version.generator is None else version.generator.tokens(),
         )
 
     def merge(self, other: VersionSnapshot) -> None:
@@ -159,17 +142,3 @@ class Metrics:
 
 def _key(sample: Sample) -> tuple[object, ...]:
     return (sample.name, *sorted(sample.labels.items()))
-
-
-def _tokens(version: ModelVersion) -> Tokens | None:
-    if version.generator is None:
-        return None
-    engine = version.generator.engine
-    return Tokens(
-        engine.metrics,
-        engine.running,
-        engine.waiting,
-        engine.cache_bytes,
-        engine.limits.cache_bytes,
-        engine.prefix.bytes,
-    )

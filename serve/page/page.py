@@ -284,8 +284,8 @@ def form(served: ModelVersion) -> dict[str, Any]:
         return {**fields, "examples": instances}
     if instances:
         return {"kind": "instances", "examples": instances}
-    if served.generator is not None:
-        return text_form(served.generator.tokenizer.generation)
+    if (generation := served.bundle.signature.generation) is not None:
+        return text_form(generation)
     return {"kind": "tensors", "examples": tensors, "inputs": inputs}
 
 

@@ -14,7 +14,7 @@ import orjson
 
 from pipeline.contract.codec import Arrays, Part
 from pipeline.system.errors import InvalidPayload
-from serve.generate.openai_api import Texts, convert_fields, split_texts
+from serve.protocol.openai import Texts, convert_fields, split_texts
 from serve.request_body import parse_object
 from serve.runtime.predictor import Predictor
 

@@ -13,7 +13,6 @@ import msgspec
 import numpy as np
 
 from pipeline.contract.signature import NUMPY_TYPES, Limits, Signature, TensorSpec
-from serve.generate.openai_api import ChatRequest, CompletionRequest
 from serve.model_version import ModelVersion
 from serve.models import ModelRepository
 from serve.protocol.classification import MAX_CLASSES, classes_spec, is_classifiable
@@ -23,6 +22,7 @@ from serve.protocol.validate import format_shape
 from serve.routes import PATHS, needs_no_key
 
 Schema = dict[str, Any]
+RouteSchemas = Mapping[str, tuple[type[msgspec.Struct], Callable[[], Schema]]]  # of a request and its answer
 ANY_PARAMETERS: Schema = {
     "type": ["object", "null"],
     "additionalProperties": {"type": ["string", "number", "boolean"]},
@@ -35,14 +35,14 @@ _INFINITE_FROM = {
     "FP32": math.ldexp(2 - 2**-24, 127),
 }
 _MODEL = "/models/{model_name}"
-_TEXT: Schema = {"type": "string"}
+TEXT: Schema = {"type": "string"}
 _BOOLEAN: Schema = {"type": "boolean"}
 _HEADERS = {
     "x-request-id": {
-        "schema": _TEXT,
+        "schema": TEXT,
         "description": "the request's own id if it is valid, else a new one; also in the log",
     },
-    "x-bundle-digest": {"schema": _TEXT, "description": "digest of the bundle that answered"},
+    "x-bundle-digest": {"schema": TEXT, "description": "digest of the bundle that answered"},
 }
 _ERROR_DESCRIPTIONS = {
     "400": "the request is invalid; the message names the field",
@@ -100,26 +100,26 @@ _JSON_LENGTH_HEADER = {
     "schema": {"type": "integer", "minimum": 0},
 }
 _REQUEST_HEADERS = {"predict": [_TIMEOUT_HEADER], "infer": [_TIMEOUT_HEADER, _JSON_LENGTH_HEADER]}
-_COUNT: Schema = {"type": "integer", "minimum": 0}
+COUNT: Schema = {"type": "integer", "minimum": 0}
 _NONEMPTY: Schema = {"type": "string", "minLength": 1}
-_IDS: Schema = {"type": "array", "items": _COUNT, "minItems": 1}
-_LISTS: list[Schema] = [{"type": "array", "items": _TEXT, "minItems": 1}, _IDS, {**_IDS, "items": _IDS}]
-_TEXTS: Schema = {"anyOf": [_TEXT, *_LISTS]}
+_IDS: Schema = {"type": "array", "items": COUNT, "minItems": 1}
+_LISTS: list[Schema] = [{"type": "array", "items": TEXT, "minItems": 1}, _IDS, {**_IDS, "items": _IDS}]
+_TEXTS: Schema = {"anyOf": [TEXT, *_LISTS]}
 _STOP: Schema = {"anyOf": [_NONEMPTY, {"type": "array", "items": _NONEMPTY, "maxItems": 16}, {"type": "null"}]}
 _STRICTER = {"prompt": _TEXTS, "input": _TEXTS, "stop": _STOP}  # than the types of OpenAI's requests can say
 _VERSIONED_NAME = "^[^/]+/versions/[0-9A-Za-z]{1,64}$"
 
 
-def document(repository: ModelRepository, server_version: str, *, keys: bool) -> Schema:
+def document(repository: ModelRepository, server_version: str, texts: RouteSchemas, *, keys: bool) -> Schema:
     """Return the document for the loaded models; `keys`: whether the service requires an API key."""
     paths: Schema = {}
-    schemas: Schema = {"Error": _object({"error": _TEXT})}
+    schemas: Schema = {"Error": object_schema({"error": TEXT})}
     by_kind: dict[str, list[str]] = {}  # names of the models that answer each route of OpenAI's API
     for version, current in repository.loaded_versions():
         for kind in version.openai_kinds if current else ():
             by_kind.setdefault(kind, []).append(version.name)
     offered = {*by_kind, *(("texts_models", "texts_model") if by_kind else ())}
-    schemas |= _openai_schemas(by_kind)
+    schemas |= _openai_schemas(by_kind, {**texts, "embeddings": (EmbeddingRequest, embedding_answer)})
     for kind, (path, methods) in PATHS.items():
         if kind in _OPENAI_KINDS and kind not in offered:
             continue
@@ -185,13 +185,13 @@ def _server_operation(kind: str) -> Schema:
     if kind in _OPENAI_KINDS:
         return _openai_operation(kind)
     if kind == "root":
-        alive = _json(_object({"status": {"const": "alive"}}))
-        return _responses({"content": {**alive["content"], "text/html": {"schema": _TEXT}}})
+        alive = _json(object_schema({"status": {"const": "alive"}}))
+        return _responses({"content": {**alive["content"], "text/html": {"schema": TEXT}}})
     if kind == "metrics":
-        return _responses({"content": {name: {"schema": _TEXT} for name in _METRICS}})
+        return _responses({"content": {name: {"schema": TEXT} for name in _METRICS}})
     if kind == "index":
         state = {"enum": ["READY", "UNAVAILABLE"]}
-        entry = _object({"name": _TEXT, "version": _TEXT, "state": state, "reason": _TEXT})
+        entry = object_schema({"name": TEXT, "version": TEXT, "state": state, "reason": TEXT})
         body = {"type": "object", "additionalProperties": False, "properties": {"ready": {"type": ["boolean", "null"]}}}
         responses = _responses(_json({"type": "array", "items": entry}), "400", "413", "415", "431", "500")
         request = {"content": {"application/json": {"schema": body, "example": {"ready": True}}}}
@@ -199,14 +199,14 @@ def _server_operation(kind: str) -> Schema:
     if kind == "page_counters":
         return _responses(_json({"type": "object"}), "404")
     if kind == "ready":
-        return _health(_object({"ready": _BOOLEAN, "live": _BOOLEAN}))
+        return _health(object_schema({"ready": _BOOLEAN, "live": _BOOLEAN}))
     schema: dict[str, Schema] = {
         "openapi": {"type": "object"},
-        "v1_models": _object({"models": {"type": "array", "items": _TEXT}}),
-        "models": _object({"models": {"type": "array", "items": _TEXT}}),
-        "live": _object({"live": {"const": True}}),
+        "v1_models": object_schema({"models": {"type": "array", "items": TEXT}}),
+        "models": object_schema({"models": {"type": "array", "items": TEXT}}),
+        "live": object_schema({"live": {"const": True}}),
         "statistics": statistics(),
-        "server": _object({"name": _TEXT, "version": _TEXT, "extensions": {"type": "array", "items": _TEXT}}),
+        "server": object_schema({"name": TEXT, "version": TEXT, "extensions": {"type": "array", "items": TEXT}}),
     }
     return _responses(_json(schema[kind]))
 
@@ -215,7 +215,7 @@ def _model_operation(kind: str, version: ModelVersion) -> Schema:
     if kind in _OPENAI_KINDS:
         return _openai_operation(kind)
     if kind in ("v1_model", "model_ready"):
-        return _health(_object({"name": {"const": version.name}, "ready": _BOOLEAN}))
+        return _health(object_schema({"name": {"const": version.name}, "ready": _BOOLEAN}))
     if kind == "model_statistics":
         return _responses(_json(statistics()), "404")
     if kind == "model":
@@ -243,7 +243,7 @@ def _openai_operation(kind: str) -> Schema:
     if kind == "texts_model":
         return _responses(answer, "404", error="texts.Error")
     if kind != "embeddings":
-        answer["content"]["text/event-stream"] = {"schema": _TEXT}
+        answer["content"]["text/event-stream"] = {"schema": TEXT}
     request = _json({"$ref": f"#/components/schemas/texts.{kind}.Request"})
     responses = _responses(answer, *(code for code in _ERROR_DESCRIPTIONS if code != "401"), error="texts.Error")
     return {"parameters": [_TIMEOUT_HEADER], "requestBody": {"required": True, **request}, **responses}
@@ -296,13 +296,8 @@ def _model_schemas(version: ModelVersion) -> Schema:
     return {f"{version.name}.{version.version}.{name}": schema for name, schema in schemas.items()}
 
 
-def _openai_schemas(by_kind: Mapping[str, Sequence[str]]) -> Schema:
+def _openai_schemas(by_kind: Mapping[str, Sequence[str]], schemas: RouteSchemas) -> Schema:
     """Return the schemas of the routes that some model answers."""
-    schemas: dict[str, tuple[type[msgspec.Struct], Callable[[], Schema]]] = {
-        "completions": (CompletionRequest, completion_answer),
-        "chat": (ChatRequest, chat_answer),
-        "embeddings": (EmbeddingRequest, embedding_answer),
-    }
     result: Schema = {"texts.Error": error_response()} if by_kind else {}
     if by_kind:
         result |= {"texts.texts_models.Answer": models(), "texts.texts_model.Answer": model()}
@@ -318,7 +313,7 @@ def metadata(signature: Signature, name: str) -> Schema:
     texts = {"type": "array", "items": {"type": "string"}}
     tensors = {
         "type": "array",
-        "items": _object(
+        "items": object_schema(
             {
                 "name": {"type": "string"},
                 "datatype": {"enum": list(NUMPY_TYPES)},
@@ -327,7 +322,7 @@ def metadata(signature: Signature, name: str) -> Schema:
             required=["name", "datatype", "shape"],
         ),
     }
-    return _object(
+    return object_schema(
         {
             "name": {"const": name},
             "versions": texts,
@@ -341,19 +336,19 @@ def metadata(signature: Signature, name: str) -> Schema:
 
 
 def statistics() -> Schema:
-    duration = _object({"count": _COUNT, "ns": _COUNT})
+    duration = object_schema({"count": COUNT, "ns": COUNT})
     durations = ("success", "fail", "queue", "compute_input", "compute_infer", "compute_output")
-    batch = _object({"batch_size": _COUNT, **dict.fromkeys(durations[3:], duration)})
+    batch = object_schema({"batch_size": COUNT, **dict.fromkeys(durations[3:], duration)})
     version = {
-        "name": _TEXT,
-        "version": _TEXT,
-        "last_inference": {**_COUNT, "description": "milliseconds since the epoch"},
-        "inference_count": {**_COUNT, "description": "rows that were computed"},
-        "execution_count": {**_COUNT, "description": "runs of the model"},
-        "inference_stats": _object(dict.fromkeys((*durations, "cache_hit", "cache_miss"), duration)),
+        "name": TEXT,
+        "version": TEXT,
+        "last_inference": {**COUNT, "description": "milliseconds since the epoch"},
+        "inference_count": {**COUNT, "description": "rows that were computed"},
+        "execution_count": {**COUNT, "description": "runs of the model"},
+        "inference_stats": object_schema(dict.fromkeys((*durations, "cache_hit", "cache_miss"), duration)),
         "batch_stats": {"type": "array", "items": batch},
     }
-    return _object({"model_stats": {"type": "array", "items": _object(version)}})
+    return object_schema({"model_stats": {"type": "array", "items": object_schema(version)}})
 
 
 def predict_request(signature: Signature) -> Schema:
@@ -364,11 +359,13 @@ def predict_request(signature: Signature) -> Schema:
         "items": {},
         "description": "instances for the model's codec; the model card and the page at / show an example",
     }
-    return _object({"instances": instances, "signature_name": {"enum": [SIGNATURE_NAME, None]}}, required=["instances"])
+    return object_schema(
+        {"instances": instances, "signature_name": {"enum": [SIGNATURE_NAME, None]}}, required=["instances"]
+    )
 
 
 def predict_answer() -> Schema:
-    return _object({"predictions": {"type": "array", "items": {}}}, required=["predictions"])
+    return object_schema({"predictions": {"type": "array", "items": {}}}, required=["predictions"])
 
 
 def infer_request(signature: Signature, name: str) -> Schema:
@@ -382,18 +379,18 @@ def infer_request(signature: Signature, name: str) -> Schema:
             for spec in signature.inputs
         ]
     classes = {
-        **_COUNT,
+        **COUNT,
         "maximum": MAX_CLASSES,
         "description": "number of largest values to return as `value:index[:label]`, 0 for the tensor",
     }
-    output = _object(
+    output = object_schema(
         {
             "name": {"enum": list(signature.output_names)},
             "parameters": _parameters(binary_data={"type": "boolean"}, classification=classes),
         },
         required=["name"],
     )
-    return _object(
+    return object_schema(
         {
             "id": {"type": ["string", "null"], "description": "returned in the answer"},
             "model_name": {"enum": [name, None], "description": "optional; must be the name in the URL"},
@@ -412,7 +409,7 @@ def infer_request(signature: Signature, name: str) -> Schema:
 
 
 def infer_answer(signature: Signature, name: str, version: str) -> Schema:
-    return _object(
+    return object_schema(
         {
             "model_name": {"const": name},
             "model_version": {"const": version},
@@ -428,7 +425,7 @@ def _either(schemas: list[Schema]) -> Schema:
 
 
 def _input_tensor(spec: TensorSpec, limits: Limits) -> Schema:
-    return _object(
+    return object_schema(
         {
             "name": {"const": spec.name},
             "shape": {
@@ -457,7 +454,7 @@ def _output_tensor(spec: TensorSpec) -> Schema:
     if element["type"] == "number":
         element = {"type": ["number", "null"]}  # JSON has no NaN and no infinity
     axes = {"type": "array", "description": format_shape(spec.shape), "items": {"type": "integer", "minimum": 0}}
-    return _object(
+    return object_schema(
         {
             "name": {"const": spec.name},
             "shape": {**axes, "minItems": len(spec.shape), "maxItems": len(spec.shape)},
@@ -557,65 +554,33 @@ def _or_null(schema: Schema) -> Schema:
 
 
 def embedding_answer() -> Schema:
-    vector = {"anyOf": [{"type": "array", "items": {"type": ["number", "null"]}}, _TEXT]}
-    entry = _object({"object": {"const": "embedding"}, "index": _COUNT, "embedding": vector})
-    usage = _object({"prompt_tokens": _COUNT, "total_tokens": _COUNT})
-    return _object(
-        {"object": {"const": "list"}, "data": {"type": "array", "items": entry}, "model": _TEXT, "usage": usage}
+    vector = {"anyOf": [{"type": "array", "items": {"type": ["number", "null"]}}, TEXT]}
+    entry = object_schema({"object": {"const": "embedding"}, "index": COUNT, "embedding": vector})
+    usage = object_schema({"prompt_tokens": COUNT, "total_tokens": COUNT})
+    return object_schema(
+        {"object": {"const": "list"}, "data": {"type": "array", "items": entry}, "model": TEXT, "usage": usage}
     )
 
 
-def completion_answer() -> Schema:
-    return _answer("text_completion", {"text": _TEXT})
-
-
-def chat_answer() -> Schema:
-    content = {"type": ["string", "null"], "description": "null: the answer ended within the reasoning"}
-    message = _object({"role": {"const": "assistant"}, "content": content, "refusal": {"type": "null"}})
-    message["properties"]["reasoning_content"] = {"type": "string", "description": "the text in <think>…</think>"}
-    return _answer("chat.completion", {"message": message})
-
-
 def models() -> Schema:
-    return _object({"object": {"const": "list"}, "data": {"type": "array", "items": model()}})
+    return object_schema({"object": {"const": "list"}, "data": {"type": "array", "items": model()}})
 
 
 def model() -> Schema:
-    return _object({"id": _TEXT, "object": {"const": "model"}, "created": _COUNT, "owned_by": _TEXT})
+    return object_schema({"id": TEXT, "object": {"const": "model"}, "created": COUNT, "owned_by": TEXT})
 
 
 def error_response() -> Schema:
     fields = {
-        "message": _TEXT,
-        "type": _TEXT,
+        "message": TEXT,
+        "type": TEXT,
         "param": {"type": ["string", "null"]},
         "code": {"type": ["string", "null"]},
     }
-    return _object({"error": _object(fields)})
+    return object_schema({"error": object_schema(fields)})
 
 
-def _answer(kind: str, own: Schema) -> Schema:
-    choice = {"index": _COUNT, **own, "logprobs": {"type": ["object", "null"]}, "finish_reason": {"enum": ["stop", "length"]}}  # fmt: skip  # noqa: E501
-    usage = {
-        "prompt_tokens": _COUNT,
-        "completion_tokens": _COUNT,
-        "total_tokens": _COUNT,
-        "prompt_tokens_details": _object({"cached_tokens": _COUNT}),
-    }
-    return _object(
-        {
-            "id": _TEXT,
-            "object": {"const": kind},
-            "created": _COUNT,
-            "model": _TEXT,
-            "system_fingerprint": _TEXT,
-            "choices": {"type": "array", "items": _object(choice)},
-            "usage": _object(usage),
-        }
-    )
-
-
-def _object(properties: Schema, required: Sequence[str] | None = None) -> Schema:
+def object_schema(properties: Schema, required: Sequence[str] | None = None) -> Schema:
     return {
         "type": "object",
         "required": list(properties if required is None else required),

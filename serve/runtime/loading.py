@@ -30,7 +30,7 @@ def load_predictor(bundle: Bundle, provider: Provider | None, threads: int | Non
     warm_up(bundle, predictor)
     predictor.text_signature = v2.text_signature(bundle.signature, bundle.golden().instances)
     if bundle.signature.generation is not None:
-        from serve.generate.model import load_language_model  # most models are no language models
+        from serve.llm.model import load_language_model  # most models are no language models
 
         predictor.language_model = load_language_model(bundle, predictor.session)
     return predictor

@@ -30,7 +30,7 @@ from serve.runtime.session import Session
 
 if TYPE_CHECKING:
     from pipeline.contract.signature import Signature
-    from serve.generate.model import LanguageModel
+    from serve.runtime.texts import TextModel
 
 
 Array = np.ndarray[Any, Any]
@@ -65,7 +65,7 @@ class Predictor:
             self.drawing = codec_drawing(self._codec, reference)
             self.embedding_sizes = embedding_sizes(self._codec, reference)
             self.media_types = media_types(self._codec, reference)
-        self.language_model: LanguageModel | None = None
+        self.language_model: TextModel | None = None
         self.text_signature: Signature | None = None  # for V2 and gRPC, where the codec's instances are strings
 
     def predict(self, instances: Any) -> Sequence[Any]:

@@ -535,7 +535,7 @@ BREAKS: tuple[Break, ...] = (
         "tests/pipeline/system/test_files.py::test_a_reader_meets_the_old_content_or_the_new_and_nothing_between",
     ),
     Break(
-        "a nan stands in a json file",
+        "a NaN is written into a JSON file",
         "pipeline/system/files.py",
         "allow_nan=False",
         "allow_nan=True",

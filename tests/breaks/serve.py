@@ -204,17 +204,17 @@ BREAKS: tuple[Break, ...] = (
     # Generated texts
     Break(
         "a seed is ignored",
-        "serve/generate/sequence.py",
+        "serve/llm/sequence.py",
         "        return np.random.default_rng(None if seed is None else [seed, self.index])",
         "        return np.random.default_rng()",
-        "tests/serve/generate/test_engine.py::test_sequences_of_one_prompt_are_sampled_independently_by_seed",
+        "tests/serve/llm/test_engine.py::test_sequences_of_one_prompt_are_sampled_independently_by_seed",
     ),
     Break(
         "padding of a batch changes a text",
-        "serve/generate/kv_cache.py",
+        "serve/llm/kv_cache.py",
         "        return (np.arange(self.past + new) >= self.pads[:, None]).astype(np.int64)",
         "        return np.ones((self.rows, self.past + new), np.int64)",
-        "tests/serve/generate/test_engine.py::test_text_does_not_depend_on_the_batch",
+        "tests/serve/llm/test_engine.py::test_text_does_not_depend_on_the_batch",
     ),
     # Metrics and the end of the process
     Break(

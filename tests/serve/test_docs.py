@@ -23,7 +23,7 @@ from serve.errors import RequestError
 from serve.options import parse_options
 from serve.routes import PATHS
 from tests.serve import embedder
-from tests.serve.generate import tiny
+from tests.serve.llm import tiny
 
 from .conftest import Launcher, Running
 

@@ -18,7 +18,7 @@ from pipeline.contract.golden import Golden
 from pipeline.contract.signature import Limits, Runtime, Signature, TensorSpec
 from pipeline.system.files import write_json
 from tests.serve.bundles import seal
-from tests.serve.generate import tiny
+from tests.serve.llm import tiny
 
 WIDTH, LAYERS = 1024, 48  # 192 MiB
 LOAD = """

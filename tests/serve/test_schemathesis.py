@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.serve.generate import tiny
 from tests.serve.identity_models import build
+from tests.serve.llm import tiny
 
 if TYPE_CHECKING:
     from tests.serve.conftest import Launcher, Running

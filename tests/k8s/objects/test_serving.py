@@ -12,7 +12,7 @@ from pipeline.contract.signature import Signature
 from pipeline.system.errors import ConfigError
 from serve.monitoring.prometheus import exposition
 from serve.monitoring.snapshot import Metrics
-from tests.serve.generate import tiny
+from tests.serve.llm import tiny
 
 from ..conftest import Configure
 from ..invariants import check

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, processors
 from pipeline.contract.prompting import ChatTemplate, check_chat_template, read_prompting
 from pipeline.contract.signature import Prompting, SamplingDefaults
 from pipeline.system.errors import ConfigError, DataError, InvalidPayload
-from tests.serve.generate import tiny
+from tests.serve.llm import tiny
 
 USER = {"role": "user", "content": "x"}
 CHAT = [USER, {"role": "assistant", "content": " a <b> "}, {"role": "user", "content": "é"}]

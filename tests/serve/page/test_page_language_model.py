@@ -11,7 +11,7 @@ import pytest
 from pipeline.contract.signature import Generation
 from serve.page.page import text_form
 from tests.serve.browser import PROGRAM, Browser
-from tests.serve.generate import tiny
+from tests.serve.llm import tiny
 
 if TYPE_CHECKING:
     from tests.serve.conftest import Launcher

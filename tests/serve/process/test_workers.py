@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from pipeline.contract.bundle import open_bundle
-from serve.monitoring.metrics import ModelMetrics, TokenMetrics
-from serve.monitoring.snapshot import Snapshot, Tokens, VersionSnapshot, merge
+from serve.monitoring.metrics import ModelMetrics, TokenMetrics, Tokens
+from serve.monitoring.snapshot import Snapshot, VersionSnapshot, merge
 from serve.options import Overrides, parse_options, usable_cores
 from serve.process import limits as process_limits
 from serve.process.limits import ProcessLimits

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 from pipeline.contract.bundle import open_bundle
-from serve.generate.engine import Engine, EngineLimits
-from serve.generate.kv_cache import CacheLayer, KVCache, to_device
-from serve.generate.model import LanguageModel, TextGenerator
-from serve.generate.prefix_cache import BLOCK_TOKENS, PrefixCache, copy_blocks
-from serve.generate.sampling import Sampling, TokenLogprob
-from serve.generate.sequence import GenerationOptions, SequenceGroup, TextSequence
+from serve.llm.engine import Engine, EngineLimits
+from serve.llm.kv_cache import CacheLayer, KVCache, to_device
+from serve.llm.model import LanguageModel, TextGenerator
+from serve.llm.prefix_cache import BLOCK_TOKENS, PrefixCache, copy_blocks
+from serve.llm.sampling import Sampling, TokenLogprob
+from serve.llm.sequence import GenerationOptions, SequenceGroup, TextSequence
 from serve.runtime.loading import load_predictor
-from tests.serve.generate import tiny
+from tests.serve.llm import tiny
 
 LAYER = CacheLayer("past", "present", heads=1, width=1, dtype=np.float32)
 BLOCK_BYTES = BLOCK_TOKENS * LAYER.position_bytes
@@ -187,7 +187,7 @@ def one_by_one(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Language
     """A model whose rows influence each other."""
     path = tiny.build(tmp_path_factory.mktemp("leak") / "bundle", leak=0.3)
     model = load_predictor(open_bundle(path), None, None).language_model
-    assert model is not None
+    assert isinstance(model, LanguageModel)
     return path, model
 
 

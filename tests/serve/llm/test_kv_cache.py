@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from pipeline.system.errors import BundleError
-from serve.generate.kv_cache import CacheBudget, CacheLayer, KVCache, cache_layers, gather, to_device
-from tests.serve.generate import tiny
+from serve.llm.kv_cache import CacheBudget, CacheLayer, KVCache, cache_layers, gather, to_device
+from tests.serve.llm import tiny
 
 LAYER = CacheLayer("past", "present", heads=1, width=1, dtype=np.float32)
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from serve.errors import DeadlineExceeded
-from serve.generate.sampling import (
+from serve.llm.sampling import (
     Sampling,
     TokenLogprob,
     log_softmax,

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from serve.generate.reasoning import ReasoningParser, opens_reasoning
+from serve.llm.reasoning import ReasoningParser, opens_reasoning
 
 CASES = [
     ("<think>\nso it is\n\n</think>\n\nfour", False, "so it is", "four"),

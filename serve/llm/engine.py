@@ -25,10 +25,10 @@ import numpy as np
 
 from pipeline.system.errors import InvalidPayload
 from serve.errors import Busy, ClientDisconnected, DeadlineExceeded
-from serve.generate.kv_cache import CacheBudget, DecoderGraph, KVCache
-from serve.generate.prefix_cache import BLOCK_TOKENS, PrefixCache, copy_blocks
-from serve.generate.sampling import TokenLogprob
-from serve.generate.sequence import Chunk, TextSequence, prompt_logprobs
+from serve.llm.kv_cache import CacheBudget, DecoderGraph, KVCache
+from serve.llm.prefix_cache import BLOCK_TOKENS, PrefixCache, copy_blocks
+from serve.llm.sampling import TokenLogprob
+from serve.llm.sequence import Chunk, TextSequence, prompt_logprobs
 from serve.monitoring.metrics import TokenMetrics
 
 Array = np.ndarray[Any, Any]

@@ -7,23 +7,21 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from http import HTTPStatus
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 import msgspec
 import orjson
 
 from pipeline.contract.signature import SamplingDefaults
 from pipeline.system.errors import InvalidPayload
-from serve.errors import NotFound, RequestError, Unauthorized
-from serve.generate.reasoning import ReasoningParser
-from serve.generate.sampling import Sampling, TokenLogprob
-from serve.generate.sequence import Chunk, GenerationOptions, Logprobs
+from serve.llm.reasoning import ReasoningParser
+from serve.llm.sampling import Sampling, TokenLogprob
+from serve.llm.sequence import Chunk, GenerationOptions, Logprobs
+from serve.protocol.openai import Texts, convert_fields, split_texts
 from serve.request_body import parse_object
 
-PREFIX = "/openai/"
 DONE = b"data: [DONE]\n\n"
 _REPLACEMENT = "\ufffd"
 _OBJECTS = {False: ("cmpl", "text_completion", "text_completion"), True: ("chatcmpl", "chat.completion", "chat.completion.chunk")}  # fmt: skip  # noqa: E501
@@ -193,66 +191,17 @@ def _token_entry(text: str, logprob: float) -> dict[str, Any]:
     return {"token": text, "logprob": logprob, "bytes": None if _REPLACEMENT in text else list(text.encode())}
 
 
-def models(created: Iterable[tuple[str, int]]) -> dict[str, Any]:
-    """Return the list of models, each with the time when it was loaded."""
-    return {"object": "list", "data": [model(name, seconds) for name, seconds in created]}
-
-
-def model(name: str, created: int) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": created, "owned_by": "pipe"}
-
-
-def error_body(refusal: RequestError | None) -> dict[str, Any]:
-    """Return an error in OpenAI's format; None is an internal error. A field that begins the message is `param`."""
-    if refusal is None:
-        text = "internal error; the server's log has the details"
-        return {"error": {"message": text, "type": "server_error", "param": None, "code": "internal"}}
-    text = str(refusal)
-    name, colon, _ = text.partition(": ")
-    is_field = colon and refusal.status == HTTPStatus.BAD_REQUEST and name.isidentifier()
-    kind = "invalid_request_error" if refusal.status < HTTPStatus.INTERNAL_SERVER_ERROR else "server_error"
-    code: str | None = refusal.reason
-    if isinstance(refusal, Unauthorized):
-        code = "invalid_api_key"
-    elif isinstance(refusal, NotFound):
-        code = "model_not_found" if text.startswith(("no model", "model ")) else "not_found"
-    return {"error": {"message": text, "type": kind, "param": name if is_field else None, "code": code}}
-
-
 MAX_TOP_LOGPROBS = 20  # OpenAI's limit
 MAX_REPETITION_PENALTY = 100.0  # beyond it logits overflow
 _Natural = Annotated[int, msgspec.Meta(ge=0)]
 _TopCount = Annotated[
     int, msgspec.Meta(ge=0, le=MAX_TOP_LOGPROBS, description="number of alternatives to report for each token")
 ]
-Texts = str | list[str | int | list[int]]
-_Request = TypeVar("_Request", bound=msgspec.Struct)
 
 _DEFAULT_MAX_TOKENS = 16  # of a completion, as with OpenAI
 _MAX_STOP_STRINGS = 16
 _TOKEN_ID = re.compile(r"[0-9]{1,18}")
 _NO_DEFAULTS = SamplingDefaults()  # OpenAI's own
-
-# OpenAI's fields that have no effect here, and fields that are rejected unless they have one of these values.
-_IGNORED = frozenset({"user", "store", "metadata", "service_tier", "prompt_cache_key", "safety_identifier"})
-_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "best_of": (1,),
-    "suffix": ("",),
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "response_format": ({"type": "text"},),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "reasoning_effort": ("none",),
-    "verbosity": (),
-    "web_search_options": (),
-}
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -305,16 +254,6 @@ class CompletionRequest(_TextRequest, forbid_unknown_fields=True, kw_only=True):
     @property
     def prompts(self) -> list[str | list[int]]:
         return split_texts(self.prompt, "prompt")
-
-
-def split_texts(value: Texts, name: str) -> list[str | list[int]]:
-    """Return each text of a request's field, or its token ids; a list of numbers is one text."""
-    if isinstance(value, str):
-        return [value]
-    ids = [item for item in value if isinstance(item, int)]
-    if not value or (ids and len(ids) != len(value)):
-        raise InvalidPayload(f"{name}: give a text, a list of texts, token ids, or a list of lists of token ids")
-    return [ids] if ids else [item for item in value if not isinstance(item, int)]
 
 
 class Part(msgspec.Struct, forbid_unknown_fields=True):
@@ -411,24 +350,3 @@ def parse_chat(body: bytes) -> ChatRequest:
             for message in messages
         ]
     return convert_fields(fields, ChatRequest)
-
-
-def convert_fields(fields: dict[str, Any], kind: type[_Request]) -> _Request:
-    present = {name: value for name, value in fields.items() if value is not None and name not in _IGNORED}
-    for name in present.keys() & _NEUTRAL.keys():
-        if not any(present[name] == neutral for neutral in _NEUTRAL[name]):
-            raise InvalidPayload(f"{name}: is not supported by this service; leave it out")
-        del present[name]
-    if unknown := present.keys() - set(kind.__struct_fields__):
-        raise InvalidPayload(f"{min(unknown)[:100]}: is not supported by this service; leave it out")
-    try:
-        return msgspec.convert(present, kind)
-    except msgspec.ValidationError as error:
-        raise InvalidPayload(_error_sentence(str(error))) from None
-
-
-def _error_sentence(text: str) -> str:
-    """Rewrite `Expected `int`, got `str` - at `$.n`` as `n: expected `int`, got `str``."""
-    problem, _, path = text.partition(" - at ")
-    name = path.strip("`").removeprefix("$").removeprefix(".") or "body"
-    return f"{name}: {problem[:1].lower()}{problem[1:]}"

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.contract.bundle import open_bundle
-from serve.generate.model import LanguageModel
+from serve.llm.model import LanguageModel
 from serve.runtime.loading import load_predictor
-from tests.serve.generate import tiny
+from tests.serve.llm import tiny
 
 
 @pytest.fixture(scope="session")
@@ -22,7 +22,7 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def language_model(tiny_path: Path) -> LanguageModel:
     found = load_predictor(open_bundle(tiny_path), None, None).language_model
-    assert found is not None
+    assert isinstance(found, LanguageModel)
     return found
 
 

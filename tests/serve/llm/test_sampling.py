@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from serve.generate.sampling import (
+from serve.llm.sampling import (
     Sampling,
     adjust_logits,
     log_softmax,

@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from serve.routes import PATHS, find_route
-from tests.serve.generate import tiny
+from tests.serve.llm import tiny
 
 if TYPE_CHECKING:
     from tests.serve.conftest import Launcher, Running

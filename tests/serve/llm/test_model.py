@@ -14,12 +14,12 @@ from tokenizers import Tokenizer
 
 from pipeline.contract.bundle import open_bundle
 from pipeline.system.errors import BundleError, InvalidPayload
-from serve.generate.engine import Engine
-from serve.generate.model import LanguageModel, TextGenerator
-from serve.generate.openai_api import parse_chat, parse_completion
-from serve.generate.tokenizer import ModelTokenizer
+from serve.llm.engine import Engine
+from serve.llm.model import LanguageModel, TextGenerator
+from serve.llm.openai_api import parse_chat, parse_completion
+from serve.llm.tokenizer import ModelTokenizer
 from serve.runtime.loading import load_predictor
-from tests.serve.generate import tiny
+from tests.serve.llm import tiny
 
 
 def test_independent_rows_allow_batching(language_model: LanguageModel) -> None:
@@ -29,7 +29,7 @@ def test_independent_rows_allow_batching(language_model: LanguageModel) -> None:
 def test_rows_that_influence_each_other_disable_batching(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     bundle = open_bundle(tiny.build(tmp_path / "bundle", leak=0.3))
     found = load_predictor(bundle, None, None).language_model
-    assert found is not None
+    assert isinstance(found, LanguageModel)
     assert "differ by" in found.unbatched_reason
     assert "texts=one-by-one" in caplog.text
     assert TextGenerator(found, bundle, pool=None).engine.limits.sequences == 1  # type: ignore[arg-type]

@@ -15,12 +15,12 @@ import pytest
 
 from pipeline.system.errors import InvalidPayload
 from serve.errors import Busy, ClientDisconnected, DeadlineExceeded
-from serve.generate.engine import Engine, EngineLimits
-from serve.generate.model import LanguageModel
-from serve.generate.sampling import Sampling
-from serve.generate.sequence import Chunk, GenerationOptions, SequenceGroup, TextSequence
+from serve.llm.engine import Engine, EngineLimits
+from serve.llm.model import LanguageModel
+from serve.llm.sampling import Sampling
+from serve.llm.sequence import Chunk, GenerationOptions, SequenceGroup, TextSequence
 from tests.serve.doubling_model import Client
-from tests.serve.generate import tiny
+from tests.serve.llm import tiny
 
 LIMITS = EngineLimits(sequences=4, waiting=64, cache_bytes=1 << 24, prefill_tokens=16, prefill_tokens_while_decoding=6)
 RANDOM = np.random.default_rng(4)

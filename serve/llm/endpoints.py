@@ -8,9 +8,9 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
 
 from serve.errors import NotFound, RequestError
-from serve.generate import openai_api
-from serve.generate.model import TextGenerator
-from serve.generate.openai_api import (
+from serve.llm import openai_api
+from serve.llm.model import TextGenerator
+from serve.llm.openai_api import (
     ChatRequest,
     Choice,
     CompletionRequest,
@@ -18,19 +18,18 @@ from serve.generate.openai_api import (
     parse_chat,
     parse_completion,
 )
-from serve.generate.reasoning import ReasoningParser, opens_reasoning
-from serve.generate.sequence import Chunk, Detokenizer, GenerationOptions, SequenceGroup, TextSequence
-from serve.generate.tokenizer import ModelTokenizer
+from serve.llm.reasoning import ReasoningParser, opens_reasoning
+from serve.llm.sequence import Chunk, Detokenizer, GenerationOptions, SequenceGroup, TextSequence
+from serve.llm.tokenizer import ModelTokenizer
 from serve.load_shedding import admit, set_deadline
 from serve.memory import MemoryBudget
 from serve.model_version import ModelVersion
 from serve.models import ModelRepository
-from serve.protocol import embeddings
+from serve.protocol import embeddings, openai
 from serve.request_body import read_body
 from serve.request_context import HttpRequest
 from serve.routes import JSON, Response, Route, Stream, check_content_type, json_response
 
-OPENAI_ROUTES = ("completions", "chat", "embeddings")
 _VERSION = re.compile(r"(?P<name>[^/]{1,200})/versions/(?P<version>[0-9A-Za-z]{1,64})")
 _TAG_TOKENS = 12  # at the end of a prompt, in which `<think>` is searched
 _EVENT_STREAM_HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store"))
@@ -45,14 +44,14 @@ class OpenAIEndpoints:
     async def models(self, _request: HttpRequest, _route: Route) -> Response:
         current = [version for version, is_current in self._repository.loaded_versions() if is_current]
         return json_response(
-            openai_api.models((version.name, version.created) for version in current if version.openai_kinds)
+            openai.models((version.name, version.created) for version in current if version.openai_kinds)
         )
 
     async def model(self, request: HttpRequest, route: Route) -> Response:
         version = request.model_version = self._repository.find_version(route.model, route.version)
         if not version.openai_kinds:
             raise _no_texts(version)
-        return json_response(openai_api.model(version.name, version.created))
+        return json_response(openai.model(version.name, version.created))
 
     async def complete(self, request: HttpRequest, _route: Route) -> Response | Stream:
         return await self._generate(request, parse_completion)
@@ -105,7 +104,7 @@ class OpenAIEndpoints:
 
 
 def _generator(version: ModelVersion) -> TextGenerator:
-    if version.generator is None:
+    if not isinstance(version.generator, TextGenerator):
         raise _no_texts(version)
     return version.generator
 
@@ -187,4 +186,4 @@ async def _with_first_ready(events: AsyncGenerator[bytes, None]) -> AsyncGenerat
 
 def _failure_event(refusal: RequestError | None) -> bytes:
     """Return the event for a failure within a stream."""
-    return openai_api.event(openai_api.error_body(refusal))
+    return openai_api.event(openai.error_body(refusal))

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from serve.generate.sampling import Sampling
-from serve.generate.sequence import (
+from serve.llm.sampling import Sampling
+from serve.llm.sequence import (
     Decode,
     Detokenizer,
     GenerationOptions,
@@ -15,7 +15,7 @@ from serve.generate.sequence import (
     StopStrings,
     TextSequence,
 )
-from tests.serve.generate import tiny
+from tests.serve.llm import tiny
 from tests.serve.wire.http2.frames import FUZZ_SETTINGS
 
 TOKENIZER = tiny.tokenizer()

@@ -14,11 +14,12 @@ import numpy as np
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.signature import Signature
 from pipeline.system.errors import BundleError, InvalidPayload
-from serve.generate.engine import Engine, EngineLimits
-from serve.generate.kv_cache import DecoderGraph, KVCache
-from serve.generate.openai_api import ChatRequest, CompletionRequest, generation_options
-from serve.generate.sequence import GenerationOptions, SequenceGroup, TextSequence
-from serve.generate.tokenizer import ModelTokenizer
+from serve.llm.engine import Engine, EngineLimits
+from serve.llm.kv_cache import DecoderGraph, KVCache
+from serve.llm.openai_api import ChatRequest, CompletionRequest, generation_options
+from serve.llm.sequence import GenerationOptions, SequenceGroup, TextSequence
+from serve.llm.tokenizer import ModelTokenizer
+from serve.monitoring.metrics import Tokens
 from serve.runtime.session import Session
 
 Array = np.ndarray[Any, Any]
@@ -39,6 +40,9 @@ class LanguageModel:
     graph: DecoderGraph
     unbatched_reason: str  # why sequences must not share a batch; empty where they may
 
+    def open(self, bundle: Bundle, pool: Executor) -> TextGenerator:
+        return TextGenerator(self, bundle, pool)
+
 
 class TextGenerator:
     """Turns parsed requests into sequences and runs them."""
@@ -50,6 +54,17 @@ class TextGenerator:
         reason = model.unbatched_reason
         self.batching = f"one by one: {reason}" if reason else "together"  # shown in the model's metadata
         self._max_sequences = min(MAX_SEQUENCES, limits.max_batch_size)
+
+    def tokens(self) -> Tokens:
+        engine = self.engine
+        return Tokens(
+            engine.metrics,
+            engine.running,
+            engine.waiting,
+            engine.cache_bytes,
+            engine.limits.cache_bytes,
+            engine.prefix.bytes,
+        )
 
     async def encode_prompts(self, request: CompletionRequest | ChatRequest) -> list[list[int]]:
         """Return the token ids of each prompt; long prompts are encoded in a thread."""

@@ -8,18 +8,18 @@ import pytest
 from pipeline.contract.signature import SamplingDefaults
 from pipeline.system.errors import InvalidPayload
 from serve.errors import Busy, DeadlineExceeded, NotFound, RequestError, Unauthorized
-from serve.generate.openai_api import (
+from serve.llm.openai_api import (
     DONE,
     Choice,
     ResponseBuilder,
-    error_body,
     generation_options,
     parse_chat,
     parse_completion,
 )
-from serve.generate.sampling import Sampling, TokenLogprob
-from serve.generate.sequence import Chunk, Detokenizer
-from tests.serve.generate import tiny
+from serve.llm.sampling import Sampling, TokenLogprob
+from serve.llm.sequence import Chunk, Detokenizer
+from serve.protocol.openai import error_body
+from tests.serve.llm import tiny
 
 
 def _reply(*, chat: bool = False, with_logprobs: bool = False, choices: int = 1) -> ResponseBuilder:

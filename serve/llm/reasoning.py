@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal, NamedTuple
 
-from serve.generate.sequence import partial_match
+from serve.llm.sequence import partial_match
 
 BEGIN, END = "<think>", "</think>"
 

@@ -12,7 +12,7 @@ from pipeline.contract.bundle import Bundle
 from pipeline.contract.prompting import ChatTemplate
 from pipeline.contract.signature import Generation
 from pipeline.system.errors import BundleError, ConfigError, InvalidPayload, ResourceError, install_command
-from serve.generate.reasoning import BEGIN, END
+from serve.llm.reasoning import BEGIN, END
 
 try:
     from tokenizers import Tokenizer

@@ -3,12 +3,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from serve.generate.engine import Batch, Prefill, prefill_batch_size
-from serve.generate.model import LanguageModel
-from serve.generate.prefix_cache import PrefixCache
-from serve.generate.sampling import Sampling, TokenLogprob
-from serve.generate.sequence import GenerationOptions, SequenceGroup, TextSequence
-from tests.serve.generate import tiny
+from serve.llm.engine import Batch, Prefill, prefill_batch_size
+from serve.llm.model import LanguageModel
+from serve.llm.prefix_cache import PrefixCache
+from serve.llm.sampling import Sampling, TokenLogprob
+from serve.llm.sequence import GenerationOptions, SequenceGroup, TextSequence
+from tests.serve.llm import tiny
 
 
 def _writing(prompt: list[int], *, top: int | None = None, echo: bool = False) -> TextSequence:
@@ -65,7 +65,7 @@ def test_prefill_result_does_not_depend_on_the_parts(language_model: LanguageMod
 def test_a_part_is_as_short_as_its_attention_scores_need(
     language_model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serve.generate.kv_cache.MAX_SCORES_BYTES", 8 * 4 * tiny.HEADS * 4)
+    monkeypatch.setattr("serve.llm.kv_cache.MAX_SCORES_BYTES", 8 * 4 * tiny.HEADS * 4)
     prefill, read = Prefill(_batch(language_model), [_writing(list(range(10, 24)))]), [0]
     while not prefill.done:
         prefill.advance(8)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from serve.generate.kv_cache import CacheLayer, KVCache
+from serve.llm.kv_cache import CacheLayer, KVCache
 
 Array = np.ndarray[Any, Any]
 
