@@ -56,7 +56,7 @@ from pipeline.system.errors import GateError, StageError
 from pipeline.system.files import digest_file, write_json
 from pipeline.system.sources import code_digest
 
-WEIGHTS = "weights"  # folder of the official ones
+WEIGHTS = "weights"  # folder of the weights in the format of transformers
 
 
 def export(run: Run, root: Path) -> None:
@@ -64,7 +64,7 @@ def export(run: Run, root: Path) -> None:
     verdict, override = _allowed_verdict(run, digest_file(weights))
     kind = _open_model(run, root, weights)
     report = write_verified(kind)
-    _write_parity(run, kind, report)
+    _write_parity(run, kind, report)  # also of a file that differs, before that ends the step
     report.require(kind.subject.config)
     print("\n".join(_describe(report, len(kind.subject.test))), flush=True)
     _write_other_formats(run, kind)
@@ -174,7 +174,7 @@ def _seal(
     verdict: Mapping[str, Any],
     override: Override | None,
 ) -> str:
-    """Write everything beside the file, and return the digest of the bundle, which a server opens."""
+    """Write everything beside model.onnx, open the bundle as a server does, and return its digest."""
     bundle, files = kind.subject.path.parent, run.output("prepare") / FOLDER
     properties = replace(
         kind.properties,

@@ -40,7 +40,7 @@ class Sources:
 def fill_bundle(
     bundle: Path, kind: ExportKind, config: Config, sources: Sources, properties: ModelProperties
 ) -> Signature:
-    """Write everything except model.onnx, which is there already, and the manifest, which the caller writes last."""
+    """Write signature, codec, shared files and golden requests beside model.onnx; the caller writes the rest."""
     task, test = kind.subject.task, kind.subject.test
     codec_type = codec_class(config.codec, sources.root)
     requires = check_requirements(config.codec, sources.root, required_packages(codec_type, config.codec))
@@ -53,9 +53,9 @@ def fill_bundle(
     _copy_files(bundle, shared_files(codec_type, config.codec), sources.files)
     codec = build_codec(codec_type, config.codec, bundle / FILES)
     kind.check_bundle(bundle, signature)
-    run = open_graph(bundle / "model.onnx")
-    inputs = kind.golden_inputs(run, signature, properties.error)
-    make_golden(run, inputs, task, test, codec, signature, config.export, properties.error).write(bundle)
+    graph = open_graph(bundle / "model.onnx")
+    inputs = kind.golden_inputs(graph, signature, properties.error)
+    make_golden(graph, inputs, task, test, codec, signature, config.export, properties.error).write(bundle)
     return signature
 
 

@@ -19,7 +19,7 @@ from pipeline.system.errors import StageError
 Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]
 Rows = list[dict[str, Any]]
-Run = Callable[[Mapping[str, Array]], Mapping[str, Array]]
+Graph = Callable[[Mapping[str, Array]], Mapping[str, Array]]
 Tolerance = Callable[[Arrays], Export]  # of torch's outputs for a case
 
 
@@ -67,13 +67,13 @@ class Comparison:
         return self.beyond_tolerance == 0 and self.unexplained_flips == 0 and not self.changed_metrics
 
 
-def compare(run: Run, case: Case, config: Export, scales: Scales | None = None) -> Comparison:
+def compare(graph: Graph, case: Case, config: Export, scales: Scales | None = None) -> Comparison:
     """Run a graph on a case and compare its outputs; `scales`: of torch's outputs for the test set.
 
     NaN equals NaN where the inputs have missing numbers.
     """
     started = time.perf_counter()
-    outputs = run(case.feed)
+    outputs = graph(case.feed)
     seconds = time.perf_counter() - started
     beyond_tolerance, flips, unexplained, largest, relative, worst = 0, 0, 0, 0.0, 0.0, case.text
     equal_nan, actual_outputs = has_missing(case.feed), case.unpadded(outputs)
@@ -103,12 +103,12 @@ def compare(run: Run, case: Case, config: Export, scales: Scales | None = None) 
 
 
 def compare_kinds(
-    run: Run, cases: Iterable[Case], tolerance: Tolerance, place: str, scales: Scales | None = None
+    graph: Graph, cases: Iterable[Case], tolerance: Tolerance, place: str, scales: Scales | None = None
 ) -> Rows:
     """Return a row for parity.json for each kind of cases, that names the worst."""
     parts: dict[str, list[Comparison]] = {}
     for case in cases:
-        parts.setdefault(case.kind, []).append(compare(run, case, tolerance(case.expected), scales))
+        parts.setdefault(case.kind, []).append(compare(graph, case, tolerance(case.expected), scales))
     return [combined_row(parts_of_kind, kind, place) for kind, parts_of_kind in parts.items()]
 
 

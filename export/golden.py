@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from export.checks.cases import to_feed
-from export.compare import Arrays, Run, rows_with
+from export.compare import Arrays, Graph, rows_with
 from export.tolerance import absolute_tolerance
 from pipeline.contract.codec import Codec, Part, encode_method, in_order, join_equal_shapes
 from pipeline.contract.data import Samples
@@ -38,7 +38,7 @@ def sample_inputs(task: Task, test: Samples, signature: Signature) -> GoldenInpu
 
 
 def make_golden(
-    run: Run,
+    graph: Graph,
     golden: GoldenInputs,
     task: Task,
     test: Samples,
@@ -48,8 +48,8 @@ def make_golden(
     error: float,
 ) -> Golden:
     """Return the golden requests; `error` widens the tolerance for processors that round differently."""
-    instances, predictions = _run_codec(run, task, codec, signature, test)
-    outputs = run(golden.inputs)
+    instances, predictions = _run_codec(graph, task, codec, signature, test)
+    outputs = graph(golden.inputs)
     return Golden(
         inputs=golden.inputs,
         outputs=outputs,
@@ -96,7 +96,9 @@ def choose_samples(test: Samples, inputs: Sequence[str], missing: Sequence[str])
     return chosen
 
 
-def _run_codec(run: Run, task: Task, codec: Codec, signature: Signature, test: Samples) -> tuple[list[Any], list[Any]]:
+def _run_codec(
+    graph: Graph, task: Task, codec: Codec, signature: Signature, test: Samples
+) -> tuple[list[Any], list[Any]]:
     """Return example(), else raw test instances, and the predictions in JSON, where null stands for missing numbers."""
     given: list[Any] = []
     if isinstance(task, HasExample):
@@ -108,7 +110,7 @@ def _run_codec(run: Run, task: Task, codec: Codec, signature: Signature, test: S
         return [], []
     encode = encode_method(codec, f"codec {signature.codec}")
     parts = _decode_parts(codec, instances, signature)
-    answers = [list(encode(run(part.arrays), part.arrays)) for part in parts]
+    answers = [list(encode(graph(part.arrays), part.arrays)) for part in parts]
     for part, answer in zip(parts, answers, strict=True):
         if len(answer) != len(part.positions):
             raise ConfigError(f"codec: encode() gives {len(answer)} predictions for {len(part.positions)} instances")

@@ -15,7 +15,7 @@ from export.checks.parity import compare_test_set
 from export.checks.service_sizes import ServedSizes, SizeComparison
 from export.checks.unseen_inputs import UnseenInputs
 from export.checks.weights_check import compare_weights
-from export.compare import Array, Arrays, Case, Rows, Run, compare, compare_kinds
+from export.compare import Array, Arrays, Case, Graph, Rows, compare, compare_kinds
 from export.conversion.names import name_output_axes
 from export.conversion.optimize import Written, write_optimized
 from export.conversion.padding import PaddingEffect, measure_padding
@@ -67,11 +67,11 @@ class OrdinaryModel:
         check_dynamic_axes(tensor_specs(path)[0], task)  # report a fixed axis here, before other sizes fail on it
         reference = torch_outputs(task, model, test, max(config.batch_sizes))
         scales, started = measure_scales(reference), time.perf_counter()
-        run = open_graph(path)
-        rows = compare_test_set(run, task, test, reference, config, subject.limits)
+        graph = open_graph(path)
+        rows = compare_test_set(graph, task, test, reference, config, subject.limits)
         seconds = time.perf_counter() - started
         shapes = self._shapes(without_shapes) if isinstance(task, HasAxes) else []
-        yield Report(runs=[*rows, *(asdict(compare(run, _without_rows(case), config, scales)) for case in shapes)])
+        yield Report(runs=[*rows, *(asdict(compare(graph, _without_rows(case), config, scales)) for case in shapes)])
         cases = [*sample_cases(task, model, test, config, left_out), *shapes]
         everywhere = compare_everywhere(cases, path, config, scales)
         weights = compare_weights(path, written.traced.module)
@@ -93,12 +93,12 @@ class OrdinaryModel:
     def _compare_beyond(self, served: ServedSizes, reference: Arrays, scales: Scales, seconds: float) -> Report:
         """Compare at the sizes of the service and on inputs that the test set lacks, each in about `seconds`."""
         task, test, config, path = self.subject.task, self.subject.test, self.subject.config, self.subject.path
-        run = open_graph(path, spinning=False)
+        graph = open_graph(path, spinning=False)
         sizes = SizeComparison(task, test, reference, config, served, scales)
-        sizes.first(run, seconds)
+        sizes.first(graph, seconds)
         left_out = list[str]()
         unseen = UnseenInputs(task, self.subject.model, test).cases(seconds, left_out)
-        rows = compare_kinds(run, unseen, lambda _: config, DEFAULT_PLACE, scales)
+        rows = compare_kinds(graph, unseen, lambda _: config, DEFAULT_PLACE, scales)
         sizes.again(open_graph(path, spinning=False))
         return Report(coverage=[*sizes.rows(), *rows], left_out=[*sizes.left_out, *left_out])
 
@@ -153,7 +153,7 @@ class OrdinaryModel:
     def check_bundle(self, bundle: Path, signature: Signature) -> None:
         """Check nothing: the bundle has no files that must fit the model."""
 
-    def golden_inputs(self, run: Run, signature: Signature, error: float) -> GoldenInputs:  # noqa: ARG002
+    def golden_inputs(self, graph: Graph, signature: Signature, error: float) -> GoldenInputs:  # noqa: ARG002
         return sample_inputs(self.subject.task, self.subject.test, signature)
 
 

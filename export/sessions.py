@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 
-from export.compare import Arrays, Run
+from export.compare import Arrays, Graph
 from export.tolerance import measure_scale
 from pipeline.contract.settings.stages import Export
 from pipeline.system.errors import StageError
@@ -47,7 +47,7 @@ def run(session: onnxruntime.InferenceSession, inputs: Mapping[str, np.ndarray[A
     return dict(zip(names, outputs, strict=True))
 
 
-def open_graph(path: Path, spinning: bool = True) -> Run:
+def open_graph(path: Path, spinning: bool = True) -> Graph:
     """Return the file as a function of its inputs."""
     return partial(run, open_session(path, spinning))
 
@@ -66,7 +66,7 @@ class RuntimeSetup:
             return "CUDA" if self.exact else "CUDA in TF32"
         return "CPU, 1 thread" if self.threads == 1 else DEFAULT_PLACE
 
-    def open_graph(self, path: Path) -> Run:
+    def open_graph(self, path: Path) -> Graph:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4
         options.intra_op_num_threads = self.threads

@@ -14,7 +14,7 @@ from torch import nn
 
 from export.checks.parity import MetricLimits
 from export.checks.service_sizes import ServedSizes
-from export.compare import Arrays, Rows, Run
+from export.compare import Arrays, Graph, Rows
 from export.conversion.optimize import Written
 from export.conversion.to_onnx import ExportResult
 from export.conversion.trace import ExportInput
@@ -59,7 +59,7 @@ RunFeeds = Callable[[Sequence[Arrays]], list[Arrays]]  # a file of another forma
 
 
 class ExportKind(Protocol):
-    """A kind of models: how one is written, what its file is compared with, and what its bundle has of its own."""
+    """A model of one kind: how it is written, what its file is compared with, and what its bundle has of its own."""
 
     subject: Subject
     properties: ModelProperties
@@ -90,4 +90,4 @@ class ExportKind(Protocol):
 
     def check_bundle(self, bundle: Path, signature: Signature) -> None: ...
 
-    def golden_inputs(self, run: Run, signature: Signature, error: float) -> GoldenInputs: ...
+    def golden_inputs(self, graph: Graph, signature: Signature, error: float) -> GoldenInputs: ...

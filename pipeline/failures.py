@@ -73,8 +73,8 @@ _DISK_FULL_BYTES = 1 << 20
 def find_failure(run: Run, step: str, status: int, log: str) -> PipelineError | None:
     """Return the cause of a failure, or None where the step succeeded.
 
-    A process that lost contact with another one (`echo`) leaves an error, too; a killed process, which leaves none,
-    is the cause then.
+    If only processes that lost contact with another one (`echo`) left an error, the cause is the killed one, which
+    leaves none.
     """
     if status == 0:
         return _missing_model(run, step)

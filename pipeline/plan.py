@@ -206,7 +206,7 @@ def decide_step(
         return run("always checks what is live")
     if forced:
         return run("forced")
-    unfinished = [name[6:].partition("/")[0] for name, value in parts.items() if value == UNKNOWN]
+    unfinished = [name.removeprefix("input:").partition("/")[0] for name, value in parts.items() if value == UNKNOWN]
     if unfinished:
         return run(f"after {', '.join(dict.fromkeys(unfinished))}")
     reusable = next(((run_id, record) for run_id, record in past if record.is_current(key) and record.complete), None)

@@ -61,11 +61,12 @@ _ACTIVITIES = {
 def run_pipeline(project: Project, config: Config, request: RunRequest, display: Display) -> Run:
     """Run the steps in a new run directory; the caller holds the lock of the runs, at least shared."""
     history = load_history(project.runs)
-    if history and is_unfinished(history[0][1]) and not history[0][1].study and not is_locked(history[0][0]):
-        display.report(f"note: run {history[0][0].id} is unfinished; `pipe run --resume` continues it")
+    newest, file = history[0] if history else (None, None)
+    if newest and file and is_unfinished(file) and not file.study and not is_locked(newest):
+        display.report(f"note: run {newest.id} is unfinished; `pipe run --resume` continues it")
     pipeline_run = PipelineRun(project, config, request, history)
     _check_training(pipeline_run)  # raise mistakes before a run directory is made
-    parent = history[0][0].id if history else ""
+    parent = newest.id if newest else ""
     start = str(request.start) if request.start else ""
     run = create_run(project.runs, config, request.steps, parent, request.study, request.trial, start)
     with lock_run(run):
@@ -101,13 +102,8 @@ def _check_training(pipeline_run: PipelineRun) -> None:
 
 
 def _run_steps(pipeline_run: PipelineRun, run: Run, display: Display) -> None:
-    with track_run(pipeline_run.project.root, run, display.report) as pipeline_run.tracking:
-        _run_each_step(pipeline_run, run, display)
-
-
-def _run_each_step(pipeline_run: PipelineRun, run: Run, display: Display) -> None:
-    request = pipeline_run.request
-    with contextlib.ExitStack() as server:
+    request, tracked = pipeline_run.request, track_run(pipeline_run.project.root, run, display.report)
+    with tracked as pipeline_run.tracking, contextlib.ExitStack() as until_trained:
         for name in request.steps:
             step = pipeline_run.decide(name)
             earlier = run.read().steps.get(name)
@@ -120,7 +116,7 @@ def _run_each_step(pipeline_run: PipelineRun, run: Run, display: Display) -> Non
             else:
                 if name in ("prepare", "train") and "train" in request.steps and not pipeline_run.server:
                     training = serve_training(pipeline_run.project.root, pipeline_run.config, request.cores)
-                    pipeline_run.server = server.enter_context(training)
+                    pipeline_run.server = until_trained.enter_context(training)
                 changes_service = (
                     lock_service(run.runs, display.report) if name == "deploy" else contextlib.nullcontext()
                 )
@@ -128,7 +124,7 @@ def _run_each_step(pipeline_run: PipelineRun, run: Run, display: Display) -> Non
                     record = run_step(pipeline_run, run, step, display)
             pipeline_run.outputs[name] = outputs_with_override(run, record)
             if name == "train":
-                server.close()
+                until_trained.close()
 
 
 def serve_training(root: Path, config: Config, cores: int) -> contextlib.AbstractContextManager[Mapping[str, str]]:

@@ -104,7 +104,7 @@ class App:
                 request.protocol = protocol
                 in_flight.count += 1
             handler = self._handlers.get(route.kind)
-            if handler is not None:
+            if handler is not None:  # all routes but those of predictions
                 return self._answer(request, route, handler(request, route))
             version = self.repository.find_version(route.model, route.version)
             request.model_version = version
@@ -125,18 +125,18 @@ class App:
                 self._rests.add(request.rest())
             self.requests.finish(request)
             return None
-        version.arriving += 1
+        version.unstarted += 1
         predict = self._predict if route.kind == "predict" else self._infer
         return self._answer(request, route, predict(request, route, version))
 
     def _next_turn(self) -> None:
         self._refusals = 0
 
-    async def _answer(self, request: HttpRequest, route: Route, response: Awaitable[Response | Stream]) -> None:
+    async def _answer(self, request: HttpRequest, route: Route, endpoint: Awaitable[Response | Stream]) -> None:
         try:
             more = False  # of a body that is too large is still to come
             try:
-                answer = await response
+                answer = await endpoint
             except Exception as error:
                 answer = self._failure(request, error)
                 more = isinstance(error, TooLarge) and error.more
@@ -195,7 +195,7 @@ class App:
     # Predictions
 
     async def _predict(self, request: HttpRequest, route: Route, version: ModelVersion) -> Response:
-        version.arriving -= 1
+        version.unstarted -= 1
         body = await read_body(request, version.max_body_bytes, self.budget)
         given = request.headers.get(b"content-type")
         payload = v1.Payload(body, given is not None and media_type(given) in version.predictor.media_types)
@@ -204,7 +204,7 @@ class App:
         return Response(await version.predict(request, payload))
 
     async def _infer(self, request: HttpRequest, route: Route, version: ModelVersion) -> Response:
-        version.arriving -= 1
+        version.unstarted -= 1
         body = await read_body(request, version.max_infer_bytes, self.budget)
         length = request.headers.get(_LENGTH)
         header = None if length is None else length.decode("latin-1")

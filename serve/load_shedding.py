@@ -29,7 +29,7 @@ _SAFETY_FACTOR = 1.6  # on the estimate: other processes may take the machine, a
 def admit(request: RequestContext, version: ModelVersion) -> None:
     """Set the deadline of a prediction, or raise Busy or DeadlineExceeded."""
     set_deadline(request, version)
-    check_capacity(version.batcher, request.deadline, version.arriving + version.decoding)
+    check_capacity(version.batcher, request.deadline, version.unstarted + version.decoding)
 
 
 def set_deadline(request: RequestContext, version: ModelVersion) -> None:

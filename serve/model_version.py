@@ -85,7 +85,7 @@ class ModelVersion:
         model = predictor.language_model
         self.generator = None if model is None else model.open(bundle, pool)
         # Requests that are admitted and not in the queue of the batcher yet:
-        self.arriving = 0  # no task has begun with them
+        self.unstarted = 0  # no task has begun with them
         self.decoding = 0  # their codec runs in a thread, or waits for one
         self._decode_pace, self._encode_pace = RunTimeEstimate(), RunTimeEstimate()
 
@@ -124,7 +124,7 @@ class ModelVersion:
         outputs, started_at = [], 0.0
         for part in parts:  # one, unless padding changes answers
             outputs.append(await self.batcher.outputs(part.arrays, output_names, request, is_only=alone))
-            started_at = started_at or request.run_started_at
+            started_at = started_at or request.run_started_at  # set by the batcher
         request.run_started_at, request.run_ended_at = started_at, clock()
         if on_loop and payload.is_quick:
             answer = payload.encode(predictor, outputs, self.version)

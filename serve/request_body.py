@@ -29,7 +29,7 @@ _UNCOUNTED_BYTES = 4 << 10  # of a body that arrived in one piece
 _GZIP, _ZLIB, _RAW = 16 + zlib.MAX_WBITS, zlib.MAX_WBITS, -zlib.MAX_WBITS  # as zlib names the formats
 
 
-class IncomingRequest(HoldsMemory, Protocol):
+class BodySource(HoldsMemory, Protocol):
     """A request whose body comes in pieces."""
 
     headers: Mapping[bytes, bytes]
@@ -40,7 +40,7 @@ class IncomingRequest(HoldsMemory, Protocol):
         ...
 
 
-async def read_body(request: IncomingRequest, limit: int, budget: MemoryBudget) -> bytes:
+async def read_body(request: BodySource, limit: int, budget: MemoryBudget) -> bytes:
     """Return the decompressed body; neither as sent nor decompressed may it be larger than `limit` bytes."""
     headers = request.headers
     if int(headers.get(b"content-length", b"0")) > limit:  # the parser refused what is not a number
@@ -61,14 +61,14 @@ async def read_body(request: IncomingRequest, limit: int, budget: MemoryBudget) 
 
 
 async def _counted_pieces(
-    request: IncomingRequest, piece: bytes, more: bool, limit: int, budget: MemoryBudget
+    request: BodySource, piece: bytes, more: bool, limit: int, budget: MemoryBudget
 ) -> AsyncIterator[bytes]:
     async for part in _pieces(request, piece, more, limit):
         budget.reserve(request, body_memory(part))
         yield part
 
 
-async def _pieces(request: IncomingRequest, piece: bytes, more: bool, limit: int) -> AsyncIterator[bytes]:
+async def _pieces(request: BodySource, piece: bytes, more: bool, limit: int) -> AsyncIterator[bytes]:
     """Yield the body as it is sent, from this piece on."""
     size = 0
     while True:
@@ -81,7 +81,7 @@ async def _pieces(request: IncomingRequest, piece: bytes, more: bool, limit: int
         piece, more = await request.receive()
 
 
-async def _inflate(request: IncomingRequest, limit: int, inflater: Inflater, budget: MemoryBudget) -> bytes:
+async def _inflate(request: BodySource, limit: int, inflater: Inflater, budget: MemoryBudget) -> bytes:
     parts: list[bytes] = []
     async for piece in _pieces(request, *await request.receive(), limit):
         for part in inflater.feed(piece):

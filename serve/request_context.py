@@ -67,7 +67,7 @@ class RequestContext(IncomingRequest):
     rows: int
     batch_key: tuple[Any, ...]
     queued_at: float
-    outputs: asyncio.Future[dict[str, Array]]
+    answer: asyncio.Future[dict[str, Array]]
 
     def phases(self) -> Sequence[tuple[str, float, float]]:
         """Return name, start and end of each phase that began; one without an end was interrupted by a failure."""

@@ -148,7 +148,7 @@ class LoadRequest:
     """Request for one micro-batch of this process."""
 
     step: int
-    part: int
+    part: int  # number of the micro-batch within its slice
     indices: Indices
     slice: int = 0  # number of the slice of the batch
     epoch: int = 0  # only a stream may depend on it

@@ -1,6 +1,6 @@
 """The optimizer and what belongs to its step: learning rate, mixed precision, random seeds, malloc settings.
 
-The learning rate is a pure function of the step, and random numbers are one of (seed, step, rank): neither has to be
+The learning rate is a pure function of the step, and random numbers are one of (seed, step, slice): neither has to be
 saved in a checkpoint.
 """
 
@@ -261,9 +261,9 @@ def set_determinism(config: Train) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
-def seed_step(seed: int, step: int, rank: int) -> None:
+def seed_step(seed: int, step: int, slice_number: int) -> None:
     """Seed every generator that a task may use, before a step; step -1 creates the model."""
-    value = _seed_value(seed, step, rank)
+    value = _seed_value(seed, step, slice_number)
     _seed_python(value)
     if step < 0:
         torch.manual_seed(value)  # all devices, also those not in use yet
@@ -276,10 +276,10 @@ def seed_step(seed: int, step: int, rank: int) -> None:
 
 
 @contextlib.contextmanager
-def sample_rng(seed: int, step: int, part: int, rank: int) -> Iterator[None]:
+def sample_rng(seed: int, step: int, part: int, slice_number: int) -> Iterator[None]:
     """Load samples with their own random numbers, the same in a worker and here; restore the generators after."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    value = _seed_value(seed, step, rank, "data", part)
+    value = _seed_value(seed, step, slice_number, "data", part)
     _seed_python(value)
     torch.default_generator.manual_seed(value)  # no GPU generator: samples are loaded on the CPU
     try:

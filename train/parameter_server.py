@@ -112,8 +112,7 @@ class ParameterServerTrainer(Trainer):
         self.heartbeat.at(work.step, "forward and backward")
         seed_step(self.config.seed, work.step, 0)
         loss, norm, row = self._weights_server.gradient(work.weights, batch.columns)
-        if self.expert_balance.routers:
-            self.expert_balance.after_update()
+        self.expert_balance.after_update()
         result = Result(work.step, work.version, len(indices), float(loss), float(norm), row)
         for quantity, value in (("loss", result.loss), ("gradient", result.norm)):
             if not math.isfinite(value):

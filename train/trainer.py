@@ -187,7 +187,7 @@ class Trainer:
             self._load_ahead(step)
         self.heartbeat.at(step, "update")
         with phase("update"):
-            self._update(step, loss * self.order.size(step))
+            self._update(step, loss * self.order.size(step))  # of a mean, the sum
         self._balance.observe(len(self.order.cuts(step)) - 1)
 
     def _update(self, step: int, loss: Tensor) -> None:
@@ -202,12 +202,14 @@ class Trainer:
         self._precision.step(self._optimizer)
         for parameter in self._trained:
             parameter.grad = None
-        if self.expert_balance.routers:
-            self.expert_balance.after_update()
+        self.expert_balance.after_update()
         self.strategy.after_update(step)
 
     def _micro_batches(self, step: int) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of this process's slices; each slice has its own random numbers."""
+        """Yield the micro-batches of this process's slices.
+
+        Each is loaded, and random numbers are seeded for its slice, when the strategy takes it.
+        """
         requests = self._requests(step)
         for i, (request, batch, fraction) in enumerate(self._load_weighted(step, requests)):
             self.heartbeat.at(step, "forward and backward")
@@ -256,14 +258,14 @@ class Trainer:
     def _requests(self, step: int) -> list[LoadRequest]:
         indices, allowed, epoch = self.order.batch(step), self.order.cuts(step), self.order.epoch_of(step)
         requests = []
-        for number, parts in self._balance.slices(len(allowed) - 1).items():
-            count = min(self.config.accumulate, len(parts))
-            cuts = [allowed[parts.start + len(parts) * i // count] for i in range(count + 1)]
+        for number, units in self._balance.slices(len(allowed) - 1).items():  # samples, or groups that stay whole
+            count = min(self.config.accumulate, len(units))
+            cuts = [allowed[units.start + len(units) * i // count] for i in range(count + 1)]
             requests += [LoadRequest(step, i, indices[cuts[i] : cuts[i + 1]], number, epoch) for i in range(count)]
         return requests
 
     def _check_finite(self, step: int) -> None:
-        """Raise when a loss or gradient since the last check was not finite; `step` steps are done."""
+        """Raise when a loss or gradient since the last check was not finite; `step` counts from 1."""
         window, first = self._window, self._checked_steps
         loss, norm = window.first_nonfinite(first)
         self._checked_steps = window.steps
@@ -423,7 +425,7 @@ class BatchBalance:
         self._seconds_before = 0.0
 
     def slice_of(self, count: int) -> range:
-        """Return this process's slice of a global batch of `count` samples."""
+        """Return this process's slice of a global batch of `count` samples, or groups."""
         return split_by_speed(count, self.speeds)[self._group.data_rank] if self._auto else self._group.slice_of(count)
 
     def slices(self, count: int) -> dict[int, range]:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from export.checks.cases import to_feed
-from export.compare import Arrays, Comparison, Rows, Run, distance, finite, rows_with
+from export.compare import Arrays, Comparison, Graph, Rows, distance, finite, rows_with
 from export.tolerance import allowed_error, is_within, measure_scale
 from pipeline.contract.data import Samples, as_task_outputs
 from pipeline.contract.settings.stages import Export
@@ -28,7 +28,7 @@ _ROUNDING = 2.0**-19  # sixteen times the rounding of one float32
 
 
 def compare_test_set(
-    run: Run, task: Task, samples: Samples, reference: Arrays, config: Export, limits: MetricLimits | None = None
+    graph: Graph, task: Task, samples: Samples, reference: Arrays, config: Export, limits: MetricLimits | None = None
 ) -> Rows:
     """Compare at every configured batch size; all sizes are reported. `reference`: torch's outputs.
 
@@ -37,7 +37,7 @@ def compare_test_set(
     metrics, rows = None if limits is None else MetricReference(task, samples, reference, limits), Rows()
     for size in config.batch_sizes:
         started = time.perf_counter()
-        outputs = graph_outputs(run, task, samples, size)
+        outputs = graph_outputs(graph, task, samples, size)
         seconds = time.perf_counter() - started
         comparison = compare_outputs(task, samples, reference, outputs, config, size, seconds)
         if metrics is not None and _is_finite_as(outputs, reference):
@@ -46,8 +46,8 @@ def compare_test_set(
     return rows
 
 
-def graph_outputs(run: Run, task: Task, samples: Samples, size: int) -> Arrays:
-    parts = [run(to_feed(task, batch)) for batch in samples.batches(range(len(samples)), size)]
+def graph_outputs(graph: Graph, task: Task, samples: Samples, size: int) -> Arrays:
+    parts = [graph(to_feed(task, batch)) for batch in samples.batches(range(len(samples)), size)]
     return {name: np.concatenate([part[name] for part in parts]) for name in task.outputs}
 
 

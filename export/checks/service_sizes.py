@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from export.checks.cases import to_feed
-from export.compare import Arrays, Case, Comparison, Rows, Run, combined_row, compare
+from export.compare import Arrays, Case, Comparison, Graph, Rows, combined_row, compare
 from export.sessions import DEFAULT_PLACE
 from export.tolerance import Scales
 from pipeline.contract.data import Samples
@@ -73,35 +73,35 @@ class SizeComparison:
         self.sizes: set[int] = set()
         self.left_out: list[str] = []
 
-    def first(self, run: Run, seconds: float) -> None:
+    def first(self, graph: Graph, seconds: float) -> None:
         """Compare every size, and once more in another order all but the neighbours of large powers of two.
 
         Sizes that are not limits are compared only as long as `seconds` last.
         """
-        self._warm(run)
+        self._warm(graph)
         chosen = self._affordable(seconds)
         limits = {*self._served.largest, *(1 << exponent for exponent in range(max(chosen, default=1).bit_length()))}
         order = [size for size in chosen if size <= _SMALL or size in limits]
         random.Random(0).shuffle(order)
         for number, size in enumerate((*chosen, *order)):
-            self._compare(run, size, number)
+            self._compare(graph, size, number)
 
-    def again(self, run: Run) -> None:
+    def again(self, graph: Graph) -> None:
         """Compare some sizes once more, later and in another session."""
         sizes = sorted(self.sizes)
         for number, size in enumerate(reversed(sizes[:: max(1, len(sizes) // 8)])):
-            self._compare(run, size, number + 1)
+            self._compare(graph, size, number + 1)
 
     def rows(self) -> Rows:
         """Return one row for parity.json that names the worst size."""
         return [combined_row(self._parts, _KIND, DEFAULT_PLACE)] if self._parts else []
 
-    def _warm(self, run: Run) -> None:
+    def _warm(self, graph: Graph) -> None:
         size = max(1, min(self._rows, self._served.merged, max(self._config.batch_sizes)))
         feed = self._case(size, 0).feed
-        run(feed)
+        graph(feed)
         # The quickest of three: an interruption of one run would leave sizes out.
-        self._seconds_per_row = min(timeit.repeat(lambda: run(feed), number=1, repeat=3)) / size
+        self._seconds_per_row = min(timeit.repeat(lambda: graph(feed), number=1, repeat=3)) / size
 
     def _affordable(self, seconds: float) -> list[int]:
         """Return the limits that are not too long, and as many of the other sizes, small ones first, as fit."""
@@ -129,9 +129,9 @@ class SizeComparison:
         expected = {name: array[index] for name, array in self._expected.items()}
         return Case(_KIND, f"batch {size} of test samples", feed, expected)
 
-    def _compare(self, run: Run, size: int, start: int) -> None:
+    def _compare(self, graph: Graph, size: int, start: int) -> None:
         try:
-            part = compare(run, self._case(size, start), self._config, self._scales)
+            part = compare(graph, self._case(size, start), self._config, self._scales)
         except StageError as error:
             if size <= max(self._config.batch_sizes) or not any(word in str(error).lower() for word in _MEMORY):
                 raise

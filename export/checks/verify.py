@@ -17,13 +17,14 @@ from pipeline.system.errors import StageError
 
 def write_verified(kind: ExportKind) -> Report:
     """Write the file and compare it with the model; use the plain file if the optimized one differs."""
-    path, written, verified = kind.subject.path, kind.write(), None
+    path, verified = kind.subject.path, None
+    written = kind.write()
     if written.is_optimized:
         verified, reason = _verify_optimized(kind, written.result)
         written = written.restored(path, reason) if verified is None else written
     if (optimization := written.optimization) is not None and optimization.reason:
         print(f"export.optimize={optimization.requested} is not used: {optimization.reason}")
-    lowered, report = verified or (fit_runtime(path), verify_file(kind, written.result))
+    lowered, report = (fit_runtime(path), verify_file(kind, written.result)) if verified is None else verified
     remove_plain(path)
     return replace(report, file=_file_facts(path, optimization, lowered))
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from export.compare import Array, Arrays, Run
+from export.compare import Array, Arrays, Graph
 from export.conversion.to_onnx import ExportResult, tensor_specs, write_onnx
 from export.conversion.trace import ExportInput
 from export.sessions import open_graph
@@ -142,9 +142,9 @@ class TorchDecoder:
         return ids[len(prompt) :]
 
 
-def to_decoder(run: Run, path: Path, generation: Generation) -> Decoder:
+def to_decoder(graph: Graph, path: Path, generation: Generation) -> Decoder:
     """Return a graph with the inputs of the file as a decoder."""
-    return Decoder(run, generation, {spec.name: spec for spec in tensor_specs(path)[0]})
+    return Decoder(graph, generation, {spec.name: spec for spec in tensor_specs(path)[0]})
 
 
 def open_decoder(path: Path, generation: Generation) -> Decoder:

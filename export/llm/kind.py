@@ -11,7 +11,7 @@ from typing import Any
 from export.checks.cases import evaluated_outputs
 from export.checks.everywhere import compare_everywhere
 from export.checks.weights_check import compare_weights
-from export.compare import Arrays, Rows, Run, combine, compare
+from export.compare import Arrays, Graph, Rows, combine, compare
 from export.conversion.optimize import Written, write_optimized
 from export.conversion.to_onnx import ExportResult
 from export.conversion.trace import ExportInput
@@ -127,9 +127,9 @@ class LanguageModel:
     def check_bundle(self, bundle: Path, signature: Signature) -> None:
         check_tokenizer(bundle, signature)
 
-    def golden_inputs(self, run: Run, signature: Signature, error: float) -> GoldenInputs:
+    def golden_inputs(self, graph: Graph, signature: Signature, error: float) -> GoldenInputs:
         assert signature.generation is not None
-        decoder = Decoder(run, signature.generation, signature.input_specs)
+        decoder = Decoder(graph, signature.generation, signature.input_specs)
         prompts = self._prompts()[:GOLDEN_REQUESTS]
         answers = (stable_answer(decoder, prompt, self.subject.config, error) for prompt in prompts)
         generated = [{"prompt": prompt, "answer": answer} for prompt, answer in zip(prompts, answers, strict=True)]

@@ -1,6 +1,6 @@
 """Make, run, time and evaluate all variants of a verified file, and choose one.
 
-`decide` chooses from the results alone; the functions below it write and print them.
+`decide` chooses from the results alone; `rows`, `table` and `explanations` describe them.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class VariantResult:
 
 @dataclass(frozen=True)
 class VariantEvaluation:
-    """The inputs of the comparison of variants."""
+    """Builds, evaluates and times the variants."""
 
     kind: ExportKind
     config: Config
@@ -386,7 +386,7 @@ def _rounded_interval(interval: Interval) -> dict[str, float | None]:
 
 
 def _short(value: float) -> float | None:
-    """Format milliseconds with three significant digits."""
+    """Format milliseconds with four significant digits."""
     return float(f"{value:.4g}") if math.isfinite(value) else None
 
 

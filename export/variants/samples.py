@@ -13,7 +13,7 @@ from torch import nn
 
 from export.checks.cases import shape_cases, to_feed, torch_outputs
 from export.checks.parity import graph_outputs
-from export.compare import Arrays, Run
+from export.compare import Arrays, Graph
 from export.conversion.to_onnx import tensor_specs
 from export.sessions import open_graph, run
 from export.variants.judge import (
@@ -97,7 +97,7 @@ class SampleComparison:
             deviations.append(measure_deviation(expected, actual, self.scale))
         return deviations
 
-    def _run(self, graph: Run, size: int) -> Arrays:
+    def _run(self, graph: Graph, size: int) -> Arrays:
         return graph_outputs(graph, self.task, self.test, size)
 
     def _all_samples(self) -> Batch:

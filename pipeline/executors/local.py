@@ -245,7 +245,7 @@ class LocalExecutor:
         return False
 
     def run_step(self, run: Run, record: StepRecord, tick: Callable[[], None]) -> int:
-        """Run the process; training is started again where its node was killed, as it starts its workers again."""
+        """Run the process; start training again if its node was killed, as the node does with its workers."""
         train, log, launcher = run.config.train, run.log(record.step), LocalLauncher(self._root, tick)
         if record.step != "train":
             return launcher.launch(record.argv, log, step_environment(1, count_cores(self._cores)))

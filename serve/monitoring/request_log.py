@@ -49,7 +49,7 @@ class RequestLog:
         return refusal
 
     def finish(self, request: RequestContext) -> None:
-        """Record a request that has been answered or given up."""
+        """Record a request that has been answered or given up; it is no longer in flight."""
         now = request.ended_at = time.monotonic()
         failed = is_failure(request.status)
         if request.protocol:

@@ -60,7 +60,7 @@ class Payload:
             self._parts = predictor.decode(self.request.instances)
         except InvalidPayload as error:
             raise type(error)(f"input: {str(error).removeprefix('instances: ')}") from error
-        return self._parts, predictor.session.outputs
+        return self._parts, predictor.session.output_names
 
     def encode(self, predictor: Predictor, outputs: Sequence[Arrays], version: str) -> bytes:  # noqa: ARG002
         vectors = [self._cut(_vector(prediction)) for prediction in predictor.encode(outputs, self._parts)]

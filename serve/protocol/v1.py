@@ -35,7 +35,7 @@ class Payload:
 
     def decode(self, predictor: Predictor) -> tuple[Sequence[Part], Sequence[str]]:
         self._parts = predictor.decode([file_instance(self.body)] if self.is_file else parse(self.body))
-        return self._parts, predictor.session.outputs
+        return self._parts, predictor.session.output_names
 
     def encode(self, predictor: Predictor, outputs: Sequence[Arrays], version: str) -> bytes:  # noqa: ARG002
         # NaN and infinity, which JSON does not have, become null.

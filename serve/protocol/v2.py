@@ -240,7 +240,7 @@ def decode_request(request: InferRequest, predictor: Predictor) -> DecodedReques
         return DecodedRequest([part], [output.name for output in requested_outputs], requested_outputs)
     texts = request.arrays(text_signature)[INSTANCES].tolist()
     return DecodedRequest(
-        predictor.decode(texts), predictor.session.outputs, request.requested_outputs(text_signature), len(texts)
+        predictor.decode(texts), predictor.session.output_names, request.requested_outputs(text_signature), len(texts)
     )
 
 

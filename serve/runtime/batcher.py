@@ -137,7 +137,7 @@ class Batcher:
                 raise computed
             return computed
         answer: asyncio.Future[dict[str, Array]] = asyncio.get_running_loop().create_future()
-        request.outputs = answer
+        request.answer = answer
         lane = self._lanes.get(key)
         if lane is None:
             lane = self._lanes[key] = Lane()
@@ -242,12 +242,12 @@ class Batcher:
         if len(batch) > 1:
             self._merged_at = time.monotonic()
         for item, answer in zip(batch, answers, strict=True):
-            if item.outputs.done():
+            if item.answer.done():
                 continue
             if isinstance(answer, BaseException):
-                item.outputs.set_exception(answer)
+                item.answer.set_exception(answer)
             else:
-                item.outputs.set_result(answer)
+                item.answer.set_result(answer)
 
     def _compute(self, batch: list[RequestContext]) -> Sequence[dict[str, Array] | BaseException]:
         """Return for each request its outputs or the exception it causes."""
@@ -304,18 +304,16 @@ class Batcher:
 
 def reject_obsolete(item: RequestContext, now: float, done_at: float = -math.inf) -> bool:
     """Reject a request that nothing waits for any more, or that would be late if it was done at `done_at`."""
-    if item.outputs.done():
+    if item.answer.done():
         return True
     if item.is_disconnected():
-        item.outputs.set_exception(ClientDisconnected("the client disconnected before its request was computed"))
+        item.answer.set_exception(ClientDisconnected("the client disconnected before its request was computed"))
         return True
     if now >= item.deadline:
-        item.outputs.set_exception(
-            DeadlineExceeded("the deadline passed while the request waited; it was not computed")
-        )
+        item.answer.set_exception(DeadlineExceeded("the deadline passed while the request waited; it was not computed"))
         return True
     if done_at > item.deadline:
-        item.outputs.set_exception(Busy("the requests before it took so long that its deadline cannot be met"))
+        item.answer.set_exception(Busy("the requests before it took so long that its deadline cannot be met"))
         return True
     return False
 

@@ -43,7 +43,10 @@ class CodecError(InvalidPayload):
 
 
 class Predictor:
-    """Raises InvalidPayload for errors of the client; every other exception is an error of the service."""
+    """Turns instances into predictions, with the codec and the session of a bundle.
+
+    Raises InvalidPayload for errors of the client; every other exception is an error of the service.
+    """
 
     def __init__(self, bundle: Bundle, session: Session) -> None:
         self.bundle, self.signature = bundle, bundle.signature

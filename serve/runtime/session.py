@@ -51,7 +51,7 @@ class Session:
 
     def __init__(self, bundle: Bundle, provider: Provider | None = None, threads: int | None = None) -> None:
         requested = provider or bundle.signature.runtime.provider
-        self.outputs = tuple(spec.name for spec in bundle.signature.outputs)
+        self.output_names = tuple(spec.name for spec in bundle.signature.outputs)
         threads = bundle.signature.runtime.threads if threads is None else threads
         self._session, self.fallback = _open(bundle, requested, threads)
         if self.fallback:
@@ -80,7 +80,7 @@ class Session:
 
     def run(self, inputs: Mapping[str, Array], outputs: Sequence[str] | None = None) -> dict[str, Array]:
         """Return the named outputs, or all in the signature's order."""
-        names = list(outputs or self.outputs)
+        names = list(outputs or self.output_names)
         try:
             values = self._call(self._compute, names, inputs)
         except InvalidArgument as error:  # names, types and shapes were validated, so the client's values are the cause

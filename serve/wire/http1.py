@@ -1,8 +1,8 @@
 """HTTP/1.1 connections: parse requests in order and within limits, and write each response in one piece.
 
 A connection needs no timer, no event and no second copy of the headers. An application gets each request as a
-`Request`, or as its own subclass of it: first its head, to refuse it without a task or to return the coroutine that
-answers it. Below are, in this order: the application's side, the request, the connection, the rules for a head, and the
+`Request`, or as its own subclass of it. It sees the head first: it answers at once, or returns the coroutine that will.
+Below are, in this order: the application's side, the request, the connection, the rules for a head, and the
 bytes of responses.
 """
 
@@ -587,9 +587,9 @@ class Connection(asyncio.Protocol):
             self.current = None
             self._end(request)
         else:
-            request.answering = self.loop.create_task(self._answer(request, answering))
+            request.answering = self.loop.create_task(self._run_answer(request, answering))
 
-    async def _answer(self, request: Request, answering: Coroutine[Any, Any, None]) -> None:
+    async def _run_answer(self, request: Request, answering: Coroutine[Any, Any, None]) -> None:
         try:
             await answering
             if not request.answered and not request.gone:

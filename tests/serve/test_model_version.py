@@ -109,7 +109,7 @@ def test_request_is_decoded_run_and_encoded(version: ModelVersion, quick: bool) 
     assert asyncio.run(predict()) == [[1.0]]
 
 
-@pytest.mark.parametrize("place", ["arriving", "decoding"])
+@pytest.mark.parametrize("place", ["unstarted", "decoding"])
 def test_requests_on_their_way_to_the_queue_count_as_waiting(version: ModelVersion, place: str) -> None:
     """Otherwise any number of them could be let in before the first is in the queue."""
     setattr(version, place, LIMITS.max_waiting)

@@ -1,4 +1,4 @@
-"""The base of all strategies: one process trains the whole model; the others override what differs.
+"""The base of all strategies: it trains the whole model in one process, and each strategy overrides what differs.
 
 A strategy decides which tensors each process has, and how gradients and weights are exchanged. This module also has the
 objective (the task's loss in the configured precision), the measurement of what the exchange costs, and the norm and
@@ -83,7 +83,7 @@ class Strategy:
         return {self.group.data_rank: self.group.slice_of(count)}
 
     def backward(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
-        """Leave the gradient of the global batch's mean loss; return this slice's part of that loss."""
+        """Put the gradient of the global batch's mean loss into the parameters; return this slice's part of it."""
         total = torch.zeros((), dtype=torch.float64, device=self.group.device)
         self.stopwatch.start()
         for micro_batch in micro_batches:

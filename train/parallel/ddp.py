@@ -38,7 +38,7 @@ class DDPStrategy(Strategy):
 
     def wrap_model(self) -> nn.Module:
         self._exchanged_bytes = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
-        return self.model
+        return self.model  # `warm_up` wraps it
 
     def warm_up(self, micro_batches: Callable[[], Iterable[MicroBatch]]) -> None:
         """Wrap the model, make two passes and discard their gradients.
