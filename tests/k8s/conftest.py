@@ -1,4 +1,4 @@
-"""Fixtures: a real small bundle, configurations, and a test API server."""
+"""Fixtures: a real small bundle, configurations, a test API server and a registry."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from pipeline.contract.config import Config, parse_config
 
 from .api_server import ApiServer, Response
 from .doubling_bundle import make_bundle
+from .registry_server import RegistryServer
 from .step_runners import MakeStepRunner, Reports, make_step_job
 
 Configure = Callable[..., Config]
@@ -51,6 +52,13 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "kubeconfig"))
     yield server
     server.close()
+
+
+@pytest.fixture
+def registry() -> Iterator[RegistryServer]:
+    server = RegistryServer().start()
+    yield server
+    server.stop()
 
 
 @pytest.fixture

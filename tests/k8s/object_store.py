@@ -99,9 +99,6 @@ class Store:
             self.oldest = self.version
             self.events.clear()
 
-    def owner_of(self, path: str, field: Path) -> str:
-        return next((name for name, fields in self._fields[path].items() if field in fields), "")
-
     def _put(self, path: str, item: Object, old: Object | None) -> Object:
         if old is not None and _without_server_fields(item) == _without_server_fields(old):
             return old

@@ -19,7 +19,7 @@ from k8s.cluster.cluster import Change, describe_changes
 from k8s.cluster.drift import inspect_deployment
 from k8s.deploy import deploy, preview
 from pipeline.contract.bundle import Bundle
-from pipeline.system.errors import ConfigError, GateError, ResourceError, StageError
+from pipeline.system.errors import ConfigError, GateError, StageError
 from pipeline.system.sources import SOURCE_ROOT
 
 from .api_server import ApiServer, Response
@@ -258,12 +258,6 @@ def test_a_preview_of_other_options_shows_their_values(
     (change,) = [change for change in preview(changed, bundle, "twice:1", print) if change.name.startswith("configmap")]
     assert change.new
     assert change.fields == ("data.LOG_REQUESTS: 0 → 0.5", "data.MORE: + 1")
-
-
-def test_a_login_page_ends_a_preview_with_an_error(api: ApiServer, configure: Configure, bundle: Bundle) -> None:
-    api.login_page = "<html>Log in</html>"
-    with pytest.raises(ResourceError, match="not a Kubernetes API server, but perhaps a proxy with a login page"):
-        preview(configure(), bundle, "twice:1", print)
 
 
 def test_a_failed_deployment_names_the_command_to_roll_back(

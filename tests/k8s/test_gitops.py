@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +41,6 @@ def repository(bundle: Bundle, configure: Configure, tmp_path: Path) -> Path:
     shutil.copytree(EXAMPLES, folder)
     write_manifests(serving_objects(configure({"gpus": 1}), bundle, IMAGE), folder / "manifests")
     return folder
-
-
-@pytest.fixture
-def registry() -> Iterator[RegistryServer]:
-    server = RegistryServer().start()
-    yield server
-    server.stop()
 
 
 @pytest.mark.parametrize("name", ["argocd.yaml", "flux.yaml", "gated/gate.yaml"])

@@ -40,13 +40,6 @@ def test_a_kustomization_lists_every_file_beside_it(file: Path) -> None:
     assert listed == sorted(path.name for path in file.parent.glob("*.yaml") if path != file)
 
 
-@pytest.mark.parametrize("family", ["serve", "kserve", "train"])
-def test_each_kind_of_node_has_an_overlay(family: str) -> None:
-    there = {path.name for path in (ROOT / family / "overlays").iterdir()}
-    assert {"cpu", "gpu"} <= there
-    assert family == "train" or "istio-free" in there
-
-
 @pytest.mark.parametrize("kind", ["ConfigMap", "NetworkPolicy", "PodDisruptionBudget", "ServiceAccount"])
 def test_serve_and_kserve_share_their_other_objects(kind: str) -> None:
     assert load_manifests("serve")[kind] == load_manifests("kserve")[kind]

@@ -16,7 +16,6 @@ from k8s.cluster.api import connect
 from k8s.cluster.cluster import Cluster
 from k8s.cluster.pending_reasons import PendingReasons
 from k8s.objects.jobs import step_job
-from k8s.objects.manifests import kubectl_name
 from k8s.objects.training import QUEUE_LABEL
 from k8s.step_runner import StepRunner
 from pipeline.contract.bundle import Bundle
@@ -28,7 +27,6 @@ from .api_server import ApiServer, Response
 from .cluster.test_canary import counting_pods
 from .conftest import Configure
 from .overlays import write_overlay
-from .schemas import validate
 
 ACCESS = Path(__file__).resolve().parents[2] / "k8s" / "manifests" / "access"
 IMAGE = f"registry.test/twice@sha256:{'0' * 64}"
@@ -136,11 +134,3 @@ def test_a_missing_verb_is_reported_as_a_role_rule(
     guarded.rules = [rule for rule in ROLE["rules"] if "deployments" not in rule["resources"]]
     with pytest.raises(Exception, match=r'- apiGroups: \["apps"\]\n  resources: \["deployments"\]\n  verbs: \[get\]'):
         deploy.deploy(configure(), bundle, "twice:1", tmp_path, False, print)
-
-
-@pytest.mark.parametrize("file", ["role.yaml", "rolebinding.yaml", "serviceaccount.yaml"])
-def test_the_access_manifests_are_valid(file: str) -> None:
-    item = yaml.safe_load((ACCESS / file).read_text())
-    validate(item)
-    assert kubectl_name(item).endswith("/pipe")
-    assert file in yaml.safe_load((ACCESS / "kustomization.yaml").read_text())["resources"]

@@ -31,14 +31,16 @@ BAD_CERTIFICATE = [{"name": "small", "cluster": {"server": "https://127.0.0.1:1"
         ({"contexts": None}, "", "has no context small; it has none"),
         ({"clusters": NO_SERVER}, "", "the cluster of context small has no server"),
         ({"clusters": BAD_CERTIFICATE}, "", "cannot be used: Invalid base64"),
-        ([], "", "cannot be used: "),
+        (["a list"], "", "cannot be used: "),
+        ("", "", "kubeconfig"),
+        ("a: [", "", "kubeconfig"),
     ],
 )
 def test_a_broken_kubeconfig_is_explained(
     changed: Any, context: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    body = {**FILE, **changed} if isinstance(changed, dict) else ["a list"]
-    (tmp_path / "config").write_text(yaml.safe_dump(body))
+    body = {**FILE, **changed} if isinstance(changed, dict) else changed
+    (tmp_path / "config").write_text(body if isinstance(body, str) else yaml.safe_dump(body))
     monkeypatch.setenv("KUBECONFIG", str(tmp_path / "config"))
     with pytest.raises(ResourceError, match=message):
         connect(context)

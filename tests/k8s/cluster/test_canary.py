@@ -17,7 +17,7 @@ from k8s.cluster.request_counts import RequestCounts, parse_request_counts
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.config import Config
 from pipeline.contract.settings.cluster import Rollout
-from pipeline.system.errors import ConfigError, StageError
+from pipeline.system.errors import StageError
 
 from ..api_server import ApiServer, Response
 from ..conftest import Configure
@@ -355,12 +355,3 @@ def test_a_knative_revision_that_is_not_ready_fails_the_deployment(
         StageError, match=r"revision twice-predictor-00003 is not ready.*`pipe registry rollback` restores"
     ):
         deploy.deploy(config, bundle, "twice:2", tmp_path, False, print)
-
-
-def test_standard_mode_has_no_canary_of_its_own(
-    knative: ApiServer, configure: Configure, bundle: Bundle, tmp_path: Path
-) -> None:
-    config = with_canary(configure({"target": "kserve"}))
-    with pytest.raises(ConfigError, match=r"set deploy\.target=kserve-knative or deploy\.target=kubernetes"):
-        deploy.deploy(config, bundle, "twice:2", tmp_path, False, print)
-    assert knative.objects[INFERENCE_SERVICE]["metadata"]["annotations"]["pipe-road/bundle"] == OLD

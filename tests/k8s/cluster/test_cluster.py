@@ -36,20 +36,10 @@ def kserve(configure: Configure, bundle: Bundle, api: ApiServer) -> list[dict[st
     return serving.serving_objects(configure({"target": "kserve"}), bundle, IMAGE)
 
 
-def test_connecting_reports_context_and_server(api: ApiServer) -> None:
-    assert Cluster.connect("").describe() == f"context small, server {api.url}, Kubernetes v1.37.0"
-    assert Cluster.connect("small").context == "small"
-
-
 @pytest.mark.usefixtures("no_cluster")
 def test_an_error_names_what_to_set_without_a_kubeconfig() -> None:
     with pytest.raises(ResourceError, match="set KUBECONFIG"):
         Cluster.connect("")
-
-
-def test_an_unknown_context_is_named(api: ApiServer) -> None:
-    with pytest.raises(ResourceError, match="elsewhere"):
-        Cluster.connect("elsewhere")
 
 
 def test_a_server_that_is_gone_is_named(api: ApiServer, tmp_path: Path) -> None:
@@ -75,13 +65,6 @@ def test_a_login_page_in_place_of_the_api_server_is_named(page: str, api: ApiSer
         Cluster.connect("")
 
 
-@pytest.mark.parametrize("text", ["", "a: [", "apiVersion: v1\nkind: Config\n"])
-def test_a_damaged_kubeconfig_is_named(text: str, api: ApiServer, tmp_path: Path) -> None:
-    (tmp_path / "kubeconfig").write_text(text)
-    with pytest.raises(ResourceError, match="kubeconfig"):
-        Cluster.connect("")
-
-
 def test_apply_is_server_side_and_strict(api: ApiServer, objects: list[dict[str, Any]]) -> None:
     applied = fast_polling_cluster().apply(objects, "default", print)
     assert applied[0] == "serviceaccount/twice"
@@ -96,11 +79,6 @@ def test_a_refused_object_leaves_nothing_half_applied(api: ApiServer, objects: l
     with pytest.raises(StageError, match=r"poddisruptionbudget/twice: the cluster refused it .*minAvialable"):
         fast_polling_cluster().apply(objects, "default", print)
     assert api.objects == {}
-
-
-def test_a_missing_namespace_is_named(api: ApiServer, objects: list[dict[str, Any]]) -> None:
-    with pytest.raises(StageError, match='namespaces "models" not found'):
-        fast_polling_cluster().apply(objects, "models", print)
 
 
 def test_warnings_of_the_server_are_reported(api: ApiServer, objects: list[dict[str, Any]]) -> None:

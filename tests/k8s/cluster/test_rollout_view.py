@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -22,7 +22,6 @@ STARTING = {"phase": "Pending", "conditions": []}
 WAITING = {"waiting": {"reason": "ImagePullBackOff", "message": "no such image"}}
 STUCK = {"phase": "Pending", "containerStatuses": [{"name": "c", "state": WAITING}]}
 OLD, NEW = "a" * 64, "b" * 64
-View = Callable[[], RolloutView]
 
 
 def add(api: ApiServer, name: str, bundle: str, status: Object, args: Sequence[str] = ()) -> None:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +32,6 @@ METADATA = {
     "finishedOn": "2026-01-01T12:01:00+00:00",
 }
 SIGNATURE = "dev.cosignproject.cosign/signature"
-
-
-@pytest.fixture
-def registry() -> Iterator[RegistryServer]:
-    server = RegistryServer().start()
-    yield server
-    server.stop()
 
 
 @pytest.fixture

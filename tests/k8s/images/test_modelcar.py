@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +32,6 @@ def made(bundle: Bundle, tmp_path: Path) -> tuple[Layout, dict[str, Any]]:
 def layer_of(layout: Layout, index: dict[str, Any]) -> Path:
     manifest = layout.read(index["manifests"][0]["digest"])
     return layout.file(manifest["layers"][-1]["digest"])
-
-
-def test_a_modelcar_has_the_whole_bundle_in_models(
-    made: tuple[Layout, dict[str, Any]], bundle: Bundle, tmp_path: Path
-) -> None:
-    with tarfile.open(layer_of(*made)) as tar:
-        tar.extractall(tmp_path / "root", filter="data")
-    assert open_bundle(tmp_path / "root" / "models").digest == bundle.digest
 
 
 def test_a_modelcar_has_no_times_and_owners(made: tuple[Layout, dict[str, Any]]) -> None:
@@ -91,13 +82,6 @@ def test_a_modelcar_has_an_image_for_each_architecture(made: tuple[Layout, dict[
 
 
 DOCKER = "application/vnd.docker.image.rootfs.diff.tar.gzip"
-
-
-@pytest.fixture
-def registry() -> Iterator[RegistryServer]:
-    server = RegistryServer().start()
-    yield server
-    server.stop()
 
 
 def put_base(registry: RegistryServer, architecture: str) -> str:

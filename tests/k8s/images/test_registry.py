@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -75,13 +74,6 @@ def test_plain_http_is_only_for_registries_on_this_machine(host: str, local: boo
 
 
 ANN = Login("ann", "secret")
-
-
-@pytest.fixture
-def registry() -> Iterator[RegistryServer]:
-    server = RegistryServer().start()
-    yield server
-    server.stop()
 
 
 @pytest.fixture(scope="module")

@@ -21,7 +21,7 @@ DIGEST = f"@sha256:{'a' * 64}"
 
 
 @pytest.mark.parametrize(
-    "image", [f"a{DIGEST}", f"r.example:5000/team/a{DIGEST}", f"a:1{DIGEST}", "127.0.0.1:5000/a:0123456789ab"]
+    "image", [f"a{DIGEST}", f"r.example:5000/team/a{DIGEST}", f"a:latest{DIGEST}", "127.0.0.1:5000/a:0123456789ab"]
 )
 def test_images_named_by_their_content_are_accepted(image: str) -> None:
     check_image(image)
