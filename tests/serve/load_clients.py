@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import ssl
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -67,15 +68,16 @@ class Clients(ABC):
 class Load(Clients):
     """Over HTTP, each request on a connection of its own or all on one for as long as the service keeps it."""
 
-    def __init__(self, port: int, body: dict[str, Any], *, keep_alive: bool) -> None:
+    def __init__(self, port: int, body: dict[str, Any], *, keep_alive: bool, tls: ssl.SSLContext | None = None) -> None:
         super().__init__()
+        self.tls = tls
         self.port = port
         self.body = httpx.Request("POST", "http://x", json=body).read()
         self.keep_alive = keep_alive
 
     def _client(self) -> None:
         while not (self._stop.is_set() or self.refused.is_set()):
-            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=SECONDS)
+            connection = self._connection()
             try:
                 connection.connect()
             except ConnectionRefusedError:
@@ -89,6 +91,11 @@ class Load(Clients):
                 self.failures.append(repr(error))
             finally:
                 connection.close()
+
+    def _connection(self) -> http.client.HTTPConnection:
+        if self.tls:
+            return http.client.HTTPSConnection("localhost", self.port, timeout=SECONDS, context=self.tls)
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=SECONDS)
 
     def _ask(self, connection: http.client.HTTPConnection) -> None:
         more = True
@@ -104,10 +111,11 @@ class Load(Clients):
 
 
 class GrpcLoad(Clients):
-    """Over gRPC, a channel for each client; channels find a successor by themselves."""
+    """Over gRPC, a channel for each client with calls beside each other; channels find a successor by themselves."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, callers: int = 1) -> None:
         super().__init__()
+        self.callers = callers
         self.port = port
         tensor = {"name": "image", "datatype": "FP32", "shape": (1, 1, 8, 8)}
         raw = np.ones((1, 1, 8, 8), np.float32).tobytes()
@@ -115,17 +123,24 @@ class GrpcLoad(Clients):
 
     def _client(self) -> None:
         options = [("grpc.use_local_subchannel_pool", 1)]  # a connection of its own
-        with grpc.insecure_channel(f"127.0.0.1:{self.port}", options) as channel:
+        with (
+            grpc.insecure_channel(f"127.0.0.1:{self.port}", options) as channel,
+            ThreadPoolExecutor(self.callers) as pool,
+        ):
             stub = GRPCInferenceServiceStub(channel)
-            while not (self._stop.is_set() or self.refused.is_set()):
-                sent = time.monotonic()
-                try:
-                    _, call = stub.ModelInfer.with_call(self.request, timeout=SECONDS)
-                except grpc.RpcError as error:
-                    self._failed(error)
-                else:
-                    received = dict(call.trailing_metadata())
-                    self.heard.append(Answer(sent, received["x-served-by"], received["x-bundle-digest"]))
+            for done in [pool.submit(self._call, stub) for _ in range(self.callers)]:
+                done.result()
+
+    def _call(self, stub: Any) -> None:
+        while not (self._stop.is_set() or self.refused.is_set()):
+            sent = time.monotonic()
+            try:
+                _, call = stub.ModelInfer.with_call(self.request, timeout=SECONDS)
+            except grpc.RpcError as error:
+                self._failed(error)
+            else:
+                received = dict(call.trailing_metadata())
+                self.heard.append(Answer(sent, received["x-served-by"], received["x-bundle-digest"]))
 
     def _failed(self, error: Any) -> None:
         if "Connection refused" in error.details():

@@ -7,14 +7,12 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
 
 import httpx
-import numpy as np
 import pytest
 
 from pipeline.contract.bundle import Bundle, Override
 from pipeline.contract.signature import TensorSpec
 from serve.model_version import ModelVersion
 from serve.protocol import openapi
-from serve.runtime.session import Session
 
 if TYPE_CHECKING:
     from tests.serve.conftest import Running
@@ -24,16 +22,6 @@ if TYPE_CHECKING:
 def client(server: Running) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=server.url, timeout=60) as client:
         yield client
-
-
-@pytest.fixture(scope="module")
-def image() -> np.ndarray[Any, Any]:
-    return np.random.default_rng(11).random((3, 1, 8, 8)).astype(np.float32)
-
-
-def _infer(image: np.ndarray[Any, Any], **fields: Any) -> dict[str, Any]:
-    tensor = {"name": "image", "shape": list(image.shape), "datatype": "FP32", "data": image.ravel().tolist()}
-    return {"inputs": [tensor], **fields}
 
 
 @pytest.mark.parametrize(
@@ -99,37 +87,6 @@ def test_metadata_names_the_axes_of_texts_and_what_padding_does(bundle: Bundle) 
     assert shape["properties"]["shape"]["description"] == "[batch, time // 2, 3]"
 
 
-def test_v1_gives_the_golden_predictions_for_the_golden_instances(client: httpx.Client, bundle: Bundle) -> None:
-    golden = bundle.golden()
-    predictions = client.post("/v1/models/tiny:predict", json={"instances": golden.instances}).json()["predictions"]
-    assert [one["digit"] for one in predictions] == [one["digit"] for one in golden.predictions]
-    np.testing.assert_allclose(
-        [one["probabilities"] for one in predictions], [one["probabilities"] for one in golden.predictions], rtol=1e-4
-    )
-
-
-def test_v2_answers_as_onnx_runtime_does(client: httpx.Client, bundle: Bundle, image: np.ndarray[Any, Any]) -> None:
-    body = client.post("/v2/models/tiny/infer", json=_infer(image, id="42")).json()
-    (output,) = body["outputs"]
-    assert (body["id"], body["model_name"]) == ("42", "tiny")
-    assert (output["name"], output["datatype"], output["shape"]) == ("logits", "FP32", [3, 10])
-    wanted = Session(bundle, "cpu", 1).run({"image": image})["logits"]
-    np.testing.assert_array_equal(np.array(output["data"], np.float32).reshape(3, 10), wanted)
-
-
-def test_v2_takes_and_gives_raw_tensors_behind_the_json(
-    client: httpx.Client, bundle: Bundle, image: np.ndarray[Any, Any]
-) -> None:
-    tensor = {"name": "image", "shape": [3, 1, 8, 8], "datatype": "FP32", "parameters": {"binary_data_size": 768}}
-    head = json.dumps({"inputs": [tensor], "parameters": {"binary_data_output": True}}).encode()
-    headers = {"inference-header-content-length": str(len(head)), "content-type": "application/octet-stream"}
-    response = client.post("/v2/models/tiny/infer", content=head + image.tobytes(), headers=headers)
-    length = int(response.headers["inference-header-content-length"])
-    assert json.loads(response.content[:length])["outputs"][0]["parameters"] == {"binary_data_size": 120}
-    wanted = Session(bundle, "cpu", 1).run({"image": image})["logits"]
-    np.testing.assert_array_equal(np.frombuffer(response.content[length:], np.float32).reshape(3, 10), wanted)
-
-
 def test_every_answer_names_the_bundle_and_the_process(
     client: httpx.Client, server: Running, bundle: Bundle, picture: list[Any]
 ) -> None:
@@ -145,12 +102,6 @@ def test_every_answer_names_the_bundle_and_the_process(
         assert response.headers["x-served-by"] == str(server.process.pid)
 
 
-@pytest.mark.parametrize("path", ["/v2/repository/models/tiny/unload", "/v2/repository/models/tiny/load"])
-def test_no_client_can_unload_the_model(client: httpx.Client, path: str) -> None:
-    assert client.post(path).status_code == 404
-    assert client.get("/v2/health/ready").status_code == 200
-
-
 def test_a_failure_of_ours_is_a_500_that_shows_nothing_and_a_traceback_in_the_log(
     tricky_server: Running, picture: list[Any]
 ) -> None:
@@ -161,14 +112,6 @@ def test_a_failure_of_ours_is_a_500_that_shows_nothing_and_a_traceback_in_the_lo
     assert "x-bundle-digest" in response.headers
     tricky_server.wait_for("RuntimeError: a secret of the server")
     assert tricky_server.log.count("Traceback") == 1
-
-
-def test_values_the_model_cannot_compute_with_are_a_400_that_states_why(
-    server: Running, image: np.ndarray[Any, Any]
-) -> None:
-    response = httpx.post(f"{server.url}/v2/models/tiny/infer", json=_infer(image + 1000), timeout=60)
-    assert response.status_code == 400
-    assert "indices element out of data bounds" in response.json()["error"]
 
 
 def test_a_codec_that_stumbles_over_a_payload_is_a_400(tricky_server: Running, picture: list[Any]) -> None:

@@ -70,11 +70,6 @@ def test_inference_states_which_version_answered_whatever_it_was_called(
         assert stub.ModelInfer(request, timeout=60).model_version == "1"
 
 
-def test_a_version_of_v1_predicts(client: httpx.Client, picture: Any) -> None:
-    response = client.post("/v1/models/tiny/versions/1:predict", json={"instances": [picture]})
-    assert len(response.json()["predictions"]) == 1
-
-
 @pytest.mark.parametrize(
     "call",
     [
@@ -112,23 +107,6 @@ def test_the_index_lists_every_version(client: httpx.Client) -> None:
         assert client.post("/v2/repository/index", content=body).json() == wanted
     for body in (b"[]", b"null", b'{"ready": 1}', b'{"ready": "true"}', b'{"all": true}', b"{"):
         assert client.post("/v2/repository/index", content=body).status_code == 400
-
-
-@pytest.mark.parametrize(
-    ("path", "named"),
-    [
-        ("/v1/models/tiny:explain", "no explainer"),
-        ("/v2/repository/models/tiny/load", "`pipe deploy`"),
-        ("/v2/repository/models/tiny/unload", "`pipe deploy`"),
-        ("/v2/trace/setting", "OTEL_"),
-        ("/v2/logging", "--log-format"),
-        ("/v2/systemsharedmemory/region/a/register", "shares no memory"),
-    ],
-)
-def test_what_is_not_offered_is_refused_with_the_reason(client: httpx.Client, path: str, named: str) -> None:
-    response = client.post(path, json={})
-    assert response.status_code == 404
-    assert named in response.json()["error"]
 
 
 def test_raw_bytes_alone_are_the_only_input(client: httpx.Client) -> None:
@@ -193,14 +171,6 @@ def test_server_reports_the_version_of_the_package_and_its_extensions(client: ht
     assert client.get("/v2").json() == {"name": "pipe", "version": __version__, "extensions": extensions}
 
 
-@pytest.mark.parametrize("call", ["Load", "Unload"])
-def test_no_client_loads_or_unloads_a_model_over_grpc(stub: Any, call: str) -> None:
-    request = getattr(pb, f"RepositoryModel{call}Request")(model_name="tiny")
-    with pytest.raises(grpc.RpcError, match="never by clients") as caught:
-        getattr(stub, f"RepositoryModel{call}")(request, timeout=60)
-    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
-
-
 @pytest.mark.parametrize(
     "path", ["/", "/metrics", "/openapi.json", "/v1/models", "/v2", "/v2/", "/v2/health/ready", "/v2/models/tiny"]
 )
@@ -211,10 +181,3 @@ def test_head_gives_the_head_that_get_gives_and_no_body(client: httpx.Client, pa
         assert head.headers["content-length"] == str(len(got.content))
     assert head.headers["content-type"] == got.headers["content-type"]
     assert client.get("/v2/health/live").json() == {"live": True}  # on the same connection, in step
-
-
-def test_another_method_is_a_405_that_names_the_right_ones(client: httpx.Client) -> None:
-    for path, method, allowed in (("/v2/models/tiny/infer", "GET", "POST"), ("/v2", "POST", "GET, HEAD")):
-        response = client.request(method, path)
-        assert (response.status_code, response.headers["allow"]) == (405, allowed)
-        assert "error" in response.json()

@@ -8,35 +8,7 @@ import pytest
 
 from serve.errors import Busy, ClientDisconnected, DeadlineExceeded
 from serve.runtime.batcher import Batcher, BatchingOptions
-from tests.serve.doubling_model import MERGING, Model, ask, behind_a_gate, rows, run, together
-
-
-def test_anyone_who_is_cancelled_while_it_waits_is_not_computed(model: Model, pool: ThreadPoolExecutor) -> None:
-    async def body() -> None:
-        batcher = Batcher(model, MERGING, pool)
-        first, cancelled, last = await behind_a_gate(model, batcher, ask(batcher, rows(1)), ask(batcher, rows(2)))
-        cancelled.cancel()
-        model.gate.set()
-        assert [await first, await last] == [[200], [4]]
-        assert cancelled.cancelled()
-        assert [one.ravel().tolist() for one in model.batches] == [[100], [2]]
-
-    run(body)
-
-
-def test_anyone_who_has_left_is_not_computed(model: Model, pool: ThreadPoolExecutor) -> None:
-    async def body() -> None:
-        batcher = Batcher(model, MERGING, pool)
-        first, left, last = await behind_a_gate(
-            model, batcher, ask(batcher, rows(1), gone=lambda: True), ask(batcher, rows(2))
-        )
-        model.gate.set()
-        assert [await first, await last] == [[200], [4]]
-        with pytest.raises(ClientDisconnected):
-            await left
-        assert [one.ravel().tolist() for one in model.batches] == [[100], [2]]
-
-    run(body)
+from tests.serve.doubling_model import MERGING, Model, ask, behind_a_gate, rows, run
 
 
 def test_a_deadline_that_passes_is_reported_at_once_and_nothing_is_computed(
@@ -103,23 +75,6 @@ def test_a_full_queue_is_reported_at_once_and_has_room_again_when_someone_leaves
             await one
         model.gate.set()
         assert [await first, await two, await third] == [[200], [4], [6]]
-
-    run(body)
-
-
-def test_a_deadline_that_cannot_be_met_is_refused_before_it_waits(model: Model, pool: ThreadPoolExecutor) -> None:
-    async def body() -> None:
-        batcher = Batcher(model, BatchingOptions(mergeable=True, max_rows=1, max_waiting=64), pool)
-        model.seconds = 0.02
-        await ask(batcher, rows(0))
-        waiting = [asyncio.create_task(ask(batcher, rows(value))) for value in range(6)]
-        await asyncio.sleep(0)
-        began = time.monotonic()
-        with pytest.raises(Busy, match="longer than its deadline"):
-            await ask(batcher, rows(9), deadline=began + 0.1)
-        assert not any(one.done() for one in waiting), "the loop had no turn"
-        patient = asyncio.create_task(ask(batcher, rows(9), deadline=began + 10))
-        assert await together(*waiting, patient) == [[0], [2], [4], [6], [8], [10], [18]]
 
     run(body)
 

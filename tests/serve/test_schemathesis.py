@@ -47,11 +47,6 @@ def _judge(server: Running, folder: Path, *options: str, seconds: int) -> None:
     assert "Traceback" not in server.log
 
 
-@pytest.mark.long  # protocol/test_openapi.py checks the document
-def test_the_service_is_what_its_openapi_states(server: Running, tmp_path: Path) -> None:
-    _judge(server, tmp_path, "-n", "3", "--exclude-path-regex", "/versions/", seconds=60)
-
-
 @pytest.mark.long
 def test_the_service_is_what_its_openapi_states_for_every_version_and_many_requests(
     server: Running, tmp_path: Path

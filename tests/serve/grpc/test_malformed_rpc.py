@@ -91,7 +91,11 @@ def _contents() -> Iterator[Case]:
     for sizes in ((256, 256), (128, 128), (256, 0), (0, 256)):
         yield raw(sizes=sizes), INVALID, "raw_input_contents"
     both = tensor(contents={"fp32_contents": [0.5] * 64})
-    yield raw(both), INVALID, "raw_input_contents"
+    yield raw(both), INVALID, "image: has contents beside raw_input_contents"
+    for datatype in ("FP16", "BF16"):
+        yield typed(tensor(datatype=datatype)), INVALID, f"image: {datatype} must be in raw_input_contents"
+    beyond = tensor(contents={"fp32_contents": [1000.5] * 64})
+    yield typed(beyond), INVALID, "indices element out of data bounds"
     for count in (0, 1, 63, 65, 128, 640):
         yield typed(tensor(contents={"fp32_contents": [0.5] * count})), INVALID, "image"
     for field, value in (
@@ -103,7 +107,8 @@ def _contents() -> Iterator[Case]:
         ("fp64_contents", 0.5),
         ("bytes_contents", b"\xff"),
     ):
-        yield typed(tensor(contents={field: [value] * 64})), INVALID, "image"
+        named = f"image: FP32 must be in fp32_contents, not in {field}"
+        yield typed(tensor(contents={field: [value] * 64})), INVALID, named
     yield pb.ModelInferRequest(model_name="tiny"), INVALID, "image"
     yield pb.ModelInferRequest(model_name="tiny", raw_input_contents=[b"\0" * 256]), INVALID, "raw_input_contents"
 
@@ -111,6 +116,8 @@ def _contents() -> Iterator[Case]:
 def _parameters() -> Iterator[Case]:
     for wrong in ({"int64_param": -1}, {"string_param": "10"}, {"bool_param": True}):
         yield typed(parameters={"timeout": wrong}), INVALID, "timeout"
+    shared = tensor(parameters={"shared_memory_region": {"string_param": "r"}})
+    yield raw(shared), INVALID, "shared_memory_region' is not supported"
 
 
 CASES = list(cases())
@@ -162,9 +169,3 @@ def test_decompression_bomb_is_rejected(stub: Any, compression: Any) -> None:
         stub.ModelInfer(raw(sizes=(50 << 20,)), timeout=60, compression=compression)
     assert error.value.code() is TOO_MUCH
     assert stub.ModelInfer(raw(), timeout=60, compression=compression).model_name == "tiny"
-
-
-def test_oversized_metadata_is_rejected(stub: Any) -> None:
-    with pytest.raises(grpc.RpcError) as error:
-        stub.ModelInfer(raw(), timeout=60, metadata=[("x-much", "y" * 100_000)])
-    assert error.value.code() is TOO_MUCH

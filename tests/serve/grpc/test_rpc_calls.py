@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
-import signal
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import grpc
 import numpy as np
 import pytest
-from grpc import aio
 from kserve.protocol.grpc import grpc_predict_v2_pb2 as pb
 from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceStub
 
 from pipeline.contract.signature import Limits
-from tests.serve.load_clients import SECONDS, Answer, Clients
+from tests.serve.load_clients import SECONDS
 from tests.serve.special_models import slow
 
 if TYPE_CHECKING:
@@ -64,19 +57,6 @@ def test_concurrent_calls_on_one_channel_get_their_own_answers(channel: grpc.Cha
     calls = [stub.ModelInfer.future(infer_request(numbers), timeout=SECONDS) for numbers in inputs]
     for numbers, call in zip(inputs, calls, strict=True):
         np.testing.assert_array_equal(output(call.result()), numbers + 1)
-
-
-def test_concurrent_calls_of_the_asyncio_client(adding: Running) -> None:
-    async def request_all() -> None:
-        async with aio.insecure_channel(f"127.0.0.1:{adding.grpc_port}") as channel:
-            stub = GRPCInferenceServiceStub(channel)
-            inputs = [single(-number) for number in range(200)]
-            answers = await asyncio.gather(
-                *(stub.ModelInfer(infer_request(numbers), timeout=SECONDS) for numbers in inputs)
-            )
-            assert [output(answer)[0] for answer in answers] == [1 - number for number in range(200)]
-
-    asyncio.run(request_all())
 
 
 @pytest.mark.parametrize("size", [1, 16_000, 17_000, 300_000, ROWS])
@@ -145,58 +125,3 @@ def test_cancelled_calls_do_not_affect_others(channel: grpc.Channel) -> None:
     for call in calls[::2]:
         call.cancel()
     assert [output(call.result())[0] for call in calls[1::2]] == [1 - number for number in range(1, 300, 2)]
-
-
-class ChannelClients(Clients):
-    """Many threads on one channel, each with one call at a time."""
-
-    def __init__(self, port: int) -> None:
-        super().__init__()
-        self.port = port
-        self._numbers = itertools.count()
-
-    def _client(self) -> None:
-        options = [("grpc.use_local_subchannel_pool", 1)]
-        with grpc.insecure_channel(f"127.0.0.1:{self.port}", options) as channel, ThreadPoolExecutor(8) as callers:
-            stub = GRPCInferenceServiceStub(channel)
-            for done in [callers.submit(self._call, stub) for _ in range(8)]:
-                done.result()
-
-    def _call(self, stub: Any) -> None:
-        while not (self._stop.is_set() or self.refused.is_set()):
-            number, sent_at = -next(self._numbers), time.monotonic()
-            try:
-                answer, call = stub.ModelInfer.with_call(infer_request(single(number)), timeout=SECONDS)
-            except grpc.RpcError as error:
-                self._failed(error)
-                continue
-            assert output(answer)[0] == number + 1
-            metadata = dict(call.trailing_metadata())
-            self.heard.append(Answer(sent_at, metadata["x-served-by"], metadata["x-bundle-digest"]))
-
-    def _failed(self, error: Any) -> None:
-        if "Connection refused" in error.details():
-            self.refused.set()
-        else:
-            self.failures.append(f"{error.code()} {error.details()}")
-
-
-@pytest.mark.long  # starts two services
-def test_no_call_is_lost_at_handover_and_shutdown(start: Launcher, tmp_path: Path) -> None:
-    bundle = slow(tmp_path / "bundle")
-    old = start(bundle)
-    new = start(bundle, port=old.port, grpc_port=old.grpc_port, standby=True)
-    load, pid = ChannelClients(old.grpc_port), str(new.process.pid)
-    with load.running(clients=2):
-        load.answers(100)
-        new.signal(signal.SIGUSR1)
-        new.wait_for("ready url=")
-        load.answers(50)
-        assert pid not in load.served_by, "a connection stays open until the server drains it"
-        assert old.stop() == 0
-        load.answers(100, by=pid)
-        assert not load.refused.is_set()
-        new.signal(signal.SIGTERM)
-        assert load.refused.wait(SECONDS)
-    assert load.failures == []
-    assert new.process.wait(SECONDS) == 0

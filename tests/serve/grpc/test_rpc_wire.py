@@ -144,9 +144,7 @@ HEADERS_CASES: list[tuple[Changes, str, str]] = [
     ({b":path": b"*"}, "UNIMPLEMENTED", "no method"),
     ({b"grpc-encoding": b"br"}, "UNIMPLEMENTED", "send one of identity, deflate, gzip"),
     ({b"grpc-encoding": b"gzip, gzip"}, "UNIMPLEMENTED", "send one of identity, deflate, gzip"),
-    ({b"grpc-timeout": b""}, "INVALID_ARGUMENT", "grpc-timeout"),
     ({b"grpc-timeout": b"5"}, "INVALID_ARGUMENT", "grpc-timeout"),
-    ({b"grpc-timeout": b"123456789S"}, "INVALID_ARGUMENT", "grpc-timeout"),
     ({b"grpc-timeout": b"0n"}, "DEADLINE_EXCEEDED", ""),
     ({b"x-much": b""}, "RESOURCE_EXHAUSTED", "the head is longer than 32768 bytes"),
 ]
@@ -189,12 +187,6 @@ def test_invalid_body_is_rejected_with_a_message(
     fields, found = wire.call(body, changes=changes)
     assert (fields[":status"], CODES[int(fields["grpc-status"])], found) == ("200", code, b"")
     assert named in fields["grpc-message"]
-
-
-def test_oversized_message_is_rejected_by_its_prefix(wire: WireClient) -> None:
-    fields, _ = wire.call(b"\0\x7f\xff\xff\xff", ends=False)
-    assert CODES[int(fields["grpc-status"])] == "RESOURCE_EXHAUSTED"
-    assert wire.read_frame()[:3] == (frames.RST_STREAM, 0, wire._next)
 
 
 @pytest.mark.parametrize(

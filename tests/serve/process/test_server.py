@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ import httpx
 import pytest
 
 from tests.quick import quick
+from tests.serve import certificates
 from tests.serve.load_clients import SECONDS, GrpcLoad, Load
 
 if TYPE_CHECKING:
@@ -122,12 +124,16 @@ def test_reported_twice_to_end_the_service_does_not_wait(
             slow.result()
 
 
-@pytest.mark.parametrize("keep_alive", quick([True], [True, False]))
+@pytest.mark.parametrize("connections", quick(["kept", "encrypted"], ["kept", "encrypted", "closed"]))
 def test_ended_under_load_no_accepted_request_is_lost(
-    start: Launcher, tricky_path: Path, picture: list[Any], keep_alive: bool
+    start: Launcher, tricky_path: Path, tmp_path: Path, picture: list[Any], connections: str
 ) -> None:
-    running = start(tricky_path)
-    load = Load(running.port, {"instances": [{"image": picture}]}, keep_alive=keep_alive)
+    pair = certificates.make(tmp_path, "localhost")
+    options = ["--tls-certificate", str(pair.certificate), "--tls-key", str(pair.key)]
+    context = ssl.create_default_context(cafile=str(pair.certificate))
+    tls = context if connections == "encrypted" else None
+    running = start(tricky_path, options=options if tls else [])
+    load = Load(running.port, {"instances": [{"image": picture}]}, keep_alive=connections != "closed", tls=tls)
     with load.running(clients=8):
         load.answers(200)
         running.signal(signal.SIGTERM)
@@ -189,13 +195,15 @@ def test_over_grpc_no_accepted_request_is_lost_by_a_successor_nor_by_the_end(
     start: Launcher, tricky_path: Path
 ) -> None:
     old = start(tricky_path)
-    load = GrpcLoad(old.grpc_port)
+    load = GrpcLoad(old.grpc_port, callers=4)
     with load.running(clients=4):
         load.answers(50)
         new = start(tricky_path, port=old.port, grpc_port=old.grpc_port, standby=True)
         pid = str(new.process.pid)
         new.signal(signal.SIGUSR1)
         new.wait_for("ready url=")
+        load.answers(50)
+        assert pid not in load.served_by, "a connection stays open until the server drains it"
         assert old.stop() == 0
         load.answers(50, by=pid)
         assert not load.refused.is_set()
@@ -203,10 +211,6 @@ def test_over_grpc_no_accepted_request_is_lost_by_a_successor_nor_by_the_end(
         assert load.refused.wait(SECONDS)
     assert load.failures == []
     assert new.process.wait(SECONDS) == 0
-
-
-def test_idle_service_ends_on_sigterm(start: Launcher, bundle_path: Path) -> None:
-    assert start(bundle_path).stop() == 0
 
 
 def test_a_standby_that_is_never_called_ends_without_having_served(start: Launcher, tricky_path: Path) -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 import numpy as np
@@ -55,50 +54,6 @@ def test_binary_data_is_chosen_per_output() -> None:
     request = parse(json.dumps(fields).encode(), None)
     assert request.outputs == [RequestedOutput("p", True), RequestedOutput("q", False)]
     assert request.binary
-
-
-@pytest.mark.parametrize(
-    ("size", "raw", "header", "sentence"),
-    [
-        (9, b"12345678", None, "inputs: x: binary_data_size 9 is not within the raw bytes sent"),
-        (-1, b"", None, "inputs: x: binary_data_size -1 is not within the raw bytes sent"),
-        (True, b"1", None, "inputs: x: binary_data_size True is not within the raw bytes sent"),
-        ("8", b"12345678", None, "inputs: x: binary_data_size '8' is not within the raw bytes sent"),
-        (8, b"123456789", None, "body: 1 raw bytes are not used by any input"),
-        (8, b"", "99999", "inference-header-content-length: '99999' is not a length within the body's"),
-        (8, b"", "-1", "inference-header-content-length: '-1' is not a length"),
-        (8, b"", "٣", "inference-header-content-length: '٣' is not a length"),
-        (8, b"", "9" * 5000, "inference-header-content-length: '9999"),
-    ],
-)
-def test_wrong_length_of_raw_data_is_rejected(size: Any, raw: bytes, header: str | None, sentence: str) -> None:
-    body, length = _with_raw({"inputs": [{**INPUT, "parameters": {"binary_data_size": size}}]}, raw)
-    with pytest.raises(InvalidPayload, match=re.escape(sentence)):
-        parse(body, header or length)
-
-
-@pytest.mark.parametrize(
-    ("fields", "sentence"),
-    [
-        ({}, "inputs: is missing"),
-        ({"inputs": {}}, "inputs: must be a list"),
-        ({"inputs": [1]}, "inputs.0: must be a JSON object"),
-        ({"inputs": [{**INPUT, "shape": [-1, 2], "data": []}]}, "inputs.0.shape: must hold integers from 0 on"),
-        ({"inputs": [{**INPUT, "shape": ["1"], "data": []}]}, "inputs.0.shape: must hold integers from 0 on"),
-        ({"inputs": [{**INPUT, "data": "abc"}]}, "inputs.0.data: must be a list"),
-        ({"inputs": [INPUT]}, "inputs.0.data: is missing"),
-        ({"inputs": [{**INPUT, "data": [], "dta": []}]}, 'inputs.0: unknown field "dta"'),
-        ({"inputs": [], "id": 5}, "id: must be a string"),
-        ({"inputs": [], "parameters": {"binary_data_output": "yes"}}, "binary_data_output must be true or false"),
-        (
-            {"inputs": [{**INPUT, "data": [1], "parameters": {"binary_data_size": 0}}]},
-            "inputs: x: has both data and binary_data_size",
-        ),
-    ],
-)
-def test_malformed_body_is_rejected_with_its_field(fields: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(InvalidPayload, match=sentence):
-        parse(json.dumps(fields).encode(), None)
 
 
 def _signature(*inputs: TensorSpec) -> Signature:

@@ -8,7 +8,7 @@ import pytest
 from pipeline.contract.signature import Cache, Generation, Limits, Runtime, Signature, TensorSpec
 from pipeline.system.errors import InvalidPayload
 from serve.errors import TooLarge
-from serve.protocol.validate import check_arrays, check_bytes, check_names, check_outputs, check_shape, check_shapes
+from serve.protocol.validate import check_arrays, check_bytes, check_names, check_shape, check_shapes
 
 LIMITS = Limits(max_batch_size=4, max_body_bytes=1000)
 IMAGE = TensorSpec(name="image", datatype="FP32", shape=("batch", 2))
@@ -33,30 +33,6 @@ def _signature(*inputs: TensorSpec) -> Signature:
 def test_wrong_input_names_are_rejected(names: list[str], sentence: str) -> None:
     with pytest.raises(InvalidPayload, match=re.escape(sentence)):
         check_names(names, [IMAGE, TEXT])
-
-
-@pytest.mark.parametrize(
-    ("names", "sentence"),
-    [(["nope"], "outputs: unknown output 'nope'"), (["image", "image"], "outputs: 'image' is requested 2 times")],
-)
-def test_wrong_output_names_are_rejected(names: list[str], sentence: str) -> None:
-    with pytest.raises(InvalidPayload, match=sentence):
-        check_outputs(names, [IMAGE])
-
-
-@pytest.mark.parametrize(
-    ("shape", "sentence"),
-    [
-        ((1,), r"image: shape \[1\] does not fit \[batch, 2\]"),
-        ((1, 2, 1), r"image: shape \[1, 2, 1\] does not fit"),
-        ((1, 3), r"image: shape \[1, 3\] does not fit"),
-        ((0, 2), "image: the batch is empty"),
-        ((5, 2), "image: a batch of 5 exceeds the limit of 4"),
-    ],
-)
-def test_wrong_shape_is_rejected(shape: tuple[int, ...], sentence: str) -> None:
-    with pytest.raises(InvalidPayload, match=sentence):
-        check_shape(shape, IMAGE, LIMITS)
 
 
 def test_largest_batch_is_accepted() -> None:

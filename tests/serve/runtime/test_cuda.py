@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,17 +27,6 @@ NO_CUDA = cuda_problem(onnxruntime.get_available_providers())
 
 def test_onnxruntime_without_cuda_is_the_reported_reason() -> None:
     assert "onnxruntime-gpu has" in cuda_problem([CPU])
-
-
-@pytest.mark.skipif(not NO_CUDA, reason="CUDA works here")
-def test_fallback_is_logged_and_readable(
-    bundle: Bundle, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with caplog.at_level(logging.WARNING, logger="serve"):
-        session = Session(bundle, "auto", 1)
-    assert (session.provider, session.fallback) == (CPU, NO_CUDA)
-    assert NO_CUDA in caplog.text
-    assert capfd.readouterr().out == ""  # ONNX Runtime got no request for a provider it does not have
 
 
 @pytest.mark.gpu
