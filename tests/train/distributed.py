@@ -8,6 +8,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -55,13 +56,16 @@ class Wave:
         return {"closeness": -(outputs - batch["target"]).abs()[:, 0]}
 
 
-def trainer(group: ProcessGroup, task: Any = None, order: BatchOrder | None = None, **train: Any) -> Trainer:
-    """Of 8 epochs with 10 steps each, unless given otherwise."""
+def trainer(
+    group: ProcessGroup, task: Any = None, order: BatchOrder | None = None, build: Any = None, **train: Any
+) -> Trainer:
+    """Of 8 epochs with 10 steps each, unless given otherwise; `build` makes the model in place of the task."""
     task, words = task or Wave(), {"epochs": 8, "batch_size": 15, "lr": 0.02, "device": "cpu", **train}
     config = parse_config({"name": "x", "task": "t.py:T", "codec": "c.py:C", "train": words}, source="test")
+    group = replace(group, model_size=config.train.tensor_parallel * config.train.pipeline_parallel)
     splits = Samples("train", task.data("train")), Samples("validation", task.data("validation"))
     kind = ParameterServerTrainer if config.train.strategy == "parameter_server" and group.size > 1 else Trainer
-    return kind(task, config, group, *splits, words["batch_size"], order=order)
+    return kind(task, config, group, *splits, words["batch_size"], build, order)
 
 
 def trained(group: ProcessGroup, directory: Path, **train: Any) -> tuple[Trainer, Progress]:

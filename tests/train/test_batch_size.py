@@ -35,13 +35,6 @@ from .conftest import Project, equal, failure, journal, weights
 from .device.test_memory import ConvNet, Perceptron, peak_bytes
 from .distributed import run_distributed
 
-LOSS = "    def loss(self, outputs, batch):\n"
-# The second process has no memory for more than eight samples.
-POOR = """        import os
-        if os.environ.get("RANK") == "1" and len(batch["x"]) > 8:
-            raise torch.OutOfMemoryError("no room")
-"""
-
 
 def timed(*speeds: float) -> list[Timing]:
     return [Timing(8 << i, speed) for i, speed in enumerate(speeds)]
@@ -113,16 +106,6 @@ def test_measuring_leaves_weights_unchanged_and_resume_keeps_the_choice(project:
     shutil.rmtree(run.partial("train") / "checkpoints")
     assert project.train(run).returncode == 0
     assert journal(run)[0]["batch_size"] == other
-
-
-def test_what_does_not_fit_one_process_fits_none(project: Project) -> None:
-    project.replace('{"train": 37,', '{"train": 120,')
-    project.replace(LOSS, LOSS + POOR)
-    run = project.run(batch_size="auto", epochs=1)
-    done = project.train(run, processes=2)
-    assert done.returncode == 0, done.stderr
-    found = choice(run)
-    assert ([entry["batch_size"] for entry in found["timed"]], found["limit"]) == ([4, 8, 16], "memory")
 
 
 def test_too_little_memory_for_any_batch_is_an_error(project: Project) -> None:

@@ -18,7 +18,7 @@ from pipeline.system.processes import Rank
 from train.data import BatchLoader, LoadRequest, fits_on_gpu
 from train.process_group import ProcessGroup
 
-from .conftest import Project, equal, failure, weights
+from .conftest import Project, failure
 
 CPU = ProcessGroup(Rank(), torch.device("cpu"))
 
@@ -165,21 +165,6 @@ def test_workers_end_when_the_training_process_is_killed() -> None:
         spy.kill()
     _, alive = psutil.wait_procs(workers, timeout=300)
     assert [process for process in alive if process.status() != psutil.STATUS_ZOMBIE] == []
-
-
-def test_workers_do_not_change_the_trained_weights(drawn: Project) -> None:
-    one, two = drawn.run("one", accumulate=2), drawn.run("two", accumulate=2, workers=2)
-    for run in (one, two):
-        done = drawn.train(run, processes=2)
-        assert done.returncode == 0, done.stderr
-    assert equal(weights(one), weights(two))
-
-
-def test_a_sample_that_cannot_be_loaded_stops_the_run_with_its_line(drawn: Project) -> None:
-    in_worker(drawn, "raise ValueError('torn')")
-    run = drawn.run(workers=1)
-    assert drawn.train(run).returncode != 0
-    assert str(failure(run)).startswith("ValueError: torn (task.py, line")
 
 
 def test_a_worker_that_is_killed_is_named_as_such(drawn: Project) -> None:

@@ -5,18 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
 from torch import Tensor
 
-from pipeline.verify import ledger_verification
 from tests.train.distributed import resumed, run_distributed, trained, weights
 from train.process_group import ProcessGroup
 from train.state import Progress
 
 from .conftest import Project, equal
 from .conftest import weights as model_of
-from .parallel.conftest import assert_close, losses
-from .parallel.conftest import resumed as resumed_run
+from .parallel.conftest import losses
 from .parallel.conftest import trained as trained_run
 
 WORDS: dict[str, Any] = {"elastic_shards": 4, "epochs": 3, "batch_size": 30, "checkpoint_every": 3}  # 15 steps
@@ -40,17 +37,6 @@ def run_alone(group: ProcessGroup, directory: Path) -> Ended:
 def continue_run(group: ProcessGroup, directory: Path, after: int) -> Ended:
     made, progress = resumed(group, directory, after, **WORDS)
     return weights(made), progress
-
-
-@pytest.mark.long  # test_ledger.py has killed processes, too
-def test_changing_processes_keeps_samples_and_losses(project: Project) -> None:
-    whole = trained_run(project, "whole", 2, checkpoint_every=4, keep_checkpoints=99)
-    then = resumed_run(project, whole, "then", after=4, processes=3, checkpoint_every=4, keep_checkpoints=99)
-    last = resumed_run(project, then, "last", after=8, processes=1)
-    assert_close(last, whole)
-    assert len(losses(last)) == 15
-    proof = ledger_verification(last)
-    assert (proof.fault, proof.lost, proof.repeated, proof.processes) == ("", 0, 0, (1, 3))
 
 
 def test_elastic_train_step_has_the_bits_of_three_processes(project: Project) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -65,7 +64,6 @@ class Chunked(Text):
 
 
 def losses(group: ProcessGroup, task: type[Text], settings: dict[str, Any]) -> list[float]:
-    group = replace(group, model_size=settings.get("tensor_parallel", 1) * settings.get("pipeline_parallel", 1))
     made = trainer(group, task(), **{"batch_size": 8, "lr": 0.01, **settings})
     for step in range(10):
         made._step(step)

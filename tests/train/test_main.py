@@ -1,11 +1,8 @@
-"""Processes that are all killed between two checkpoints go on from what is left in memory."""
+"""Splits that must be the same in every process, and the line for people at the end of training."""
 
 from __future__ import annotations
 
-import json
-import re
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,15 +11,11 @@ import pytest
 import torch
 
 from pipeline.contract.data import Samples
-from pipeline.contract.run import Run
 from pipeline.system.files import write_json
 from train.__main__ import _longest_first, describe_samples, describe_summary, first_disagreement
 from train.batch_order import write_order
-from train.ledger import read_lines
 
-from ..fork_server import ForkedProcess
-from .conftest import Project, equal, failure, journal, weights
-from .launching import finish, task_of
+from .conftest import Project, failure
 
 
 class Items:
@@ -95,86 +88,6 @@ def test_a_split_smaller_than_the_world_is_refused(project: Project) -> None:
     run = project.run()
     assert project.train(run, processes=2).returncode != 0
     assert "data('validation'): 1 samples for 2 processes; to fix it, lower train.processes" in str(failure(run))
-
-
-IN_LOSS = "    def loss(self, outputs, batch):\n"
-# No process gets far beyond the step at which all are killed, however late the test sees it.
-SLOW = """\
-        import pathlib, time
-        time.sleep(0.01)
-        while any(there in pathlib.Path(path).read_text() for path, there in read_holds()):
-            time.sleep(0.01)
-"""
-HOLDS = """
-def read_holds():
-    import json, pathlib
-    hold = pathlib.Path("hold.json")
-    return [json.loads(hold.read_text())] if hold.exists() else []
-"""
-WORDS: dict[str, Any] = {"batch_size": 3, "checkpoint_every": 5, "epochs": 4}  # of 13 steps
-
-
-@pytest.fixture
-def slow(project: Project) -> Project:
-    project.replace(IN_LOSS, IN_LOSS + SLOW)
-    project.replace("class Tiny:", HOLDS + "\n\nclass Tiny:")
-    return project
-
-
-def start_both(project: Project, run: Run) -> list[ForkedProcess]:
-    return [task_of(project, run, rank) for rank in (0, 1)]
-
-
-def killed_after(project: Project, run: Run, step: int, checkpoint: int) -> int:
-    """The step they had come to, about; the checkpoint is one that was complete by then."""
-    journaled, hold = run.partial("train") / "metrics.jsonl", project.root / "hold.json"
-    journaled.parent.mkdir(parents=True, exist_ok=True)
-    journaled.touch()
-    hold.write_text(json.dumps([str(journaled), f'"step": {step},']))
-    processes = start_both(project, run)
-    wait_until(lambda: f'"step": {step},' in journaled.read_text())
-    wait_until((run.partial("train") / "checkpoints" / f"step-{checkpoint:08d}").exists)
-    for process in processes:
-        process.kill()
-    for process in processes:
-        process.communicate(timeout=300)
-    hold.unlink()
-    return int(journal(run)[-1]["step"])
-
-
-def wait_until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 300
-    while not true():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-
-
-def resumed_from(output: str) -> int:
-    found = re.search(r"resumed from the checkpoint of step (\d+) of 52", output)
-    assert found is not None, output
-    return int(found[1])
-
-
-@pytest.mark.long
-def test_a_kill_costs_at_most_the_steps_since_the_checkpoint(slow: Project) -> None:
-    run, whole = (slow.run(name, **WORDS) for name in ("killed", "whole"))
-    came_to = killed_after(slow, run, 12, checkpoint=5)
-    step = resumed_from(finish_both(slow, run))
-    assert step % 5 == 0
-    assert came_to - step <= 2 * 5, "the newest may have been under way"
-    finish_both(slow, whole)
-    assert equal(weights(run), weights(whole)), "the same bits as without kills"
-    lines = read_lines(run.partial("train") / "ledger.jsonl")
-    assert [line.step for line in lines] == list(range(1, 53))
-    assert [line.digest for line in lines] == [
-        line.digest for line in read_lines(whole.partial("train") / "ledger.jsonl")
-    ]
-
-
-def finish_both(project: Project, run: Run) -> str:
-    processes = start_both(project, run)
-    finish(*processes)
-    return (project.root / f"{run.id}-0.txt").read_text()
 
 
 SUMMARY = {"steps": 40, "batch_size": 8, "samples_per_second": 1234.5, "best_step": 30}

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -174,14 +173,6 @@ def test_it_rises_in_equal_steps_to_the_peak_and_never_starts_at_zero() -> None:
     assert rates(100, 0.04)[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
 
 
-def test_the_cosine_only_falls_after_the_warm_up_and_ends_near_zero() -> None:
-    falling = rates(100, 0.1)[10:]
-    assert falling == sorted(falling, reverse=True)
-    assert falling[0] == 2.0
-    assert 0 < falling[-1] < 0.01
-    assert falling[45] == pytest.approx(1.0)
-
-
 def test_a_constant_rate_stays_at_the_peak() -> None:
     assert set(rates(100, 0.1, "constant")[9:]) == {2.0}
 
@@ -215,20 +206,6 @@ def test_seed_step_and_rank_each_draw_something_else() -> None:
         assert len(set(generator)) == len(found)
 
 
-def test_schedules_fall_to_the_floor_at_their_end() -> None:
-    for kind in ("cosine", "linear", "wsd"):
-        values = rates(100, 0.1, kind, min_lr_ratio=0.1)
-        assert values[9] == values[10] == 2.0
-        assert 0.2 < values[-1] < 0.3 and values[10:] == sorted(values[10:], reverse=True)
-    assert rates(100, 0.1, "linear")[55] == pytest.approx(1.0)
-
-
-def test_wsd_is_constant_until_its_decay() -> None:
-    values = rates(100, 0.1, "wsd", decay_ratio=0.3)
-    assert set(values[10:71]) == {2.0}
-    assert values[85] == pytest.approx(1.0)
-
-
 @pytest.mark.parametrize(
     ("kind", "name", "options"),
     [
@@ -236,6 +213,7 @@ def test_wsd_is_constant_until_its_decay() -> None:
         ("linear", "get_linear_schedule_with_warmup", {}),
         ("cosine", "get_cosine_with_min_lr_schedule_with_warmup", {"min_lr_rate": 0.1}),
         ("wsd", "get_wsd_schedule", {"num_decay_steps": 20, "decay_type": "linear", "min_lr_ratio": 0.1}),
+        ("wsd", "get_wsd_schedule", {"num_decay_steps": 30, "decay_type": "linear"}),
     ],
 )
 def test_schedules_are_those_of_transformers(kind: str, name: str, options: dict[str, Any]) -> None:
@@ -250,7 +228,8 @@ def test_schedules_are_those_of_transformers(kind: str, name: str, options: dict
         optimizer.step()
         scheduler.step()
     floor = options.get("min_lr_rate", options.get("min_lr_ratio", 0.0))
-    assert rates(100, 0.1, kind, min_lr_ratio=floor)[10:] == pytest.approx(expected[10:])
+    decay = {"decay_ratio": options["num_decay_steps"] / 100} if kind == "wsd" else {}
+    assert rates(100, 0.1, kind, min_lr_ratio=floor, **decay)[9:] == pytest.approx([2.0, *expected[10:]])
 
 
 def test_muon_updates_hidden_matrices_and_adamw_the_rest() -> None:
@@ -346,9 +325,8 @@ CASES: dict[str, dict[str, Any]] = {
 
 def train_in_two(group: ProcessGroup, folder: Path) -> None:
     for name, settings in CASES.items():
-        sized = replace(group, model_size=settings.get("pipeline_parallel", 1))
         words = {"epochs": 1, "batch_size": 9, "checkpoint_every": 2, "clip_norm": 0, **settings}
-        trained(sized, folder / name, **{"task": Tiny(), **words})
+        trained(group, folder / name, **{"task": Tiny(), **words})
         if name == "own fsdp":
             shutil.copytree(folder / name, folder / name / str(group.rank.rank))
             resumed(group, folder / name, 2, **words)

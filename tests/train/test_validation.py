@@ -131,10 +131,15 @@ class Echo:
         return {"square": outputs[:, 0] ** 2}
 
 
-def run(values: list[float], size: int, task: Any = None, model: nn.Module | None = None) -> dict[str, float]:
+def run(
+    values: list[float],
+    size: int,
+    task: Any = None,
+    model: nn.Module | None = None,
+    group: ProcessGroup = ProcessGroup(Rank(), CPU),  # noqa: B008  # frozen
+) -> dict[str, float]:
     samples = Samples("validation", {"x": torch.tensor(values)[:, None]})
     task = task or Echo()
-    group = ProcessGroup(Rank(), CPU)
     strategy = Strategy(model or nn.Identity(), Objective(task, Precision("fp32", CPU)), group, Train())
     return validate(task, strategy, samples, group, size)
 
@@ -145,6 +150,18 @@ def test_validation_mean_is_over_samples(size: int) -> None:
         "loss": pytest.approx(7.0),
         "square": pytest.approx(875 / 7),
     }
+
+
+def test_every_batch_of_validation_is_progress_for_the_watchdog() -> None:
+    group, positions = ProcessGroup(Rank(), CPU), list[object]()
+
+    class Watched(Echo):
+        def loss(self, outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+            positions.append(group.heartbeat.position)
+            return super().loss(outputs, batch)
+
+    run([1.0] * 6, 2, task=Watched(), group=group)
+    assert len(set(map(id, positions))) == 3
 
 
 def test_validation_uses_eval_mode_and_restores_train_mode() -> None:

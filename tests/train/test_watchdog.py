@@ -29,7 +29,7 @@ from train.watchdog import HangReports, Watchdog, run_watchdog
 
 from ..fork_server import ForkedProcess
 from .conftest import Project, failure, journal
-from .launching import finish, start, task_of
+from .launching import start, task_of
 
 HUNG = ProcessReport(
     1, "b", 42, 0.0, 9, 4, "data", Activity.USER_CODE, "task.py, line 7, data", 30.04, "", "its stacks\n"
@@ -150,19 +150,6 @@ def test_a_process_that_hangs_in_validation_is_named(project: Project) -> None:
         end(processes)
     assert str(failure(run)).startswith("rank 0 on ")
     assert "from step 5, validation (task.py, line" in str(failure(run))
-
-
-@pytest.mark.long  # half a minute; test_progress_within_a_phase_is_not_a_hang has the rule
-def test_slow_progress_is_not_a_hang(project: Project) -> None:
-    """The second process is slow at every batch of validation: together they take longer than the timeout."""
-    slow = (
-        'if __import__("os").environ["SLURM_PROCID"] == "1" and not torch.is_grad_enabled(): '
-        "import time; time.sleep(11)"
-    )
-    project.replace(IN_LOSS, f"{IN_LOSS}        {slow}\n")
-    run = project.run(timeout_seconds=20, epochs=1, batch_size=3)  # two batches of its 6 samples
-    finish(*start_both(project, run))
-    assert list((run.path / "logs" / "positions").iterdir()) == []
 
 
 def test_a_process_alone_waits_for_no_one(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from .conftest import flip, names, save, state, store
 def trained(optimizer_name: str, steps: int = 3) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    model.register_parameter("unused", nn.Parameter(torch.ones(2, 2)))  # has no gradient
     optimizer = make_optimizer(model, Train.model_validate({"optimizer": optimizer_name, "weight_decay": 0.1}))
     for _ in range(steps):
         step(model, optimizer)

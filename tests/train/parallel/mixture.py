@@ -111,10 +111,8 @@ def resumed_in(group: ProcessGroup, directory: Path, **settings: Any) -> Tensor 
 
 
 def _prepare(group: ProcessGroup, directory: Path, step: int, settings: dict[str, Any]) -> tuple[Trainer, Progress]:
-    model_size = settings.get("tensor_parallel", 1) * settings.get("pipeline_parallel", 1)
-    split_group = ProcessGroup(group.rank, group.device, model_size)
     settings = {**SETTINGS, **settings}
-    fresh = trainer(split_group, Language(settings.pop("kind", "DeepseekV3")), **settings)
+    fresh = trainer(group, Language(settings.pop("kind", "DeepseekV3")), **settings)
     if not step:
         return fresh, Progress()
     saved = store(directory, group).load(step)

@@ -10,8 +10,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from pipeline.contract.config import parse_config
-from pipeline.contract.data import Samples
 from pipeline.contract.pretrained import open_pretrained
 from train.optim import seed_step
 from train.parallel.base import local_shard
@@ -20,6 +18,7 @@ from train.process_group import ProcessGroup
 from train.state import Progress
 from train.trainer import Trainer
 
+from ..distributed import trainer
 from .mixture import SETTINGS, Language, single, store
 
 
@@ -49,17 +48,13 @@ def _begin(group: ProcessGroup, folder: Path, settings: dict[str, object]) -> Pr
         built.append(load_from_files(partial(_build, folder / "official"), official, (), partial(seed_step, 0, -1, 0)))
         return built[0]
 
-    task = Language("")
-    values = {"name": "x", "task": "t.py:T", "codec": "c.py:C", "train": {**SETTINGS, "device": "cpu", **settings}}
-    splits = [Samples(name, task.data(name)) for name in ("train", "validation")]
-    config = parse_config(values, source="test")
-    trainer = Trainer(task, config, group, splits[0], splits[1], 7, build)  # type: ignore[arg-type]
-    initial, bytes_read = _whole(trainer), built[0].materializer.bytes_read
-    parameter_bytes = sum(local_shard(p).numel() * p.element_size() for p in trainer.strategy.model.parameters())
+    made = trainer(group, Language(""), build=build, **{**SETTINGS, **settings})
+    initial, bytes_read = _whole(made), built[0].materializer.bytes_read
+    parameter_bytes = sum(local_shard(p).numel() * p.element_size() for p in made.strategy.model.parameters())
     # The single process of each rank has its own folder.
     place = folder / "-".join(["checkpoints", *settings, *([] if settings else [str(dist.get_rank())])])
-    trainer.fit(Progress(), store(place, group), None)
-    return PretrainedRun(initial, _whole(trainer), bytes_read, parameter_bytes)
+    made.fit(Progress(), store(place, group), None)
+    return PretrainedRun(initial, _whole(made), bytes_read, parameter_bytes)
 
 
 def _build(folder: Path) -> nn.Module:
@@ -69,6 +64,6 @@ def _build(folder: Path) -> nn.Module:
     return model
 
 
-def _whole(trainer: Trainer) -> dict[str, Tensor]:
-    state = trainer.strategy.model.state_dict()
+def _whole(trained: Trainer) -> dict[str, Tensor]:
+    state = trained.strategy.model.state_dict()
     return {name: (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone() for name, t in state.items()}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import random
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +78,9 @@ def train_all(group: ProcessGroup, folder: Path) -> dict[str, set[str]]:
     """Return for each strategy the weights that training changed on this process."""
     results: dict[str, set[str]] = {}
     for name, settings in STRATEGIES.items():
-        is_split = name in ("tensor_parallel", "pipeline_parallel")
-        own_group = replace(group, model_size=2) if is_split else group
-        made = trainer(own_group, PooledWave(), epochs=1, **settings)
+        made = trainer(group, PooledWave(), epochs=1, **settings)
         before = {key: local_shard(value).clone() for key, value in made.strategy.weights().items()}
-        made.fit(Progress(), CheckpointStore(folder / name, 99, {}, own_group), None)
+        made.fit(Progress(), CheckpointStore(folder / name, 99, {}, group), None)
         after = made.strategy.weights()
         results[name] = {key for key, value in before.items() if not torch.equal(local_shard(after[key]), value)}
     return results

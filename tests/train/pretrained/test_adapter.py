@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from pipeline.contract.config import parse_config
-from pipeline.contract.data import Samples
 from pipeline.contract.pretrained import open_pretrained
 from pipeline.contract.settings.stages import Model
 from pipeline.system.errors import ConfigError
@@ -26,7 +25,7 @@ from train.process_group import ProcessGroup
 from train.state import Progress
 from train.trainer import Trainer
 
-from ..distributed import run_distributed
+from ..distributed import run_distributed, trainer
 from .official import write_official
 from .test_architectures import Labelling, ids
 
@@ -58,16 +57,11 @@ def fit(group: ProcessGroup, folder: Path, adapter: Model, **settings: Any) -> t
         allow = ("score.*", "lm_head.weight")
         return load_from_files(make, open_pretrained(folder), allow, partial(seed_step, 0, -1, 0), adapter=True)
 
-    values = {"epochs": 3, "batch_size": 8, "lr": 0.2, "optimizer": "sgd", "device": "cpu", **settings}
-    config = parse_config({"name": "x", "task": "t.py:T", "codec": "c.py:C", "train": values}, source="test")
-    group = ProcessGroup(group.rank, group.device, config.train.tensor_parallel * config.train.pipeline_parallel)
-    task = Task()
-    train, validation = (Samples(split, task.data(split)) for split in ("train", "validation"))
-    trainer = Trainer(task, config, group, train, validation, 8, build)  # type: ignore[arg-type]
+    made = trainer(group, Task(), build=build, epochs=3, batch_size=8, lr=0.2, optimizer="sgd", **settings)
     name = "-".join(map(str, (adapter.adapter, group.size, *settings.values())))
     store = CheckpointStore(folder / name, 1, {}, group)
-    progress = trainer.fit(Progress(), store, None)
-    return trainer, make, dict(store.load(progress.step).read_all("weights."))
+    progress = made.fit(Progress(), store, None)
+    return made, make, dict(store.load(progress.step).read_all("weights."))
 
 
 @pytest.fixture(scope="module", params=["qwen2", "deepseek_v3"])
@@ -78,8 +72,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_peft_reads_the_adapter_and_merges_it_to_the_same_bits(folder: Path, tmp_path: Path, kind: Any) -> None:
     settings = Model(pretrained=str(folder), adapter=kind, rank=2, alpha=4)
-    trainer, make, weights = fit(SINGLE, folder, settings)
-    trained = {name for name, parameter in trainer.strategy.model.named_parameters() if parameter.requires_grad}
+    made, make, weights = fit(SINGLE, folder, settings)
+    trained = {name for name, parameter in made.strategy.model.named_parameters() if parameter.requires_grad}
     assert trained
     assert all(".lora_" in name or name == "score.weight" for name in trained)
     merged = merge_adapter(make, weights, settings, tmp_path)
@@ -89,7 +83,7 @@ def test_peft_reads_the_adapter_and_merges_it_to_the_same_bits(folder: Path, tmp
     before = {name: tensor.clone() for name, tensor in base.state_dict().items()}
     with_adapter: Any = PeftModel.from_pretrained(base, str(tmp_path)).eval()
     with torch.no_grad():
-        assert torch.equal(with_adapter(ids()).logits, trainer.strategy.model.eval()(ids()).logits)
+        assert torch.equal(with_adapter(ids()).logits, made.strategy.model.eval()(ids()).logits)
     expected = with_adapter.merge_and_unload(safe_merge=True).state_dict()
     assert expected.keys() == merged.keys()
     assert all(torch.equal(merged[name], tensor) for name, tensor in expected.items())

@@ -14,8 +14,6 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from pipeline.contract.config import parse_config
-from pipeline.contract.data import Samples
 from pipeline.contract.pretrained import open_pretrained
 from pipeline.contract.task import load_weights, save_weights
 from pipeline.system.errors import DataError
@@ -25,8 +23,8 @@ from train.optim import seed_step
 from train.pretrained.load import PretrainedModel, load_from_files
 from train.process_group import ProcessGroup
 from train.state import Progress
-from train.trainer import Trainer
 
+from ..distributed import trainer
 from .folders import BLOCK, EIGHT_BITS, quantize, write_folder
 from .official import CONFIGS, write_official
 
@@ -110,24 +108,21 @@ def test_adapted_model_is_trained_saved_and_loaded(folder: Path, tmp_path: Path)
         built.append(load_from_files(partial(Labels, folder), found, allow, SEEDED))
         return built[0]
 
-    task, group = Labelling(), ProcessGroup(Rank(), CPU)
-    settings = {"epochs": 1, "batch_size": 8, "lr": 0.01, "device": "cpu"}
-    config = parse_config({"name": "x", "task": "t.py:T", "codec": "c.py:C", "train": settings}, source="test")
-    train, validation = (Samples(split, task.data(split)) for split in ("train", "validation"))
-    trainer = Trainer(task, config, group, train, validation, 8, build)  # type: ignore[arg-type]
+    group = ProcessGroup(Rank(), CPU)
+    made = trainer(group, Labelling(), build=build, epochs=1, batch_size=8, lr=0.01)
     body = AutoModel.from_pretrained(folder)
-    initial = {name: tensor.clone() for name, tensor in trainer.strategy.model.state_dict().items()}
+    initial = {name: tensor.clone() for name, tensor in made.strategy.model.state_dict().items()}
     for name, tensor in body.state_dict().items():
         assert torch.equal(initial[f"body.{name}"], tensor), name
-    trainer.fit(Progress(), CheckpointStore(tmp_path / "checkpoints", 1, {}, group), None)
-    trained = trainer.strategy.model.state_dict()
+    made.fit(Progress(), CheckpointStore(tmp_path / "checkpoints", 1, {}, group), None)
+    trained = made.strategy.model.state_dict()
     changed = {name for name, tensor in trained.items() if not torch.equal(tensor, initial[name])}
     balanced = {name for name in trained if name.endswith("e_score_correction_bias")}  # by training, without a gradient
-    assert changed == {name for name, _ in trainer.strategy.model.named_parameters()} | balanced
+    assert changed == {name for name, _ in made.strategy.model.named_parameters()} | balanced
     save_weights(trained, tmp_path / "model.safetensors")
     again = load_weights(Labels(folder), tmp_path / "model.safetensors")
     with torch.no_grad():
-        assert torch.equal(again(ids()), trainer.strategy.model.eval()(ids()))
+        assert torch.equal(again(ids()), made.strategy.model.eval()(ids()))
 
 
 def test_new_head_depends_on_the_seed_alone(tmp_path: Path) -> None:
@@ -209,3 +204,26 @@ def test_classification_head_of_transformers_is_allowed(tmp_path: Path) -> None:
     ours = load(make, folder, "score.weight", "lm_head.weight")
     assert ours.get_parameter("score.weight").shape == (5, 16)
     assert torch.equal(ours.get_parameter("model.norm.weight"), AutoModel.from_pretrained(folder).norm.weight)
+
+
+@pytest.mark.long
+def test_peft_adapters_load_weights_by_their_original_names(tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    folder = write_official(tmp_path / "qwen2", "qwen2")
+
+    def make(folder: Path) -> nn.Module:
+        settings = {"target_modules": ["q_proj", "down_proj"], "modules_to_save": ["score"], "lora_dropout": 0.1}
+        results: nn.Module = get_peft_model(Labels(folder), LoraConfig(r=2, **settings))
+        return results
+
+    adapted, plain = load(make, folder, "*lora_*", "*score*"), load(Labels, folder, "score.*")
+    body = "base_model.model.body"
+    with torch.no_grad():
+        assert torch.equal(
+            adapted.get_submodule(body)(ids()).last_hidden_state, plain.get_submodule("body")(ids()).last_hidden_state
+        )
+    trained = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    assert trained
+    assert all("lora_" in name or "modules_to_save" in name for name in trained)
+    assert float(adapted.get_parameter(f"{body}.layers.0.self_attn.q_proj.lora_A.default.weight").detach().std()) > 0

@@ -14,7 +14,6 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from pipeline.contract.config import parse_config
-from pipeline.contract.data import Samples
 from pipeline.contract.pretrained import open_pretrained
 from pipeline.contract.settings.stages import Model
 from pipeline.system.errors import ConfigError, ResourceError
@@ -28,7 +27,7 @@ from train.process_group import ProcessGroup
 from train.state import Progress
 from train.trainer import Trainer
 
-from ..distributed import run_distributed
+from ..distributed import run_distributed, trainer
 from .official import write_official
 from .test_architectures import ids
 
@@ -64,16 +63,13 @@ def read(folder: Path) -> Any:
     return load_from_files(partial(make, folder), open_pretrained(folder), (), seed, adapter=True)
 
 
-def trainer(group: ProcessGroup, create_model: Any) -> Trainer:
-    values = {"epochs": 3, "batch_size": 4, "lr": 0.05, "device": "cpu", "checkpoint_every": 1, "keep_checkpoints": 99}
-    config = parse_config({"name": "x", "task": "t.py:T", "codec": "c.py:C", "train": values}, source="test")
-    task: Any = Words()
-    train, validation = (Samples(split, task.data(split)) for split in ("train", "validation"))
-    return Trainer(task, config, group, train, validation, 4, partial(create_rounded, create_model, group.device))
+def rounded_trainer(group: ProcessGroup, create_model: Any) -> Trainer:
+    words: dict[str, Any] = {"epochs": 3, "batch_size": 4, "lr": 0.05, "checkpoint_every": 1, "keep_checkpoints": 99}
+    return trainer(group, Words(), build=partial(create_rounded, create_model, group.device), **words)
 
 
 def fit(group: ProcessGroup, folder: Path, output: Path) -> Trainer:
-    made = trainer(group, partial(read, folder))
+    made = rounded_trainer(group, partial(read, folder))
     made.fit(Progress(), CheckpointStore(output, 99, {}, group), None)
     return made
 
@@ -152,7 +148,7 @@ def test_frozen_layers_take_a_fifth_of_their_memory(whole: tuple[Trainer, Path])
 def test_training_resumes_bit_for_bit_without_the_official_files(folder: Path, whole: tuple[Trainer, Path]) -> None:
     made, output = whole
     store = CheckpointStore(output, 99, {})
-    resumed = trainer(SINGLE, partial(load_placeholder, partial(make, folder)))
+    resumed = rounded_trainer(SINGLE, partial(load_placeholder, partial(make, folder)))
     saved = store.load(2)
     resumed.restore(saved)
     resumed.fit(saved.progress, CheckpointStore(output / "resumed", 99, {}), None)

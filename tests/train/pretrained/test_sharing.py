@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from pipeline.contract.config import parse_config
-from pipeline.contract.data import Samples
 from pipeline.contract.pretrained import open_pretrained
 from pipeline.system.processes import Rank
 from train.checkpoint.store import CheckpointStore
@@ -23,9 +21,8 @@ from train.parallel.placeholder import Placeholder
 from train.pretrained.load import PretrainedModel, load_from_files
 from train.process_group import ProcessGroup
 from train.state import Progress
-from train.trainer import Trainer
 
-from ..distributed import Wave, run_distributed
+from ..distributed import Wave, run_distributed, trainer
 from .folders import Tower, tower_state, write_folder
 
 
@@ -63,21 +60,12 @@ def train(group: ProcessGroup, folder: Path, settings: dict[str, Any]) -> Result
         built.append(load_from_files(Tower, pretrained, ("extra.*",), partial(seed_step, 0, -1, 0)))
         return built[0]
 
-    trainer = make_trainer(group, settings, build)
-    initial = own_weights(trainer.strategy.model)
-    parameter_bytes = sum(local_shard(p).numel() * p.element_size() for p in trainer.strategy.model.parameters())
+    made = trainer(group, PretrainedTask(), build=build, epochs=1, batch_size=50, **settings)
+    initial = own_weights(made.strategy.model)
+    parameter_bytes = sum(local_shard(p).numel() * p.element_size() for p in made.strategy.model.parameters())
     bytes_read = built[0].materializer.bytes_read
-    trainer.fit(Progress(), CheckpointStore(folder / "-".join(["checkpoints", *settings]), 1, {}, group), None)
-    return Result(initial, own_weights(trainer.strategy.model), bytes_read, parameter_bytes)
-
-
-def make_trainer(group: ProcessGroup, settings: dict[str, Any], build: Any) -> Trainer:
-    values = {"epochs": 1, "batch_size": 50, "lr": 0.02, "device": "cpu", **settings}
-    config = parse_config({"name": "x", "task": "t.py:T", "codec": "c.py:C", "train": values}, source="test")
-    model_size = config.train.tensor_parallel * config.train.pipeline_parallel
-    group = ProcessGroup(group.rank, group.device, model_size)
-    training, validation = (Samples(split, PretrainedTask().data(split)) for split in ("train", "validation"))
-    return Trainer(PretrainedTask(), config, group, training, validation, 50, build)  # type: ignore[arg-type]
+    made.fit(Progress(), CheckpointStore(folder / "-".join(["checkpoints", *settings]), 1, {}, group), None)
+    return Result(initial, own_weights(made.strategy.model), bytes_read, parameter_bytes)
 
 
 def own_weights(model: nn.Module) -> dict[str, Tensor]:
