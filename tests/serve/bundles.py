@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from pipeline.system.files import digest_file, write_json
 
 TOO_BRIGHT = 100  # a value from which on the model itself fails
 LIMITS = Limits(max_batch_size=16, max_body_bytes=100_000)
+CPU = Runtime(provider="cpu", threads=1)
 
 # Waits for a file or fails when the instance requests it, so that a test decides when and where.
 TRICKY = """
@@ -42,11 +43,11 @@ class TrickyCodec:
 """
 
 
-def _model(path: Path, seed: int) -> None:
+def _graph(seed: int) -> onnx.GraphProto:
     """logits = flatten(image) @ weight, with weights that are hard to guess; fails on a value beyond TOO_BRIGHT."""
     weight = np.random.default_rng(seed).normal(size=(64, 10)).astype(np.float32)
     zeros = np.zeros(TOO_BRIGHT, np.float32)
-    graph = helper.make_graph(
+    return helper.make_graph(
         [
             helper.make_node("Flatten", ["image"], ["flat"]),
             helper.make_node("MatMul", ["flat", "weight"], ["product"]),
@@ -60,24 +61,22 @@ def _model(path: Path, seed: int) -> None:
         [helper.make_tensor_value_info("logits", TensorProto.FLOAT, ["batch", 10])],
         [numpy_helper.from_array(weight, "weight"), numpy_helper.from_array(zeros, "zeros")],
     )
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path)
 
 
-def _signature(codec: str) -> Signature:
-    return Signature(
-        inputs=(TensorSpec(name="image", datatype="FP32", shape=("batch", 1, 8, 8)),),
-        outputs=(TensorSpec(name="logits", datatype="FP32", shape=("batch", 10), labels=tuple("0123456789")),),
-        codec=codec,
-        limits=LIMITS,
-        runtime=Runtime(provider="cpu", threads=1),
-    )
+def signature(
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+    codec: str,
+    limits: Limits = LIMITS,
+    runtime: Runtime = CPU,
+) -> Signature:
+    return Signature(inputs=tuple(inputs), outputs=tuple(outputs), codec=codec, limits=limits, runtime=runtime)
 
 
-def _golden(path: Path, instances: list[Any], predictions: Callable[[Any], list[Any]]) -> None:
+def _golden(session: Any, instances: list[Any], predictions: Callable[[Any], list[Any]]) -> Golden:
     image = np.random.default_rng(3).random((2, 1, 8, 8)).astype(np.float32)
-    session = onnxruntime.InferenceSession(str(path / "model.onnx"), providers=["CPUExecutionProvider"])
     pictures = np.array([one["image"] if isinstance(one, dict) else one for one in instances], np.float32)[:, None]
-    Golden(
+    return Golden(
         inputs={"image": image},
         outputs={"logits": session.run(None, {"image": image})[0]},
         instances=instances,
@@ -86,7 +85,7 @@ def _golden(path: Path, instances: list[Any], predictions: Callable[[Any], list[
         ),
         rtol=1e-3,
         atol=1e-4,
-    ).write(path)
+    )
 
 
 def digits(logits: Any) -> list[Any]:
@@ -104,6 +103,30 @@ def seal(path: Path) -> str:
     return write_manifest(path, "tiny", "pass", ancestors)
 
 
+def _model(graph: onnx.GraphProto) -> onnx.ModelProto:
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+
+
+def session(graph: onnx.GraphProto) -> Any:
+    model = _model(graph).SerializeToString()
+    return onnxruntime.InferenceSession(model, providers=["CPUExecutionProvider"])
+
+
+def write(
+    path: Path, graph: onnx.GraphProto, signature: Signature, golden: Golden, codec: str | None = None, **storage: Any
+) -> Path:
+    """Write and seal a bundle; `storage` is that of `onnx.save`, for weights beside the model."""
+    path.mkdir(parents=True, exist_ok=True)
+    onnx.save(_model(graph), path / "model.onnx", **storage)
+    if codec is not None:
+        (path / "codec.py").write_text(codec)
+    (path / "card.md").write_text(f"# {graph.name}\n")
+    write_json(path / "signature.json", signature.model_dump())
+    golden.write(path)
+    seal(path)
+    return path
+
+
 def build(
     path: Path,
     codec: str,
@@ -113,11 +136,8 @@ def build(
     seed: int = 7,
 ) -> Path:
     """Bundles of other seeds answer otherwise."""
-    path.mkdir(parents=True)
-    _model(path / "model.onnx", seed)
-    (path / "codec.py").write_text(source)
-    (path / "card.md").write_text("# tiny\n")
-    write_json(path / "signature.json", _signature(codec).model_dump())
-    _golden(path, instances, predictions)
-    seal(path)
-    return path
+    graph = _graph(seed)
+    image = TensorSpec(name="image", datatype="FP32", shape=("batch", 1, 8, 8))
+    logits = TensorSpec(name="logits", datatype="FP32", shape=("batch", 10), labels=tuple("0123456789"))
+    golden = _golden(session(graph), instances, predictions)
+    return write(path, graph, signature([image], [logits], codec), golden, source)

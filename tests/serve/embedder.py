@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 from onnx import TensorProto, helper, numpy_helper
 
 from pipeline.contract.golden import Golden
-from pipeline.contract.signature import Limits, Runtime, Signature, TensorSpec
-from pipeline.system.files import write_json
-from tests.serve.bundles import seal
+from pipeline.contract.signature import Limits, TensorSpec
+from tests.serve.bundles import signature, write
 
 SIZE, VOCABULARY = 8, 256
 CODEC = """
@@ -46,7 +44,6 @@ def vector(text: str) -> Any:
 
 
 def build(path: Path) -> Path:
-    path.mkdir()
     nodes = [
         helper.make_node("Gather", ["weight", "input_ids"], ["tokens"]),
         helper.make_node("Cast", ["attention_mask"], ["mask"], to=TensorProto.FLOAT),
@@ -62,20 +59,11 @@ def build(path: Path) -> Path:
     inputs = [helper.make_tensor_value_info(name, TensorProto.INT64, ["batch", "length"]) for name in names]
     outputs = [helper.make_tensor_value_info("vectors", TensorProto.FLOAT, ["batch", SIZE])]
     graph = helper.make_graph(nodes, "embed", inputs, outputs, weights)
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10), path / "model.onnx")
-    (path / "codec.py").write_text(CODEC)
-    (path / "card.md").write_text("# embed\n")
-    signature = Signature(
-        inputs=tuple(TensorSpec(name=name, datatype="INT64", shape=("batch", "length")) for name in names),
-        outputs=(TensorSpec(name="vectors", datatype="FP32", shape=("batch", SIZE)),),
-        codec="C",
-        limits=Limits(max_batch_size=4, max_body_bytes=100_000, axes={"length": 20}),
-        runtime=Runtime(provider="cpu", threads=1),
-    )
-    write_json(path / "signature.json", signature.model_dump())
+    specs = [TensorSpec(name=name, datatype="INT64", shape=("batch", "length")) for name in names]
+    vectors = TensorSpec(name="vectors", datatype="FP32", shape=("batch", SIZE))
+    limits = Limits(max_batch_size=4, max_body_bytes=100_000, axes={"length": 20})
     ids = np.array([list(b"hello"), list(b"world")])
     golden = np.stack([vector("hello"), vector("world")])
     arrays = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
-    Golden(arrays, {"vectors": golden}, ["hello"], [golden[0].tolist()], rtol=1e-3, atol=1e-4).write(path)
-    seal(path)
-    return path
+    answers = Golden(arrays, {"vectors": golden}, ["hello"], [golden[0].tolist()], rtol=1e-3, atol=1e-4)
+    return write(path, graph, signature(specs, [vectors], "C", limits), answers, CODEC)

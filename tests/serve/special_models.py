@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx
-import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
 from pipeline.contract.golden import Golden
-from pipeline.contract.signature import Limits, Runtime, Signature, TensorSpec
-from pipeline.system.files import write_json
-from tests.serve.bundles import seal
+from pipeline.contract.signature import Limits, Runtime, TensorSpec
+from tests.serve.bundles import CPU, session, signature, write
 
 CODEC = """
 class Plain:
@@ -47,7 +46,7 @@ class Padded:
         return ["".join(chr(code) for code in row[mask > 0]) for row, mask in rows]
 """
 LIMITS = Limits(max_batch_size=16, max_body_bytes=1 << 20)
-CPU = Runtime(provider="cpu", threads=1)
+X, Y = (TensorSpec(name=name, datatype="FP32", shape=("batch", 1)) for name in "xy")
 
 
 def slow(path: Path, limits: Limits = LIMITS, runtime: Runtime = CPU) -> Path:
@@ -100,17 +99,14 @@ def mixing(path: Path) -> Path:
 
 def worded(path: Path) -> Path:
     """y = x + 1, of how long a text is."""
-    _sealed(path, [helper.make_node("Add", ["x", "one"], ["y"])], {"one": np.float32(1)}, LIMITS, CPU)
-    (path / "codec.py").write_text(WORDS)
     x = np.array([[1], [9]], np.float32)
-    Golden({"x": x}, {"y": x + 1}, ["a", "nine long"], [{"next": 2.0}, "long"], rtol=1e-3, atol=1e-4).write(path)
-    seal(path)
-    return path
+    golden = Golden({"x": x}, {"y": x + 1}, ["a", "nine long"], [{"next": 2.0}, "long"], rtol=1e-3, atol=1e-4)
+    graph = _graph([helper.make_node("Add", ["x", "one"], ["y"])], {"one": np.float32(1)})
+    return write(path, graph, signature([X], [Y], "Plain", LIMITS), golden, WORDS)
 
 
 def padded(path: Path) -> Path:
     """The next letter for each letter, and for the padding too, which the codec cuts off by the mask."""
-    path.mkdir(parents=True)
     shape: list[str | int | None] = ["batch", 8]
     graph = helper.make_graph(
         [helper.make_node("Add", ["codes", "one"], ["next"]), helper.make_node("Identity", ["mask"], ["same"])],
@@ -119,45 +115,38 @@ def padded(path: Path) -> Path:
         [helper.make_tensor_value_info(name, TensorProto.INT64, shape) for name in ("next", "same")],
         [numpy_helper.from_array(np.array(1), "one")],
     )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
-    onnx.save(model, path / "model.onnx")
     inputs, outputs = (
-        tuple(TensorSpec(name=name, datatype="INT64", shape=("batch", 8)) for name in names)
+        [TensorSpec(name=name, datatype="INT64", shape=("batch", 8)) for name in names]
         for names in (("codes", "mask"), ("next", "same"))
     )
-    signature = Signature(inputs=inputs, outputs=outputs, codec="Padded", limits=LIMITS, runtime=CPU)
-    write_json(path / "signature.json", signature.model_dump())
-    (path / "codec.py").write_text(PADDED)
-    (path / "card.md").write_text("# padded\n")
     codes = np.array([[97, 98, 0, 0, 0, 0, 0, 0], [99, 0, 0, 0, 0, 0, 0, 0]], np.int64)
     given = {"codes": codes, "mask": (codes > 0).astype(np.int64)}
     found = {"next": codes + 1, "same": given["mask"]}
-    Golden(given, found, ["ab", "c"], ["bc", "d"], rtol=0, atol=0).write(path)
-    seal(path)
-    return path
+    golden = Golden(given, found, ["ab", "c"], ["bc", "d"], rtol=0, atol=0)
+    return write(path, graph, signature(inputs, outputs, "Padded", LIMITS), golden, PADDED)
+
+
+def deep(path: Path, weights: Sequence[Any], *, beside: bool) -> Path:
+    """Ones times each of the square matrices, which must be ones again; the weights in the model or beside it."""
+    size, names = len(weights[0]), ["x", *(f"h{layer}" for layer in range(1, len(weights))), "y"]
+    nodes = [helper.make_node("MatMul", [names[i], f"w{i}"], [names[i + 1]]) for i in range(len(weights))]
+    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", size]) for name in "xy"]
+    held = [numpy_helper.from_array(weight, f"w{i}") for i, weight in enumerate(weights)]
+    graph = helper.make_graph(nodes, "deep", values[:1], values[1:], held)
+    x, y = (TensorSpec(name=name, datatype="FP32", shape=("batch", size)) for name in "xy")
+    ones = np.ones((2, size), np.float32)
+    golden = Golden({"x": ones}, {"y": ones}, [], [], rtol=0.1, atol=0.1)
+    storage: dict[str, Any] = {"save_as_external_data": beside, "location": "model.onnx.data"}
+    return write(path, graph, signature([x], [y], "", LIMITS), golden, **storage)
+
+
+def _graph(nodes: list[Any], values: dict[str, Any]) -> onnx.GraphProto:
+    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 1]) for name in "xy")
+    weights = [numpy_helper.from_array(np.asarray(value), name) for name, value in values.items()]
+    return helper.make_graph(nodes, "odd", [x], [y], weights)
 
 
 def _sealed(path: Path, nodes: list[Any], values: dict[str, Any], limits: Limits, runtime: Runtime) -> Path:
-    path.mkdir(parents=True)
-    graph = helper.make_graph(
-        nodes,
-        "odd",
-        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["batch", 1])],
-        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["batch", 1])],
-        [numpy_helper.from_array(np.asarray(value), name) for name, value in values.items()],
-    )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
-    onnx.save(model, path / "model.onnx")
-    spec = {"datatype": "FP32", "shape": ("batch", 1)}
-    inputs, outputs = (TensorSpec(name="x", **spec),), (TensorSpec(name="y", **spec),)
-    signature = Signature(inputs=inputs, outputs=outputs, codec="Plain", limits=limits, runtime=runtime)
-    write_json(path / "signature.json", signature.model_dump())
-    (path / "codec.py").write_text(CODEC)
-    (path / "card.md").write_text("# odd\n")
-    x = np.array([[0.001], [0.002], [0.0]], np.float32)
-    y = onnxruntime.InferenceSession(str(path / "model.onnx"), providers=["CPUExecutionProvider"]).run(None, {"x": x})[
-        0
-    ]
-    Golden({"x": x}, {"y": y}, [], [], rtol=1e-3, atol=1e-4).write(path)
-    seal(path)
-    return path
+    graph, x = _graph(nodes, values), np.array([[0.001], [0.002], [0.0]], np.float32)
+    golden = Golden({"x": x}, {"y": session(graph).run(None, {"x": x})[0]}, [], [], rtol=1e-3, atol=1e-4)
+    return write(path, graph, signature([X], [Y], "Plain", limits, runtime), golden, CODEC)

@@ -6,7 +6,6 @@ import asyncio
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,9 +34,9 @@ EVERY: dict[str, tuple[str, list[int | str]]] = {
 
 @pytest.mark.parametrize("specs", [EVERY, {"b": ("BF16", ["batch", 2])}], ids=["every", "bf16"])
 def test_tritons_clients_get_right_answers_in_every_way_they_ask(
-    module_launcher: Launcher, tmp_path: Path, seal: Callable[[Path], str], specs: dict[str, Any]
+    module_launcher: Launcher, tmp_path: Path, specs: dict[str, Any]
 ) -> None:
-    running = module_launcher(build(tmp_path / "bundle", specs, seal))
+    running = module_launcher(build(tmp_path / "bundle", specs))
     argv = [sys.executable, str(CLIENT_CHECKS), f"127.0.0.1:{running.port}", f"127.0.0.1:{running.grpc_port}"]
     done = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr

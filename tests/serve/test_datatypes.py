@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -37,11 +36,10 @@ def served(
     request: pytest.FixtureRequest,
     module_launcher: Launcher,
     tmp_path_factory: pytest.TempPathFactory,
-    seal: Callable[[Path], str],
 ) -> tuple[Running, Mapping[str, tuple[str, Array]]]:
     """A service that gives back what it is given, and what to give it."""
     specs = SPECS[request.param]
-    running = module_launcher(build(tmp_path_factory.mktemp(request.param) / "bundle", specs, seal))
+    running = module_launcher(build(tmp_path_factory.mktemp(request.param) / "bundle", specs))
     return running, {name: (kind, sample(kind, shape, rows=3)) for name, (kind, shape) in specs.items()}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ def test_grpc_answers_the_golden_inputs_and_names_a_mistake(ports: tuple[int, in
     np.testing.assert_allclose(answer, golden.outputs["logits"], golden.rtol, golden.atol)
 
 
-def test_a_datatype_that_kserve_lacks_is_named_at_the_start(tmp_path: Path, seal: Callable[[Path], str]) -> None:
-    path = build(tmp_path / "bundle", {"b": ("BF16", ["batch", 2])}, seal)
+def test_a_datatype_that_kserve_lacks_is_named_at_the_start(tmp_path: Path) -> None:
+    path = build(tmp_path / "bundle", {"b": ("BF16", ["batch", 2])})
     with pytest.raises(BundleError, match="b is BF16, which kserve lacks"):
         BundleModel("b", open_bundle(path)).load()

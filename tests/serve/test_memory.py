@@ -8,17 +8,12 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
 
 from k8s.objects.serving import default_memory
 from pipeline.contract.bundle import open_bundle
-from pipeline.contract.golden import Golden
-from pipeline.contract.signature import Limits, Runtime, Signature, TensorSpec
-from pipeline.system.files import write_json
-from tests.serve.bundles import seal
 from tests.serve.llm import tiny
+from tests.serve.special_models import deep
 
 WIDTH, LAYERS = 1024, 48  # 192 MiB
 LOAD = """
@@ -41,25 +36,8 @@ print(Path("/proc/self/status").read_text())
 @pytest.mark.parametrize("external", [False, True])
 @pytest.mark.long
 def test_a_pod_has_the_memory_that_loading_takes(external: bool, tmp_path: Path) -> None:
-    names = ["x", *(f"h{layer}" for layer in range(LAYERS - 1)), "y"]
-    nodes = [helper.make_node("MatMul", [names[i], f"w{i}"], [names[i + 1]]) for i in range(LAYERS)]
-    weight = np.eye(WIDTH, dtype=np.float32)
-    values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", WIDTH]) for name in "xy"]
-    weights = [numpy_helper.from_array(weight, f"w{layer}") for layer in range(LAYERS)]
-    graph = helper.make_graph(nodes, "large", values[:1], values[1:], weights)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
-    onnx.save(model, tmp_path / "model.onnx", save_as_external_data=external, location="model.onnx.data")
-    specs = [TensorSpec(name=name, datatype="FP32", shape=("batch", WIDTH)) for name in "xy"]
-    limits = Limits(max_batch_size=64, max_body_bytes=1 << 20)
-    signature = Signature(
-        inputs=(specs[0],), outputs=(specs[1],), codec="", limits=limits, runtime=Runtime(provider="cpu", threads=1)
-    )
-    write_json(tmp_path / "signature.json", signature.model_dump())
-    rows = np.random.default_rng(0).normal(size=(2, WIDTH)).astype(np.float32)
-    Golden({"x": rows}, {"y": rows}, [], [], rtol=1e-3, atol=1e-4).write(tmp_path)
-    (tmp_path / "card.md").write_text("# large\n")
-    seal(tmp_path)
-    assert 0 < peak_memory(tmp_path) < rendered_memory(tmp_path)
+    bundle = deep(tmp_path / "bundle", [np.eye(WIDTH, dtype=np.float32)] * LAYERS, beside=external)
+    assert 0 < peak_memory(bundle) < rendered_memory(bundle)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -28,10 +26,10 @@ FULL = np.array([[0.25], [0.5]], np.float32)
 
 
 @pytest.fixture(scope="module")
-def bundle(tmp_path_factory: pytest.TempPathFactory, seal: Callable[[Path], str]) -> Bundle:
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     """A model that returns its inputs; `x` may have missing numbers, `full` may not."""
     specs: Any = {"x": ("FP32", ["batch", 3]), "full": ("FP32", ["batch", 1])}
-    return open_bundle(build(tmp_path_factory.mktemp("missing") / "bundle", specs, seal, missing={"x"}))
+    return open_bundle(build(tmp_path_factory.mktemp("missing") / "bundle", specs, missing={"x"}))
 
 
 @pytest.fixture(scope="module")

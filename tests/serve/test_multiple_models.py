@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 @pytest.fixture(scope="module")
-def server(module_launcher: Launcher, tmp_path_factory: pytest.TempPathFactory, seal: Callable[[Path], str]) -> Running:
+def server(module_launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) -> Running:
     """Models `a` (two versions) and `b` have an input `x` each, of other types and shapes; `c` has none."""
     root = tmp_path_factory.mktemp("several")
     bundles = [
-        f"a={build(root / 'a1', {'x': ('FP32', ['batch', 2])}, seal)}",
-        f"a={build(root / 'a2', {'x': ('FP32', ['batch', 3])}, seal)}",
-        f"b={build(root / 'b', {'x': ('INT64', ['batch', 2])}, seal)}",
-        f"c={build_constant(root / 'c', 2.5, seal)}",
+        f"a={build(root / 'a1', {'x': ('FP32', ['batch', 2])})}",
+        f"a={build(root / 'a2', {'x': ('FP32', ['batch', 3])})}",
+        f"b={build(root / 'b', {'x': ('INT64', ['batch', 2])})}",
+        f"c={build_constant(root / 'c', 2.5)}",
     ]
     return module_launcher(Path(bundles[0]), options=bundles[1:])
 

@@ -323,9 +323,7 @@ def test_every_word_that_travels_in_a_bundle_can_be_stated_at_the_start() -> Non
 
 
 def test_what_is_stated_holds_and_what_is_not_is_the_bundles(bundle: Bundle, pool: Executor) -> None:
-    found = parse_options(
-        ["b", *OPTIONS, "--max-body-bytes", "5000", "--deadline-seconds", "0.5", "--max-cache-bytes", "9000"]
-    ).overrides.apply(bundle)
+    found = parse_options(["b", *OPTIONS, *MORE]).overrides.apply(bundle)
     assert found.signature.limits.model_dump() == {
         "max_batch_size": 2,
         "max_body_bytes": 5000,

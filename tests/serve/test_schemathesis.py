@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sysconfig
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,13 +64,10 @@ def test_a_service_that_requests_a_key_is_what_its_openapi_states(
 
 
 @pytest.mark.long
-def test_a_service_of_many_inputs_is_what_its_openapi_states(
-    module_launcher: Launcher, tmp_path: Path, seal: Callable[[Path], str]
-) -> None:
+def test_a_service_of_many_inputs_is_what_its_openapi_states(module_launcher: Launcher, tmp_path: Path) -> None:
     bundle = build(
         tmp_path / "bundle",
         {"image": ("FP16", ["batch", 2, 2]), "mask": ("BOOL", ["batch"]), "words": ("BYTES", ["batch", "length"])},
-        seal,
     )
     _judge(module_launcher(bundle), tmp_path, "-n", "100", "--exclude-path-regex", "/versions/", seconds=500)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -25,9 +23,8 @@ ANSWERS = ['{"next":2.0}', '{"next":1.0}', '{"next":7.0}', "long"]
 
 
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with contextlib.closing(Launcher()) as launcher:
-        yield launcher(worded(tmp_path_factory.mktemp("worded") / "bundle"))
+def running(tmp_path_factory: pytest.TempPathFactory, module_launcher: Launcher) -> Running:
+    return module_launcher(worded(tmp_path_factory.mktemp("worded") / "bundle"))
 
 
 @pytest.fixture
@@ -101,7 +98,6 @@ def test_what_is_no_list_of_texts_is_refused(client: httpx.Client, body: dict[st
     assert (answer.status_code, answer.json()["error"]) == (400, sentence)
 
 
-def test_a_model_whose_instances_are_no_texts_takes_none(start: Launcher, bundle_path: Path) -> None:
-    running = start(bundle_path)
-    answer = httpx.post(f"http://127.0.0.1:{running.port}/v2/models/tiny/infer", json=sent(["a"]))
+def test_a_model_whose_instances_are_no_texts_takes_none(server: Running) -> None:
+    answer = httpx.post(f"{server.url}/v2/models/tiny/infer", json=sent(["a"]))
     assert (answer.status_code, "unknown input 'instances'" in answer.json()["error"]) == (400, True)

@@ -218,15 +218,3 @@ def test_a_standby_that_is_never_called_ends_without_having_served(start: Launch
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", running.port), SECONDS)
     assert running.stop() == 0
-
-
-def test_a_standby_for_a_strangers_port_is_refused_at_once(
-    start: Launcher, tricky_path: Path, free_ports: Callable[[int], list[int]]
-) -> None:
-    (port,) = free_ports(1)
-    with socket.socket() as stranger:
-        stranger.bind(("127.0.0.1", port))
-        stranger.listen()
-        running = start(tricky_path, port=port, standby=True, ready=False)
-        assert running.process.wait(SECONDS) == 2
-    running.wait_for(f"error: port 127.0.0.1:{port}: Address already in use")

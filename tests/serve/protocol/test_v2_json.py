@@ -21,6 +21,7 @@ from serve.protocol import v2_json
 from serve.protocol.v2 import Payload, parse
 from serve.protocol.v2_json import JsonRequest, read_v2_json, validate_fields
 from serve.request_body import MAX_DEPTH, json_depth, parse_object
+from tests.serve.protocol.test_tensors import _signature
 from tests.serve.wire.http1.test_floods import counted_calls
 
 INPUT = {"name": "x", "shape": [1, 3], "datatype": "FP32", "data": [1, 0.1, -2e3]}
@@ -86,8 +87,6 @@ def test_other_or_invalid_bodies_are_left_to_the_slow_parser(body: bytes) -> Non
     ],
 )
 def test_errors_do_not_depend_on_the_length(changes: dict[str, Any], sentence: str) -> None:
-    from tests.serve.protocol.test_tensors import _signature
-
     body = _body({**INPUT, **changes, "shape": [1, 2]})
     assert len(body) > v2_json.FLAT_JSON_MIN_BYTES
     with pytest.raises(InvalidPayload, match=sentence):
@@ -139,8 +138,6 @@ def test_parsers_agree_on_mutated_bodies(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def _parse_result(body: bytes) -> Any:
     """Return the inputs, or the error."""
-    from tests.serve.protocol.test_tensors import _signature
-
     try:
         request = parse(body, None)
     except InvalidPayload as error:
@@ -340,8 +337,6 @@ FLOODS = {
 
 @pytest.mark.parametrize("name", FLOODS)
 def test_flood_of_tensors_is_refused_before_objects_are_made(name: str) -> None:
-    from tests.serve.protocol.test_tensors import _signature
-
     signature, calls = _signature("FP32"), [0]
     with counted_calls(calls), pytest.raises(InvalidPayload, match=r"puts: [0-9]+ in one request; the model has 1"):
         parse(FLOODS[name], None, signature=signature)
@@ -349,8 +344,6 @@ def test_flood_of_tensors_is_refused_before_objects_are_made(name: str) -> None:
 
 
 def test_few_surplus_inputs_are_named() -> None:
-    from tests.serve.protocol.test_tensors import _signature
-
     others = [{**INPUT, "name": f"x{number}", "data": [0.5] * 3000} for number in range(3)]
     request = parse(_body(INPUT, *others), None, signature=_signature("FP32"))
     with pytest.raises(InvalidPayload, match="inputs: unknown input 'x0'; the model takes 'x'"):

@@ -32,21 +32,6 @@ def test_predictions_keep_the_order_of_instances(predictor: Predictor, picture: 
     assert [one["digit"] for one in both] == [predictor.predict([one])[0]["digit"] for one in (picture, blank)]
 
 
-@pytest.mark.parametrize(
-    ("instances", "sentence"),
-    [
-        (None, "instances: must be a list"),
-        ({"a": 1}, "instances: must be a list"),
-        ([], "instances: the list is empty"),
-        ([0] * 17, "instances: 17 in one request exceed the limit of 16"),
-        ([[1, 2]], "instances: each must be an 8×8 list of numbers, found shape"),
-    ],
-)
-def test_invalid_instances_are_rejected(predictor: Predictor, instances: Any, sentence: str) -> None:
-    with pytest.raises(InvalidPayload, match=sentence):
-        predictor.predict(instances)
-
-
 def test_codec_error_is_reported_without_its_message(tricky: Predictor, picture: list[list[int]]) -> None:
     with pytest.raises(CodecError, match=r"^instances: the model's codec cannot decode them$") as caught:
         tricky.predict([{"image": picture, "fail": "decode"}])

@@ -19,12 +19,10 @@ from onnx import TensorProto, helper, numpy_helper
 
 import serve.runtime.session as runtime_session
 from pipeline.contract.bundle import Bundle, open_bundle
-from pipeline.contract.golden import Golden
-from pipeline.contract.signature import Limits, Runtime, Signature, TensorSpec
+from pipeline.contract.signature import TensorSpec
 from pipeline.system.errors import BundleError, InvalidPayload, ResourceError
-from pipeline.system.files import write_json
 from serve.runtime.session import CPU, CUDA, Session, choose_providers, disagreements
-from tests.serve.bundles import seal
+from tests.serve.special_models import deep
 
 
 def _pair(first: int, second: int, operators: tuple[str, str]) -> onnx.ModelProto:
@@ -235,32 +233,7 @@ print((peak() - before) * 1024)
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak memory is read from /proc")
 def test_weights_beside_the_model_are_mapped_at_load(tmp_path: Path) -> None:
     """They exist once: the copy that ONNX Runtime arranges for its kernels."""
-    size, count = 1024, 32
-    names = [f"w{layer}" for layer in range(count)]
-    weights = [  # ONNX Runtime merges equal ones
-        numpy_helper.from_array(np.full((size, size), (1 + layer * 1e-5) / size, np.float32), name)
-        for layer, name in enumerate(names)
-    ]
-    tensors = ["x", *(f"h{layer}" for layer in range(1, count)), "y"]
-    nodes = [
-        helper.make_node("MatMul", [source, name], [target])
-        for source, name, target in zip(tensors[:-1], names, tensors[1:], strict=True)
-    ]
-    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", size]) for name in "xy")
-    graph = helper.make_graph(nodes, "large", [x], [y], weights)
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
-    path = tmp_path / "bundle"
-    path.mkdir()
-    onnx.save(model, path / "model.onnx", save_as_external_data=True, location="model.onnx.data")
-    specs = [TensorSpec(name=name, datatype="FP32", shape=("batch", size)) for name in "xy"]
-    signature = Signature(
-        inputs=(specs[0],), outputs=(specs[1],), codec="", limits=Limits(max_batch_size=4, max_body_bytes=1 << 20),
-        runtime=Runtime(provider="cpu", threads=1, batch_rows=2),
-    )  # fmt: skip
-    write_json(path / "signature.json", signature.model_dump())
-    inputs = {"x": np.ones((2, size), np.float32)}
-    Golden(inputs, {"y": inputs["x"]}, [], [], rtol=0.1, atol=0.1).write(path)
-    (path / "card.md").write_text("# large\n")
-    seal(path)
+    weights = [np.full((1024, 1024), (1 + layer * 1e-5) / 1024, np.float32) for layer in range(32)]  # no two equal
+    path = deep(tmp_path / "bundle", weights, beside=True)
     peak = subprocess.run([sys.executable, "-c", _LOAD, str(path)], check=True, capture_output=True, text=True).stdout
     assert int(peak) <= 1.2 * (path / "model.onnx.data").stat().st_size
