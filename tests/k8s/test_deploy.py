@@ -26,12 +26,31 @@ from .api_server import ApiServer, Response
 from .conftest import Configure
 
 Model = Callable[[str, Any], Response]
+Run = Callable[..., dict[str, Any]]
 
 
 @pytest.fixture(autouse=True)
 def _ready_at_once(request: pytest.FixtureRequest) -> None:
     if "api" in request.fixturenames:
         request.getfixturevalue("api").unready_polls = 0
+
+
+@pytest.fixture
+def run(configure: Configure, bundle: Bundle, tmp_path: Path) -> Run:
+    """Return a function that deploys the bundle, or another one, with these settings."""
+
+    def deploy_it(
+        settings: dict[str, Any] | None = None,
+        *,
+        image: str = "twice:1",
+        bundle: Bundle = bundle,
+        render: bool = False,
+        report: Callable[[str], None] = print,
+        **more: Any,
+    ) -> dict[str, Any]:
+        return deploy(configure(settings), bundle, image, tmp_path / "out", render, report, **more)
+
+    return deploy_it
 
 
 @pytest.fixture
@@ -70,48 +89,44 @@ def _wait_for(ask: Callable[[], Response], process: subprocess.Popen[bytes]) -> 
     pytest.fail(f"the service did not get ready (status {process.poll()})")
 
 
-def test_the_real_service_answers_the_golden_requests(
-    api: ApiServer, served: Model, tmp_path: Path, configure: Configure, bundle: Bundle
-) -> None:
+def test_the_real_service_answers_the_golden_requests(api: ApiServer, served: Model, run: Run) -> None:
     api.service = served
     reports: list[str] = []
-    assert deploy(configure(), bundle, "twice:1", tmp_path, False, reports.append)["golden"] == {"requests": 2}
+    assert run(report=reports.append)["golden"] == {"requests": 2}
     assert not [line for line in reports if "warning" in line]
 
 
 @pytest.mark.usefixtures("no_cluster")
-def test_render_only_writes_manifests_without_a_cluster(tmp_path: Path, configure: Configure, bundle: Bundle) -> None:
-    record = deploy(configure(), bundle, "twice:1", tmp_path / "out", True, print)
+def test_render_only_writes_manifests_without_a_cluster(tmp_path: Path, run: Run) -> None:
+    record = run(render=True)
     assert record["applied"] == []
     assert record["manifests"] == sorted(path.name for path in (tmp_path / "out").iterdir())
     assert "kustomization.yaml" in record["manifests"]
 
 
-def test_the_commands_to_finish_by_hand_name_the_context(tmp_path: Path, configure: Configure, bundle: Bundle) -> None:
+def test_the_commands_to_finish_by_hand_name_the_context(tmp_path: Path, run: Run) -> None:
     reports: list[str] = []
-    deploy(configure({"context": "large"}), bundle, "twice:1", tmp_path, True, reports.append)
-    assert f"`kubectl --context large apply --server-side -k {tmp_path}`" in reports[-1]
+    run({"context": "large"}, render=True, report=reports.append)
+    assert f"`kubectl --context large apply --server-side -k {tmp_path}/out`" in reports[-1]
 
 
 @pytest.mark.usefixtures("no_cluster")
-def test_without_a_cluster_the_error_names_manifests_and_command(
-    tmp_path: Path, configure: Configure, bundle: Bundle
-) -> None:
+def test_without_a_cluster_the_error_names_manifests_and_command(tmp_path: Path, run: Run) -> None:
     out = tmp_path / "out"
     with pytest.raises(StageError, match="no cluster to deploy to") as caught:
-        deploy(configure(), bundle, "twice:1", out, False, print)
+        run()
     assert f"kubectl apply --server-side -k {out}" in str(caught.value)
     assert (out / "kustomization.yaml").is_file()
 
 
 @pytest.mark.parametrize("target", ["kubernetes", "kserve"])
 def test_a_deployment_is_applied_awaited_and_checked(
-    target: str, api: ApiServer, model: Model, tmp_path: Path, configure: Configure, bundle: Bundle
+    target: str, api: ApiServer, model: Model, bundle: Bundle, run: Run
 ) -> None:
     api.service = model
     api.crds.add("serving.kserve.io/v1beta1")
     reports: list[str] = []
-    record = deploy(configure({"target": target}), bundle, "twice:1", tmp_path / "out", False, reports.append)
+    record = run({"target": target}, report=reports.append)
     assert record["golden"] == {"requests": 2}
     assert (record["context"], record["bundle"], record["image"]) == ("small", bundle.digest, "twice:1")
     assert len(record["applied"]) == len(
@@ -121,9 +136,7 @@ def test_a_deployment_is_applied_awaited_and_checked(
     assert reports[-1] == "2 golden requests answered as at export"
 
 
-def test_a_wrong_answer_fails_the_deployment(
-    api: ApiServer, model: Model, tmp_path: Path, configure: Configure, bundle: Bundle
-) -> None:
+def test_a_wrong_answer_fails_the_deployment(api: ApiServer, model: Model, run: Run) -> None:
     def wrong(path: str, body: Any) -> Response:
         status, headers, answer = model(path, body)
         if "outputs" in answer:
@@ -132,32 +145,26 @@ def test_a_wrong_answer_fails_the_deployment(
 
     api.service = wrong
     with pytest.raises(StageError, match=r"/v2/models/twice/infer: y\[1\]: expected 4.0, found 5.0"):
-        deploy(configure(), bundle, "twice:1", tmp_path, False, print)
+        run()
 
 
-def test_another_bundle_behind_the_service_is_noticed(
-    api: ApiServer, model: Model, tmp_path: Path, configure: Configure, bundle: Bundle
-) -> None:
+def test_another_bundle_behind_the_service_is_noticed(api: ApiServer, model: Model, bundle: Bundle, run: Run) -> None:
     api.service = lambda path, body: (200, {"x-bundle-digest": "0" * 64}, model(path, body)[2])
     with pytest.raises(StageError, match=f"answered by bundle {'0' * 64}, not {bundle.digest}"):
-        deploy(configure(), bundle, "twice:1", tmp_path, False, print)
+        run()
 
 
-def test_a_proxy_that_drops_the_digest_header_is_reported(
-    api: ApiServer, model: Model, tmp_path: Path, configure: Configure, bundle: Bundle
-) -> None:
+def test_a_proxy_that_drops_the_digest_header_is_reported(api: ApiServer, model: Model, run: Run) -> None:
     api.service = lambda path, body: (200, {}, model(path, body)[2])
     reports: list[str] = []
-    assert deploy(configure(), bundle, "twice:1", tmp_path, False, reports.append)["golden"] == {"requests": 2}
+    assert run(report=reports.append)["golden"] == {"requests": 2}
     assert any("without an x-bundle-digest header" in line for line in reports)
 
 
-def test_requests_are_retried_until_endpoints_exist(
-    api: ApiServer, model: Model, tmp_path: Path, configure: Configure, bundle: Bundle
-) -> None:
+def test_requests_are_retried_until_endpoints_exist(api: ApiServer, model: Model, run: Run) -> None:
     answers: list[Model] = [api.service, model, model]
     api.service = lambda path, body: answers.pop(0)(path, body)
-    assert deploy(configure(), bundle, "twice:1", tmp_path, False, print)["golden"] == {"requests": 2}
+    assert run()["golden"] == {"requests": 2}
 
 
 @pytest.mark.parametrize(
@@ -169,77 +176,62 @@ def test_requests_are_retried_until_endpoints_exist(
     ],
 )
 def test_a_late_answer_of_an_old_pod_is_waited_for(
-    late: Response,
-    api: ApiServer,
-    model: Model,
-    tmp_path: Path,
-    configure: Configure,
-    bundle: Bundle,
-    monkeypatch: pytest.MonkeyPatch,
+    late: Response, api: ApiServer, model: Model, bundle: Bundle, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     monkeypatch.setattr("k8s.cluster.smoke._RETRY_PAUSE_SECONDS", 0)
     old = "0" * 64
     api.service = lambda path, body: (200, {"x-bundle-digest": old}, model(path, body)[2])
-    deploy(configure(), replace(bundle, digest=old), "twice:1", tmp_path, False, print)
+    run(bundle=replace(bundle, digest=old))
     late_answers = [late, late]
     api.service = lambda path, body: late_answers.pop() if late_answers else model(path, body)
-    assert deploy(configure(), bundle, "twice:2", tmp_path, False, print)["golden"] == {"requests": 2}
+    assert run(image="twice:2")["golden"] == {"requests": 2}
     assert not late_answers
 
 
 def test_an_old_pod_that_answers_for_ever_fails_the_deployment(
-    api: ApiServer,
-    model: Model,
-    tmp_path: Path,
-    configure: Configure,
-    bundle: Bundle,
-    monkeypatch: pytest.MonkeyPatch,
+    api: ApiServer, model: Model, bundle: Bundle, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     monkeypatch.setattr("k8s.cluster.smoke._RETRY_TIMEOUT_SECONDS", 0)
     old = "0" * 64
     api.service = lambda path, body: (200, {"x-bundle-digest": old}, model(path, body)[2])
-    deploy(configure(), replace(bundle, digest=old), "twice:1", tmp_path, False, print)
+    run(bundle=replace(bundle, digest=old))
     with pytest.raises(StageError, match=f"answered by bundle {old}, not {bundle.digest}"):
-        deploy(configure(), bundle, "twice:2", tmp_path, False, print)
+        run(image="twice:2")
 
 
-def test_an_answer_that_is_not_json_is_an_error(
-    api: ApiServer, tmp_path: Path, configure: Configure, bundle: Bundle
-) -> None:
+def test_an_answer_that_is_not_json_is_an_error(api: ApiServer, bundle: Bundle, run: Run) -> None:
     api.service = lambda path, body: (200, {"x-bundle-digest": bundle.digest}, "<html>")
     with pytest.raises(StageError, match="not JSON"):
-        deploy(configure(), bundle, "twice:1", tmp_path, False, print)
+        run()
 
 
-def test_an_image_by_latest_is_refused_before_anything_is_written(
-    tmp_path: Path, configure: Configure, bundle: Bundle
-) -> None:
+def test_an_image_by_latest_is_refused_before_anything_is_written(tmp_path: Path, run: Run) -> None:
     with pytest.raises(ConfigError, match="latest"):
-        deploy(configure(), bundle, "twice:latest", tmp_path / "out", False, print)
+        run(image="twice:latest")
     assert not (tmp_path / "out").exists()
 
 
 def test_a_rejected_bundle_is_neither_deployed_nor_previewed(
-    api: ApiServer, model: Model, tmp_path: Path, configure: Configure, bundle: Bundle
+    api: ApiServer, model: Model, tmp_path: Path, configure: Configure, bundle: Bundle, run: Run
 ) -> None:
     api.service = model
     rejected = replace(bundle, manifest=bundle.manifest.model_copy(update={"verdict": "fail"}))
     with pytest.raises(GateError, match="its verdict is 'fail'"):
-        deploy(configure(), rejected, "twice:1", tmp_path / "out", False, print)
+        run(bundle=rejected)
     with pytest.raises(GateError, match="its verdict is 'fail'"):
         preview(configure(), rejected, "twice:1", print)
     assert (api.objects, (tmp_path / "out").exists()) == ({}, False)
 
 
 def test_a_preview_lists_each_field_and_changes_nothing(
-    api: ApiServer, model: Model, tmp_path: Path, configure: Configure, bundle: Bundle
+    api: ApiServer, model: Model, configure: Configure, bundle: Bundle, run: Run
 ) -> None:
     reports: list[str] = []
     assert all(change.new for change in preview(configure(), bundle, "twice:1", reports.append))
     assert api.objects == {}
     assert reports == [f"comparing with context small, server {api.url}, Kubernetes v1.37.0, namespace default"]
     api.service = model
-    deploy(configure(), bundle, "twice:1", tmp_path, False, print)
+    run()
     assert describe_changes(preview(configure(), bundle, "twice:1", print)) == []
     changes = preview(configure({"cpu": "2"}), bundle, "twice:1", print)
     assert describe_changes(changes) == [
@@ -249,11 +241,11 @@ def test_a_preview_lists_each_field_and_changes_nothing(
 
 @pytest.mark.parametrize("target", ["kubernetes", "kserve"])
 def test_a_preview_of_other_options_shows_their_values(
-    target: str, api: ApiServer, model: Model, tmp_path: Path, configure: Configure, bundle: Bundle
+    target: str, api: ApiServer, model: Model, configure: Configure, bundle: Bundle, run: Run
 ) -> None:
     api.service = model
     api.crds.add("serving.kserve.io/v1beta1")
-    deploy(configure({"target": target}), bundle, "twice:1", tmp_path, False, print)
+    run({"target": target})
     changed = configure({"target": target, "environment": {"MORE": "1"}}, serve={"log_requests": 0.5})
     (change,) = [change for change in preview(changed, bundle, "twice:1", print) if change.name.startswith("configmap")]
     assert change.new
@@ -261,13 +253,13 @@ def test_a_preview_of_other_options_shows_their_values(
 
 
 def test_a_failed_deployment_names_the_command_to_roll_back(
-    api: ApiServer, model: Model, tmp_path: Path, configure: Configure, bundle: Bundle
+    api: ApiServer, model: Model, bundle: Bundle, run: Run
 ) -> None:
     api.service = model
-    deploy(configure(), bundle, "twice:1", tmp_path, False, print)
+    run()
     api.service = lambda path, body: (200, {"x-bundle-digest": bundle.digest}, {"predictions": [[0, 0], [0, 0]]})
     with pytest.raises(StageError, match="it is applied, and `pipe registry rollback` restores the version before it"):
-        deploy(configure({"cpu": "2"}), bundle, "twice:1", tmp_path, False, print)
+        run({"cpu": "2"})
 
 
 def test_a_change_shared_by_many_objects_is_listed_once() -> None:
@@ -278,24 +270,22 @@ def test_a_change_shared_by_many_objects_is_listed_once() -> None:
     assert describe_changes(changes[:2]) == ["plan: kind/a: version: 1 → 2", "plan: kind/b: version: 1 → 2"]
 
 
-def test_caller_learns_the_server_before_anything_is_applied(
-    api: ApiServer, model: Model, tmp_path: Path, configure: Configure, bundle: Bundle
-) -> None:
+def test_caller_learns_the_server_before_anything_is_applied(api: ApiServer, model: Model, run: Run) -> None:
     calls: list[tuple[str, bool]] = []
     api.service = model
 
     def on_apply(server: str) -> None:
         calls.append((server, any("/deployments/" in path for path in api.objects)))
 
-    deploy(configure(), bundle, "twice:1", tmp_path, False, print, on_apply=on_apply)
+    run(on_apply=on_apply)
     assert calls == [(api.url, False)]
 
 
 def test_context_of_another_cluster_is_no_drift(
-    api: ApiServer, model: Model, tmp_path: Path, configure: Configure, bundle: Bundle
+    api: ApiServer, model: Model, tmp_path: Path, bundle: Bundle, run: Run
 ) -> None:
     api.service = model
-    deploy(configure(), bundle, "twice:1", tmp_path / "out", False, print)
+    run()
     found = inspect_deployment("small", "default", tmp_path / "out", bundle.digest, server=api.url)
     assert "available" in found.state
     assert found.drift == ()
