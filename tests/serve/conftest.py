@@ -12,9 +12,13 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import grpc
+import httpx
 import numpy as np
 import pytest
+from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceStub
 
 from pipeline.contract.bundle import Bundle, open_bundle
 from tests.ports import free_port
@@ -179,6 +183,19 @@ def server(bundle_path: Path) -> Iterator[Running]:
     """One service of the digits bundle, which tests share and leave as it is."""
     with contextlib.closing(Launcher()) as launcher:
         yield launcher(bundle_path)
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def stub(server: Running) -> Iterator[Any]:
+    options = [("grpc.max_send_message_length", -1)]
+    with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}", options) as channel:
+        yield GRPCInferenceServiceStub(channel)
 
 
 @pytest.fixture(scope="module")

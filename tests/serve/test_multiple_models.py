@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,12 +30,6 @@ def server(module_launcher: Launcher, tmp_path_factory: pytest.TempPathFactory) 
         f"c={build_constant(root / 'c', 2.5)}",
     ]
     return module_launcher(Path(bundles[0]), options=bundles[1:])
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=60) as client:
-        yield client
 
 
 def _infer(client: httpx.Client, model: str, *inputs: dict[str, Any]) -> Any:

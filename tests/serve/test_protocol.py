@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -12,7 +10,6 @@ import httpx
 import numpy as np
 import pytest
 from kserve.protocol.grpc import grpc_predict_v2_pb2 as pb
-from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceStub
 
 from pipeline.contract import __version__
 from pipeline.contract.bundle import Bundle
@@ -24,18 +21,6 @@ if TYPE_CHECKING:
 
 INPUT = {"name": "image", "shape": [1, 1, 8, 8], "datatype": "FP32", "data": [0.5] * 64}
 RAW = {"name": "image", "shape": [1, 1, 8, 8], "datatype": "FP32"}
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=60) as client:
-        yield client
-
-
-@pytest.fixture(scope="module")
-def stub(server: Running) -> Iterator[Any]:
-    with contextlib.closing(grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}")) as channel:
-        yield GRPCInferenceServiceStub(channel)
 
 
 def _versions(bundle: Bundle) -> list[str]:

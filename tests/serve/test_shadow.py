@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from serve.runtime.loading import load_predictor
 from serve.runtime.predictor import Predictor
 from serve.runtime.session import Session
 from serve.shadow import MAX_WAITING_COPIES, Agreement, Shadow, count_differences, incompatibility, open_shadow
+from tests.serve.load_clients import wait_until
 
 Array = np.ndarray[Any, Any]
 SECONDS = 20
@@ -57,26 +58,17 @@ def sent(bundle: Bundle) -> tuple[dict[str, Array], dict[str, Array]]:
     return images, load_predictor(bundle, "cpu", 1).run(images)
 
 
-def _until(what: Callable[[], bool]) -> None:
-    done = threading.Event()
-    for _ in range(4000):
-        if what():
-            return
-        done.wait(0.005)
-    raise AssertionError("it never happened")
-
-
 def test_a_candidate_that_is_the_same_agrees(bundle: Bundle, bundle_path: Path, sent: Any) -> None:
     with closing(open_shadow("tiny", bundle_path, bundle.signature, 1.0)) as shadow:
         shadow.offer(*sent)
-        _until(lambda: shadow.agreement.same == 1)
+        wait_until(lambda: shadow.agreement.same == 1)
     assert shadow.agreement == Agreement(same=1, rows=4, rows_same_class=4, max_difference=0.0)
     assert shadow.status()["bundle"] == bundle.digest
 
 
 def test_a_candidate_that_is_another_is_measured(shadow: Shadow, candidate: Watched, sent: Any) -> None:
     shadow.offer(*sent)
-    _until(lambda: shadow.agreement.other == 1)
+    wait_until(lambda: shadow.agreement.other == 1)
     images, outputs = sent
     apart = np.abs(candidate.run(images)["logits"].astype(np.float64) - outputs["logits"])
     assert shadow.agreement.max_difference == pytest.approx(float(apart.max()))
@@ -92,7 +84,7 @@ def test_a_busy_shadow_is_not_requested_and_no_one_waits_for_it(shadow: Shadow, 
         shadow.offer(*sent)
     assert shadow.agreement.dropped == 5
     candidate.gate.set()
-    _until(lambda: shadow.agreement.other == MAX_WAITING_COPIES + 1)
+    wait_until(lambda: shadow.agreement.other == MAX_WAITING_COPIES + 1)
 
 
 def test_a_candidate_that_fails_is_counted_and_reported_once(
@@ -101,11 +93,11 @@ def test_a_candidate_that_fails_is_counted_and_reported_once(
     candidate.fails = True
     shadow.offer(*sent)
     shadow.offer(*sent)
-    _until(lambda: shadow.agreement.failed == 2)
+    wait_until(lambda: shadow.agreement.failed == 2)
     assert caplog.text.count("shadow failed (logged once, then counted): no room") == 1
     candidate.fails = False
     shadow.offer(*sent)
-    _until(lambda: shadow.agreement.other == 1)
+    wait_until(lambda: shadow.agreement.other == 1)
 
 
 def test_only_the_share_is_copied(candidate: Watched, other_path: Path, sent: Any) -> None:

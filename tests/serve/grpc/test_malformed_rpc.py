@@ -10,7 +10,6 @@ import numpy as np
 import psutil
 import pytest
 from kserve.protocol.grpc import grpc_predict_v2_pb2 as pb
-from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceStub
 
 if TYPE_CHECKING:
     from tests.serve.conftest import Running
@@ -121,13 +120,6 @@ def _parameters() -> Iterator[Case]:
 
 
 CASES = list(cases())
-
-
-@pytest.fixture(scope="module")
-def stub(server: Running) -> Iterator[Any]:
-    options = [("grpc.max_send_message_length", -1)]
-    with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}", options) as channel:
-        yield GRPCInferenceServiceStub(channel)
 
 
 @pytest.mark.parametrize(("message", "code", "named"), CASES, ids=map(str, range(len(CASES))))

@@ -4,7 +4,6 @@ import json
 import signal
 import socket
 import ssl
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +14,7 @@ import pytest
 
 from tests.quick import quick
 from tests.serve import certificates
-from tests.serve.load_clients import SECONDS, GrpcLoad, Load
+from tests.serve.load_clients import SECONDS, GrpcLoad, Load, wait_until
 
 if TYPE_CHECKING:
     from tests.serve.conftest import Launcher, Running
@@ -28,10 +27,7 @@ def _predict(running: Running, instance: dict[str, Any]) -> httpx.Response:
 def _in_flight(running: Running, count: int) -> None:
     """Return when the service is at work on that many predictions."""
     with httpx.Client(base_url=running.url, timeout=SECONDS) as client:
-        deadline = time.monotonic() + SECONDS
-        while f"\npipe_requests_in_flight {count}.0\n" not in client.get("/metrics").text:
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
+        wait_until(lambda: f"\npipe_requests_in_flight {count}.0\n" in client.get("/metrics").text)
 
 
 @pytest.fixture
@@ -99,9 +95,7 @@ def test_while_it_drains_the_health_port_is_live_and_not_ready(
         try:
             _in_flight(running, 1)
             running.signal(signal.SIGTERM)
-            deadline = time.monotonic() + SECONDS
-            while probe.get("/v2/health/ready").status_code == 200:
-                assert time.monotonic() < deadline
+            wait_until(lambda: probe.get("/v2/health/ready").status_code != 200)
             assert [probe.get(f"/v2/health/{kind}").status_code for kind in ("live", "ready")] == [200, 503]
         finally:
             Path(held["gate"]).touch()
@@ -166,50 +160,36 @@ def test_at_the_end_requests_are_answered_that_connected_clients_send_late(
 
 
 @pytest.mark.parametrize("keep_alive", quick([True], [False, True]))
-def test_a_successor_takes_over_the_port_under_load_without_a_gap(
+def test_a_successor_takes_over_both_ports_under_load_and_ends_without_a_gap(
     start: Launcher, tricky_path: Path, picture: list[Any], keep_alive: bool
 ) -> None:
     """Who keeps a connection is answered by the old one until that states, with an answer, that it closes it."""
     old = start(tricky_path)
     load = Load(old.port, {"instances": [{"image": picture}]}, keep_alive=keep_alive)
-    with load.running(clients=4):
+    calls = GrpcLoad(old.grpc_port, callers=4)
+    with load.running(clients=4), calls.running(clients=4):
         load.answers(50)
+        calls.answers(50)
         new = start(tricky_path, port=old.port, grpc_port=old.grpc_port, standby=True)
         pid = str(new.process.pid)
         standby = httpx.get(f"http://127.0.0.1:{new.standby_port}/v2/health/ready", timeout=SECONDS)
         assert (standby.status_code, standby.headers["x-served-by"]) == (200, pid)
         load.answers(20, by=str(old.process.pid))
-        assert pid not in load.served_by
+        assert pid not in load.served_by | calls.served_by
 
         new.signal(signal.SIGUSR1)
         new.wait_for("ready url=")
         load.answers(50, by=str(old.process.pid) if keep_alive else pid)
+        calls.answers(50)
+        assert pid not in calls.served_by, "a connection stays open until the server drains it"
         assert old.stop() == 0
         load.answers(50, by=pid)
-    assert load.failures == []
-    assert not load.refused.is_set()
-    assert httpx.get(f"http://127.0.0.1:{new.standby_port}/", timeout=SECONDS).headers["x-served-by"] == pid
-
-
-def test_over_grpc_no_accepted_request_is_lost_by_a_successor_nor_by_the_end(
-    start: Launcher, tricky_path: Path
-) -> None:
-    old = start(tricky_path)
-    load = GrpcLoad(old.grpc_port, callers=4)
-    with load.running(clients=4):
-        load.answers(50)
-        new = start(tricky_path, port=old.port, grpc_port=old.grpc_port, standby=True)
-        pid = str(new.process.pid)
-        new.signal(signal.SIGUSR1)
-        new.wait_for("ready url=")
-        load.answers(50)
-        assert pid not in load.served_by, "a connection stays open until the server drains it"
-        assert old.stop() == 0
-        load.answers(50, by=pid)
-        assert not load.refused.is_set()
+        calls.answers(50, by=pid)
+        assert not load.refused.is_set() and not calls.refused.is_set()
+        assert httpx.get(f"http://127.0.0.1:{new.standby_port}/", timeout=SECONDS).headers["x-served-by"] == pid
         new.signal(signal.SIGTERM)
-        assert load.refused.wait(SECONDS)
-    assert load.failures == []
+        assert load.refused.wait(SECONDS) and calls.refused.wait(SECONDS)
+    assert load.failures == calls.failures == []
     assert new.process.wait(SECONDS) == 0
 
 

@@ -24,7 +24,7 @@ from serve.shadow import Agreement
 from tests.ports import free_port
 from tests.quick import quick
 from tests.serve.conftest import Launcher, Running
-from tests.serve.load_clients import SECONDS, GrpcLoad, Load
+from tests.serve.load_clients import SECONDS, GrpcLoad, Load, wait_until
 
 
 def _workers(running: Running) -> list[psutil.Process]:
@@ -37,10 +37,7 @@ def _wait_until_gone(processes: list[psutil.Process]) -> None:
 
 
 def _wait_for_workers(running: Running, count: int) -> None:
-    deadline = time.monotonic() + SECONDS
-    while len(_workers(running)) < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: len(_workers(running)) >= count)
 
 
 def _count(running: Running, sample: str) -> float:
@@ -208,12 +205,9 @@ def test_all_workers_and_their_replacements_have_the_same_roles(
     _wait_for_workers(running, 3)
     assert _digests(running) == {second}
     assert status()["versions"] == before["versions"]
-    deadline = time.monotonic() + SECONDS
     _digests(running, path="infer")
-    while (shadow := status()["shadow"])["same"] + shadow["other"] < 30:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert shadow["bundle"] == first
+    wait_until(lambda: status()["shadow"]["same"] + status()["shadow"]["other"] >= 30)
+    assert status()["shadow"]["bundle"] == first
     assert running.stop() == 0
 
 
@@ -255,10 +249,7 @@ def test_the_health_port_is_answered_while_every_worker_is_stuck(start: Launcher
     for worker in _workers(running):
         worker.suspend()
     assert httpx.get(f"http://127.0.0.1:{port}/v2/health/live", timeout=SECONDS).json() == {"live": True}
-    deadline = time.monotonic() + SECONDS
-    while httpx.get(f"http://127.0.0.1:{port}/v2/health/live", timeout=SECONDS).status_code != 503:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: httpx.get(f"http://127.0.0.1:{port}/v2/health/live", timeout=SECONDS).status_code == 503)
     for worker in _workers(running):
         worker.resume()
     assert running.stop() == 0

@@ -19,6 +19,7 @@ from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceSt
 
 from pipeline.contract.signature import Limits, Runtime
 from tests.serve.bundles import seal
+from tests.serve.load_clients import wait_until
 from tests.serve.special_models import slow
 
 if TYPE_CHECKING:
@@ -92,7 +93,7 @@ class Service:
         runs.unlink(missing_ok=True)
         self.hold.touch()
         future = self.threads.submit(self.request, HELD, headers)
-        self.wait_until(runs.exists)
+        wait_until(runs.exists)
         return future
 
     def release(self) -> None:
@@ -105,12 +106,6 @@ class Service:
             for line in lines
             if line.partition("{")[0].partition(" ")[0] == name and label in line
         )
-
-    def wait_until(self, condition: Any) -> None:
-        end = time.monotonic() + 60
-        while not condition():
-            assert time.monotonic() < end
-            time.sleep(0.005)
 
     @property
     def computed(self) -> float:
@@ -135,7 +130,7 @@ def test_disconnected_client_is_not_computed(service: Service) -> None:
     with socket.create_connection(("127.0.0.1", service.running.port)) as sock:
         text = body(QUICK)
         sock.sendall(f"POST {PATH} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(text)}\r\n\r\n".encode() + text)
-        service.wait_until(lambda: service.value("pipe_queue_length") == 1)
+        wait_until(lambda: service.value("pipe_queue_length") == 1)
     for _ in range(3):  # the event loop reads the end of the connection before it answers these
         assert service.client.get("/v2/health/live").status_code == 200
     service.release()
@@ -149,7 +144,7 @@ def test_cancelled_grpc_call_is_not_computed(service: Service) -> None:
     before = service.computed
     first = service.start_held()
     call = service.stub.ModelInfer.future(message(QUICK), timeout=300)
-    service.wait_until(lambda: service.value("pipe_queue_length") == 1)
+    wait_until(lambda: service.value("pipe_queue_length") == 1)
     call.cancel()
     for _ in range(3):  # on the same connection, after RST_STREAM
         assert service.stub.ServerLive(pb.ServerLiveRequest(), timeout=300).live
@@ -191,7 +186,7 @@ def test_grpc_deadline_is_kept(service: Service) -> None:
 def test_full_queue_rejects_requests_of_every_protocol(service: Service) -> None:
     first = service.start_held()
     waiting = [service.threads.submit(service.request, QUICK) for _ in range(3)]
-    service.wait_until(lambda: service.value("pipe_queue_length") == 3)
+    wait_until(lambda: service.value("pipe_queue_length") == 3)
     answers = [service.request(QUICK), service.client.post("/v1/models/tiny:predict", json={"instances": [0]})]
     with pytest.raises(grpc.RpcError) as error:
         service.stub.ModelInfer(message(QUICK), timeout=300)
@@ -212,7 +207,7 @@ def test_deadline_that_cannot_be_met_is_rejected_immediately(service: Service) -
     assert measured.result().status_code == 200
     first = service.start_held()
     second = service.threads.submit(service.request, HELD)
-    service.wait_until(lambda: service.value("pipe_queue_length") == 1)
+    wait_until(lambda: service.value("pipe_queue_length") == 1)
     answer = service.request(QUICK, headers={"x-request-timeout": "0.05"})
     assert (answer.status_code, first.done()) == (503, False)
     assert "longer than its deadline" in answer.json()["error"]
