@@ -10,6 +10,8 @@ from k8s.objects.jobs import StepJob, step_job
 from k8s.step_runner import StepRunner
 from pipeline.contract.config import Config
 
+from .mock_pods import MockPod
+
 IMAGE = f"registry.test/twice@sha256:{'0' * 64}"
 MakeStepRunner = Callable[..., StepRunner]
 
@@ -44,6 +46,17 @@ def run_step(runner: StepRunner) -> JobResult:
     result = runner.follow()
     runner.remove()
     return result
+
+
+def printing(*lines: str) -> Callable[[MockPod], int]:
+    """Return the program of a pod that logs these lines, in which {} is its index, and succeeds."""
+
+    def program(pod: MockPod) -> int:
+        for line in lines:
+            pod.log(line.format(pod.index))
+        return 0
+
+    return program
 
 
 def log_lines(runner: StepRunner) -> list[str]:

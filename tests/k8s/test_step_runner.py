@@ -17,7 +17,7 @@ from .api_requests import ApiRequest
 from .api_server import ApiServer, Fault
 from .mock_pods import MockPod
 from .object_store import Object
-from .step_runners import MakeStepRunner, Reports, log_lines, log_lines_so_far, run_step
+from .step_runners import MakeStepRunner, Reports, log_lines, log_lines_so_far, printing, run_step
 
 
 @pytest.fixture(autouse=True)
@@ -28,12 +28,7 @@ def _frequent_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_step_runs_to_its_end_and_leaves_only_its_log(
     api: ApiServer, make_runner: MakeStepRunner, claim: str
 ) -> None:
-    def program(pod: MockPod) -> int:
-        pod.log("counting")
-        pod.log("done")
-        return 0
-
-    api.nodes.program = program
+    api.nodes.program = printing("counting", "done")
     step = make_runner()
     assert run_step(step) == JobResult(0)
     assert log_lines(step) == ["counting", "done"]
@@ -65,11 +60,7 @@ def test_objects_are_applied_by_our_manager_after_a_dry_run(api: ApiServer, make
 
 
 def test_lines_of_several_pods_are_marked_with_their_rank(api: ApiServer, make_runner: MakeStepRunner) -> None:
-    def program(pod: MockPod) -> int:
-        pod.log(f"here is {pod.index}")
-        return 0
-
-    api.nodes.program = program
+    api.nodes.program = printing("here is {}")
     train = make_runner("train", nodes=2, processes=1)
     assert run_step(train) == JobResult(0)
     assert sorted(log_lines(train)) == ["[0] here is 0", "[1] here is 1"]
@@ -92,13 +83,7 @@ def test_a_failed_container_gives_exit_status_and_reason(api: ApiServer, make_ru
 
 def test_cut_streams_neither_lose_nor_repeat_lines(api: ApiServer, make_runner: MakeStepRunner) -> None:
     lines = [f"line {i}" for i in range(200)]
-
-    def program(pod: MockPod) -> int:
-        for line in lines:
-            pod.log(line)
-        return 0
-
-    api.nodes.program = program
+    api.nodes.program = printing(*lines)
     api.cut_after = [0, 1, 3, 50, 2]
     step = make_runner()
     assert run_step(step) == JobResult(0)
@@ -360,11 +345,7 @@ def job_path(step: StepRunner, api: ApiServer) -> str:
 def test_a_jobset_or_trainjob_is_followed_and_removed(
     workload: str, api: ApiServer, make_runner: MakeStepRunner, claim: str
 ) -> None:
-    def program(pod: MockPod) -> int:
-        pod.log(f"here is {pod.index}")
-        return 0
-
-    api.nodes.program = program
+    api.nodes.program = printing("here is {}")
     train = make_runner("train", cluster={"workload": workload}, nodes=2, processes=1)
     assert run_step(train) == JobResult(0)
     assert sorted(log_lines(train)) == ["[0] here is 0", "[1] here is 1"]

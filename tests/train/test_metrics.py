@@ -14,8 +14,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from pipeline.system.errors import ResourceError
 from pipeline.system.processes import Rank
+from pipeline.verify import describe_ledger
 from train.batch_order import BatchOrder
 from train.data import BatchLoader
+from train.ledger import read_lines, verify_ledger
 from train.metrics import MetricsLog, StepMeter, StepWindow, gpu_utilization, peak_memory_bytes
 from train.optim import Precision
 from train.parallel.base import Stopwatch, Strategy, Traffic
@@ -178,6 +180,13 @@ def test_fp16_overflow_of_one_process_is_reported_on_all(project: Project) -> No
     counts = [0, *(line["overflow_steps"] for line in lines)]
     assert counts[steep + 1] == counts[steep] + 1
     assert all(line["loss_scale"] == 2.0**16 / 2 ** line["overflow_steps"] for line in lines)
+    records = read_lines(run.partial("train") / "ledger.jsonl")
+    assert [record.step for record in records if record.skipped] == [
+        i for i in range(1, 6) if counts[i] > counts[i - 1]
+    ]
+    proof = verify_ledger(records, BatchOrder(37, 8, 0), 5)
+    assert (proof.fault, proof.lost, proof.skipped_steps) == ("", 0, counts[-1])
+    assert "that fp16 skipped after an overflow) in each" in describe_ledger(proof)
     summary = json.loads((run.partial("train") / "summary.json").read_text())
     assert (summary["overflow_steps"], summary["loss_scale"]) == (counts[-1], lines[-1]["loss_scale"])
     assert "memory_bytes" not in summary  # which is of GPUs

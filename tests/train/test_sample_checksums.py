@@ -16,7 +16,6 @@ from torch.utils.data import default_collate
 
 from pipeline.contract.data import Samples
 from pipeline.system.processes import Rank
-from pipeline.verify import describe_ledger
 from train.batch_order import Indices
 from train.checkpoint.store import CheckpointStore
 from train.data import BatchLoader, LoadedBatch, LoadRequest
@@ -25,7 +24,6 @@ from train.process_group import ProcessGroup
 from train.sample_checksums import batch_checksums, item_checksum, read_checksums, write_checksums
 from train.state import Progress
 
-from .conftest import Project
 from .distributed import Wave, trainer
 
 CPU = ProcessGroup(Rank(), torch.device("cpu"))
@@ -203,25 +201,3 @@ def test_texts_and_numbers_of_an_item_count() -> None:
     assert item_checksum(item) != item_checksum({**item, "text": "a dog"})
     assert item_checksum(item) != item_checksum({**item, "label": 4})
     assert item_checksum(item) == item_checksum({**item, "path": Path("y")})
-
-
-def test_steps_that_fp16_skipped_are_recorded_as_such(project: Project) -> None:
-    project.replace(
-        'batch["target"])\n\n    def m',
-        'batch["target"]) * torch.where(batch["index"] == 5, 1e30, 1.0).max()\n\n    def m',
-    )
-    run = project.run(epochs=1, precision="fp16")
-    done = project.train(run, processes=2)
-    assert done.returncode == 0, done.stderr
-    lines = read_lines(run.partial("train") / "ledger.jsonl")
-    made = trainer(CPU, Wave(), batch_size=8)
-    order = replace(made.order, samples=37)
-    skipped = [line.step for line in lines if line.skipped]
-    assert next(line.step for line in lines if 5 in order.batch(line.step - 1)) in skipped
-    found = verify_ledger(lines, order, 5)
-    assert (found.fault, found.lost, found.skipped_steps) == ("", 0, len(skipped))
-    samples = sum(order.size(step - 1) for step in skipped)
-    steps = f"{len(skipped)} step{'s' * (len(skipped) > 1)}"
-    assert f"exactly once (but {samples} in {steps} that fp16 skipped after an overflow) in each" in describe_ledger(
-        found
-    )

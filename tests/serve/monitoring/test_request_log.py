@@ -80,18 +80,6 @@ def test_a_grpc_call_is_counted_and_answered_with_its_id(server: Running, bundle
     assert _sample(server, "pipe_requests_total", protocol="grpc", code="NOT_FOUND", model="") >= 1
 
 
-def test_other_grpc_calls_bear_an_id_too(server: Running) -> None:
-    with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
-        stub = GRPCInferenceServiceStub(channel)
-        _, call = stub.ServerLive.with_call(pb.ServerLiveRequest(), timeout=60, metadata=[("x-request-id", "mine-8")])
-        assert dict(call.trailing_metadata())["x-request-id"] == "mine-8"
-        with pytest.raises(grpc.RpcError) as refused:
-            stub.ModelMetadata(pb.ModelMetadataRequest(name="none"), timeout=60)
-        received = dict(refused.value.trailing_metadata())
-        assert (refused.value.code(), received["x-served-by"]) == (grpc.StatusCode.NOT_FOUND, str(server.process.pid))
-        assert received["x-request-id"]
-
-
 def test_the_bundle_and_where_it_runs_are_reported(server: Running, bundle: Bundle) -> None:
     labels = {"digest": bundle.digest, "provider": "CPUExecutionProvider", "verdict": "pass", "version": "1"}
     assert _sample(server, "pipe_bundle_info", **labels) == 1

@@ -53,19 +53,28 @@ def test_a_slow_inference_delays_neither_health_nor_others(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_on_a_signal_readiness_goes_at_once_and_the_accepted_request_is_answered(
-    start: Launcher, tricky_path: Path, held: dict[str, Any], number: signal.Signals
+    start: Launcher,
+    tricky_path: Path,
+    held: dict[str, Any],
+    number: signal.Signals,
+    free_ports: Callable[[int], list[int]],
 ) -> None:
-    running = start(tricky_path)
+    (port,) = free_ports(1)
+    running = start(tricky_path, options=("--health-port", str(port)))
+    probe = f"http://127.0.0.1:{port}/v2/health"
     with ThreadPoolExecutor(1) as pool, httpx.Client(base_url=running.url, timeout=SECONDS) as client:
         slow = pool.submit(_predict, running, held)
         try:
             _in_flight(running, 1)
-            assert client.get("/v2/health/ready").status_code == 200
+            for url in ("/v2/health/ready", f"{probe}/ready", f"{probe}/live"):
+                assert client.get(url).status_code == 200
             running.signal(number)
             running.wait_for("draining")
             response = client.get("/v2/health/ready")  # on the connection that is open already
             assert (response.status_code, response.json()["ready"]) == (503, False)
             assert response.headers["connection"] == "close"
+            wait_until(lambda: client.get(f"{probe}/ready").status_code == 503)
+            assert client.get(f"{probe}/live").status_code == 200
             assert not slow.done()
         finally:
             Path(held["gate"]).touch()
@@ -82,25 +91,6 @@ def test_reported_to_end_while_it_starts_it_hears_also_as_the_first_process_of_a
     running.signal(number)
     assert running.process.wait(SECONDS) == 128 + number  # by a handler: without one, such a process is not ended
     assert "Traceback" not in running.log
-
-
-def test_while_it_drains_the_health_port_is_live_and_not_ready(
-    start: Launcher, tricky_path: Path, held: dict[str, Any], free_ports: Callable[[int], list[int]]
-) -> None:
-    (port,) = free_ports(1)
-    running = start(tricky_path, options=("--health-port", str(port)))
-    with ThreadPoolExecutor(1) as pool, httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=SECONDS) as probe:
-        assert [probe.get(f"/v2/health/{kind}").status_code for kind in ("live", "ready")] == [200, 200]
-        slow = pool.submit(_predict, running, held)
-        try:
-            _in_flight(running, 1)
-            running.signal(signal.SIGTERM)
-            wait_until(lambda: probe.get("/v2/health/ready").status_code != 200)
-            assert [probe.get(f"/v2/health/{kind}").status_code for kind in ("live", "ready")] == [200, 503]
-        finally:
-            Path(held["gate"]).touch()
-        assert slow.result().status_code == 200
-    assert running.process.wait(SECONDS) == 0
 
 
 def test_reported_twice_to_end_the_service_does_not_wait(
