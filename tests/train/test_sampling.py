@@ -76,10 +76,6 @@ class Tiny:
         return {"closeness": -(outputs - batch["target"]).abs()[:, 0]}
 """
 
-LENGTHS = """
-    def sample_lengths(self, data):
-        return [len(sample["ids"]) for sample in data]
-"""
 
 # Shuffled anew in each epoch, and with noise that is drawn when a sample is loaded.
 STREAM = """
@@ -132,19 +128,6 @@ def train_through_a_kill(project: Project, run: Run, processes: tuple[int, int])
 
 def order_of(run: Run) -> str:
     return str(json.loads((run.output("prepare") / "data.json").read_text())["order"]["kind"])
-
-
-@pytest.mark.long
-def test_padded_batches_by_length_resume_to_the_same_bits(texts: Project) -> None:
-    texts.replace("\n    def loss(", f"{LENGTHS}\n    def loss(")
-    whole, cut = prepared(texts, "whole"), prepared(texts, "cut")
-    assert order_of(whole) == "lengths"
-    done = texts.train(whole, processes=2)
-    assert done.returncode == 0, done.stderr
-    train_through_a_kill(texts, cut, (2, 2))
-    assert equal(trained_weights(whole), trained_weights(cut))
-    summary = "15 steps, 3 epochs, every one of 37 samples exactly once in each; 2 attempts, 2 processes; "
-    assert list(verify_run_ledger(cut)) == [f"ledger: {summary}contents compared in 15 steps"]
 
 
 def test_a_stream_resumes_to_the_same_bits_with_any_number_of_workers(texts: Project) -> None:
