@@ -9,6 +9,7 @@ import http.client
 import json
 import ssl
 import time
+from collections.abc import Iterator
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
@@ -124,52 +125,46 @@ def test_plain_http_is_not_spoken(closed: Closed) -> None:
         send_request("127.0.0.1", closed.running.port, "GET", "/v2/health/live")
 
 
-def _stub(closed: Closed) -> tuple[grpc.Channel, GRPCInferenceServiceStub]:
+@pytest.fixture
+def stub(closed: Closed) -> Iterator[Any]:
     credentials = grpc.ssl_channel_credentials(closed.pair.certificate.read_bytes())
-    channel = grpc.secure_channel(f"localhost:{closed.running.grpc_port}", credentials)
-    return channel, GRPCInferenceServiceStub(channel)
+    with grpc.secure_channel(f"localhost:{closed.running.grpc_port}", credentials) as channel:
+        yield GRPCInferenceServiceStub(channel)
 
 
-def test_grpc_requests_the_same_keys_over_the_same_tls(closed: Closed) -> None:
-    channel, stub = _stub(closed)
-    with channel:
-        assert stub.ServerReady(pb.ServerReadyRequest(), timeout=60).ready
-        for metadata in (None, [("x-api-key", "not-a-key-of-the-tests")]):
-            with pytest.raises(grpc.RpcError) as caught:
-                stub.ModelMetadata(pb.ModelMetadataRequest(name="tiny"), metadata=metadata, timeout=60)
-            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
-            assert "x-request-id" in dict(caught.value.trailing_metadata())
-        for metadata in ([("x-api-key", KEY)], [("authorization", f"Bearer {KEY}")]):
-            found = stub.ModelMetadata(pb.ModelMetadataRequest(name="tiny"), metadata=metadata, timeout=60)
-            assert found.name == "tiny"
+def test_grpc_requests_the_same_keys_over_the_same_tls(stub: Any) -> None:
+    assert stub.ServerReady(pb.ServerReadyRequest(), timeout=60).ready
+    for metadata in (None, [("x-api-key", "not-a-key-of-the-tests")]):
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.ModelMetadata(pb.ModelMetadataRequest(name="tiny"), metadata=metadata, timeout=60)
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert "x-request-id" in dict(caught.value.trailing_metadata())
+    for metadata in ([("x-api-key", KEY)], [("authorization", f"Bearer {KEY}")]):
+        found = stub.ModelMetadata(pb.ModelMetadataRequest(name="tiny"), metadata=metadata, timeout=60)
+        assert found.name == "tiny"
 
 
-def test_grpc_answers_all_model_names_alike_without_a_key(closed: Closed) -> None:
-    channel, stub = _stub(closed)
+def test_grpc_answers_all_model_names_alike_without_a_key(stub: Any) -> None:
     refusals = []
-    with channel:
-        for name in ("tiny", "other"):
-            with pytest.raises(grpc.RpcError) as caught:
-                stub.ModelReady(pb.ModelReadyRequest(name=name), timeout=60)
-            refusals.append((caught.value.code(), caught.value.details()))
-        ready = stub.ModelReady(pb.ModelReadyRequest(name="tiny"), metadata=[("x-api-key", KEY)], timeout=60)
+    for name in ("tiny", "other"):
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.ModelReady(pb.ModelReadyRequest(name=name), timeout=60)
+        refusals.append((caught.value.code(), caught.value.details()))
+    ready = stub.ModelReady(pb.ModelReadyRequest(name="tiny"), metadata=[("x-api-key", KEY)], timeout=60)
     assert ready.ready
     assert refusals[0] == refusals[1]
     assert refusals[0][0] is grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_many_large_calls_over_tls_are_answered(closed: Closed) -> None:
-    channel, stub = _stub(closed)
+def test_many_large_calls_over_tls_are_answered(stub: Any) -> None:
     tensor = {"name": "image", "datatype": "FP32", "shape": [16, 1, 8, 8]}
     sent = pb.ModelInferRequest(model_name="tiny", inputs=[tensor], raw_input_contents=[b"\0" * 4096], id="7" * 60_000)
-    with channel:
-        calls = [stub.ModelInfer.future(sent, metadata=[("x-api-key", KEY)], timeout=60) for _ in range(100)]
-        assert {len(call.result().id) for call in calls} == {60_000}
+    calls = [stub.ModelInfer.future(sent, metadata=[("x-api-key", KEY)], timeout=60) for _ in range(100)]
+    assert {len(call.result().id) for call in calls} == {60_000}
 
 
-def test_a_refused_key_is_counted_whatever_the_protocol(closed: Closed) -> None:
-    channel, stub = _stub(closed)
-    with channel, pytest.raises(grpc.RpcError):
+def test_a_refused_key_is_counted_whatever_the_protocol(closed: Closed, stub: Any) -> None:
+    with pytest.raises(grpc.RpcError):
         stub.ModelMetadata(pb.ModelMetadataRequest(name="tiny"), timeout=60)
     assert (
         b'pipe_rejected_total{model="",reason="unauthorized",version=""}'
@@ -185,7 +180,9 @@ def test_grpc_without_tls_is_not_spoken(closed: Closed) -> None:
 
 
 @pytest.mark.long  # the files are checked every five seconds
-def test_new_keys_and_a_new_certificate_are_taken_up_without_a_restart(closed: Closed, tmp_path: Path) -> None:
+def test_new_keys_and_a_new_certificate_are_taken_up_without_a_restart(
+    closed: Closed, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     successor = certificates.make(tmp_path, "localhost")
     closed.keys.write_text(LATER + "\n")
     closed.pair.key.write_bytes(successor.key.read_bytes())
@@ -194,9 +191,8 @@ def test_new_keys_and_a_new_certificate_are_taken_up_without_a_restart(closed: C
     closed.running.wait_for("serve.tls_certificate changed: the new one is in use")
     assert closed.ask("GET", "/v2", x_api_key=KEY)[0] == 401
     assert closed.ask("GET", "/v2", x_api_key=LATER)[0] == 200
-    channel, stub = _stub(closed)
-    with channel:
-        assert stub.ServerLive(pb.ServerLiveRequest(), timeout=60).live
+    stub = request.getfixturevalue("stub")
+    assert stub.ServerLive(pb.ServerLiveRequest(), timeout=60).live
 
 
 def test_no_key_is_ever_logged(closed: Closed) -> None:

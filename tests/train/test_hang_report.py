@@ -227,31 +227,26 @@ def test_no_culprit_while_any_process_makes_progress() -> None:
     assert blamed(report(0), report(1, USERS, still=30)) == [1]
 
 
-def test_long_work_of_all_at_the_same_place_is_no_hang() -> None:
-    assert blamed(report(0, USERS), report(1, USERS)) == []
-    assert blamed(report(0, WAITING), report(1, WAITING)) == []
+CULPRITS: dict[str, tuple[list[ProcessReport], list[int]]] = {
+    "long work of all at the same place is no hang": ([report(0, USERS), report(1, USERS)], []),
+    "neither is waiting of all": ([report(0), report(1)], []),
+    "the one a step behind": ([report(0), report(1, step=3, phase="checkpoint"), report(2)], [1]),
+    "the one a phase behind": ([report(0), report(1, phase="data"), report(2)], [1]),
+    # A process that serves the parameters has made fewer steps than the one it waits for.
+    "the one in user code": ([report(0, OURS, step=1), report(1, USERS, step=5), report(2, step=4)], [1]),
+    "who writes the checkpoint": ([report(0, OURS, phase="checkpoint"), report(1, phase="checkpoint")], [0]),
+    "several": ([report(0, USERS), report(1, USERS), report(2)], [0, 1]),
+}
 
 
-@pytest.mark.parametrize("behind", [{"step": 3, "phase": "checkpoint"}, {"phase": "data"}])
-def test_the_one_furthest_behind_is_waited_for(behind: dict[str, Any]) -> None:
-    assert blamed(report(0), report(1, **behind), report(2)) == [1]
-
-
-def test_a_process_in_user_code_is_the_culprit() -> None:
-    """A process that serves the parameters has made fewer steps than the one it waits for."""
-    assert blamed(report(0, OURS, step=1), report(1, USERS, step=5), report(2, WAITING, step=4)) == [1]
-
-
-def test_who_writes_the_checkpoint_is_waited_for() -> None:
-    assert blamed(report(0, OURS, phase="checkpoint"), report(1, WAITING, phase="checkpoint")) == [0]
+@pytest.mark.parametrize("who", CULPRITS)
+def test_who_is_waited_for_is_the_culprit(who: str) -> None:
+    reports, ranks = CULPRITS[who]
+    assert blamed(*reports) == ranks
 
 
 def test_a_silent_process_is_the_culprit() -> None:
     assert blamed(report(0, USERS, step=1), report(1, still=0, step=9), silent={1}) == [1]
-
-
-def test_there_may_be_several_culprits() -> None:
-    assert blamed(report(0, USERS), report(1, USERS), report(2)) == [0, 1]
 
 
 def test_all_processes_in_a_collective_means_a_cut_network() -> None:

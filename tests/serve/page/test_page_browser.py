@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.long, pytest.mark.skipif(PROGRAM is None, reason="no Chromium is installed here")]
 
+OpenPage = Callable[..., "Running"]
 SEVEN = [(0.3, 0.2), (0.5, 0.2), (0.7, 0.2), (0.6, 0.5), (0.45, 0.85)]
 FIRST = "#answer .first dd"
 EDIT_AS_JSON = ".buttons button:nth-child(3)"
@@ -159,12 +160,21 @@ def _resealed(
     return bundle
 
 
-def test_text_never_becomes_markup(
-    browser: Browser, own_bundle: Path, seal: Callable[[Path], str], start: Launcher
-) -> None:
+@pytest.fixture
+def open_page(browser: Browser, own_bundle: Path, seal: Callable[[Path], str], start: Launcher) -> OpenPage:
+    """Return a function that opens the page of a changed bundle, and returns the service."""
+
+    def open_it(**changes: Any) -> Running:
+        server = start(_resealed(own_bundle, seal, **changes))
+        browser.open(f"{server.url}/")
+        return server
+
+    return open_it
+
+
+def test_text_never_becomes_markup(browser: Browser, open_page: OpenPage) -> None:
     example = {"name": f"</script>{ATTACK}", "lines": "\u2028<!--"}
-    server = start(_resealed(own_bundle, seal, instances=[example]))
-    browser.open(f"{server.url}/")
+    open_page(instances=[example])
     assert browser.value("document.getElementById('field-0').value") == example["name"]
     browser.click("button.main")
     assert ATTACK in browser.text("#answer pre")
@@ -181,12 +191,9 @@ def _set(browser: Browser, field: int, value: str) -> None:
     browser.value(f"document.getElementById('field-{field}').value = {json.dumps(value)}")
 
 
-def test_row_of_a_table_has_a_field_for_each_column(
-    browser: Browser, own_bundle: Path, seal: Callable[[Path], str], start: Launcher
-) -> None:
+def test_row_of_a_table_has_a_field_for_each_column(browser: Browser, open_page: OpenPage) -> None:
     first = {"rooms": 3, "area": 81.5, "city": "Bern", "garden": True, "built": None, "tags": ["a"], "note": "x" * 80}
-    server = start(_resealed(own_bundle, seal, instances=[first, {**first, "rooms": 4, "built": 1950}]))
-    browser.open(f"{server.url}/")
+    server = open_page(instances=[first, {**first, "rooms": 4, "built": 1950}])
     kinds = "[...document.querySelectorAll('.fields > div')].map(one => one.className)"
     assert browser.value(kinds) == ["number", "number", "text", "boolean", "number", "json", "lines"]
     names = browser.value("[...document.querySelectorAll('.fields label')].map(one => one.textContent)")
@@ -207,11 +214,8 @@ def test_row_of_a_table_has_a_field_for_each_column(
     assert browser.complaints == []
 
 
-def test_text_is_typed_into_one_field(
-    browser: Browser, own_bundle: Path, seal: Callable[[Path], str], start: Launcher
-) -> None:
-    server = start(_resealed(own_bundle, seal, instances=["a short text"]))
-    browser.open(f"{server.url}/")
+def test_text_is_typed_into_one_field(browser: Browser, open_page: OpenPage) -> None:
+    open_page(instances=["a short text"])
     assert browser.value("document.querySelector('textarea#field-0').value") == "a short text"
     _set(browser, 0, "x" * 3000)
     browser.click("button.main")
@@ -226,11 +230,8 @@ def test_text_is_typed_into_one_field(
 PNG = base64.b64encode(png(np.linspace(0, 255, 64 * 48).reshape(48, 64, 1).astype(np.uint8))).decode()
 
 
-def test_picture_is_dropped_and_answered_by_a_picture_beside_it(
-    browser: Browser, own_bundle: Path, seal: Callable[[Path], str], start: Launcher
-) -> None:
-    server = start(_resealed(own_bundle, seal, instances=[{"b64": PNG}]))
-    browser.open(f"{server.url}/")
+def test_picture_is_dropped_and_answered_by_a_picture_beside_it(browser: Browser, open_page: OpenPage) -> None:
+    open_page(instances=[{"b64": PNG}])
     pictures = "[...document.querySelectorAll('{} img')].map(one => [one.naturalWidth, one.naturalHeight])"
     browser.wait(f"{pictures.format('.fields')}.join() === '64,48'")
     other = base64.b64encode(png(np.zeros((20, 30, 3), np.uint8))).decode()
@@ -265,13 +266,8 @@ class EchoCodec:
 """
 
 
-def test_boxes_are_drawn_on_the_picture_that_was_sent(
-    browser: Browser, own_bundle: Path, seal: Callable[[Path], str], start: Launcher
-) -> None:
-    server = start(
-        _resealed(own_bundle, seal, codec=FINDER, instances=[{"image": PNG, "threshold": 0.5}], prediction=FOUND)
-    )
-    browser.open(f"{server.url}/")
+def test_boxes_are_drawn_on_the_picture_that_was_sent(browser: Browser, open_page: OpenPage) -> None:
+    open_page(codec=FINDER, instances=[{"image": PNG, "threshold": 0.5}], prediction=FOUND)
     browser.click("button.main")
     browser.wait("document.querySelector('canvas.boxes')?.width === 640")
     edge = "[...document.querySelector('canvas.boxes').getContext('2d').getImageData(80, 200, 1, 1).data]"
@@ -284,11 +280,8 @@ def test_boxes_are_drawn_on_the_picture_that_was_sent(
     assert browser.complaints == []
 
 
-def test_tensor_form_and_its_errors(
-    browser: Browser, own_bundle: Path, seal: Callable[[Path], str], start: Launcher
-) -> None:
-    server = start(_resealed(own_bundle, seal, instances=[]))
-    browser.open(f"{server.url}/")
+def test_tensor_form_and_its_errors(browser: Browser, open_page: OpenPage) -> None:
+    server = open_page(instances=[])
     body = json.loads(browser.value("document.getElementById('body').value"))
     assert [(one["name"], one["shape"]) for one in body["inputs"]] == [("image", [1, 1, 8, 8])]
     browser.click("button.main")
