@@ -44,6 +44,12 @@ def exclusive(folder: Path) -> Iterator[None]:
 
 
 @pytest.fixture
+def expected(finished: ProjectFolder) -> bytes:
+    """The weights of an undisturbed training."""
+    return finished.weights
+
+
+@pytest.fixture
 def copied(finished: ProjectFolder, tmp_path: Path) -> Iterator[ProjectFolder]:
     """A copy of the finished run without its service, which a test may change."""
     project = finished.copy(tmp_path / "sides")

@@ -28,6 +28,7 @@ from tests.ports import free_port
 
 TINY = Path(__file__).resolve().parents[1] / "project"
 PIPE = (sys.executable, "-m", "pipeline")
+HELD_AFTER = 57  # steps, of which 25 and 50 end epochs: their checkpoints are there, and that of 60 is not
 _TIMEOUT_SECONDS = 600  # only a hang takes this long
 _READERS = ("status", "verify", "plan", "compare", "report", "logs", "gate")  # these change nothing that outlives them
 
@@ -131,6 +132,15 @@ class ProjectFolder:
                 status = int(end.code or 0)
         return subprocess.CompletedProcess(["pipe", *words], status, stdout.getvalue(), stderr.getvalue())
 
+    @contextlib.contextmanager
+    def served(self, **options: Any) -> Iterator[None]:
+        """Run the whole pipeline, without building an image; the service is stopped at the end."""
+        try:
+            self.pipe("run", "all", "package.builder=none", f"deploy.port={self.port}", **options)
+            yield
+        finally:
+            self.stop()
+
     def deploy(
         self, run: Run, expect: int = 0, env: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
@@ -193,6 +203,14 @@ def wait_for(condition: Callable[[], Any], seconds: float = 300.0) -> Any:
             return value
         time.sleep(0.02)
     raise AssertionError(f"still false after {seconds:.0f} s: {condition}")
+
+
+def until_held(project: ProjectFolder) -> Run:
+    """Wait until a training that has just been started wrote the last checkpoint before HELD_AFTER; return its run."""
+    known = project.latest.id
+    wait_for(lambda: project.latest.id != known)
+    wait_for((project.checkpoints / "step-00000050" / "manifest.json").exists)
+    return project.latest
 
 
 def processes_of(run: Run) -> list[psutil.Process]:

@@ -11,9 +11,8 @@ import pytest
 
 from pipeline.contract.run import all_runs
 
-from .project_folder import ProjectFolder, wait_for
+from .project_folder import HELD_AFTER, ProjectFolder, until_held
 
-HELD_AFTER = 57  # there are checkpoints of steps 25 and 50
 RESUMED = re.compile(r"resumed from the checkpoint of step 5\d of 120")
 TRAIN = ("run", "train", "--force", "train", "train.processes=1")
 
@@ -22,10 +21,8 @@ TRAIN = ("run", "train", "--force", "train", "train.processes=1")
 def original(finished: ProjectFolder, tmp_path_factory: pytest.TempPathFactory) -> ProjectFolder:
     """A project whose newest run was interrupted in a training that has checkpoints."""
     project = finished.copy(tmp_path_factory.mktemp("interrupted") / "sides")
-    known = project.latest.id
     with project.paused_training(HELD_AFTER, *TRAIN) as pipe:
-        wait_for(lambda: project.latest.id != known)
-        wait_for((project.checkpoints / "step-00000050" / "manifest.json").exists)
+        until_held(project)
         pipe.send_signal(signal.SIGTERM)
         pipe.communicate(timeout=300)
     return project
@@ -49,20 +46,6 @@ def test_changes_since_an_interrupted_training_are_listed_and_then_accepted(inte
     (acceptance,) = interrupted.latest.read().steps["train"].accepted
     assert acceptance.changes == "task.py changed"
     assert interrupted.plan("train", "train.processes=1")["train"][0] == "reuse"
-
-
-def test_a_restarted_training_keeps_the_earlier_checkpoints_until_it_is_complete(interrupted: ProjectFolder) -> None:
-    run_id = interrupted.latest.id
-    interrupted.replace("task.py", "functional.cross_entropy(", "2 * functional.cross_entropy(")
-    replaced = interrupted.latest.path / "train.replaced-1" / "checkpoints" / "step-00000050" / "manifest.json"
-    with interrupted.paused_training(3, "run", "--resume", "--restart") as pipe:
-        wait_for(replaced.exists)
-        pipe.send_signal(signal.SIGTERM)
-        pipe.communicate(timeout=300)
-    assert replaced.exists()
-    assert interrupted.latest.id == run_id
-    interrupted.pipe("run", "--resume")
-    assert not replaced.parents[2].exists()
 
 
 @pytest.mark.long

@@ -9,14 +9,8 @@ import pytest
 
 from .project_folder import ProjectFolder, wait_for
 
-TRAIN = (
-    "run",
-    "train",
-    "train.processes=1",
-    "train.schedule=constant",
-    "train.warmup_ratio=0",
-    "train.checkpoint_every=7",
-)
+CONSTANT = ("train.schedule=constant", "train.warmup_ratio=0")
+TRAIN = ("run", "train", "train.processes=1", *CONSTANT, "train.checkpoint_every=7")
 
 
 def checkpoints(project: ProjectFolder) -> list[int]:

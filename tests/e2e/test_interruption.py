@@ -13,24 +13,9 @@ import pytest
 
 from pipeline.contract.run import Run
 
-from .project_folder import PIPE, ProjectFolder, processes_of, wait_for, workers_of
+from .project_folder import HELD_AFTER, PIPE, ProjectFolder, processes_of, until_held, wait_for, workers_of
 
-HELD_AFTER = 57  # checkpoints at 50 (an epoch's end) and before are there, 60 is not
 TRAIN = ("run", "train", "--force", "train")
-
-
-@pytest.fixture
-def expected(finished: ProjectFolder) -> bytes:
-    """The weights of an undisturbed training."""
-    return finished.weights
-
-
-def until_held(project: ProjectFolder) -> Run:
-    """Wait until training has written the last checkpoint before it is held."""
-    known = project.latest.id
-    wait_for(lambda: project.latest.id != known)
-    wait_for((project.checkpoints / "step-00000050" / "manifest.json").exists)
-    return project.latest
 
 
 @pytest.mark.long

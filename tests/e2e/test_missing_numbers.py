@@ -81,7 +81,6 @@ prepare: {missing_share: 0.2}
 train: {epochs: 1, batch_size: 40, lr: 0.02}
 evaluate: {metric: negative_squared_error}
 export: {batch_sizes: [1, 3]}
-package: {builder: none}
 """
 ANSWERS = [{"half": None, "missing": [True, False]}, {"half": 0.25, "missing": [False, False]}]
 
@@ -91,11 +90,8 @@ def test_missing_numbers_reach_the_model_by_every_way(tmp_path: Path) -> None:
     for name, text in (("task.py", TASK), ("codec.py", CODEC), ("pipe.yaml", SETTINGS)):
         (tmp_path / name).write_text(text)
     project = ProjectFolder.with_free_port(tmp_path)
-    try:
-        project.pipe("run", "all", f"deploy.port={project.port}")
+    with project.served():
         _check(project)
-    finally:
-        project.stop()
 
 
 def _check(project: ProjectFolder) -> None:

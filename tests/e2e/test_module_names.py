@@ -99,12 +99,9 @@ def test_files_with_names_of_installed_modules_reach_the_service(tmp_path: Path)
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     project = ProjectFolder.with_free_port(tmp_path)
-    try:
-        project.pipe("run", "all", f"deploy.port={project.port}")
+    with project.served():
         answers = json.loads(project.pipe("predict", "-o", "json").stdout)["predictions"]
         assert [set(answer) for answer in answers] == [{"sum"}] * 3
-    finally:
-        project.stop()
     log = (project.latest.path / "logs" / "train.log").read_text()
     assert "does not depend on 2 trained parameters: pooler.bias, pooler.weight" in log
     codec = project.latest.bundle_path / "codec"

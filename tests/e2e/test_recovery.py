@@ -14,23 +14,20 @@ from pipeline.contract.restarts import read_attempts
 from pipeline.contract.run import Run
 from tests.ports import free_port
 
-from .project_folder import PIPE, ProjectFolder, environment, processes_of, running_module, wait_for, workers_of
+from .project_folder import (
+    HELD_AFTER,
+    PIPE,
+    ProjectFolder,
+    environment,
+    processes_of,
+    running_module,
+    until_held,
+    wait_for,
+    workers_of,
+)
 
 SERVER = "pipeline.system.fork_server"
-HELD_AFTER = 57
 TRAIN = ("run", "train", "--force", "train")
-
-
-@pytest.fixture
-def expected(finished: ProjectFolder) -> bytes:
-    """The weights of an undisturbed training."""
-    return finished.weights
-
-
-def until_held(project: ProjectFolder, known: str) -> Run:
-    wait_for(lambda: project.latest.id != known)
-    wait_for(lambda: (project.checkpoints / "step-00000050").exists())
-    return project.latest
 
 
 def hold_after(project: ProjectFolder, steps: int) -> None:
@@ -46,9 +43,8 @@ def let_go(project: ProjectFolder) -> None:
 
 @pytest.mark.long  # each of the three also in tests/nodes, by itself
 def test_a_killed_worker_agent_node_and_fork_server_cost_nothing(copied: ProjectFolder, expected: bytes) -> None:
-    known = copied.latest.id
     with copied.paused_training(HELD_AFTER, *TRAIN, "train.restarts=4") as pipe:
-        run = until_held(copied, known)
+        run = until_held(copied)
         hold_after(copied, 5)  # the next attempts write no checkpoint
         workers_of(run)[-1].kill()
         wait_for(lambda: len(read_attempts(run.path).attempts) == 2)
@@ -123,9 +119,8 @@ def test_a_machine_joins_and_is_lost_and_training_goes_on(
     pair: tuple[ProjectFolder, tuple[str, ...]], tmp_path: Path
 ) -> None:
     project, words = pair
-    known = project.latest.id
     with project.paused_training(HELD_AFTER, *words) as pipe:
-        run = until_held(project, known)
+        run = until_held(project)
         other = join(project, run, tmp_path / "join.txt")
         story = wait_for(lambda: len(read_attempts(run.path).attempts) == 2 and read_attempts(run.path))
         assert (story.attempts[1].after, len(story.attempts[1].hosts)) == ("change", 2)

@@ -45,8 +45,7 @@ def test_minilm_is_served_with_its_published_vectors(tmp_path: Path) -> None:
     command = [*PIPE, "init", "search", "--from", str(source)]
     subprocess.run(command, cwd=tmp_path, env=environment({}), check=True, capture_output=True)
     project = ProjectFolder.with_free_port(tmp_path / "search")
-    try:
-        project.pipe("run", "all", "package.builder=none", f"deploy.port={project.port}")
+    with project.served():
         expected = expected_vectors(source)
         _, _, together = project.request("/v1/models/search:predict", {"instances": TEXTS})
         np.testing.assert_allclose(together["predictions"], expected, atol=1e-5)
@@ -56,5 +55,3 @@ def test_minilm_is_served_with_its_published_vectors(tmp_path: Path) -> None:
         tensor = {"name": "instances", "datatype": "BYTES", "shape": [len(TEXTS)], "data": TEXTS}
         _, _, answer = project.request("/v2/models/search/infer", {"inputs": [tensor]})
         np.testing.assert_allclose([json.loads(text) for text in answer["outputs"][0]["data"]], expected, atol=1e-5)
-    finally:
-        project.stop()

@@ -15,31 +15,15 @@ from .project_folder import PIPE, ProjectFolder, environment
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if name not in ("sft", "lora", "dpo")])
-def test_template_runs_the_whole_pipeline(name: str, tmp_path: Path) -> None:
+def test_template_is_served_and_an_honest_retrain_passes_but_a_worse_model_does_not(name: str, tmp_path: Path) -> None:
     command = [*PIPE, "init", "project", "--template", name]
     subprocess.run(command, cwd=tmp_path, env=environment({}), check=True, capture_output=True)
     project = ProjectFolder.with_free_port(tmp_path / "project")
-    try:
-        project.pipe("run", "all", "package.builder=none", f"deploy.port={project.port}")
+    with project.served():  # which makes it the champion
         assert len(json.loads(project.pipe("predict").stdout)["predictions"]) > 0
-        assert json.loads(project.pipe("status", "-o", "json").stdout)
-    finally:
-        project.pipe("stop")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", [name for name in TEMPLATES if name not in ("sft", "lora", "dpo")])
-def test_an_honest_retrain_passes_and_a_worse_model_does_not(name: str, tmp_path: Path) -> None:
-    command = [*PIPE, "init", "project", "--template", name]
-    subprocess.run(command, cwd=tmp_path, env=environment({}), check=True, capture_output=True)
-    project = ProjectFolder.with_free_port(tmp_path / "project")
-    try:
-        project.pipe("run", "all", "package.builder=none", f"deploy.port={project.port}")  # makes it the champion
         project.pipe("run", "--until", "evaluate", "train.seed=1")
         verdict = json.loads((project.latest.output("evaluate") / "verdict.json").read_text())
         assert (verdict["baseline"]["kind"], verdict["rule"]) == ("champion", "non-inferior")
         untrained = ("train.epochs=1", "train.lr=1e-9", "evaluate.require={}")
         rejected = project.pipe("run", "--until", "evaluate", *untrained, expect=3)
         assert "the champion's" in rejected.stderr
-    finally:
-        project.stop()

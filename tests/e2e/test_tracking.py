@@ -14,9 +14,8 @@ from typing import Any
 
 import pytest
 
-from .project_folder import ProjectFolder, wait_for
+from .project_folder import HELD_AFTER, ProjectFolder, wait_for
 
-HELD_AFTER = 57  # there are checkpoints of steps 25 and 50
 pytestmark = [
     pytest.mark.long,
     # of MLflow's own tables, by the newest SQLAlchemy
