@@ -85,12 +85,6 @@ def test_champion_with_caches_starts_with_empty_ones(project: Project) -> None:
     assert json.loads((run.partial("evaluate") / "metrics.json").read_text())["baseline"] == {"accuracy": 0.0}
 
 
-def test_candidate_worse_than_the_champion_is_rejected(project: Project) -> None:
-    project.crown("right")
-    with pytest.raises(GateError, match="misses"):
-        evaluate(project.run("wrong"), project.root)
-
-
 def test_champion_is_not_compared_with_itself(project: Project) -> None:
     run = project.run("right")
     project.crown("right", checkpoint=digest_file(run.output("train") / "model.safetensors"))
@@ -98,24 +92,10 @@ def test_champion_is_not_compared_with_itself(project: Project) -> None:
     assert baseline_of(run) is None
 
 
-def test_missing_champion_bundle_is_named_with_a_fix(project: Project) -> None:
-    shutil.rmtree(project.crown("right"))
-    with pytest.raises(BundleError, match=r"champion \w{12}: .*old/export/bundle is gone, .*`pipe registry promote`"):
-        evaluate(project.run("right"), project.root)
-
-
 def test_tampered_champion_is_rejected(project: Project) -> None:
     bundle = project.crown("right")
     (bundle / "card.md").write_text("# better\n")
     with pytest.raises(BundleError, match="content changed since export"):
-        evaluate(project.run("right"), project.root)
-
-
-def test_exchanged_champion_is_rejected(project: Project) -> None:
-    bundle = project.crown("right")
-    manifest = json.loads((bundle / "manifest.json").read_text())
-    (bundle / "manifest.json").write_text(json.dumps(manifest | {"verdict": "forced"}))
-    with pytest.raises(BundleError, match="holds another bundle"):
         evaluate(project.run("right"), project.root)
 
 

@@ -91,42 +91,36 @@ class Search:
         return batch["query"]
 
 
-class Denoiser:
-    """Image to image."""
+class Gallery:
+    """Samples are shown by texts with tags, pictures, and pictures with boxes."""
 
-    inputs, outputs, metric = ("noisy",), ("clean",), "psnr"
-
-    def data(self, split: str) -> dict[str, Any]:
-        random = np.random.default_rng(0)
-        y, x = np.mgrid[0:80, 0:100] / 80
-        waves = [np.sin((3 + i % 7) * x + i) * np.cos((2 + i % 5) * y) for i in range(40)]
-        clean = np.stack([np.stack([w, w**2, -w]) for w in waves]).astype(np.float32)
-        return {"noisy": clean + random.normal(0, 0.4, clean.shape).astype(np.float32), "target": clean}
-
-    def predict(self, batch: Batch) -> Tensor:
-        return torch.nn.functional.avg_pool2d(batch["noisy"], 5, stride=1, padding=2)
-
-    def metrics(self, outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
-        return {"psnr": -10 * torch.log10((outputs - batch["target"]).square().mean((1, 2, 3)))}
-
-    def show(self, batch: Batch, outputs: Tensor) -> list[dict[str, Any]]:
-        rows = zip(batch["noisy"], outputs, batch["target"], strict=True)
-        return [{"input": a, "answer": b, "target": c} for a, b, c in rows]
-
-
-class Tagger:
-    """A text with tags."""
-
-    inputs, outputs, metric = ("ids",), ("tags",), "correct"
+    inputs, outputs, metric = ("words",), ("tags",), "correct"
     text = "Yesterday Ada Lovelace met Charles Babbage of the Royal Society in London to discuss his engine"
     tags = ("O", "B-PER", "I-PER", "B-ORG", "I-ORG", "B-LOC")
     actual_tags = (0, 1, 2, 0, 1, 2, 0, 0, 3, 4, 0, 5, 0, 0, 0, 0)
+    labels = ("car", "cyclist", "pedestrian")
 
     def data(self, split: str) -> dict[str, Any]:
         random = np.random.default_rng(0)
         target = np.tile(self.actual_tags, (60, 1))
         answer = np.where(random.random(target.shape) < 0.12, random.integers(0, 6, target.shape), target)
-        return {"ids": np.tile(np.arange(16), (60, 1)), "tags": target, "answer": answer}
+        y, x = np.mgrid[0:80, 0:100] / 80
+        clean = np.stack([np.stack([np.sin((3 + i % 7) * x + i) * np.cos(y)] * 3) for i in range(60)])
+        corners = [random.integers(4, 70, (60, 3, 2)), random.integers(75, 116, (60, 3, 2))]
+        vector = random.normal(size=(60, 16))
+        return {
+            "words": np.tile(np.arange(16), (60, 1)),
+            "tags": target,
+            "answer": answer,
+            "noisy": clean + random.normal(0, 0.4, clean.shape),
+            "clean": clean,
+            "picture": random.integers(30, 70, (60, 120, 160, 3)).astype(np.uint8),
+            "boxes": np.concatenate(corners, axis=2),
+            "series": np.sin(np.arange(120) / 9 + random.random((60, 1)) * 6),
+            "question": vector + random.normal(0, 1.3, vector.shape),
+            "vector": vector,
+            "number": np.arange(60),
+        }
 
     def predict(self, batch: Batch) -> Tensor:
         return batch["answer"]
@@ -135,97 +129,39 @@ class Tagger:
         return {"correct": (outputs == batch["tags"]).double().mean(1)}
 
     def show(self, batch: Batch, outputs: Tensor) -> list[dict[str, Any]]:
-        def tagged(row: Tensor) -> TaggedText:
-            return TaggedText(self.text.split(), [self.tags[i] for i in row.tolist()])
+        rows = [{name: column[i] for name, column in batch.items()} for i in range(len(outputs))]
+        return [self._parts(row, answer) for row, answer in zip(rows, outputs, strict=True)]
 
-        return [{"answer": tagged(a), "target": tagged(b)} for a, b in zip(outputs, batch["tags"], strict=True)]
+    def _parts(self, row: Batch, answer: Tensor) -> dict[str, Any]:
+        return {
+            "answer": self._tagged(answer),
+            "target": self._tagged(row["tags"]),
+            "input": row["noisy"],
+            "output": row["clean"],
+            "found": Boxes(row["picture"], row["boxes"], self.labels, [0.98, 0.71, 0.42]),
+            "true": Boxes(row["picture"], row["boxes"], self.labels),
+        }
 
-
-class Embedder:
-    """Embeddings of questions, searched among those of answers."""
-
-    inputs, outputs, metric = ("question",), ("vector", "answer"), "similarity"
-    topics = ("resetting a password", "a delayed parcel", "an invoice", "cancelling a subscription", "opening hours")
-
-    def data(self, split: str) -> dict[str, Any]:
-        random = np.random.default_rng(0)
-        topic = np.arange(200) % 40
-        answer = random.normal(size=(40, 16))[topic]
-        question = answer + random.normal(0, 1.3, (200, 16))
-        return {"question": question, "answer": answer, "topic": topic}
-
-    def predict(self, batch: Batch) -> dict[str, Tensor]:
-        return {"vector": batch["question"], "answer": batch["answer"]}
-
-    def metrics(self, outputs: dict[str, Tensor], batch: Batch) -> dict[str, Tensor]:
-        return {"similarity": torch.cosine_similarity(outputs["vector"], outputs["answer"])}
-
-    def show(self, batch: Batch, outputs: dict[str, Tensor]) -> list[dict[str, Any]]:
-        names = [f"{self.topics[i % 5]}, case {i // 5}" for i in batch["topic"].tolist()]
-        return [
-            {
-                "question": Embedding(vector, f"How do I get help with {name}?", among="answer"),
-                "answer": Embedding(answer, f"Help with {name}"),
-            }
-            for name, vector, answer in zip(names, outputs["vector"], outputs["answer"], strict=True)
-        ]
+    def _tagged(self, row: Tensor) -> TaggedText:
+        return TaggedText(self.text.split(), [self.tags[i] for i in row.tolist()])
 
 
-class Detector:
-    """Pictures with boxes."""
+class Series(Gallery):
+    """Samples are shown by curves, a number, and embeddings of questions, searched among those of replies."""
 
-    inputs, outputs, metric = ("picture",), ("boxes",), "overlap"
-    labels = ("car", "cyclist", "pedestrian")
-
-    def data(self, split: str) -> dict[str, Any]:
-        random = np.random.default_rng(0)
-        boxes = np.concatenate([random.integers(4, 70, (30, 3, 2)), random.integers(75, 116, (30, 3, 2))], axis=2)
-        pictures = random.integers(30, 70, (30, 120, 160, 3)).astype(np.uint8)
-        for picture, rows in zip(pictures, boxes, strict=True):
-            for place, (left, top, right, bottom) in enumerate(rows):
-                picture[top:bottom, left:right, place] += 110
-        return {"picture": pictures, "boxes": boxes, "answer": boxes + random.normal(0, 6, boxes.shape)}
-
-    def predict(self, batch: Batch) -> Tensor:
-        return batch["answer"]
-
-    def metrics(self, outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
-        return {"overlap": 1 - (outputs - batch["boxes"]).abs().mean((1, 2)) / 60}
-
-    def show(self, batch: Batch, outputs: Tensor) -> list[dict[str, Any]]:
-        return [
-            {
-                "answer": Boxes(picture, found, self.labels, [0.98, 0.71, 0.42]),
-                "target": Boxes(picture, target, self.labels),
-            }
-            for picture, found, target in zip(batch["picture"], outputs, batch["boxes"], strict=True)
-        ]
+    def _parts(self, row: Batch, answer: Tensor) -> dict[str, Any]:
+        series, number = row["series"], int(row["number"])
+        return {
+            "past": series[:96],
+            "forecast": series[-57:-33],
+            "future": series[96:],
+            "peak": series.max(),
+            "question": Embedding(row["question"], f"How do I get help with case {number}?", among="reply"),
+            "reply": Embedding(row["vector"], f"Help with case {number}"),
+        }
 
 
-class Forecast:
-    """Curves."""
-
-    inputs, outputs, metric = ("past",), ("future",), "error"
-    directions: ClassVar = {"error": "lower"}
-
-    def data(self, split: str) -> dict[str, Any]:
-        random = np.random.default_rng(0)
-        time = np.arange(120) / 9 + random.random((50, 1)) * 6
-        series = np.sin(time) * random.random((50, 1)) * 40 + random.normal(0, 3, (50, 120))
-        return {"past": series[:, :96], "future": series[:, 96:]}
-
-    def predict(self, batch: Batch) -> Tensor:
-        return batch["past"][:, -57:-33]
-
-    def metrics(self, outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
-        return {"error": (outputs - batch["future"]).abs().mean(1)}
-
-    def show(self, batch: Batch, outputs: Tensor) -> list[dict[str, Any]]:
-        rows = zip(batch["past"], outputs, batch["future"], strict=True)
-        return [{"past": a, "forecast": b, "future": c, "peak": c.max()} for a, b, c in rows]
-
-
-KINDS = {kind.__name__.lower(): kind for kind in (Houses, Search, Denoiser, Tagger, Embedder, Detector, Forecast)}
+KINDS = {kind.__name__.lower(): kind for kind in (Houses, Search, Gallery, Series)}
 
 
 def make_kind(runs: Path, name: str) -> Run:

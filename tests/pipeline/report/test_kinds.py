@@ -50,40 +50,47 @@ def test_ranker_lists_its_worst_queries(pages: dict[str, str]) -> None:
     assert "100 queries." in shown
 
 
-def test_pictures_of_a_sample_are_side_by_side(pages: dict[str, str]) -> None:
-    first = re.findall(r"<figure>.*?</figure>", section(pages["denoiser"], "Worst samples"))[0]
-    assert re.findall(r'class="name">(\w+)</span><img', first) == ["input", "answer", "target"]
+@pytest.fixture
+def gallery(pages: dict[str, str]) -> str:
+    """The worst samples of a task that shows texts and pictures."""
+    return section(pages["gallery"], "Worst samples")
 
 
-def test_tags_that_differ_from_the_target_are_marked(pages: dict[str, str]) -> None:
-    shown = section(pages["tagger"], "Worst samples")
-    cards = re.findall(r"<figure>.*?</figure>", shown, re.DOTALL)
-    for card in cards:
+@pytest.fixture
+def series(pages: dict[str, str]) -> str:
+    """The worst samples of a task that shows curves and embeddings."""
+    return section(pages["series"], "Worst samples")
+
+
+def test_pictures_of_a_sample_are_side_by_side(gallery: str) -> None:
+    first = re.findall(r"<figure>.*?</figure>", gallery)[0]
+    assert re.findall(r'class="name">(\w+)</span><img', first) == ["input", "output"]
+
+
+def test_tags_that_differ_from_the_target_are_marked(gallery: str) -> None:
+    for card in re.findall(r"<figure>.*?</figure>", gallery, re.DOTALL):
         answer, target = re.findall(r'<p class="tagged">.*?</p>', card, re.DOTALL)
         assert answer.count("differs") == target.count("differs") > 0
-    assert re.search(r'<mark class="\w+" title="B-PER">Ada<small>PER</small></mark>\s+<mark', shown)
-    assert '<mark class="three" title="I-PER">Babbage</mark>' in shown, "an entity has one label"
+    assert re.search(r'<mark class="\w+" title="B-PER">Ada<small>PER</small></mark>\s+<mark', gallery)
+    assert '<mark class="three" title="I-PER">Babbage</mark>' in gallery, "an entity has one label"
 
 
-def test_boxes_are_drawn_over_their_picture(pages: dict[str, str]) -> None:
-    shown = section(pages["detector"], "Worst samples")
-    assert shown.count("<image href=") == 24
-    assert shown.count("<rect") == 24 * 3
-    assert ">cyclist 0.71</text>" in shown
-    assert "3 boxes: car 0.98, cyclist 0.71, pedestrian 0.42" in shown
+def test_boxes_are_drawn_over_their_picture(gallery: str) -> None:
+    assert gallery.count("<image href=") == 24
+    assert gallery.count("<rect") == 24 * 3
+    assert ">cyclist 0.71</text>" in gallery
+    assert "3 boxes: car 0.98, cyclist 0.71, pedestrian 0.42" in gallery
 
 
-def test_embeddings_list_their_neighbors_and_mark_their_own(pages: dict[str, str]) -> None:
-    shown = section(pages["embedder"], "Worst samples")
-    assert shown.count("<li>") == 12 * 2 * 5
-    assert 0 < shown.count("✓ its own") <= 12
+def test_embeddings_list_their_neighbors_and_mark_their_own(series: str) -> None:
+    assert series.count("<li>") == 12 * 2 * 5
+    assert 0 < series.count("✓ its own") <= 12
 
 
-def test_curves_of_one_length_share_a_drawing_with_axes(pages: dict[str, str]) -> None:
-    shown = section(pages["forecast"], "Worst samples")
-    assert shown.count("<svg") == 12 * 2
-    assert shown.count("<title>forecast, future</title>") == 12
-    assert shown.count('class="axis-title">position</text>') == 12 * 2
+def test_curves_of_one_length_share_a_drawing_with_axes(series: str) -> None:
+    assert series.count("<svg") == 12 * 2
+    assert series.count("<title>forecast, future</title>") == 12
+    assert series.count('class="axis-title">position</text>') == 12 * 2
 
 
 def test_broken_parts_do_no_harm(tmp_path: Path) -> None:
