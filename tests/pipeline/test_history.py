@@ -75,10 +75,6 @@ def test_sealing_again_replaces_the_earlier_attempt_wholly(sealed: tuple[Run, St
     assert not (run.output("train") / "checkpoints").exists()
 
 
-def test_untouched_outputs_are_not_changed(sealed: tuple[Run, StepRecord]) -> None:
-    assert changed_outputs(*sealed) == []
-
-
 @pytest.mark.parametrize("what", ["altered", "removed", "added", "all gone"])
 def test_any_difference_in_outputs_is_noticed(sealed: tuple[Run, StepRecord], what: str) -> None:
     run, record = sealed

@@ -42,13 +42,6 @@ def study(project: Project) -> Study:
     return study
 
 
-def test_search_without_a_space_is_an_error(pipe: Pipe, starter: Path) -> None:
-    stderr = pipe("tune", expect=2).stderr
-    assert stderr.startswith("error: tune.space is empty; to fix it: name settings to search")
-    assert stderr.count("\n") == 1
-    assert not (starter / "runs").exists()
-
-
 def test_a_mistake_in_the_space_is_reported_before_anything_is_written(pipe: Pipe, starter: Path) -> None:
     stderr = pipe("tune", "tune.space={train.lrs: {choices: [1]}}", expect=2).stderr
     assert stderr == "error: tune.space: unknown setting `train.lrs`; did you mean `train.lr`?\n"

@@ -15,16 +15,6 @@ from pipeline.history import create_run, find_project, find_run
 from pipeline.system.errors import BundleError, PipelineError
 
 from ..packing import record_export, write_bundle
-from .conftest import Pipe
-
-
-def test_promote_without_a_bundle_is_an_error(pipe: Pipe) -> None:
-    assert "has a bundle yet" in pipe("registry", "promote", expect=2).stderr
-
-
-def test_rollback_without_history_is_an_error(pipe: Pipe) -> None:
-    assert "there is no previous champion to roll back to" in pipe("registry", "rollback", expect=2).stderr
-
 
 RegistryCommand = Callable[..., Any]
 

@@ -19,14 +19,6 @@ def test_stopping_where_nothing_runs_is_fine(pipe: Pipe) -> None:
     assert json.loads(pipe("stop", "-o", "json").stdout) == {"ended": False}
 
 
-def test_no_one_can_be_requested_where_nothing_is_live(pipe: Pipe) -> None:
-    assert "no service is live here" in pipe("predict", expect=2).stderr
-
-
-def test_there_is_nothing_to_serve_before_the_first_bundle(pipe: Pipe) -> None:
-    assert "has a bundle yet" in pipe("serve", expect=2).stderr
-
-
 def test_a_damaged_bundle_is_not_served(pipe_process: Pipe, tmp_path: Path) -> None:
     (tmp_path / "manifest.json").write_text("{}")
     with socket.socket() as free:

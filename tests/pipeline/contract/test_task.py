@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 
-import train
 from pipeline.contract.run import Run, RunFile
 from pipeline.contract.settings.stages import Export
 from pipeline.contract.task import (
@@ -95,12 +93,6 @@ def test_a_task_that_only_makes_or_only_uses_files_is_refused(run: Run, root: Pa
         open_task(run, root)
 
 
-def test_a_class_and_the_helper_beside_it_are_imported(root: Path) -> None:
-    (root / "plugin_helper.py").write_text("WIDTH = 3\n")
-    (root / "my_task.py").write_text("import plugin_helper\nclass Net:\n    width = plugin_helper.WIDTH\n")
-    assert load_class("my_task.py:Net", root).width == 3
-
-
 def test_a_file_in_a_folder_finds_what_stands_beside_it(root: Path) -> None:
     (root / "tasks").mkdir()
     (root / "tasks" / "beside.py").write_text("WIDTH = 4\n")
@@ -117,12 +109,6 @@ def test_the_codec_a_task_imports_is_the_codec_that_is_loaded(root: Path) -> Non
     (root / "my_codec.py").write_text("class Codec: ...\n")
     (root / "my_task.py").write_text("from my_codec import Codec\nclass Net:\n    codec = Codec\n")
     assert load_class("my_task.py:Net", root).codec is load_class("my_codec.py:Codec", root)
-
-
-def test_a_users_train_py_does_not_shadow_ours(root: Path) -> None:
-    (root / "train.py").write_text("class Net: ...\n")
-    assert load_class("train.py:Net", root).__module__ != "train"
-    assert importlib.import_module("train") is train
 
 
 def test_a_users_file_does_not_shadow_what_is_installed_but_not_yet_imported(root: Path) -> None:

@@ -18,7 +18,6 @@ from pipeline.history import Project
 from pipeline.steps.package import package_training
 from pipeline.system.errors import BundleError, ConfigError, GateError, StageError
 from pipeline.system.files import digest_mapping, digest_tree, write_json
-from pipeline.system.sources import SOURCE_ROOT
 
 from ...k8s.registry_server import RegistryServer
 from ..packing import (
@@ -387,11 +386,6 @@ def test_an_image_name_with_a_registry_gets_the_bundle_as_tag(make_run: MakeRun)
     assert pack(run)["image"] == f"r.example:5000/twice:{run.bundle().digest[:12]}"
 
 
-@pytest.mark.parametrize("verdict", ["pass", "no-baseline"])
-def test_an_accepted_verdict_is_packaged(verdict: str, make_run: MakeRun) -> None:
-    assert pack(make_run(verdict=verdict, package=NEVER))["image"]
-
-
 @pytest.mark.parametrize("verdict", ["fail", "", "passed"])
 def test_any_other_verdict_is_refused(verdict: str, make_run: MakeRun) -> None:
     with pytest.raises(GateError, match="its verdict is"):
@@ -404,15 +398,6 @@ def test_a_tampered_bundle_is_refused(make_run: MakeRun) -> None:
         file.write(b"\xff")
     with pytest.raises(BundleError, match="content changed"):
         pack(run)
-
-
-def test_as_a_process_it_leaves_its_error_for_the_runner(make_run: MakeRun) -> None:
-    run = make_run(verdict="fail")
-    argv = [sys.executable, "-m", "pipeline.steps.package", str(run.path), "--root", str(run.path)]
-    env = {**os.environ, "PYTHONPATH": str(SOURCE_ROOT), "PYTHONSAFEPATH": "1"}
-    done = subprocess.run(argv, env=env, cwd=run.path, capture_output=True, text=True, check=False)
-    assert done.returncode == 3
-    assert json.loads((run.partial("package") / "error.json").read_text())["kind"] == "GateError"
 
 
 def make(project: Project, **package: Any) -> tuple[dict[str, Any], list[str]]:

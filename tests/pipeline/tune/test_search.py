@@ -83,12 +83,6 @@ def test_best_trial_is_run_once(request_: SearchRequest, project: Project) -> No
     assert [found.id for found in all_runs(project.runs)] == [run.id]
 
 
-def test_no_study_exists_before_the_first_search(request_: SearchRequest) -> None:
-    with pytest.raises(ConfigError, match=r"no study in .* yet; to fix it: start one with `pipe tune`"):
-        request_.existing_study(QUIET)
-    assert not request_.project.runs.exists()
-
-
 def test_rejected_space_leaves_no_files(project: Project, make_config: MakeConfig) -> None:
     config = make_config({"train.lr": {"choices": [-1]}})
     with pytest.raises(ConfigError, match="greater than 0"):
