@@ -9,8 +9,9 @@ import pytest
 from pipeline.cli.project import TEMPLATES, complete_templates, model_name
 from pipeline.contract.registry import CHAMPION, Entry, ProposedChange, change_registry
 from pipeline.history import create_run, find_project
-from pipeline.service.process import LiveService, process_started, write_live
+from pipeline.service.process import process_started, write_live
 
+from ..records import live_service
 from .conftest import Pipe
 
 
@@ -99,18 +100,8 @@ def test_a_folders_name_becomes_one_that_urls_and_clusters_take(folder: str, nam
 def test_gc_keeps_the_newest_runs_the_champion_and_what_is_live(pipe: Pipe, starter: Path) -> None:
     project = find_project(starter)
     runs = [create_run(project.runs, project.config(), ("prepare",), parent="").id for _ in range(5)]
-    place = {
-        "host": "127.0.0.1",
-        "port": 1,
-        "grpc_port": 2,
-        "health_port": 3,
-        "requested_port": 1,
-        "since": "now",
-        "log": "log",
-    }
-    process = {"pid": os.getpid(), "process_started": process_started(os.getpid())}
-    body = {"name": "m", "run": runs[1], "bundle": "b", **place, **process}
-    write_live(project.runs, LiveService.model_validate(body))
+    pid = os.getpid()
+    write_live(project.runs, live_service(run=runs[1], pid=pid, process_started=process_started(pid)))
     entry = Entry(bundle="b", checkpoint="c", path=f"{runs[0]}/export/bundle")
     change_registry(project.runs, "", lambda _: ProposedChange(CHAMPION, entry, "deployed"))
     assert json.loads(pipe("gc", "--keep", "2", "--dry-run", "-o", "json").stdout) == {

@@ -8,9 +8,10 @@ import pytest
 
 from pipeline.cli import service
 from pipeline.cli.service import _read_instances
-from pipeline.service.process import CanaryRecord, LiveService
+from pipeline.service.process import CanaryRecord
 from pipeline.system.errors import BundleError, ConfigError
 
+from ..records import live_service
 from .conftest import Pipe
 
 
@@ -29,11 +30,7 @@ def test_a_damaged_bundle_is_not_served(pipe_process: Pipe, tmp_path: Path) -> N
 
 def test_answers_of_another_bundle_than_the_deployed_one_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """A canary is deployed as well."""
-    place = {"host": "h", "port": 1, "grpc_port": 2, "health_port": 3, "requested_port": 1, "since": "", "log": ""}
-    live = LiveService(
-        name="m", run="r", bundle="a" * 64, pid=1, process_started=0, **place,
-        canary=CanaryRecord(run="s", bundle="b" * 64, share=0.1),
-    )  # fmt: skip
+    live = live_service(canary=CanaryRecord(run="s", bundle="b" * 64, share=0.1))
     for digest in (live.bundle, "b" * 64):
         monkeypatch.setattr(
             service, "send_request", lambda *_, digest=digest, **__: (200, {"x-bundle-digest": digest}, 1)

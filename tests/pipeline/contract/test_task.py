@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipeline.contract.run import Run, RunFile
+from pipeline.contract.run import Run
 from pipeline.contract.settings.stages import Export
 from pipeline.contract.task import (
     Classifier,
@@ -27,6 +27,8 @@ from pipeline.contract.task import (
 )
 from pipeline.system.errors import ConfigError, DataError
 from pipeline.system.files import write_json
+
+from ..records import write_run_file
 
 TASK = """
 class Net:
@@ -54,10 +56,7 @@ def run(root: Path) -> Run:
     files.mkdir(parents=True)
     (files / "words.txt").write_text("one two")
     write_json(run.output("prepare") / "data.json", {"files": shared_file_digests(files)})
-    config = {"name": "x", "task": "some_task.py:Net", "codec": "codec.py:C"}
-    file = RunFile(id="one", created="2026-01-01", wanted=("train",), config=config, environment={})
-    (run.path / "run.json").write_text(file.model_dump_json())
-    return run
+    return write_run_file(run, "train", task="some_task.py:Net")
 
 
 def test_a_later_step_opens_the_task_with_its_files(run: Run, root: Path) -> None:

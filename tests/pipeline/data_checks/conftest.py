@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from pipeline.contract.data import Samples
-from pipeline.contract.run import Run, RunFile
+from pipeline.contract.run import Run
 from pipeline.data_checks.rules import CheckResult
 from pipeline.data_checks.run_checks import CheckedData, check_data
+
+from ..records import write_run_file
 
 Columns: TypeAlias = Mapping[str, Any]
 Check: TypeAlias = Callable[..., CheckedData]
@@ -86,10 +88,7 @@ def check(tmp_path: Path) -> Check:
 def new_run(folder: Path, name: str = "run", **settings: Any) -> Run:
     run = Run(folder / "runs" / name)
     run.partial("prepare").mkdir(parents=True, exist_ok=True)
-    config = {"name": "x", "task": "task.py:T", "codec": "codec.py:C", "prepare": settings}
-    body = RunFile(id=name, created="2026-01-01", wanted=("prepare",), config=config, environment={})
-    (run.path / "run.json").write_text(body.model_dump_json())
-    return run
+    return write_run_file(run, "prepare", prepare=settings)
 
 
 def alarms_of(data: CheckedData, check: str) -> list[CheckResult]:

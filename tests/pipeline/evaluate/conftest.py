@@ -16,10 +16,12 @@ from torch import nn
 from pipeline.contract.bundle import Ancestors, write_manifest
 from pipeline.contract.golden import Golden
 from pipeline.contract.registry import CHAMPION, Entry, ProposedChange, change_registry
-from pipeline.contract.run import Run, RunFile
+from pipeline.contract.run import Run
 from pipeline.contract.signature import Cache, Generation, Limits, Runtime, Signature, TensorSpec
 from pipeline.contract.task import save_weights
-from pipeline.system.files import digest_file, write_atomic, write_json
+from pipeline.system.files import digest_file, write_json
+
+from ..records import write_run_file
 
 # Two numbers in, the class is which of them is greater; WEIGHTS make models that know, that err, or that do not care.
 TASK = """
@@ -104,11 +106,8 @@ class Project:
         run.partial("evaluate").mkdir()
         what_50_samples_can_show = {"rule": "non-inferior", "margin": 0.1}
         sections["evaluate"] = what_50_samples_can_show | sections.get("evaluate", {})
-        config = {"name": "greater", "task": "task.py:Greater", "codec": "codec.py:Codec", **sections}
-        file = RunFile(
-            id=name, created="2026-01-01T00:00:00+00:00", wanted=("evaluate",), config=config, environment={}
-        )
-        write_atomic(run.path / "run.json", file.model_dump_json())
+        names = {"name": "greater", "task": "task.py:Greater", "codec": "codec.py:Codec"}
+        write_run_file(run, "evaluate", **{**names, **sections})
         model = nn.Linear(2, 2, bias=False)
         model.weight.data = torch.tensor(WEIGHTS[answers])
         save_weights(model.state_dict(), run.output("train") / "model.safetensors")

@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pipeline.contract.run import Run, RunFile
+from pipeline.contract.run import Run
 from pipeline.contract.task import load_task, save_weights
-from pipeline.system.files import write_atomic
 from pipeline.system.sources import SOURCE_ROOT
 from tests.ports import free_port
 
 from ...fork_server import launch
+from ..records import write_run_file
 
 DIGITS = SOURCE_ROOT / "examples" / "digits"
 
@@ -26,9 +26,7 @@ def evaluated(path: Path, processes: int) -> Path:
     torch.manual_seed(0)
     save_weights(load_task("task.py:Digits", DIGITS).model().state_dict(), run.output("train") / "model.safetensors")
     evaluate = {"rule": "non-inferior", "batch_size": 50, "margin": 2.0}
-    config = {"name": "digits", "task": "task.py:Digits", "codec": "codec.py:DigitsCodec", "evaluate": evaluate}
-    file = RunFile(id=run.id, created="2026-01-01T00:00:00+00:00", wanted=("evaluate",), config=config, environment={})
-    write_atomic(run.path / "run.json", file.model_dump_json())
+    write_run_file(run, "evaluate", task="task.py:Digits", codec="codec.py:DigitsCodec", evaluate=evaluate)
     argv = ("-m", "pipeline.evaluate", str(run.path), "--root", str(DIGITS))
     done = launch(argv, path.parent, processes, {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())})
     assert done.returncode == 0, done.stderr

@@ -40,6 +40,8 @@ from pipeline.service.rollout import choose_ports
 from pipeline.system.errors import PipelineError, ResourceError, StageError
 from tests import ports
 
+from ..records import live_service
+
 WAITING = "import time; print('up', flush=True); time.sleep(60)"
 DEAF = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
 
@@ -69,12 +71,7 @@ def taken() -> Iterator[int]:
 
 
 def live_of(process: subprocess.Popen[str], **changes: object) -> LiveService:
-    values = {
-        "name": "tiny", "run": "one", "bundle": "b" * 64, "pid": process.pid,
-        "process_started": process_started(process.pid), "host": "127.0.0.1", "port": 9000, "grpc_port": 9001,
-        "health_port": 9002, "requested_port": 9000, "since": "now", "log": "log",
-    }  # fmt: skip
-    return LiveService.model_validate({**values, **changes})
+    return live_service(**{"pid": process.pid, "process_started": process_started(process.pid), **changes})
 
 
 def test_a_record_is_read_as_it_was_written(tmp_path: Path, process: subprocess.Popen[str]) -> None:

@@ -35,6 +35,7 @@ from tests.ports import free_port
 
 from ..conftest import NewRun, bundle_of
 from ..packing import record_export
+from ..records import live_service
 
 
 def champion(run: Run) -> str:
@@ -100,16 +101,11 @@ def bundle(run: Run) -> Bundle:
 
 
 def _live(**changes: Any) -> LiveService:
-    values = {
-        "name": "tiny", "run": "one", "bundle": "a" * 64, "pid": 1, "process_started": 0.0, "host": "127.0.0.1",
-        "port": 8080, "grpc_port": 8081, "health_port": 8090, "requested_port": 8080, "since": "now", "log": "log",
-        "stamp": STAMP,
-    }  # fmt: skip
-    return LiveService.model_validate({**values, **changes})
+    return live_service(**{"stamp": STAMP, **changes})
 
 
 def _request(run: Run, bundle: Bundle, **changes: Any) -> ServiceStart:
-    request = ServiceStart(run, bundle, Access(), ("--no-page",), STAMP, "127.0.0.1", 8080, 60)
+    request = ServiceStart(run, bundle, Access(), ("--no-page",), STAMP, "127.0.0.1", 9000, 60)
     return replace(request, **changes)
 
 
@@ -134,7 +130,7 @@ CANARY = {"run": "two", "bundle": "b" * 64, "share": 0.1}
         (None, {}, "no service is live yet"),
         ({}, {}, "the bundle has changed"),
         ({"host": "0.0.0.0"}, {}, "the address has changed"),
-        ({"requested_port": 9000}, {}, "the address has changed"),
+        ({"requested_port": 8080}, {}, "the address has changed"),
         ({"stamp": "of yesterday"}, {}, "packages, the service's own source or its options have changed"),
         ({"name": "small"}, {}, "the model is called tiny now"),
         ({"canary": CANARY}, {"share": 0.2}, "the bundle has changed"),
@@ -251,7 +247,7 @@ def test_a_bundle_gets_requests_only_once_its_golden_answers_are_right(
         return processes[-1]
 
     monkeypatch.setattr(rollout, "spawn", noted_spawn)
-    old, request = _live(pid=2**22), _request(run, bundle, port=free_port())
+    old, request = _live(), _request(run, bundle, port=free_port())
     write_live(run.runs, old)
     if answer == 2.0:
         live, count = start(request, None, print)

@@ -15,12 +15,13 @@ from pipeline.contract.config import Config, override_config
 from pipeline.contract.registry import CHAMPION, read_registry
 from pipeline.contract.run import Run
 from pipeline.history import Project
-from pipeline.service.process import LiveService, process_started, write_live
+from pipeline.service.process import process_started, write_live
 from pipeline.service.rollout import process_stamp
 from pipeline.steps import deploy
 from pipeline.system.errors import BundleError, ConfigError
 
 from ..conftest import NewRun, bundle_of
+from ..records import live_service
 
 
 @pytest.mark.parametrize(("verdict", "promoted"), [("pass", True), ("no-baseline", True), ("overridden", False)])
@@ -85,12 +86,9 @@ def source(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> Run:
 
 def serve(run: Run, config: Config, bundle: str) -> None:
     """Record a live service of this bundle with the requested options."""
-    deploy = config.deploy
-    ports = {"port": deploy.port, "requested_port": deploy.port, "grpc_port": 1, "health_port": 1}
-    place = {"host": deploy.host, "log": "", "since": "", "stamp": process_stamp(()), **ports}
-    pid = os.getpid()
-    live = LiveService(name="tiny", run=run.id, bundle=bundle, pid=pid, process_started=process_started(pid), **place)
-    write_live(run.runs, live)
+    place = {"host": config.deploy.host, "port": config.deploy.port, "requested_port": config.deploy.port}
+    process = {"pid": os.getpid(), "process_started": process_started(os.getpid()), "stamp": process_stamp(())}
+    write_live(run.runs, live_service(run=run.id, bundle=bundle, **place, **process))
 
 
 def preview_text(project: Project, source: Run, *words: str) -> str:

@@ -11,11 +11,12 @@ from typer.testing import CliRunner
 
 from pipeline.cli import app
 from pipeline.contract.config import parse_config
-from pipeline.contract.run import Run, RunFile
+from pipeline.contract.run import Run
 from pipeline.steps.prepare import check_planned_export, prepare
 from pipeline.system.errors import ConfigError, DataError
 
 from ...plans import fixed_memory_estimate
+from ..records import write_run_file
 
 TASK = """
 import numpy as np
@@ -66,10 +67,7 @@ def planned(root: Path, **export: Any) -> str:
 def new_run(root: Path) -> Run:
     run = Run(root / "run")
     run.partial("prepare").mkdir(parents=True)
-    config = {"name": "x", "task": "task.py:Task", "codec": "codec.py:C", "prepare": {"leaks": "warn"}}
-    file = RunFile(id="run", created="2026-01-01", wanted=("prepare",), config=config, environment={})
-    (run.path / "run.json").write_text(file.model_dump_json())
-    return run
+    return write_run_file(run, "prepare", task="task.py:Task", prepare={"leaks": "warn"})
 
 
 def test_a_language_model_that_can_be_exported_passes(tmp_path: Path) -> None:

@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.contract.run import Run, RunFile, run_step
+from pipeline.contract.run import Run, run_step
 from pipeline.steps.prepare import find_duplicates, prepare
 from pipeline.system.errors import ConfigError, DataError, PipelineError
 from pipeline.system.files import digest_file
+
+from ..records import write_run_file
 
 TASK = """
 import numpy as np
@@ -55,10 +57,7 @@ def edit(root: Path, old: str, new: str) -> None:
 def new_run(root: Path, **sections: Any) -> Run:
     run = Run(root / "run")
     run.partial("prepare").mkdir(parents=True)
-    config = {"name": "x", "task": "prepared_task.py:Prepared", "codec": "codec.py:C", **sections}
-    file = RunFile(id="run", created="2026-01-01", wanted=("prepare",), config=config, environment={})
-    (run.path / "run.json").write_text(file.model_dump_json())
-    return run
+    return write_run_file(run, "prepare", task="prepared_task.py:Prepared", **sections)
 
 
 def report(run: Run) -> dict[str, Any]:
