@@ -30,12 +30,6 @@ Root Cause (first observed failure):
 ============================================================
 """
 
-MPIRUN = "mpirun noticed that process rank 1 with PID 0 on node node1 exited on signal 11 (Segmentation fault)."
-
-
-def test_torchruns_table_names_the_killed_process_and_not_those_it_ended_itself() -> None:
-    assert find_killed_process(TORCHRUN.format(first="-15", cause="-9")) == KilledProcess(3, "node1", signal.SIGKILL)
-
 
 def test_a_process_that_failed_because_another_was_killed_is_not_the_one() -> None:
     assert find_killed_process(TORCHRUN.format(first="-9", cause="1")) == KilledProcess(0, "node0", signal.SIGKILL)
@@ -43,25 +37,29 @@ def test_a_process_that_failed_because_another_was_killed_is_not_the_one() -> No
     assert find_killed_process(TORCHRUN.format(first="1", cause="-6")) == KilledProcess(3, "node1", signal.SIGABRT)
 
 
-def test_processes_that_only_failed_were_not_killed() -> None:
-    assert find_killed_process(TORCHRUN.format(first="-15", cause="2")) is None
-    assert find_killed_process("") is None
+SRUN = "srun: error: node7: task 5: {}\n"
+MPIRUN = (
+    "noise\nmpirun noticed that process rank 1 with PID 0 on node node1 exited on signal 11 (Segmentation fault).\n"
+)
+HOROVODRUN = "Process 0 exit with status code 1.\nTerminating remaining workers.\nProcess 1 exit with status code {}.\n"
 
 
-def test_mpirun_names_it_in_a_sentence() -> None:
-    assert find_killed_process(f"noise\n{MPIRUN}\n") == KilledProcess(1, "node1", signal.SIGSEGV)
-
-
-@pytest.mark.parametrize(("description", "number"), [("Killed", 9), ("Segmentation fault (core dumped)", 11)])
-def test_srun_names_it_by_what_the_signal_means(description: str, number: int) -> None:
-    assert find_killed_process(f"srun: error: node7: task 5: {description}\n") == KilledProcess(5, "node7", number)
-    assert find_killed_process("srun: error: node7: task 5: Exited with exit code 1\n") is None
-
-
-def test_horovodrun_names_it_by_a_shells_status() -> None:
-    log = "Process 0 exit with status code 1.\nTerminating remaining workers.\nProcess 1 exit with status code {}.\n"
-    assert find_killed_process(log.format(137)) == KilledProcess(1, "localhost", signal.SIGKILL)
-    assert find_killed_process(log.format(143)) is None, "it ended that one itself"
+@pytest.mark.parametrize(
+    ("log", "found"),
+    [
+        (TORCHRUN.format(first="-15", cause="-9"), KilledProcess(3, "node1", signal.SIGKILL)),
+        (TORCHRUN.format(first="-15", cause="2"), None),
+        (MPIRUN, KilledProcess(1, "node1", signal.SIGSEGV)),
+        (SRUN.format("Killed"), KilledProcess(5, "node7", signal.SIGKILL)),
+        (SRUN.format("Segmentation fault (core dumped)"), KilledProcess(5, "node7", signal.SIGSEGV)),
+        (SRUN.format("Exited with exit code 1"), None),
+        (HOROVODRUN.format(137), KilledProcess(1, "localhost", signal.SIGKILL)),
+        (HOROVODRUN.format(143), None),  # it ended that one itself
+        ("", None),
+    ],
+)
+def test_each_launcher_names_the_killed_process_in_its_own_way(log: str, found: KilledProcess | None) -> None:
+    assert find_killed_process(log) == found
 
 
 def test_killed_process_is_described_by_rank_host_and_signal() -> None:

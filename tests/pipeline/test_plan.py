@@ -3,10 +3,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from pipeline.contract.config import Config, override_config, parse_config
+from pipeline.contract.config import Config, override_config
 from pipeline.contract.registry import CHAMPION, Entry, ProposedChange, change_registry
 from pipeline.contract.run import STEPS, StepRecord
 from pipeline.contract.settings.stages import Train
@@ -235,11 +236,6 @@ def test_a_signature_counts_for_the_image_that_holds_it(config: Config, project:
 PARTS = {"config:train.lr": "0.004", "source:task.py": "a" * 64, "input:prepare/data.json": "b" * 64}
 
 
-@pytest.fixture
-def config() -> Config:
-    return parse_config({"name": "m", "task": "task.py:T", "codec": "codec.py:C"}, "test")
-
-
 def done(parts: Mapping[str, str], status: str = "done", reused_from: str = "") -> StepRecord:
     key = digest_mapping({**parts, "schema": SCHEMA})
     return StepRecord.model_validate(
@@ -253,16 +249,17 @@ def decided(
     return decide_step("train", parts, past, forced, lambda run, record: list(damaged))
 
 
-def test_no_name_or_all_means_every_step() -> None:
-    assert select_steps([], None, None) == select_steps(["all"], None, None) == STEPS
-
-
-def test_steps_are_selected_in_the_order_of_the_pipeline() -> None:
-    assert select_steps(["export", "prepare"], None, None) == ("prepare", "export")
-
-
-def test_from_and_until_cut_the_pipeline() -> None:
-    assert select_steps([], "train", "export") == ("train", "evaluate", "export")
+@pytest.mark.parametrize(
+    ("words", "steps"),
+    [
+        (([], None, None), STEPS),
+        ((["all"], None, None), STEPS),
+        ((["export", "prepare"], None, None), ("prepare", "export")),
+        (([], "train", "export"), ("train", "evaluate", "export")),
+    ],
+)
+def test_steps_are_selected_in_the_order_of_the_pipeline(words: tuple[Any, Any, Any], steps: tuple[str, ...]) -> None:
+    assert select_steps(*words) == steps
 
 
 @pytest.mark.parametrize("words", [(["trian"], None, None), ([], "trian", None), ([], None, "trian")])
@@ -286,11 +283,8 @@ def test_a_step_depends_on_its_own_settings_alone(config: Config) -> None:
     other = override_config(config, ["evaluate.margin=0.3"])
     assert config_parts("train", config) == config_parts("train", other)
     assert config_parts("evaluate", config) != config_parts("evaluate", other)
-
-
-def test_where_the_service_runs_changes_no_step_before_it(config: Config) -> None:
-    other = override_config(config, ["deploy.port=9000"])
-    assert {step for step in STEPS if config_parts(step, config) != config_parts(step, other)} == {"deploy"}
+    moved = override_config(config, ["deploy.port=9000"])
+    assert {step for step in STEPS if config_parts(step, config) != config_parts(step, moved)} == {"deploy"}
 
 
 def test_an_input_that_does_not_exist_yet_is_unknown() -> None:
@@ -339,52 +333,39 @@ def test_the_key_covers_every_part() -> None:
     assert len({key} | {decided({**PARTS, name: "other"}).key for name in PARTS}) == 1 + len(PARTS)
 
 
-def test_a_changed_setting_is_reported_with_both_values() -> None:
-    past = [("first", done(PARTS))]
-    assert explain_change({**PARTS, "config:train.lr": "0.05"}, past) == "train.lr 0.004 → 0.05"
-    assert explain_change({**PARTS, "version:torch": "2.13.0"}, past) == "torch absent → 2.13.0"
+ALL_KINDS = {"input:prepare/data.json": "1", "version:torch": "2", "source:task.py": "3", "config:train.lr": "0.1"}
 
 
-def test_a_changed_file_and_a_step_that_computes_differently_are_named() -> None:
-    past = [("first", done({**PARTS, "step:train": "1"}))]
-    assert explain_change({**PARTS, "source:task.py": "d", "step:train": "1"}, past) == "task.py changed"
-    assert explain_change({**PARTS, "step:train": "2"}, past) == "pipe computes train differently"
-
-
-def test_a_setting_that_is_left_out_is_named_with_its_default() -> None:
-    past = [("first", done({**PARTS, "config:train.epochs": "3"}))]
-    assert explain_change(PARTS, past) == "train.epochs 3 → 10"
-
-
-def test_new_champion_is_a_reason_only_if_nothing_else_changed() -> None:
-    past = [("first", done({**PARTS, "reference:champion": "none"}))]
-    assert explain_change({**PARTS, "reference:champion": "b"}, past) == "champion changed"
-    assert explain_change({**PARTS, "reference:champion": "b", "source:task.py": "d"}, past) == "task.py changed"
-
-
-def test_files_that_came_and_went_are_reported() -> None:
-    past = [("first", done({**PARTS, "source:old.py": "c"}))]
-    assert explain_change({**PARTS, "source:new.py": "c"}, past) == "new.py is new, old.py was removed"
-
-
-def test_what_the_user_touched_comes_first_and_its_consequences_last() -> None:
-    before = {"input:prepare/data.json": "1", "version:torch": "2", "source:task.py": "3", "config:train.lr": "0.1"}
-    after = dict.fromkeys(before, "9")
-    assert (
-        explain_change(after, [("first", done(before))]) == "train.lr 0.1 → 9, task.py changed, torch 2 → 9 and 1 more"
-    )
+@pytest.mark.parametrize(
+    ("before", "after", "reason"),
+    [
+        (PARTS, {**PARTS, "config:train.lr": "0.05"}, "train.lr 0.004 → 0.05"),
+        (PARTS, {**PARTS, "version:torch": "2.13.0"}, "torch absent → 2.13.0"),
+        (PARTS, {**PARTS, "source:task.py": "d"}, "task.py changed"),
+        ({**PARTS, "step:train": "1"}, {**PARTS, "step:train": "2"}, "pipe computes train differently"),
+        ({**PARTS, "config:train.epochs": "3"}, PARTS, "train.epochs 3 → 10"),  # the default
+        ({**PARTS, "reference:champion": "none"}, {**PARTS, "reference:champion": "b"}, "champion changed"),
+        (
+            {**PARTS, "reference:champion": "none"},
+            {**PARTS, "reference:champion": "b", "source:task.py": "d"},
+            "task.py changed",
+        ),
+        ({**PARTS, "source:old.py": "c"}, {**PARTS, "source:new.py": "c"}, "new.py is new, old.py was removed"),
+        (
+            ALL_KINDS,
+            dict.fromkeys(ALL_KINDS, "9"),
+            "train.lr 0.1 → 9, task.py changed, torch 2 → 9 and 1 more",  # first what the user touched
+        ),
+    ],
+)
+def test_what_changed_is_named(before: Mapping[str, str], after: Mapping[str, str], reason: str) -> None:
+    assert explain_change(after, [("first", done(before))]) == reason
+    assert explain_change(after, []) == "never run"
 
 
 def test_a_step_is_compared_with_its_last_completion_not_its_last_failure() -> None:
     past = [("second", done({**PARTS, "config:train.lr": "9"}, status="failed")), ("first", done(PARTS))]
     assert explain_change({**PARTS, "config:train.lr": "0.05"}, past) == "train.lr 0.004 → 0.05"
-
-
-def test_a_step_without_a_past_never_ran() -> None:
-    assert explain_change(PARTS, []) == "never run"
-
-
-TORCHRUN = ("python", "-m", "torch.distributed.run")
 
 
 def test_a_plain_step_is_one_python_process(config: Config) -> None:
@@ -401,15 +382,8 @@ def test_training_is_started_by_what_watches_over_it_whatever_the_launcher(confi
 def test_several_machines_that_train_evaluate_on_one(config: Config) -> None:
     many = override_config(config, ["train.nodes=3", "train.rendezvous='head:29500'", "evaluate.processes=2"])
     argv = step_command("evaluate", many, "runs/one")
-    assert argv == (
-        *TORCHRUN,
-        "--standalone",
-        "--nnodes=1",
-        "--nproc-per-node=2",
-        "-m",
-        "pipeline.evaluate",
-        "runs/one",
-    )
+    torchrun = "python -m torch.distributed.run --standalone --nnodes=1 --nproc-per-node=2"
+    assert " ".join(argv) == f"{torchrun} -m pipeline.evaluate runs/one"
 
 
 def test_processes_are_one_a_gpu_or_two_on_a_cpu_unless_configured() -> None:
