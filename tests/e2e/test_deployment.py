@@ -251,15 +251,6 @@ def test_the_services_log_can_be_read(project: ProjectFolder, live: LiveService)
     assert f"bundle={live.bundle[:12]}" in project.pipe("logs", "service", "--run", live.run).stdout
 
 
-def test_deploy_without_a_cluster_writes_manifests_and_fails(project: ProjectFolder, first: Run) -> None:
-    target = ("deploy.target=kubernetes", f"deploy.image={IMAGE}")
-    done = project.pipe("deploy", first.id, *target, expect=1, env=NO_CLUSTER)
-    manifests = project.latest.output("deploy") / "manifests"
-    assert f"kubectl apply --server-side -k {manifests}" in done.stderr.splitlines()[-1]
-    assert (manifests / "kustomization.yaml").is_file()
-    assert IMAGE in "".join(path.read_text() for path in manifests.iterdir())
-
-
 def test_only_rendering_is_a_success(project: ProjectFolder, first: Run, tmp_path: Path) -> None:
     words = ("deploy", first.id, f"deploy.image={IMAGE}", "--render")
     project.pipe(*words, env=NO_CLUSTER)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 from pipeline.contract.restarts import Event, attempts_from, describe_restart
 from pipeline.system.processes import describe_exit
 from pipeline.system.sources import SOURCE_ROOT
@@ -21,11 +19,3 @@ def test_quoted_restart_is_what_is_logged() -> None:
         Event(time=0.0, event="start", attempt=2, hosts=hosts, processes=3, step=400),
     ]
     assert describe_restart(attempts_from(events), allowed=3) in DOCUMENT.read_text()
-
-
-def test_every_section_is_linked_at_the_top() -> None:
-    text = DOCUMENT.read_text()
-    sections = re.findall(r"^##+ (.+)$", text, re.MULTILINE)
-    named = set(re.findall(r"\]\(#([^)]+)\)", text))
-    slugs = {re.sub(r"[^\w\- ]", "", name.lower()).replace(" ", "-") for name in sections}
-    assert slugs <= named

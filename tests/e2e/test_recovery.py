@@ -74,31 +74,6 @@ def test_a_killed_worker_agent_node_and_fork_server_cost_nothing(copied: Project
     assert "4 times automatically" in (run.path / "report.html").read_text()
 
 
-@pytest.mark.long
-def test_training_that_always_loses_a_process_ends_with_the_reason(copied: ProjectFolder) -> None:
-    at_every_step(copied, "assert self.steps < 3 or __import__('os').kill(__import__('os').getpid(), 9)")
-    stderr = copied.pipe(*TRAIN, "train.restarts=1", "train.processes=1", expect=1).stderr
-    assert re.search(
-        r"error: train: training was lost 2 times in a row from the beginning \(train\.restarts=1\), at last because "
-        r"rank 0 on \S+ was killed \(SIGKILL\), by hand or by the kernel because memory ran out",
-        stderr,
-    )
-    assert f"to continue after fixing it: pipe run --resume {copied.latest.id}" in stderr
-
-
-@pytest.mark.long
-def test_an_error_that_would_come_again_is_not_tried_again(copied: ProjectFolder) -> None:
-    at_every_step(copied, 'assert self.steps < 3, "mine"')
-    stderr = copied.pipe(*TRAIN, "train.processes=1", expect=1).stderr
-    assert "AssertionError: mine (task.py, line" in stderr
-    assert len(read_attempts(copied.latest.path).attempts) == 1
-
-
-def at_every_step(project: ProjectFolder, statement: str) -> None:
-    hold = "            while HOLD"
-    project.replace("task.py", hold, f"            {statement}\n{hold}")
-
-
 @pytest.fixture
 def pair(copied: ProjectFolder) -> tuple[ProjectFolder, tuple[str, ...]]:
     """Two machines, as far as one can be two: of one process each, which meet on a port of this one."""

@@ -166,15 +166,3 @@ def test_wandb_has_one_run_with_everything(tracked: ProjectFolder) -> None:
     assert run.summary["test/accuracy"] == tracked.latest.metrics["accuracy"]
     assert {"export/bundle/model.onnx", "export/bundle/card.md"} <= run.artifacts["sides-model"]
     assert {"evaluate/verdict.json", "report.html"} <= run.artifacts["sides-results"]
-
-
-def test_tensorboard_is_off_where_it_is_not_named(tracked: ProjectFolder) -> None:
-    assert not (tracked.latest.output("train") / "tensorboard").exists()
-
-
-def test_unchanged_run_is_not_tracked(tracked: ProjectFolder, tmp_path: Path) -> None:
-    project = tracked.copy(tmp_path / "sides")
-    assert {action for action, _ in project.plan("export", "track=[]").values()} == {"reuse"}
-    project.pipe("run", "export")
-    assert project.latest.id != tracked.latest.id
-    assert not (project.latest.path / "tracking").exists()

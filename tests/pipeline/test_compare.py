@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from pipeline.compare import align_columns, describe_different_tests, differences, result_digests, result_row
+from pipeline.compare import describe_different_tests, differences, result_digests, result_row
 from pipeline.contract.run import Run, StepRecord
 from pipeline.history import write_record
 from pipeline.system.files import write_json
@@ -56,10 +56,6 @@ def test_runs_that_were_evaluated_on_different_test_data_are_reported_apart() ->
     assert "cannot be compared (a: one, three; b: four)" in describe_different_tests(
         [*rows, {"run": "four", "test": "b"}]
     )
-
-
-def test_rows_get_the_same_columns_in_the_order_they_appear() -> None:
-    assert align_columns([{"a": 1}, {"b": 2, "a": 3}]) == [{"a": 1, "b": None}, {"a": 3, "b": 2}]
 
 
 def test_the_outcome_is_reported_by_the_files_that_matter(new_run: NewRun) -> None:

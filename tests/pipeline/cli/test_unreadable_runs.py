@@ -25,6 +25,7 @@ CONTENTS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "empty": (lambda body: b"", "damaged: it is empty; to fix it: restore it"),
     "zeros": (lambda body: bytes(len(body)), "damaged: it is empty; to fix it: restore it"),
     "cut": (lambda body: body[: len(body) // 2], "damaged: Invalid JSON"),
+    "no text": (lambda body: b"\xff\xfe", "damaged: Invalid JSON"),
     "list": (lambda body: b"[]", "damaged: Input should be an object"),
     "field": (lambda body: body.replace(b'"id"', b'"i"'), "damaged: id: Field required"),
     "newer": (newer, f"newer version of pipe (9.1.0; schema {SCHEMA + 1}, this one reads {SCHEMA}); to fix it: pip"),

@@ -30,11 +30,6 @@ def write_with(root: Path, *lines: str) -> None:
     (root / "some_codec.py").write_text("class Codec:\n" + "\n".join(body) + "\n")
 
 
-def test_a_codec_with_both_methods_is_built(root: Path) -> None:
-    write(root, "decode", "encode")
-    assert load_codec("some_codec.py:Codec", root).decode([1]) == {"x": [1]}
-
-
 @pytest.mark.parametrize(("have", "missing"), [("decode", r"encode\(outputs\)"), ("encode", r"decode\(instances\)")])
 def test_a_missing_method_is_named(root: Path, have: str, missing: str) -> None:
     write(root, have)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.contract.golden import Decoder, Golden, difference, empty_past, golden_requests, greedy, pad
+from pipeline.contract.golden import Decoder, Golden, difference, golden_requests, greedy
 from pipeline.contract.signature import Cache, Generation, TensorSpec
 
 RTOL, ATOL = 1e-3, 1e-4
@@ -68,10 +68,6 @@ def test_answers_that_part_state_where(expected: Any, found: Any, place: str) ->
     text = difference(expected, found, RTOL, ATOL)
     assert text is not None
     assert text.startswith(f"{place}: expected")
-
-
-def test_the_place_starts_with_what_the_caller_looks_at() -> None:
-    assert str(difference([[1.0]], [[2.0]], RTOL, ATOL, "predictions")).startswith("predictions[0][0]: ")
 
 
 def test_golden_requests_keep_every_type_and_value(tmp_path: Path) -> None:
@@ -195,14 +191,3 @@ def test_how_far_a_token_is_ahead_is_reported() -> None:
     answer = greedy(decoder(), [[3]], 2)[0]
     assert answer.leads == [1.0, 1.0]
     assert answer.highest == [0.0, 0.0]
-
-
-def test_prompts_end_at_the_right_and_the_rest_is_masked() -> None:
-    ids, mask = pad([[5], [1, 2, 3]])
-    assert ids.tolist() == [[0, 0, 5], [1, 2, 3]]
-    assert mask.tolist() == [[0, 0, 1], [1, 1, 1]]
-
-
-def test_an_empty_past_has_every_axis_but_the_positions() -> None:
-    (past,) = empty_past(decoder(), 3).values()
-    assert (past.shape, past.dtype) == ((3, 1, 0, 2), np.float32)

@@ -92,10 +92,6 @@ def test_each_machine_writes_its_own_file_and_clocks_do_not_matter(
     assert read_attempts(tmp_path).attempts[-1].after == "loss"
 
 
-def test_a_run_that_was_never_trained_has_no_attempts(tmp_path: Path) -> None:
-    assert read_attempts(tmp_path).attempts == ()
-
-
 def test_attempt_is_built_from_its_lines() -> None:
     lines = [LAUNCH, start(1, 1.0), event("step", 1, 2.0, step=1), event("step", 1, 3.0), event("checkpoint", 1, 4.0)]
     (found,) = attempts_from(lines).attempts

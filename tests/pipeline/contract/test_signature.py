@@ -56,17 +56,6 @@ def test_every_datatype_has_a_type_of_numpy_and_only_bf16_shares_one() -> None:
     assert np.dtype(NUMPY_TYPES["BF16"]) == np.float32
 
 
-def test_the_names_of_a_signature_are_at_hand_and_are_no_part_of_its_file() -> None:
-    spec = TensorSpec(name="x", datatype="BF16", shape=("batch",))
-    limits, runtime = Limits(max_batch_size=1, max_body_bytes=1), Runtime(provider="cpu", threads=1)
-    signature = Signature(inputs=(spec,), outputs=(spec,), codec="C", limits=limits, runtime=runtime)
-    assert signature.input_specs == {"x": spec}
-    assert signature.output_names == ("x",)
-    fields = {"inputs", "outputs", "codec", "requires", "limits", "runtime", "generation", "variant"}
-    fields |= {"padding", "separate_lengths"}
-    assert set(signature.model_dump()) == fields
-
-
 def test_requests_are_merged_where_all_share_a_named_axis_and_rounding_does_not_look_at_the_batch() -> None:
     spec = TensorSpec(name="x", datatype="FP32", shape=("batch", 2))
     limits, runtime = Limits(max_batch_size=1, max_body_bytes=1), Runtime(provider="cpu", threads=1)
@@ -76,15 +65,6 @@ def test_requests_are_merged_where_all_share_a_named_axis_and_rounding_does_not_
     for shape in (("rows", 2), (4, 2), ()):
         other = spec.model_copy(update={"shape": shape})
         assert "do not share a first axis" in whole.model_copy(update={"outputs": (other,)}).unbatched_reason
-
-
-def test_a_named_axis_is_minus_one_in_the_protocol() -> None:
-    assert TensorSpec(name="x", datatype="FP32", shape=("batch", 3, "time")).protocol_shape == [-1, 3, -1]
-
-
-def test_a_datatype_that_does_not_exist_is_refused() -> None:
-    with pytest.raises(ValueError, match="datatype"):
-        TensorSpec(name="x", datatype="FP31", shape=())
 
 
 def test_generation_that_names_tensors_the_graph_lacks_is_refused_and_names_them() -> None:

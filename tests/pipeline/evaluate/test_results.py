@@ -28,13 +28,3 @@ def test_rejection_is_explained_with_rules_power_and_tests(with_baseline: Projec
     assert "what would change it: a limit of" in text
     assert "power: 50 samples show a true difference of" in text
     assert "McNemar's exact test: p = " in text and "permutation test: p = " in text
-
-
-def test_older_verdict_without_new_keys_is_explained() -> None:
-    rules = [{"rule": "finite", "passed": True, "detail": "all finite: accuracy"}]
-    old = {"verdict": "no-baseline", "summary": "accuracy 0.9", "samples": 5, "margin": 0.0, "rules": rules}
-    given = {"by": "ann", "at": "noon", "reason": "because"}
-    text = "\n".join(describe_verdict(explain(old, given)))
-    assert "passed  finite: all finite: accuracy" in text
-    assert "overridden by ann, noon: because" in text
-    assert "power: unknown" in text
