@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import onnx
-from onnx import TensorProto, helper
+from onnx import TensorProto, helper, numpy_helper
 
 from pipeline.contract.bundle import Ancestors, write_manifest
 from pipeline.contract.golden import Golden
@@ -56,11 +56,25 @@ exit 1
 NOT_ALLOWED = WORKING.replace("push)", 'push) case "$*" in *docker://*) echo "denied: log in first"; exit 1 ;; esac')
 
 
-def write_bundle(directory: Path, verdict: str) -> None:
-    """A model that doubles its input."""
+CODEC = """
+import numpy as np
+
+
+class C:
+    def decode(self, instances):
+        return {"x": np.asarray(instances, np.float32)}
+
+    def encode(self, outputs):
+        return outputs["y"].tolist()
+"""
+
+
+def write_bundle(directory: Path, verdict: str = "pass", ancestors: Ancestors | None = None) -> None:
+    """A model that doubles its input by a matrix."""
     directory.mkdir(parents=True)
+    weight = numpy_helper.from_array(np.float32(2) * np.eye(2, dtype=np.float32), "w")
     row = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 2]) for name in ("x", "y")]
-    graph = helper.make_graph([helper.make_node("Add", ["x", "x"], ["y"])], "twice", row[:1], row[1:])
+    graph = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"])], "twice", row[:1], row[1:], [weight])
     opset = [helper.make_opsetid("", 20)]
     onnx.save(helper.make_model(graph, opset_imports=opset, ir_version=10), directory / "model.onnx")
     spec = {name: TensorSpec(name=name, datatype="FP32", shape=("batch", 2)) for name in ("x", "y")}
@@ -68,11 +82,12 @@ def write_bundle(directory: Path, verdict: str) -> None:
     signature = Signature(inputs=(spec["x"],), outputs=(spec["y"],), codec="C", limits=limits, runtime=runtime)
     write_json(directory / "signature.json", signature.model_dump())
     x = np.ones((1, 2), np.float32)
-    Golden({"x": x}, {"y": 2 * x}, [], [], rtol=1e-3, atol=1e-4).write(directory)
-    (directory / "codec.py").write_text("class C: ...\n")
+    Golden({"x": x}, {"y": 2 * x}, [[1, 1]], [[2, 2]], rtol=1e-3, atol=1e-4).write(directory)
+    (directory / "codec.py").write_text(CODEC)
     (directory / "card.md").write_text("# twice\n")
-    digest = digest_file(directory / "model.onnx")
-    write_manifest(directory, "twice", verdict, Ancestors(code="a", data="b", checkpoint="c", verdict="d", onnx=digest))
+    lineage = ancestors or Ancestors(code="a", data="b", checkpoint="c", verdict="d", onnx="")
+    onnx_digest = digest_file(directory / "model.onnx")
+    write_manifest(directory, "twice", verdict, lineage.model_copy(update={"onnx": onnx_digest}))
 
 
 def record_export(run: Run) -> None:

@@ -7,13 +7,12 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import numpy_helper
 from safetensors.numpy import save_file
 
 from pipeline.contract.bundle import Ancestors, Override, open_bundle, write_manifest, write_override
 from pipeline.contract.golden import Golden
 from pipeline.contract.run import Run, StepRecord
-from pipeline.contract.signature import Limits, Runtime, Signature, TensorSpec
 from pipeline.contract.signing import SIGNATURE, Trust, new_key, private_key
 from pipeline.history import changed_outputs, link_outputs, seal_step, write_record, write_run
 from pipeline.override import sign_run
@@ -24,46 +23,12 @@ from train.batch_order import BatchOrder
 from train.ledger import LedgerLine, batch_digest
 
 from .conftest import NewRun
-
-CODEC = """
-import numpy as np
-
-
-class C:
-    def decode(self, instances):
-        return {"x": np.asarray(instances, np.float32)}
-
-    def encode(self, outputs):
-        return outputs["y"].tolist()
-"""
+from .packing import write_bundle
 
 
 def complete(run: Run, step: str) -> None:
     outputs, digest = seal_step(run, step)
     write_record(run, StepRecord(step=step, status="done", key="k", parts={}, outputs=outputs, digest=digest))
-
-
-def write_bundle(directory: Path, ancestors: Ancestors) -> None:
-    """A model that doubles its input."""
-    weight = numpy_helper.from_array(np.float32(2) * np.eye(2, dtype=np.float32), "w")
-    x, y = (helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 2]) for name in ("x", "y"))
-    graph = helper.make_graph([helper.make_node("MatMul", ["x", "w"], ["y"])], "double", [x], [y], [weight])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
-    onnx.save(model, directory / "model.onnx")
-    (directory / "codec.py").write_text(CODEC)
-    (directory / "card.md").write_text("# doubles\n")
-    signature = Signature(
-        inputs=(TensorSpec(name="x", datatype="FP32", shape=("batch", 2)),),
-        outputs=(TensorSpec(name="y", datatype="FP32", shape=("batch", 2)),),
-        codec="C",
-        limits=Limits(max_batch_size=8, max_body_bytes=1024),
-        runtime=Runtime(provider="cpu", threads=1),
-    )
-    write_json(directory / "signature.json", signature.model_dump())
-    ones = np.ones((1, 2), np.float32)
-    Golden({"x": ones}, {"y": 2 * ones}, [[1, 1]], [[2, 2]], 1e-3, 1e-4).write(directory)
-    onnx_digest = digest_file(directory / "model.onnx")
-    write_manifest(directory, "double", "pass", ancestors.model_copy(update={"onnx": onnx_digest}))
 
 
 def write_training(directory: Path) -> None:
@@ -95,9 +60,7 @@ def run(new_run: NewRun) -> Run:
         verdict=digest_file(run.output("evaluate") / "verdict.json"),
         onnx="",
     )
-    bundle = run.partial("export") / "bundle"
-    bundle.mkdir(parents=True)
-    write_bundle(bundle, ancestors)
+    write_bundle(run.partial("export") / "bundle", ancestors=ancestors)
     complete(run, "export")
     write_json(run.partial("package") / "image.json", {"bundle": run.bundle().digest})
     complete(run, "package")
@@ -114,19 +77,6 @@ def reseal(run: Run, step: str) -> None:
     assert changed_outputs(run, record)
     run.output(step).rename(run.partial(step))
     complete(run, step)
-
-
-def perturb(bundle: Path) -> None:
-    """One number in one initializer, and a manifest that agrees with it."""
-    model = onnx.load(bundle / "model.onnx")
-    initializer = model.graph.initializer[0]
-    changed = numpy_helper.to_array(initializer).copy()
-    changed[0, 0] += 0.5
-    initializer.CopyFrom(numpy_helper.from_array(changed, initializer.name))
-    onnx.save(model, bundle / "model.onnx")
-    manifest = json.loads((bundle / "manifest.json").read_text())
-    ancestors = Ancestors(**{**manifest["ancestors"], "onnx": digest_file(bundle / "model.onnx")})
-    write_manifest(bundle, manifest["name"], manifest["verdict"], ancestors)
 
 
 def test_a_whole_chain_is_reported_link_by_link(run: Run) -> None:
@@ -151,8 +101,7 @@ def test_a_bundle_with_another_shared_file_than_prepare_made_is_found_out(run: R
     files = run.bundle_path / "files"
     files.mkdir()
     (files / "words.txt").write_text("one two")
-    ancestors = Ancestors(**json.loads((run.bundle_path / "manifest.json").read_text())["ancestors"])
-    write_manifest(run.bundle_path, "double", "pass", ancestors)
+    seal_bundle(run.bundle_path)
     reseal(run, "export")
     with pytest.raises(BundleError, match=r"another files/words.txt than prepare/files/words.txt of this run"):
         list(verify_run(run))
@@ -173,15 +122,30 @@ def test_one_byte_more_in_any_output_breaks_it(run: Run, file: str) -> None:
         list(verify_run(run))
 
 
+def seal_bundle(bundle: Path) -> str:
+    """Write a manifest that agrees with the files; return its digest."""
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    ancestors = Ancestors(**{**manifest["ancestors"], "onnx": digest_file(bundle / "model.onnx")})
+    return write_manifest(bundle, manifest["name"], manifest["verdict"], ancestors)
+
+
+def perturb(bundle: Path) -> None:
+    """One number in one initializer, and a manifest that agrees with it."""
+    model = onnx.load(bundle / "model.onnx")
+    initializer = model.graph.initializer[0]
+    changed = numpy_helper.to_array(initializer).copy()
+    changed[0, 0] += 0.5
+    initializer.CopyFrom(numpy_helper.from_array(changed, initializer.name))
+    onnx.save(model, bundle / "model.onnx")
+    seal_bundle(bundle)
+
+
 def exchange(run: Run) -> str:
     """Replace the bundle by another complete one: files, manifest and golden answers agree. Return its digest."""
-    ancestors = Ancestors(**json.loads((run.bundle_path / "manifest.json").read_text())["ancestors"])
     perturb(run.bundle_path)
-    Golden(
-        {"x": np.ones((1, 2), np.float32)}, {"y": np.full((1, 2), 2.5, np.float32)}, [[1, 1]], [[2.5, 2]], 1, 1
-    ).write(run.bundle_path)
-    onnx_digest = digest_file(run.bundle_path / "model.onnx")
-    return write_manifest(run.bundle_path, "double", "pass", ancestors.model_copy(update={"onnx": onnx_digest}))
+    ones, answer = np.ones((1, 2), np.float32), np.full((1, 2), 2.5, np.float32)
+    Golden({"x": ones}, {"y": answer}, [[1, 1]], [[2.5, 2]], 1, 1).write(run.bundle_path)
+    return seal_bundle(run.bundle_path)
 
 
 def test_a_bundle_that_was_exchanged_as_a_whole_is_not_opened(run: Run) -> None:

@@ -41,7 +41,7 @@ def typed(*words: str) -> Any:
 
 def test_a_key_is_made_a_bundle_signed_and_verified(tmp_path: Path) -> None:
     key, bundle = tmp_path / "key", tmp_path / "bundle"
-    write_bundle(bundle, "pass")
+    write_bundle(bundle)
     made = typed("sign", "--new-key", str(key))
     assert made["public"] == f"{key}.pub"
     with pytest.raises(BundleError, match="is not signed"):
@@ -58,7 +58,7 @@ def test_signing_and_making_a_key_are_two_things(words: tuple[str, ...]) -> None
 
 
 def test_a_damaged_bundle_is_not_signed(tmp_path: Path) -> None:
-    write_bundle(tmp_path / "bundle", "pass")
+    write_bundle(tmp_path / "bundle")
     (tmp_path / "bundle" / "codec.py").write_text("")
     typed("sign", "--new-key", str(tmp_path / "key"))
     with pytest.raises(BundleError, match=r"codec\.py: content changed"):
@@ -86,7 +86,7 @@ def test_serving_by_hand_requests_the_signature_that_the_project_requests(
 ) -> None:
     started: list[list[str]] = []
     monkeypatch.setattr(os, "execve", lambda program, argv, env: started.append(argv))
-    write_bundle(starter / "bundle", "pass")
+    write_bundle(starter / "bundle")
     new_key(starter / "key")
     with (starter / "pipe.yaml").open("a") as file:
         file.write("\nserve:\n  require_signature: key.pub\n")
@@ -103,7 +103,7 @@ def test_a_bundle_is_checked_before_a_deployment_without_running_it(
     words: tuple[str, ...], tmp_path: Path, pipe_process: Pipe
 ) -> None:
     bundle, key = tmp_path / "bundle", tmp_path / "key"
-    write_bundle(bundle, "pass")
+    write_bundle(bundle)
     (bundle / "codec.py").write_text("raise SystemExit('it was run')\n")
     manifest = open_manifest(bundle)
     write_manifest(bundle, "twice", "pass", manifest.ancestors)

@@ -160,39 +160,7 @@ def test_a_redeployment_keeps_the_ports_the_old_one_got(process: subprocess.Pope
     assert choose_ports(request, old) == (9007, 9008)
 
 
-class Echo(BaseHTTPRequestHandler):
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.send_response(200 if self.path == "/echo" else 503)
-        self.send_header("X-Name", "echo")
-        self.end_headers()
-        self.wfile.write(body if self.path == "/echo" else b"not json")
-
-    def log_message(self, *args: object) -> None:
-        """Silent."""
-
-
-@pytest.fixture
-def echo() -> Iterator[int]:
-    server = HTTPServer(("127.0.0.1", 0), Echo)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield server.server_port
-    server.shutdown()
-    thread.join()
-    server.server_close()
-
-
-def test_an_exchange_is_json_both_ways_with_headers_in_small_letters(echo: int) -> None:
-    status, headers, answer = send_request("127.0.0.1", echo, "POST", "/echo", {"a": [1]})
-    assert (status, headers["x-name"], answer) == (200, "echo", {"a": [1]})
-
-
-def test_an_answer_that_is_not_json_is_given_as_text(echo: int) -> None:
-    assert send_request("127.0.0.1", echo, "POST", "/broken", {})[::2] == (503, "not json")
-
-
-Answer = tuple[int, str, Any]  # status, bundle digest, body
+Answer = tuple[int, str, Any]  # status, bundle digest, body: None is that of the request, and a text is sent as it is
 Serve = Callable[[dict[str, Answer]], int]
 V1, V2 = "/v1/models/tiny:predict", "/v2/models/tiny/infer"
 TENSOR = {"outputs": [{"name": "y", "shape": [1, 1], "data": [2.0]}]}
@@ -224,12 +192,15 @@ def serve() -> Iterator[Serve]:
     def start(answers: dict[str, Answer]) -> int:
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
-                self.rfile.read(int(self.headers["Content-Length"]))
+                received = self.rfile.read(int(self.headers["Content-Length"]))
                 status, digest, body = answers[self.path]
                 self.send_response(status)
                 self.send_header("X-Bundle-Digest", digest)
                 self.end_headers()
-                self.wfile.write(json.dumps(body).encode())
+                sent = (
+                    received if body is None else body.encode() if isinstance(body, str) else json.dumps(body).encode()
+                )
+                self.wfile.write(sent)
 
             def log_message(self, *args: object) -> None:
                 """Silent."""
@@ -245,6 +216,13 @@ def serve() -> Iterator[Serve]:
         server.shutdown()
         thread.join()
         server.server_close()
+
+
+def test_an_exchange_is_json_both_ways_with_headers_in_small_letters(serve: Serve) -> None:
+    port = serve({"/echo": (200, "digest", None), "/broken": (503, "", "not json")})
+    status, headers, answer = send_request("127.0.0.1", port, "POST", "/echo", {"a": [1]})
+    assert (status, headers["x-bundle-digest"], answer) == (200, "digest", {"a": [1]})
+    assert send_request("127.0.0.1", port, "POST", "/broken", {})[::2] == (503, "not json")
 
 
 def test_golden_answers_are_counted(serve: Serve, bundle: Bundle) -> None:
