@@ -3,9 +3,10 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -44,102 +45,99 @@ def training_node(run: Run, root: Path, joined: bool = False, **train: object) -
     return TrainingNode(run, root, {**os.environ}, joined=joined, train=Train.model_validate(settings))
 
 
-def set_statuses(training: TrainingNode, monkeypatch: pytest.MonkeyPatch, *statuses: int) -> list[Rendezvous | None]:
-    """Let the launcher end with these statuses, one after the other; return where each launch met."""
-    rest, launches = list(statuses), list[Rendezvous | None]()
+class Machine(NamedTuple):
+    """A node without processes and stores: its launcher ends with the statuses that the test has chosen."""
 
-    def run_launcher(rendezvous: Rendezvous | None) -> tuple[int, str]:
-        launches.append(rendezvous)
-        return rest.pop(0), ""
+    training: TrainingNode
+    launches: list[Rendezvous | None]  # where each launch met
+    stores: list[str]  # what happened to stores
 
-    monkeypatch.setattr(training, "_run_launcher", run_launcher)
+    @property
+    def run(self) -> Run:
+        return self.training.run
+
+    @property
+    def ends(self) -> Sequence[str]:
+        return [end.reason for end in read_attempts(self.run.path).ends]
+
+
+MakeMachine = Callable[..., Machine]
+
+
+@pytest.fixture
+def machine(new_run: NewRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeMachine:
     monkeypatch.setattr(node, "_RESTART_PAUSE_SECONDS", 0.0)
-    return launches
+
+    def make(*statuses: int, joined: bool = False, **train: object) -> Machine:
+        made = Machine(training_node(new_run(), tmp_path, joined, **train), [], [])
+        rest = list(statuses)
+
+        def run_launcher(rendezvous: Rendezvous | None) -> tuple[int, str]:
+            made.launches.append(rendezvous)
+            return rest.pop(0), ""
+
+        @contextmanager
+        def run_store() -> Iterator[Rendezvous]:
+            made.stores.append("open")
+            yield Rendezvous("head:1", str(len(made.stores)))
+            made.stores.append("close")
+
+        monkeypatch.setattr(made.training, "_run_launcher", run_launcher)
+        monkeypatch.setattr(made.training, "run_store", run_store)
+        monkeypatch.setattr(made.training, "wait_for_rendezvous", lambda took_part: Rendezvous("head:1", "1"))
+        return made
+
+    return make
 
 
-def set_stores(training: TrainingNode, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Open no real store; return what happens to stores."""
-    events: list[str] = []
-
-    @contextmanager
-    def run_store() -> Iterator[Rendezvous]:
-        events.append("open")
-        yield Rendezvous("head:1", str(len(events)))
-        events.append("close")
-
-    monkeypatch.setattr(training, "run_store", run_store)
-    return events
+def test_lost_processes_are_started_again_until_training_is_complete(machine: MakeMachine) -> None:
+    made = machine(-signal.SIGKILL, -signal.SIGKILL, AgentStatus.DONE, nodes=1, restarts=3)
+    made.training.train_to_end()
+    assert made.launches == [None] * 3
+    assert made.ends == [f"the launcher on {socket.gethostname()} was killed (SIGKILL)"] * 2
 
 
-def ends(run: Run) -> Sequence[str]:
-    return [end.reason for end in read_attempts(run.path).ends]
-
-
-def test_lost_processes_are_started_again_until_training_is_complete(
-    new_run: NewRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = new_run()
-    training = training_node(run, tmp_path, nodes=1, restarts=3)
-    launches = set_statuses(training, monkeypatch, -signal.SIGKILL, -signal.SIGKILL, AgentStatus.DONE)
-    training.train_to_end()
-    assert launches == [None] * 3
-    assert ends(run) == [f"the launcher on {socket.gethostname()} was killed (SIGKILL)"] * 2
-
-
-def test_training_gives_up_after_the_allowed_restarts(
-    new_run: NewRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training = training_node(new_run(), tmp_path, nodes=1, restarts=1)
-    launches = set_statuses(training, monkeypatch, *[-signal.SIGKILL] * 3)
+def test_training_gives_up_after_the_allowed_restarts(machine: MakeMachine) -> None:
+    made = machine(*[-signal.SIGKILL] * 3, nodes=1, restarts=1)
     with pytest.raises(StageError, match=r"was lost 2 times in a row from the beginning \(train.restarts=1\)"):
-        training.train_to_end()
-    assert len(launches) == 2
+        made.training.train_to_end()
+    assert len(made.launches) == 2
 
 
-def test_a_permanent_failure_is_not_repeated(new_run: NewRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    training = training_node(new_run(), tmp_path, nodes=1, restarts=3)
-    launches = set_statuses(training, monkeypatch, 3)
+def test_a_permanent_failure_is_not_repeated(machine: MakeMachine) -> None:
+    made = machine(3, nodes=1, restarts=3)
     with pytest.raises(PipelineError, match="exited with status 3"):
-        training.train_to_end()
-    assert len(launches) == 1
+        made.training.train_to_end()
+    assert len(made.launches) == 1
 
 
-def test_leader_keeps_its_store_until_it_is_lost(
-    new_run: NewRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training = training_node(new_run(), tmp_path, restarts=5)
-    stores = set_stores(training, monkeypatch)
-    statuses = (-signal.SIGKILL, AgentStatus.NO_STORE, AgentStatus.CLOSED)
-    launches = set_statuses(training, monkeypatch, *statuses)
-    training.train_to_end()
-    assert [launch and launch.id for launch in launches] == ["1", "1", "3"]
-    assert stores == ["open", "close", "open", "close"]
+def test_leader_keeps_its_store_until_it_is_lost(machine: MakeMachine) -> None:
+    made = machine(-signal.SIGKILL, AgentStatus.NO_STORE, AgentStatus.CLOSED, restarts=5)
+    made.training.train_to_end()
+    assert [launch and launch.id for launch in made.launches] == ["1", "1", "3"]
+    assert made.stores == ["open", "close", "open", "close"]
 
 
 def test_joined_machine_waits_for_a_new_store_without_deciding(
-    new_run: NewRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    machine: MakeMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = new_run()
-    training = training_node(run, tmp_path, joined=True, restarts=0)
+    made = machine(AgentStatus.NO_STORE, AgentStatus.NO_STORE, joined=True, restarts=0)
     found = [Rendezvous("head:1", "1"), Rendezvous("head:1", "2"), None]
-    monkeypatch.setattr(training, "wait_for_rendezvous", lambda took_part: found.pop(0))
-    set_statuses(training, monkeypatch, AgentStatus.NO_STORE, AgentStatus.NO_STORE)
-    training.train_to_end()
-    assert ends(run) == ["the store where machines meet was lost"] * 2
+    monkeypatch.setattr(made.training, "wait_for_rendezvous", lambda took_part: found.pop(0))
+    made.training.train_to_end()
+    assert made.ends == ["the store where machines meet was lost"] * 2
 
 
 @pytest.mark.parametrize(
     ("present", "found"), [(1, r"1 of 2 machines came within 50 s"), (3, "3 machines did not meet within 50 s")]
 )
 def test_too_few_machines_are_an_error(
-    present: int, found: str, new_run: NewRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    present: int, found: str, machine: MakeMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    training = training_node(new_run(), tmp_path)
-    monkeypatch.setattr(training.presence, "count", lambda: present)
-    set_stores(training, monkeypatch)
-    set_statuses(training, monkeypatch, AgentStatus.TOO_FEW)
+    made = machine(AgentStatus.TOO_FEW)
+    monkeypatch.setattr(made.training.presence, "count", lambda: present)
     with pytest.raises(StageError, match=rf"train\.nodes=2: {found}; to fix it, .*pipe join"):
-        training.train_to_end()
+        made.training.train_to_end()
 
 
 def lose_device(run: Run) -> None:
@@ -147,61 +145,42 @@ def lose_device(run: Run) -> None:
 
 
 @pytest.mark.parametrize("joined", [False, True])
-def test_a_machine_without_its_device_takes_no_further_part(
-    joined: bool, new_run: NewRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = new_run()
-    training = training_node(run, tmp_path, joined, nodes=2 if joined else 1)
-    monkeypatch.setattr(training, "wait_for_rendezvous", lambda took_part: Rendezvous("head:1", "1"))
-    set_statuses(training, monkeypatch, AgentStatus.LOST_DEVICE)
-    lose_device(run)
+def test_a_machine_without_its_device_takes_no_further_part(joined: bool, machine: MakeMachine) -> None:
+    made = machine(AgentStatus.LOST_DEVICE, joined=joined, nodes=2 if joined else 1)
+    lose_device(made.run)
     host = socket.gethostname()
     with pytest.raises(DeviceFault, match=rf"a GPU of {host} is gone \(rank 3 on here: its GPU failed: ECC error\)"):
-        training.train_to_end()
+        made.training.train_to_end()
 
 
 def test_the_machine_with_the_store_keeps_it_for_the_others(
-    new_run: NewRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    machine: MakeMachine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = new_run()
-    training = training_node(run, tmp_path)
-    stores = set_stores(training, monkeypatch)
-    set_statuses(training, monkeypatch, AgentStatus.LOST_DEVICE)
-    lose_device(run)
+    made = machine(AgentStatus.LOST_DEVICE)
+    lose_device(made.run)
     open_stores = []
 
     def count_others() -> int:
-        open_stores.append(list(stores))
+        open_stores.append(list(made.stores))
         if len(open_stores) == 3:
-            (run.partial("train") / "summary.json").write_text("{}")
+            (made.run.partial("train") / "summary.json").write_text("{}")
         return 1
 
-    monkeypatch.setattr(training.presence, "count_others", count_others)
-    training.train_to_end()
+    monkeypatch.setattr(made.training.presence, "count_others", count_others)
+    made.training.train_to_end()
     assert open_stores == [["open"]] * 3
-    assert stores == ["open", "close"]
+    assert made.stores == ["open", "close"]
     assert "the other machines go on" in capsys.readouterr().out
 
 
 def test_the_machine_with_the_store_gives_up_if_the_others_are_gone(
-    new_run: NewRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    machine: MakeMachine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = new_run()
-    training = training_node(run, tmp_path, timeout_seconds=1)
+    made = machine(AgentStatus.LOST_DEVICE, timeout_seconds=1)
     monkeypatch.setattr(node, "meeting_seconds", lambda seconds: seconds)
-    set_stores(training, monkeypatch)
-    set_statuses(training, monkeypatch, AgentStatus.LOST_DEVICE)
-    lose_device(run)
+    lose_device(made.run)
     with pytest.raises(DeviceFault, match="is gone"):
-        training.train_to_end()
-
-
-def test_machines_that_are_present_are_counted(new_run: NewRun) -> None:
-    own = NodePresence(new_run())
-    own.renew()
-    assert (own.count(), own.count_others()) == (1, 1)
-    own.remove()
-    assert own.count_others() == 0
+        made.training.train_to_end()
 
 
 @pytest.mark.parametrize("chosen", ["", "eth7"])
@@ -228,13 +207,9 @@ def test_processes_meet_on_the_interface_that_leads_to_the_others(
 
 
 @pytest.fixture
-def joining(new_run: NewRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainingNode:
+def joining(machine: MakeMachine) -> TrainingNode:
     """A machine that joins."""
-    run = new_run()
-    training = training_node(run, tmp_path, joined=True)
-    monkeypatch.setattr(training, "wait_for_rendezvous", lambda took_part: Rendezvous("head:1", "1"))
-    set_statuses(training, monkeypatch, AgentStatus.DONE)
-    return training
+    return machine(AgentStatus.DONE, joined=True).training
 
 
 def test_a_machine_with_the_same_software_joins(joining: TrainingNode) -> None:
@@ -267,15 +242,11 @@ def test_a_machine_with_other_software_does_not_join(
         joining.train_to_end()
 
 
-def test_ends_recorded_by_the_agent_are_not_recorded_twice(
-    new_run: NewRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = new_run()
-    training = training_node(run, tmp_path, nodes=1, restarts=1)
-    record_event(run.path, event="end", attempt=0, host="here", reason="rank 0 was killed")
-    set_statuses(training, monkeypatch, AgentStatus.FAILED, AgentStatus.DONE)
-    training.train_to_end()
-    assert ends(run) == ["rank 0 was killed"]
+def test_ends_recorded_by_the_agent_are_not_recorded_twice(machine: MakeMachine) -> None:
+    made = machine(AgentStatus.FAILED, AgentStatus.DONE, nodes=1, restarts=1)
+    record_event(made.run.path, event="end", attempt=0, host="here", reason="rank 0 was killed")
+    made.training.train_to_end()
+    assert made.ends == ["rank 0 was killed"]
 
 
 def test_old_rendezvous_is_withdrawn_before_the_new_store_listens(
@@ -338,7 +309,8 @@ def test_own_address_is_the_one_on_the_route() -> None:
 def test_machines_without_a_recent_sign_of_life_are_not_counted(new_run: NewRun) -> None:
     run = new_run()
     own = NodePresence(run)
-    assert own.count() == 1
+    own.renew()
+    assert (own.count_others(), own.count()) == (1, 1), "it has not left yet"
     other = run.path / "logs" / "nodes" / "other-7"
     other.touch()
     assert own.count() == 2
@@ -346,20 +318,18 @@ def test_machines_without_a_recent_sign_of_life_are_not_counted(new_run: NewRun)
     os.utime(other, (long_ago, long_ago))
     assert own.count() == 1
     own.remove()
+    assert own.count_others() == 0
     assert sorted(path.name for path in other.parent.iterdir()) == ["other-7"]
 
 
-def test_restarts_close_together_have_a_line_each(
-    new_run: NewRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = new_run()
-    training = training_node(run, tmp_path, nodes=1, restarts=3)
-    record_event(run.path, event="launch", attempt=0)
-    record_event(run.path, event="start", attempt=1, hosts=["here"], processes=1)
+def test_restarts_close_together_have_a_line_each(machine: MakeMachine, capsys: pytest.CaptureFixture[str]) -> None:
+    made = machine(nodes=1, restarts=3)
+    record_event(made.run.path, event="launch", attempt=0)
+    record_event(made.run.path, event="start", attempt=1, hosts=["here"], processes=1)
     for attempt, reason in ((1, "rank 0 was killed"), (2, "the node was killed")):
-        record_event(run.path, event="end", attempt=attempt, host="here", reason=reason)
-        record_event(run.path, event="start", attempt=attempt + 1, hosts=["here"], processes=1)
-    training.output.update()
+        record_event(made.run.path, event="end", attempt=attempt, host="here", reason=reason)
+        record_event(made.run.path, event="start", attempt=attempt + 1, hosts=["here"], processes=1)
+    made.training.output.update()
     assert capsys.readouterr().out.splitlines() == [
         "rank 0 was killed; starting again from the beginning (1 of 3 without a new one)",
         "the node was killed; starting again from the beginning (2 of 3 without a new one)",
@@ -367,16 +337,11 @@ def test_restarts_close_together_have_a_line_each(
 
 
 @pytest.mark.parametrize("joined", [False, True])
-def test_no_machine_waits_for_others_once_training_is_complete(
-    joined: bool, new_run: NewRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = new_run()
-    training = training_node(run, tmp_path, joined=joined)
-    (run.partial("train") / "summary.json").write_text("{}")
-    launches, stores = set_statuses(training, monkeypatch), set_stores(training, monkeypatch)
-    training.train_to_end()
-    assert not launches
-    assert not stores
+def test_no_machine_waits_for_others_once_training_is_complete(joined: bool, machine: MakeMachine) -> None:
+    made = machine(joined=joined)
+    (made.run.partial("train") / "summary.json").write_text("{}")
+    made.training.train_to_end()
+    assert (made.launches, made.stores) == ([], [])
 
 
 def test_loss_of_the_leading_pod_counts_as_a_restart(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> None:
