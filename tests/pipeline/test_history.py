@@ -91,15 +91,6 @@ def test_any_difference_in_outputs_is_noticed(sealed: tuple[Run, StepRecord], wh
     assert path.name in changed_outputs(run, record)
 
 
-def test_linked_outputs_are_the_same_files(sealed: tuple[Run, StepRecord], new_run: NewRun) -> None:
-    source, record = sealed
-    target = new_run()
-    link_outputs(source, target, record)
-    assert changed_outputs(target, record) == []
-    names = [run.output("train") / "model.bin" for run in (source, target)]
-    assert os.path.samefile(*names)
-
-
 def test_linking_replaces_what_a_crash_left_half_linked(sealed: tuple[Run, StepRecord], new_run: NewRun) -> None:
     source, record = sealed
     target = new_run()
@@ -107,6 +98,8 @@ def test_linking_replaces_what_a_crash_left_half_linked(sealed: tuple[Run, StepR
     (target.partial("train") / "junk").touch()
     link_outputs(source, target, record)
     assert changed_outputs(target, record) == []
+    names = [run.output("train") / "model.bin" for run in (source, target)]
+    assert os.path.samefile(*names)
 
 
 def named(runs: Path, config: Config, *names: str) -> None:
@@ -196,16 +189,13 @@ def test_a_killed_owner_leaves_no_lock(tmp_path: Path, holder: subprocess.Popen[
         assert f'"pid": {os.getpid()}' in (tmp_path / ".lock").read_text()
 
 
-def test_it_is_free_again_afterwards_even_after_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ZeroDivisionError), lock_runs(tmp_path):
+def test_it_is_free_again_afterwards_even_after_an_error_and_without_a_name(tmp_path: Path) -> None:
+    runs = tmp_path / "new" / "runs"  # which is made
+    with pytest.raises(ZeroDivisionError), lock_runs(runs):
         _ = 1 / 0
-    with lock_runs(tmp_path):
+    assert (runs / ".lock").read_text() == ""
+    with lock_runs(runs):
         pass
-
-
-def test_the_folder_is_made_when_it_is_missing(tmp_path: Path) -> None:
-    with lock_runs(tmp_path / "new" / "runs"):
-        assert (tmp_path / "new" / "runs").is_dir()
 
 
 def test_lock_with_a_half_written_owner_is_respected(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
@@ -250,28 +240,14 @@ def test_one_who_is_reported_waits_until_it_is_free(tmp_path: Path, holder: subp
     assert f"(pid {holder.pid} on " in waits[0]
 
 
-def test_a_name_that_is_no_longer_true_does_not_stay(tmp_path: Path) -> None:
-    with lock_runs(tmp_path):
-        assert (tmp_path / ".lock").read_text()
-    assert (tmp_path / ".lock").read_text() == ""
-
-
 def test_a_single_lock_is_taken_or_not(tmp_path: Path) -> None:
-    held = try_lock(tmp_path / "one")
-    assert held is not None
-    assert try_lock(tmp_path / "one") is None
-    held.release()
-    again = try_lock(tmp_path / "one")
-    assert again is not None
-    again.release()
-
-
-def test_work_of_a_moment_is_done_one_after_another(tmp_path: Path) -> None:
     with exclusive_lock(tmp_path / "one"):
         assert try_lock(tmp_path / "one") is None
-    held = try_lock(tmp_path / "one")
-    assert held is not None
-    held.release()
+    for _ in range(2):
+        held = try_lock(tmp_path / "one")
+        assert held is not None
+        assert try_lock(tmp_path / "one") is None
+        held.release()
 
 
 def test_a_folder_with_settings_is_its_own_project(folder: Path) -> None:
@@ -291,9 +267,6 @@ def test_an_example_names_files_that_are_there(name: str) -> None:
     config = project.config()
     for reference in (config.task, config.codec):
         assert (project.root / reference.partition(":")[0]).is_file()
-
-
-def test_an_unknown_example_is_reported() -> None:
     with pytest.raises(ConfigError, match="no example 'none'"):
         example_folder("none")
 

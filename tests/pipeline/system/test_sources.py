@@ -21,25 +21,16 @@ def found(root: Path, reference: str = "task.py:Net") -> set[str]:
     return set(project_sources(root, reference))
 
 
-def test_helpers_of_helpers_belong_to_the_code(tmp_path: Path) -> None:
-    write(tmp_path, {"task.py": TASK, "my_helper.py": "from my_deeper import x\n", "my_deeper.py": "x = 1\n"})
-    assert found(tmp_path) == {"task.py", "my_helper.py", "my_deeper.py"}
-
-
-@pytest.mark.parametrize("name", ["task.py", "my_helper.py", "my_deeper.py"])
-def test_an_edit_of_any_of_them_is_another_code(tmp_path: Path, name: str) -> None:
-    write(tmp_path, {"task.py": TASK, "my_helper.py": "from my_deeper import x\n", "my_deeper.py": "x = 1\n"})
+@pytest.mark.parametrize(
+    ("name", "counts"), [("task.py", True), ("my_helper.py", True), ("my_deeper.py", True), ("notes.py", False)]
+)
+def test_an_edit_of_any_of_them_is_another_code(tmp_path: Path, name: str, counts: bool) -> None:
+    files = {"task.py": TASK, "my_helper.py": "from my_deeper import x\n", "my_deeper.py": "x = 1\n", "notes.py": ""}
+    write(tmp_path, files)
     before = code_digest(tmp_path, "task.py:Net")
     with (tmp_path / name).open("a") as file:
         file.write("\n# edited\n")
-    assert code_digest(tmp_path, "task.py:Net") != before
-
-
-def test_files_that_nothing_imports_do_not_matter(tmp_path: Path) -> None:
-    write(tmp_path, {"task.py": TASK, "my_helper.py": "", "README.md": "a", "notes.py": "a = 1\n"})
-    before = code_digest(tmp_path, "task.py:Net")
-    write(tmp_path, {"README.md": "b", "notes.py": "a = 2\n"})
-    assert code_digest(tmp_path, "task.py:Net") == before
+    assert (code_digest(tmp_path, "task.py:Net") != before) is counts
 
 
 def test_imports_inside_functions_count(tmp_path: Path) -> None:
@@ -156,27 +147,20 @@ def test_installed_modules_are_not_the_users_code(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "message"),
+    ("files", "message"),
     [
-        ("class Other: ...\n", r"task\.py has no class Net"),
-        ("class Net:\n  x = (\n", r"task\.py, line \d"),
-        ("x = '\0'\n", r"task\.py"),
+        ({}, r"no file task\.py"),
+        ({"task.py": "class Other: ...\n"}, r"task\.py has no class Net"),
+        ({"task.py": "class Net:\n  x = (\n"}, r"task\.py, line \d"),
+        ({"task.py": "x = '\0'\n"}, r"task\.py"),
+        ({"task.py": TASK, "my_helper.py": "\n\nx = = 1\n"}, r"my_helper\.py, line 3"),
     ],
 )
-def test_a_task_that_cannot_be_read_is_reported_without_running_it(tmp_path: Path, source: str, message: str) -> None:
-    write(tmp_path, {"task.py": source})
+def test_a_task_that_cannot_be_read_is_reported_without_running_it(
+    tmp_path: Path, files: dict[str, str], message: str
+) -> None:
+    write(tmp_path, files)
     with pytest.raises(ConfigError, match=message):
-        project_sources(tmp_path, "task.py:Net")
-
-
-def test_a_helper_with_a_slip_is_named(tmp_path: Path) -> None:
-    write(tmp_path, {"task.py": TASK, "my_helper.py": "\n\nx = = 1\n"})
-    with pytest.raises(ConfigError, match=r"my_helper\.py, line 3"):
-        project_sources(tmp_path, "task.py:Net")
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no file task\.py"):
         project_sources(tmp_path, "task.py:Net")
 
 
