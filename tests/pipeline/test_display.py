@@ -21,14 +21,31 @@ from pipeline.display import (
     last_metrics,
     step_tail,
 )
-from pipeline.system.errors import ConfigError, DataError, GateError, StageError
+from pipeline.system.errors import ConfigError, DataError, GateError, PipelineError, StageError
 
 from .terminal import Terminal
 
 LINE = {"step": 20, "epoch": 1, "loss": 0.5, "samples_per_second": 12345.6}
 NOISE = "W0102 03:04:05.678 12 torch/distributed/run.py:1] one thing"
-
 PROFILER = "USDT:2026-01-02 03:04:05 12:12 SyncActivityProfilerHandler.cpp:52] profiler_start"
+TRACEBACK = "Traceback (most recent call last):\n  File x\nValueError\n"
+ABORTS = "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n  what():  [enforce fail at pair.cc]\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (f"{NOISE}\nepoch 1\n{TRACEBACK}", ["train | epoch 1"]),
+        (f"epoch 1\n{PROFILER}\nepoch 2\n", ["train | epoch 1", "train | epoch 2"]),
+        (f"{ABORTS}error: no\nValueError: why\n", []),
+    ],
+)
+def test_what_launcher_and_torch_state_of_themselves_stays_in_the_log(
+    text: str, shown: list[str], run: Run, display: Display, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run.log("train").write_text(text)
+    display.tick()
+    assert printed_lines(capsys) == shown
 
 
 @pytest.fixture
@@ -78,42 +95,12 @@ def test_what_an_earlier_attempt_wrote_is_not_shown_again(run: Run, capsys: pyte
     assert printed_lines(capsys) == ["train: resumed"]
 
 
-def test_the_launchers_own_words_and_tracebacks_stay_in_the_log(
-    run: Run, display: Display, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run.log("train").write_text(f"{NOISE}\nepoch 1\nTraceback (most recent call last):\n  File x\nValueError\n")
-    display.tick()
-    assert printed_lines(capsys) == ["train | epoch 1"]
-
-
-def test_what_torchs_profiler_states_of_itself_stays_in_the_log(
-    run: Run, display: Display, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run.log("train").write_text(f"epoch 1\n{PROFILER}\nepoch 2\n")
-    display.tick()
-    assert printed_lines(capsys) == ["train | epoch 1", "train | epoch 2"]
-    assert step_tail(["one", PROFILER, "two"]) == ["one", "two"]
-
-
-def test_what_torch_writes_before_it_aborts_stays_in_the_log(
-    run: Run, display: Display, capsys: pytest.CaptureFixture[str]
-) -> None:
-    aborts = (
-        "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n  what():  [enforce fail at pair.cc]\n"
-    )
-    run.log("train").write_text(f"{aborts}error: no\nValueError: why\n")
-    display.tick()
-    assert printed_lines(capsys) == []
-    display.failed(StageError("train: no"))
-    assert printed_lines(capsys)[0] == "    ValueError: why", "the error itself is printed by the command, once"
-
-
 def test_failed_step_shows_its_last_lines_and_how_to_continue(
     run: Run, display: Display, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run.log("train").write_text("epoch 1\nValueError: no\n")
+    run.log("train").write_text("epoch 1\nerror: no\nValueError: no\n")
     display.failed(StageError("train: no"))
-    assert printed_lines(capsys) == [
+    assert printed_lines(capsys) == [  # the error itself is printed by the command, once
         "    epoch 1",
         "    ValueError: no",
         f"log: {run.log('train')}",
@@ -121,34 +108,34 @@ def test_failed_step_shows_its_last_lines_and_how_to_continue(
     ]
 
 
-def test_after_an_error_in_the_data_a_new_run_reads_changed_settings(
-    run: Run, capsys: pytest.CaptureFixture[str]
+ANEW = "to continue after fixing it: pipe run all (finished steps are reused)"  # so that it reads changed settings
+
+
+@pytest.mark.parametrize(
+    ("step", "error", "last"),
+    [
+        ("prepare", DataError("set prepare.missing_share=0.05"), ANEW),
+        ("train", ConfigError("no"), ANEW),
+        ("evaluate", GateError("no"), "log: "),  # there is nothing to resume
+    ],
+)
+def test_an_error_to_fix_is_reported_without_the_log(
+    step: str, error: PipelineError, last: str, run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     display = Display(live=False)
-    display.start(run, "prepare", "never run")
-    display.failed(DataError("set prepare.missing_share=0.05"))
-    assert printed_lines(capsys)[-1] == "to continue after fixing it: pipe run all (finished steps are reused)"
-
-
-def test_a_users_mistake_is_reported_without_its_log(
-    run: Run, display: Display, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run.log("train").write_text("epoch 1\n")
-    display.failed(ConfigError("no"))
-    assert "    epoch 1" not in printed_lines(capsys)
-
-
-def test_a_rejected_candidate_has_nothing_to_resume(
-    run: Run, display: Display, capsys: pytest.CaptureFixture[str]
-) -> None:
-    display.failed(GateError("no"))
-    assert printed_lines(capsys) == [f"log: {run.log('train')}"]
+    display.start(run, step, "never run")
+    run.log(step).write_text("epoch 1\n")
+    display.failed(error)
+    lines = printed_lines(capsys)
+    assert lines[-1].startswith(last)
+    assert "    epoch 1" not in lines
 
 
 def test_the_tail_is_what_the_step_stated_before_its_launcher_did() -> None:
     assert step_tail(["one", "", "two", NOISE, "more noise"]) == ["one", "two"]
     assert step_tail([f"line {i}" for i in range(100)]) == [f"line {i}" for i in range(88, 100)]
     assert step_tail([NOISE]) == [NOISE], "better than nothing"
+    assert step_tail(["one", PROFILER, "two"]) == ["one", "two"]
     assert step_tail(["ValueError: mine", *["echo: rank 0 lost contact"] * 20]) == ["ValueError: mine"]
 
 
@@ -156,9 +143,6 @@ def test_the_tail_is_what_the_step_stated_before_its_launcher_did() -> None:
 def test_where_a_log_turns_to_debugging_is_seen(line: str) -> None:
     assert begins_error(line)
     assert not begins_error(f"epoch 1, {line}")
-
-
-def test_what_torch_logs_of_a_rank_is_no_end() -> None:
     assert not begins_error("[rank0]:W1121 08:47:29.557000 31545 torch/_logging/_internal.py:1345] [0/0] ignored")
 
 
@@ -170,15 +154,11 @@ def test_the_newest_whole_training_line_is_found_behind_validation_and_half_line
     assert last_metrics(journal) == LINE
 
 
-def test_progress_includes_the_remaining_time_where_known() -> None:
+def test_progress_includes_the_remaining_time_where_known_and_shorter_versions_the_most_important_facts() -> None:
     assert describe_metrics(LINE, None)[0] == "epoch 2, step 20, loss 0.5000, 12,346 samples/s"
-    whole = {**LINE, "total_steps": 500}
-    assert describe_metrics(whole, 65.4)[0] == "epoch 2, step 20/500, loss 0.5000, 12,346 samples/s, 1:05 left"
     assert describe_metrics({"step": 1, "epoch": 0, "loss": 2.0}, None)[0] == "epoch 1, step 1, loss 2.000"
-
-
-def test_shorter_versions_leave_out_the_least_important_facts() -> None:
-    assert describe_metrics({**LINE, "total_steps": 500}, 65.4)[1:] == (
+    assert describe_metrics({**LINE, "total_steps": 500}, 65.4) == (
+        "epoch 2, step 20/500, loss 0.5000, 12,346 samples/s, 1:05 left",
         "epoch 2, step 20/500, loss 0.5000, 1:05 left",
         "step 20/500, loss 0.5000, 1:05 left",
         "loss 0.5000, 1:05 left",

@@ -44,15 +44,11 @@ def test_a_narrow_terminal_shows_the_most_important_facts(width: int, shown: int
     assert line.endswith(f"  {FACTS[shown]}" if shown is not None else " 1:02:03")
 
 
-def test_the_facts_of_a_short_training_fit_80_columns() -> None:
+def test_a_line_without_a_total_has_no_bar() -> None:
     facts = ("epoch 15, step 244/425, loss 0.0834, 7,612 samples/s, 0:03 left", "epoch 15, step 244/425, loss 0.0834")
     line = format_line(StepProgress("train", facts, 244, 425), "|", 80, PLAIN)
     assert line == f"| train {'━' * 13}{'─' * 11} 0:00  {facts[1]}"
-
-
-def test_without_a_total_there_is_no_bar() -> None:
-    line = format_line(StepProgress("export", ("converting",)), "|", 80, PLAIN)
-    assert line == "| export 0:00  converting"
+    assert format_line(StepProgress("export", ("converting",)), "|", 80, PLAIN) == "| export 0:00  converting"
 
 
 def test_the_line_follows_the_width_of_the_window() -> None:
