@@ -149,33 +149,6 @@ def test_a_task_without_raw_instances_is_noted() -> None:
     assert "add instances(batch) to the task" in _check(Pictures(), PictureCodec()).notes[0]
 
 
-def test_texts_may_be_padded_to_the_longest_of_a_request() -> None:
-    class Padding:
-        def decode(self, instances: Sequence[list[int]]) -> dict[str, Array]:
-            width = max(map(len, instances))
-            return {"ids": np.array([[*ids, *[0] * (width - len(ids))] for ids in instances], np.int64)}
-
-        def encode(self, outputs: dict[str, Array]) -> list[Any]:
-            return outputs["length"].tolist()  # type: ignore[no-any-return]
-
-    class Texts:
-        inputs, outputs = ("ids",), ("length",)
-
-        def example(self) -> list[list[int]]:
-            return [[5, 7], [5, 7, 8, 9], [3]]
-
-    ids = torch.tensor([[5, 7, 0, 0, 0], [5, 7, 8, 9, 0], [3, 0, 0, 0, 0], [1, 2, 3, 4, 5]])
-    found = check_codec(
-        Texts(),  # type: ignore[arg-type]  # only what the check uses
-        Padding(),
-        "codec.py:Codec",
-        Samples("test", {"ids": ids}),
-        lambda batch: (batch["ids"] > 0).sum(dim=1).float(),
-    )
-    assert found.faults == ()
-    assert "decode() makes test samples of 3 of 3 instances of example()" in found.checked
-
-
 class Lengths:
     """Texts padded with 0; the model gives each position its id."""
 
@@ -214,46 +187,10 @@ def test_answers_for_padding_are_stopped_unless_the_model_reads_it(
         Samples("test", {"ids": ids}),
         lambda batch: batch["ids"].float() + 10.0 * reads_padding * batch["ids"].shape[1],
     )
+    assert "decode() makes test samples of 3 of 3 instances of example()" in found.checked
     is_passed = is_sound or reads_padding
     assert found.rule().passed == is_passed
     assert is_passed or "another prediction alone than beside a longer one" in found.rule().detail
-
-
-def test_numbers_are_compared_through_answer() -> None:
-    class Prices:
-        inputs, outputs = ("pair",), ("price",)
-
-        def predicted(self, outputs: Tensor) -> Tensor:
-            return outputs
-
-        def actual(self, batch: Any) -> Tensor:
-            return batch["pair"][:, 0]  # type: ignore[no-any-return]
-
-        def instances(self, batch: Any) -> list[Any]:
-            return batch["pair"].tolist()  # type: ignore[no-any-return]
-
-        def answer(self, prediction: Any) -> float:
-            return float(prediction["price"])
-
-    class PriceCodec:
-        factor = 1.0
-
-        def decode(self, instances: Any) -> dict[str, Array]:
-            return {"pair": np.asarray(instances, np.float32)}
-
-        def encode(self, outputs: dict[str, Array]) -> list[Any]:
-            return [{"price": round(self.factor * float(value), 2)} for value in outputs["price"]]
-
-    samples = Samples("test", {"pair": torch.from_numpy(np.random.default_rng(2).normal(size=(50, 2)))})
-
-    def check(codec: Any) -> CodecCheck:
-        prices: Any = Prices()
-        return check_codec(prices, codec, "codec.py:Codec", samples, lambda batch: batch["pair"].sum(dim=1))
-
-    assert check(PriceCodec()).rule().passed
-    doubled = PriceCodec()
-    doubled.factor = 2.0
-    assert "otherwise than predicted()" in check(doubled).rule().detail
 
 
 class Numbers:
@@ -267,7 +204,7 @@ class NumbersWithAnswer(Numbers):
         return outputs
 
     def answer(self, prediction: Any) -> Any:
-        return prediction
+        return prediction["sum"]
 
 
 class NumbersWithBoth(NumbersWithAnswer):
@@ -276,11 +213,13 @@ class NumbersWithBoth(NumbersWithAnswer):
 
 
 class NumberCodec:
+    factor = 1.0
+
     def decode(self, instances: Any) -> dict[str, Array]:
         return {"pair": np.asarray(instances, np.float32)}
 
     def encode(self, outputs: dict[str, Array]) -> list[Any]:
-        return outputs["sum"].tolist()  # type: ignore[no-any-return]
+        return [{"sum": round(self.factor * float(value), 2)} for value in outputs["sum"]]
 
 
 def _check_numbers(task: Any, codec: Codec | None = None) -> CodecCheck:
@@ -303,6 +242,13 @@ def test_the_first_line_of_a_verdict_states_what_was_compared(task: Any, words: 
     verdict = decide(Evaluate(), Measurements(50, {"accuracy": 0.9}, None, None, codec=found))
     assert verdict.summary.endswith(f"; {words}") and verdict.verdict == "no-baseline"
     assert found.rule().detail.startswith(words if "not" in words else "codec: encode() gives")
+
+
+def test_numbers_are_compared_through_answer() -> None:
+    codec = NumberCodec()
+    assert _check_numbers(NumbersWithBoth(), codec).rule().passed
+    codec.factor = 2.0
+    assert "otherwise than predicted()" in _check_numbers(NumbersWithBoth(), codec).rule().detail
 
 
 def test_a_language_model_without_raw_texts_is_not_compared() -> None:
