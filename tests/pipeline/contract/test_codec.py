@@ -37,16 +37,14 @@ def test_a_missing_method_is_named(root: Path, have: str, missing: str) -> None:
         load_codec("some_codec.py:Codec", root)
 
 
-def test_a_codec_with_files_is_built_with_their_folder(root: Path) -> None:
+def test_only_a_codec_with_files_is_built_with_their_folder(root: Path) -> None:
     (root / "files").mkdir()
     (root / "files" / "words.txt").write_text("one two")
-    write_with(root, "    files = ('words.txt',)")
-    assert vars(load_codec("some_codec.py:Codec", root, files=root / "files")) == {"folder": root / "files"}
-
-
-def test_a_codec_without_files_is_built_without_a_folder(root: Path) -> None:
-    write_with(root)
-    assert vars(load_codec("some_codec.py:Codec", root, files=root)) == {"folder": None}
+    for line, folder in (("    files = ('words.txt',)", root / "files"), ("", None)):
+        name = "with_files" if line else "without"
+        body = ["class Codec:", line, *METHODS.values(), "    def __init__(self, folder=None): self.folder = folder"]
+        (root / f"{name}.py").write_text("\n".join(body) + "\n")
+        assert vars(load_codec(f"{name}.py:Codec", root, files=root / "files")) == {"folder": folder}
 
 
 def test_a_file_that_is_not_there_is_named(root: Path) -> None:

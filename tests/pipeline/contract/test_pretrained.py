@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,10 +20,13 @@ from pipeline.contract.pretrained import (
     open_pretrained,
     record,
 )
-from pipeline.contract.run import Run, RunFile, StepRecord
+from pipeline.contract.run import Run, StepRecord
 from pipeline.contract.settings.stages import Model
+from pipeline.history import write_record
 from pipeline.system.errors import ConfigError, DataError, PipelineError, ResourceError
 from pipeline.system.files import digest_bytes
+
+from ..records import write_run_file
 
 SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 
@@ -104,10 +106,23 @@ def test_a_link_within_the_folder_is_fine(folder: Path) -> None:
     assert SHARDS[0] in open_pretrained(folder).weights
 
 
-@pytest.mark.parametrize("body", ["{", "[]", '{"weight_map": {}}', '{"weight_map": {"a": 3}}', '{"weight_map": []}'])
-def test_an_index_that_is_none_is_refused(folder: Path, body: str) -> None:
-    (folder / WEIGHT_INDEX).write_text(body)
-    assert WEIGHT_INDEX in refused(folder)
+@pytest.mark.parametrize(
+    ("name", "body"),
+    [
+        *((WEIGHT_INDEX, body) for body in ("{", "[]", '{"weight_map": {}}', '{"weight_map": {"a": 3}}')),
+        (WEIGHT_INDEX, '{"weight_map": []}'),
+        ("config.json", "{"),
+        ("config.json", "[]"),
+    ],
+)
+def test_a_file_that_is_none_is_refused(folder: Path, name: str, body: str) -> None:
+    (folder / name).write_text(body)
+    assert name in refused(folder)
+
+
+def test_a_config_that_describes_no_model_is_refused(folder: Path) -> None:
+    (folder / "config.json").write_text('{"hidden_size": 16}')
+    assert "has no model_type, so it does not describe a model of transformers" in refused(folder, ConfigError)
 
 
 def test_a_pickle_is_refused_with_how_to_convert_it(folder: Path) -> None:
@@ -117,11 +132,6 @@ def test_a_pickle_is_refused_with_how_to_convert_it(folder: Path) -> None:
     received = refused(folder, ConfigError)
     assert "pytorch_model.bin: a pickle, which can run code" in received
     assert "torch.load('pytorch_model.bin', weights_only=True)" in received
-
-
-def test_a_config_that_describes_no_model_is_refused(folder: Path) -> None:
-    (folder / "config.json").write_text('{"hidden_size": 16}')
-    assert "has no model_type, so it does not describe a model of transformers" in refused(folder, ConfigError)
 
 
 @pytest.mark.parametrize(
@@ -136,12 +146,6 @@ def test_a_folder_without_what_it_needs_is_refused(folder: Path, gone: str, mess
     for path in folder.glob(gone) if gone else ():
         path.unlink()
     assert message in refused(folder if gone else folder / "none", ConfigError)
-
-
-@pytest.mark.parametrize("body", ["{", "[]"])
-def test_a_config_that_is_none_is_refused(folder: Path, body: str) -> None:
-    (folder / "config.json").write_text(body)
-    assert "config.json" in refused(folder)
 
 
 def test_a_word_is_a_folder_where_there_is_one_and_else_an_id(tmp_path: Path, folder: Path) -> None:
@@ -220,9 +224,6 @@ def test_a_link_of_the_hubs_cache_leads_to_its_own_blobs_only(cache: Path, tmp_p
     assert "outside the folder" in refused(cache)
 
 
-CONFIG = {"name": "x", "task": "t.py:T", "codec": "c.py:C"}
-
-
 @pytest.fixture
 def other(tmp_path: Path) -> Path:
     folder = tmp_path / "other"
@@ -247,17 +248,12 @@ def walked(project: Path, second: int, verdict: str = "pass", **statuses: str) -
     weights = f"of {run.id}".encode()
     (run.output("train") / WEIGHT_FILE).write_bytes(weights)
     (run.output("evaluate") / "verdict.json").write_text(json.dumps({"verdict": verdict}))
-    known: dict[str, Any] = {"prepare": "done", "train": "done", "evaluate": "done", **statuses}
+    write_run_file(run, "train")
     outputs = {"train": {WEIGHT_FILE: digest_bytes(weights)}}
-    steps = {
-        step: StepRecord(step=step, status=status, key="k", parts={}, outputs=outputs.get(step, {}))
-        for step, status in known.items()
-        if status
-    }
-    body = RunFile(
-        id=run.id, created="2026-01-31T23:59:00", wanted=("train",), config=CONFIG, environment={}, steps=steps
-    )
-    (run.path / "run.json").write_text(body.model_dump_json())
+    for step, status in {"prepare": "done", "train": "done", "evaluate": "done", **statuses}.items():
+        values = {"step": step, "status": status, "key": "k", "parts": {}, "outputs": outputs.get(step, {})}
+        if status:
+            write_record(run, StepRecord.model_validate(values))
     return run
 
 

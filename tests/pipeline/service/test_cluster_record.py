@@ -33,6 +33,10 @@ def deployment(bundle: str, **more: Any) -> dict[str, Any]:
     return {**place, "bundle": bundle * 64, "image": f"tiny:{bundle}", **more}
 
 
+def bundles(record: ClusterRecord) -> str:
+    return "".join(version.bundle[0] for version in record.versions)
+
+
 def test_what_served_before_stays_known(new_run: NewRun) -> None:
     first, second = new_run(), new_run()
     record_deployment(first, "tiny", deployment("a"))
@@ -44,28 +48,19 @@ def test_what_served_before_stays_known(new_run: NewRun) -> None:
     assert found.needed_runs() == {first.id, second.id}
 
 
-def test_the_same_bundle_again_is_no_new_version(new_run: NewRun) -> None:
-    record_deployment(new_run(), "tiny", deployment("a"))
-    record_deployment(new_run(), "tiny", deployment("b"))
-    again = new_run()
-    found = record_deployment(again, "tiny", deployment("b"))
-    assert found.current.run == again.id
-    assert found.previous is not None
-    assert found.previous.bundle == "a" * 64
-
-
-def test_same_bundle_in_another_image_is_a_new_version(new_run: NewRun) -> None:
-    record_deployment(new_run(), "tiny", deployment("a"))
-    found = record_deployment(new_run(), "tiny", {**deployment("a"), "image": "tiny:fixed"})
-    assert found.previous is not None
-    assert (found.current.image, found.previous.image) == ("tiny:fixed", "tiny:a")
-
-
-def test_going_back_twice_comes_back(new_run: NewRun) -> None:
-    for bundle in "aba":
-        found = record_deployment(new_run(), "tiny", deployment(bundle))
-    assert found.previous is not None
-    assert (found.current.bundle[0], found.previous.bundle[0]) == ("a", "b")
+@pytest.mark.parametrize(
+    ("deployed", "versions"),
+    [
+        (["a", "b", "b"], "ab"),  # the same bundle again
+        (["a", "a of another image"], "aa"),
+        (["a", "b", "a"], "aba"),  # who goes back twice comes back
+    ],
+)
+def test_another_bundle_or_image_is_a_new_version(new_run: NewRun, deployed: list[str], versions: str) -> None:
+    for bundle in deployed:
+        run = new_run()
+        found = record_deployment(run, "tiny", {**deployment(bundle[0]), "image": f"tiny:{bundle}"})
+    assert (bundles(found), found.current.run) == (versions, run.id)
 
 
 def test_a_canary_replaces_nothing_until_it_is_promoted(new_run: NewRun) -> None:
@@ -79,10 +74,6 @@ def test_a_canary_replaces_nothing_until_it_is_promoted(new_run: NewRun) -> None
     assert without_canary(run.runs, found).canary is None
     promoted = record_deployment(new_run(), "tiny", deployment("b"))
     assert (promoted.current.bundle[0], promoted.canary) == ("b", None)
-
-
-def bundles(record: ClusterRecord) -> str:
-    return "".join(version.bundle[0] for version in record.versions)
 
 
 def test_each_place_has_a_history_of_its_own(new_run: NewRun) -> None:

@@ -50,11 +50,8 @@ def test_an_echo_is_reported_where_no_one_left_the_cause_and_both_are_cleared(tm
     assert list(tmp_path.iterdir()) == []
 
 
-def test_no_error_reads_as_none(tmp_path: Path) -> None:
-    assert read_error(tmp_path) is None
-
-
 def test_an_error_may_come_before_its_directory(tmp_path: Path) -> None:
+    assert read_error(tmp_path) is None
     write_error(DataError("early"), tmp_path / "train.partial")
     assert str(read_error(tmp_path / "train.partial")) == "early"
 
