@@ -7,9 +7,10 @@ import pytest
 
 from pipeline.contract.run import StepRecord
 from pipeline.history import Project, create_run, find_project, write_record
-from pipeline.tune.record import study_folder, study_name, study_parts, write_study
+from pipeline.tune.record import study_folder
 from pipeline.tune.search import Study, TrialResult, search_space
 
+from ..tune.conftest import begun
 from .conftest import Pipe
 
 SPACE = "tune:\n  trials: 2\n  space:\n    train.lr: {low: 1e-4, high: 0.1, log: true}\n"
@@ -26,10 +27,7 @@ def project(starter: Path) -> Project:
 def study(project: Project) -> Study:
     """Two trials, the second is the best, and their runs."""
     config = project.config()
-    parts = study_parts(config, project)
-    folder = study_folder(project.runs, study_name(parts))
-    folder.mkdir(parents=True)
-    write_study(folder, config, parts)
+    folder = study_folder(project.runs, begun(project, config))
     study = Study(folder, config.tune, search_space(config))
     for value in (0.5, 0.75):
         claim = study.claim()

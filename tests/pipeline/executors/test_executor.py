@@ -52,9 +52,18 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
     server.close()
 
 
-@pytest.mark.parametrize(("cancel", "left"), [(True, 0), (False, 1)])
+@pytest.mark.parametrize(
+    ("interrupt", "answer", "questions", "left"),
+    [
+        (KeyboardInterrupt(), True, 1, 0),
+        (KeyboardInterrupt(), False, 1, 1),
+        (KeyboardInterrupt(signal.SIGTERM), False, 0, 0),  # who terminates it is not asked
+    ],
+)
 def test_an_interrupted_step_is_cancelled_or_left_as_answered(
-    cancel: bool,
+    interrupt: KeyboardInterrupt,
+    answer: bool,
+    questions: int,
     left: int,
     held: tuple[Run, StepRecord],
     project: Project,
@@ -62,23 +71,23 @@ def test_an_interrupted_step_is_cancelled_or_left_as_answered(
 ) -> None:
     run, record = held
     api.nodes.program = lambda pod: 0 if pod.gone.wait(30) else 1
-    questions: list[str] = []
+    asked: list[str] = []
+    reported: list[str] = []
 
     def ask(question: str) -> bool:
-        questions.append(question)
-        return cancel
+        asked.append(question)
+        return answer
 
-    def interrupt() -> None:
-        raise KeyboardInterrupt
+    def raise_it() -> None:
+        raise interrupt
 
-    reported: list[str] = []
     executor = ClusterExecutor(project.root, reported.append, ask)
     with pytest.raises(KeyboardInterrupt):
-        executor.run_step(run, record, interrupt)
+        executor.run_step(run, record, raise_it)
     assert len([path for path in api.objects if "/jobs/" in path]) == left
-    assert questions == [f"job/{reported[1].split('job/')[1].split()[0]} runs on the cluster. Cancel it? [Y/n] "]
-    step = Step("prepare", "run", "", record.key, {})
-    assert executor.is_running(run, step) is bool(left)
+    job = reported[1].split("job/")[1].split()[0]
+    assert asked == [f"job/{job} runs on the cluster. Cancel it? [Y/n] "] * questions
+    assert executor.is_running(run, Step("prepare", "run", "", record.key, {})) is bool(left)
 
 
 def test_a_pod_that_wrote_elsewhere_has_failed(held: tuple[Run, StepRecord], project: Project, api: ApiServer) -> None:
@@ -99,23 +108,3 @@ def test_a_job_that_cannot_be_removed_does_not_fail_its_step(
     executor = ClusterExecutor(project.root, reported.append, lambda _question: True)
     assert executor.run_step(run, record, lambda: None) == 0
     assert "is left on the cluster" in reported[-1]
-
-
-def test_a_termination_signal_cancels_without_a_question(
-    held: tuple[Run, StepRecord], project: Project, api: ApiServer
-) -> None:
-    run, record = held
-    api.nodes.program = lambda pod: 0 if pod.gone.wait(30) else 1
-    questions: list[str] = []
-
-    def ask(question: str) -> bool:
-        questions.append(question)
-        return False
-
-    def terminate() -> None:
-        raise KeyboardInterrupt(signal.SIGTERM)
-
-    with pytest.raises(KeyboardInterrupt):
-        ClusterExecutor(project.root, print, ask).run_step(run, record, terminate)
-    assert questions == []
-    assert not [path for path in api.objects if "/jobs/" in path]

@@ -75,27 +75,19 @@ def gone(pid: int) -> bool:
     return True
 
 
-def test_the_exit_status_is_the_steps_own(tmp_path: Path) -> None:
-    assert launch("raise SystemExit(3)", tmp_path / "log") == 3
-    assert launch("pass", tmp_path / "log") == 0
+@pytest.mark.parametrize(
+    ("program", "status"),
+    [("raise SystemExit(3)", 3), ("pass", 0), ("import os; os.kill(os.getpid(), 9)", -signal.SIGKILL)],
+)
+def test_the_exit_status_is_the_steps_own_or_that_of_its_signal(program: str, status: int, tmp_path: Path) -> None:
+    assert launch(program, tmp_path / "log") == status
 
 
-def test_a_step_ended_by_a_signal_has_that_signals_negative_status(tmp_path: Path) -> None:
-    assert launch("import os; os.kill(os.getpid(), 9)", tmp_path / "log") == -signal.SIGKILL
-
-
-def test_both_streams_go_to_the_log_after_what_is_there(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    log.write_text("earlier\n")
-    launch("import sys; print('out', flush=True); print('err', file=sys.stderr)", log)
-    assert log.read_text().splitlines() == ["earlier", "out", "err"]
-
-
-def test_a_step_runs_in_the_project_with_its_environment(tmp_path: Path) -> None:
-    launch(
-        "import os; print(os.getcwd(), os.environ['WORD'], os.environ['PIPE_PARENT_WATCH'])", tmp_path / "log", WORD="w"
-    )
-    assert (tmp_path / "log").read_text() == f"{tmp_path} w 1\n"
+def test_a_step_runs_in_the_project_and_both_streams_go_to_the_log_after_what_is_there(tmp_path: Path) -> None:
+    (tmp_path / "log").write_text("earlier\n")
+    program = "import os, sys; print(os.getcwd(), os.environ['WORD'], os.environ['PIPE_PARENT_WATCH'], flush=True); "
+    launch(f"{program}print('err', file=sys.stderr)", tmp_path / "log", WORD="w")
+    assert (tmp_path / "log").read_text().splitlines() == ["earlier", f"{tmp_path} w 1", "err"]
 
 
 def test_a_module_of_the_project_hides_no_other(tmp_path: Path) -> None:
@@ -161,14 +153,11 @@ def test_a_killed_runner_takes_its_step_along(tmp_path: Path) -> None:
     assert gone(pid)
 
 
-def test_cores_are_shared_out_among_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores_are_shared_out_among_processes_unless_threads_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert step_environment(processes=2, cores=8)["OMP_NUM_THREADS"] == "4"
     assert step_environment(processes=4, cores=2)["OMP_NUM_THREADS"] == "1"
     assert step_environment(processes=1, cores=2)["PYTHONSAFEPATH"] == "1"
-
-
-def test_threads_are_those_of_the_settings_or_of_the_users_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert step_environment(processes=2, cores=8)["OMP_NUM_THREADS"] == "3"
     assert step_environment(processes=2, cores=8, threads=5)["OMP_NUM_THREADS"] == "5"

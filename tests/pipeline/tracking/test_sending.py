@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipeline.contract.run import Run, RunFile, StepRecord
+from pipeline.contract.run import Run, StepRecord
 from pipeline.history import Project, write_record, write_run
 from pipeline.system.files import write_json
 from pipeline.tracking import __main__ as sending
@@ -124,11 +124,15 @@ def test_curves_are_sent_while_training_runs_and_each_step_once(send: Callable[.
     assert recorder.endings == [("run-1", "killed")]
 
 
-def test_resumed_run_continues_the_run_of_the_tracker(send: Callable[..., None], recorder: Recorder, run: Run) -> None:
+@pytest.mark.parametrize("accepted", [{}, {"key": "other", "checkpoints_key": "k"}])
+def test_resumed_run_continues_the_run_of_the_tracker_also_with_accepted_changes(
+    accepted: dict[str, str], send: Callable[..., None], recorder: Recorder, run: Run
+) -> None:
     send((1, 2))
+    record(run, "train", status="running", **accepted)
     send((1, 2, 3))
     assert losses(recorder) == [1, 2, 3]
-    record(run, "train")
+    record(run, "train", **accepted)
     run.partial("train").rename(run.output("train"))
     send()
     assert recorder.endings[-1] == ("run-1", "finished")
@@ -141,13 +145,6 @@ def test_training_that_begins_again_has_another_run(send: Callable[..., None], r
     assert losses(recorder) == [1, 2]
     assert "replaced" in recorder.tags["run-1"]
     assert losses(recorder, "run-2") == [1, 2, 3]
-
-
-def test_accepted_changes_continue_the_run(send: Callable[..., None], recorder: Recorder, run: Run) -> None:
-    send((1, 2))
-    record(run, "train", status="running", key="other", checkpoints_key="k")
-    send((1, 2, 3))
-    assert losses(recorder) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("call", ["open", "log", "tag"])
@@ -189,8 +186,12 @@ def test_reused_training_is_not_logged_again(send: Callable[..., None], recorder
     assert recorder.results == {"best/loss": 0.5}
 
 
-def test_params_are_the_settings_that_decide_the_results(send: Callable[..., None], recorder: Recorder) -> None:
+def test_settings_that_decide_the_results_are_params_and_the_trial_of_a_search_is_tagged(
+    send: Callable[..., None], recorder: Recorder, run: Run
+) -> None:
+    write_run(run, run.read().model_copy(update={"study": "abc", "trial": 0}))
     send()
+    assert (recorder.tags["run-1"]["study"], recorder.tags["run-1"]["trial"]) == ("abc", "0")
     assert recorder.params["train.lr"] == "0.001"
     assert recorder.params["evaluate.require"] == "{}"
     assert not [name for name in recorder.params if name.startswith(("deploy.", "cluster.", "serve."))]
@@ -226,10 +227,3 @@ def test_ending_is_that_of_the_steps(statuses: dict[str, str], ending: Ending, n
     for step, status in statuses.items():
         record(run, step, status=status)
     assert read_ending(run.read()) == ending
-
-
-def test_trial_of_a_search_is_tagged(send: Callable[..., None], recorder: Recorder, run: Run) -> None:
-    body: RunFile = run.read()
-    write_run(run, body.model_copy(update={"study": "abc", "trial": 0}))
-    send()
-    assert (recorder.tags["run-1"]["study"], recorder.tags["run-1"]["trial"]) == ("abc", "0")

@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.contract.config import Config, parse_config
 from pipeline.history import Project
-from pipeline.tune.record import Direction
+from pipeline.tune.record import Direction, study_folder, study_name, study_parts, write_study
 from pipeline.tune.search import Study, search_space
 
 TINY = Path(__file__).resolve().parents[2] / "project"
@@ -41,6 +41,15 @@ def project(tmp_path: Path) -> Project:
 @pytest.fixture
 def study(tmp_path: Path, make_config: MakeConfig) -> Study:
     return open_study(tmp_path / "abc", make_config(trials=3))
+
+
+def begun(project: Project, config: Config) -> str:
+    """Write a study down; return its name."""
+    parts = study_parts(config, project)
+    name = study_name(parts)
+    study_folder(project.runs, name).mkdir(parents=True)
+    write_study(study_folder(project.runs, name), config, parts)
+    return name
 
 
 def open_study(folder: Path, config: Config, direction: Direction = "maximize") -> Study:

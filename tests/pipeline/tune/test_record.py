@@ -24,15 +24,7 @@ from pipeline.tune.record import (
     write_study,
 )
 
-from .conftest import SPACE, MakeConfig
-
-
-def begun(project: Project, config: Config) -> str:
-    """A study that is written down."""
-    parts = study_parts(config, project)
-    study_folder(project.runs, study_name(parts)).mkdir(parents=True)
-    write_study(study_folder(project.runs, study_name(parts)), config, parts)
-    return study_name(parts)
+from .conftest import SPACE, MakeConfig, begun
 
 
 def trial_run(project: Project, config: Config, study: str, number: int, status: str, accuracy: float = 0.0) -> Run:
@@ -66,12 +58,15 @@ def test_study_is_identified_by_what_its_trials_share(
     assert (study_name(before) == study_name(after)) == same
 
 
-def test_edited_source_makes_another_study(project: Project, make_config: MakeConfig) -> None:
-    before = study_parts(make_config(), project)
-    points = project.root / "points.py"
-    points.write_text(points.read_text() + "\nEXTRA = 1\n")
-    after = study_parts(make_config(), project)
-    assert {name for name in before if before[name] != after[name]} == {"source:points.py"}
+def test_sources_of_every_searched_task_identify_the_study(project: Project, make_config: MakeConfig) -> None:
+    (project.root / "wide.py").write_text("class Wide: ...\n")
+    config = make_config({"task": {"choices": ["task.py:Sides", "wide.py:Wide"]}})
+    before = study_parts(config, project)
+    for name in ("points.py", "wide.py"):
+        with (project.root / name).open("a") as file:
+            file.write("\nEXTRA = 1\n")
+    after = study_parts(config, project)
+    assert {name for name in before if before[name] != after[name]} == {"source:points.py", "source:wide.py"}
 
 
 def test_new_champion_makes_no_new_study(project: Project, make_config: MakeConfig) -> None:
@@ -82,12 +77,6 @@ def test_new_champion_makes_no_new_study(project: Project, make_config: MakeConf
     change_registry(project.runs, "", lambda _: ProposedChange(CHAMPION, entry, "deployed"))
     assert key_parts("prepare", make_config(), project, {})["reference:champion"] == "b"
     assert study_parts(make_config(), project) == before
-
-
-def test_sources_of_every_searched_task_identify_the_study(project: Project, make_config: MakeConfig) -> None:
-    (project.root / "wide.py").write_text("class Wide: ...\n")
-    config = make_config({"task": {"choices": ["task.py:Sides", "wide.py:Wide"]}})
-    assert {"source:task.py", "source:wide.py"} <= study_parts(config, project).keys()
 
 
 def test_runs_are_found_by_their_trial(project: Project, make_config: MakeConfig) -> None:
@@ -129,11 +118,6 @@ def test_trial_with_a_damaged_summary_is_needed(
         trial_value(runs[0], "accuracy")
 
 
-def test_deleted_study_needs_no_runs(project: Project, make_config: MakeConfig) -> None:
-    begun(project, make_config())
-    assert needed_runs(project.runs, []) == set()
-
-
 def test_newest_study_comes_first(project: Project, make_config: MakeConfig) -> None:
     names = [begun(project, make_config(metric=metric)) for metric in ("accuracy", "log_likelihood")]
     assert {body.name for body in all_studies(project.runs)} == set(names)
@@ -160,7 +144,3 @@ def test_damaged_record_is_named(project: Project, make_config: MakeConfig) -> N
     (study_folder(project.runs, name) / "study.json").write_text("{")
     with pytest.raises(PipelineError, match=r"study\.json: damaged: .* move .* away"):
         read_study(project.runs, name)
-
-
-def test_no_search_means_no_studies(tmp_path: Path) -> None:
-    assert all_studies(tmp_path) == []

@@ -10,7 +10,6 @@ from pipeline.contract.run import StepRecord, all_runs
 from pipeline.display import Display
 from pipeline.history import Project, create_run, write_record
 from pipeline.system.errors import ConfigError, StageError
-from pipeline.tune.record import study_folder, study_name, study_parts, write_study
 from pipeline.tune.search import (
     SearchRequest,
     Study,
@@ -23,7 +22,7 @@ from pipeline.tune.search import (
 )
 from pipeline.work import PipelineRun, RunRequest
 
-from .conftest import MakeConfig
+from .conftest import MakeConfig, begun
 
 QUIET = Display(live=False)
 
@@ -51,10 +50,7 @@ def test_workers_get_separate_gpus_if_there_are_enough(visible: str, workers: in
 
 
 def recorded_study(request: SearchRequest) -> Study:
-    parts = study_parts(request.config, request.project)
-    folder = study_folder(request.project.runs, study_name(parts))
-    folder.mkdir(parents=True)
-    write_study(folder, request.config, parts)
+    begun(request.project, request.config)
     return request.study()
 
 

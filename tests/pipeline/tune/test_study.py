@@ -118,14 +118,12 @@ def kill_a_worker(folder: Path, make_config: MakeConfig) -> None:
     assert done.returncode == -9
 
 
-def test_study_makes_the_configured_number_of_trials(study: Study) -> None:
-    assert not study.finished
+def test_study_makes_the_configured_number_of_trials_which_can_be_raised_later(
+    study: Study, tmp_path: Path, make_config: MakeConfig
+) -> None:
+    before = study.finished
     assert len(run_all(study)) == 3
-    assert study.finished
-
-
-def test_number_of_trials_can_be_raised_later(study: Study, tmp_path: Path, make_config: MakeConfig) -> None:
-    run_all(study)
+    assert (before, study.finished) == (False, True)
     assert len(run_all(open_study(tmp_path / "abc", make_config(trials=5)))) == 2
 
 

@@ -15,12 +15,12 @@ from pipeline.history import Project, load_history
 from pipeline.resume import latest_unfinished
 from pipeline.run import run_pipeline
 from pipeline.system.errors import ConfigError, DataError, PipelineError, Pruned, StageError
-from pipeline.tune.record import read_study, study_folder, study_name, study_parts, write_study
+from pipeline.tune.record import read_study
 from pipeline.tune.search import Study, TrialResult
 from pipeline.tune.trial import MetricReader, TrialMonitor, describe_trial, nothing_was_measured, run_trial, run_worker
 from pipeline.work import RunRequest
 
-from .conftest import MakeConfig, open_study
+from .conftest import MakeConfig, begun, open_study
 
 
 @pytest.fixture
@@ -161,13 +161,6 @@ def trial(state: str, **epochs: float) -> FrozenTrial:
     return create_trial(state=TrialState.PRUNED, user_attrs={"state": state}, intermediate_values=steps)
 
 
-def begin(project: Project, config: Config) -> str:
-    parts = study_parts(config, project)
-    study_folder(project.runs, study_name(parts)).mkdir(parents=True)
-    write_study(study_folder(project.runs, study_name(parts)), config, parts)
-    return study_name(parts)
-
-
 @pytest.mark.parametrize(
     ("trials", "expected"),
     [
@@ -190,7 +183,7 @@ def test_an_error_that_every_trial_has_stops_the_search(
 
     monkeypatch.setattr("pipeline.tune.trial.run_pipeline", fail)
     config, lines = make_config(), list[str]()
-    study = read_study(project.runs, begin(project, config))
+    study = read_study(project.runs, begun(project, config))
     with pytest.raises(
         StageError, match="no trial reached its first validation in 3 trials: prepare: the task is broken"
     ):
@@ -203,7 +196,7 @@ def test_refused_trials_are_reported_and_counted(project: Project, make_config: 
         {"train.strategy": {"choices": ["diloco"]}, "train.precision": {"choices": ["fp16"]}}, trials=4
     )
     lines: list[str] = []
-    run_worker(read_study(project.runs, begin(project, config)), project, lambda: config, 1, lines.append)
+    run_worker(read_study(project.runs, begun(project, config)), project, lambda: config, 1, lines.append)
     assert len(lines) == 4
     assert lines[0].startswith("trial 0: refused") and "does not go with" in lines[0]
     assert list(project.runs.glob("2*")) == [], "no run was made"
@@ -211,7 +204,7 @@ def test_refused_trials_are_reported_and_counted(project: Project, make_config: 
 
 def test_changed_source_stops_the_search(project: Project, make_config: MakeConfig) -> None:
     config = make_config()
-    name = begin(project, config)
+    name = begun(project, config)
     (project.root / "points.py").write_text((project.root / "points.py").read_text() + "x = 1\n")
     with pytest.raises(ConfigError, match=rf"points\.py changed during the search; .* study {name}"):
         run_worker(read_study(project.runs, name), project, lambda: config, 1, lambda _: None)
