@@ -59,13 +59,10 @@ def test_a_class_that_a_seeing_baseline_gets_more_often_stops() -> None:
     assert _decide(_columns(candidate, baseline), "task", margin=0.01, class_slices=False).verdict == "pass"
 
 
-def test_nothing_required_is_stated_in_the_first_line() -> None:
+def test_nothing_required_or_a_class_that_is_never_predicted_is_stated_in_the_first_line() -> None:
     summary = _decide(_columns(_mostly_right(0.8))).summary
     assert summary.endswith("; warning: nothing is required: there is no baseline and no evaluate.require")
     assert "warning" not in _decide(_columns(_mostly_right(0.8)), require={"accuracy": 0.5}).summary
-
-
-def test_a_class_that_is_never_predicted_is_named_in_the_first_line() -> None:
     predicted = np.where(COMMON == 2, 1, COMMON)
     summary = _decide(_columns(predicted), require={"accuracy": 0.5}).summary
     assert summary.endswith("; warning: never predicted: fish")

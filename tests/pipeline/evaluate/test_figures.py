@@ -69,11 +69,6 @@ def test_queries_are_listed_by_ndcg_without_those_that_have_no_relevant_item() -
     json.dumps(ranking, allow_nan=False)
 
 
-def test_classifiers_without_probabilities_have_no_figures() -> None:
-    columns = {"actual": np.zeros(3), "candidate.predicted": np.zeros(3)}
-    assert figures_body(columns, ("a", "b")) == figures_body({"candidate.loss": np.zeros(3)}, None) == {}
-
-
 def test_curves_of_two_classes_agree_with_scikit_learn_for_both_models() -> None:
     random = np.random.default_rng(0)
     actual = (random.random(3000) < 0.2).astype(np.int64)
@@ -108,3 +103,4 @@ def test_most_frequent_classes_have_a_curve_against_the_rest() -> None:
     one_class = {name: values[:1] for name, values in columns.items()}
     assert figures_body(one_class, [f"c{i}" for i in range(14)]) == {}, "no curve of a single class"
     assert figures_body({"actual": actual, "candidate.predicted": actual}, ["a", "b"]) == {}, "no probabilities"
+    assert figures_body({"candidate.loss": np.zeros(3)}, None) == {}, "no labels"

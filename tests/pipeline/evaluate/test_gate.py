@@ -38,9 +38,22 @@ def test_missed_requirement_fails_without_a_baseline() -> None:
     )
 
 
-@pytest.mark.parametrize(("low", "expected"), [(-0.0099, "pass"), (-0.01, "fail"), (-0.02, "fail"), (0.0, "pass")])
-def test_lower_bound_must_be_strictly_above_minus_margin(low: float, expected: str) -> None:
-    assert verdict(Evaluate(rule="non-inferior", margin=0.01), difference=Interval(0.0, low, 0.02)).verdict == expected
+@pytest.mark.parametrize(
+    ("rule", "margin", "low", "expected"),
+    [
+        *(("non-inferior", 0.01, low, "pass") for low in (-0.0099, 0.0)),
+        *(("non-inferior", 0.01, low, "fail") for low in (-0.01, -0.02)),
+        ("non-inferior", 0.0, 0.0, "fail"),
+        ("superior", 0.01, 0.0101, "pass"),
+        *(("superior", 0.01, low, "fail") for low in (0.01, 0.0)),
+    ],
+)
+def test_lower_bound_must_be_strictly_above_the_margin_of_the_rule(
+    rule: Any, margin: float, low: float, expected: str
+) -> None:
+    found = verdict(Evaluate(rule=rule, margin=margin), difference=Interval(0.03, low, 0.06))
+    assert (found.verdict, found.rules[-1].rule) == (expected, rule)
+    assert margin or "no better than" in rejection_message(found, "run-1")
 
 
 def later(single: Interval, wide: Interval, **evaluate: Any) -> Verdict:
@@ -104,12 +117,6 @@ def test_no_interval_is_inconclusive() -> None:
     )
 
 
-def test_bound_of_zero_is_not_enough_at_margin_zero() -> None:
-    found = verdict(Evaluate(rule="non-inferior", margin=0.0), difference=Interval(0.01, 0.0, 0.02))
-    assert found.verdict == "fail"
-    assert "no better than" in rejection_message(found, "run-1")
-
-
 def test_rejection_names_the_rule_and_the_gap() -> None:
     config = Evaluate(rule="non-inferior", require={"accuracy": 0.95}, margin=0.01)
     text = rejection_message(verdict(config, accuracy=0.9, difference=Interval(-0.03, -0.05, 0.0)), "run-1")
@@ -123,18 +130,8 @@ def test_metric_that_is_not_finite_fails(value: float) -> None:
     found = verdict(accuracy=value, difference=None)
     assert found.verdict == "fail"
     assert [rule.rule for rule in found.failures] == ["finite", "non-inferior"]
-
-
-def test_nan_never_meets_a_requirement() -> None:
-    found = decide(Evaluate(require={"accuracy": 0.1}), Measurements(400, {"accuracy": math.nan}, None, None))
-    assert "require.accuracy" in [rule.rule for rule in found.failures]
-
-
-@pytest.mark.parametrize(("low", "expected"), [(0.0101, "pass"), (0.01, "fail"), (0.0, "fail")])
-def test_superior_needs_a_lower_bound_above_the_margin(low: float, expected: str) -> None:
-    found = verdict(Evaluate(rule="superior", margin=0.01), difference=Interval(0.03, low, 0.06))
-    assert found.verdict == expected
-    assert found.rules[-1].rule == "superior"
+    alone = decide(Evaluate(require={"accuracy": 0.1}), Measurements(400, {"accuracy": math.nan}, None, None))
+    assert "require.accuracy" in [rule.rule for rule in alone.failures], "NaN never meets a requirement"
 
 
 def test_equal_answers_are_not_superior() -> None:
