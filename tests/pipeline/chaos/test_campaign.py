@@ -84,15 +84,13 @@ def test_large_split_is_cut_to_the_number_of_step_kills(kills: int) -> None:
     assert train.max_samples % 64, "batches differ in size"
 
 
-def test_small_split_is_repeated() -> None:
+def test_small_split_is_repeated_and_few_kills_have_steps_before_and_after() -> None:
     train = reduced_config(config(batch_size=64), 130, 50, []).train
     assert train.max_samples == 0
     assert train.epochs * 3 >= count_step_kills(50)
-
-
-def test_few_kills_have_steps_before_and_after() -> None:
     train = reduced_config(config(batch_size=1), 1000, 1, []).train
     assert train.epochs * train.max_samples == 8
+    assert reduced_config(config(), 1000, 10, ["train.processes=3", "train.epochs=5"]).train.epochs == 5, "comes last"
 
 
 def test_reduced_training_saves_every_step_and_restarts_often() -> None:
@@ -101,10 +99,6 @@ def test_reduced_training_saves_every_step_and_restarts_often() -> None:
     ).train
     assert (train.checkpoint_every, train.nodes, train.early_stopping_patience, train.balance) == (1, 1, 0, "equal")
     assert train.restarts >= 100
-
-
-def test_overrides_of_the_user_come_last() -> None:
-    assert reduced_config(config(), 1000, 10, ["train.processes=3", "train.epochs=5"]).train.epochs == 5
 
 
 @pytest.mark.parametrize("words", [["train.strategy=parameter_server"], ["train.deterministic=false"]])

@@ -50,13 +50,9 @@ def test_logs_prints_a_log_unchanged(pipe: Pipe, run: Run) -> None:
     assert f"run {run.id} has no log of 'export'; it has train" in pipe("logs", "export", expect=2).stderr
 
 
-def test_compare_prints_results_in_one_table(pipe: Pipe, run: Run) -> None:
+def test_compare_of_one_run_is_with_the_latest(pipe: Pipe, run: Run, starter: Path) -> None:
     compared = json.loads(pipe("compare", "-o", "json").stdout)
     assert ([row["run"] for row in compared["runs"]], compared["differences"]) == ([run.id], [])
-    assert json.loads(pipe("compare", run.id, run.id, "-o", "json").stdout)["differences"] == []
-
-
-def test_compare_of_one_run_is_with_the_latest(pipe: Pipe, run: Run, starter: Path) -> None:
     project = find_project(starter)
     later = create_run(project.runs, project.config(), ("prepare", "train"), parent="")
     write_record(later, StepRecord(step="train", status="done", key="l", parts={"config:train.lr": "0.2"}))

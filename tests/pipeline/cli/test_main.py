@@ -9,9 +9,8 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from pipeline.cli import app, complete_arguments
+from pipeline.cli import complete_arguments
 from pipeline.cli.app import COMMANDS
 
 from .conftest import Pipe
@@ -64,15 +63,12 @@ def test_commands_steps_settings_and_runs_are_completed(
     assert done.stdout.splitlines()[: len(completions)] == completions, done.stderr
 
 
-def test_a_setting_is_explained_with_what_it_runs_again(pipe: Pipe) -> None:
+def test_a_setting_is_explained_with_what_it_runs_again_and_a_section_by_its_settings(pipe: Pipe) -> None:
     facts = json.loads(pipe("explain", "train.schedule", "-o", "json").stdout)
     assert (facts["type"], facts["default"]) == ("cosine | linear | constant | wsd", "cosine")
     assert facts["reruns"] == "train and what depends on it"
     assert json.loads(pipe("explain", "train.workers", "-o", "json").stdout)["reruns"] == "nothing"
     assert "did you mean train.lr?" in pipe("explain", "train.lrr", expect=2).stderr
-
-
-def test_a_section_is_explained_by_all_its_settings(pipe: Pipe) -> None:
     names = [facts["setting"] for facts in json.loads(pipe("explain", "tune", "-o", "json").stdout)]
     assert names[0] == "tune.metric" and all(name.startswith("tune.") for name in names)
     assert pipe("explain", "tune").stdout.startswith("## `tune`")
@@ -93,25 +89,20 @@ def test_help_and_plan_load_no_slow_modules(starter: Path, words: list[str]) -> 
     assert not loaded & SLOW_MODULES
 
 
+@pytest.mark.parametrize("words", [["run"], ["registry", "promote"], ["gate", "explain"], ["serve"]])
+def test_short_help_option_works_for_every_command(pipe: Pipe, words: list[str]) -> None:
+    assert pipe(*words, "-h").stdout.startswith("Usage: ")
+    assert pipe(expect=2).stderr.startswith("Usage: pipe")
+
+
 def test_version_is_that_of_the_distribution(pipe: Pipe) -> None:
     assert pipe("--version").stdout == f"pipe {metadata.version('pipe-road')}\n"
-
-
-@pytest.mark.parametrize("words", [["run"], ["registry", "promote"], ["gate", "explain"], ["serve"]])
-def test_short_help_option_works_for_every_command(words: list[str]) -> None:
-    done = CliRunner().invoke(app, [*words, "-h"])
-    assert done.exit_code == 0
-    assert done.output.startswith("Usage: ")
 
 
 def test_a_word_that_is_no_command_is_a_usage_error(pipe: Pipe) -> None:
     assert pipe("rum", expect=2).stderr == "error: No such command 'rum'. Did you mean 'run'; see `pipe --help`\n"
     stderr = pipe("gc", "--keep", "0", expect=2).stderr
     assert stderr.startswith("error: Invalid value for '--keep'") and stderr.count("\n") == 1
-
-
-def test_the_command_alone_shows_its_help(pipe: Pipe) -> None:
-    assert pipe(expect=2).stderr.startswith("Usage: pipe")
 
 
 def test_read_only_commands_create_nothing(pipe: Pipe, starter: Path) -> None:
@@ -147,9 +138,6 @@ def test_project_option_selects_the_folder(pipe: Pipe, starter: Path, tmp_path: 
     (tmp_path / "elsewhere").mkdir()
     assert pipe("-C", str(starter), "plan", here=tmp_path / "elsewhere").stdout == pipe("plan").stdout
     assert list((tmp_path / "elsewhere").iterdir()) == []
-
-
-def test_project_folder_that_does_not_exist_is_an_error(pipe: Pipe, tmp_path: Path) -> None:
     missing = tmp_path / "missing"
     assert pipe("plan", "-C", str(missing), expect=2).stderr.startswith(f"error: {missing}: no such folder")
 

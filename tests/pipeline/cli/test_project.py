@@ -15,7 +15,10 @@ from ..records import live_service
 from .conftest import Pipe
 
 
-def test_init_writes_a_project_that_can_be_planned(pipe: Pipe, tmp_path: Path) -> None:
+@pytest.mark.parametrize("exists", [False, True])
+def test_init_writes_a_project_that_can_be_planned(exists: bool, pipe: Pipe, tmp_path: Path) -> None:
+    if exists:
+        (tmp_path / "My Model").mkdir()
     pipe("init", "My Model", here=tmp_path)
     assert "name: my-model" in (tmp_path / "My Model" / "pipe.yaml").read_text()
     pipe("-C", "My Model", "plan", here=tmp_path)
@@ -30,21 +33,16 @@ def test_init_overwrites_nothing(pipe: Pipe, starter: Path) -> None:
     assert {path: path.read_bytes() for path in starter.iterdir()}.items() < before.items()
 
 
-def test_init_adds_its_files_to_a_project(pipe: Pipe, tmp_path: Path) -> None:
-    (tmp_path / "my code").mkdir()
-    (tmp_path / "my code" / "train.py").write_text("print('mine')")
-    pipe("init", ".", "--template", "text", here=tmp_path / "my code")
-    names = {path.name for path in (tmp_path / "my code").iterdir()}
+def test_init_adds_its_files_to_a_project_and_leaves_data_that_are_there_alone(pipe: Pipe, tmp_path: Path) -> None:
+    project = tmp_path / "my code"
+    (project / "data").mkdir(parents=True)
+    (project / "train.py").write_text("print('mine')")
+    (project / "data" / "mine.csv").write_text("a,b\n")
+    pipe("init", ".", "--template", "tabular", here=project)
+    names = {path.name for path in project.iterdir()}
     assert names == {"train.py", "task.py", "codec.py", "pipe.yaml", "make_data.py", "data"}
-    assert "name: my-code" in (tmp_path / "my code" / "pipe.yaml").read_text()
-
-
-def test_init_leaves_data_that_are_there_alone(pipe: Pipe, tmp_path: Path) -> None:
-    (tmp_path / "data").mkdir()
-    (tmp_path / "data" / "mine.csv").write_text("a,b\n")
-    pipe("init", ".", "--template", "tabular", here=tmp_path)
-    assert [path.name for path in (tmp_path / "data").iterdir()] == ["mine.csv"]
-    assert (tmp_path / "make_data.py").is_file()
+    assert [path.name for path in (project / "data").iterdir()] == ["mine.csv"]
+    assert "name: my-code" in (project / "pipe.yaml").read_text()
 
 
 def test_init_names_all_templates(pipe: Pipe, tmp_path: Path) -> None:
@@ -54,12 +52,6 @@ def test_init_names_all_templates(pipe: Pipe, tmp_path: Path) -> None:
     assert complete_templates("im") == ["images", "image-to-image"]
     both = pipe("init", "new", "--template", "text", "--from", "train.py", here=tmp_path, expect=2)
     assert "give --template or --from, not both" in both.stderr
-
-
-def test_init_takes_an_empty_folder(pipe: Pipe, tmp_path: Path) -> None:
-    (tmp_path / "new").mkdir()
-    pipe("init", "new", here=tmp_path)
-    assert (tmp_path / "new" / "task.py").is_file()
 
 
 def test_demo_writes_the_example_and_runs_it_with_the_settings(pipe: Pipe, tmp_path: Path) -> None:

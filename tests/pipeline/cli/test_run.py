@@ -96,15 +96,10 @@ def test_a_plan_goes_on_without_an_estimate(pipe_with_estimate: Pipe, starter: P
     assert f"(task.py, line {first + 2})" in done.stderr
 
 
-def test_a_plan_with_changes_can_be_reported_by_its_exit_status(pipe: Pipe) -> None:
-    pipe("plan", "--exit-code", expect=4)
+def test_plan_of_a_step_includes_its_prerequisites_and_its_exit_status_may_tell_of_changes(pipe: Pipe) -> None:
+    rows = json.loads(pipe("plan", "evaluate", "--exit-code", "-o", "json", expect=4).stdout)
+    assert [row["name"] for row in rows] == ["prepare", "train", "evaluate"]
     pipe("plan", expect=0)
-
-
-def test_plan_of_a_step_includes_its_prerequisites(pipe: Pipe) -> None:
-    assert [row["name"] for row in json.loads(pipe("plan", "evaluate", "-o", "json").stdout)] == [
-        "prepare", "train", "evaluate",
-    ]  # fmt: skip
 
 
 def test_the_training_job_is_rendered_without_running_anything(pipe: Pipe, starter: Path) -> None:

@@ -88,10 +88,13 @@ def test_near_duplicates_are_found_and_nothing_else(check: Check, sides: Any, co
     assert "keep samples of one group" in finding.detail
 
 
-def test_exact_copies_are_reported_by_the_leak_check_only(check: Check) -> None:
+def test_check_can_be_strict_or_off_and_exact_copies_are_reported_by_the_leak_check_only(check: Check) -> None:
     train, test = vectors()
-    found = check(*with_copies(train, test, train[-COPIES:]))
-    assert pairs(found) == set()
+    sides = with_copies(train, test, moved(train[-COPIES:], 0.1))
+    (finding,) = alarms_of(check(*sides, near_duplicates="error"), "near")
+    assert finding.level == "error"
+    assert check(*sides, near_duplicates="off").near_duplicates == {}
+    assert pairs(check(*with_copies(train, test, train[-COPIES:]))) == set()
 
 
 def test_similar_wines_are_not_near_duplicates(check: Check) -> None:
@@ -102,25 +105,30 @@ def test_similar_wines_are_not_near_duplicates(check: Check) -> None:
     assert alarms_of(found, "near") == []
 
 
+def as_columns(values: Any) -> Columns:
+    return {f"c{i}": column for i, column in enumerate(values.T)}
+
+
 def test_scalars_are_compared_as_one_vector(check: Check) -> None:
     train, test = vectors()
-
-    def columns(values: Any) -> Columns:
-        return {f"c{i}": values[:, i] for i in range(24)}
-
     copies = moved(train[-COPIES:], 0.1)
-    found = check(columns(train), columns(np.concatenate([copies, test])))
+    found = check(as_columns(train), as_columns(np.concatenate([copies, test])))
     assert pairs(found) == planted(train)
     assert [name for name, some in found.near_duplicates.items() if some] == ["c0 and 23 more"]
 
 
-@pytest.mark.parametrize(
-    ("values", "note"),
-    [
-        (np.ones((100, 20), np.float32), "x: samples of train do not differ, so near-duplicates cannot be detected"),
-    ],
-)
-def test_undetectable_duplicates_are_noted(check: Check, values: Any, note: str) -> None:
+@pytest.mark.parametrize("split", [lambda values: {"x": values}, as_columns], ids=["vectors", "scalars"])
+def test_short_rows_are_copies_if_much_closer_than_neighbors(check: Check, split: Any) -> None:
+    """Skewed numbers: rows in their dense region are close to each other, and no copies."""
+    train, test = np.exp(2 * normal(600, 4)), np.exp(2 * normal(200, 4, seed=1))
+    assert pairs(check(split(train), split(test))) == set()
+    copies = train[-COPIES:] * (1 + 1e-4 * normal(COPIES, 4, seed=2))
+    assert pairs(check(split(train), split(np.concatenate([copies, test])))) == planted(train)
+
+
+def test_undetectable_duplicates_are_noted(check: Check) -> None:
+    values = np.ones((100, 20), np.float32)
+    note = "x: samples of train do not differ, so near-duplicates cannot be detected"
     assert note in check({"x": values[:60]}, {"x": values[60:]}, leaks="warn").notes
 
 
@@ -142,14 +150,6 @@ def test_texts_from_one_template_raise_no_alarm(check: Check) -> None:
         return ids
 
     assert alarms(check({"x": filled(600, 0)}, {"x": filled(200, 1)})) == []
-
-
-def test_check_can_be_strict_or_off(check: Check) -> None:
-    train, test = vectors()
-    sides = with_copies(train, test, moved(train[-COPIES:], 0.1))
-    (finding,) = alarms_of(check(*sides, near_duplicates="error"), "near")
-    assert finding.level == "error"
-    assert check(*sides, near_duplicates="off").near_duplicates == {}
 
 
 def test_jaccard_index_of_texts() -> None:
@@ -209,19 +209,6 @@ def test_only_some_test_pictures_are_compared_with_many_training_pictures(
     assert any("searched for 50 of 200 test pictures, chosen at random" in note for note in notes)
 
 
-@pytest.mark.parametrize("columns", [1, 4], ids=["vectors", "scalars"])
-def test_short_rows_are_copies_if_much_closer_than_neighbors(check: Check, columns: int) -> None:
-    """Skewed numbers: rows in their dense region are close to each other, and no copies."""
-    train, test = np.exp(2 * normal(600, 4)), np.exp(2 * normal(200, 4, seed=1))
-
-    def split(values: Any) -> Columns:
-        return {"x": values} if columns == 1 else {f"c{i}": values[:, i] for i in range(4)}
-
-    assert pairs(check(split(train), split(test))) == set()
-    copies = train[-COPIES:] * (1 + 1e-4 * normal(COPIES, 4, seed=2))
-    assert pairs(check(split(train), split(np.concatenate([copies, test])))) == planted(train)
-
-
 def test_drawings_of_a_few_parameters_are_no_transformed_copies() -> None:
     """After a shift, a shape of some size is nearly another one; only a few of 200 are taken for copies."""
     place, size = np.random.default_rng(0).integers(6, 20, (900, 2)), np.random.default_rng(1).uniform(2, 5, (900, 2))
@@ -232,13 +219,10 @@ def test_drawings_of_a_few_parameters_are_no_transformed_copies() -> None:
     assert len(copies) <= 10
 
 
-def test_flags_and_one_number_are_no_copies(check: Check) -> None:
+def test_flags_and_numbers_close_to_each_other_are_no_copies(check: Check) -> None:
     def rows(count: int, seed: int) -> Any:
         flags = np.random.default_rng(seed).integers(0, 2, (count, 8))
         return np.column_stack([flags, normal(count, seed=seed)]).astype(np.float32)
 
     assert pairs(check({"x": rows(360, 0)}, {"x": rows(240, 1)})) == set()
-
-
-def test_one_number_close_to_another_is_no_copy(check: Check) -> None:
     assert pairs(check({"x": normal(500)}, {"x": normal(300, seed=1)})) == set()
