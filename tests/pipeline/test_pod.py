@@ -41,12 +41,21 @@ def tiny(tmp_path: Path) -> Project:
     return Project(tmp_path / "sides", tmp_path / "volume")
 
 
+def container(**env: str) -> dict[str, str]:
+    """The environment that a container has."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    return {**os.environ, "PYTHONPATH": str(SOURCE_ROOT), "PATH": path, "PYTHONSAFEPATH": "1", **env}
+
+
 def start(project: Project, *words: str, **env: str) -> subprocess.CompletedProcess[str]:
-    paths = {"PYTHONPATH": str(SOURCE_ROOT), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     return subprocess.run(
-        words, cwd=project.root, env={**os.environ, **paths, "PYTHONSAFEPATH": "1", **env},
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
+        words, cwd=project.root, env=container(**env), capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+def begin(project: Project, *words: str, **env: str) -> subprocess.Popen[str]:
+    pipe = subprocess.PIPE
+    return subprocess.Popen(words, cwd=project.root, env=container(**env), stdout=pipe, stderr=pipe, text=True)
 
 
 def config_text(project: Project) -> str:
@@ -113,11 +122,7 @@ def test_a_pod_that_takes_part_runs_the_command_and_keeps_no_books(tiny: Project
 def test_a_pod_that_takes_part_waits_until_the_first_has_begun(tiny: Project) -> None:
     run = Run(tiny.runs / "alone")
     argv = (*pod("train", run.path)[:-1], "--begin", "--", "python", "-c", "print('takes part')")
-    paths = {"PYTHONPATH": str(SOURCE_ROOT), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    with subprocess.Popen(
-        argv, cwd=tiny.root, env={**os.environ, **paths, POD_NUMBER: "1"},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
+    with begin(tiny, *argv, **{POD_NUMBER: "1"}) as process:
         assert process.stderr is not None
         assert "waiting for the first pod to run the steps before" in process.stderr.readline()
         run.path.mkdir(parents=True)
@@ -223,11 +228,7 @@ def test_run_of_an_evicted_pod_is_continued_by_another(tiny: Project) -> None:
     env = {CONFIG_VARIABLE: json.dumps(slow.model_dump(mode="json"))}
     assert start(tiny, *pod("prepare", run, *OURS.split(), str(run)), **env).returncode == 0
     argv = pod("train", run, "python", "-m", "pipeline.training.node", str(run))
-    paths = {"PYTHONPATH": str(SOURCE_ROOT), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    with subprocess.Popen(
-        argv, cwd=tiny.root, env={**os.environ, **paths, "PYTHONSAFEPATH": "1", **env},
-        stderr=subprocess.PIPE, text=True,
-    ) as process:  # fmt: skip
+    with begin(tiny, *argv, **env) as process:
         assert process.stderr is not None
         next(line for line in process.stderr if "train |" in line)  # its processes have begun
         process.send_signal(signal.SIGTERM)

@@ -121,35 +121,25 @@ def test_a_line_that_is_missing_doubled_or_out_of_order_is_raised(
         list(verify_run_ledger(run))
 
 
-def test_a_forged_digest_is_raised(run: Run) -> None:
+def test_a_forged_digest_missing_last_lines_and_a_missing_ledger_are_raised(run: Run) -> None:
     rows = [row(step) for step in range(1, 7)]
-    rows[3] = json.dumps({**json.loads(rows[3]), "digest": "0" * 64}) + "\n"
-    write(run.output("train"), rows)
+    forged = json.dumps({**json.loads(rows[3]), "digest": "0" * 64}) + "\n"
+    write(run.output("train"), [*rows[:3], forged, *rows[4:]])
     with pytest.raises(BundleError, match="line 4: step 4 was trained on samples that no step has"):
         list(verify_run_ledger(run))
-
-
-def test_missing_last_lines_are_raised(run: Run) -> None:
-    write(run.output("train"), [row(step) for step in range(1, 6)])
+    write(run.output("train"), rows[:5])
     with pytest.raises(BundleError, match="the line of step 6 is missing, 6 steps were trained"):
         list(verify_run_ledger(run))
-
-
-def test_a_training_without_a_ledger_is_not_proven(run: Run) -> None:
     (run.output("train") / "ledger.jsonl").unlink()
     with pytest.raises(BundleError, match="the samples used are unknown"):
         list(verify_run_ledger(run))
 
 
-def test_training_that_ended_in_the_midst_of_an_epoch_is_raised(run: Run) -> None:
+def test_training_may_end_within_an_epoch_only_at_its_limit(run: Run) -> None:
     write(run.output("train"), [row(step) for step in range(1, 6)])
     write_json(run.output("train") / "summary.json", {"steps": 5, "best_step": 3})
     with pytest.raises(BundleError, match="ends with step 5, in the middle of an epoch of 3"):
         list(verify_run_ledger(run))
-
-
-def test_training_may_end_within_an_epoch_at_its_limit(run: Run) -> None:
-    write(run.output("train"), [row(step) for step in range(1, 6)])
     write_json(run.output("train") / "summary.json", {"steps": 5, "total_steps": 5, "best_step": 3})
     assert "5 steps, 1.67 epochs" in next(iter(verify_run_ledger(run)))
 

@@ -6,7 +6,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import onnx
 import pytest
 from google.protobuf.descriptor import Descriptor
@@ -43,13 +42,6 @@ def test_a_sealed_bundle_opens_and_is_known_by_the_digest_of_its_manifest(bundle
     assert set(entries(bundle)) == set(NAMES)
 
 
-def test_golden_requests_are_read_back_as_they_were_written(bundle: Path) -> None:
-    golden = open_bundle(bundle).golden()
-    assert golden.inputs["pair"].tolist() == np.ones((2, 2)).tolist()
-    assert golden.outputs["score"].dtype == np.float32
-    assert (golden.instances, golden.predictions) == ([[1, 2]], [{"score": 0.5}])
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_one_flipped_bit_in_any_file_is_refused_by_name(bundle: Path, name: str) -> None:
     raw = bytearray((bundle / name).read_bytes())
@@ -79,59 +71,45 @@ def test_only_a_model_without_a_codec_needs_no_file_of_one(bundle: Path) -> None
     assert open_bundle(bundle).signature.codec == ""
 
 
-def test_an_empty_folder_is_refused(bundle: Path) -> None:
-    (bundle / "weights" / "more").mkdir(parents=True)
-    assert "not in the manifest: weights/more, an empty folder" in refusal(bundle)
-
-
 @pytest.mark.parametrize("name", ["extra.py", "weights/extra.bin", ".hidden", "weights/manifest.json"])
 def test_a_file_that_the_manifest_does_not_name_is_refused(bundle: Path, name: str) -> None:
     (bundle / name).write_text("{}")
     assert f"not in the manifest: {name}" in refusal(bundle)
 
 
-def test_a_symbolic_link_is_refused_though_its_content_is_right(bundle: Path) -> None:
-    (bundle / "codec.py").rename(bundle.parent / "codec.py")
-    (bundle / "codec.py").symlink_to(bundle.parent / "codec.py")
+@pytest.mark.parametrize("name", ["codec.py", "weights"])
+def test_a_symbolic_link_is_refused_though_its_content_is_right(bundle: Path, name: str) -> None:
+    (bundle / name).rename(bundle.parent / name)
+    (bundle / name).symlink_to(bundle.parent / name)
     assert "symbolic link" in refusal(bundle)
 
 
-def test_a_linked_directory_is_refused(bundle: Path) -> None:
-    (bundle / "weights").rename(bundle.parent / "weights")
-    (bundle / "weights").symlink_to(bundle.parent / "weights")
-    assert "symbolic link" in refusal(bundle)
-
-
-def test_what_is_neither_file_nor_directory_is_refused(bundle: Path) -> None:
+def test_an_empty_folder_and_what_is_neither_file_nor_directory_are_refused(bundle: Path) -> None:
+    (bundle / "weights" / "more").mkdir(parents=True)
+    assert "not in the manifest: weights/more, an empty folder" in refusal(bundle)
     os.mkfifo(bundle / "pipe")
     assert "not a regular file" in refusal(bundle)
 
 
-@pytest.mark.parametrize("name", ["../outside", "weights/../../outside", "/etc/hostname", "./codec.py", "weights"])
+@pytest.mark.parametrize("name", ["../outside", "weights/../../outside", "{outside}", "./codec.py", "weights"])
 def test_a_manifest_cannot_name_what_is_no_file_below_the_bundle(bundle: Path, name: str) -> None:
-    (bundle.parent / "outside").write_text("secret")
-    edit(bundle, {"files": {**entries(bundle), name: {"sha256": "0" * 64, "bytes": 6}}})
+    """Though the file is there, and its digest is right."""
+    outside = bundle.parent / "outside"
+    outside.write_text("secret")
+    name = name.format(outside=outside)
+    found = bundle / name
+    digest = digest_file(found) if found.is_file() else "0" * 64
+    edit(bundle, {"files": {**entries(bundle), name: {"sha256": digest, "bytes": 6}}})
     assert f"missing {name}" in refusal(bundle)
 
 
-def test_an_absolute_name_is_refused_though_the_file_and_digest_are_right(bundle: Path) -> None:
-    outside = bundle.parent / "outside"
-    outside.write_text("secret")
-    edit(bundle, {"files": {**entries(bundle), str(outside): {"sha256": digest_file(outside), "bytes": 6}}})
-    assert f"missing {outside}" in refusal(bundle)
-
-
-def test_a_lineage_with_another_model_is_refused(bundle: Path) -> None:
-    ancestors = json.loads((bundle / "manifest.json").read_text())["ancestors"]
-    edit(bundle, {"ancestors": {**ancestors, "onnx": "0" * 64}})
-    assert "lineage names another model.onnx" in refusal(bundle)
-
-
-def test_an_edited_lineage_is_another_bundle(bundle: Path) -> None:
+def test_a_lineage_with_another_model_is_refused_and_another_lineage_is_another_bundle(bundle: Path) -> None:
     before = open_bundle(bundle).digest
     ancestors = json.loads((bundle / "manifest.json").read_text())["ancestors"]
     edit(bundle, {"ancestors": {**ancestors, "data": "another"}})
     assert open_bundle(bundle).digest != before
+    edit(bundle, {"ancestors": {**ancestors, "onnx": "0" * 64}})
+    assert "lineage names another model.onnx" in refusal(bundle)
 
 
 def test_a_bundle_of_another_schema_states_what_to_do(bundle: Path) -> None:
@@ -140,25 +118,16 @@ def test_a_bundle_of_another_schema_states_what_to_do(bundle: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"name": 1}', "\ufeff{}"])
-def test_a_manifest_that_makes_no_sense_is_refused(bundle: Path, text: str) -> None:
-    (bundle / "manifest.json").write_text(text)
-    assert "not a valid manifest" in refusal(bundle)
-
-
-def test_an_unknown_field_of_the_manifest_is_refused(bundle: Path) -> None:
-    edit(bundle, {"surprise": 1})
-    assert "not a valid manifest" in refusal(bundle)
-
-
-def test_a_directory_without_a_manifest_is_no_bundle(tmp_path: Path) -> None:
-    assert "not a bundle" in refusal(tmp_path)
-
-
-@pytest.mark.parametrize("text", ["{", "[]", '{"inputs": []}'])
-def test_a_sealed_signature_that_makes_no_sense_is_refused(bundle: Path, text: str) -> None:
+def test_a_manifest_or_a_sealed_signature_that_makes_no_sense_is_refused(bundle: Path, text: str) -> None:
     (bundle / "signature.json").write_text(text)
     seal(bundle)
     assert "not a valid signature" in refusal(bundle)
+    edit(bundle, {"surprise": 1})
+    assert "not a valid manifest" in refusal(bundle)
+    (bundle / "manifest.json").write_text(text)
+    assert "not a valid manifest" in refusal(bundle)
+    (bundle / "manifest.json").unlink()
+    assert "not a bundle" in refusal(bundle)
 
 
 def test_a_file_of_the_manifests_own_name_deeper_down_is_sealed_too(bundle: Path) -> None:
@@ -282,14 +251,14 @@ def test_tensors_are_found_wherever_they_hide(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("raw", [b"\x3a\x7flocation", b"\x3b location", b"\x3a" + b"\xff" * 12 + b"location", b"\x09location"[:-3] + b"location"])  # fmt: skip  # noqa: E501
+NO_PROTOBUF = [b"\x3a\x7flocation", b"\x3b location", b"\x3a" + b"\xff" * 12 + b"location", b"\x09locatlocation"]
+
+
+@pytest.mark.parametrize("raw", NO_PROTOBUF)
 def test_what_is_no_protobuf_is_refused_and_not_passed_over(tmp_path: Path, raw: bytes) -> None:
     (tmp_path / "model.onnx").write_bytes(raw)
     with pytest.raises(BundleError, match="is not a readable ONNX file"):
         external_locations(tmp_path / "model.onnx")
-
-
-@pytest.mark.parametrize("raw", [b"", b"no tensors of its own"])
-def test_without_the_word_there_is_nothing_to_look_for(tmp_path: Path, raw: bytes) -> None:
-    (tmp_path / "model.onnx").write_bytes(raw)
-    assert external_locations(tmp_path / "model.onnx") == set()
+    for without_the_word in (b"", b"no tensors of its own"):
+        (tmp_path / "model.onnx").write_bytes(without_the_word)
+        assert external_locations(tmp_path / "model.onnx") == set()

@@ -154,13 +154,10 @@ def test_the_settings_become_the_request(config: Config, run: Run, bundle: Bundl
     assert request.stamp == process_stamp(request.options) != requested_start(run, config, bundle, Access(), None).stamp
 
 
-def test_the_stamp_is_of_the_options_too_and_stays_the_same() -> None:
+def test_the_stamp_is_of_the_options_and_of_the_source_of_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
     assert service_view_options(Serve(workers="auto")) == ["--workers", "auto"]
     assert service_view_options(Serve()) == []
     assert process_stamp(["--no-page"]) == process_stamp(["--no-page"]) != process_stamp([])
-
-
-def test_the_stamp_changes_with_the_source_of_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
     stamps = set()
     for changed in ("", "serve", "pipeline.contract"):
         monkeypatch.setattr(

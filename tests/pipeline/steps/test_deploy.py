@@ -95,16 +95,10 @@ def preview_text(project: Project, source: Run, *words: str) -> str:
     return deploy.lines(deploy.preview(project, source, override_config(source.config, words), print))
 
 
-def test_where_nothing_serves_the_service_is_new(project: Project, source: Run) -> None:
+def test_a_preview_reports_what_a_deployment_would_change(project: Project, source: Run, config: Config) -> None:
     assert preview_text(project, source) == "service/tiny: new"
-
-
-def test_what_serves_already_changes_nothing(project: Project, source: Run, config: Config) -> None:
     serve(source, config, "b" * 64)
     assert preview_text(project, source) == "nothing would change"
-
-
-def test_another_bundle_and_another_process_are_reported(project: Project, source: Run, config: Config) -> None:
     serve(source, config, "a" * 64)
     assert preview_text(project, source).splitlines() == [
         "service/tiny: a new process takes over: the bundle has changed",
