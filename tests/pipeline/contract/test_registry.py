@@ -56,17 +56,11 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
-def test_without_a_champion_there_is_no_one_to_beat() -> None:
+def test_a_candidate_must_beat_the_champion_and_the_champion_the_one_before() -> None:
     assert Registry().champion_for("checkpoint-a") is None
     assert registry_with("a", to="canary").champion_for(None) is None
-
-
-def test_a_candidate_must_beat_the_champion() -> None:
     assert registry_with("a", "b").champion_for("checkpoint-c") == entry("b")
     assert registry_with("a", "b").champion_for(None) == entry("b")
-
-
-def test_the_champion_itself_must_beat_the_one_before() -> None:
     assert registry_with("a", "b").champion_for("checkpoint-b") == entry("a")
     assert registry_with("a").champion_for("checkpoint-a") is None
     assert registry_with("a", "b", "a").champion_for("checkpoint-a") == entry("b")

@@ -28,9 +28,12 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "metrics.jsonl"
 
 
-def line(epoch: int, value: float | None) -> str:
-    found = {"loss": 0.5} if value is None else {"loss": 0.5, "accuracy": value}
-    return json.dumps({"step": 10 * epoch + 10, "epoch": epoch, "validation": found}) + "\n"
+def validation(epoch: int, **values: float) -> str:
+    return json.dumps({"step": 10 * epoch + 10, "epoch": epoch, "validation": {"loss": 0.5, **values}}) + "\n"
+
+
+def line(epoch: int, accuracy: float) -> str:
+    return validation(epoch, accuracy=accuracy)
 
 
 def test_each_epoch_is_read_once_as_the_file_grows(path: Path) -> None:
@@ -58,7 +61,7 @@ def test_rewritten_file_is_read_from_the_start(path: Path) -> None:
 
 
 def test_missing_metric_is_none(path: Path) -> None:
-    path.write_text(line(0, None))
+    path.write_text(validation(0))
     assert list(MetricReader("accuracy").read(path)) == [(1, None)]
 
 
@@ -75,10 +78,6 @@ def run_one(study: Study, project: Project, config: Config) -> tuple[TrialResult
     ending, run = run_trial(claim, project, config, REQUEST)
     study.record_result(claim, ending)
     return ending, run
-
-
-def validation(epoch: int, **values: float) -> str:
-    return json.dumps({"step": epoch + 1, "epoch": epoch, "validation": values}) + "\n"
 
 
 @pytest.mark.long
