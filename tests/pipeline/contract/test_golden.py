@@ -165,13 +165,17 @@ def test_company_padding_and_pieces_change_no_answer(chunk: int) -> None:
     assert [answer.tokens for answer in answers] == [counted(prompt, 6) for prompt in PROMPTS]
 
 
-def test_a_prompt_is_read_once_and_then_one_position_at_a_time() -> None:
+def test_a_prompt_is_read_once_and_then_one_position_at_a_time_until_all_rows_ended() -> None:
     run = Summing()
-    greedy(decoder(run), [[1, 2, 3]], 3)
+    answer = greedy(decoder(run), [[1, 2, 3]], 3)[0]
     assert run.calls == [(0, 3), (3, 1), (4, 1)]
+    assert (answer.leads, answer.highest) == ([1.0] * 3, [0.0] * 3), "how far each token is ahead"
     run = Summing()
     greedy(decoder(run), [[1, 2, 3]], 1, chunk=2)
     assert run.calls == [(0, 2), (2, 1)]
+    run, first = Summing(), counted([4], 1)[0]
+    assert greedy(decoder(run, end=(first,)), [[4]], 6)[0].tokens == [first]
+    assert len(run.calls) == 1
 
 
 def test_a_row_that_ended_stays_as_it_is_while_others_go_on() -> None:
@@ -179,15 +183,3 @@ def test_a_row_that_ended_stays_as_it_is_while_others_go_on() -> None:
     answers = greedy(decoder(end=end), PROMPTS, 6)
     assert [answer.tokens for answer in answers] == [counted(prompt, 6, end) for prompt in PROMPTS]
     assert min(len(answer.tokens) for answer in answers) < max(len(answer.tokens) for answer in answers)
-
-
-def test_nothing_is_computed_once_all_rows_ended() -> None:
-    run, first = Summing(), counted([4], 1)[0]
-    assert greedy(decoder(run, end=(first,)), [[4]], 6)[0].tokens == [first]
-    assert len(run.calls) == 1
-
-
-def test_how_far_a_token_is_ahead_is_reported() -> None:
-    answer = greedy(decoder(), [[3]], 2)[0]
-    assert answer.leads == [1.0, 1.0]
-    assert answer.highest == [0.0, 0.0]

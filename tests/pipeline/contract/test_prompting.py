@@ -33,12 +33,9 @@ MARKED = """{{ bos_token }}
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
 
 
-def test_template_renders_messages() -> None:
+def test_templates_render_as_in_transformers() -> None:
     messages = [USER, {"role": "user", "content": "<b> & {{ 7 * 7 }}"}]
     assert ChatTemplate(tiny.TEMPLATE, TOKENS).render(messages) == "<s><|user|>x<|user|><b> & {{ 7 * 7 }}<|answer|>"
-
-
-def test_templates_render_as_in_transformers() -> None:
     utils = pytest.importorskip("transformers.utils.chat_template_utils")
     for template in (MARKED, tiny.TEMPLATE):
         rendered = utils.render_jinja_template(

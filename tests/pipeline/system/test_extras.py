@@ -74,13 +74,10 @@ def test_cause_of_an_import_error_is_explained() -> None:
     assert "pipe-road[registry]" in str(missing_extra(error))
 
 
-def test_module_is_found_in_the_traceback_of_a_log() -> None:
+def test_module_is_found_in_the_traceback_of_a_log_whatever_marks_the_line() -> None:
     log = "Traceback (most recent call last):\n  ...\nModuleNotFoundError: No module named 'onnx.helper'\n"
     assert f"`onnx` is not installed; to fix it: {install_command('train')}" in str(missing_module_in_log(log))
     assert missing_module_in_log("all went well") is None
-
-
-def test_module_that_no_extra_has_is_named_whatever_marks_the_line() -> None:
     for mark in ("", "[rank1]: ", "[0] ", "[0] [rank1]: "):
         error = missing_module_in_log(f"before\n{mark}ModuleNotFoundError: No module named 'einops'\n")
         assert "the module `einops` is not installed" in str(error)

@@ -13,18 +13,12 @@ from pipeline.training.launchers import PASSED_ON, check_launcher, launch_comman
 PYTHON = ("python", "-m", "train", "runs/one")
 
 
-def test_mpirun_starts_all_processes_and_hands_the_environment_on() -> None:
+def test_mpirun_starts_as_many_processes_on_each_machine_and_hands_the_environment_of_a_step_on() -> None:
     argv = launch_command(Train(launcher="mpirun"), 3, PYTHON)
     assert argv[:6] == ("mpirun", "-np", "3", "--oversubscribe", "--bind-to", "none")
     assert argv[-4:] == PYTHON
     assert argv[6:-4] == tuple(word for name in PASSED_ON for word in ("-x", name))
-
-
-def test_what_mpirun_hands_on_is_what_a_step_is_given() -> None:
     assert set(PASSED_ON) == {*step_environment(1, 1), PARENT_WATCH_VARIABLE}
-
-
-def test_mpirun_spreads_over_machines_as_many_on_each() -> None:
     argv = launch_command(Train(launcher="mpirun", nodes=2), 4, PYTHON)
     assert argv[:3] == ("mpirun", "-np", "8")
     assert "--map-by ppr:4:node" in " ".join(argv)
