@@ -61,12 +61,20 @@ def test_a_file_no_one_imports_counts_nowhere(config: Config, project: Project, 
     assert changed(before, all_parts(config, project)) == {}
 
 
+@pytest.mark.parametrize(
+    ("package", "steps"),
+    [
+        ("onnxscript", ["export"]),
+        ("scikit-learn", ["prepare", "train", "evaluate", "export"]),
+    ],  # which the task imports
+)
 def test_a_new_version_of_a_package_counts_where_it_matters(
-    config: Config, project: Project, before: Parts, monkeypatch: pytest.MonkeyPatch
+    package: str, steps: list[str], config: Config, project: Project, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = metadata.version
-    monkeypatch.setattr(metadata, "version", lambda name: "99" if name == "onnxscript" else real(name))
-    assert changed(before, all_parts(config, project)) == {"export": {"version:onnxscript"}}
+    (folder / "shapes.py").write_text("import sklearn.svm\n\n\ndef size(): ...\n")
+    before, real = all_parts(config, project), metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: "99" if name == package else real(name))
+    assert changed(before, all_parts(config, project)) == {step: {f"version:{package}"} for step in steps}
 
 
 @pytest.mark.parametrize("package", ["onnxruntime", "onnxruntime-gpu"])
@@ -85,16 +93,6 @@ def test_either_package_of_onnx_runtime_gives_the_same_key(
     after = all_parts(config, project)
     assert changed(before, after) == {step: {"version:onnxruntime"} for step in ("export", "package")}
     assert after["export"]["version:onnxruntime"] == "1.99"
-
-
-def test_version_of_an_imported_package_counts_in_every_step_that_runs_it(
-    config: Config, project: Project, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (folder / "shapes.py").write_text("import sklearn.svm\n\n\ndef size(): ...\n")
-    before, real = all_parts(config, project), metadata.version
-    monkeypatch.setattr(metadata, "version", lambda name: "99" if name == "scikit-learn" else real(name))
-    steps = ("prepare", "train", "evaluate", "export")
-    assert changed(before, all_parts(config, project)) == {step: {"version:scikit-learn"} for step in steps}
 
 
 def test_code_of_pipe_counts_by_the_version_of_the_step_alone(before: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,21 +128,20 @@ def test_a_setting_with_its_default_is_no_part(config: Config, project: Project,
     assert changed(before, all_parts(override_config(config, ["train.lr=0.001"]), project)) == {}
 
 
-def test_another_champion_counts_for_the_evaluation_alone(config: Config, project: Project, before: Parts) -> None:
+@pytest.mark.parametrize(
+    ("checkpoint", "counts"),
+    [("other", {"evaluate": {"baseline:champion"}}), ("mine", {})],  # a candidate is not its own champion
+)
+def test_another_champion_counts_for_the_evaluation_alone(
+    checkpoint: str, counts: dict[str, set[str]], config: Config, project: Project, before: Parts
+) -> None:
     assert before["evaluate"]["baseline:champion"] == "the task's own"
     project.runs.mkdir()
-    entry = Entry(bundle="theirs", checkpoint="other", path="old/export/bundle")
+    entry = Entry(bundle="theirs", checkpoint=checkpoint, path="old/export/bundle")
     change_registry(project.runs, "", lambda _: ProposedChange(CHAMPION, entry, "deployed"))
     after = all_parts(config, project)
-    assert changed(before, after) == {"evaluate": {"baseline:champion"}}
-    assert after["evaluate"]["baseline:champion"] == "theirs"
-
-
-def test_a_candidate_is_not_its_own_champion(config: Config, project: Project, before: Parts) -> None:
-    project.runs.mkdir()
-    entry = Entry(bundle="its own", checkpoint="mine", path="old/export/bundle")
-    change_registry(project.runs, "", lambda _: ProposedChange(CHAMPION, entry, "deployed"))
-    assert changed(before, all_parts(config, project)) == {}
+    assert changed(before, after) == counts
+    assert after["evaluate"]["baseline:champion"] == ("theirs" if counts else "the task's own")
 
 
 def test_a_declared_data_file_counts_for_prepare(config: Config, project: Project, folder: Path) -> None:
@@ -262,15 +259,18 @@ def test_steps_are_selected_in_the_order_of_the_pipeline(words: tuple[Any, Any, 
     assert select_steps(*words) == steps
 
 
-@pytest.mark.parametrize("words", [(["trian"], None, None), ([], "trian", None), ([], None, "trian")])
-def test_an_unknown_step_is_reported_with_the_known_ones(words: tuple[list[str], str | None, str | None]) -> None:
-    with pytest.raises(ConfigError, match="no step 'trian'; there are prepare, train, "):
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (([], "trian", None), "no step 'trian'; there are prepare, train, "),
+        ((["trian"], None, None), "no step 'trian'; there are prepare, train, "),
+        (([], None, "trian"), "no step 'trian'; there are prepare, train, "),
+        ((["prepare"], "train", None), "leave no step"),
+    ],
+)
+def test_an_unknown_or_empty_selection_is_a_mistake(words: tuple[Any, Any, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         select_steps(*words)
-
-
-def test_options_that_leave_nothing_are_a_mistake() -> None:
-    with pytest.raises(ConfigError, match="leave no step"):
-        select_steps(["prepare"], "train", None)
 
 
 def test_a_step_brings_along_all_it_reads_from() -> None:
@@ -295,9 +295,6 @@ def test_an_input_that_does_not_exist_yet_is_unknown() -> None:
 def test_equal_key_is_reused_and_names_its_run() -> None:
     step = decided(PARTS, ("second", done(PARTS, reused_from="first")), ("first", done(PARTS)))
     assert (step.action, step.source, step.reason) == ("reuse", "second", "unchanged since first")
-
-
-def test_older_run_with_the_same_key_is_reused() -> None:
     other = {**PARTS, "config:train.lr": "0.1"}
     assert decided(PARTS, ("new", done(other)), ("old", done(PARTS))).source == "old"
 
@@ -368,12 +365,9 @@ def test_a_step_is_compared_with_its_last_completion_not_its_last_failure() -> N
     assert explain_change({**PARTS, "config:train.lr": "0.05"}, past) == "train.lr 0.004 → 0.05"
 
 
-def test_a_plain_step_is_one_python_process(config: Config) -> None:
+def test_a_step_is_one_python_process_and_training_what_watches_over_it_whatever_the_launcher(config: Config) -> None:
     assert step_command("prepare", config, "runs/one") == ("python", "-m", "pipeline.steps.prepare", "runs/one")
     assert step_command("evaluate", config, "runs/one") == ("python", "-m", "pipeline.evaluate", "runs/one")
-
-
-def test_training_is_started_by_what_watches_over_it_whatever_the_launcher(config: Config) -> None:
     for words in (["train.processes=1"], ["train.launcher=mpirun"], ["train.nodes=2:3", "train.rendezvous='a:1'"]):
         argv = step_command("train", override_config(config, words), "runs/one")
         assert argv == ("python", "-m", "pipeline.training.node", "runs/one")

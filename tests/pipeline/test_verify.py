@@ -189,9 +189,15 @@ def test_a_record_with_an_edited_output_does_not_pin_a_bundle(run: Run) -> None:
         run.bundle()
 
 
-def test_a_bundle_without_a_record_of_its_export_is_not_opened(run: Run) -> None:
-    body = run.read()
-    write_run(run, body.model_copy(update={"steps": {}}))
+def test_only_a_run_with_a_bundle_and_a_record_of_its_export_is_signed(
+    run: Run, new_run: NewRun, tmp_path: Path
+) -> None:
+    new_key(tmp_path / "key")
+    with pytest.raises(ConfigError, match="has no bundle"):
+        sign_run(new_run(), private_key(tmp_path / "key"))
+    with pytest.raises(BundleError, match="has no bundle, so nothing is signed"):
+        list(verify_run(new_run(), Trust(tmp_path / "key.pub")))
+    write_run(run, run.read().model_copy(update={"steps": {}}))
     with pytest.raises(BundleError, match="has a bundle, but no record of its export"):
         run.bundle()
 
@@ -275,18 +281,18 @@ def test_a_link_replaced_together_with_its_record_does_not_fit_the_next(
         list(verify_run(run))
 
 
+def test_a_container_made_of_another_bundle_is_reported(run: Run) -> None:
+    write_json(run.output("package") / "image.json", {"bundle": "0" * 64})
+    reseal(run, "package")
+    with pytest.raises(BundleError, match="made from another bundle"):
+        list(verify_run(run))
+
+
 def test_a_ledger_that_was_forged_with_its_record_is_caught(run: Run) -> None:
     path = run.output("train") / "ledger.jsonl"
     path.write_text(path.read_text().replace('"samples":5', '"samples":4'))
     reseal(run, "train")
     with pytest.raises(BundleError, match=r"ledger.jsonl, line 1: step 1 has 5 samples, not 4"):
-        list(verify_run(run))
-
-
-def test_a_container_made_of_another_bundle_is_reported(run: Run) -> None:
-    write_json(run.output("package") / "image.json", {"bundle": "0" * 64})
-    reseal(run, "package")
-    with pytest.raises(BundleError, match="made from another bundle"):
         list(verify_run(run))
 
 
@@ -325,11 +331,3 @@ def test_signature_is_recorded_and_reused_by_later_runs(run: Run, new_run: NewRu
         list(verify_run(run, trust))
     sign_run(run, private_key(tmp_path / "key"))
     assert list(verify_run(run, trust))
-
-
-def test_only_a_run_with_a_bundle_is_signed(new_run: NewRun, tmp_path: Path) -> None:
-    new_key(tmp_path / "key")
-    with pytest.raises(ConfigError, match="has no bundle"):
-        sign_run(new_run(), private_key(tmp_path / "key"))
-    with pytest.raises(BundleError, match="has no bundle, so nothing is signed"):
-        list(verify_run(new_run(), Trust(tmp_path / "key.pub")))
