@@ -18,7 +18,7 @@ from pipeline.service.process import LiveService, read_live, send_request
 from pipeline.system.files import digest_tree
 
 from ..serve import certificates
-from .project_folder import ProjectFolder, processes_of, wait_for
+from .project_folder import ProjectFolder, wait_for
 
 NO_CLUSTER = {"KUBECONFIG": "/nowhere"}
 NEXT = ("train.seed=1", "train.processes=1", "evaluate.margin=0.5")
@@ -198,18 +198,6 @@ def test_a_canary_gets_its_share_until_it_is_promoted_or_ended(
 
 def _answers(project: ProjectFolder, count: int) -> set[str]:
     return {project.request("/v1/models/sides:predict", QUESTION)[1]["x-bundle-digest"] for _ in range(count)}
-
-
-def test_a_process_that_fails_leaves_the_old_one_live(
-    project: ProjectFolder, live: LiveService, first: Run, second: Run
-) -> None:
-    words = ("deploy", second.id, f"deploy.port={project.port}", "serve.page=false")
-    stderr = project.pipe(*words, expect=1, env={"TINY_CODEC": "broken"}).stderr
-    assert "the service ended while starting" in stderr.splitlines()[-1]
-    assert "this codec is broken here" in stderr
-    assert read_live(project.runs) == live
-    assert _answers(project, 1) == {first.bundle().digest} == {_champion(project)}
-    assert processes_of(project.latest) == [], "the one that failed was ended"
 
 
 def test_stop_ends_the_service_and_status_states_it(project: ProjectFolder, live: LiveService) -> None:

@@ -87,13 +87,6 @@ def test_a_step_on_the_cluster_is_a_step_like_any_other(api: ApiServer, project:
     assert project.plan(*WORDS[2:])["prepare"][0] == "reuse", "where it ran is no part of what it computed"
 
 
-@pytest.mark.long
-def test_a_mistake_in_a_pod_is_reported_like_one_here(project: ProjectFolder) -> None:
-    project.replace("task.py", "class Sides", "raise RuntimeError('spoilt')\n\n\nclass Sides")
-    done = project.pipe("run", "--until", "prepare", *WORDS, expect=2)
-    assert "spoilt" in done.stderr
-
-
 def test_without_an_image_or_a_cluster_nothing_is_begun(
     project: ProjectFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

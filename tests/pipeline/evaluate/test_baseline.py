@@ -18,15 +18,17 @@ if TYPE_CHECKING:
     from tests.pipeline.evaluate.conftest import Project
 
 
-def test_baseline_that_cannot_be_fitted_is_named(project: Project) -> None:
-    project.add('    def baseline(self):\n        raise RuntimeError("no solver")\n')
-    with pytest.raises(DataError, match=r"baseline\(\): RuntimeError: no solver"):
-        evaluate(project.run("right"), project.root)
-
-
-def test_baseline_that_cannot_predict_is_named(project: Project) -> None:
-    project.add('    def baseline(self):\n        return lambda batch: batch["picture"]\n')
-    with pytest.raises(DataError, match=r"baseline\(\): its predictor failed: KeyError: 'picture'"):
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ('raise RuntimeError("no solver")', r"baseline\(\): RuntimeError: no solver"),
+        ('return lambda batch: batch["picture"]', r"baseline\(\): its predictor failed: KeyError: 'picture'"),
+        ('return lambda batch: batch["pair"][:-1]', r"returned scores of shape \(49, 2\) for 50 samples"),
+    ],
+)
+def test_baseline_that_cannot_be_fitted_or_predict_is_named(project: Project, body: str, message: str) -> None:
+    project.add(f"    def baseline(self):\n        {body}\n")
+    with pytest.raises(DataError, match=message):
         evaluate(project.run("right"), project.root)
 
 

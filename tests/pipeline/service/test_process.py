@@ -24,7 +24,6 @@ from pipeline.service.process import (
     LiveService,
     check_golden,
     free_port,
-    last_lines,
     measure_latency,
     port_is_free,
     process_started,
@@ -247,15 +246,6 @@ def test_latency_is_what_a_client_sees(serve: Serve, bundle: Bundle) -> None:
     assert found["requests"] == 50
 
 
-def test_service_that_ends_while_starting_is_reported_with_its_last_lines(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    log.write_text("one\ntwo\nthree\nno such model\n")
-    process = subprocess.Popen([sys.executable, "-c", ""])
-    process.wait(timeout=300)
-    with pytest.raises(StageError, match="the service ended while starting: two / three / no such model"):
-        wait_until_ready(process, ports.free_port(), log, timeout_seconds=20)
-
-
 def test_a_service_that_never_listens_is_not_waited_for_for_ever(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
@@ -264,7 +254,3 @@ def test_a_service_that_never_listens_is_not_waited_for_for_ever(tmp_path: Path)
     finally:
         process.kill()
         process.wait()
-
-
-def test_a_log_that_is_not_there_is_stated(tmp_path: Path) -> None:
-    assert last_lines(tmp_path / "none") == "it left no log"

@@ -260,10 +260,11 @@ def test_a_bundle_gets_requests_only_once_its_golden_answers_are_right(
 def test_a_process_that_ends_while_it_starts_leaves_the_old_record(
     run: Run, bundle: Bundle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(rollout, "argv", lambda *_: ["-c", "raise SystemExit('no room')"])
+    program = "print(1, 2, 3, sep=chr(10), flush=True); raise SystemExit('no room')"
+    monkeypatch.setattr(rollout, "argv", lambda *_: ["-c", program])
     old = _live()
     write_live(run.runs, old)
-    with pytest.raises(StageError, match="the service ended while starting: no room"):
+    with pytest.raises(StageError, match="the service ended while starting: 2 / 3 / no room"):
         start(_request(run, bundle), None, print)
     assert read_live(run.runs) == old
 
