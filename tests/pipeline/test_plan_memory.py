@@ -6,6 +6,7 @@ import json
 import subprocess
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -86,17 +87,14 @@ def test_estimate_that_does_not_fit_is_made_again(
     assert not (project.runs / CACHE_FILE).exists()
 
 
-def test_plan_makes_no_folder_of_runs(project: Project, requests: list[dict[str, Any]]) -> None:
+def test_request_counts_the_processes_of_all_machines_and_makes_no_folder_of_runs(
+    project: Project, requests: list[dict[str, Any]]
+) -> None:
     project.runs.rmdir()
-    plan_memory(project, config(), STEPS)
-    assert requests
-    assert not project.runs.exists()
-
-
-def test_request_counts_the_processes_of_all_machines(project: Project, requests: list[dict[str, Any]]) -> None:
     train = {"processes": 3, "nodes": 2, "rendezvous": "a:1", "device": "cpu"}
     plan_memory(project, config(train=train), STEPS)
     assert (requests[0]["processes"], requests[0]["local_processes"], requests[0]["limit"]) == (6, 3, None)
+    assert not project.runs.exists()
 
 
 def test_limit_on_a_cluster_is_the_requested_memory(project: Project, requests: list[dict[str, Any]]) -> None:
@@ -107,15 +105,18 @@ def test_limit_on_a_cluster_is_the_requested_memory(project: Project, requests: 
     assert [(request["limit"], request["device"]) for request in requests] == [(2 * GIB, "cpu"), (0, "cpu")]
 
 
-def test_failed_process_is_a_reason(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    failed = subprocess.CompletedProcess([], 1, "", "Traceback\nModuleNotFoundError: No module named 'torch'\n")
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
-    assert plan_memory(project, config(), STEPS) == {"reason": "ModuleNotFoundError: No module named 'torch'"}
+FAILED = subprocess.CompletedProcess([], 1, "", "Traceback\nModuleNotFoundError: No module named 'torch'\n")
 
 
-def test_process_that_takes_too_long_is_a_reason(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    def expire(*_: object, **__: object) -> None:
-        raise subprocess.TimeoutExpired("python", 120)
-
-    monkeypatch.setattr(subprocess, "run", expire)
-    assert plan_memory(project, config(), STEPS) == {"reason": "the data could not be opened within 120 s"}
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        ({"return_value": FAILED}, "ModuleNotFoundError: No module named 'torch'"),
+        ({"side_effect": subprocess.TimeoutExpired("python", 120)}, "the data could not be opened within 120 s"),
+    ],
+)
+def test_process_that_fails_or_takes_too_long_is_a_reason(
+    end: dict[str, Any], reason: str, project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "run", Mock(**end))
+    assert plan_memory(project, config(), STEPS) == {"reason": reason}

@@ -32,8 +32,13 @@ def word(request: pytest.FixtureRequest) -> str:
     return f"memory://{secrets.token_hex(4)}" if request.param == "memory" else str(request.param)
 
 
-def test_a_champion_is_found_in_its_run(runs: Path, entry: Entry) -> None:
-    assert champion_bundle(entry, runs, "").path == runs / PLACE
+def test_another_bundle_in_its_place_is_refused(runs: Path, entry: Entry) -> None:
+    assert champion_bundle(entry, runs, "").path == runs / PLACE, "it is found in its run"
+    with pytest.raises(BundleError, match=r"holds another bundle"):
+        champion_bundle(entry.model_copy(update={"bundle": "0" * 64}), runs, "")
+    (runs / PLACE / "codec.py").write_text("evil")
+    with pytest.raises(BundleError, match=r"champion .*codec\.py: content changed.*`pipe registry promote`"):
+        champion_bundle(entry, runs, "")
 
 
 def test_where_its_run_is_not_the_copy_of_a_shared_registry_is(
@@ -69,17 +74,6 @@ def test_two_that_fetch_at_once_leave_one_copy(
 def test_one_whose_run_is_gone_and_that_no_one_copied_is_reported(runs: Path, entry: Entry) -> None:
     shutil.rmtree(runs / "old")
     with pytest.raises(BundleError, match=r"old/export/bundle is gone, .*no copy of it; restore it, or name"):
-        champion_bundle(entry, runs, "")
-
-
-def test_another_bundle_in_its_place_is_refused(runs: Path, entry: Entry) -> None:
-    with pytest.raises(BundleError, match=r"holds another bundle"):
-        champion_bundle(entry.model_copy(update={"bundle": "0" * 64}), runs, "")
-
-
-def test_one_that_was_altered_is_refused(runs: Path, entry: Entry) -> None:
-    (runs / PLACE / "codec.py").write_text("evil")
-    with pytest.raises(BundleError, match=r"champion .*codec\.py: content changed.*`pipe registry promote`"):
         champion_bundle(entry, runs, "")
 
 

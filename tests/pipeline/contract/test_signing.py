@@ -158,15 +158,12 @@ def test_a_key_with_a_passphrase_needs_it(tmp_path: Path) -> None:
             private_key(path, wrong)
 
 
-def test_a_public_key_is_not_reported_to_be_kept_from_others(key: Path) -> None:
-    with pytest.raises(ConfigError, match="has no private key, which signing needs"):
-        private_key(Path(f"{key}.pub"))
-
-
 def test_a_private_key_that_others_can_read_signs_nothing(key: Path) -> None:
     key.chmod(0o640)
     with pytest.raises(ConfigError, match="others can read this private key"):
         private_key(key)
+    with pytest.raises(ConfigError, match="has no private key, which signing needs"):
+        private_key(Path(f"{key}.pub"))  # which all may read
 
 
 def test_what_is_no_key_of_ours_is_named(key: Path, tmp_path: Path) -> None:

@@ -63,13 +63,10 @@ def test_budget_covers_only_the_steps_after_a_resume() -> None:
         assert name not in shown
 
 
-def test_overlapping_waits_never_make_computing_negative() -> None:
+def test_overlapping_waits_never_make_computing_negative_and_without_timed_steps_nothing_is_shown() -> None:
     budget = time_budget(facts({"data_wait_share": 0.7, "communication_share": 0.6}))
     assert budget is not None
     assert budget.parts["computing"] == 0
-
-
-def test_nothing_is_shown_without_timed_steps() -> None:
     assert time_budget(facts({"step_seconds": None})) is None
     assert "Time budget" not in page(facts({"step_seconds": None}))
     assert speed({"this run": facts()}) is None

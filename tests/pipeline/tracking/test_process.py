@@ -39,10 +39,17 @@ def test_missing_client_is_named_with_its_install_command(
         check_trackers(override_config(config, ["track=[tensorboard, wandb]"]))
 
 
-def test_setting_is_in_no_key(config: Config) -> None:
+def test_setting_is_in_no_key_and_nothing_is_started_for_a_run_that_trains_nothing(
+    config: Config, run: Run, project: Project
+) -> None:
     other = override_config(config, ["track=[mlflow, mlflow]"])
     assert other.external_trackers == ("mlflow",)
     assert all(config_parts(step, other) == config_parts(step, config) for step in STEP_KINDS)
+    tracking = Tracking(project.root, run, print)
+    for step in ("prepare", "package", "deploy"):
+        tracking.begin(step)
+    tracking.end(0)
+    assert not run.log("mlflow").exists()
 
 
 def test_unreachable_tracker_is_reported(run: Run, project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,11 +78,3 @@ def test_hanging_tracker_is_left_behind(
     tracking.end(0)
     assert "warning: mlflow: did not receive everything in time" in reports[-1]
     assert "Traceback" not in run.log("mlflow").read_text()
-
-
-def test_nothing_is_started_for_a_run_that_trains_nothing(run: Run, project: Project) -> None:
-    tracking = Tracking(project.root, run, print)
-    for step in ("prepare", "package", "deploy"):
-        tracking.begin(step)
-    tracking.end(0)
-    assert not run.log("mlflow").exists()

@@ -18,15 +18,12 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_paths_begin_at_the_projects_root(root: Path) -> None:
+def test_paths_begin_at_the_projects_root_and_nothing_set_is_nothing_requested(root: Path) -> None:
     access = Access.from_settings(Serve(api_keys="keys", tls_certificate="crt", tls_key=str(root / "key")), root)
     expected = ["--api-keys", root / "keys", "--tls-certificate", root / "crt", "--tls-key", root / "key"]
     assert access.options == list(map(str, expected))
     assert access.scheme == "https"
     assert access.without_tls.options == ["--api-keys", str(root / "keys")]
-
-
-def test_nothing_set_is_nothing_requested(root: Path) -> None:
     access = Access.from_settings(Serve(), root)
     assert (access.options, access.headers(), access.scheme) == ([], {}, "http")
 

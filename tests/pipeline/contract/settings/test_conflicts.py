@@ -43,8 +43,14 @@ def fixed(train: dict[str, Any], sentence: str) -> dict[str, Any]:
     return {**train, advice[1]: yaml.safe_load(advice[2])} if advice else train
 
 
-def test_defaults_go_together() -> None:
+def test_a_conflict_is_one_sentence_with_the_values_as_they_were_written() -> None:
     assert find_conflict(DEFAULTS) == ""
+    sentence = find_conflict({**DEFAULTS, "tensor_parallel": 4, "pipeline_parallel": 8})
+    assert sentence.startswith("tensor_parallel=4 does not go with pipeline_parallel=8")
+    values = {"name": "x", "task": "t.py:T", "codec": "c.py:C", "train": {"compress": "powersgd:4", "strategy": "fsdp"}}
+    message = r"`train`: compress=powersgd:4 does not go with strategy=fsdp: .*; use compress="
+    with pytest.raises(ConfigError, match=message):
+        parse_config(values, source="pipe.yaml")
 
 
 @pytest.mark.parametrize("conflict", CONFLICTS, ids=lambda conflict: f"{conflict.setting}-{conflict.other}")
@@ -54,15 +60,3 @@ def test_a_conflict_names_both_settings_and_advice_that_resolves_it(conflict: Co
     for name in train:
         assert f"{name}=" in sentence
     assert find_conflict({**DEFAULTS, **fixed(train, sentence)}) != sentence
-
-
-def test_a_conflict_is_one_sentence() -> None:
-    values = {"name": "x", "task": "t.py:T", "codec": "c.py:C", "train": {"compress": "powersgd:4", "strategy": "fsdp"}}
-    message = r"`train`: compress=powersgd:4 does not go with strategy=fsdp: .*; use compress="
-    with pytest.raises(ConfigError, match=message):
-        parse_config(values, source="pipe.yaml")
-
-
-def test_a_number_is_quoted_as_it_was_written() -> None:
-    sentence = find_conflict({**DEFAULTS, "tensor_parallel": 4, "pipeline_parallel": 8})
-    assert sentence.startswith("tensor_parallel=4 does not go with pipeline_parallel=8")
