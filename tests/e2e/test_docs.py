@@ -15,7 +15,9 @@ from typer.testing import CliRunner
 
 from pipeline.cli import app
 from pipeline.contract.config import parse_config
+from pipeline.contract.restarts import Event, attempts_from, describe_restart
 from pipeline.contract.run import STEPS
+from pipeline.system.processes import describe_exit
 from pipeline.system.sources import SOURCE_ROOT
 
 from .project_folder import PIPE, ProjectFolder, environment
@@ -254,3 +256,15 @@ def test_modules_named_in_the_documents_exist() -> None:
         assert len(named) >= least
         users = {"codec.py", "train.py"}  # files of a project
         assert [name for name in sorted(named - users) if not any(file.endswith(f"/{name}") for file in files)] == []
+
+
+def test_quoted_restart_is_what_is_logged() -> None:
+    hosts = ("node0", "node1", "node2")
+    reason = describe_exit("rank 1 on node1", -9)
+    events = [
+        Event(time=0.0, event="launch", attempt=0),
+        Event(time=0.0, event="start", attempt=1, hosts=hosts, processes=3, step=380),
+        Event(time=0.0, event="end", attempt=1, host="node0", reason=reason),
+        Event(time=0.0, event="start", attempt=2, hosts=hosts, processes=3, step=400),
+    ]
+    assert describe_restart(attempts_from(events), allowed=3) in (SOURCE_ROOT / "docs" / "operations.md").read_text()

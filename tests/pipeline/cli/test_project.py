@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.cli.project import TEMPLATES, complete_templates, model_name
+from pipeline.cli.project import TEMPLATES, complete_templates, model_name, reference
+from pipeline.contract.config import Config
 from pipeline.contract.registry import CHAMPION, Entry, ProposedChange, change_registry
+from pipeline.contract.settings.section import Section
 from pipeline.history import create_run, find_project
 from pipeline.service.process import process_started, write_live
 
@@ -103,3 +105,21 @@ def test_gc_keeps_the_newest_runs_the_champion_and_what_is_live(pipe: Pipe, star
     pipe("gc", "--keep", "2")
     assert {path.name for path in project.runs.glob("2*")} == {*runs[:2], *runs[3:]}
     assert pipe("gc", "--keep", "2").stdout == "nothing to remove\n"
+
+
+def test_every_key_has_a_line_with_a_meaning() -> None:
+    lines = reference().splitlines()
+    for section, field in Config.model_fields.items():
+        kind = field.annotation
+        known = kind.model_fields if isinstance(kind, type) and issubclass(kind, Section) else {section: field}
+        for name, inner in known.items():
+            assert any(line.startswith(f"| `{name}` |") and line.endswith(f"| {inner.description} |") for line in lines)
+
+
+def test_types_and_defaults_are_written_as_in_yaml() -> None:
+    text = reference()
+    assert "| `precision` | `auto` \\| `fp32` \\| `bf16` \\| `fp16` | `auto` |" in text
+    assert "| `deterministic` | bool | `true` |" in text
+    assert "| `batch_sizes` | list | `[1, 2, 7, 256]` |" in text
+    assert '| `rendezvous` | str | `""` |' in text
+    assert "| `name` | str | required |" in text

@@ -8,8 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from pipeline.contract.config import Config, override_config
+from pipeline.contract.data import Samples
 from pipeline.contract.registry import CHAMPION, Entry, ProposedChange, Registry, change_registry, read_registry
 from pipeline.contract.run import Run, StepRecord
 from pipeline.data_checks.champion import (
@@ -20,10 +22,10 @@ from pipeline.data_checks.champion import (
     missing_champion_note,
     recorded_champion,
 )
-from pipeline.data_checks.run_checks import write_checks
+from pipeline.data_checks.run_checks import check_time_order, write_checks
 from pipeline.history import Project
 from pipeline.plan import key_parts
-from pipeline.system.errors import BundleError
+from pipeline.system.errors import BundleError, ConfigError
 from pipeline.system.files import digest_tree
 
 from .conftest import Check, alarms, alarms_of, new_run, normal
@@ -166,3 +168,26 @@ def test_missing_or_old_champion_run_is_noted(runs: Path, check: Check) -> None:
 def test_splits_of_unequal_widths_are_reported(check: Check) -> None:
     data = check({"x": normal(300, 12)}, {"x": normal(120, 11, seed=1)}, near_duplicates="error")
     assert [result.where for result in alarms_of(data, "schema")] == ["validation.x", "test.x"]
+
+
+def _splits(**first: int) -> dict[str, Samples]:
+    return {
+        name: Samples(name, {"x": torch.zeros(10, 2), "day": torch.arange(start, start + 10)})
+        for name, start in first.items()
+    }
+
+
+def test_splits_in_the_order_of_time_pass_and_without_a_named_column_all_do() -> None:
+    assert list(check_time_order(_splits(train=0, validation=10, test=20), "day", "error")) == []
+    assert list(check_time_order(_splits(train=5, validation=0, test=0), "", "error")) == []
+
+
+def test_test_samples_before_the_end_of_training_are_counted() -> None:
+    (result,) = check_time_order(_splits(train=5, validation=15, test=10), "day", "error")
+    assert (result.level, result.value) == ("error", 4.0)
+    assert "test.day: 4 of 10 samples are earlier than the newest training sample (14)" in result.sentence()
+
+
+def test_an_unknown_column_is_an_error_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match=r"data\('train'\) has no column week \(x, day\)"):
+        list(check_time_order(_splits(train=0, test=0), "week", "error"))

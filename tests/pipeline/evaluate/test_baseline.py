@@ -32,17 +32,18 @@ def test_baseline_that_cannot_be_fitted_or_predict_is_named(project: Project, bo
         evaluate(project.run("right"), project.root)
 
 
-def test_random_baseline_is_the_same_each_time(project: Project) -> None:
+def test_equal_inputs_and_a_random_baseline_give_equal_bytes(project: Project) -> None:
     project.add("""
     def baseline(self):
         noise = torch.rand(1, 2)
         return lambda batch: batch["pair"] + noise
 """)
-    runs = [project.run("right", name) for name in ("one", "two")]
+    runs = [project.run("right", name, evaluate={"margin": 2.0}) for name in ("one", "two")]
     for run in runs:
         evaluate(run, project.root)
-    first, second = ((run.partial("evaluate") / "predictions.npz").read_bytes() for run in runs)
-    assert first == second
+    for name in ("verdict.json", "metrics.json", "predictions.npz"):
+        first, second = ((run.partial("evaluate") / name).read_bytes() for run in runs)
+        assert first == second
 
 
 def baseline_of(run: Run) -> object:

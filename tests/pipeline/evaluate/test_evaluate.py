@@ -108,15 +108,6 @@ def test_predictions_metrics_and_confusion_are_consistent(with_baseline: Project
     assert metrics["per_class"]["second"] == {"samples": 50 - firsts, "precision": None, "recall": 0, "f1": 0}
 
 
-def test_equal_inputs_give_equal_bytes(with_baseline: Project) -> None:
-    runs = [with_baseline.run("first", name, evaluate=LENIENT) for name in ("one", "two")]
-    for run in runs:
-        evaluate(run, with_baseline.root)
-    for name in ("verdict.json", "metrics.json", "predictions.npz"):
-        first, second = ((run.partial("evaluate") / name).read_bytes() for run in runs)
-        assert first == second
-
-
 def test_nan_metric_fails_and_is_written_as_null(with_baseline: Project) -> None:
     with_baseline.replace(".float()}", '.float().where(batch["pair"][:, 0] < 1, torch.nan)}')
     run = with_baseline.run("right")
@@ -207,3 +198,21 @@ def test_processes_use_different_gpus_and_a_missing_one_is_an_error(monkeypatch:
     assert choose_device("auto", Rank()).type == "cpu"
     with pytest.raises(ConfigError, match="torch sees no GPU"):
         choose_device("cuda", Rank())
+
+
+def test_rejection_is_explained_with_rules_power_and_tests(with_baseline: Project) -> None:
+    run = with_baseline.run("first", evaluate={"require": {"accuracy": 0.9}})
+    with pytest.raises(GateError):
+        evaluate(run, with_baseline.root)
+    run.partial("evaluate").rename(run.output("evaluate"))
+    found = explain(dict(run.verdict()), None)
+    rules = {rule["rule"]: rule for rule in found["rules"]}
+    assert {"finite", "require.accuracy", "non-inferior"} <= set(rules)
+    assert rules["require.accuracy"]["limit"] == 0.9
+    assert rules["non-inferior"]["value"] < rules["non-inferior"]["limit"] == -0.1
+    assert found["power"]["samples_for_margin"] > 50 == found["power"]["samples"]
+    text = "\n".join(describe_verdict(found))
+    assert text.startswith("fail: accuracy ")
+    assert "what would change it: a limit of" in text
+    assert "power: 50 samples show a true difference of" in text
+    assert "McNemar's exact test: p = " in text and "permutation test: p = " in text

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from pipeline.evaluate.__main__ import evaluate
-from pipeline.system.errors import DataError, GateError
+from pipeline.system.errors import GateError
 from pipeline.system.files import write_json
 
 if TYPE_CHECKING:
@@ -72,10 +72,3 @@ def test_too_few_samples_to_show_a_difference_fail(with_baseline: Project) -> No
     few = DATA.replace("(50, 2)", "(12, 2)").replace("pair.argmax(axis=1)}", "pair.argmax(axis=1) ^ flipped}")
     with_baseline.replace(DATA, "        flipped = (np.arange(12) == 3).astype(np.int64)\n" + few)
     assert failed(with_baseline, "first", margin=0.1) == {"non-inferior"}
-
-
-def test_mean_per_batch_is_rejected(with_baseline: Project) -> None:
-    """Batches of unequal sizes would count alike, and nothing could be paired."""
-    with_baseline.replace(ACCURACY, f"{ACCURACY}.mean()")
-    with pytest.raises(DataError, match="accuracy must be a tensor of one value per sample"):
-        evaluate(with_baseline.run("right"), with_baseline.root)
