@@ -29,7 +29,6 @@ IMBALANCED = """\
         pair[np.arange(600) % 12 != 0] = pair[np.arange(600) % 12 != 0, ::-1]
         return {"pair": pair, "label": pair.argmax(axis=1)}
 """
-ACCURACY = '(outputs.argmax(dim=1) == batch["label"]).float()'
 
 
 def failed(project: Project, answers: str, **evaluate_: Any) -> set[str]:
