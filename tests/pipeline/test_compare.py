@@ -31,19 +31,18 @@ def test_parts_that_differ_are_reported_step_by_step(new_run: NewRun) -> None:
     assert differences(first, first) == []
 
 
-def test_a_run_that_came_not_far_has_an_empty_row(new_run: NewRun) -> None:
+def test_a_row_has_the_verdict_and_the_metrics_as_far_as_the_run_came(new_run: NewRun) -> None:
     run = new_run()
     assert result_row(run) == {"run": run.id, "verdict": None, "bundle": None, "test": None, "train_seconds": None}
-
-
-def test_a_row_has_the_verdict_and_the_metrics(new_run: NewRun) -> None:
-    run = trained(new_run(), {})
+    assert result_digests(run) == {}
+    trained(run, {})
     run.output("evaluate").mkdir()
     write_json(run.output("evaluate") / "verdict.json", {"verdict": "pass"})
     write_json(run.output("evaluate") / "metrics.json", {"candidate": {"accuracy": 0.98765}, "test_fingerprint": LONG})
     assert result_row(run) == {
         "run": run.id, "verdict": "pass", "bundle": None, "test": LONG[:12], "accuracy": 0.98765, "train_seconds": 2.0,
     }  # fmt: skip
+    assert result_digests(run) == {"train/model.safetensors": LONG}
 
 
 def test_runs_that_were_evaluated_on_different_test_data_are_reported_apart() -> None:
@@ -56,8 +55,3 @@ def test_runs_that_were_evaluated_on_different_test_data_are_reported_apart() ->
     assert "cannot be compared (a: one, three; b: four)" in describe_different_tests(
         [*rows, {"run": "four", "test": "b"}]
     )
-
-
-def test_the_outcome_is_reported_by_the_files_that_matter(new_run: NewRun) -> None:
-    assert result_digests(trained(new_run(), {})) == {"train/model.safetensors": LONG}
-    assert result_digests(new_run()) == {}
