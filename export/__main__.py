@@ -50,7 +50,7 @@ from pipeline.contract.bundle import OVERRIDE_FILE as OVERRIDE
 from pipeline.contract.data import check_columns, open_split
 from pipeline.contract.prompting import check_prompting
 from pipeline.contract.results import read_facts
-from pipeline.contract.run import Run, run_step
+from pipeline.contract.run import Run, step_main
 from pipeline.contract.task import FOLDER, build_model, check_export, load_weights, open_task
 from pipeline.system.errors import GateError, StageError
 from pipeline.system.files import digest_file, write_json
@@ -209,4 +209,4 @@ def _ancestors(run: Run, root: Path, weights: Path, bundle: Path) -> Ancestors:
 
 
 if __name__ == "__main__":
-    sys.exit(run_step("export", export, sys.argv[1:]))
+    sys.exit(step_main("export", export, sys.argv[1:]))

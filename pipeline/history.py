@@ -175,7 +175,7 @@ def changed_folders(run: Run, record: StepRecord) -> list[str]:
     return sorted(set(empty_folders(run.output(record.step))) ^ set(record.empty_folders))
 
 
-def seal_step(run: Run, step: str) -> tuple[Mapping[str, str], str]:
+def publish_step(run: Run, step: str) -> tuple[Mapping[str, str], str]:
     """Rename a finished step's directory to its final name and return its digests."""
     partial, output = run.partial(step), run.output(step)
     outputs = digest_tree(partial)

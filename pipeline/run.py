@@ -28,7 +28,7 @@ from pipeline.history import (
     lock_run,
     lock_service,
     now,
-    seal_step,
+    publish_step,
     write_record,
 )
 from pipeline.override import copy_override, outputs_with_override, reuse_override
@@ -190,7 +190,7 @@ def run_step(pipeline_run: PipelineRun, run: Run, step: Step, display: Display) 
             display.report(f"on each other machine, in this folder: pipe join {run.id}")
         if pipeline_run.tracking is not None:
             pipeline_run.tracking.begin(step.name)
-        status = executor.run_step(run, record, tick)
+        status = executor.execute(run, record, tick)
     except BaseException as error:  # an interruption may come at any moment
         ending = "pruned" if isinstance(error, Pruned) else "interrupted"
         display.end(ending)
@@ -221,7 +221,7 @@ def _finish_step(
     update: dict[str, object] = {}
     if error is None or error.complete:
         clear_error(run.partial(record.step))
-        outputs, digest = seal_step(run, record.step)
+        outputs, digest = publish_step(run, record.step)
         update |= {"outputs": outputs, "digest": digest, "empty_folders": empty_folders(run.output(record.step))}
         for replaced in run.path.glob(f"{record.step}.replaced-*"):
             shutil.rmtree(replaced)

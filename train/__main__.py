@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from pipeline.contract.data import Samples, check_columns, fingerprint, open_split, sample_digests
 from pipeline.contract.prompting import check_decoder, check_prompting
 from pipeline.contract.restarts import read_attempts
-from pipeline.contract.run import Run, run_step
+from pipeline.contract.run import Run, step_main
 from pipeline.contract.task import (
     FOLDER,
     Generates,
@@ -299,7 +299,7 @@ def first_disagreement(by_rank: Sequence[Mapping[str, str]]) -> str:
 
 
 def main(argv: Sequence[str]) -> int:
-    return run_step("train", train, argv)
+    return step_main("train", train, argv)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pipeline.cli.app import Output, OutputOption, Overrides, app, emit, pairs, project_of, split_overrides, table
-from pipeline.cli.run import finish, make_request, run_facts
+from pipeline.cli.run import make_request, run_and_report, run_facts
 from pipeline.display import Display
 from pipeline.history import load_history, lock_runs
 from pipeline.system.errors import ConfigError
@@ -47,7 +47,7 @@ def tune(
         return _emit_study(output, search_request, search_request.existing_study(display), {})
     study = run_search(search_request, display)
     with lock_runs(project.runs, shared=True, on_wait=display.report):
-        best = finish(display, lambda: run_best_trial(search_request, study, steps, display))
+        best = run_and_report(display, lambda: run_best_trial(search_request, study, steps, display))
     return _emit_study(output, search_request, read_study(project.runs, study.name), run_facts(best))
 
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from pipeline.cli.app import KubeContext, Output, OutputOption, app, emit, names_image, project_of, table
-from pipeline.cli.run import cluster_overrides, emit_run, finish, newest_bundle
+from pipeline.cli.run import cluster_overrides, emit_run, newest_bundle, run_and_report
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.config import override_config
 from pipeline.contract.registry import CHAMPION, PREVIOUS, Change, Entry, Registry, open_store, read_registry
@@ -222,7 +222,7 @@ def _deploy_version(
         *cluster_overrides(None, context),
     ]
     config = override_config(source.config, overrides)
-    emit_run(output, finish(display, lambda: redeploy(project, source, config, display)))
+    emit_run(output, run_and_report(display, lambda: redeploy(project, source, config, display)))
 
 
 def _restore_current(project: Project, record: ClusterRecord, context: str | None, output: Output) -> None:

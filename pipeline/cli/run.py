@@ -241,7 +241,7 @@ def _begin(project: Project, overrides: list[str], request: RunRequest, yes: boo
     config = project.config(overrides)
     if not yes:
         _ask_before_training(project, overrides, request)
-    return finish(display, lambda: run_pipeline(project, config, request, display))
+    return run_and_report(display, lambda: run_pipeline(project, config, request, display))
 
 
 def _ask_before_training(project: Project, overrides: list[str], request: RunRequest) -> None:
@@ -267,17 +267,17 @@ def _resume(
     request = RunRequest(selected_steps or stopped_run.read().wanted, on_changes=on_changes)
     with lock_run(stopped_run):
         display.report(f"resuming run {stopped_run.id}")
-        return finish(display, lambda: resume_run(project, stopped_run, request, display, overrides))
+        return run_and_report(display, lambda: resume_run(project, stopped_run, request, display, overrides))
 
 
 def _continue(project: Project, name: str, request: RunRequest, overrides: list[str], display: Display) -> Run:
     start = find_starting_point(project, name)
     config = continued_config(start, overrides)
     display.report(f"continuing the training of run {start.source.id} from its checkpoint of step {start.step}")
-    return finish(display, lambda: run_pipeline(project, config, replace(request, start=start), display))
+    return run_and_report(display, lambda: run_pipeline(project, config, replace(request, start=start), display))
 
 
-def finish(display: Display, work: Callable[[], Run]) -> Run:
+def run_and_report(display: Display, work: Callable[[], Run]) -> Run:
     """Run the steps and write the report, however they end; after Ctrl-C, print how to continue."""
     try:
         finished_run = work()
@@ -382,7 +382,7 @@ def package(
 
 def _package_service(project: Project, config: Config, display: Display) -> dict[str, Any]:
     request = make_request(["package"], None, None, None)
-    finished_run = finish(display, lambda: run_pipeline(project, config, request, display))
+    finished_run = run_and_report(display, lambda: run_pipeline(project, config, request, display))
     return {"run": finished_run.id, **json.loads((finished_run.output("package") / "image.json").read_text())}
 
 
@@ -436,7 +436,7 @@ def deploy(
         source = _find_deployable(project, names)
         config = deployment_config(project, source, overrides)
         with _watch(project, config, display) if watch else contextlib.nullcontext():
-            finished_run = finish(display, lambda: redeploy(project, source, config, display))
+            finished_run = run_and_report(display, lambda: redeploy(project, source, config, display))
     _copy_manifests(finished_run, render)
     emit_run(output, finished_run)
 

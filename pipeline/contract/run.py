@@ -373,7 +373,7 @@ def check_inputs(run: Run, step: str) -> None:
             )
 
 
-def run_step(name: str, work: Callable[[Run, Path], None], argv: Sequence[str]) -> int:
+def step_main(name: str, work: Callable[[Run, Path], None], argv: Sequence[str]) -> int:
     """Call `work(run, root)`, where root is the project; write an error to a file for the runner, and print it."""
     parser = argparse.ArgumentParser(prog=name, description=f"the {name} step of one run")
     parser.add_argument("run", type=Path, help="run directory")

@@ -23,7 +23,7 @@ from pipeline.contract.codec import load_codec
 from pipeline.contract.data import Samples, check_columns, open_split
 from pipeline.contract.registry import count_comparison
 from pipeline.contract.results import CHAMPION, FIGURES, WORST
-from pipeline.contract.run import Run, run_step
+from pipeline.contract.run import Run, step_main
 from pipeline.contract.settings.stages import Evaluate
 from pipeline.contract.task import FOLDER, Classifier, Task, build_model, load_weights, open_task
 from pipeline.evaluate.baseline import Baseline, find_baseline
@@ -225,4 +225,4 @@ def choose_device(setting: str, rank: Rank) -> torch.device:
 
 
 if __name__ == "__main__":
-    sys.exit(run_step("evaluate", evaluate, sys.argv[1:]))
+    sys.exit(step_main("evaluate", evaluate, sys.argv[1:]))

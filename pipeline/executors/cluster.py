@@ -47,7 +47,7 @@ class ClusterExecutor:
             return False
         return self._step_runner(run, step.name, step.key, _no_tick).find() is not None
 
-    def run_step(self, run: Run, record: StepRecord, tick: Callable[[], None]) -> int:
+    def execute(self, run: Run, record: StepRecord, tick: Callable[[], None]) -> int:
         """Run or follow the Job and return its exit status; a failure leaves the error file a process would leave."""
         runner = self._step_runner(run, record.step, record.key, tick)
         partial, log = run.partial(record.step), run.log(record.step)

@@ -18,7 +18,7 @@ class Executor(Protocol):
     def is_running(self, run: Run, step: Step) -> bool:
         """True if an earlier `pipe` started this step and it still runs: then none of its files may be removed."""
 
-    def run_step(self, run: Run, record: StepRecord, tick: Callable[[], None]) -> int:
+    def execute(self, run: Run, record: StepRecord, tick: Callable[[], None]) -> int:
         """Run the step to its end and return its exit status; output goes to its log, `tick` is called meanwhile."""
 
 

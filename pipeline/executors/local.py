@@ -244,7 +244,7 @@ class LocalExecutor:
     def is_running(self, run: Run, step: Step) -> bool:  # noqa: ARG002 - the protocol's signature
         return False
 
-    def run_step(self, run: Run, record: StepRecord, tick: Callable[[], None]) -> int:
+    def execute(self, run: Run, record: StepRecord, tick: Callable[[], None]) -> int:
         """Run the process; start training again if its node was killed, as the node does with its workers."""
         train, log, launcher = run.config.train, run.log(record.step), LocalLauncher(self._root, tick)
         if record.step != "train":

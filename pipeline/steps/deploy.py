@@ -11,7 +11,7 @@ from typing import Any
 
 from pipeline.contract.bundle import OVERRIDDEN, Bundle
 from pipeline.contract.config import Config
-from pipeline.contract.run import Run, run_step
+from pipeline.contract.run import Run, step_main
 from pipeline.contract.settings.access import Access
 from pipeline.executors.local import Report
 from pipeline.history import Project
@@ -177,4 +177,4 @@ def _preview_locally(source: Run, config: Config, bundle: Bundle, access: Access
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, _exit)
-    sys.exit(run_step("deploy", deploy, sys.argv[1:]))
+    sys.exit(step_main("deploy", deploy, sys.argv[1:]))

@@ -37,7 +37,7 @@ from k8s.images.oci_layout import Layout
 from k8s.images.registry import BaseImage, Reference, Repository, find_login, parse_reference, resolve_base_image
 from pipeline.contract.bundle import Bundle, passed_gate
 from pipeline.contract.config import Config
-from pipeline.contract.run import Run, StepRecord, run_step
+from pipeline.contract.run import Run, StepRecord, step_main
 from pipeline.contract.settings.stages import WHEELS_FOLDER, Package
 from pipeline.contract.signing import fingerprint
 from pipeline.history import Project, changed_outputs, load_history
@@ -310,4 +310,4 @@ def _packaged(runs: Path, reference: Reference) -> tuple[Run, StepRecord, dict[s
 
 
 if __name__ == "__main__":
-    sys.exit(run_step("package", package, sys.argv[1:]))
+    sys.exit(step_main("package", package, sys.argv[1:]))

@@ -26,7 +26,7 @@ from pipeline.contract.pretrained import (
     record,
 )
 from pipeline.contract.prompting import check_decoder, check_prompting
-from pipeline.contract.run import Run, describe, run_step
+from pipeline.contract.run import Run, describe, step_main
 from pipeline.contract.task import (
     FOLDER,
     KEY,
@@ -240,4 +240,4 @@ def _report_duplicates(pairs: list[dict[str, Any]], leaks: str, listing: Path) -
 
 
 if __name__ == "__main__":
-    sys.exit(run_step("prepare", prepare, sys.argv[1:]))
+    sys.exit(step_main("prepare", prepare, sys.argv[1:]))

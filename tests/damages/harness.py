@@ -30,7 +30,7 @@ from pipeline.contract.registry import (
 from pipeline.contract.run import Run, RunFile, StepRecord
 from pipeline.contract.task import load_task, save_weights
 from pipeline.evaluate.__main__ import evaluate
-from pipeline.history import seal_step, write_record, write_run
+from pipeline.history import publish_step, write_record, write_run
 from pipeline.steps.prepare import prepare
 from pipeline.system.errors import PipelineError
 from pipeline.system.files import digest_bytes, digest_file, write_json
@@ -152,7 +152,7 @@ class Project:
         record = write_record(run, StepRecord(step=step, status="running", key=run.id, parts=parts))
         run.partial(step).mkdir()
         work(run)
-        outputs, digest = seal_step(run, step)
+        outputs, digest = publish_step(run, step)
         write_record(run, record.model_copy(update={"status": "done", "outputs": outputs, "digest": digest}))
 
     def promote(self) -> None:

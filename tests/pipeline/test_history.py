@@ -27,7 +27,7 @@ from pipeline.history import (
     lock_run,
     lock_runs,
     lock_service,
-    seal_step,
+    publish_step,
     try_lock,
     unreadable_runs,
     write_record,
@@ -46,7 +46,7 @@ def sealed(new_run: NewRun) -> tuple[Run, StepRecord]:
     (run.partial("train") / "checkpoints").mkdir(parents=True)
     (run.partial("train") / "model.bin").write_bytes(b"weights")
     (run.partial("train") / "checkpoints" / "one").write_bytes(b"state")
-    outputs, digest = seal_step(run, "train")
+    outputs, digest = publish_step(run, "train")
     record = StepRecord(step="train", status="done", key="k", parts={}, outputs=outputs, digest=digest)
     return run, write_record(run, record)
 
@@ -70,7 +70,7 @@ def test_sealing_again_replaces_the_earlier_attempt_wholly(sealed: tuple[Run, St
     run, _ = sealed
     run.partial("train").mkdir()
     (run.partial("train") / "model.bin").write_bytes(b"better")
-    outputs, _ = seal_step(run, "train")
+    outputs, _ = publish_step(run, "train")
     assert outputs == {"model.bin": digest_bytes(b"better")}
     assert not (run.output("train") / "checkpoints").exists()
 

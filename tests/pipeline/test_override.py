@@ -11,7 +11,7 @@ from pipeline.contract.bundle import Override, read_override, write_override
 from pipeline.contract.config import Config
 from pipeline.contract.run import Run, StepRecord
 from pipeline.display import Display
-from pipeline.history import Project, load_history, seal_step, write_record
+from pipeline.history import Project, load_history, publish_step, write_record
 from pipeline.override import outputs_with_override, override_verdict, reuse_override, verdict_digest
 from pipeline.plan import decide_step, digest_key, key_parts
 from pipeline.resume import latest_unfinished
@@ -29,7 +29,7 @@ FAILED = {"verdict": "fail", "summary": "accuracy 0.5", "checkpoint": "c", "samp
 def evaluated(run: Run, status: str = "rejected", verdict: str = "fail", key: str = "k") -> Run:
     run.partial("evaluate").mkdir()
     write_json(run.partial("evaluate") / "verdict.json", {**FAILED, "verdict": verdict})
-    outputs, digest = seal_step(run, "evaluate")
+    outputs, digest = publish_step(run, "evaluate")
     values = {"step": "evaluate", "status": status, "key": key, "parts": {}, "outputs": outputs, "digest": digest}
     write_record(run, StepRecord.model_validate(values))
     return run

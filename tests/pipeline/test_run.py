@@ -13,7 +13,7 @@ from pipeline.contract.run import Run, StepRecord
 from pipeline.display import Display
 from pipeline.executors.local import LocalExecutor
 from pipeline.failures import find_failure
-from pipeline.history import Project, create_run, link_outputs, load_history, lock_run, seal_step, write_record
+from pipeline.history import Project, create_run, link_outputs, load_history, lock_run, publish_step, write_record
 from pipeline.plan import key_parts
 from pipeline.redeploy import deployment_config, find_deployable, redeploy
 from pipeline.resume import (
@@ -74,7 +74,7 @@ def recorded(run: Run, step: str, status: str = "done") -> Run:
     """A step with one file of output, as if it had run."""
     run.partial(step).mkdir(exist_ok=True)
     (run.partial(step) / "file").write_text(step)
-    outputs, digest = seal_step(run, step)
+    outputs, digest = publish_step(run, step)
     values = {"step": step, "status": status, "key": "k", "parts": {}, "outputs": outputs, "digest": digest}
     write_record(run, StepRecord.model_validate(values))
     return run
@@ -235,7 +235,7 @@ def test_prepare_runs_again_when_a_file_that_it_read_has_changed(
     (folder / "rows.csv").write_text("x\n1\n")
     find_files(f"{folder}/rows.csv")
     write_read_files(folder, run.partial("prepare"))
-    outputs, digest = seal_step(run, "prepare")
+    outputs, digest = publish_step(run, "prepare")
     key = PipelineRun(project, config, RunRequest(("prepare",)), []).decide("prepare").key
     values = {"step": "prepare", "status": "done", "key": key, "parts": {}, "outputs": outputs, "digest": digest}
     write_record(run, StepRecord.model_validate(values))
@@ -268,7 +268,7 @@ class Steps:
 @pytest.fixture
 def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
     replaced = Steps()
-    monkeypatch.setattr("pipeline.executors.executor.LocalExecutor.run_step", lambda *arguments: replaced(*arguments))
+    monkeypatch.setattr("pipeline.executors.executor.LocalExecutor.execute", lambda *arguments: replaced(*arguments))
     monkeypatch.setattr("pipeline.run.serve_training", lambda *_: contextlib.nullcontext({}))
     return replaced
 
@@ -350,7 +350,7 @@ def test_a_killed_node_of_training_is_started_again(
 
     monkeypatch.setattr("pipeline.executors.local.LocalLauncher.launch", launch)
     record = StepRecord(step="train", status="running", key="k", parts={}, argv=("python", "-m", "train"))
-    assert LocalExecutor(folder, 1, {}).run_step(run, record, lambda: None) == 0
+    assert LocalExecutor(folder, 1, {}).execute(run, record, lambda: None) == 0
     assert started == [record.argv, (*record.argv, "--again")]
 
 

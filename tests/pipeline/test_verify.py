@@ -14,7 +14,7 @@ from pipeline.contract.bundle import Ancestors, Override, open_bundle, write_man
 from pipeline.contract.golden import Golden
 from pipeline.contract.run import Run, StepRecord
 from pipeline.contract.signing import SIGNATURE, Trust, new_key, private_key
-from pipeline.history import changed_outputs, link_outputs, seal_step, write_record, write_run
+from pipeline.history import changed_outputs, link_outputs, publish_step, write_record, write_run
 from pipeline.override import sign_run
 from pipeline.system.errors import BundleError, ConfigError
 from pipeline.system.files import digest_file, write_json
@@ -27,7 +27,7 @@ from .packing import write_bundle
 
 
 def complete(run: Run, step: str) -> None:
-    outputs, digest = seal_step(run, step)
+    outputs, digest = publish_step(run, step)
     write_record(run, StepRecord(step=step, status="done", key="k", parts={}, outputs=outputs, digest=digest))
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.contract.run import SCHEMA, Run, RunFile, StepRecord, own_identity, run_step
+from pipeline.contract.run import SCHEMA, Run, RunFile, StepRecord, own_identity, step_main
 from pipeline.executors.local import LocalLauncher
 from pipeline.system.errors import ConfigError, DataError, GateError, PipelineError, clear_error, read_error
 from pipeline.system.files import digest_bytes, digest_file
@@ -101,7 +101,7 @@ def test_a_step_reads_only_what_earlier_steps_recorded(tmp_path: Path) -> None:
         (run.path / "run.json").write_text(json.dumps({**json.loads(run.read().model_dump_json()), "steps": steps}))
 
     def evaluate() -> int:
-        return run_step("evaluate", lambda run, _: worked.append(run.id), [str(run.path), "--root", str(tmp_path)])
+        return step_main("evaluate", lambda run, _: worked.append(run.id), [str(run.path), "--root", str(tmp_path)])
 
     record()
     assert (evaluate(), worked) == (0, ["run"])
@@ -132,7 +132,7 @@ def fails_with(error: BaseException) -> Callable[[Run, Path], None]:
 
 
 def left_behind(tmp_path: Path, error: BaseException) -> tuple[int, PipelineError]:
-    status = run_step("train", fails_with(error), [str(tmp_path), "--root", str(tmp_path)])
+    status = step_main("train", fails_with(error), [str(tmp_path), "--root", str(tmp_path)])
     found = read_error(tmp_path / "train.partial")
     assert found is not None
     return status, found
@@ -144,7 +144,7 @@ def test_work_gets_the_run_the_project_and_a_directory_to_write_to(tmp_path: Pat
     def work(run: Run, root: Path) -> None:
         seen.append((run.path, root, run.partial("train").is_dir()))
 
-    assert run_step("train", work, [str(tmp_path / "run"), "--root", str(tmp_path)]) == 0
+    assert step_main("train", work, [str(tmp_path / "run"), "--root", str(tmp_path)]) == 0
     assert seen == [(tmp_path / "run", tmp_path, True)]
     assert read_error(tmp_path / "run" / "train.partial") is None
 
@@ -172,7 +172,7 @@ def test_a_bug_in_the_users_file_names_its_line(tmp_path: Path) -> None:
     source.write_text("\n\ndef work(run, root):\n    return {}['label']\n")
     scope: dict[str, Callable[[Run, Path], None]] = {}
     exec(compile(source.read_text(), str(source), "exec"), scope)
-    run_step("train", scope["work"], [str(tmp_path), "--root", str(tmp_path)])
+    step_main("train", scope["work"], [str(tmp_path), "--root", str(tmp_path)])
     assert str(read_error(tmp_path / "train.partial")) == "KeyError: 'label' (task.py, line 4)"
 
 
@@ -180,8 +180,8 @@ def test_a_bug_in_the_users_file_names_its_line(tmp_path: Path) -> None:
 def test_code_that_waits_for_input_is_named_by_its_line(call: str, tmp_path: Path) -> None:
     (tmp_path / "task.py").write_text(f"def work(run, root):\n    {call}\n    return 1\n")
     program = (
-        "import sys; from pipeline.contract.run import run_step; sys.path.insert(0, '.'); import task; "
-        f"sys.exit(run_step('train', task.work, [{str(tmp_path)!r}, '--root', {str(tmp_path)!r}]))"
+        "import sys; from pipeline.contract.run import step_main; sys.path.insert(0, '.'); import task; "
+        f"sys.exit(step_main('train', task.work, [{str(tmp_path)!r}, '--root', {str(tmp_path)!r}]))"
     )
     deadline = time.monotonic() + 300
 
@@ -209,5 +209,5 @@ def test_a_full_disk_is_reported_with_its_fix(tmp_path: Path) -> None:
 
 def test_an_interrupt_is_no_failure_of_the_step(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
-        run_step("train", fails_with(KeyboardInterrupt()), [str(tmp_path)])
+        step_main("train", fails_with(KeyboardInterrupt()), [str(tmp_path)])
     assert read_error(tmp_path / "train.partial") is None

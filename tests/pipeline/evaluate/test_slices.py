@@ -78,7 +78,7 @@ def test_correction_for_many_slices_still_finds_large_decreases() -> None:
     assert not compared({"a=b": 0.4} | junk, samples=60)["a=b"].passed
 
 
-def test_continuous_values_are_tested_even_with_few_resamples() -> None:
+def test_continuous_values_are_tested_in_each_of_many_slices() -> None:
     generator = np.random.default_rng(2)
     baseline = generator.normal(size=2000)
     candidate = baseline + 0.05 * generator.normal(size=2000)

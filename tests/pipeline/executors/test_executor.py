@@ -83,7 +83,7 @@ def test_an_interrupted_step_is_cancelled_or_left_as_answered(
 
     executor = ClusterExecutor(project.root, reported.append, ask)
     with pytest.raises(KeyboardInterrupt):
-        executor.run_step(run, record, raise_it)
+        executor.execute(run, record, raise_it)
     assert len([path for path in api.objects if "/jobs/" in path]) == left
     job = reported[1].split("job/")[1].split()[0]
     assert asked == [f"job/{job} runs on the cluster. Cancel it? [Y/n] "] * questions
@@ -93,7 +93,7 @@ def test_an_interrupted_step_is_cancelled_or_left_as_answered(
 def test_a_pod_that_wrote_elsewhere_has_failed(held: tuple[Run, StepRecord], project: Project, api: ApiServer) -> None:
     run, record = held
     executor = ClusterExecutor(project.root, print, lambda _question: True)
-    assert executor.run_step(run, record, lambda: None) == 1
+    assert executor.execute(run, record, lambda: None) == 1
     error = str(read_error(run.partial("prepare")))
     assert f"wrote nothing to {run.path}; to fix it: the volume claim tiny-runs must hold" in error
 
@@ -106,5 +106,5 @@ def test_a_job_that_cannot_be_removed_does_not_fail_its_step(
     api.fail("DELETE", "/jobs/", status=500)
     reported: list[str] = []
     executor = ClusterExecutor(project.root, reported.append, lambda _question: True)
-    assert executor.run_step(run, record, lambda: None) == 0
+    assert executor.execute(run, record, lambda: None) == 0
     assert "is left on the cluster" in reported[-1]

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipeline.contract.run import Run, run_step
+from pipeline.contract.run import Run, step_main
 from pipeline.steps.prepare import find_duplicates, prepare
 from pipeline.system.errors import ConfigError, DataError, PipelineError
 from pipeline.system.files import digest_file
@@ -92,7 +92,7 @@ def test_what_the_task_does_not_have_is_recorded_as_nothing(root: Path) -> None:
 def test_sample_in_two_splits_stops_the_pipeline(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     edit(root, '"test": 20', '"test": 15')  # the last of validation is the first of test
     run = new_run(root)
-    assert run_step("prepare", prepare, [str(run.path), "--root", str(root)]) == DataError.exit_code == 2
+    assert step_main("prepare", prepare, [str(run.path), "--root", str(root)]) == DataError.exit_code == 2
     captured = capsys.readouterr()
     assert "test[0] = validation[5]" in captured.err
     assert "duplicate: test[0] = validation[5]" in captured.out
