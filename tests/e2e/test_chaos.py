@@ -40,7 +40,8 @@ def test_every_kind_of_kill_is_survived_and_the_folder_is_not_kept(project: Proj
     assert (found["kills"], found["lost"], found["repeated"], found["equal"]) == (28, 0, 0, True)
     assert len(found["places"]) == 18, "eleven places of kills, and seven other faults"
     assert all(place["recoveries"] == place["kills"] for place in found["places"])
-    assert done.stderr.count("kill ") == 28, "a line for each"
+    missing = 28 - done.stderr.count("kill ")
+    assert 0 <= missing <= len(found["trainings"]), "a line for each, except a training's last if no step follows it"
     assert list((project.runs / "chaos").iterdir()) == []
 
 
