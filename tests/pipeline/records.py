@@ -10,7 +10,7 @@ from pipeline.system.files import write_atomic
 
 
 def write_run_file(run: Run, wanted: str, **config: Any) -> Run:
-    """Write a run.json that asks for this step, with this configuration."""
+    """Write a run.json for this step, with this configuration."""
     values = {"name": "x", "task": "task.py:T", "codec": "codec.py:C", **config}
     file = RunFile(id=run.id, created="2026-01-01T00:00:00+00:00", wanted=(wanted,), config=values, environment={})
     run.path.mkdir(parents=True, exist_ok=True)

@@ -119,7 +119,7 @@ class Load(Clients):
 
 
 class GrpcLoad(Clients):
-    """Over gRPC, a channel for each client with calls beside each other; channels find a successor by themselves."""
+    """Over gRPC, a channel for each client with several calls at a time; channels find a successor by themselves."""
 
     def __init__(self, port: int, callers: int = 1) -> None:
         super().__init__()

@@ -96,7 +96,7 @@ def test_a_plan_goes_on_without_an_estimate(pipe_with_estimate: Pipe, starter: P
     assert f"(task.py, line {first + 2})" in done.stderr
 
 
-def test_plan_of_a_step_includes_its_prerequisites_and_its_exit_status_may_tell_of_changes(pipe: Pipe) -> None:
+def test_plan_of_a_step_includes_its_prerequisites_and_its_exit_status_may_show_changes(pipe: Pipe) -> None:
     rows = json.loads(pipe("plan", "evaluate", "--exit-code", "-o", "json", expect=4).stdout)
     assert [row["name"] for row in rows] == ["prepare", "train", "evaluate"]
     pipe("plan", expect=0)

@@ -57,7 +57,7 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
     [
         (KeyboardInterrupt(), True, 1, 0),
         (KeyboardInterrupt(), False, 1, 1),
-        (KeyboardInterrupt(signal.SIGTERM), False, 0, 0),  # who terminates it is not asked
+        (KeyboardInterrupt(signal.SIGTERM), False, 0, 0),  # who terminates it gets no question
     ],
 )
 def test_an_interrupted_step_is_cancelled_or_left_as_answered(
@@ -71,11 +71,11 @@ def test_an_interrupted_step_is_cancelled_or_left_as_answered(
 ) -> None:
     run, record = held
     api.nodes.program = lambda pod: 0 if pod.gone.wait(30) else 1
-    asked: list[str] = []
+    questions_seen: list[str] = []
     reported: list[str] = []
 
     def ask(question: str) -> bool:
-        asked.append(question)
+        questions_seen.append(question)
         return answer
 
     def raise_it() -> None:
@@ -86,7 +86,7 @@ def test_an_interrupted_step_is_cancelled_or_left_as_answered(
         executor.execute(run, record, raise_it)
     assert len([path for path in api.objects if "/jobs/" in path]) == left
     job = reported[1].split("job/")[1].split()[0]
-    assert asked == [f"job/{job} runs on the cluster. Cancel it? [Y/n] "] * questions
+    assert questions_seen == [f"job/{job} runs on the cluster. Cancel it? [Y/n] "] * questions
     assert executor.is_running(run, Step("prepare", "run", "", record.key, {})) is bool(left)
 
 
