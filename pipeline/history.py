@@ -76,9 +76,11 @@ def create_run(
     trial: int | None = None,
     starting_point: str = "",
 ) -> Run:
-    created = datetime.now(UTC)
-    run = Run(runs / f"{created:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}")
-    return begin_run(run, config, wanted, parent, study, trial, created, starting_point)
+    while True:
+        created = datetime.now(UTC)
+        run = Run(runs / f"{created:%Y%m%d-%H%M%S}-{secrets.token_hex(2)}")
+        with contextlib.suppress(FileExistsError):  # another run began in this second with the same four digits
+            return begin_run(run, config, wanted, parent, study, trial, created, starting_point)
 
 
 def begin_run(

@@ -104,7 +104,7 @@ def train(run: Run, root: Path) -> None:
         if isinstance(task, Generates) and (located := transformers_model(trainer.strategy.model)):
             check_decoder(task, located[1], run.config.export, ())
         check_metrics(task, trainer.strategy, splits[1], group, run.config.evaluate)
-        _fit(trainer, run, group, store, saved, make_model)
+        _fit(trainer, run, root, group, store, saved, make_model)
 
 
 def _make_model(task: Task, run: Run) -> nn.Module:
@@ -135,6 +135,7 @@ def _identity(run: Run, samples: int, batch_size: int) -> dict[str, Any]:
 def _fit(
     trainer: Trainer,
     run: Run,
+    root: Path,
     group: ProcessGroup,
     store: CheckpointStore,
     saved: SavedCheckpoint | None,
@@ -161,7 +162,7 @@ def _fit(
     if group.rank.first:
         weights: Mapping[str, Tensor] = store.load(progress.best_step).read_all("weights.")
         if run.config.model.adapter != "none":  # later steps know only the model without adapters
-            weights = merge_adapter(make_model, weights, run.config.model, directory / ADAPTER_FOLDER)
+            weights = merge_adapter(make_model, weights, run.config.model, directory / ADAPTER_FOLDER, root)
         save_weights(weights, directory / "model.safetensors", progress.best_step)
         summary = summarize(trainer, group, progress, first_step, time.perf_counter() - started)
         attempts = read_attempts(run.path)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -121,6 +122,12 @@ def test_runs_of_one_second_are_reported_apart_by_a_finer_time(tmp_path: Path, c
     assert [run.id for run in all_runs(tmp_path)] == [run.id for run in reversed(made)]
     assert len({run.id[:15] for run in made}) < len(made), "several in one second"
     assert find_run(tmp_path, "latest") == made[-1]
+
+
+def test_runs_that_draw_the_same_name_get_two(tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = itertools.count()
+    monkeypatch.setattr("secrets.token_hex", lambda size: f"{next(drawn) // 3:04x}")  # each three times
+    assert len({create_run(tmp_path, config, ("prepare",), "").path for _ in range(4)}) == 4
 
 
 def test_a_name_that_fits_no_run_or_several_is_a_mistake(tmp_path: Path, config: Config) -> None:

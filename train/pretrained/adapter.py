@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from pipeline.contract.pretrained import hub_id
 from pipeline.contract.settings.stages import Model
 from pipeline.contract.task import transformers_model
 from pipeline.system.errors import ConfigError, ResourceError
@@ -153,7 +154,9 @@ def adapter_sources(
 
 
 @torch.no_grad()
-def merge_adapter(build: BuildModel, weights: Mapping[str, Tensor], settings: Model, folder: Path) -> dict[str, Tensor]:
+def merge_adapter(
+    build: BuildModel, weights: Mapping[str, Tensor], settings: Model, folder: Path, root: Path
+) -> dict[str, Tensor]:
     """Write the adapter to a folder as peft does; return the weights of the task's model, with the adapter merged."""
     model = MetaModel(build).model
     if settings.adapter == "qlora":
@@ -161,7 +164,7 @@ def merge_adapter(build: BuildModel, weights: Mapping[str, Tensor], settings: Mo
     model.load_state_dict(dict(weights), assign=True)
     located = transformers_model(model)
     assert located is not None
-    _write_adapter(located[1], settings, folder)
+    _write_adapter(located[1], settings, folder, root)
     for name, layer in list(_adapters(model)):
         layer.merge(safe_merge=True)  # in a copy of the weights
         parent, _, own_name = name.rpartition(".")
@@ -169,7 +172,7 @@ def merge_adapter(build: BuildModel, weights: Mapping[str, Tensor], settings: Mo
     return dict(model.state_dict())
 
 
-def _write_adapter(transformer: Any, settings: Model, folder: Path) -> None:
+def _write_adapter(transformer: Any, settings: Model, folder: Path, root: Path) -> None:
     """Write adapter_config.json and adapter_model.safetensors, which PeftModel.from_pretrained reads."""
     from peft import get_peft_model_state_dict
 
@@ -182,7 +185,8 @@ def _write_adapter(transformer: Any, settings: Model, folder: Path) -> None:
     (folder / "adapter_model.safetensors").chmod(0o644)  # as `save_weights` does
     config = transformer.peft_config["default"]
     config.inference_mode, config.modules_to_save = True, heads or None
-    config.base_model_name_or_path = settings.pretrained or None
+    identifier, revision = hub_id(settings, root)
+    config.base_model_name_or_path, config.revision = identifier or settings.pretrained or None, revision or None
     config.target_modules = sorted(config.target_modules)  # a set has another order in each process
     config.task_type = "CAUSAL_LM" if type(transformer).__name__.endswith("ForCausalLM") else None
     config.save_pretrained(str(folder))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -76,7 +76,8 @@ def test_peft_reads_the_adapter_and_merges_it_to_the_same_bits(folder: Path, tmp
     trained = {name for name, parameter in made.strategy.model.named_parameters() if parameter.requires_grad}
     assert trained
     assert all(".lora_" in name or name == "score.weight" for name in trained)
-    merged = merge_adapter(make, weights, settings, tmp_path)
+    merged = merge_adapter(make, weights, settings, tmp_path, tmp_path)
+    assert base_of(tmp_path) == (str(folder), None)
 
     base = classifier(folder)
     base.load_state_dict(_original(weights))
@@ -88,6 +89,24 @@ def test_peft_reads_the_adapter_and_merges_it_to_the_same_bits(folder: Path, tmp
     assert expected.keys() == merged.keys()
     assert all(torch.equal(merged[name], tensor) for name, tensor in expected.items())
     assert any(not torch.equal(merged[name], before[name]) for name in before if name != "score.weight")
+
+
+def base_of(folder: Path) -> tuple[str | None, str | None]:
+    config = PeftConfig.from_pretrained(str(folder))
+    return config.base_model_name_or_path, config.revision
+
+
+@pytest.mark.parametrize("revision", [None, "refs/pr/1"])
+def test_an_adapter_names_the_revision_of_a_hub_id_as_peft_does(
+    folder: Path, revision: str | None, tmp_path: Path
+) -> None:
+    settings = Model(pretrained="org/tiny" + f"@{revision}" * bool(revision), adapter="lora", rank=2)
+
+    def make() -> nn.Module:
+        return add_adapter(classifier(folder), settings)
+
+    merge_adapter(make, make().state_dict(), settings, tmp_path, tmp_path)
+    assert base_of(tmp_path) == ("org/tiny", revision)
 
 
 def _original(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -122,7 +141,7 @@ def fit_in_several_ways(group: ProcessGroup, folders: dict[str, Path], ways: lis
             adapter = Model(pretrained="x", adapter=kind, rank=2)
         _, make, weights = fit(group, folders[family], adapter, **settings)
         name = f"adapter-{group.rank.rank}-{len(results)}"
-        results.append(merge_adapter(make, weights, adapter, folders[family] / name))
+        results.append(merge_adapter(make, weights, adapter, folders[family] / name, folders[family]))
     return results
 
 
