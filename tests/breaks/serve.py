@@ -11,7 +11,7 @@ BREAKS: tuple[Break, ...] = (
         "serve/security.py",
         "        if not known:",
         "        if browser and not known:",
-        "tests/serve/test_keys.py::test_anything_else_is_not",
+        "tests/serve/test_keys.py::test_other_credentials_are_refused",
     ),
     Break(
         "a grpc call that needs no key",
@@ -25,21 +25,21 @@ BREAKS: tuple[Break, ...] = (
         "serve/routes.py",
         '_PROBED = frozenset({"live", "ready"})',
         '_PROBED = frozenset({"live", "ready", "model_ready"})',
-        "tests/serve/test_routes.py::test_only_what_probes_ask_needs_no_key",
+        "tests/serve/test_routes.py::test_only_probes_need_no_key",
     ),
     Break(
         "a certificate replaced before its key ends tls",
         "serve/security.py",
         'self.pair.load_into(_context(""))',
         "pass",
-        "tests/serve/test_tls.py::test_half_a_replacement_changes_nothing",
+        "tests/serve/test_tls.py::test_certificate_without_its_new_key_changes_nothing",
     ),
     Break(
         "an unsigned bundle is served where signatures are required",
         "serve/options.py",
         "open_bundle(path, self.trust)",
         "open_bundle(path)",
-        "tests/serve/test_trust.py::test_what_no_trusted_key_signed_is_refused_with_nothing_loaded",
+        "tests/serve/test_trust.py::test_untrusted_bundle_is_refused_before_its_codec_is_loaded",
     ),
     # Text that must not get in or out
     Break(
@@ -47,14 +47,14 @@ BREAKS: tuple[Break, ...] = (
         "serve/app.py",
         'body = {"error": INTERNAL if refusal is None else str(refusal)}',
         'body = {"error": str(refusal or error)}',
-        "tests/serve/test_app.py::test_a_failure_of_ours_is_a_500_that_shows_nothing_and_a_traceback_in_the_log",
+        "tests/serve/test_app.py::test_internal_error_is_an_opaque_500_with_a_traceback_in_the_log",
     ),
     Break(
         "a client's request id forges a header or a log line",
         "serve/wire/request.py",
         "_SAFE_ID.fullmatch(given)",
         "_SAFE_ID.match(given)",
-        "tests/serve/wire/test_request.py::test_any_other_is_replaced_by_one_of_ours",
+        "tests/serve/wire/test_request.py::test_invalid_request_id_is_replaced",
     ),
     Break(
         "an example of a model runs as script on the page",
@@ -90,7 +90,7 @@ BREAKS: tuple[Break, ...] = (
         "serve/wire/listeners.py",
         "        await self._await_requests()\n",
         "",
-        "tests/serve/process/test_server.py::test_at_the_end_requests_are_answered_that_connected_clients_send_late",
+        "tests/serve/process/test_server.py::test_shutdown_answers_late_requests_of_connected_clients",
     ),
     Break(
         "a body that inflates without limit is accepted",
@@ -141,7 +141,7 @@ BREAKS: tuple[Break, ...] = (
         "serve/model_version.py",
         "        mergeable=not predictor.unbatched_reason,",
         "        mergeable=not predictor.signature.unbatched_reason,",
-        "tests/serve/test_model_version.py::test_a_model_that_mixes_rows_is_requested_one_request_at_a_time",
+        "tests/serve/test_model_version.py::test_model_that_mixes_rows_is_not_batched",
     ),
     Break(
         "the deadline of the bundle is ignored",
@@ -170,14 +170,14 @@ BREAKS: tuple[Break, ...] = (
         "serve/models.py",
         "        return self.find_model(name).current is not None and not self.draining",
         "        return self.find_model(name).current is not None",
-        "tests/serve/test_models.py::test_all_models_are_ready_or_none_is",
+        "tests/serve/test_models.py::test_service_is_ready_only_if_all_models_are",
     ),
     Break(
         "a request that names its version is answered by the canary",
         "serve/app.py",
         "in version.predictor.media_types)\n        if version.canary is not None and not route.version:",
         "in version.predictor.media_types)\n        if version.canary is not None:",
-        "tests/serve/test_canary.py::test_a_request_that_names_a_version_meets_it_whatever_its_id[v1]",
+        "tests/serve/test_canary.py::test_request_that_names_a_version_gets_it_whatever_its_id[v1]",
     ),
     # HTTP/2
     Break(
@@ -222,14 +222,14 @@ BREAKS: tuple[Break, ...] = (
         "serve/monitoring/metrics.py",
         "        buffer, self._buffer = self._buffer, []",
         "        buffer = list(self._buffer)",
-        "tests/serve/monitoring/test_metrics.py::test_requests_are_counted_whether_few_or_many_have_come_since_the_last_look",
+        "tests/serve/monitoring/test_metrics.py::test_requests_are_counted_whatever_the_scrape_interval",
     ),
     Break(
         "connections that wait when the service ends are reset",
         "serve/wire/accepting.py",
         "            clients.append(sock.accept()[0])",
         "            sock.accept()[0].close()",
-        "tests/serve/process/test_sockets.py::test_a_closing_listener_returns_its_queue_and_admits_no_one_else",
+        "tests/serve/process/test_sockets.py::test_closing_listener_returns_its_queue_and_ignores_new_handshakes",
     ),
     # Roll-out
     Break(

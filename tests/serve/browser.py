@@ -1,4 +1,4 @@
-"""A headless Chromium for tests, spoken to over its DevTools protocol."""
+"""A headless Chromium for tests, controlled over the DevTools protocol."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Point = tuple[float, float]
 
 
 class Browser:
-    """One page. `sent` has every address it loaded anything from, `complaints` its errors of script and policy."""
+    """One page. `sent` has every URL that it loaded, `complaints` its script errors and policy violations."""
 
     def __init__(self, profile: Path) -> None:
         assert PROGRAM is not None
@@ -69,7 +69,7 @@ class Browser:
             self._note(answer)
 
     def sign_in(self, password: str) -> None:
-        """What a person types when the browser requests; once, as the browser remembers it."""
+        """Answer the browser's password prompt; once, as the browser remembers it."""
         self._password = password
         self.call("Fetch.enable", handleAuthRequests=True)
 
@@ -105,7 +105,7 @@ class Browser:
         return found["result"].get("value")
 
     def wait(self, script: str) -> Any:
-        """The value, as soon as it is one that counts as true."""
+        """Return the value of the script as soon as it is true."""
         deadline = time.monotonic() + SECONDS
         while not (found := self.value(script)):
             assert time.monotonic() < deadline, f"never came true: {script}"
@@ -113,11 +113,11 @@ class Browser:
         return found
 
     def text(self, selector: str) -> str:
-        """What the element states, once it is there."""
+        """Return the text of the element once it exists."""
         return str(self.wait(f"document.querySelector({json.dumps(selector)})?.textContent"))
 
     def place(self, selector: str, points: Sequence[Point]) -> list[Point]:
-        """Points given as shares of an element, in pixels of the window."""
+        """Convert points given as fractions of an element to pixels of the window."""
         box = f"document.querySelector({json.dumps(selector)}).getBoundingClientRect()"
         left, top, width, height = self.value(f"(box => [box.left, box.top, box.width, box.height])({box})")
         return [(left + x * width, top + y * height) for x, y in points]

@@ -16,7 +16,7 @@ from pipeline.contract.golden import Golden
 from pipeline.contract.signature import Limits, Runtime, Signature, TensorSpec
 from pipeline.system.files import digest_file, write_json
 
-TOO_BRIGHT = 100  # a value from which on the model itself fails
+TOO_BRIGHT = 100  # the model fails from this value on
 LIMITS = Limits(max_batch_size=16, max_body_bytes=100_000)
 CPU = Runtime(provider="cpu", threads=1)
 
@@ -44,7 +44,7 @@ class TrickyCodec:
 
 
 def _graph(seed: int) -> onnx.GraphProto:
-    """logits = flatten(image) @ weight, with weights that are hard to guess; fails on a value beyond TOO_BRIGHT."""
+    """Return logits = flatten(image) @ weight with random weights; the graph fails on values from TOO_BRIGHT on."""
     weight = np.random.default_rng(seed).normal(size=(64, 10)).astype(np.float32)
     zeros = np.zeros(TOO_BRIGHT, np.float32)
     return helper.make_graph(
@@ -135,7 +135,7 @@ def build(
     predictions: Callable[[Any], list[Any]],
     seed: int = 7,
 ) -> Path:
-    """Bundles of other seeds answer otherwise."""
+    """Write a bundle; each seed gives other weights."""
     graph = _graph(seed)
     image = TensorSpec(name="image", datatype="FP32", shape=("batch", 1, 8, 8))
     logits = TensorSpec(name="logits", datatype="FP32", shape=("batch", 10), labels=tuple("0123456789"))

@@ -9,7 +9,7 @@ from serve.security import CertificatePair
 
 
 def make(folder: Path, name: str, *protection: str) -> CertificatePair:
-    """One that is its own authority, for this name and this machine."""
+    """Make a self-signed certificate for this name and this machine."""
     pair = CertificatePair(folder / "tls.crt", folder / "tls.key")
     argv = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-days", "2"]
     argv += ["-subj", f"/CN={name}", "-addext", f"subjectAltName=DNS:{name},IP:127.0.0.1"]

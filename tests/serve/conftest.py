@@ -47,7 +47,7 @@ def bundle_path(tmp_path_factory: pytest.TempPathFactory, picture: list[list[int
 
 @pytest.fixture(scope="session")
 def other_path(tmp_path_factory: pytest.TempPathFactory, picture: list[list[int]]) -> Path:
-    """The same with other weights: what the next training gives."""
+    """The same with other weights, as from another training."""
     source = (ROOT / "examples/digits/codec.py").read_text()
     return build(tmp_path_factory.mktemp("other") / "bundle", "DigitsCodec", source, [picture, picture], digits, seed=8)
 
@@ -71,13 +71,13 @@ def bundle(bundle_path: Path) -> Bundle:
 
 @pytest.fixture
 def own_bundle(bundle_path: Path, tmp_path: Path) -> Path:
-    """A copy a test may spoil."""
+    """A copy that a test may damage."""
     return Path(shutil.copytree(bundle_path, tmp_path / "bundle"))
 
 
 @pytest.fixture(scope="session")
 def seal() -> Callable[[Path], str]:
-    """Seal a changed bundle again, as someone would who wants it believed."""
+    """Seal a changed bundle again, like an attacker."""
     return seal_again
 
 
@@ -131,7 +131,7 @@ def free_ports() -> Callable[[int], list[int]]:
 
 
 class Launcher:
-    """Starts services and ends those a test leaves behind."""
+    """Starts services, and ends those that a test leaves running."""
 
     def __init__(self) -> None:
         self._started: list[tuple[Running, threading.Thread]] = []
@@ -180,7 +180,7 @@ def start() -> Iterator[Launcher]:
 
 @pytest.fixture(scope="session")
 def server(bundle_path: Path) -> Iterator[Running]:
-    """One service of the digits bundle, which tests share and leave as it is."""
+    """A service of the digits bundle, shared by tests that do not change it."""
     with contextlib.closing(Launcher()) as launcher:
         yield launcher(bundle_path)
 
@@ -206,6 +206,6 @@ def tricky_server(tricky_path: Path) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def module_launcher() -> Iterator[Launcher]:
-    """For services that the tests of a module share."""
+    """Return a launcher for services that the tests of a module share."""
     with contextlib.closing(Launcher()) as launcher:
         yield launcher

@@ -1,4 +1,4 @@
-"""A model that doubles, for tests of what is between a request and its model."""
+"""A model that doubles its input, for tests of batching and queues."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Model:
         self.batches: list[Array] = []
         self.gate, self.entered = threading.Event(), threading.Event()
         self.gate.set()
-        self.seconds = 0.001  # above what is run on the loop itself
+        self.seconds = 0.001  # too slow to be run on the event loop
         self.busy = 0.0
 
     def __call__(self, arrays: Arrays, wanted: Sequence[str]) -> dict[str, Array]:
@@ -60,7 +60,7 @@ def run(body: Callable[[], Coroutine[Any, Any, None]]) -> None:
 
 
 class Client(RequestContext):
-    """A request whose deadline and client a test decides about."""
+    """A request whose deadline and disconnection a test controls."""
 
     def __init__(self, deadline: float = math.inf, gone: Callable[[], bool] = lambda: False) -> None:
         super().__init__({}, "/")
@@ -70,7 +70,7 @@ class Client(RequestContext):
 async def ask(
     batcher: Batcher, arrays: Arrays, *names: str, request: RequestContext | None = None, **output: Any
 ) -> Any:
-    """Return the outputs as a list of numbers, if there is room."""
+    """Return the outputs as a list of numbers; raise Busy if the queue is full."""
     request = request or Client(**output)
     check_capacity(batcher, request.deadline)
     outputs = await batcher.outputs(arrays, names or ("y",), request)
@@ -78,7 +78,7 @@ async def ask(
 
 
 async def behind_a_gate(model: Model, batcher: Batcher, *waiting: Coroutine[Any, Any, Any]) -> list[asyncio.Task[Any]]:
-    """One request runs and cannot end; those given wait behind it."""
+    """Start a request that cannot end, and queue the given ones behind it."""
     model.gate.clear()
     first = asyncio.create_task(ask(batcher, rows(100)))
     await model.until_entered()

@@ -1,4 +1,4 @@
-"""Bundles whose model gives back what it is given, whatever its types and shapes."""
+"""Bundles whose model returns its inputs, for any types and shapes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CODEC = "class NoCodec:\n    def decode(self, instances): return {}\n    def enc
 
 
 def sample(datatype: str, shape: Sequence[int | str], rows: int = 2) -> Array:
-    """Values at the edges of the type."""
+    """Return an array with the extreme values of a type."""
     sizes = [rows if isinstance(axis, str) else axis for axis in shape]
     kind = np.dtype(NUMPY_TYPES[datatype])
     if datatype == "BYTES":
@@ -52,7 +52,7 @@ def build(
     specs: Mapping[str, tuple[str, Sequence[int | str]]],
     missing: Collection[str] = (),
 ) -> Path:
-    """Input `x` comes back as `x_out`; those in `missing` may be NaN, and are in the golden request."""
+    """Write a bundle that returns input `x` as `x_out`; inputs in `missing` may be NaN, also in the golden request."""
     inputs = [helper.make_tensor_value_info(name, ONNX_TYPES[kind], shape) for name, (kind, shape) in specs.items()]
     outputs = [helper.make_tensor_value_info(f"{name}_out", ONNX_TYPES[k], shape) for name, (k, shape) in specs.items()]
     nodes = [helper.make_node("Identity", [name], [f"{name}_out"]) for name in specs]
@@ -74,7 +74,7 @@ def build(
 
 
 def build_constant(path: Path, number: float) -> Path:
-    """Takes nothing and gives one number."""
+    """Write a bundle without inputs that returns one number."""
     node = helper.make_node("Constant", [], ["y"], value_float=number)
     graph = helper.make_graph([node], "constant", [], [helper.make_tensor_value_info("y", TensorProto.FLOAT, [])])
     golden = Golden({}, {"y": np.array(number, np.float32)}, [], [], rtol=0, atol=0)

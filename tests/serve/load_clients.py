@@ -1,4 +1,4 @@
-"""Clients that ask a service without pause while something is done to it, and everything that went wrong."""
+"""Clients that send requests without pause and record failures while a test changes the service."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Answer:
 
 
 class Clients(ABC):
-    """What they were notified; `refused` when no one listens any more: nothing was accepted then, nothing lost."""
+    """Threads that send requests; `heard` has the answers, `refused` is set when connections are refused."""
 
     def __init__(self) -> None:
         self.heard: list[Answer] = []
@@ -47,7 +47,7 @@ class Clients(ABC):
         self._stop = threading.Event()
 
     def answers(self, count: int, by: str = "", bundle: str = "") -> None:
-        """Return when that many more answers are in, from one process or of one bundle if it is named."""
+        """Wait for that many more answers, from one process or of one bundle if it is named."""
         deadline, start = time.monotonic() + SECONDS, len(self.heard)
         while sum(by in ("", one.by) and bundle in ("", one.bundle) for one in self.heard[start:]) < count:
             assert time.monotonic() < deadline, f"no answers: {self.failures[:3]}"
@@ -70,11 +70,11 @@ class Clients(ABC):
 
     @abstractmethod
     def _client(self) -> None:
-        """One client: requests, and notes what it hears, until it is notified to stop."""
+        """Send requests and record the answers until `_stop` is set."""
 
 
 class Load(Clients):
-    """Over HTTP, each request on a connection of its own or all on one for as long as the service keeps it."""
+    """HTTP clients: one connection for each request, or one for all as long as the service keeps it."""
 
     def __init__(self, port: int, body: dict[str, Any], *, keep_alive: bool, tls: ssl.SSLContext | None = None) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class Load(Clients):
 
 
 class GrpcLoad(Clients):
-    """Over gRPC, a channel for each client with several calls at a time; channels find a successor by themselves."""
+    """gRPC clients: one channel each, with several calls at a time; channels reconnect by themselves."""
 
     def __init__(self, port: int, callers: int = 1) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Requests no client should send: a list by hand, and many more made from good ones by one wrong step each."""
+"""Malformed requests: a list by hand, and many more made from valid ones by one change each."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def v1(instances: Any) -> bytes:
 ROW, PICTURE = [1] * 8, [[1] * 8] * 8
 RAW = v2({"name": "image", "shape": [1, 1, 8, 8], "datatype": "FP32", "parameters": {"binary_data_size": 256}})
 
-# path, body, headers, status, what the sentence must name
+# path, body, headers, status, what the message must name
 Chosen = tuple[str, bytes, dict[str, str], int, str]
 CHOSEN: list[Chosen] = [
     (V1, b"", JSON, 400, "body"),
@@ -126,7 +126,7 @@ CHOSEN: list[Chosen] = [
 GOOD_V1 = v1([PICTURE])
 GOOD_V2 = v2(image(), id="7", outputs=[{"name": "logits"}], parameters={"binary_data_output": False})
 WRONG: tuple[Any, ...] = (None, True, -1, 1.5, 2**64, "x", "", [], ["x"], {}, {"x": 1}, [[1]])
-LEGAL = {  # wrong values that are right in their place
+LEGAL = {  # values of other fields
     ("id",): ("x", "", None),
     ("parameters",): ({}, {"x": 1}, None),
     ("outputs",): ([], None),
@@ -146,7 +146,7 @@ def cases() -> Iterator[Chosen]:
 
 
 def _cut_short() -> Iterator[Chosen]:
-    """Bodies that end too early, and bodies that go on."""
+    """Yield truncated bodies, and bodies with something after their end."""
     for path, good in ((V1, GOOD_V1), (V2, GOOD_V2)):
         for end in range(1, len(good), max(1, len(good) // 25)):
             yield path, good[:end], JSON, 400, "body"
@@ -180,7 +180,7 @@ def _one_field_wrong() -> Iterator[Chosen]:
 
 
 def _places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Of every field, and of one element of a long list."""
+    """Yield the path of every field; of a long list one element is enough."""
     if place:
         yield place
     children = value.items() if isinstance(value, dict) else [*enumerate(value)] if isinstance(value, list) else []
@@ -190,7 +190,7 @@ def _places(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]
 
 
 def _changed(good: Any, place: tuple[Any, ...], wrong: Any) -> Any:
-    """The ellipsis takes the field away."""
+    """Return a copy with another value; the ellipsis removes the field."""
     found = copy.deepcopy(good)
     parent = found
     for key in place[:-1]:

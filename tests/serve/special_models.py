@@ -1,4 +1,4 @@
-"""Sealed bundles of models with a habit: one takes as long as it is notified, one mixes the rows of a batch."""
+"""Sealed bundles of special models, for example one whose input sets its run time, and one that mixes rows."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ X, Y = (TensorSpec(name=name, datatype="FP32", shape=("batch", 1)) for name in "
 
 
 def slow(path: Path, limits: Limits = LIMITS, runtime: Runtime = CPU) -> Path:
-    """y = x + 1, after as many thousand rounds of work as the largest x states."""
+    """Compute y = x + 1, after max(x) thousand rounds of work."""
     work = np.full((64, 64), 1 / 64, np.float32)
     body = helper.make_graph(
         [
@@ -89,7 +89,7 @@ def slow(path: Path, limits: Limits = LIMITS, runtime: Runtime = CPU) -> Path:
 
 
 def mixing(path: Path) -> Path:
-    """y = x less the batch's mean."""
+    """Compute y = x minus the mean of the batch."""
     nodes = [
         helper.make_node("ReduceMean", ["x", "first"], ["mean"]),
         helper.make_node("Sub", ["x", "mean"], ["y"]),
@@ -98,7 +98,7 @@ def mixing(path: Path) -> Path:
 
 
 def worded(path: Path) -> Path:
-    """y = x + 1, of how long a text is."""
+    """Compute y = x + 1, where x is the length of a text."""
     x = np.array([[1], [9]], np.float32)
     golden = Golden({"x": x}, {"y": x + 1}, ["a", "nine long"], [{"next": 2.0}, "long"], rtol=1e-3, atol=1e-4)
     graph = _graph([helper.make_node("Add", ["x", "one"], ["y"])], {"one": np.float32(1)})
@@ -106,7 +106,7 @@ def worded(path: Path) -> Path:
 
 
 def padded(path: Path) -> Path:
-    """The next letter for each letter, and for the padding too, which the codec cuts off by the mask."""
+    """Return the next letter for each letter and for padding, which the codec cuts off by the mask."""
     shape: list[str | int | None] = ["batch", 8]
     graph = helper.make_graph(
         [helper.make_node("Add", ["codes", "one"], ["next"]), helper.make_node("Identity", ["mask"], ["same"])],
@@ -127,7 +127,7 @@ def padded(path: Path) -> Path:
 
 
 def deep(path: Path, weights: Sequence[Any], *, beside: bool) -> Path:
-    """Ones times each of the square matrices, which must be ones again; the weights in the model or beside it."""
+    """Multiply ones by square matrices, which keep them ones; the weights are in the model file or beside it."""
     size, names = len(weights[0]), ["x", *(f"h{layer}" for layer in range(1, len(weights))), "y"]
     nodes = [helper.make_node("MatMul", [names[i], f"w{i}"], [names[i + 1]]) for i in range(len(weights))]
     values = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", size]) for name in "xy"]

@@ -29,7 +29,9 @@ if TYPE_CHECKING:
         ("/v2/models/tiny/ready", {"name": "tiny", "ready": True}),
     ],
 )
-def test_health_and_lists_answer_as_the_protocols_state(client: httpx.Client, path: str, body: dict[str, Any]) -> None:
+def test_health_and_lists_answer_as_the_protocols_require(
+    client: httpx.Client, path: str, body: dict[str, Any]
+) -> None:
     response = client.get(path)
     assert (response.status_code, response.json()) == (200, body)
 
@@ -50,7 +52,7 @@ def test_metadata_names_the_tensors_and_how_the_model_runs(client: httpx.Client,
     assert client.get("/v2").json()["name"] == "pipe"
 
 
-def test_metadata_states_who_let_a_rejected_model_pass_and_why(bundle: Bundle) -> None:
+def test_metadata_names_who_overrode_the_gate_and_why(bundle: Bundle) -> None:
     given = Override(at="2026-01-02", by="ann@here", reason="shown on Monday", verdict="v")
     predictor = SimpleNamespace(
         session=SimpleNamespace(provider="CPU", fallback=""), unbatched_reason="", text_signature=None
@@ -63,7 +65,7 @@ def test_metadata_states_who_let_a_rejected_model_pass_and_why(bundle: Bundle) -
     assert not properties.keys() & {"axes", "padding"}
 
 
-def test_metadata_names_the_axes_of_texts_and_what_padding_does(bundle: Bundle) -> None:
+def test_metadata_has_named_axes_and_the_effect_of_padding(bundle: Bundle) -> None:
     inputs = (TensorSpec(name="letters", datatype="INT64", shape=("batch", "time")),)
     outputs = (TensorSpec(name="tags", datatype="FP32", shape=("batch", "time // 2", 3)),)
     tagger = {"inputs": inputs, "outputs": outputs, "padding": "padding changes answers: 7 of 9"}
@@ -95,7 +97,7 @@ def test_every_answer_names_the_bundle_and_the_process(
         assert response.headers["x-served-by"] == str(server.process.pid)
 
 
-def test_a_failure_of_ours_is_a_500_that_shows_nothing_and_a_traceback_in_the_log(
+def test_internal_error_is_an_opaque_500_with_a_traceback_in_the_log(
     tricky_server: Running, picture: list[Any]
 ) -> None:
     body = {"instances": [{"image": picture, "fail": "encode"}]}
@@ -107,14 +109,14 @@ def test_a_failure_of_ours_is_a_500_that_shows_nothing_and_a_traceback_in_the_lo
     assert tricky_server.log.count("Traceback") == 1
 
 
-def test_a_codec_that_stumbles_over_a_payload_is_a_400(tricky_server: Running, picture: list[Any]) -> None:
+def test_codec_error_on_a_payload_is_a_400(tricky_server: Running, picture: list[Any]) -> None:
     body = {"instances": [{"image": picture, "fail": "decode"}]}
     response = httpx.post(f"{tricky_server.url}/v1/models/tiny:predict", json=body, timeout=60)
     assert (response.status_code, response.json()["error"].partition(":")[0]) == (400, "instances")
     assert "secret" not in response.text
 
 
-def test_what_curl_calls_a_form_is_read_as_json(client: httpx.Client) -> None:
+def test_form_content_type_of_curl_is_read_as_json(client: httpx.Client) -> None:
     body = json.dumps({"instances": [[[0.0] * 8] * 8]})
     headers = {"content-type": "application/x-www-form-urlencoded"}
     assert client.post("/v1/models/tiny:predict", content=body, headers=headers).status_code == 200

@@ -27,7 +27,7 @@ IDS = [f"request-{number}".encode() for number in range(4000)]
 
 @pytest.fixture
 def model(bundle_path: Path, other_path: Path, pool: Executor) -> Model:
-    """The digits bundle, and beside it another one that gets a tenth."""
+    """The digits bundle, and another one as a canary with a tenth of the requests."""
     model = Model("tiny")
     for path in (bundle_path, other_path):
         model.add(load_predictor(open_bundle(path), "cpu", 1), pool, canary_share=0.1)
@@ -39,7 +39,7 @@ def _chosen(model: Model, payload: v1.Payload | v2.Payload, request_id: bytes = 
     return asyncio.run(model.current.choose(payload, request_id))
 
 
-def test_ids_spread_evenly_and_never_move() -> None:
+def test_ids_are_spread_evenly_and_positions_never_change() -> None:
     places = [id_position("a" * 64, key) for key in IDS]
     assert all(0 <= place < 1 for place in places)
     for tenth in range(10):
@@ -47,19 +47,19 @@ def test_ids_spread_evenly_and_never_move() -> None:
     assert id_position("a" * 64, b"request-1") == pytest.approx(0.82437569, abs=1e-8), "the same in every process"
 
 
-def test_another_candidate_meets_others(model: Model) -> None:
+def test_another_candidate_gets_other_ids(model: Model) -> None:
     canaries = [Canary(version, 0.1) for version in model.versions.values()]
     first, second = ({key for key in IDS if canary.takes(key)} for canary in canaries)
     assert len(first & second) < 0.3 * len(first)
 
 
-def test_a_larger_share_takes_no_one_back(model: Model) -> None:
+def test_larger_share_keeps_the_ids_of_a_smaller_one(model: Model) -> None:
     assert model.canary is not None
     small, large = Canary(model.canary.candidate, 0.1), Canary(model.canary.candidate, 0.2)
     assert {key for key in IDS if small.takes(key)} < {key for key in IDS if large.takes(key)}
 
 
-def test_a_request_is_known_by_the_id_in_its_body_and_else_by_that_of_its_header(model: Model) -> None:
+def test_id_in_the_body_takes_precedence_over_the_header(model: Model) -> None:
     assert model.canary is not None
     taken = next(key for key in IDS if model.canary.takes(key))
     left = next(key for key in IDS if not model.canary.takes(key))
@@ -74,7 +74,7 @@ def test_a_request_is_known_by_the_id_in_its_body_and_else_by_that_of_its_header
     assert _chosen(model, v1.Payload(b"{}"), left) is model.current
 
 
-def test_a_long_body_is_read_for_its_id_off_the_loop(model: Model) -> None:
+def test_id_is_read_from_a_long_body_too(model: Model) -> None:
     assert model.canary is not None
     taken = next(key for key in IDS if model.canary.takes(key))
     long = v2.Payload("tiny", b'{"id": "%s", "inputs": []%s}' % (taken, b" " * 2_000_000), None, None)
@@ -82,7 +82,7 @@ def test_a_long_body_is_read_for_its_id_off_the_loop(model: Model) -> None:
     assert _chosen(model, long) is model.canary.candidate
 
 
-def test_without_a_canary_everyone_meets_the_current_one(model: Model) -> None:
+def test_without_a_canary_the_current_version_gets_all_requests(model: Model) -> None:
     assert model.current is not None
     model.current.canary = None
     assert {_chosen(model, v1.Payload(b"{}"), key) for key in IDS[:50]} == {model.current}
@@ -92,7 +92,7 @@ TENSOR = {"name": "image", "shape": [1, 1, 8, 8], "datatype": "FP32"}
 
 
 @pytest.mark.parametrize("protocol", ["v1", "v2", "grpc"])
-def test_a_request_that_names_a_version_meets_it_whatever_its_id(
+def test_request_that_names_a_version_gets_it_whatever_its_id(
     model: Model, picture: list[list[int]], protocol: str
 ) -> None:
     assert model.canary is not None

@@ -1,4 +1,4 @@
-"""Clients others wrote, unmodified, as judges: Triton's over HTTP and gRPC, and kserve's own."""
+"""Unmodified clients of other projects: Triton's over HTTP and gRPC, and kserve's."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ EVERY: dict[str, tuple[str, list[int | str]]] = {
 
 
 @pytest.mark.parametrize("specs", [EVERY, {"b": ("BF16", ["batch", 2])}], ids=["every", "bf16"])
-def test_tritons_clients_get_right_answers_in_every_way_they_ask(
+def test_all_calls_of_tritons_clients_get_right_answers(
     module_launcher: Launcher, tmp_path: Path, specs: dict[str, Any]
 ) -> None:
     running = module_launcher(build(tmp_path / "bundle", specs))

@@ -1,4 +1,4 @@
-"""Every datatype of the protocol, in every way it travels, through the real service and back unchanged."""
+"""Every datatype comes back unchanged from the real service, in every encoding of the protocol."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def served(
     module_launcher: Launcher,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> tuple[Running, Mapping[str, tuple[str, Array]]]:
-    """A service that gives back what it is given, and what to give it."""
+    """A service that returns its inputs, and samples for it."""
     specs = SPECS[request.param]
     running = module_launcher(build(tmp_path_factory.mktemp(request.param) / "bundle", specs))
     return running, {name: (kind, sample(kind, shape, rows=3)) for name, (kind, shape) in specs.items()}
@@ -60,7 +60,7 @@ def _assert_same(outputs: Mapping[str, tuple[str, list[int], Any]], given: Mappi
 
 
 @pytest.mark.parametrize("nested", [True, False])
-def test_as_json_flat_or_nested(served: tuple[Running, Mapping[str, tuple[str, Array]]], nested: bool) -> None:
+def test_json_flat_or_nested(served: tuple[Running, Mapping[str, tuple[str, Array]]], nested: bool) -> None:
     running, given = served
     inputs = [
         _tensor(name, kind, array, data=array.tolist() if nested and array.ndim else array.ravel().tolist())
@@ -71,7 +71,7 @@ def test_as_json_flat_or_nested(served: tuple[Running, Mapping[str, tuple[str, A
     assert "id" not in answer
 
 
-def test_as_raw_bytes_behind_json(served: tuple[Running, Mapping[str, tuple[str, Array]]]) -> None:
+def test_raw_bytes_after_json(served: tuple[Running, Mapping[str, tuple[str, Array]]]) -> None:
     running, given = served
     raws = {name: to_raw(array, kind) for name, (kind, array) in given.items()}
     inputs = [
@@ -96,7 +96,7 @@ def test_as_raw_bytes_behind_json(served: tuple[Running, Mapping[str, tuple[str,
     assert place == len(response.content)
 
 
-def test_as_raw_contents_of_grpc(stub: Any, served: tuple[Running, Mapping[str, tuple[str, Array]]]) -> None:
+def test_grpc_raw_contents(stub: Any, served: tuple[Running, Mapping[str, tuple[str, Array]]]) -> None:
     _, given = served
     raws = [to_raw(array, kind) for kind, array in given.values()]
     inputs = [_tensor(name, kind, array) for name, (kind, array) in given.items()]
@@ -107,7 +107,7 @@ def test_as_raw_contents_of_grpc(stub: Any, served: tuple[Running, Mapping[str, 
     assert list(answer.raw_output_contents) == raws
 
 
-def test_as_typed_contents_of_grpc_where_the_type_has_them(
+def test_grpc_typed_contents_where_the_type_has_them(
     stub: Any, served: tuple[Running, Mapping[str, tuple[str, Array]]]
 ) -> None:
     _, given = served

@@ -1,4 +1,4 @@
-"""`docs/serving.md`, typed line by line into a shell, answers as it states."""
+"""The commands of `docs/serving.md`, typed line by line into a shell, print what it shows."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ANYTHING = "…"
 
 @dataclass
 class Ran:
-    """A block: its text, what it printed, and what the document states it prints, if it does, as JSON or lines."""
+    """A block: its text, what it printed, and the output that the document shows, if any, as JSON or lines."""
 
     text: str
     printed: str
@@ -86,12 +86,12 @@ def outputs(
 
 
 def _closed(launcher: Launcher, bundle: Path, folder: Path) -> Running:
-    """A service with the keys and the certificate that the document has just made."""
+    """Start a service with the keys and the certificate that the document has just made."""
     access = Access.from_settings(Serve(api_keys="keys", tls_certificate="tls.crt", tls_key="tls.key"), folder)
     return launcher(bundle, options=["--name", "digits", *access.options])
 
 
-def test_every_command_answers_what_the_document_states(outputs: list[Ran]) -> None:
+def test_every_command_prints_what_the_document_shows(outputs: list[Ran]) -> None:
     assert sum(ran.text.count("curl ") for ran in outputs) > 30
     for ran in outputs:
         if ran.kind == "json":
@@ -127,13 +127,13 @@ def _alike(wanted: Any, got: Any) -> bool:
 
 
 def _same_lines(ran: Ran) -> None:
-    """What the document shows is printed, in whatever order; the ellipsis stands for anything."""
+    """Check that the lines of the document are printed, in any order; the ellipsis stands for anything."""
     for line in ran.expected.splitlines():
         pattern = ".*".join(re.escape(part) for part in line.split(ANYTHING))
         assert re.search(pattern, ran.printed), f"{ran.text}\n{line}\n{ran.printed[:2000]}"
 
 
-def test_every_endpoint_is_requested_by_a_curl_line() -> None:
+def test_every_endpoint_has_a_curl_example() -> None:
     sent = set(re.findall(r"curl [^\n]*?localhost:80[678]0(\S*)", DOCUMENT))
     named = {path: "story" if "openai" in path else "digits" for path, _ in PATHS.values()}
     missing = [path for path, name in named.items() if path.replace("{model_name}", name) not in sent]
@@ -144,28 +144,28 @@ def test_every_endpoint_is_requested_by_a_curl_line() -> None:
 @pytest.mark.parametrize(
     "line", [line for language, text in BLOCKS if language == "console" for line in text.splitlines()]
 )
-def test_every_way_to_start_it_is_one_it_understands(line: str) -> None:
+def test_every_documented_start_command_is_valid(line: str) -> None:
     words = shlex.split(line)
     assert words[:3] == ["python", "-m", "serve"]
     parse_options(words[3:])
 
 
-def test_every_status_of_a_refusal_is_in_the_table() -> None:
+def test_every_error_status_is_in_the_table() -> None:
     received = {int(code) for row in re.findall(r"^\| ([\d, ]+) \|", DOCUMENT, re.MULTILINE) for code in row.split(",")}
     kinds: list[type[RequestError]] = [RequestError, *RequestError.__subclasses__()]
     undocumented = {499}  # the client left
     assert {int(kind.status) for kind in kinds} - undocumented <= received
 
 
-def test_every_word_of_the_configuration_is_reported() -> None:
-    received = {"canary", "shadow", "shadow_share"}  # by their options, which have the same names
+def test_every_serve_setting_is_documented() -> None:
+    received = {"canary", "shadow", "shadow_share"}  # documented as options
     for name in Serve.model_fields.keys() - received:
         assert re.search(rf"\b{name}\b", DOCUMENT), name
     for name in received:
         assert f"--{name.replace('_', '-')}" in DOCUMENT
 
 
-def test_the_metrics_it_names_are_there(outputs: list[Ran]) -> None:
+def test_documented_metrics_exist(outputs: list[Ran]) -> None:
     metrics = "".join(ran.printed for ran in outputs if ran.text.endswith("/metrics\n"))
     for name in re.findall(r"`(pipe_\w+)`", DOCUMENT):
         assert name in metrics, name

@@ -1,4 +1,4 @@
-"""A codec whose encode() takes the decoded inputs: each request gets its own, in every protocol and any batch."""
+"""A codec whose encode() cuts off padding by the decoded inputs, which must be those of the same request."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def predictions(answer: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("payload", [v1_payload, v2_payload, rpc_payload])
-def test_requests_of_one_batch_are_cut_by_their_own_inputs(predictor: Predictor, payload: Any) -> None:
+def test_requests_of_one_batch_are_encoded_with_their_own_inputs(predictor: Predictor, payload: Any) -> None:
     payloads, batch = [payload(texts) for texts in TEXTS], []
     for one in payloads:
         context = RequestContext({}, "/")
@@ -75,7 +75,7 @@ def test_requests_of_one_batch_are_cut_by_their_own_inputs(predictor: Predictor,
     assert [predictions(answer) for answer in answers] == ANSWERS
 
 
-def test_requests_at_the_same_moment_are_cut_by_their_own_inputs(predictor: Predictor) -> None:
+def test_concurrent_requests_are_encoded_with_their_own_inputs(predictor: Predictor) -> None:
     async def predict_all() -> list[Any]:
         with ThreadPoolExecutor(2) as pool:
             version = ModelVersion("tiny", "1", predictor, pool)
@@ -85,7 +85,7 @@ def test_requests_at_the_same_moment_are_cut_by_their_own_inputs(predictor: Pred
     assert [predictions(answer) for answer in asyncio.run(predict_all())] == ANSWERS * 3
 
 
-def test_a_bundle_in_python_and_in_kserve_cuts_alike(path: Path) -> None:
+def test_bundle_and_kserve_encode_with_the_inputs_too(path: Path) -> None:
     bundle = Bundle.load(path)
     served = BundleModel("tiny", open_bundle(path))
     served.load()

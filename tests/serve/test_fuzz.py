@@ -1,4 +1,4 @@
-"""Requests no one thought of: good ones, broken at random. None is the server's fault, and none does it harm."""
+"""Valid requests changed at random: none causes a server error, and none harms the server."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def broken(good: bytes, steps: Sequence[tuple[str, float, int, bytes]]) -> bytes
 
 
 def hunt(count: int, test: Callable[..., None], *strategies: Any) -> None:
-    """The same requests each time while they are few; others each time while they are many."""
+    """Run a test with the same examples in short runs, and with new ones in long runs."""
     chosen = settings(max_examples=count, deadline=None, database=None, derandomize=count == FEW)
     patient = settings(chosen, suppress_health_check=list(HealthCheck))
     drawn: Any = given(*strategies)
@@ -93,7 +93,7 @@ def hunt(count: int, test: Callable[..., None], *strategies: Any) -> None:
 
 @pytest.fixture
 def unharmed(server: Running) -> Iterator[None]:
-    """Before and after: the good requests are answered, and the server has not grown."""
+    """Check before and after the test that good requests are answered, and that memory has not grown."""
     for good in GOOD:
         assert statuses(server, good) == [200]
     before = psutil.Process(server.process.pid).memory_info().rss
@@ -105,9 +105,9 @@ def unharmed(server: Running) -> Iterator[None]:
 
 
 def statuses(server: Running, sent: bytes) -> list[int]:
-    """Of the final answers to these bytes, all of which come, and then the connection ends.
+    """Return the statuses of the final responses to these bytes, read until the connection ends.
 
-    A client that sends no more may get a 100 while it waits, by which the service learns whether it is still there.
+    A client that ended its side may also get a 100, with which the service checks whether it is still there.
     """
     with socket.create_connection(("127.0.0.1", server.port), 10) as sock:
         sock.sendall(sent)
@@ -120,7 +120,7 @@ def statuses(server: Running, sent: bytes) -> list[int]:
 
 @pytest.mark.usefixtures("unharmed")
 @pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=pytest.mark.long)])
-def test_bytes_that_are_nearly_requests_are_answered_or_the_connection_ends(server: Running, count: int) -> None:
+def test_mutated_requests_are_answered_or_close_the_connection(server: Running, count: int) -> None:
     def test(good: bytes, steps: Any) -> None:
         sent = broken(good, steps)
         found = statuses(server, sent)
@@ -132,7 +132,7 @@ def test_bytes_that_are_nearly_requests_are_answered_or_the_connection_ends(serv
 
 @pytest.mark.usefixtures("unharmed")
 @pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=pytest.mark.long)])
-def test_json_that_is_nearly_a_request_is_answered(server: Running, count: int) -> None:
+def test_mutated_json_is_answered(server: Running, count: int) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
 
     def test(field: str, inside: bool, value: Any) -> None:
@@ -151,7 +151,7 @@ def test_json_that_is_nearly_a_request_is_answered(server: Running, count: int) 
 
 @pytest.mark.usefixtures("unharmed")
 @pytest.mark.parametrize("count", [FEW, pytest.param(MANY, marks=pytest.mark.long)])
-def test_bytes_that_are_nearly_a_message_are_answered(server: Running, count: int) -> None:
+def test_mutated_messages_are_answered(server: Running, count: int) -> None:
     with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}") as channel:
         infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
 

@@ -1,4 +1,4 @@
-"""The collector's share of the service."""
+"""Python's garbage collector in the service."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ print(gc.isenabled(), gc.get_freeze_count() > 10_000, gc.get_threshold()[0] > wa
 """
 
 
-def test_what_is_loaded_at_the_start_is_never_looked_through_again_nor_a_full_queue() -> None:
+def test_startup_objects_and_a_full_queue_are_not_traversed() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=300)
     assert done.stdout.split() == ["True", "True", "True"]

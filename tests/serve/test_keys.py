@@ -30,7 +30,7 @@ def file(tmp_path: Path) -> Path:
         {b"authorization": b"Basic " + base64.b64encode(b"anyone:" + SECOND.encode())},
     ],
 )
-def test_a_known_key_is_admitted_however_it_is_sent(file: Path, headers: dict[bytes, bytes]) -> None:
+def test_valid_key_is_accepted_in_every_header(file: Path, headers: dict[bytes, bytes]) -> None:
     ApiKeys(file).admit(headers)
 
 
@@ -50,26 +50,26 @@ def test_a_known_key_is_admitted_however_it_is_sent(file: Path, headers: dict[by
         {b"authorization": b"Digest " + FIRST.encode()},
     ],
 )
-def test_anything_else_is_not(file: Path, headers: dict[bytes, bytes]) -> None:
+def test_other_credentials_are_refused(file: Path, headers: dict[bytes, bytes]) -> None:
     with pytest.raises(Unauthorized) as caught:
         ApiKeys(file).admit(headers)
     assert caught.value.headers[0] == (b"www-authenticate", b'Bearer realm="pipe", charset="UTF-8"')
     assert FIRST not in str(caught.value)
 
 
-def test_a_browser_is_reported_to_ask_the_person_before_it(file: Path) -> None:
+def test_browser_gets_a_basic_authentication_challenge(file: Path) -> None:
     with pytest.raises(Unauthorized) as caught:
         ApiKeys(file).admit({b"accept": b"text/html,*/*;q=0.8"})
     assert caught.value.headers[0][1].startswith(b"Basic ")
 
 
-def test_no_key_is_kept_in_clear(file: Path) -> None:
+def test_only_hashes_of_keys_are_kept(file: Path) -> None:
     keys = ApiKeys(file)
     assert FIRST not in repr(vars(keys))
     assert all(len(one) == 32 for one in parse_keys(file))
 
 
-def test_a_changed_file_is_read_anew_and_a_wrong_one_changes_nothing(file: Path) -> None:
+def test_changed_file_is_reloaded_and_an_invalid_one_ignored(file: Path) -> None:
     keys = ApiKeys(file)
     file.write_text("third-key-0123456789\n")
     keys.reload()
@@ -93,9 +93,7 @@ def test_a_changed_file_is_read_anew_and_a_wrong_one_changes_nothing(file: Path)
         ("clé-0123456789012345\n", "line 1: no key"),
     ],
 )
-def test_a_file_that_is_wrong_is_rejected_without_printing_its_content(
-    tmp_path: Path, text: str, sentence: str
-) -> None:
+def test_invalid_file_is_rejected_without_printing_its_content(tmp_path: Path, text: str, sentence: str) -> None:
     path = tmp_path / "keys"
     path.write_text(text)
     with pytest.raises(ConfigError, match=sentence) as caught:
@@ -103,7 +101,7 @@ def test_a_file_that_is_wrong_is_rejected_without_printing_its_content(
     assert not any(line and line in str(caught.value) for line in text.splitlines())
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="absent: cannot be read: No such file"):
         parse_keys(tmp_path / "absent")
 

@@ -32,7 +32,7 @@ def body(rounds: float = 0.0) -> bytes:
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory, module_launcher: Launcher) -> Running:
-    """A slow model that takes one request at a time and lets two wait; it requests a key."""
+    """A service with a key and a slow model, which runs one request at a time and lets two wait."""
     folder = tmp_path_factory.mktemp("gate")
     (folder / "keys").write_text(KEY + "\n")
     (folder / "keys").chmod(0o600)
@@ -43,7 +43,7 @@ def running(tmp_path_factory: pytest.TempPathFactory, module_launcher: Launcher)
 
 @pytest.fixture
 def full(running: Running) -> Iterator[httpx.Client]:
-    """Its queue is full, and someone was refused already."""
+    """A client of the service while its queue is full, and one request was refused already."""
     headers = {"authorization": f"Bearer {KEY}"}
     with (
         httpx.Client(base_url=running.url, headers=headers, timeout=300) as client,
@@ -64,7 +64,7 @@ def value(client: httpx.Client, name: str, label: str = "") -> float:
     return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name) and label in line)
 
 
-def test_the_answer_is_that_of_the_application_and_counted_like_it(running: Running, full: httpx.Client) -> None:
+def test_early_refusal_equals_that_of_the_application_and_is_counted(running: Running, full: httpx.Client) -> None:
     before = [value(full, "pipe_rejected_total", 'reason="busy"'), value(full, "pipe_requests_total", 'code="503"')]
     first, *more = [full.post(PATH, content=body(), headers={"x-request-id": f"r{one}"}) for one in range(5)]
     for number, answer in enumerate((first, *more)):
@@ -81,7 +81,7 @@ def test_the_answer_is_that_of_the_application_and_counted_like_it(running: Runn
 
 
 @pytest.mark.long
-def test_a_body_that_comes_late_is_thrown_away_and_the_connection_goes_on(running: Running, full: httpx.Client) -> None:
+def test_body_after_the_refusal_is_discarded_and_the_connection_kept(running: Running, full: httpx.Client) -> None:
     head = f"POST {PATH} HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEY}\r\ncontent-length: 300000\r\n\r\n".encode()
     with socket.create_connection(("127.0.0.1", running.port), timeout=60) as sock:
         for _ in range(2):
@@ -90,7 +90,7 @@ def test_a_body_that_comes_late_is_thrown_away_and_the_connection_goes_on(runnin
             answer.begin()
             assert (answer.status, answer.will_close) == (503, False)
             assert b"requests wait already" in answer.read()
-            sock.sendall(b"x" * 300_000)  # no JSON: no one looks at it
+            sock.sendall(b"x" * 300_000)  # no JSON, which is not noticed
         sock.sendall(b"GET /v2/health/live HTTP/1.1\r\nhost: x\r\n\r\n")
         answer = http.client.HTTPResponse(sock)
         answer.begin()
@@ -112,7 +112,7 @@ def test_pipelined_requests_are_refused_in_their_order(running: Running, full: h
 
 
 @pytest.mark.long
-def test_whatever_else_is_wrong_is_stated_as_ever(full: httpx.Client) -> None:
+def test_other_errors_take_precedence_over_a_full_queue(full: httpx.Client) -> None:
     wrong: list[tuple[str, dict[str, str], int]] = [
         (PATH, {"authorization": "Bearer no one"}, 401),
         ("/v2/models/other/infer", {}, 404),
@@ -123,7 +123,7 @@ def test_whatever_else_is_wrong_is_stated_as_ever(full: httpx.Client) -> None:
         assert full.post(path, content=body(), headers=headers).status_code == status, (path, headers)
 
 
-def test_once_there_is_room_requests_come_in_again(full: httpx.Client) -> None:
+def test_requests_are_accepted_again_once_there_is_room(full: httpx.Client) -> None:
     end = time.monotonic() + 20
     while (answer := full.post(PATH, content=body())).status_code == 503:
         assert time.monotonic() < end

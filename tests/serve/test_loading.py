@@ -14,7 +14,7 @@ from serve.runtime.predictor import Predictor
 from tests.serve.special_models import mixing, slow
 
 
-def test_requests_of_a_model_that_mixes_rows_run_alone_and_it_is_stated_why(
+def test_model_that_mixes_rows_is_not_batched_and_the_reason_logged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     predictor = load_predictor(open_bundle(mixing(tmp_path / "bundle")), "cpu", 1)
@@ -22,7 +22,7 @@ def test_requests_of_a_model_that_mixes_rows_run_alone_and_it_is_stated_why(
     assert "batching=off reason='a golden request" in caplog.text
 
 
-def test_requests_of_a_model_that_does_not_are_merged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_model_with_independent_rows_is_batched(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     predictor = load_predictor(open_bundle(slow(tmp_path / "bundle")), "cpu", 1)
     assert predictor.unbatched_reason == ""
     assert "batching" not in caplog.text
@@ -30,7 +30,7 @@ def test_requests_of_a_model_that_does_not_are_merged(tmp_path: Path, caplog: py
 
 
 @pytest.mark.parametrize(("rows", "sizes"), [(2, [1, 2]), (32, [1, 2, 4, 8, 16, 32]), (24, [1, 2, 4, 8, 16, 24])])
-def test_every_size_up_to_the_largest_batch_is_run_before_anyone_requests(
+def test_warm_up_runs_batch_sizes_up_to_the_largest(
     bundle: Bundle, monkeypatch: pytest.MonkeyPatch, rows: int, sizes: list[int]
 ) -> None:
     runtime = bundle.signature.runtime.model_copy(update={"batch_rows": rows})
@@ -48,7 +48,7 @@ def test_every_size_up_to_the_largest_batch_is_run_before_anyone_requests(
     assert ran == sizes == batch_sizes(small.signature)
 
 
-def test_a_model_without_a_batch_axis_has_no_sizes(bundle: Bundle) -> None:
+def test_model_without_a_batch_axis_has_no_batch_sizes(bundle: Bundle) -> None:
     fixed = tuple(spec.model_copy(update={"shape": (1, 10)}) for spec in bundle.signature.outputs)
     assert batch_sizes(bundle.signature.model_copy(update={"outputs": fixed})) == []
 

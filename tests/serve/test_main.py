@@ -23,7 +23,7 @@ ENV = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
 
 
 def _refusal(bundle: Path, *options: str) -> str:
-    """What a service states that ends with exit code 2 before it listens."""
+    """Return the error of a service that ends with exit code 2 before it listens."""
     argv = [sys.executable, "-m", "serve", str(bundle), "--grpc-port", "-1", "--log-format", "text", *options]
     done = subprocess.run(argv, env=ENV, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 2, done.stderr
@@ -57,7 +57,7 @@ def test_a_port_in_use_is_refused_in_one_line(
         assert f"port 127.0.0.1:{port}: Address already in use" in _refusal(bundle_path, *options, port)
 
 
-def test_what_is_no_bundle_is_refused_in_one_line(tmp_path: Path, port: str) -> None:
+def test_folder_that_is_no_bundle_is_refused_in_one_line(tmp_path: Path, port: str) -> None:
     assert "not a bundle (no manifest.json)" in _refusal(tmp_path, "--port", port)
 
 
@@ -75,7 +75,7 @@ def test_a_service_states_where_it_listens_and_what_it_serves(own_bundle: Path, 
 def test_several_models_and_versions_are_served_by_one_process(
     start: Launcher, bundle_path: Path, other_path: Path, tricky_path: Path
 ) -> None:
-    """Of a name that is given twice the last answers, or gets the canary's share."""
+    """Of two bundles with one name the last one gets all requests, or the canary's share."""
     options = (f"digits={other_path}", f"tricky={tricky_path}", "--canary", "50%", "--shadow", f"digits={bundle_path}")
     running = start(Path(f"digits={bundle_path}"), options=options)
     old, new = open_bundle(bundle_path), open_bundle(other_path)
@@ -115,6 +115,6 @@ def test_check_fails_with_a_wrong_golden_answer(own_bundle: Path, seal: Callable
         assert "golden requests: predictions[0].digit: expected 99" in output
 
 
-def test_a_shadow_of_no_model_there_is_stops_the_start(bundle_path: Path, port: str) -> None:
+def test_shadow_of_an_unknown_model_stops_the_start(bundle_path: Path, port: str) -> None:
     output = _refusal(bundle_path, "--port", port, "--shadow", f"big={bundle_path}")
     assert "which model? Write NAME=BUNDLE with one of tiny" in output

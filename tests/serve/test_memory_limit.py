@@ -119,7 +119,7 @@ def instances(item: bytes, count: int) -> bytes:
 
 
 @pytest.mark.long
-def test_the_largest_requests_that_are_accepted_fit_into_the_memory_of_a_pod(bundle: Bundle, tmp_path: Path) -> None:
+def test_largest_accepted_requests_fit_into_the_memory_of_a_pod(bundle: Bundle, tmp_path: Path) -> None:
     limit = int(default_memory(bundle).removesuffix("Mi")) << 20
     predict, infer = "/v1/models/tiny:predict", "/v2/models/tiny/infer"
     with limited_group(limit) as group:
@@ -150,7 +150,7 @@ def test_the_largest_requests_that_are_accepted_fit_into_the_memory_of_a_pod(bun
     "text",
     ["[0.1234567,1.5,2.5]", "[[],[[]],[]]", '[{"a":1},{"b":{}}]', '{"abcdefgh":"ijklmnop"}', f"[{'9,' * 999}1]"],
 )
-def test_json_takes_no_more_memory_than_was_counted(text: str) -> None:
+def test_json_takes_no_more_memory_than_estimated(text: str) -> None:
     body = b"[" + b",".join([text.encode()] * 6000) + b"]"
     found = subprocess.run([sys.executable, "-c", PEAK], input=body, capture_output=True, check=True)
     assert int(found.stdout) < body_memory(body)
@@ -167,7 +167,7 @@ print(peak() - before + len(body))
 """
 
 
-def test_a_request_is_refused_for_good_only_if_it_can_never_have_the_memory() -> None:
+def test_only_requests_that_never_fit_are_refused_as_too_large() -> None:
     budget, one, other = MemoryBudget(100 << 20), SimpleNamespace(held_bytes=0), SimpleNamespace(held_bytes=0)
     budget.reserve(one, 60 << 20)
     with pytest.raises(Busy, match="other requests take 60 MiB"):
@@ -179,7 +179,7 @@ def test_a_request_is_refused_for_good_only_if_it_can_never_have_the_memory() ->
     assert (budget.held_bytes, one.held_bytes, other.held_bytes) == (60 << 20, 0, 60 << 20)
 
 
-def test_raw_contents_of_a_message_take_what_they_are_and_other_fields_much_more() -> None:
+def test_raw_contents_count_once_and_other_fields_much_more() -> None:
     request = open_inference.message_class("ModelInferRequest")(model_name="m")
     request.raw_input_contents.append(bytes(1 << 20))
     request.inputs.add(name="x", datatype="FP32", shape=[1])

@@ -33,8 +33,8 @@ class SlowPayload:
 
     timeout_seconds: float = math.inf
     is_quick: bool = False
-    seconds: float = 0.0  # that its codec takes
-    thread: str = ""  # that read it last
+    seconds: float = 0.0  # taken by its codec
+    thread: str = ""  # that decoded it last
 
     def request_id(self) -> str:
         return ""
@@ -57,14 +57,14 @@ def version(tmp_path_factory: pytest.TempPathFactory) -> ModelVersion:
         return ModelVersion("tiny", "1", predictor, pool)
 
 
-def test_requests_are_merged_as_the_bundle_states(version: ModelVersion) -> None:
+def test_requests_are_batched_as_the_bundle_requires(version: ModelVersion) -> None:
     assert version.batcher.options == BatchingOptions(
         mergeable=True, max_rows=9, max_waiting=5, delay_seconds=0.003, cpu_bound=True
     )
     assert version.metadata(["1"])["properties"]["batching"] == "on"
 
 
-def test_a_model_that_mixes_rows_is_requested_one_request_at_a_time(tmp_path: Path) -> None:
+def test_model_that_mixes_rows_is_not_batched(tmp_path: Path) -> None:
     with ThreadPoolExecutor(1) as pool:
         found = ModelVersion("tiny", "1", load_predictor(open_bundle(mixing(tmp_path / "bundle")), None, None), pool)
     assert not found.batcher.options.mergeable
@@ -135,11 +135,11 @@ def test_quick_codec_runs_on_the_loop_until_it_blocks(version: ModelVersion) -> 
                 return payload.thread == main
 
             assert not await on_the_loop()
-            while not await on_the_loop():  # a busy machine may hold up the first
+            while not await on_the_loop():  # a busy machine may delay the first
                 pass
             while await on_the_loop(0.06):  # once, unless the machine was busy again
                 pass
             assert not any([await on_the_loop() for _ in range(5)])
-            assert not await on_the_loop(size=1 << 20)  # of this size nothing is known
+            assert not await on_the_loop(size=1 << 20)  # no run of this size was measured
 
     asyncio.run(asyncio.wait_for(ask(), 300))

@@ -1,4 +1,4 @@
-"""Which version of a model answers, and when all are ready."""
+"""Selection of a model's version, and readiness of all models."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from serve.options import parse_options
 from serve.runtime.loading import load_predictor
 
 
-def test_all_models_are_ready_or_none_is(bundle: Bundle, other_path: Path, pool: Executor) -> None:
+def test_service_is_ready_only_if_all_models_are(bundle: Bundle, other_path: Path, pool: Executor) -> None:
     loaded = [("one", load_predictor(bundle, "cpu", 1)), ("two", load_predictor(open_bundle(other_path), "cpu", 1))]
     assert ModelRepository().ready() is False, "without a model there is nothing to be ready"
     repository = make_repository(loaded, parse_options(["unused"]), pool)
@@ -35,7 +35,7 @@ def test_all_models_are_ready_or_none_is(bundle: Bundle, other_path: Path, pool:
 @pytest.mark.parametrize(
     ("share", "current", "canary"), [("0", "2", None), ("0.1", "1", {"version": "2", "share": 0.1})]
 )
-def test_of_two_bundles_of_a_name_the_last_gets_all_requests_or_a_share(
+def test_last_bundle_of_a_name_gets_all_requests_or_a_share(
     bundle: Bundle, other_path: Path, pool: Executor, share: str, current: str, canary: Any
 ) -> None:
     loaded = [("tiny", load_predictor(one, "cpu", 1)) for one in (bundle, open_bundle(other_path))]

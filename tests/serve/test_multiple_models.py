@@ -1,4 +1,4 @@
-"""Several models in one service, and versions of one: each answers for itself, however alike their names are."""
+"""Several models in one service, and versions of one, are never confused, however alike their names are."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _x(datatype: str, data: list[Any]) -> dict[str, Any]:
     return {"name": "x", "datatype": datatype, "shape": [1, len(data)], "data": data}
 
 
-def test_each_model_and_version_takes_what_its_own_signature_states(client: httpx.Client) -> None:
+def test_each_model_and_version_is_validated_by_its_own_signature(client: httpx.Client) -> None:
     two, three, whole = _x("FP32", [0.5, 1.5]), _x("FP32", [0.5, 1.5, 2.5]), _x("INT64", [1, 2])
     for model, right, wrong in (
         ("a/versions/1", two, three),
@@ -67,7 +67,7 @@ def test_requests_that_wait_together_are_never_mixed_between_models(client: http
         assert all(pool.map(ask, range(90)))
 
 
-def test_a_model_without_inputs_gives_its_number(server: Running, client: httpx.Client) -> None:
+def test_model_without_inputs_returns_its_constant(server: Running, client: httpx.Client) -> None:
     (output,) = _infer(client, "c").json()["outputs"]
     assert output == {"name": "y", "datatype": "FP32", "shape": [], "data": [2.5]}
     assert _infer(client, "c", _x("FP32", [1])).status_code == 400
@@ -76,7 +76,7 @@ def test_a_model_without_inputs_gives_its_number(server: Running, client: httpx.
     assert (list(answer.outputs[0].shape), list(answer.outputs[0].contents.fp32_contents)) == ([], [2.5])
 
 
-def test_lists_and_the_document_name_every_model_and_version(client: httpx.Client) -> None:
+def test_lists_and_openapi_have_every_model_and_version(client: httpx.Client) -> None:
     assert client.get("/v2/models").json() == {"models": ["a", "b", "c"]}
     index = {(one["name"], one["version"]) for one in client.post("/v2/repository/index").json()}
     assert index == {("a", "1"), ("a", "2"), ("b", "1"), ("c", "1")}

@@ -1,7 +1,4 @@
-"""A service that requests keys and speaks TLS, sent by clients that do, by clients that do not, and renewed.
-
-What the client that runs a service states otherwise than the bundle.
-"""
+"""A service with API keys and TLS, and options of `python -m serve` that override the bundle's settings."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ KEY, LATER = "a-key-of-the-tests-1", "a-key-of-the-tests-2"
 
 @dataclass
 class Closed:
-    """The service, and the files it was given."""
+    """A service with keys and TLS, and its files."""
 
     running: Running
     pair: CertificatePair
@@ -87,7 +84,7 @@ def test_probes_need_no_key(closed: Closed, path: str) -> None:
         ("DELETE", "/v2"),
     ],
 )
-def test_all_else_needs_one(closed: Closed, method: str, path: str) -> None:
+def test_all_other_paths_need_a_key(closed: Closed, method: str, path: str) -> None:
     for headers in ({}, {"x_api_key": "not-a-key-of-the-tests"}):
         status, answered, body = closed.ask(method, path, **headers)
         assert (status, answered["www-authenticate"].split()[0]) == (401, "Bearer")
@@ -107,11 +104,11 @@ def test_without_a_key_all_model_names_answer_alike(closed: Closed, path: str) -
     assert answers[0][0] == 401
 
 
-def test_a_browser_is_reported_to_ask_for_the_key(closed: Closed) -> None:
+def test_browser_gets_a_basic_authentication_challenge(closed: Closed) -> None:
     assert closed.ask("GET", "/", accept="text/html")[1]["www-authenticate"].startswith("Basic")
 
 
-def test_a_prediction_with_a_key_is_as_ever_and_not_kept(closed: Closed, picture: Any) -> None:
+def test_authorized_prediction_is_not_cacheable(closed: Closed, picture: Any) -> None:
     status, headers, body = closed.ask("POST", "/v1/models/tiny:predict", {"instances": [picture]}, x_api_key=KEY)
     assert status == 200
     assert "digit" in json.loads(body)["predictions"][0]
@@ -120,7 +117,7 @@ def test_a_prediction_with_a_key_is_as_ever_and_not_kept(closed: Closed, picture
     assert "server" not in headers
 
 
-def test_plain_http_is_not_spoken(closed: Closed) -> None:
+def test_plain_http_is_refused(closed: Closed) -> None:
     with pytest.raises((ConnectionError, http.client.HTTPException)):
         send_request("127.0.0.1", closed.running.port, "GET", "/v2/health/live")
 
@@ -132,7 +129,7 @@ def stub(closed: Closed) -> Iterator[Any]:
         yield GRPCInferenceServiceStub(channel)
 
 
-def test_grpc_requests_the_same_keys_over_the_same_tls(stub: Any) -> None:
+def test_grpc_requires_the_same_keys_over_the_same_tls(stub: Any) -> None:
     assert stub.ServerReady(pb.ServerReadyRequest(), timeout=60).ready
     for metadata in (None, [("x-api-key", "not-a-key-of-the-tests")]):
         with pytest.raises(grpc.RpcError) as caught:
@@ -172,7 +169,7 @@ def test_a_refused_key_is_counted_whatever_the_protocol(closed: Closed, stub: An
     )
 
 
-def test_grpc_without_tls_is_not_spoken(closed: Closed) -> None:
+def test_grpc_without_tls_is_refused(closed: Closed) -> None:
     with grpc.insecure_channel(f"127.0.0.1:{closed.running.grpc_port}") as channel:
         with pytest.raises(grpc.RpcError) as caught:
             GRPCInferenceServiceStub(channel).ServerLive(pb.ServerLiveRequest(), timeout=60)
@@ -180,7 +177,7 @@ def test_grpc_without_tls_is_not_spoken(closed: Closed) -> None:
 
 
 @pytest.mark.long  # the files are checked every five seconds
-def test_new_keys_and_a_new_certificate_are_taken_up_without_a_restart(
+def test_new_keys_and_certificate_are_used_without_a_restart(
     closed: Closed, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     successor = certificates.make(tmp_path, "localhost")
@@ -208,7 +205,7 @@ def test_no_key_is_ever_logged(closed: Closed) -> None:
         (["--tls-certificate", "/absent/pem", "--tls-key", "/absent/key"], "serve.tls_certificate /absent/pem"),
     ],
 )
-def test_what_is_wrong_with_the_security_is_stated_at_once(
+def test_invalid_security_options_are_reported_at_once(
     start: Launcher, bundle_path: Path, options: list[str], sentence: str
 ) -> None:
     started = time.monotonic()
@@ -269,7 +266,7 @@ def test_a_malformed_option_exits_with_2(argv: list[str], capsys: pytest.Capture
     assert argv[0] in capsys.readouterr().err
 
 
-def test_several_bundles_have_names_and_a_directory_may_have_an_equals_sign(
+def test_bundles_have_names_and_folders_may_contain_an_equals_sign(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -297,13 +294,13 @@ def test_names_that_cannot_work_are_a_config_error(argv: list[str], sentence: st
         parse_options(argv)
 
 
-def test_how_a_new_bundle_comes_in() -> None:
+def test_canary_and_shadow_options_are_parsed() -> None:
     options = parse_options(["a=one", "a=two", "--canary", "10%", "--shadow", "a=three", "--shadow-share", "0.5"])
     assert (options.canary, options.shadow_share) == (0.1, 0.5)
     assert options.shadows == (NamedBundle("a", Path("three").resolve()),)
 
 
-def test_an_option_that_a_variable_leaves_empty_is_the_bundles() -> None:
+def test_empty_option_leaves_the_bundles_value() -> None:
     words = ("threads", "max-batch-size", "max-body-bytes", "max-waiting", "deadline-seconds", "batch-rows")
     options = parse_options(["bundle", *(f"--{word}=" for word in words)])
     assert (options.threads, options.overrides) == (None, Overrides())
@@ -313,12 +310,12 @@ MORE = ["--max-body-bytes", "5000", "--deadline-seconds", "0.5", "--max-cache-by
 OPTIONS = ["--max-batch-size", "2", "--max-waiting", "7", "--batch-rows", "4", "--batch-delay-ms", "1.5"]
 
 
-def test_every_word_that_travels_in_a_bundle_can_be_stated_at_the_start() -> None:
-    elsewhere = {"provider", "threads"}  # options of their own
+def test_every_bundled_setting_has_an_option() -> None:
+    elsewhere = {"provider", "threads"}  # fields of Options instead
     assert {*Overrides.__dataclass_fields__} == {*BUNDLED_SETTINGS, "batch_delay_ms"} - elsewhere
 
 
-def test_what_is_stated_holds_and_what_is_not_is_the_bundles(bundle: Bundle, pool: Executor) -> None:
+def test_options_override_the_bundles_settings(bundle: Bundle, pool: Executor) -> None:
     found = parse_options(["b", *OPTIONS, *MORE]).overrides.apply(bundle)
     assert found.signature.limits.model_dump() == {
         "max_batch_size": 2,
@@ -340,5 +337,5 @@ def test_what_is_stated_holds_and_what_is_not_is_the_bundles(bundle: Bundle, poo
         served.predictor.decode(bundle.golden().instances * 3)
 
 
-def test_where_nothing_is_stated_the_bundle_is_as_it_was(bundle: Bundle) -> None:
+def test_without_options_the_bundle_is_unchanged(bundle: Bundle) -> None:
     assert parse_options(["b"]).overrides.apply(bundle) is bundle

@@ -28,9 +28,7 @@ def _versions(bundle: Bundle) -> list[str]:
 
 
 @pytest.mark.parametrize("path", ["/v2/models/tiny", "/v2/models/tiny/ready", "/v1/models/tiny"])
-def test_a_version_may_be_named_by_its_number_or_the_first_digits_of_its_digest(
-    client: httpx.Client, bundle: Bundle, path: str
-) -> None:
+def test_version_is_found_by_number_or_digest_prefix(client: httpx.Client, bundle: Bundle, path: str) -> None:
     place = path.replace("/tiny", "/tiny/versions/{}")
     plain = client.get(path).json()
     for version in _versions(bundle):
@@ -43,9 +41,7 @@ def test_a_version_may_be_named_by_its_number_or_the_first_digits_of_its_digest(
         assert f"no version {version!r}; there are 1 ({bundle.digest[:12]})" in response.json()["error"]
 
 
-def test_inference_states_which_version_answered_whatever_it_was_called(
-    client: httpx.Client, stub: Any, bundle: Bundle
-) -> None:
+def test_inference_answer_has_the_version_number(client: httpx.Client, stub: Any, bundle: Bundle) -> None:
     for version in _versions(bundle):
         answer = client.post(f"/v2/models/tiny/versions/{version}/infer", json={"inputs": [INPUT]}).json()
         assert answer["model_version"] == "1"
@@ -94,7 +90,7 @@ def test_the_index_lists_every_version(client: httpx.Client) -> None:
         assert client.post("/v2/repository/index", content=body).status_code == 400
 
 
-def test_raw_bytes_alone_are_the_only_input(client: httpx.Client) -> None:
+def test_body_of_raw_bytes_is_the_only_input(client: httpx.Client) -> None:
     image = np.full((1, 1, 8, 8), 0.5, np.float32)
     headers = {"inference-header-content-length": "0", "content-type": "application/octet-stream"}
     response = client.post("/v2/models/tiny/infer", content=image.tobytes(), headers=headers)
@@ -159,10 +155,10 @@ def test_server_reports_the_version_of_the_package_and_its_extensions(client: ht
 @pytest.mark.parametrize(
     "path", ["/", "/metrics", "/openapi.json", "/v1/models", "/v2", "/v2/", "/v2/health/ready", "/v2/models/tiny"]
 )
-def test_head_gives_the_head_that_get_gives_and_no_body(client: httpx.Client, path: str) -> None:
+def test_head_has_the_headers_of_get_and_no_body(client: httpx.Client, path: str) -> None:
     got, head = client.get(path), client.head(path)
     assert (head.status_code, head.content) == (200, b"")
-    if path != "/metrics":  # which are longer at each look
+    if path != "/metrics":  # whose counters change with each request
         assert head.headers["content-length"] == str(len(got.content))
     assert head.headers["content-type"] == got.headers["content-type"]
     assert client.get("/v2/health/live").json() == {"live": True}  # on the same connection, in step

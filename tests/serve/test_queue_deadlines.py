@@ -11,9 +11,7 @@ from serve.runtime.batcher import Batcher, BatchingOptions
 from tests.serve.doubling_model import MERGING, Model, ask, behind_a_gate, rows, run
 
 
-def test_a_deadline_that_passes_is_reported_at_once_and_nothing_is_computed(
-    model: Model, pool: ThreadPoolExecutor
-) -> None:
+def test_expired_request_fails_at_once_and_is_not_computed(model: Model, pool: ThreadPoolExecutor) -> None:
     async def body() -> None:
         batcher = Batcher(model, MERGING, pool)
         soon = time.monotonic() + 0.02
@@ -21,7 +19,7 @@ def test_a_deadline_that_passes_is_reported_at_once_and_nothing_is_computed(
             model, batcher, ask(batcher, rows(1), deadline=soon), ask(batcher, rows(2), deadline=soon + 100)
         )
         with pytest.raises(DeadlineExceeded):
-            await late  # the gate is still closed: no one waited for the one that runs
+            await late  # the gate is still closed: it did not wait for the running request
         assert batcher.waiting == 1
         model.gate.set()
         assert [await first, await patient] == [[200], [4]]
@@ -32,9 +30,7 @@ def test_a_deadline_that_passes_is_reported_at_once_and_nothing_is_computed(
     run(body)
 
 
-def test_deadlines_are_reported_in_their_order_whatever_the_order_of_arrival(
-    model: Model, pool: ThreadPoolExecutor
-) -> None:
+def test_requests_expire_in_the_order_of_their_deadlines(model: Model, pool: ThreadPoolExecutor) -> None:
     async def body() -> None:
         batcher, now = Batcher(model, MERGING, pool), time.monotonic()
         received: list[float] = []
@@ -53,9 +49,7 @@ def test_deadlines_are_reported_in_their_order_whatever_the_order_of_arrival(
     run(body)
 
 
-def test_a_full_queue_is_reported_at_once_and_has_room_again_when_someone_leaves(
-    model: Model, pool: ThreadPoolExecutor
-) -> None:
+def test_full_queue_refuses_until_a_client_disconnects(model: Model, pool: ThreadPoolExecutor) -> None:
     async def body() -> None:
         batcher = Batcher(model, BatchingOptions(mergeable=True, max_rows=8, max_waiting=2), pool)
         here = {1: True, 2: True}
@@ -79,14 +73,12 @@ def test_a_full_queue_is_reported_at_once_and_has_room_again_when_someone_leaves
     run(body)
 
 
-def test_who_would_come_late_is_refused_before_the_run_and_who_waits_last_is_tried(
-    model: Model, pool: ThreadPoolExecutor
-) -> None:
+def test_requests_that_would_be_late_are_refused_except_the_last(model: Model, pool: ThreadPoolExecutor) -> None:
     async def body() -> None:
         batcher, soon = Batcher(model, BatchingOptions(mergeable=True, max_rows=4), pool), time.monotonic() + 15
         sent = (ask(batcher, rows(value), deadline=soon) for value in (1, 2, 3))
         first, *late, last = await behind_a_gate(model, batcher, *sent, ask(batcher, rows(4), deadline=soon))
-        batcher._estimate.record(0, 1, 100.0)  # a row takes minutes of late, or so it seems
+        batcher._estimate.record(0, 1, 100.0)  # as if a row took minutes
         model.gate.set()
         assert await first == [200]
         for one in late:
@@ -97,7 +89,7 @@ def test_who_would_come_late_is_refused_before_the_run_and_who_waits_last_is_tri
     run(body)
 
 
-def test_an_estimate_that_was_far_too_high_refuses_no_one_for_long(model: Model, pool: ThreadPoolExecutor) -> None:
+def test_overestimated_run_time_is_corrected_soon(model: Model, pool: ThreadPoolExecutor) -> None:
     async def body() -> None:
         batcher = Batcher(model, BatchingOptions(mergeable=True, max_rows=1), pool)
         model.seconds = 0.2
@@ -109,7 +101,7 @@ def test_an_estimate_that_was_far_too_high_refuses_no_one_for_long(model: Model,
     run(body)
 
 
-def test_overload_is_refused_before_it_is_computed(model: Model, pool: ThreadPoolExecutor) -> None:
+def test_overload_is_refused_before_the_run(model: Model, pool: ThreadPoolExecutor) -> None:
     """Every run of the model is for a request that was admitted and answered."""
 
     async def body() -> None:
@@ -135,7 +127,7 @@ def test_overload_is_refused_before_it_is_computed(model: Model, pool: ThreadPoo
     run(body)
 
 
-def test_a_batcher_that_waits_does_nothing_meanwhile(model: Model, pool: ThreadPoolExecutor) -> None:
+def test_waiting_batcher_uses_no_cpu(model: Model, pool: ThreadPoolExecutor) -> None:
     async def body() -> None:
         batcher = Batcher(model, BatchingOptions(mergeable=True, max_rows=1), pool)
         far = time.monotonic() + 100
@@ -150,7 +142,7 @@ def test_a_batcher_that_waits_does_nothing_meanwhile(model: Model, pool: ThreadP
     run(body)
 
 
-def test_requests_that_wait_when_the_threads_have_ended_are_reported(model: Model) -> None:
+def test_waiting_requests_fail_when_the_pool_shuts_down(model: Model) -> None:
     async def body() -> None:
         pool = ThreadPoolExecutor(1)
         batcher = Batcher(model, BatchingOptions(mergeable=False), pool)

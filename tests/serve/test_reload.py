@@ -11,7 +11,7 @@ from serve.security import ReloadedFiles, reload_changed_files
 
 
 def _watch(path: Path, reload: Callable[[], None], *changes: Callable[[], object]) -> None:
-    """Make the changes one after the other, each once the last was seen."""
+    """Make the changes one after the other, each after the last one was noticed."""
     seen = asyncio.Event()
 
     def reload_and_report() -> None:
@@ -33,7 +33,7 @@ def _watch(path: Path, reload: Callable[[], None], *changes: Callable[[], object
     asyncio.run(main())
 
 
-def test_each_change_is_read_once(tmp_path: Path) -> None:
+def test_each_change_reloads_once(tmp_path: Path) -> None:
     path, read = tmp_path / "file", []
     path.write_text("one")
     changes = [lambda: path.write_text("a longer one"), lambda: path.write_text("back")]
@@ -56,7 +56,7 @@ def test_a_swapped_link_is_a_change(tmp_path: Path) -> None:
     assert read == ["new"]
 
 
-def test_what_cannot_be_used_is_stated_and_checked_again_when_it_changes(
+def test_unusable_file_is_logged_and_reloaded_at_the_next_change(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "file"

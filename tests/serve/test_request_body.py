@@ -36,7 +36,7 @@ HEAD = "POST /v1/models/tiny:predict HTTP/1.1\r\nhost: x\r\ncontent-type: applic
 
 
 def _send(server: Running, *parts: bytes) -> bytes:
-    """Everything the service answers to these bytes until it closes."""
+    """Return all that the service sends in response to these bytes until it closes the connection."""
     with socket.create_connection(("127.0.0.1", server.port), 20) as sock:
         for part in parts:
             sock.sendall(part)
@@ -46,7 +46,7 @@ def _send(server: Running, *parts: bytes) -> bytes:
         return answer
 
 
-def test_a_body_stated_to_be_too_large_is_refused_before_it_is_sent(server: Running) -> None:
+def test_too_large_content_length_is_refused_before_the_body(server: Running) -> None:
     with socket.create_connection(("127.0.0.1", server.port), 20) as sock:
         sock.sendall(f"{HEAD}content-length: 1000000000000\r\n\r\n".encode())
         answer = b""
@@ -59,20 +59,20 @@ def test_a_body_stated_to_be_too_large_is_refused_before_it_is_sent(server: Runn
     assert answer.endswith(b'{"error":"body: larger than the limit of 100000 bytes"}')
 
 
-def test_a_body_of_unsaid_size_is_refused_where_it_passes_the_limit(server: Running) -> None:
+def test_chunked_body_is_refused_when_it_exceeds_the_limit(server: Running) -> None:
     chunk = b"10000\r\n" + b" " * 0x10000 + b"\r\n"
     head = f"{HEAD}connection: close\r\ntransfer-encoding: chunked\r\n\r\n".encode()
     answer = _send(server, head, chunk, chunk, b"0\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 413 ")
 
 
-def test_a_client_that_waits_for_leave_to_send_is_refused_without_it(server: Running) -> None:
+def test_too_large_request_with_expect_gets_no_100_continue(server: Running) -> None:
     answer = _send(server, f"{HEAD}content-length: 200000\r\nexpect: 100-continue\r\n\r\n".encode())
     assert answer.startswith(b"HTTP/1.1 413 ")
     assert b"100 Continue" not in answer
 
 
-def test_a_client_that_hangs_up_in_the_middle_of_its_body_harms_no_one(server: Running) -> None:
+def test_disconnect_within_a_body_does_no_harm(server: Running) -> None:
     with socket.create_connection(("127.0.0.1", server.port), 20) as sock:
         sock.sendall(f"{HEAD}content-length: 1000\r\n\r\n[".encode())
     answer = _send(server, b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
@@ -89,7 +89,7 @@ def bare(data: bytes) -> bytes:
 
 
 class Upload(RequestContext):
-    """A request whose body comes in these pieces; its client is gone where it has none."""
+    """A request whose body comes in these pieces; without any, its client has disconnected."""
 
     def __init__(self, headers: dict[bytes, bytes], *pieces: bytes) -> None:
         super().__init__(headers, "/")
@@ -102,13 +102,13 @@ class Upload(RequestContext):
 
 
 def body(coding: str, *pieces: bytes, most: int = MOST) -> bytes:
-    """What the application reads of a body that comes in these pieces."""
+    """Return the body that the application reads from these pieces."""
     request = Upload({b"content-encoding": coding.encode()} if coding else {}, *pieces)
     return asyncio.run(read_body(request, most, MemoryBudget()))
 
 
 @pytest.mark.parametrize("pieces", [1, 4])
-def test_bodies_share_one_budget_however_they_arrive(pieces: int) -> None:
+def test_bodies_share_one_memory_budget(pieces: int) -> None:
     budget, held, size, total = MemoryBudget(64 << 20), [], 600_000, 64 << 20
     sent = cut(b"x" * size, size // pieces)
     while budget.held_bytes + 2 * size <= total:
@@ -124,7 +124,7 @@ def test_bodies_share_one_budget_however_they_arrive(pieces: int) -> None:
     assert budget.held_bytes == 0
 
 
-def test_a_compressed_body_takes_the_memory_of_what_it_becomes() -> None:
+def test_compressed_body_counts_with_its_decompressed_size() -> None:
     budget, size = MemoryBudget(1 << 20), 500_000
     first, second = (Upload({b"content-encoding": b"gzip"}, gzip.compress(b"x" * size)) for _ in range(2))
     asyncio.run(read_body(first, MOST, budget))
@@ -168,14 +168,12 @@ def cut(data: bytes, size: int) -> Sequence[bytes]:
         ("", bytes),
     ],
 )
-def test_a_body_is_read_as_it_was_before_it_was_compressed(
-    coding: str, compress: Callable[[bytes], bytes], size: int
-) -> None:
+def test_compressed_body_is_decompressed(coding: str, compress: Callable[[bytes], bytes], size: int) -> None:
     assert body(coding, *cut(compress(PLAIN), size)) == PLAIN
 
 
 class CountingStream:
-    """A stream of zlib, and the bytes that all of them were given."""
+    """A stream of zlib; `given` counts the bytes that all of them were given."""
 
     given = 0
 
@@ -213,12 +211,12 @@ def test_large_bodies_are_given_to_zlib_once(given: Callable[[], int]) -> None:
 
 
 @pytest.mark.parametrize("repeated", [1, 3])
-def test_part_that_ends_inside_a_match_is_whole(repeated: int) -> None:
+def test_slice_that_ends_inside_a_match_is_decompressed(repeated: int) -> None:
     plain = b"\0" * (repeated * SLICE_BYTES)
     assert body("deflate", bare(plain)) == plain
 
 
-def test_honest_zeros_are_accepted() -> None:
+def test_body_of_zeros_is_accepted() -> None:
     images = bytes(16 * 3 * 224 * 224 * 4)
     assert body("gzip", gzip.compress(images), most=64 << 20) == images
 
@@ -244,7 +242,7 @@ def test_body_that_inflates_too_much_is_refused_while_it_grows(size: int) -> Non
 
 
 @pytest.mark.parametrize("coding", ["br", "zstd", "compress", "gzip, gzip", "gzip,deflate", "deflate;q=1", "\xff"])
-def test_another_coding_is_refused_and_those_that_are_read_are_named(coding: str) -> None:
+def test_unsupported_coding_is_refused_naming_the_supported_ones(coding: str) -> None:
     with pytest.raises(UnsupportedMediaType, match=r"content-encoding: .* send one of gzip, deflate") as refusal:
         body(coding, b"{}")
     assert dict(refusal.value.headers) == {b"accept-encoding": b"gzip, deflate"}
@@ -265,13 +263,13 @@ def test_another_coding_is_refused_and_those_that_are_read_are_named(coding: str
     ],
 )
 @pytest.mark.parametrize("size", [1, 100_000])
-def test_what_does_not_decompress_is_refused(coding: str, data: bytes, named: str, size: int) -> None:
+def test_invalid_compressed_body_is_refused(coding: str, data: bytes, named: str, size: int) -> None:
     with pytest.raises(InvalidPayload, match=named):
         body(coding, *cut(data, size))
 
 
 @pytest.mark.parametrize("compress", [gzip.compress, zlib.compress, bare])
-def test_a_bomb_is_refused_while_it_swells(compress: Callable[[bytes], bytes]) -> None:
+def test_decompression_bomb_is_refused_before_it_is_decompressed_whole(compress: Callable[[bytes], bytes]) -> None:
     bomb = compress(b"\0" * (30 << 20))
     assert len(bomb) < MOST
     coding = "gzip" if compress is gzip.compress else "deflate"
@@ -285,18 +283,18 @@ def test_a_bomb_is_refused_while_it_swells(compress: Callable[[bytes], bytes]) -
 
 
 @pytest.mark.parametrize("coding", ["", "gzip"])
-def test_what_is_too_large_as_it_is_sent_is_refused_where_it_passes_the_limit(coding: str) -> None:
+def test_body_that_exceeds_the_limit_in_pieces_is_refused(coding: str) -> None:
     data = os.urandom(2000)
     with pytest.raises(TooLarge, match="body: larger than the limit of 1000 bytes"):
         body(coding, *cut(gzip.compress(data) if coding else data, 100), most=1000)
 
 
 @pytest.mark.parametrize("coding", ["", "gzip"])
-def test_a_client_that_hangs_up_inside_its_body_is_gone(coding: str) -> None:
+def test_disconnect_within_a_body_is_reported(coding: str) -> None:
     with pytest.raises(ClientDisconnected):
         asyncio.run(read_body(Upload({b"content-encoding": coding.encode()}), MOST, MemoryBudget()))
 
 
-def test_a_timeout_longer_than_any_number_of_seconds_is_none() -> None:
+def test_timeout_beyond_any_number_means_no_timeout() -> None:
     assert parse_timeout_parameter(2**64) == 2**64 / 1e6
     assert parse_timeout_parameter(10**400) == parse_timeout_parameter(0) == math.inf

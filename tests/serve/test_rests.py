@@ -1,4 +1,4 @@
-"""Clients that were refused for lack of capacity rest, so that refusals do not take all the time."""
+"""Clients that were refused for lack of capacity are not read for a while, so that refusals stay cheap."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ REQUEST = b"GET /a HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
 class Refusing:
-    """Refuses each request, and has its client rest."""
+    """Refuses each request, and pauses its client."""
 
     request_class = Request
 
@@ -34,7 +34,7 @@ class Refusing:
         self.ends.append(request.rest())
 
 
-def test_what_a_resting_client_sends_waits_in_the_kernel_and_counts_as_old() -> None:
+def test_paused_client_is_not_read_and_its_request_counts_as_old() -> None:
     async def run() -> None:
         app = Refusing()
         with socket.socket() as sock:
@@ -53,7 +53,7 @@ def test_what_a_resting_client_sends_waits_in_the_kernel_and_counts_as_old() -> 
             app.ends[0]()
             await reader.readuntil(b"\r\n\r\n")
             assert app.seen[0].received_at <= app.seen[2].received_at <= rested_at
-            rested_at = time.monotonic()  # again, as soon as the request after the first rest was read
+            rested_at = time.monotonic()  # paused again, as soon as the request after the first pause was read
             writer.write(REQUEST)
             await asyncio.sleep(0.02)
             app.ends[2]()
@@ -68,7 +68,7 @@ def test_what_a_resting_client_sends_waits_in_the_kernel_and_counts_as_old() -> 
     asyncio.run(asyncio.wait_for(run(), 30))
 
 
-def test_so_many_rests_end_that_refusals_take_a_part_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_limited_number_of_pauses_ends_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(load_shedding, "_REST_SECONDS", 0.01)
     monkeypatch.setattr(load_shedding, "_RESTS_ENDED", 2)
 

@@ -26,7 +26,7 @@ from serve.routes import PATHS, Route, find_route, needs_no_key
         ("/v2/models/a/versions/1/stats", "GET", ("model_statistics", "a", "1")),
     ],
 )
-def test_a_path_is_known_by_what_it_requests(path: str, method: str, route: tuple[str, str, str]) -> None:
+def test_path_is_parsed_into_route_model_and_version(path: str, method: str, route: tuple[str, str, str]) -> None:
     found = find_route(path, method)
     assert (found.kind, found.model, found.version) == route
 
@@ -54,7 +54,7 @@ def test_a_path_is_known_by_what_it_requests(path: str, method: str, route: tupl
         "//v2",
     ],
 )
-def test_a_path_that_is_not_quite_one_is_unknown(path: str) -> None:
+def test_malformed_path_is_unknown(path: str) -> None:
     with pytest.raises(NotFound, match=r"not found; /openapi\.json lists what there is"):
         find_route(path, "GET")
 
@@ -78,13 +78,13 @@ def test_a_path_that_is_not_quite_one_is_unknown(path: str) -> None:
         ("/v2/cudasharedmemory/unregister", "shares no memory with clients"),
     ],
 )
-def test_what_these_protocols_have_and_is_not_offered_is_refused_with_the_reason(path: str, reason: str) -> None:
+def test_unsupported_endpoint_is_refused_with_the_reason(path: str, reason: str) -> None:
     with pytest.raises(NotFound, match=reason):
         find_route(path, "POST")
 
 
 @pytest.mark.parametrize("kind", PATHS)
-def test_every_path_refuses_other_methods_and_names_its_own(kind: str) -> None:
+def test_other_methods_are_refused_naming_the_allowed_ones(kind: str) -> None:
     path, methods = PATHS[kind]
     place = path.replace("{model_name}", "a")
     for method in ("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "get"):
@@ -96,13 +96,13 @@ def test_every_path_refuses_other_methods_and_names_its_own(kind: str) -> None:
         assert caught.value.headers == ((b"allow", ", ".join(methods).encode()),)
 
 
-def test_a_refusal_is_not_longer_than_a_sentence() -> None:
+def test_error_for_a_long_path_is_short() -> None:
     with pytest.raises(NotFound) as caught:
         find_route("/" + "x" * 10_000, "G" * 1000)
     assert len(str(caught.value)) < 300
 
 
-def test_only_what_probes_ask_needs_no_key() -> None:
+def test_only_probes_need_no_key() -> None:
     named = {kind: path.replace("{model_name}", "a") for kind, (path, _) in PATHS.items()}
     found = {kind for kind, path in named.items() if any(needs_no_key(path, method) for method in ("GET", "POST"))}
     assert found == {"live", "ready"}

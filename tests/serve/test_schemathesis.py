@@ -1,4 +1,4 @@
-"""schemathesis, a judge from outside: it reads `/openapi.json` and requests what fits it and what does not."""
+"""schemathesis reads `/openapi.json` and sends valid and invalid requests."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ RULES = Path(__file__).parent / "schemathesis.toml"
 
 
 def _judge(server: Running, folder: Path, *options: str, seconds: int) -> None:
-    """Every check it has; what it keeps of a failure goes to `folder`."""
+    """Run all its checks; files about failures go to `folder`."""
     argv = [
         str(ST),
         "--config-file",
@@ -47,24 +47,22 @@ def _judge(server: Running, folder: Path, *options: str, seconds: int) -> None:
 
 
 @pytest.mark.long
-def test_the_service_is_what_its_openapi_states_for_every_version_and_many_requests(
-    server: Running, tmp_path: Path
-) -> None:
+def test_service_conforms_to_its_openapi_document(server: Running, tmp_path: Path) -> None:
     _judge(server, tmp_path, "-n", "200", seconds=500)
 
 
 @pytest.mark.long
-def test_a_service_that_requests_a_key_is_what_its_openapi_states(
+def test_service_with_a_key_conforms_to_its_openapi_document(
     module_launcher: Launcher, bundle_path: Path, tmp_path: Path
 ) -> None:
-    """Among what is requested here is whether it lets anyone in without one."""
+    """schemathesis also checks that requests without a key are refused."""
     (tmp_path / "keys").write_text(f"{KEY}\n")
     server = module_launcher(bundle_path, options=["--api-keys", str(tmp_path / "keys")])
     _judge(server, tmp_path, "-n", "5", "-H", f"Authorization: Bearer {KEY}", seconds=200)
 
 
 @pytest.mark.long
-def test_a_service_of_many_inputs_is_what_its_openapi_states(module_launcher: Launcher, tmp_path: Path) -> None:
+def test_service_of_several_inputs_conforms_to_its_openapi_document(module_launcher: Launcher, tmp_path: Path) -> None:
     bundle = build(
         tmp_path / "bundle",
         {"image": ("FP16", ["batch", 2, 2]), "mask": ("BOOL", ["batch"]), "words": ("BYTES", ["batch", "length"])},
@@ -73,6 +71,8 @@ def test_a_service_of_many_inputs_is_what_its_openapi_states(module_launcher: La
 
 
 @pytest.mark.long
-def test_a_service_that_writes_texts_is_what_its_openapi_states(module_launcher: Launcher, tmp_path: Path) -> None:
+def test_service_of_a_language_model_conforms_to_its_openapi_document(
+    module_launcher: Launcher, tmp_path: Path
+) -> None:
     server = module_launcher(tiny.build(tmp_path / "bundle"))
     _judge(server, tmp_path, "-n", "40", "--include-path-regex", "^/openai/", seconds=500)

@@ -1,4 +1,4 @@
-"""What the service must never do: looked for in its source, and tried on a running one."""
+"""Security of the service: forbidden calls in its source, and attacks on a running one."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _called(tree: ast.AST) -> Iterator[tuple[str, ast.Call]]:
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: path.relative_to(SOURCE_ROOT).as_posix())
-def test_nothing_is_unpickled_and_no_text_is_run(path: Path) -> None:
+def test_source_neither_unpickles_nor_evaluates_text(path: Path) -> None:
     tree = ast.parse(path.read_bytes())
     assert not UNPICKLERS & set(_imported(tree)) or path == OWN_PROCESSES
     for name, call in _called(tree):
@@ -55,8 +55,8 @@ def test_nothing_is_unpickled_and_no_text_is_run(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", sorted((SOURCE_ROOT / "serve").rglob("*.py")), ids=lambda path: path.name)
-def test_the_service_calls_no_one(path: Path) -> None:
-    """No URL of a client's is fetched, because no client of any kind is there."""
+def test_service_has_no_http_client(path: Path) -> None:
+    """So no URL from a request can be fetched."""
     tree = ast.parse(path.read_bytes())
     assert not {"httpx", "requests", "urllib3", "aiohttp", "ftplib", "smtplib", "subprocess"} & set(_imported(tree))
     names = {name for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) for name in [node.module]}
@@ -80,7 +80,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_model_name_that_is_none_is_a_path_that_is_none(server: Running, name: str) -> None:
+def test_invalid_model_name_is_not_found(server: Running, name: str) -> None:
     for path in (f"/v2/models/{name}/ready", f"/v1/models/{name}", f"/v2/models/tiny/versions/{name}/ready"):
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
         connection.putrequest("GET", path.replace(" ", "%20"), skip_host=True)
@@ -97,7 +97,7 @@ def test_a_model_name_that_is_none_is_a_path_that_is_none(server: Running, name:
         assert b"\n" not in body
 
 
-def test_a_refusal_of_the_connection_is_no_page_either(server: Running) -> None:
+def test_error_for_a_malformed_request_is_not_html(server: Running) -> None:
     with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
         client.sendall(b"<script>alert(1)</script>\r\n\r\n")
         answer = b"".join(iter(lambda: client.recv(4096), b""))
@@ -107,12 +107,12 @@ def test_a_refusal_of_the_connection_is_no_page_either(server: Running) -> None:
     assert b"script" not in answer
 
 
-def test_values_that_fail_in_the_model_write_nothing_to_the_log(server: Running) -> None:
+def test_model_errors_of_a_request_are_not_logged(server: Running) -> None:
     lines = len(server.lines)
     tensor = {"name": "image", "shape": [1, 1, 8, 8], "datatype": "FP32", "data": [TOO_BRIGHT * 10] * 64}
     assert send_request("127.0.0.1", server.port, "POST", "/v2/models/tiny/infer", {"inputs": [tensor]})[0] == 400
     assert send_request("127.0.0.1", server.port, "GET", "/v2/health/ready")[0] == 200
-    # Of a connection that an earlier test had refused the line may come late.
+    # The log line of a connection that an earlier test had refused may come late.
     assert [line for line in server.lines[lines:] if "serve.wire refused" not in line] == []
 
 
@@ -120,7 +120,7 @@ UNPRIVILEGED = ["setpriv", "--reuid", "10001", "--regid", "10001", "--clear-grou
 
 
 def _can_drop_privileges() -> bool:
-    """Mounts are changed by root alone, and the interpreter may stand where only root can read it."""
+    """Only root may change mounts, and the interpreter may be in a folder that only root can read."""
     if os.geteuid() != 0 or shutil.which("unshare") is None or shutil.which("setpriv") is None:
         return False
     argv = ["unshare", "--mount", *UNPRIVILEGED, sys.executable, "-c", "import serve.options"]
@@ -139,13 +139,13 @@ exec setpriv --reuid 10001 --regid 10001 --clear-groups --no-new-privs --boundin
 
 @pytest.fixture
 def readable(bundle_path: Path) -> Iterator[Path]:
-    """The bundle where another user may read it."""
+    """A copy of the bundle in a folder that other users may read."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         yield Path(shutil.copytree(bundle_path, Path(folder) / "bundle"))
 
 
-def test_it_runs_as_no_one_on_a_file_system_that_cannot_be_written(
+def test_service_runs_unprivileged_on_a_read_only_file_system(
     readable: Path, free_ports: Callable[[int], list[int]], picture: list[list[int]]
 ) -> None:
     if not _can_drop_privileges():

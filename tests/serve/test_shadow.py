@@ -23,7 +23,7 @@ SECONDS = 20
 
 
 class Watched(Predictor):
-    """Reports when it has answered so many requests; waits while its gate is closed."""
+    """A predictor that reports when it runs, waits while its gate is closed, and may fail."""
 
     def __init__(self, bundle: Bundle) -> None:
         super().__init__(bundle, Session(bundle, "cpu", 1))
@@ -53,12 +53,12 @@ def shadow(candidate: Watched, other_path: Path) -> Iterator[Shadow]:
 
 @pytest.fixture(scope="module")
 def sent(bundle: Bundle) -> tuple[dict[str, Array], dict[str, Array]]:
-    """What the current version was requested and answered."""
+    """Inputs and outputs of the current version."""
     images = {"image": np.random.default_rng(2).random((4, 1, 8, 8)).astype(np.float32)}
     return images, load_predictor(bundle, "cpu", 1).run(images)
 
 
-def test_a_candidate_that_is_the_same_agrees(bundle: Bundle, bundle_path: Path, sent: Any) -> None:
+def test_identical_candidate_agrees(bundle: Bundle, bundle_path: Path, sent: Any) -> None:
     with closing(open_shadow("tiny", bundle_path, bundle.signature, 1.0)) as shadow:
         shadow.offer(*sent)
         wait_until(lambda: shadow.agreement.same == 1)
@@ -66,7 +66,7 @@ def test_a_candidate_that_is_the_same_agrees(bundle: Bundle, bundle_path: Path, 
     assert shadow.status()["bundle"] == bundle.digest
 
 
-def test_a_candidate_that_is_another_is_measured(shadow: Shadow, candidate: Watched, sent: Any) -> None:
+def test_differing_candidate_is_measured(shadow: Shadow, candidate: Watched, sent: Any) -> None:
     shadow.offer(*sent)
     wait_until(lambda: shadow.agreement.other == 1)
     images, outputs = sent
@@ -76,7 +76,7 @@ def test_a_candidate_that_is_another_is_measured(shadow: Shadow, candidate: Watc
     assert shadow.agreement.rows_same_class < 4
 
 
-def test_a_busy_shadow_is_not_requested_and_no_one_waits_for_it(shadow: Shadow, candidate: Watched, sent: Any) -> None:
+def test_requests_beyond_the_queue_of_a_busy_shadow_are_dropped(shadow: Shadow, candidate: Watched, sent: Any) -> None:
     candidate.gate.clear()
     shadow.offer(*sent)
     assert candidate.entered.wait(SECONDS)
@@ -87,7 +87,7 @@ def test_a_busy_shadow_is_not_requested_and_no_one_waits_for_it(shadow: Shadow, 
     wait_until(lambda: shadow.agreement.other == MAX_WAITING_COPIES + 1)
 
 
-def test_a_candidate_that_fails_is_counted_and_reported_once(
+def test_failing_candidate_is_counted_and_logged_once(
     shadow: Shadow, candidate: Watched, sent: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     candidate.fails = True
@@ -100,7 +100,7 @@ def test_a_candidate_that_fails_is_counted_and_reported_once(
     wait_until(lambda: shadow.agreement.other == 1)
 
 
-def test_only_the_share_is_copied(candidate: Watched, other_path: Path, sent: Any) -> None:
+def test_only_the_configured_share_is_copied(candidate: Watched, other_path: Path, sent: Any) -> None:
     with closing(Shadow("tiny", other_path, candidate, 0.0)) as shadow:
         for _ in range(100):
             shadow.offer(*sent)
@@ -108,7 +108,9 @@ def test_only_the_share_is_copied(candidate: Watched, other_path: Path, sent: An
     assert not candidate.entered.is_set()
 
 
-def test_a_closed_shadow_ends_its_thread_even_when_it_was_full(shadow: Shadow, candidate: Watched, sent: Any) -> None:
+def test_closed_shadow_ends_its_thread_even_if_its_queue_was_full(
+    shadow: Shadow, candidate: Watched, sent: Any
+) -> None:
     candidate.gate.clear()
     for _ in range(MAX_WAITING_COPIES + 2):
         shadow.offer(*sent)
@@ -129,21 +131,21 @@ def test_whole_numbers_must_be_equal_and_other_shapes_never_are() -> None:
     assert (agreement.same, agreement.other, agreement.max_difference) == (1, 2, 0.0)
 
 
-def test_one_output_that_differs_is_another_answer() -> None:
+def test_one_differing_output_makes_the_answer_differ() -> None:
     one = np.array([[1.0, 2.0]])
     for candidate in ({"y": one + 1, "z": one}, {"y": one, "z": one + 1}):
         count_differences(agreement := Agreement(), {"y": one, "z": one}, candidate, 0.0, 0.0)
         assert (agreement.same, agreement.other, agreement.max_difference) == (0, 1, 1.0)
 
 
-def test_infinities_and_empty_outputs_have_no_difference_to_show() -> None:
+def test_equal_infinities_and_empty_outputs_agree() -> None:
     agreement = Agreement()
     for array in (np.array([[np.inf, np.nan]]), np.zeros((0, 2)), np.array(3.0)):
         count_differences(agreement, {"y": array}, {"y": array}, 0.0, 0.0)
     assert (agreement.same, agreement.max_difference) == (3, 0.0)
 
 
-def test_a_candidate_that_takes_or_gives_something_else_is_refused(bundle: Bundle, bundle_path: Path) -> None:
+def test_candidate_with_another_signature_is_refused(bundle: Bundle, bundle_path: Path) -> None:
     mine = bundle.signature
     wider = TensorSpec(name="image", datatype="FP32", shape=("batch", 1, 9, 9))
     with pytest.raises(BundleError, match=r"it cannot shadow tiny: its inputs are image FP32 .*1, 8, 8.*, the current"):

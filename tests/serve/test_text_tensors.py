@@ -1,4 +1,4 @@
-"""Texts as tensors of BYTES, where the codec's instances are texts."""
+"""Texts as BYTES tensors over V2, for codecs whose instances are texts."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_texts_are_answered_as_v1_answers_them(client: httpx.Client) -> None:
     assert [json.loads(one) if one.startswith("{") else one for one in ANSWERS] == predictions
 
 
-def test_they_may_come_and_go_raw(client: httpx.Client) -> None:
+def test_texts_may_be_sent_and_returned_as_raw_bytes(client: httpx.Client) -> None:
     raw = to_raw(np.array(TEXTS, object), "BYTES")
     one = {"name": "instances", "shape": [4], "datatype": "BYTES", "parameters": {"binary_data_size": len(raw)}}
     head = json.dumps({"inputs": [one], "parameters": {"binary_data_output": True}}).encode()
@@ -57,7 +57,7 @@ def test_they_may_come_and_go_raw(client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("raw", [False, True])
-def test_grpc_takes_them_too(running: Running, raw: bool) -> None:
+def test_grpc_accepts_texts_too(running: Running, raw: bool) -> None:
     texts = [text.encode() for text in TEXTS]
     request = pb.ModelInferRequest(model_name="tiny")
     given = request.inputs.add(name="instances", datatype="BYTES", shape=[4])
@@ -71,7 +71,7 @@ def test_grpc_takes_them_too(running: Running, raw: bool) -> None:
     assert found == (to_raw(np.array(ANSWERS, object), "BYTES") if raw else [one.encode() for one in ANSWERS])
 
 
-def test_the_tensors_of_the_graph_are_taken_as_ever_and_both_are_reported_of(client: httpx.Client) -> None:
+def test_graph_tensors_are_still_accepted_and_both_are_documented(client: httpx.Client) -> None:
     tensor = {"inputs": [{"name": "x", "shape": [2, 1], "datatype": "FP32", "data": [1.0, 2.0]}]}
     answers = [client.post("/v2/models/tiny/infer", json=one).json() for one in (tensor, sent(TEXTS))]
     assert answers[0]["outputs"][0]["data"] == [2.0, 3.0]
@@ -93,11 +93,11 @@ def test_the_tensors_of_the_graph_are_taken_as_ever_and_both_are_reported_of(cli
         ({"inputs": [*sent(["a"])["inputs"]] * 2}, "inputs: unknown input 'instances'; the model takes 'x'"),
     ],
 )
-def test_what_is_no_list_of_texts_is_refused(client: httpx.Client, body: dict[str, Any], sentence: str) -> None:
+def test_invalid_list_of_texts_is_refused(client: httpx.Client, body: dict[str, Any], sentence: str) -> None:
     answer = client.post("/v2/models/tiny/infer", json=body)
     assert (answer.status_code, answer.json()["error"]) == (400, sentence)
 
 
-def test_a_model_whose_instances_are_no_texts_takes_none(server: Running) -> None:
+def test_model_without_text_instances_refuses_texts(server: Running) -> None:
     answer = httpx.post(f"{server.url}/v2/models/tiny/infer", json=sent(["a"]))
     assert (answer.status_code, "unknown input 'instances'" in answer.json()["error"]) == (400, True)

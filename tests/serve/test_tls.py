@@ -30,17 +30,17 @@ def test_a_key_of_another_certificate_is_refused(certify: Certify) -> None:
         Tls(CertificatePair(first.certificate, second.key))
 
 
-def test_a_file_that_is_not_there_is_named(certify: Certify) -> None:
+def test_missing_file_is_named(certify: Certify) -> None:
     with pytest.raises(ConfigError, match=r"absent: cannot be used: .*No such file"):
         Tls(CertificatePair(certify("first").certificate, Path("absent")))
 
 
-def test_a_key_with_a_password_is_refused_and_no_one_is_requested_it(tmp_path: Path) -> None:
+def test_key_with_a_password_is_refused_without_a_prompt(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="the key has a password"):
         Tls(certificates.make(tmp_path, "locked", "-passout", "pass:secret"))
 
 
-def test_half_a_replacement_changes_nothing(certify: Certify) -> None:
+def test_certificate_without_its_new_key_changes_nothing(certify: Certify) -> None:
     pair, other = certify("first"), certify("second")
     tls = Tls(pair)
     whole = pair.certificate.read_bytes()
@@ -54,14 +54,12 @@ def test_half_a_replacement_changes_nothing(certify: Certify) -> None:
     tls.reload()
 
 
-def test_what_is_no_longer_safe_is_not_spoken(certify: Certify) -> None:
+def test_tls_below_1_2_is_refused(certify: Certify) -> None:
     assert Tls(certify("first")).context.minimum_version >= ssl.TLSVersion.TLSv1_2
 
 
 @pytest.mark.parametrize(("offered", "agreed"), [(["h2"], "h2"), (["h2", "http/1.1"], "h2"), (["http/1.1"], None)])
-def test_the_port_of_grpc_agrees_to_its_own_protocol_alone(
-    certify: Certify, offered: list[str], agreed: str | None
-) -> None:
+def test_grpc_port_negotiates_h2_only(certify: Certify, offered: list[str], agreed: str | None) -> None:
     ends = shake_hands(Tls(certify("first")).grpc_context, offered)
     assert [end.selected_alpn_protocol() for end in ends] == [agreed, agreed]
 

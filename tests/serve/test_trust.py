@@ -1,4 +1,4 @@
-"""Only what a trusted key signed is loaded: as a bundle and as a shadow."""
+"""Only bundles and shadows that a trusted key signed are loaded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Spoil = Callable[[Path], None]
 @dataclass(frozen=True)
 class Given:
     key: Path
-    bundle: Path  # signed, and reporting when its codec is loaded
+    bundle: Path  # signed; its codec writes `loaded` when it is loaded
     loaded: Path
     options: Options
 
@@ -79,7 +79,7 @@ def enter_as_shadow(given: Given) -> None:
 
 @REFUSED
 @pytest.mark.parametrize("way", [enter, enter_as_shadow])
-def test_what_no_trusted_key_signed_is_refused_with_nothing_loaded(
+def test_untrusted_bundle_is_refused_before_its_codec_is_loaded(
     given: Given, spoil: Spoil, output: str, way: Callable[[Given], None]
 ) -> None:
     spoil(given.bundle)
@@ -88,11 +88,11 @@ def test_what_no_trusted_key_signed_is_refused_with_nothing_loaded(
     assert not given.loaded.exists()
 
 
-def test_what_a_trusted_key_signed_is_opened(given: Given) -> None:
+def test_bundle_signed_by_a_trusted_key_is_opened(given: Given) -> None:
     enter(given)
 
 
-def test_a_key_that_is_taken_out_of_the_file_opens_no_bundle_from_then_on(given: Given) -> None:
+def test_key_removed_from_the_file_is_no_longer_trusted(given: Given) -> None:
     new_key(given.key.parent / "other")
     shutil.copyfile(f"{given.key.parent}/other.pub", f"{given.key}.pub")
     with pytest.raises(BundleError, match="is signed by SHA256:"):

@@ -1,6 +1,6 @@
-"""Sends requests to a service that gives back what it is given all that Triton's own clients can ask; run as a program.
+"""Calls of Triton's own clients to a service that returns its inputs; run as a program, which prints errors by check.
 
-In a process of its own: the clients' protobuf descriptors have the names of kserve's. Prints what went wrong by check.
+It needs a process of its own, because the clients' protobuf descriptors have the names of kserve's.
 Every public method of the four clients is called, and is answered or refused by name.
 """
 
@@ -28,7 +28,7 @@ Array = np.ndarray[Any, Any]
 ROWS = 3
 NUMBERS = ("UINT8", "UINT16", "UINT32", "UINT64", "INT8", "INT16", "INT32", "INT64", "FP16", "BF16", "FP32", "FP64")
 
-# Calls of methods, and of those that are refused a part of the sentence.
+# Method, arguments, and a part of the error message if the call is refused.
 _OPERATOR, _MEMORY = "never by clients", "this service shares no memory with clients"
 _TRACES, _LOGS, _CONFIG = "traces are set by the OTEL_", "logs are set by --log-format", "have no Triton configuration"
 CALLS: list[tuple[str, tuple[Any, ...], str]] = [
@@ -90,7 +90,7 @@ def missing_methods(client: Any, called: set[str]) -> None:
 
 
 class Judge:
-    """One client library; the two are alike but for their modules."""
+    """Checks of one client library; HTTP and gRPC differ only in their modules."""
 
     def __init__(self, module: Any, client: Any) -> None:
         self.module, self.client = module, client
@@ -114,7 +114,7 @@ class Judge:
         for name in names or self.arrays:
             found = result.as_numpy(f"{name}_out")
             wanted = self.arrays[name]
-            if self.kinds[name] == "BYTES":  # texts come out of JSON as str, of raw bytes as bytes
+            if self.kinds[name] == "BYTES":  # texts are str in JSON, and bytes in raw data
                 found = np.vectorize(lambda x: x.encode() if isinstance(x, str) else x, otypes=[np.object_])(found)
             assert found.shape == wanted.shape, (name, found.shape)
             assert (found == wanted).all(), (name, found)
@@ -234,7 +234,7 @@ def http_index(judge: Judge) -> None:
 
 
 def grpc_stream(judge: Judge) -> None:
-    """Triton's stream of requests is refused with what to use instead."""
+    """Check that Triton's stream is refused with what to use instead."""
     answers: queue.Queue[tuple[Any, Any]] = queue.Queue()
     judge.client.start_stream(lambda result, error: answers.put((result, error)))
     try:
@@ -295,7 +295,7 @@ async def check_aio(name: str, judge: Judge, address: str) -> dict[str, str]:
             try:
                 await run()
                 received[f"{name}.aio.{check}"] = ""
-            except Exception:  # every kind of failure is what is to be received
+            except Exception:  # any failure is the result of its check
                 received[f"{name}.aio.{check}"] = traceback.format_exc()
     return received
 
@@ -341,7 +341,7 @@ def _call_name(call: tuple[str, tuple[Any, ...], str]) -> str:
 def _outcome(check: Callable[[], None]) -> str:
     try:
         check()
-    except Exception:  # every kind of failure is what is to be received
+    except Exception:  # any failure is the result of its check
         return traceback.format_exc()
     return ""
 

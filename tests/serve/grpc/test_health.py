@@ -61,7 +61,7 @@ def test_watch_reports_the_status_at_once_and_stays_open(stub: Any, service: str
     assert stub.Check(_request(""), timeout=SECONDS).status == SERVING
 
 
-def test_one_watch_gives_way_to_too_many(stub: Any) -> None:
+def test_one_watch_is_ended_if_there_are_too_many(stub: Any) -> None:
     ended = threading.Event()
     watches = [stub.Watch(_request(""), timeout=SECONDS) for _ in range(health._MAX_WATCHERS + 1)]
     for watch in watches:

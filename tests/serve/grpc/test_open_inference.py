@@ -1,4 +1,4 @@
-"""The messages of the protocol, against those that kserve publishes, and Triton's in a process of their own."""
+"""The messages of the protocol equal those that kserve publishes, and Triton's, in a process of their own."""
 
 from __future__ import annotations
 

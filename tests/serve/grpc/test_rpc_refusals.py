@@ -64,7 +64,7 @@ def test_watch_ends_with_its_client_and_is_no_failure() -> None:
 
 
 def test_calls_that_arrive_together_are_in_flight_before_the_first_begins() -> None:
-    """Else each takes itself for the only one, and they are not merged into a batch."""
+    """Otherwise they would not be merged into a batch."""
 
     async def run() -> None:
         client, before = GrpcConnection(), in_flight.count

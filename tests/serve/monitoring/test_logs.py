@@ -38,7 +38,7 @@ def lines(request: pytest.FixtureRequest) -> Iterator[Lines]:
     before = logger.level, logger.propagate
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    logger.propagate = False  # pytest's processes cannot exchange half a character
+    logger.propagate = False  # pytest-xdist cannot encode a lone surrogate
     yield handler
     logger.removeHandler(handler)
     logger.setLevel(before[0])
@@ -52,7 +52,7 @@ def _request(status: int | str) -> RequestContext:
 
 
 @pytest.mark.parametrize("lines", [TextFormatter], indirect=True)
-def test_a_line_for_people_names_each_field(lines: Lines) -> None:
+def test_text_line_names_each_field(lines: Lines) -> None:
     logging.getLogger("serve.process.server").info(
         "ready", extra=log_fields(url="http://a:1", reason='no "device" here', empty="")
     )
@@ -90,9 +90,7 @@ def test_no_value_breaks_a_line(lines: Lines, value: Any) -> None:
     assert json.loads(lines.found[0])["message"] == "odd"
 
 
-def test_what_ends_the_service_is_a_sentence_for_people_and_a_line_for_collectors(
-    lines: Lines, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fatal_error_is_a_sentence_or_a_json_line(lines: Lines, capsys: pytest.CaptureFixture[str]) -> None:
     log_fatal(ValueError("port 1: in use"), "text")
     assert capsys.readouterr().err == "error: port 1: in use\n"
     log_fatal(ValueError("port 1: in use"), "json")
@@ -103,7 +101,7 @@ HOSTILE = "a\nready url=http://evil\r\x1b[2Jb\x85c\u2028d\u202ee\x00"
 
 
 @pytest.mark.parametrize("lines", [TextFormatter, JsonFormatter], indirect=True)
-def test_no_words_of_a_client_make_a_line_or_move_a_cursor(lines: Lines) -> None:
+def test_control_characters_from_clients_are_escaped(lines: Lines) -> None:
     logging.getLogger("serve").warning("requested %s", HOSTILE, extra=log_fields(path=HOSTILE, plain="x\x1b[31m"))
     (line,) = lines.found
     assert line.isprintable()
@@ -111,13 +109,13 @@ def test_no_words_of_a_client_make_a_line_or_move_a_cursor(lines: Lines) -> None
     assert "\\u001b[2Jb" in line
 
 
-def test_what_is_no_text_at_all_is_escaped_too() -> None:
-    """Half a pair of surrogates, which no encoding knows. (Not logged: pytest would have to send it along.)"""
+def test_lone_surrogate_is_escaped() -> None:
+    """It cannot be logged here, because pytest-xdist could not encode it."""
     assert escaped("a\ud800b") == r"a\ud800b"
 
 
 @pytest.mark.parametrize("lines", [TextFormatter], indirect=True)
-def test_lines_of_a_traceback_are_reported_from_lines_of_the_log(lines: Lines) -> None:
+def test_lines_of_a_traceback_have_a_prefix(lines: Lines) -> None:
     try:
         raise ValueError(HOSTILE)
     except ValueError:
@@ -128,20 +126,20 @@ def test_lines_of_a_traceback_are_reported_from_lines_of_the_log(lines: Lines) -
 
 
 @pytest.mark.parametrize("lines", [TextFormatter, JsonFormatter], indirect=True)
-def test_a_line_is_bounded_whatever_it_is_given(lines: Lines) -> None:
+def test_length_of_a_line_is_limited(lines: Lines) -> None:
     logging.getLogger("serve").warning("%s", "m" * 100_000, extra=log_fields(path="p" * 100_000, plain="x y" * 50_000))
     assert len(lines.found[0]) < 13_000
 
 
 @pytest.mark.parametrize(("share", "expected"), [(0.0, 0), (1.0, 10)])
-def test_a_share_of_the_requests_gets_a_line(lines: Lines, share: float, expected: int) -> None:
+def test_configured_share_of_requests_is_logged(lines: Lines, share: float, expected: int) -> None:
     requests = RequestLog(Metrics(list), share)
     for _ in range(10):
         requests.finish(_request(200))
     assert len(lines.found) == expected
 
 
-def test_a_failure_gets_a_line_whatever_the_share(lines: Lines) -> None:
+def test_failures_are_logged_whatever_the_share(lines: Lines) -> None:
     RequestLog(Metrics(list)).finish(_request(500))
     line = json.loads(lines.found[0])
     assert (line["message"], line["request_id"], line["code"], line["protocol"]) == ("request", "id-1", 500, "v1")
@@ -149,9 +147,7 @@ def test_a_failure_gets_a_line_whatever_the_share(lines: Lines) -> None:
     assert line["milliseconds"] >= 0
 
 
-def test_a_flood_of_refusals_does_not_flood_the_log_but_is_counted(
-    lines: Lines, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_refusals_are_rate_limited_in_the_log_and_counted(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
     requests, now = RequestLog(Metrics(list)), 100.0
     failed = [_request(503) for _ in range(1001)]
     monkeypatch.setattr("serve.monitoring.logs.time.monotonic", lambda: now)
@@ -163,7 +159,7 @@ def test_a_flood_of_refusals_does_not_flood_the_log_but_is_counted(
     assert json.loads(lines.found[logged])["left_out"] == 1000 - logged
 
 
-def test_tracebacks_keep_the_limit_too_and_the_rest_is_counted(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tracebacks_are_rate_limited_and_the_rest_counted(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
     now = 200.0
     monkeypatch.setattr("serve.monitoring.logs.time.monotonic", lambda: now)
     monkeypatch.setattr("serve.monitoring.request_log.faults", limit := LogLimit("more"))
@@ -183,5 +179,5 @@ def test_tracebacks_keep_the_limit_too_and_the_rest_is_counted(lines: Lines, mon
     ("status", "failure"),
     [(200, False), (404, False), (500, True), (503, True), ("OK", False), ("aborted", False), ("INTERNAL", True)],
 )
-def test_which_statuses_are_failures(status: int | str, failure: bool) -> None:
+def test_server_errors_are_failures(status: int | str, failure: bool) -> None:
     assert is_failure(status) is failure

@@ -24,7 +24,7 @@ LABELS = ("model", "version", "protocol", "code", "reason", "phase", "digest", "
 
 @dataclass
 class Loaded:
-    """What the metrics read of a version."""
+    """A version with the attributes that the metrics read."""
 
     name: str
     version: str
@@ -43,7 +43,7 @@ class Loaded:
 
 
 def _values(metrics: Metrics) -> dict[tuple[str, ...], float]:
-    """Each sample by its name and its labels' values, in the order of LABELS."""
+    """Return each sample by its name and its labels' values, in the order of LABELS."""
     text = exposition(metrics.snapshot())[0].decode()
     return {
         (sample.name, *(sample.labels[one] for one in LABELS if one in sample.labels)): sample.value
@@ -121,18 +121,16 @@ def test_requests_are_counted_by_model_version_protocol_and_code(
     }
 
 
-def test_a_version_that_is_unloaded_takes_its_series_with_it(
-    requests: RequestLog, loaded: list[tuple[Any, bool]]
-) -> None:
+def test_unloaded_version_has_no_series(requests: RequestLog, loaded: list[tuple[Any, bool]]) -> None:
     for served, _ in loaded:
         _answer(requests, served, 200)
     gone, _ = loaded.pop(0)
-    _answer(requests, gone, 200)  # it was in flight when its version went
+    _answer(requests, gone, 200)  # it was in flight when its version was unloaded
     left = {key[1:3] for key in _values(requests.metrics) if key[0].startswith(("pipe_requests_total", "pipe_bundle"))}
     assert left == {("tiny", "2"), ("other", "1")}
 
 
-def test_the_version_that_answers_by_default_its_bundle_provider_and_queue_are_reported(requests: RequestLog) -> None:
+def test_current_version_bundle_provider_and_queue_are_reported(requests: RequestLog) -> None:
     found = _values(requests.metrics)
     assert (found["pipe_version_current", "tiny", "1"], found["pipe_version_current", "tiny", "2"]) == (0, 1)
     assert found["pipe_bundle_info", "tiny", "2", "digest-2", "pass", "CPUExecutionProvider"] == 1
@@ -140,7 +138,7 @@ def test_the_version_that_answers_by_default_its_bundle_provider_and_queue_are_r
     assert found["pipe_queue_length", "tiny", "2"] == 3
 
 
-def test_what_is_in_flight_goes_up_and_down(requests: RequestLog) -> None:
+def test_requests_in_flight_are_counted_until_they_finish(requests: RequestLog) -> None:
     request = _prediction(requests)
     assert _values(requests.metrics)["pipe_requests_in_flight",] == 1
     requests.finish(request)
@@ -159,7 +157,7 @@ def test_refusals_are_counted_by_reason(requests: RequestLog, loaded: list[tuple
     assert _values(requests.metrics)["pipe_rejected_total", "tiny", "2", "busy"] == 1
 
 
-def test_a_failure_of_ours_is_no_refusal_and_is_reported_with_its_id(
+def test_server_error_is_no_rejection_and_is_logged_with_its_id(
     requests: RequestLog, caplog: pytest.LogCaptureFixture
 ) -> None:
     request = RequestContext({b"x-request-id": b"mine"}, "/")
@@ -170,9 +168,7 @@ def test_a_failure_of_ours_is_no_refusal_and_is_reported_with_its_id(
     assert "KeyError: 'ours'" in caplog.text
 
 
-def test_what_a_codec_stumbles_over_is_reported_of_but_not_by_the_thousand(
-    requests: RequestLog, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_codec_errors_are_logged_at_a_limited_rate(requests: RequestLog, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(1000):
         error = CodecError("instances: cannot be decoded")
         error.__cause__ = KeyError("what it stumbled over")
@@ -182,9 +178,7 @@ def test_what_a_codec_stumbles_over_is_reported_of_but_not_by_the_thousand(
     assert _values(requests.metrics)["pipe_rejected_total", "", "", "invalid"] == 1000
 
 
-def test_what_a_new_bundle_gets_and_how_it_does_is_reported(
-    requests: RequestLog, loaded: list[tuple[Any, bool]]
-) -> None:
+def test_canary_share_and_shadow_results_are_reported(requests: RequestLog, loaded: list[tuple[Any, bool]]) -> None:
     old, new = loaded[1][0], loaded[0][0]
     old.canary = SimpleNamespace(candidate=new, share=0.1)
     old.shadow = SimpleNamespace(digest="digest-9", agreement=Agreement(same=7, other=2, failed=1, dropped=0))
@@ -196,7 +190,7 @@ def test_what_a_new_bundle_gets_and_how_it_does_is_reported(
     assert results == {"same": 7, "other": 2, "failed": 1, "dropped": 0}
 
 
-def test_phases_are_reported_apart(requests: RequestLog, loaded: list[tuple[Any, bool]]) -> None:
+def test_each_phase_is_measured(requests: RequestLog, loaded: list[tuple[Any, bool]]) -> None:
     request = _prediction(requests)
     request.model_version = loaded[1][0]
     request.decode_started_at, request.decoded_at, request.run_started_at = 1.0, 1.2, 1.5
@@ -208,7 +202,7 @@ def test_phases_are_reported_apart(requests: RequestLog, loaded: list[tuple[Any,
     assert found["pipe_phase_seconds_count", "tiny", "2", "write"] == 1
 
 
-def test_requests_are_counted_whether_few_or_many_have_come_since_the_last_look(
+def test_requests_are_counted_whatever_the_scrape_interval(
     requests: RequestLog, loaded: list[tuple[Any, bool]]
 ) -> None:
     for number in range(1000):
@@ -220,7 +214,7 @@ def test_requests_are_counted_whether_few_or_many_have_come_since_the_last_look(
     assert found["pipe_requests_total", "tiny", "2", "v2", "503"] == 500
 
 
-def test_values_added_together_count_as_those_added_one_by_one() -> None:
+def test_values_added_at_once_count_like_single_ones() -> None:
     values = [0.5, 1, 1.5, 2, 4, 4.1, 100]
     one, all_at_once = Histogram((1, 2, 4)), Histogram((1, 2, 4))
     for value in values:
@@ -244,7 +238,7 @@ def test_batches_from_several_threads_are_all_counted() -> None:
     assert (metrics.batch_requests.count, metrics.batch_rows.total) == (8000, 64_000)
 
 
-def test_both_formats_of_prometheus_are_spoken(requests: RequestLog) -> None:
+def test_prometheus_and_openmetrics_formats_are_supported(requests: RequestLog) -> None:
     snapshot = requests.metrics.snapshot()
     assert exposition(snapshot)[1].startswith("text/plain; version=")
     body, content_type = exposition(snapshot, "application/openmetrics-text; version=1.0.0")

@@ -1,4 +1,4 @@
-"""The real service, watched as its operators would."""
+"""Metrics, request IDs and the log of the real service."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PREDICT = "/v1/models/tiny:predict"
 
 
 def _sample(server: Running, name: str, **labels: str) -> float:
-    """The sum of the samples of that name that bear these labels."""
+    """Return the sum of the samples of that name with these labels."""
     text = httpx.get(f"{server.url}/metrics", timeout=60).text
     return sum(
         sample.value
@@ -44,7 +44,7 @@ def _message(**fields: Any) -> Any:
     return pb.ModelInferRequest(**({"model_name": "tiny"} | fields), inputs=[tensor], raw_input_contents=[b"\0" * 256])
 
 
-def test_a_prediction_is_counted_once_in_every_place_it_belongs(server: Running, picture: list[Any]) -> None:
+def test_prediction_is_counted_once_in_every_metric(server: Running, picture: list[Any]) -> None:
     sent = [
         ("pipe_requests_total", {"protocol": "v1", "code": "200", "model": "tiny"}),
         ("pipe_request_seconds_count", {"protocol": "v1"}),
@@ -58,7 +58,7 @@ def test_a_prediction_is_counted_once_in_every_place_it_belongs(server: Running,
     assert _sample(server, "pipe_requests_in_flight") == 0
 
 
-def test_what_is_refused_is_counted_by_its_reason(server: Running) -> None:
+def test_refused_requests_are_counted_by_reason(server: Running) -> None:
     before = _sample(server, "pipe_rejected_total", reason="invalid", model="tiny")
     assert _post(server, {}).status_code == 400
     assert _sample(server, "pipe_rejected_total", reason="invalid", model="tiny") == before + 1
@@ -80,27 +80,27 @@ def test_a_grpc_call_is_counted_and_answered_with_its_id(server: Running, bundle
     assert _sample(server, "pipe_requests_total", protocol="grpc", code="NOT_FOUND", model="") >= 1
 
 
-def test_the_bundle_and_where_it_runs_are_reported(server: Running, bundle: Bundle) -> None:
+def test_bundle_and_provider_are_reported(server: Running, bundle: Bundle) -> None:
     labels = {"digest": bundle.digest, "provider": "CPUExecutionProvider", "verdict": "pass", "version": "1"}
     assert _sample(server, "pipe_bundle_info", **labels) == 1
     assert _sample(server, "process_resident_memory_bytes") > 10e6
 
 
 @pytest.mark.parametrize("path", ["/", "/nowhere", "/v2/health/ready", "/metrics", PREDICT])
-def test_every_answer_bears_the_clients_id_or_one_of_ours(server: Running, path: str) -> None:
+def test_every_response_has_the_clients_request_id_or_a_new_one(server: Running, path: str) -> None:
     url = f"{server.url}{path}"
     assert httpx.get(url, headers={"x-request-id": "abc.1"}, timeout=60).headers["x-request-id"] == "abc.1"
     made = [httpx.get(url, headers={"x-request-id": "not sane"}, timeout=60).headers["x-request-id"] for _ in range(2)]
     assert len({*made, "not sane"}) == 3
 
 
-def test_a_body_that_is_refused_while_it_is_sent_is_answered_with_its_id(server: Running) -> None:
+def test_oversized_body_is_refused_with_its_request_id(server: Running) -> None:
     response = httpx.post(f"{server.url}{PREDICT}", content=b" " * 100_001, headers={"x-request-id": "big"}, timeout=60)
     assert (response.status_code, response.headers["x-request-id"]) == (413, "big")
     assert _sample(server, "pipe_rejected_total", reason="size") >= 1
 
 
-def test_a_head_that_is_no_http_is_counted_and_answered_with_an_id(server: Running) -> None:
+def test_invalid_http_head_is_counted_and_gets_an_id(server: Running) -> None:
     before = _sample(server, "pipe_rejected_total", reason="http_400")
     with socket.create_connection(("127.0.0.1", server.port), 20) as connection:
         connection.sendall(b"HELLO\r\n\r\n")
@@ -111,7 +111,7 @@ def test_a_head_that_is_no_http_is_counted_and_answered_with_an_id(server: Runni
     assert _sample(server, "pipe_rejected_total", reason="http_400") == before + 1
 
 
-def test_the_log_is_json_with_the_id_of_what_failed_and_a_share_of_the_rest(
+def test_json_log_has_failed_requests_and_a_share_of_others(
     start: Launcher, tricky_path: Path, picture: list[Any]
 ) -> None:
     server = start(tricky_path, options=["--log-format", "json", "--log-requests", "1"], ready=False)

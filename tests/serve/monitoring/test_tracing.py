@@ -42,7 +42,7 @@ def tracer(memory: InMemorySpanExporter) -> Iterator[Tracer]:
 
 
 def _request(status: int | str = 200, **headers: str) -> RequestContext:
-    """A request that has been through all of its phases."""
+    """Return a request with times for all of its phases."""
     encoded = {name.encode(): value.encode() for name, value in headers.items()}
     request = RequestContext({b"x-request-id": b"id-1", **encoded}, "/v1/models/tiny:predict")
     request.protocol, request.status = "v1", status
@@ -83,7 +83,7 @@ def test_a_request_has_a_span_and_one_for_each_of_its_phases(tracer: Tracer, mem
     }
 
 
-def test_the_callers_trace_is_continued_with_its_state(tracer: Tracer, memory: InMemorySpanExporter) -> None:
+def test_callers_trace_and_its_state_are_continued(tracer: Tracer, memory: InMemorySpanExporter) -> None:
     tracer(_request(traceparent=f"00-{TRACE}-{PARENT}-01", tracestate="a=1"))
     for span in memory.get_finished_spans():
         assert f"{span.context.trace_id:032x}" == TRACE
@@ -93,7 +93,7 @@ def test_the_callers_trace_is_continued_with_its_state(tracer: Tracer, memory: I
     assert f"{request.parent.span_id:016x}" == PARENT
 
 
-def test_what_the_caller_does_not_sample_is_not_recorded(tracer: Tracer, memory: InMemorySpanExporter) -> None:
+def test_unsampled_trace_is_not_recorded(tracer: Tracer, memory: InMemorySpanExporter) -> None:
     tracer(_request(traceparent=f"00-{TRACE}-{PARENT}-00"))
     assert memory.get_finished_spans() == ()
 
@@ -107,14 +107,14 @@ def test_a_damaged_parent_begins_a_new_trace(tracer: Tracer, memory: InMemorySpa
 @pytest.mark.parametrize(
     ("code", "status"), [(500, StatusCode.ERROR), ("INTERNAL", StatusCode.ERROR), (400, StatusCode.UNSET)]
 )
-def test_our_failures_are_marked_and_a_clients_are_not(
+def test_only_server_errors_mark_the_span(
     tracer: Tracer, memory: InMemorySpanExporter, code: int | str, status: StatusCode
 ) -> None:
     tracer(_request(code))
     assert _spans(memory)["v1 unknown model"].status.status_code is status
 
 
-def test_the_phase_a_request_failed_in_is_its_last() -> None:
+def test_phase_in_which_a_request_failed_is_its_last() -> None:
     request = _request()
     request.run_started_at = request.run_ended_at = 0.0
     assert [name for name, _, _ in request.phases()] == ["read", "wait"]
@@ -135,11 +135,11 @@ def test_the_phase_a_request_failed_in_is_its_last() -> None:
         ({"OTEL_TRACES_EXPORTER": "otlp", "OTEL_SDK_DISABLED": "True"}, []),
     ],
 )
-def test_the_standard_variables_state_where_traces_go(environment: dict[str, str], names: list[str]) -> None:
+def test_exporters_follow_the_standard_otel_variables(environment: dict[str, str], names: list[str]) -> None:
     assert exporter_names(environment) == names
 
 
-def test_nothing_requested_is_nothing_loaded() -> None:
+def test_tracing_is_off_by_default() -> None:
     assert configure_tracing({}) is None
 
 
@@ -148,7 +148,7 @@ def _gone(name: str) -> None:
 
 
 @pytest.mark.parametrize("find", [lambda name: None, _gone])
-def test_requested_and_not_installed_is_stated(
+def test_missing_tracing_package_is_reported(
     find: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(tracing, "find_spec", find)
@@ -156,7 +156,7 @@ def test_requested_and_not_installed_is_stated(
     assert "install pipe-road[tracing]" in caplog.text
 
 
-def test_an_exporter_there_is_not_is_stated(caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_exporter_is_reported(caplog: pytest.LogCaptureFixture) -> None:
     tracer = configure_tracing({"OTEL_TRACES_EXPORTER": "zipkin"})
     assert tracer is not None
     tracer.close()
@@ -164,7 +164,7 @@ def test_an_exporter_there_is_not_is_stated(caplog: pytest.LogCaptureFixture) ->
 
 
 class Collector(http.server.BaseHTTPRequestHandler):
-    """Takes what OTLP over HTTP sends."""
+    """An OTLP collector over HTTP."""
 
     spans: list[Any]
 
@@ -221,7 +221,7 @@ def test_a_service_sends_its_spans_before_it_ends(
     assert all(span.end_time_unix_nano <= request.end_time_unix_nano for span in spans.values())
 
 
-def test_a_collector_that_is_gone_keeps_no_service_from_answering_or_ending(
+def test_unreachable_collector_does_not_affect_the_service(
     start: Launcher, bundle_path: Path, picture: list[Any], monkeypatch: pytest.MonkeyPatch, free_ports: Any
 ) -> None:
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{free_ports(1)[0]}")

@@ -1,4 +1,4 @@
-"""The health port: a thread answers, whatever the event loop of the service does."""
+"""The health port: a thread of its own answers, even while the service's event loop is blocked."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LIVE, READY = "/v2/health/live", "/v2/health/ready"
 
 
 async def _get_while_the_loop_is_blocked(is_ready: bool, path: str, method: str = "GET") -> tuple[int, Any]:
-    """Send a request from the event loop's own thread, which makes no turn until the response is there."""
+    """Send a request from the event loop's own thread, so that the loop is blocked until the response arrives."""
     port = free_port()
     sock = bind_socket(Address("127.0.0.1", port), share=False)
     control, heartbeat = ControlThread(), Heartbeat()
@@ -49,7 +49,7 @@ async def _get_while_the_loop_is_blocked(is_ready: bool, path: str, method: str 
         (True, "/v2", 404, {"error": f"only GET {LIVE}, {READY} and /status are here"}),
     ],
 )
-def test_it_answers_while_the_event_loop_is_blocked(is_ready: bool, path: str, status: int, body: Any) -> None:
+def test_health_port_answers_while_the_event_loop_is_blocked(is_ready: bool, path: str, status: int, body: Any) -> None:
     assert asyncio.run(_get_while_the_loop_is_blocked(is_ready, path)) == (status, body)
 
 

@@ -25,7 +25,7 @@ def _predict(running: Running, instance: dict[str, Any]) -> httpx.Response:
 
 
 def _in_flight(running: Running, count: int) -> None:
-    """Return when the service is at work on that many predictions."""
+    """Wait until the service computes that many predictions."""
     with httpx.Client(base_url=running.url, timeout=SECONDS) as client:
         wait_until(lambda: f"\npipe_requests_in_flight {count}.0\n" in client.get("/metrics").text)
 
@@ -52,7 +52,7 @@ def test_a_slow_inference_delays_neither_health_nor_others(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_on_a_signal_readiness_goes_at_once_and_the_accepted_request_is_answered(
+def test_signal_ends_readiness_at_once_and_accepted_requests_are_answered(
     start: Launcher,
     tricky_path: Path,
     held: dict[str, Any],
@@ -83,19 +83,17 @@ def test_on_a_signal_readiness_goes_at_once_and_the_accepted_request_is_answered
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_reported_to_end_while_it_starts_it_hears_also_as_the_first_process_of_a_container(
-    start: Launcher, bundle_path: Path, number: signal.Signals
-) -> None:
+def test_signal_during_startup_ends_the_service(start: Launcher, bundle_path: Path, number: signal.Signals) -> None:
     running = start(bundle_path, ready=False)
     running.wait_for("starting model=")
     running.signal(number)
-    assert running.process.wait(SECONDS) == 128 + number  # by a handler: without one, such a process is not ended
+    assert (
+        running.process.wait(SECONDS) == 128 + number
+    )  # by a handler: without one, PID 1 of a container ignores the signal
     assert "Traceback" not in running.log
 
 
-def test_reported_twice_to_end_the_service_does_not_wait(
-    start: Launcher, tricky_path: Path, held: dict[str, Any]
-) -> None:
+def test_second_signal_ends_the_service_at_once(start: Launcher, tricky_path: Path, held: dict[str, Any]) -> None:
     running = start(tricky_path)
     with ThreadPoolExecutor(1) as pool:
         slow = pool.submit(_predict, running, held)
@@ -109,7 +107,7 @@ def test_reported_twice_to_end_the_service_does_not_wait(
 
 
 @pytest.mark.parametrize("connections", quick(["kept", "encrypted"], ["kept", "encrypted", "closed"]))
-def test_ended_under_load_no_accepted_request_is_lost(
+def test_shutdown_under_load_loses_no_accepted_request(
     start: Launcher, tricky_path: Path, tmp_path: Path, picture: list[Any], connections: str
 ) -> None:
     pair = certificates.make(tmp_path, "localhost")
@@ -126,7 +124,7 @@ def test_ended_under_load_no_accepted_request_is_lost(
     assert running.process.wait(SECONDS) == 0
 
 
-def test_at_the_end_requests_are_answered_that_connected_clients_send_late(
+def test_shutdown_answers_late_requests_of_connected_clients(
     start: Launcher, tricky_path: Path, picture: list[Any]
 ) -> None:
     running = start(tricky_path)
@@ -150,10 +148,10 @@ def test_at_the_end_requests_are_answered_that_connected_clients_send_late(
 
 
 @pytest.mark.parametrize("keep_alive", quick([True], [False, True]))
-def test_a_successor_takes_over_both_ports_under_load_and_ends_without_a_gap(
+def test_successor_takes_over_both_ports_under_load_without_a_gap(
     start: Launcher, tricky_path: Path, picture: list[Any], keep_alive: bool
 ) -> None:
-    """Who keeps a connection is answered by the old one until that states, with an answer, that it closes it."""
+    """Kept connections belong to the old process until a response announces `Connection: close`."""
     old = start(tricky_path)
     load = Load(old.port, {"instances": [{"image": picture}]}, keep_alive=keep_alive)
     calls = GrpcLoad(old.grpc_port, callers=4)
@@ -183,7 +181,7 @@ def test_a_successor_takes_over_both_ports_under_load_and_ends_without_a_gap(
     assert new.process.wait(SECONDS) == 0
 
 
-def test_a_standby_that_is_never_called_ends_without_having_served(start: Launcher, tricky_path: Path) -> None:
+def test_standby_without_a_takeover_signal_never_serves(start: Launcher, tricky_path: Path) -> None:
     running = start(tricky_path, standby=True)
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", running.port), SECONDS)

@@ -38,7 +38,7 @@ def _connections(address: Address, count: int) -> Iterator[None]:
         yield
 
 
-def test_a_port_another_program_holds_is_refused_even_for_sharing(address: Address) -> None:
+def test_port_of_another_program_is_refused_even_for_sharing(address: Address) -> None:
     with socket.socket() as stranger:
         stranger.bind((address.host, address.port))
         stranger.listen()
@@ -47,7 +47,7 @@ def test_a_port_another_program_holds_is_refused_even_for_sharing(address: Addre
                 bind_socket(address, share=share)
 
 
-def test_a_port_of_our_own_is_refused_unless_it_is_to_be_shared(address: Address) -> None:
+def test_own_port_is_refused_unless_it_is_shared(address: Address) -> None:
     with bind_socket(address, share=False) as first:
         first.listen()
         with pytest.raises(ResourceError, match="already in use"):
@@ -56,7 +56,7 @@ def test_a_port_of_our_own_is_refused_unless_it_is_to_be_shared(address: Address
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems share ports by rules of their own")
-def test_a_successor_gets_every_new_connection_and_the_first_keeps_its_queue(address: Address) -> None:
+def test_successor_gets_new_connections_and_the_first_keeps_its_queue(address: Address) -> None:
     with bind_socket(address, share=False) as first, bind_socket(address, share=True) as second:
         first.listen()
         with _connections(address, 5):
@@ -98,7 +98,7 @@ def set_hops(sock: socket.socket, hops: int) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems cannot ignore handshakes")
-def test_a_closing_listener_returns_its_queue_and_admits_no_one_else(listening: socket.socket) -> None:
+def test_closing_listener_returns_its_queue_and_ignores_new_handshakes(listening: socket.socket) -> None:
     address = Address(*listening.getsockname()[:2])
 
     async def close() -> list[socket.socket]:
@@ -106,7 +106,7 @@ def test_a_closing_listener_returns_its_queue_and_admits_no_one_else(listening: 
         await asyncio.sleep(0)
         with pytest.raises(TimeoutError):
             socket.create_connection((address.host, address.port), 0.05)
-        set_hops(late, 255)  # its handshake is completed, as one that was under way
+        set_hops(late, 255)  # its handshake is completed, like one that had begun before
         late.connect((address.host, address.port))
         return await closing
 
@@ -123,7 +123,7 @@ def test_a_closing_listener_returns_its_queue_and_admits_no_one_else(listening: 
         socket.create_connection((address.host, address.port), 5)
 
 
-def test_a_host_that_is_not_ours_is_one_clear_sentence() -> None:
+def test_foreign_host_is_named_in_the_error() -> None:
     with pytest.raises(ResourceError, match=r"192\.0\.2\.1:8080"):
         bind_socket(Address("192.0.2.1", 8080), share=False)
 
@@ -134,7 +134,7 @@ def test_an_ipv6_address_is_written_in_brackets() -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems share ports by rules of their own")
 @pytest.mark.parametrize(("number", "level"), [(errno.EPERM, "INFO"), (errno.ENOMEM, "WARNING")])
-def test_a_container_without_capabilities_is_not_warned_of_what_it_may_not_do(
+def test_container_without_capabilities_logs_no_warning(
     number: int, level: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Refusing(socket.socket):

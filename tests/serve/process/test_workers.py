@@ -46,7 +46,7 @@ def _count(running: Running, sample: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(f"{sample}{{"))
 
 
-def test_workers_share_the_port_and_the_metrics_and_drain_together(
+def test_workers_share_port_and_metrics_and_drain_together(
     start: Launcher, bundle_path: Path, picture: list[Any]
 ) -> None:
     running = start(bundle_path, options=("--workers", "3"))
@@ -94,7 +94,7 @@ def test_workers_end_with_a_killed_supervisor(start: Launcher, bundle_path: Path
     _wait_until_gone(workers)
 
 
-def test_a_worker_that_dies_again_and_again_ends_the_service(start: Launcher, bundle_path: Path) -> None:
+def test_repeatedly_dying_worker_ends_the_service(start: Launcher, bundle_path: Path) -> None:
     running = start(bundle_path, options=("--workers", "2"))
     deadline = time.monotonic() + SECONDS
     while running.process.poll() is None:
@@ -108,7 +108,7 @@ def test_a_worker_that_dies_again_and_again_ends_the_service(start: Launcher, bu
     assert running.process.wait(SECONDS) == 128 + signal.SIGKILL
 
 
-def test_a_bundle_that_cannot_be_loaded_ends_the_service_as_one_process(start: Launcher, own_bundle: Path) -> None:
+def test_bundle_that_cannot_be_loaded_ends_the_service(start: Launcher, own_bundle: Path) -> None:
     (own_bundle / "model.onnx").write_bytes(b"damaged")
     for threads in ("1", "2"):  # loaded by the supervisor, and by each worker
         running = start(own_bundle, options=("--workers", "2", "--threads", threads), ready=False)
@@ -124,7 +124,7 @@ def test_models_with_threads_are_loaded_by_each_worker(start: Launcher, bundle_p
 
 
 @pytest.mark.parametrize("keep_alive", quick([True], [True, False]))
-def test_services_with_other_numbers_of_workers_take_the_port_over_without_a_gap(
+def test_services_with_other_worker_counts_take_over_without_a_gap(
     start: Launcher, bundle_path: Path, picture: list[Any], keep_alive: bool
 ) -> None:
     running = start(bundle_path)
@@ -223,7 +223,7 @@ def _digests(running: Running, path: str = "") -> set[str]:
     return {answer.headers["x-bundle-digest"] for answer in answers}
 
 
-def test_connections_are_shared_out_evenly_and_metrics_are_summed(start: Launcher, bundle_path: Path) -> None:
+def test_connections_are_distributed_evenly_and_metrics_summed(start: Launcher, bundle_path: Path) -> None:
     running = start(bundle_path, options=("--workers", "3"))
     with contextlib.ExitStack() as stack:
         clients = [stack.enter_context(socket.create_connection(("127.0.0.1", running.port))) for _ in range(30)]
@@ -242,7 +242,7 @@ def test_connections_are_shared_out_evenly_and_metrics_are_summed(start: Launche
 
 
 @pytest.mark.long
-def test_the_health_port_is_answered_while_every_worker_is_stuck(start: Launcher, bundle_path: Path) -> None:
+def test_health_port_answers_while_every_worker_is_stuck(start: Launcher, bundle_path: Path) -> None:
     port = free_port()
     running = start(bundle_path, options=("--workers", "2", "--health-port", str(port)))
     assert httpx.get(f"http://127.0.0.1:{port}/v2/health/ready", timeout=SECONDS).status_code == 200
@@ -255,7 +255,7 @@ def test_the_health_port_is_answered_while_every_worker_is_stuck(start: Launcher
     assert running.stop() == 0
 
 
-def test_more_connections_than_a_busy_worker_takes_wait_for_it(start: Launcher, bundle_path: Path) -> None:
+def test_surplus_connections_wait_for_a_busy_worker(start: Launcher, bundle_path: Path) -> None:
     running = start(bundle_path, options=("--workers", "2"))
     workers = _workers(running)
     for worker in workers:
@@ -272,7 +272,7 @@ def test_more_connections_than_a_busy_worker_takes_wait_for_it(start: Launcher, 
     assert running.stop() == 0
 
 
-def test_counters_of_processes_are_added_by_their_meaning() -> None:
+def test_metrics_of_processes_are_merged_by_their_meaning() -> None:
     def snapshot(requests: int) -> Snapshot:
         metrics = ModelMetrics()
         for _ in range(requests):

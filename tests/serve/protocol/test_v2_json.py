@@ -288,7 +288,7 @@ def test_many_shallow_lists_are_accepted() -> None:
 
 
 class WalkedObject:
-    """An object of simdjson that counts the fields which are gone through: up to the wanted one for each look-up."""
+    """An object of simdjson that counts the fields it visits: for each look-up all up to the requested one."""
 
     def __init__(self, value: Any) -> None:
         self._value, self._names, self.walked = value, list(value.keys()), 0

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 HELD, QUICK = 1.0, 0.0  # values of the input: a run with HELD lasts until the test releases it
-MAX_BODY_BYTES = 17 << 20  # four of them are more than the memory that is always there for bodies
+MAX_BODY_BYTES = 17 << 20  # four of them exceed the memory that is reserved for bodies
 PATH = "/v2/models/tiny/infer"
 
 # Appended to the codec, which the service imports at its start. It computes while it waits, as a slow model does, and
@@ -52,7 +52,7 @@ Session.run = run_when_released
 
 @pytest.fixture(scope="module")
 def hold(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The file that holds runs while it exists."""
+    """The path of a file that holds runs while it exists."""
     return tmp_path_factory.mktemp("hold") / "hold"
 
 
@@ -124,7 +124,7 @@ def message(value: float, **parameters: Any) -> Any:
     return pb.ModelInferRequest(model_name="tiny", inputs=[tensor], raw_input_contents=[raw], parameters=parameters)
 
 
-def test_disconnected_client_is_not_computed(service: Service) -> None:
+def test_request_of_a_disconnected_client_is_not_computed(service: Service) -> None:
     before, gone = service.computed, service.value("pipe_rejected_total", 'reason="gone"')
     first = service.start_held()
     with socket.create_connection(("127.0.0.1", service.running.port)) as sock:

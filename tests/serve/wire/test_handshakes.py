@@ -1,4 +1,4 @@
-"""Clients that connect to the HTTPS port and do not finish their handshake, beside one that does."""
+"""Clients that connect to the HTTPS port and do not finish their TLS handshake."""
 
 from __future__ import annotations
 
@@ -82,9 +82,7 @@ def talk(pair: CertificatePair, what: Callable[[Port], Awaitable[Any]], most: in
         return runner.run(run())
 
 
-def test_a_handshake_that_is_not_finished_in_time_is_given_up_and_counted(
-    pair: CertificatePair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unfinished_handshake_times_out_and_is_counted(pair: CertificatePair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshakes, "HANDSHAKE_TIMEOUT_SECONDS", 0.05)
 
     async def what(port: Port) -> None:
@@ -98,11 +96,11 @@ def test_a_handshake_that_is_not_finished_in_time_is_given_up_and_counted(
     talk(pair, what)
 
 
-def test_the_time_for_a_handshake_is_short() -> None:
+def test_handshake_timeout_is_short() -> None:
     assert handshakes.HANDSHAKE_TIMEOUT_SECONDS <= 10
 
 
-def test_one_address_has_few_unfinished_handshakes_and_the_oldest_gives_way(pair: CertificatePair) -> None:
+def test_oldest_unfinished_handshake_of_an_address_is_evicted(pair: CertificatePair) -> None:
     async def what(port: Port) -> None:
         writers = [(await port.connect())[1] for _ in range(200)]
         await port.wait_until(lambda: port.rejected["tls_handshakes"] == 200 - 4)
@@ -147,7 +145,7 @@ def test_the_grpc_port_has_the_same_limits(pair: CertificatePair) -> None:
         runner.run(asyncio.wait_for(run(), 30))
 
 
-def test_an_unfinished_handshake_gives_way_to_a_new_one(pair: CertificatePair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unfinished_handshake_is_evicted_by_a_new_one(pair: CertificatePair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The addresses differ, so that no limit of a single one applies."""
     numbers = iter(range(10_000))
     monkeypatch.setattr(handshakes, "peer_address", lambda _: str(next(numbers)))

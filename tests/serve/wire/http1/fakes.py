@@ -51,13 +51,13 @@ def make_host(
     received: BufferLimit | None = None,
     unsent: BufferLimit | None = None,
 ) -> Host:
-    """Return what a listener shares among its connections."""
+    """Return the state that the connections of a listener share."""
     limits = PeerLimits(per_peer), received or BufferLimit(), unsent or BufferLimit()
     return Host(app, ConnectionLog(), maximum, *limits, connections=set(), orphans=set())
 
 
 def connect(app: AnyApplication[Any], transport: FakeTransport, host: Host | None = None) -> Connection:
-    """Return a connection of a listener; each has one of its own by default."""
+    """Return a connection of a listener, by default of its own one."""
     connection = Connection(host or make_host(app))
     transport.connection = connection
     connection.connection_made(cast("Any", transport))

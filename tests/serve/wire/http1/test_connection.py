@@ -1,4 +1,4 @@
-"""Bytes in, bytes out: what the service's own HTTP protocol does with each, over real sockets."""
+"""The service's own HTTP/1.1 protocol over real sockets."""
 
 from __future__ import annotations
 
@@ -89,14 +89,14 @@ def talk(what: Callable[[Echo, Http1Listener, Callable[[], Any]], Awaitable[Any]
 
 
 def ask(*pieces: bytes) -> bytes:
-    """All that comes back until the server closes; the pieces are sent one after the other."""
+    """Send the pieces one after the other, and return all bytes until the server closes the connection."""
 
     async def what(_app: Echo, _listener: Http1Listener, connect: Any) -> bytes:
         reader, writer = await connect()
         for piece in pieces:
             writer.write(piece)
             await writer.drain()
-            await asyncio.sleep(0)  # a piece of its own for the server, most times
+            await asyncio.sleep(0)  # so that the server usually gets each piece by itself
         answer: bytes = await reader.read()
         writer.close()
         return answer
@@ -124,7 +124,7 @@ def test_a_body_in_many_pieces_arrives_whole() -> None:
     assert b"POST /a %d" % size in ask(connection[:70], connection[70:300_000], connection[300_000:])
 
 
-def test_a_chunked_body_arrives_and_its_trailers_pass_for_no_headers() -> None:
+def test_trailers_of_a_chunked_body_are_no_headers() -> None:
     connection = b"POST /a HTTP/1.1\r\nhost: x\r\nconnection: close\r\ntransfer-encoding: chunked\r\n\r\n"
 
     async def what(app: Echo, _listener: Http1Listener, connect: Any) -> tuple[bytes, Request]:
@@ -139,7 +139,7 @@ def test_a_chunked_body_arrives_and_its_trailers_pass_for_no_headers() -> None:
     assert b"x-api-key" not in request.headers
 
 
-def test_an_answer_without_the_body_being_read_keeps_the_connection() -> None:
+def test_connection_is_kept_if_the_body_was_not_read() -> None:
     answer = ask(post("/early", b"x" * 600_000), post("/b", close=True))
     assert answer.index(b"\r\n\r\nno") < answer.index(b"POST /b 0")
 
@@ -150,14 +150,14 @@ def test_head_gets_no_body_and_http_1_0_is_closed() -> None:
     assert b"content-length: 9\r\n" in answer
 
 
-def test_requests_refused_at_once_keep_the_connection_and_its_order() -> None:
+def test_immediate_refusals_keep_connection_and_order() -> None:
     large = post("/refused", b"x" * 600_000)
     answer = ask(post("/a") + large + post("/refused") * 2000 + post("/b", close=True))
     assert answer.count(b"HTTP/1.1 503 Service Unavailable\r\n") == 2001
     assert answer.index(b"POST /a 0") < answer.index(b"busy") < answer.index(b"POST /b 0")
 
 
-def test_a_request_refused_at_once_that_ends_the_connection_is_the_last_one() -> None:
+def test_refused_request_with_connection_close_is_the_last() -> None:
     answer = ask(post("/refused", b"abc", close=True) + post("/a"))
     assert (answer.count(b"HTTP/1.1"), answer.count(b"connection: close")) == (1, 1)
 
@@ -169,26 +169,26 @@ def test_a_stream_is_chunked_or_ends_with_the_connection() -> None:
     assert ask(b"GET /streams HTTP/1.0\r\nhost: x\r\n\r\n").endswith(b"connection: close\r\n\r\nonetwo")
 
 
-def test_leave_to_send_is_given_when_the_body_is_wanted() -> None:
+def test_request_with_expect_100_continue_is_answered() -> None:
     connection = post("/a", b"abc", "expect: 100-continue", close=True)
     answer = ask(connection[:-3], connection[-3:])
     assert b"POST /a 3" in answer
 
 
-def test_an_upgrade_we_do_not_know_is_answered_as_if_not_requested() -> None:
+def test_unknown_upgrade_is_ignored() -> None:
     first = b"GET /a HTTP/1.1\r\nhost: x\r\nconnection: upgrade, HTTP2-Settings\r\nupgrade: h2c\r\n\r\n"
     answer = ask(first + post("/b", close=True))
     assert answer.index(b"GET /a 0") < answer.index(b"POST /b 0")
 
 
-def test_a_url_meant_for_a_proxy_is_read() -> None:
+def test_absolute_url_is_accepted() -> None:
     assert b"GET /a%20b 0".replace(b"%20", b" ") in ask(
         b"GET http://somewhere:80/a%20b?q=1 HTTP/1.1\r\nhost: somewhere\r\nconnection: close\r\n\r\n"
     )
 
 
 @pytest.mark.parametrize("path", ["/fails", "/fails-at-once", "/split"])
-def test_a_fault_of_ours_is_an_opaque_500(path: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_internal_error_is_an_opaque_500(path: str, caplog: pytest.LogCaptureFixture) -> None:
     answer = ask(post(path))
     assert answer.startswith(b"HTTP/1.1 500 ")
     assert b"secret" not in answer
@@ -200,7 +200,7 @@ def test_a_fault_of_ours_is_an_opaque_500(path: str, caplog: pytest.LogCaptureFi
     assert f"x-request-id: {fields['request_id']}\r\n" in answer.decode()
 
 
-def test_who_hung_up_is_known_to_be_gone() -> None:
+def test_disconnect_is_visible_to_the_running_request() -> None:
     async def what(app: Echo, _listener: Http1Listener, connect: Any) -> None:
         _, writer = await connect()
         writer.write(post("/waits"))
@@ -215,7 +215,7 @@ def test_who_hung_up_is_known_to_be_gone() -> None:
     talk(what)
 
 
-def test_who_hangs_up_inside_a_body_ends_the_request() -> None:
+def test_disconnect_within_a_body_ends_the_request() -> None:
     async def what(app: Echo, _listener: Http1Listener, connect: Any) -> None:
         _, writer = await connect()
         writer.write(post("/a", b"abcdef")[:-1])
@@ -241,7 +241,7 @@ def _sweep(listener: Http1Listener, seconds: float) -> None:
         (b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\nabc", limits.BODY_TIMEOUT_SECONDS, b"HTTP/1.1 408"),
     ],
 )
-def test_a_client_that_does_not_go_on_is_given_up(sent: bytes, seconds: float, answered: bytes) -> None:
+def test_inactive_client_times_out(sent: bytes, seconds: float, answered: bytes) -> None:
     async def what(_app: Echo, listener: Http1Listener, connect: Any) -> bytes:
         reader, writer = await connect()
         writer.write(sent)
@@ -260,7 +260,7 @@ def test_a_client_that_does_not_go_on_is_given_up(sent: bytes, seconds: float, a
     assert bool(answer) == bool(answered)
 
 
-def test_a_request_that_takes_its_time_on_our_side_is_not_given_up() -> None:
+def test_running_request_does_not_time_out() -> None:
     async def what(app: Echo, listener: Http1Listener, connect: Any) -> bytes:
         reader, writer = await connect()
         writer.write(post("/waits", close=True))
@@ -274,7 +274,7 @@ def test_a_request_that_takes_its_time_on_our_side_is_not_given_up() -> None:
     assert b"200 OK" in talk(what)
 
 
-def test_a_stop_answers_what_was_requested_and_closes() -> None:
+def test_draining_answers_pending_requests_and_closes() -> None:
     async def what(app: Echo, listener: Http1Listener, connect: Any) -> bytes:
         reader, writer = await connect()
         writer.write(post("/waits") + post("/b"))
@@ -294,15 +294,15 @@ def test_a_stop_answers_what_was_requested_and_closes() -> None:
     ("framing", "body"),
     [("content-length: 5", b"hello"), ("transfer-encoding: chunked", b"2\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n")],
 )
-def test_a_body_behind_an_upgrade_no_one_makes_is_read(framing: str, body: bytes) -> None:
-    """Java's client requests h2c with whatever it sends first."""
+def test_body_of_a_request_with_an_ignored_upgrade_is_read(framing: str, body: bytes) -> None:
+    """Java's client requests an upgrade to h2c with its first request."""
     head = f"POST /a HTTP/1.1\r\nhost: x\r\nconnection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\n{framing}\r\n\r\n"
     for pieces in ([head.encode() + body], [head.encode(), body], [head.encode(), body[:1], body[1:]]):
         answer = ask(*pieces, post("/b", b"x", close=True))
         assert answer.index(b"POST /a 5") < answer.index(b"POST /b 1")
 
 
-def test_what_takes_longer_than_the_grace_period_is_given_up_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+def test_requests_beyond_the_grace_period_are_dropped_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     async def what(app: Echo, listener: Http1Listener, connect: Any) -> bytes:
         reader, writer = await connect()
         writer.write(post("/waits"))

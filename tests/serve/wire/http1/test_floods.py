@@ -21,14 +21,14 @@ from tests.quick import quick
 from tests.serve.wire.http1.fakes import Application, connect, make_host
 from tests.serve.wire.transport import FakeTransport
 
-READ_BYTES = 256_000  # that uvloop reads at once
+READ_BYTES = 256_000  # what uvloop reads at once
 HONEST = b"GET /honest HTTP/1.1\r\nhost: x\r\n\r\n"
 GET = b"GET / HTTP/1.1\r\nhost: x\r\n\r\n"
 POST = b"POST / HTTP/1.1\r\nhost: x\r\n"
 CHUNKED = POST + b"transfer-encoding: chunked\r\n\r\n"
 MAX_TURNS = 3  # until an honest request is answered
 MAX_CALLS_PER_TURN = 20_000  # for each attacking connection: about 2 ms
-ATTACKERS, TURNS, TURNS_BETWEEN = 2, 32, 4  # and a turn of so many has an honest request
+ATTACKERS, TURNS, TURNS_BETWEEN = 2, 32, 4  # an honest request every so many turns
 
 
 @contextmanager
@@ -72,7 +72,7 @@ class Port:
 
 
 class Flood:
-    """A client that sends the same again and again, as fast as its connection is read."""
+    """A client that repeats the same bytes as fast as its connection is read."""
 
     def __init__(self, port: Port, begin: bytes, again: bytes, piece: int) -> None:
         self._port, self._begin, self._again, self._piece = port, begin, again, piece
@@ -93,7 +93,7 @@ class Flood:
             self.transport.connection.data_received(piece)
 
 
-# what each client sends first, what it sends again and again, and in pieces of what size
+# bytes sent first, bytes that are repeated, and the size of the pieces
 FLOODS: dict[str, tuple[bytes, bytes, int]] = {
     "pipelined requests": (b"", GET, READ_BYTES),
     "pipelined refusals": (b"", b"GET /refused HTTP/1.1\r\nhost: x\r\n\r\n", READ_BYTES),
@@ -175,8 +175,8 @@ def test_an_honest_client_is_answered_within_few_turns(name: str) -> None:
 ANSWER = bytes(UNSENT_HIGH_WATER_BYTES + 1)
 
 
-def test_answers_that_no_one_reads_are_bounded_over_all_connections() -> None:
-    """The one that has not read for longest is cut off; one that reads is not."""
+def test_unread_answers_are_bounded_over_all_connections() -> None:
+    """The client that has not read for longest is disconnected."""
 
     async def run() -> None:
         port = Port(Application(ANSWER), unsent=BufferLimit(10 * len(ANSWER)))
@@ -209,7 +209,7 @@ def test_answers_that_no_one_reads_are_bounded_over_all_connections() -> None:
         b"GET /waits HTTP/1.1\r\nhost: x\r\n\r\n" + POST + b"content-length: 50000\r\n\r\n" + b"a" * 50_000,
     ],
 )
-def test_bodies_that_do_not_end_are_bounded_over_all_connections(begun: bytes) -> None:
+def test_endless_bodies_are_bounded_over_all_connections(begun: bytes) -> None:
     async def run() -> None:
         port = Port(received=BufferLimit(1 << 20))
         for number in range(100):
@@ -232,7 +232,7 @@ def test_bodies_that_do_not_end_are_bounded_over_all_connections(begun: bytes) -
     asyncio.run(run())
 
 
-def test_bodies_that_are_dropped_take_no_memory() -> None:
+def test_discarded_bodies_take_no_memory() -> None:
     """A body that comes after its answer is read only to reach the next request."""
 
     async def run() -> None:
@@ -296,8 +296,8 @@ def test_half_closed_connections_end_when_they_are_answered() -> None:
     asyncio.run(run())
 
 
-def test_a_connection_in_use_evicts_idle_ones_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Finding those that are idle looks at all of them, so it must not be done for each new one."""
+def test_full_listener_evicts_idle_connections_in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Finding idle connections is linear in their number, so it must not be done for each new connection."""
     looked = [0]
 
     def counted(connection: Connection) -> float | None:

@@ -1,4 +1,4 @@
-"""Clients that only take up room: they are reported, or ended, and no other client is disturbed."""
+"""Connection limits: half-closed, idle and slow clients, and maximum counts."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from serve.wire.listeners import Http1Listener
 from serve.wire.request import Disconnected
 
 HEAD = b"POST /a HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\n"
-WAIT_SECONDS = 0.15  # longer than a client that ended its side is left without a sign
-LEFT: list[bool] = []  # of each request, when it was answered
+WAIT_SECONDS = 0.15  # long enough for the 100 Continue that half-closed clients get
+LEFT: list[bool] = []  # for each request, whether its client was gone when it was answered
 LARGE = 20 << 20  # more than the kernel's buffers take
 
 
@@ -67,7 +67,7 @@ def talk(what: Callable[[Http1Listener, Callable[[], Any]], Awaitable[Any]], mos
 
 
 def half_closed(sent: bytes) -> bytes:
-    """What is answered to one that sends this and no more, but listens on."""
+    """Send bytes, close the sending side only, and return the answer."""
 
     async def what(_: Http1Listener, connect: Any) -> bytes:
         reader, writer = await connect()
@@ -87,31 +87,31 @@ def sweep(listener: Http1Listener, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("sent", [b"P", b"POST /a HTTP/1.1\r\nhost:", HEAD, HEAD + b"ab"])
-def test_one_that_ends_in_the_middle_of_its_request_is_reported(sent: bytes) -> None:
+def test_half_close_within_a_request_is_a_400(sent: bytes) -> None:
     answer = half_closed(sent)
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert b'{"error":"the connection was closed for sending in the middle of a request"}' in answer
 
 
-def test_one_that_has_requested_and_only_listens_is_answered() -> None:
+def test_half_closed_client_gets_all_its_answers() -> None:
     answer = half_closed(HEAD + b"abc" + HEAD + b"abc")
     assert answer.count(b"HTTP/1.1 200 OK") == 2
     assert answer.endswith(b"\r\n\r\n3")
 
 
-def test_one_that_ended_inside_its_second_request_is_answered_the_first() -> None:
+def test_half_close_within_the_second_request_answers_the_first() -> None:
     answer = half_closed(HEAD + b"abc" + HEAD + b"a")
     assert answer.index(b"HTTP/1.1 200") < answer.index(b"HTTP/1.1 400")
 
 
 @pytest.mark.parametrize("version", [b"", b" HTTP/1.0", b" HTTP/1.1\r\nhost: x\r\nconnection: close"])
-def test_one_whose_body_goes_wrong_is_reported_also_where_the_connection_ends_with_it(version: bytes) -> None:
+def test_malformed_chunk_gets_one_400_even_on_a_closing_connection(version: bytes) -> None:
     answer = half_closed(b"POST /a" + version + b"\r\ntransfer-encoding: chunked\r\n\r\n3\r\nabcd\r\n")
     assert answer.startswith(b"HTTP/1.1 400 ")
     assert answer.count(b"\r\n\r\n") == 1
 
 
-def test_one_that_only_listens_is_waited_for_and_answered() -> None:
+def test_half_closed_client_gets_100_then_its_late_answer() -> None:
     answer = half_closed(b"GET /waits HTTP/1.1\r\nhost: x\r\n\r\n")
     assert LEFT[-1] is False
     sign, _, found = answer.partition(b"\r\n\r\n")
@@ -120,14 +120,14 @@ def test_one_that_only_listens_is_waited_for_and_answered() -> None:
     assert found.endswith(b"\r\n\r\n0")
 
 
-def test_one_of_http_1_0_that_only_listens_gets_its_answer_and_nothing_before() -> None:
+def test_half_closed_http_1_0_client_gets_no_100() -> None:
     answer = half_closed(b"GET /waits HTTP/1.0\r\n\r\n")
     assert LEFT[-1] is False
     assert answer.startswith(b"HTTP/1.1 200 OK\r\n")
 
 
 @pytest.mark.parametrize("reset", [False, True])
-def test_one_that_closed_its_connection_is_known_to_be_gone(reset: bool) -> None:
+def test_closed_connection_disconnects_the_running_request(reset: bool) -> None:
     async def what(listener: Http1Listener, connect: Any) -> None:
         before = len(LEFT)
         _, writer = await connect()
@@ -145,19 +145,19 @@ def test_one_that_closed_its_connection_is_known_to_be_gone(reset: bool) -> None
     talk(what)
 
 
-def test_one_that_states_nothing_at_all_and_ends_is_no_matter() -> None:
+def test_half_close_without_a_request_gets_no_answer() -> None:
     assert half_closed(b"") == b""
 
 
 @pytest.mark.parametrize("close", [b"", b"connection: close\r\n"])
-def test_one_that_does_not_take_its_answer_is_cut_off(close: bytes) -> None:
+def test_client_that_reads_nothing_is_disconnected(close: bytes) -> None:
     async def what(listener: Http1Listener, connect: Any) -> None:
         _, writer = await connect()
         writer.transport.pause_reading()
         writer.write(b"GET /large HTTP/1.1\r\nhost: x\r\n" + close + b"\r\n")
         while not any(one.transport.get_write_buffer_size() for one in listener.connections):
             await asyncio.sleep(0.001)
-        await asyncio.sleep(0.05)  # the kernel has taken all it takes
+        await asyncio.sleep(0.05)  # the kernel's buffers are full
         sweep(listener, 0)
         sweep(listener, limits.WRITE_TIMEOUT_SECONDS - 1)
         await asyncio.sleep(0)
@@ -170,7 +170,7 @@ def test_one_that_does_not_take_its_answer_is_cut_off(close: bytes) -> None:
     talk(what)
 
 
-def test_one_that_takes_its_answer_slowly_has_its_time() -> None:
+def test_client_that_reads_slowly_is_not_disconnected() -> None:
     async def what(listener: Http1Listener, connect: Any) -> int:
         reader, writer = await connect()
         writer.write(b"GET /large HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
@@ -179,20 +179,20 @@ def test_one_that_takes_its_answer_slowly_has_its_time() -> None:
             taken += len(chunk)
             if taken < LARGE // 2:
                 await asyncio.sleep(0.002)
-                sweep(listener, taken / LARGE * 100)  # far more than a stuck one has
+                sweep(listener, taken / LARGE * 100)  # far beyond the timeout for a client that reads nothing
         writer.close()
         return taken
 
     assert talk(what) > LARGE
 
 
-def test_the_one_silent_for_longest_gives_way_to_a_new_one() -> None:
+def test_incomplete_request_is_evicted_before_idle_connections() -> None:
     async def what(listener: Http1Listener, connect: Any) -> list[bytes]:
         clients = []
         for _ in range(3):
             clients.append(await connect())
             await asyncio.sleep(0.01)
-        clients[1][1].write(b"GET / HTT")  # this one has begun, and is given up sooner than the idle ones
+        clients[1][1].write(b"GET / HTT")  # an incomplete request
         await asyncio.sleep(0.02)
         reader, writer = await connect()
         writer.write(HEAD + b"abc")
@@ -209,7 +209,7 @@ def test_the_one_silent_for_longest_gives_way_to_a_new_one() -> None:
     assert kept.startswith(b"HTTP/1.1 200")
 
 
-def test_where_all_are_being_served_a_new_one_is_reported() -> None:
+def test_new_connection_is_refused_if_all_others_are_in_use() -> None:
     async def what(listener: Http1Listener, connect: Any) -> bytes:
         served = [await connect() for _ in range(2)]
         for _, writer in served:
@@ -230,7 +230,7 @@ def test_where_all_are_being_served_a_new_one_is_reported() -> None:
     assert b'{"error":"2 connections are being served already"}' in answer
 
 
-def test_the_service_requests_as_many_files_as_it_may_have_and_keeps_some() -> None:
+def test_connection_limits_follow_the_limit_of_open_files() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         most, of_grpc = limits.max_http_connections(), limits.max_grpc_connections()

@@ -101,7 +101,7 @@ class Http1(RuleBasedStateMachine):
         self.transport = FakeTransport()
         self.unsent = b""
         self.sent = self.appended = self.pieces = self.count = 0
-        self.expected: list[tuple[int, Answer]] = []  # and how many bytes must have been sent for it
+        self.expected: list[tuple[int, Answer]] = []  # with the number of bytes that must have been sent before
         self.ended = self.half_closed = False
         self.calls, self.turns = [0], 0
         self.run()
@@ -110,7 +110,7 @@ class Http1(RuleBasedStateMachine):
         self.run(lambda: connect(Application(), self.transport))
 
     def run(self, action: Any = None) -> None:
-        """Do something in the loop, and let it have a turn."""
+        """Run an action in the event loop, and let it make a turn."""
 
         async def turn() -> None:
             if action is not None:

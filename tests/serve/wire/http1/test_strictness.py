@@ -142,7 +142,7 @@ def test_a_forbidden_request_is_refused_and_nothing_behind_it_is_read(name: str)
 
 
 @pytest.mark.parametrize("path", ["/a", "/refused"])
-def test_what_follows_a_refused_request_to_upgrade_does_not_hide_the_refusal(path: str) -> None:
+def test_refusal_of_an_upgrade_request_is_sent_despite_later_data(path: str) -> None:
     before = f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode()
     found, _ = answers(before + REFUSED["gzip with an upgrade"][1] + GET + HOST + b"\r\n")
     assert found[1:] == [400]
@@ -200,8 +200,8 @@ def test_a_request_that_ends_the_connection_is_the_last(sent: bytes) -> None:
 
 
 @pytest.mark.parametrize("pad", [0, 3000, 40_000, 200_000])
-def test_a_head_behind_a_large_body_is_not_taken_for_a_long_one(pad: int) -> None:
-    """It comes in two pieces, and the body's bytes are not its own."""
+def test_size_of_a_body_does_not_count_for_the_next_head(pad: int) -> None:
+    """The head after the body comes in two pieces."""
 
     async def run() -> Any:
         transport = FakeTransport()

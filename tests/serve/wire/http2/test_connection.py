@@ -133,7 +133,7 @@ def test_full_listener_closes_idle_connections_and_rejects_others() -> None:
     run_with_listener(scenario, maximum=1)
 
 
-def test_begun_call_gives_its_place_to_another_client() -> None:
+def test_connection_with_an_incomplete_call_is_evicted() -> None:
     async def scenario(port: RunningListener) -> None:
         first = await port.open()
         await first.send(headers(1))

@@ -71,7 +71,7 @@ def tiny_field_block() -> bytes:
 class Flood:
     """Bytes that prepare a connection, and bytes that are then repeated.
 
-    What costs its client as much as the server may go on: its memory is limited, and its turns.
+    A flood that costs its client as much as the server may go on: only its memory and turns are limited.
     """
 
     def __init__(self, repeated: Callable[[int], bytes] | bytes, *setup: bytes, may_go_on: bool = False) -> None:
@@ -204,7 +204,7 @@ LINES_PER_TURN = 250_000
 
 @pytest.mark.parametrize("name", quick(SAMPLE, FLOODS))
 def test_honest_client_is_answered_within_two_turns_of_a_flood(name: str) -> None:
-    """One turn handles the flood up to its cost, then comes the honest client: however much the flood has sent."""
+    """However much the flood has sent, one turn handles a limited part of it, then the honest client."""
     flood = FLOODS[name]
 
     async def run() -> None:
@@ -385,7 +385,7 @@ def test_work_is_bounded_by_the_received_bytes() -> None:
     run_state_machine_as_test(Http2Machine, settings=chosen)
 
 
-def test_many_waiting_answers_cost_a_window_update_nothing() -> None:
+def test_work_of_a_window_update_does_not_grow_with_waiting_answers() -> None:
     lines = []
     for count in (10, 1000):
         client: EchoConnection = open_connection()

@@ -65,10 +65,10 @@ COMPRESSION_ERROR, REFUSED_STREAM = ErrorCodes.COMPRESSION_ERROR, ErrorCodes.REF
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the server sends; the connection goes on, unless there is a code of GOAWAY."""
+    """Frames that the server sends; the connection stays open unless there is a code of GOAWAY."""
 
-    answers: dict[int, bytes] = field(default_factory=dict)  # bodies by stream, of answers that ended
-    begun: dict[int, bytes] = field(default_factory=dict)  # the same of answers that wait for a window
+    answers: dict[int, bytes] = field(default_factory=dict)  # bodies of complete answers, by stream
+    begun: dict[int, bytes] = field(default_factory=dict)  # bodies so far of answers that wait for a window
     resets: dict[int, ErrorCodes] = field(default_factory=dict)
     goaway: ErrorCodes | None = None
     pings: list[bytes] = field(default_factory=list)

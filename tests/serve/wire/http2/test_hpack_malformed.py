@@ -70,7 +70,7 @@ def test_malformed_block_is_rejected(block: str, named: str) -> None:
 
 
 def test_integer_padded_to_six_bytes_is_rejected() -> None:
-    """The only difference: RFC 7541, 5.1, requires a limit, which hpack lacks and is 32 bits in libnghttp2.
+    """The only difference: RFC 7541, 5.1, requires a limit; hpack has none, and libnghttp2 one of 32 bits.
 
     No encoder pads integers, and those of 5 bytes are larger than any header list.
     """
