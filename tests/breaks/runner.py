@@ -18,7 +18,7 @@ BREAKS: tuple[Break, ...] = (
         "pipeline/plan.py",
         'parts |= _add_prefix("source", project_code(project.root, (config.task, config.codec), kind.unused))',
         "project_code(project.root, (config.task, config.codec), kind.unused)",
-        "tests/pipeline/test_plan.py::test_a_module_the_task_imports_counts_as_its_source",
+        "tests/pipeline/test_plan.py::test_module_imported_by_the_task_is_in_its_keys",
     ),
     Break(
         "a changed setting is no reason to run",
@@ -32,14 +32,14 @@ BREAKS: tuple[Break, ...] = (
         "pipeline/plan.py",
         'parts[f"step:{step}"] = str(kind.version)',
         "str(kind.version)",
-        "tests/pipeline/test_plan.py::test_code_of_pipe_counts_by_the_version_of_the_step_alone",
+        "tests/pipeline/test_plan.py::test_code_of_pipe_counts_only_by_the_version_of_the_step",
     ),
     Break(
         "another release of torch is no reason to run",
         "pipeline/plan.py",
         "    parts |= _releases(kind.packages)\n",
         "",
-        "tests/pipeline/test_plan.py::test_a_new_version_of_a_package_counts_where_it_matters",
+        "tests/pipeline/test_plan.py::test_package_version_is_in_the_keys_of_steps_that_use_it",
     ),
     Break(
         "changed data files are no reason to run",
@@ -60,7 +60,7 @@ BREAKS: tuple[Break, ...] = (
         "pipeline/plan.py",
         "if record.is_current(key) and record.complete), None)",
         "if record.is_current(key)), None)",
-        "tests/pipeline/test_plan.py::test_only_what_was_completed_is_reused[running]",
+        "tests/pipeline/test_plan.py::test_only_completed_steps_are_reused[running]",
     ),
     Break(
         "a forced step is reused",
@@ -74,28 +74,28 @@ BREAKS: tuple[Break, ...] = (
         "pipeline/plan.py",
         "cached=False,  # what is live",
         "cached=True,  # what is live",
-        "tests/pipeline/test_plan.py::test_deploy_always_looks_at_what_is_live",
+        "tests/pipeline/test_plan.py::test_deploy_always_checks_the_live_service",
     ),
     Break(
         "another champion is not compared with",
         "pipeline/plan.py",
         'parts["baseline:champion"] = champion.bundle if champion else "the task\'s own"',
         'parts["baseline:champion"] = "the task\'s own"',
-        "tests/pipeline/test_plan.py::test_another_champion_counts_for_the_evaluation_alone",
+        "tests/pipeline/test_plan.py::test_champion_is_in_the_key_of_evaluate_only",
     ),
     Break(
         "the override of a verdict is not part of the export's key",
         "pipeline/plan.py",
         'parts[f"input:{OVERRIDE}"] = outputs["evaluate"][OVERRIDE]',
         'outputs["evaluate"][OVERRIDE]',
-        "tests/pipeline/test_override.py::test_an_override_reuses_the_evaluation_and_reruns_the_export",
+        "tests/pipeline/test_override.py::test_override_reuses_the_evaluation_and_reruns_the_export",
     ),
     Break(
         "a setting of operation trains again",
         "pipeline/plan.py",
         "operational = getattr(config, section).operational",
         "operational: tuple[str, ...] = ()",
-        "tests/pipeline/test_plan.py::test_operational_settings_count_nowhere",
+        "tests/pipeline/test_plan.py::test_operational_settings_are_in_no_key",
     ),
     # Running, resuming and deploying again
     Break(
@@ -103,7 +103,7 @@ BREAKS: tuple[Break, ...] = (
         "pipeline/resume.py",
         "if not _is_resumable(key):",
         "if not _is_resumable(key) and section_unknown(key):",
-        "tests/pipeline/test_run.py::test_what_a_run_computes_stays[train.lr=1]",
+        "tests/pipeline/test_run.py::test_settings_that_change_results_cannot_be_overridden[train.lr=1]",
     ),
     Break(
         "a training is continued with other code without a word",
@@ -124,14 +124,14 @@ BREAKS: tuple[Break, ...] = (
         "pipeline/resume.py",
         "            if is_locked(run):  # another",
         "            if not run:  # another",
-        "tests/pipeline/test_run.py::test_a_run_that_another_command_works_on_is_left_to_it",
+        "tests/pipeline/test_run.py::test_run_of_another_command_is_not_resumed",
     ),
     Break(
         "a trial of a search is resumed by hand",
         "pipeline/resume.py",
         "        if body.study:  # `pipe tune`",
         "        if False:  # `pipe tune`",
-        "tests/pipeline/test_run.py::test_a_trial_is_left_to_the_search_it_belongs_to",
+        "tests/pipeline/test_run.py::test_resume_ignores_trials_and_pruned_runs",
     ),
     Break(
         "checkpoints are removed before the new training is complete",
@@ -166,7 +166,7 @@ BREAKS: tuple[Break, ...] = (
         "pipeline/failures.py",
         "(error is None or error.echo) and",
         "(error is None) and",
-        "tests/pipeline/test_run.py::test_the_killed_process_is_the_cause_and_not_one_that_lost_contact",
+        "tests/pipeline/test_run.py::test_killed_process_is_the_cause_rather_than_lost_contact",
     ),
     Break(
         "a full disk is not named",
@@ -222,7 +222,7 @@ BREAKS: tuple[Break, ...] = (
         "pipeline/work.py",
         'if decision.action == "run" and step in self.request.reuse_only:',
         'if decision.action == "reuse" and step in self.request.reuse_only:',
-        "tests/pipeline/test_run.py::test_a_step_before_the_start_must_not_run",
+        "tests/pipeline/test_run.py::test_from_a_step_with_missing_outputs_before_it_is_refused",
     ),
     Break(
         "another bundle is deployed in place of an unfinished one",
@@ -237,7 +237,7 @@ BREAKS: tuple[Break, ...] = (
         "pipeline/history.py",
         "fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)",
         "fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)",
-        "tests/pipeline/test_history.py::test_the_second_process_is_reported_who_holds_it",
+        "tests/pipeline/test_history.py::test_second_process_learns_who_holds_the_lock",
     ),
     Break(
         "a file that was added to an output is not noticed",
@@ -258,7 +258,7 @@ BREAKS: tuple[Break, ...] = (
         "pipeline/history.py",
         "if len(matches) != 1:",
         "if not matches:",
-        "tests/pipeline/test_history.py::test_a_name_that_fits_no_run_or_several_is_a_mistake",
+        "tests/pipeline/test_history.py::test_unknown_or_ambiguous_run_name_is_an_error",
     ),
     Break(
         "uncommitted changes count as clean",
@@ -279,7 +279,7 @@ BREAKS: tuple[Break, ...] = (
         "pipeline/history.py",
         "shutil.rmtree(partial, ignore_errors=True)\n    for name in record.outputs",
         "partial.mkdir(exist_ok=True)\n    for name in record.outputs",
-        "tests/pipeline/test_history.py::test_linking_replaces_what_a_crash_left_half_linked",
+        "tests/pipeline/test_history.py::test_linking_replaces_files_that_a_crash_left",
     ),
     # Records and their seals
     Break(
@@ -294,21 +294,21 @@ BREAKS: tuple[Break, ...] = (
         "pipeline/contract/run.py",
         "        if _is_edited(path.read_bytes()):",
         "        if not path.read_bytes():",
-        "tests/pipeline/test_verify.py::test_edited_settings_and_environment_break_it[config-name-other]",
+        "tests/pipeline/test_verify.py::test_edited_settings_and_environment_are_detected[config-name-other]",
     ),
     Break(
         "a run.json without a seal is believed",
         "pipeline/contract/run.py",
         'return bool(fields.get("seal") != _seal(fields))',
         'return bool(fields.get("seal")) and fields["seal"] != _seal(fields)',
-        "tests/pipeline/test_verify.py::test_a_seal_that_was_removed_breaks_it",
+        "tests/pipeline/test_verify.py::test_removed_seal_is_detected",
     ),
     Break(
         "another bundle than the exported one is served",
         "pipeline/contract/run.py",
         "        if recorded != digest:\n",
         "        if not recorded:\n",
-        "tests/pipeline/test_verify.py::test_a_bundle_that_was_exchanged_as_a_whole_is_not_opened",
+        "tests/pipeline/test_verify.py::test_bundle_that_was_replaced_as_a_whole_is_not_opened",
     ),
     Break(
         "a step reads an input that changed",
@@ -322,7 +322,7 @@ BREAKS: tuple[Break, ...] = (
         "pipeline/contract/run.py",
         "if override is not None and override.verdict == verdict_digest else None",
         "if override is not None else None",
-        "tests/pipeline/test_override.py::test_the_same_verdict_reached_again_is_let_pass_and_another_is_not",
+        "tests/pipeline/test_override.py::test_override_applies_to_the_same_verdict_of_a_later_run_only",
     ),
     Break(
         "a bug of a step ends with status 0",
@@ -336,14 +336,14 @@ BREAKS: tuple[Break, ...] = (
         "pipeline/contract/run.py",
         'return "died" if self.status == "running" and self.owner and not is_alive(self.owner) else self.status',
         "return self.status",
-        "tests/pipeline/contract/test_run.py::test_a_step_whose_pipe_is_gone_has_died",
+        "tests/pipeline/contract/test_run.py::test_step_whose_owner_process_is_gone_has_died",
     ),
     Break(
         "an altered record is believed",
         "pipeline/contract/run.py",
         "if digest_mapping(record.outputs) != record.digest:",
         "if not digest_mapping(record.outputs):",
-        "tests/pipeline/test_verify.py::test_a_record_with_an_edited_output_does_not_pin_a_bundle",
+        "tests/pipeline/test_verify.py::test_bundle_of_an_edited_record_is_not_opened",
     ),
     Break(
         "a run of a newer pipe is called damaged",
@@ -373,21 +373,21 @@ BREAKS: tuple[Break, ...] = (
         "pipeline/verify.py",
         "    if verification.fault:\n",
         "    if verification.lost:\n",
-        "tests/pipeline/test_verify_ledger.py::test_a_line_that_is_missing_doubled_or_out_of_order_is_raised",
+        "tests/pipeline/test_verify_ledger.py::test_missing_repeated_or_unordered_line_is_an_error",
     ),
     Break(
         "weights of another step than the best pass verify",
         "pipeline/verify.py",
         'if step != summary["best_step"] or not',
         "if not",
-        "tests/pipeline/test_verify_ledger.py::test_weights_of_another_step_than_the_best_are_raised",
+        "tests/pipeline/test_verify_ledger.py::test_weights_of_another_step_than_the_best_are_an_error",
     ),
     Break(
         "a verdict about another checkpoint passes verify",
         "pipeline/verify.py",
         '_check_digest(run.verdict()["checkpoint"], run.output("train") / "model.safetensors", "the verdict")\n',
         "run.verdict()\n",
-        "tests/pipeline/test_verify.py::test_a_link_replaced_together_with_its_record_does_not_fit_the_next",
+        "tests/pipeline/test_verify.py::test_output_replaced_with_its_record_does_not_match_the_next_step",
     ),
     Break(
         "a deployment of another bundle passes verify",
@@ -408,7 +408,7 @@ BREAKS: tuple[Break, ...] = (
         "pipeline/verify.py",
         'elif run.read().steps["evaluate"].status == OVERRIDDEN:',
         'elif run.read().steps["evaluate"].status == "running":',
-        "tests/pipeline/test_verify.py::test_an_override_that_was_taken_away_breaks_the_chain",
+        "tests/pipeline/test_verify.py::test_removed_override_is_detected",
     ),
     # Processes of steps
     Break(
@@ -416,14 +416,14 @@ BREAKS: tuple[Break, ...] = (
         "pipeline/failures.py",
         "killed.sort(key=lambda process: process.signal == signal.SIGABRT)",
         "killed.sort(key=lambda process: process.signal != signal.SIGABRT)",
-        "tests/pipeline/test_failures.py::test_a_process_that_failed_because_another_was_killed_is_not_the_one",
+        "tests/pipeline/test_failures.py::test_killed_process_is_found_among_consequent_failures",
     ),
     Break(
         "a user's train.py shadows pipe's own package",
         "pipeline/executors/local.py",
         '        "PYTHONSAFEPATH": "1",',
         '        "PYTHONSAFEPATH": "",',
-        "tests/pipeline/executors/test_local.py::test_a_module_of_the_project_hides_no_other",
+        "tests/pipeline/executors/test_local.py::test_project_module_does_not_shadow_an_installed_one",
     ),
     Break(
         "hidden gpus are counted",
@@ -438,21 +438,21 @@ BREAKS: tuple[Break, ...] = (
         "pipeline/contract/registry.py",
         "        if change.before != digest:\n",
         "        if change.before is None:\n",
-        "tests/pipeline/contract/test_registry.py::test_a_change_that_was_altered_taken_out_or_damaged_is_named",
+        "tests/pipeline/contract/test_registry.py::test_altered_removed_or_damaged_change_is_named",
     ),
     Break(
         "a change missing in the registry is not noticed",
         "pipeline/contract/registry.py",
         "if int(name[:-5]) != number:",
         "if int(name[:-5]) < 0:",
-        "tests/pipeline/contract/test_registry.py::test_a_change_that_was_altered_taken_out_or_damaged_is_named",
+        "tests/pipeline/contract/test_registry.py::test_altered_removed_or_damaged_change_is_named",
     ),
     Break(
         "another bundle than the champion's is taken",
         "pipeline/contract/registry.py",
         "    if bundle.digest != entry.bundle:\n",
         "    if not bundle.digest:\n",
-        "tests/pipeline/contract/test_champion_bundle.py::test_another_bundle_in_its_place_is_refused",
+        "tests/pipeline/contract/test_champion_bundle.py::test_replaced_or_changed_champion_is_refused",
     ),
     Break(
         "a downloaded champion writes outside its folder",
@@ -473,7 +473,7 @@ BREAKS: tuple[Break, ...] = (
         "pipeline/contract/registry.py",
         "except FileNotFoundError:  # nothing has been written yet",
         "except OSError:  # nothing has been written yet",
-        "tests/pipeline/contract/test_registry_store.py::test_a_registry_that_cannot_be_read_is_not_taken_for_an_empty_one",
+        "tests/pipeline/contract/test_registry_store.py::test_unreadable_registry_is_not_taken_for_an_empty_one",
     ),
     # Signatures
     Break(
@@ -481,28 +481,28 @@ BREAKS: tuple[Break, ...] = (
         "pipeline/contract/signing.py",
         'if digests.get("manifest.json") != digest_bytes(manifest):',
         'if "manifest.json" not in digests:',
-        "tests/pipeline/contract/test_signing.py::test_a_bundle_that_was_sealed_again_is_refused_with_a_key_or_without",
+        "tests/pipeline/contract/test_signing.py::test_resealed_bundle_is_refused_with_and_without_a_key",
     ),
     Break(
         "a signature of any key is trusted",
         "pipeline/contract/signing.py",
         "        if not known_signatures:\n",
         "        if not envelope.signatures:\n",
-        "tests/pipeline/contract/test_signing.py::test_one_signed_by_another_key_is_refused_and_both_are_named",
+        "tests/pipeline/contract/test_signing.py::test_bundle_signed_by_another_key_is_refused_naming_both",
     ),
     Break(
         "a forged signature is trusted",
         "pipeline/contract/signing.py",
         "            _verify(keys[signature.keyid], signature, envelope, directory)\n",
         "            keys[signature.keyid]\n",
-        "tests/pipeline/contract/test_signing.py::test_a_signature_that_was_forged_is_refused",
+        "tests/pipeline/contract/test_signing.py::test_forged_signature_is_refused",
     ),
     Break(
         "a private key that others can read signs",
         "pipeline/contract/signing.py",
         "if stat.S_IMODE(mode) & 0o077:",
         "if stat.S_IMODE(mode) & 0o002:",
-        "tests/pipeline/contract/test_signing.py::test_a_private_key_that_others_can_read_signs_nothing",
+        "tests/pipeline/contract/test_signing.py::test_private_key_that_others_can_read_is_refused",
     ),
     # Bundles
     Break(
@@ -517,14 +517,14 @@ BREAKS: tuple[Break, ...] = (
         "pipeline/contract/bundle.py",
         "        if stat.S_ISLNK(mode):\n",
         "        if stat.S_ISFIFO(mode):\n",
-        "tests/pipeline/contract/test_bundle.py::test_a_symbolic_link_is_refused_though_its_content_is_right",
+        "tests/pipeline/contract/test_bundle.py::test_symbolic_link_is_refused_even_with_the_right_content",
     ),
     Break(
         "weights outside the bundle are read",
         "pipeline/contract/bundle.py",
         '    check_external_data_files(directory / "model.onnx")\n',
         "",
-        "tests/pipeline/contract/test_bundle.py::test_weights_that_a_sealed_model_keeps_elsewhere_are_refused",
+        "tests/pipeline/contract/test_bundle.py::test_external_weights_outside_the_bundle_are_refused",
     ),
     # Files
     Break(
@@ -532,14 +532,14 @@ BREAKS: tuple[Break, ...] = (
         "pipeline/system/files.py",
         "        os.chmod(temporary, 0o644)\n        os.replace(temporary, path)\n",
         "        path.write_bytes(body)\n        os.unlink(temporary)\n",
-        "tests/pipeline/system/test_files.py::test_a_reader_meets_the_old_content_or_the_new_and_nothing_between",
+        "tests/pipeline/system/test_files.py::test_reader_sees_old_or_new_content_only",
     ),
     Break(
         "a NaN is written into a JSON file",
         "pipeline/system/files.py",
         "allow_nan=False",
         "allow_nan=True",
-        "tests/pipeline/system/test_files.py::test_json_that_no_other_reader_takes_is_never_written",
+        "tests/pipeline/system/test_files.py::test_nonstandard_json_numbers_are_never_written",
     ),
     # Steps
     Break(
@@ -547,14 +547,14 @@ BREAKS: tuple[Break, ...] = (
         "pipeline/steps/deploy.py",
         '    if record["bundle"] != bundle.digest:\n',
         '    if not record["bundle"]:\n',
-        "tests/pipeline/steps/test_deploy.py::test_a_bundle_that_the_image_was_not_made_of_is_not_deployed",
+        "tests/pipeline/steps/test_deploy.py::test_bundle_other_than_that_of_the_image_is_not_deployed",
     ),
     Break(
         "an overridden bundle becomes the champion",
         "pipeline/steps/deploy.py",
         'if record["live"] and bundle.manifest.verdict == OVERRIDDEN:',
         'if record["live"] and bundle.manifest.verdict == "fail":',
-        "tests/pipeline/steps/test_deploy.py::test_a_bundle_that_went_past_the_gate_serves_but_is_no_champion",
+        "tests/pipeline/steps/test_deploy.py::test_overridden_bundle_is_deployed_but_not_promoted",
     ),
     Break(
         "a canary becomes the champion",
@@ -568,7 +568,7 @@ BREAKS: tuple[Break, ...] = (
         "pipeline/steps/package.py",
         "    if not passed_gate(verdict):\n",
         "    if not verdict:\n",
-        "tests/pipeline/steps/test_package.py::test_any_other_verdict_is_refused",
+        "tests/pipeline/steps/test_package.py::test_bundle_without_a_passing_verdict_is_refused",
     ),
     # Removing runs
     Break(

@@ -6,8 +6,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-# `datetime.now` calls the kernel itself, and its class can be no other, for another machine unpickles what it makes. So
-# the word is put into the class, past its lock. Timers (time.monotonic) are not the clock's.
+# `datetime.now` does not use time.time, and a subclass of datetime could not be unpickled on other machines. So the
+# method is replaced in the built-in class. Timers (time.monotonic) do not depend on the clock.
 _SHIFT = """
 import ctypes
 import datetime
@@ -23,7 +23,7 @@ ctypes.pythonapi.PyType_Modified(ctypes.py_object(datetime.datetime))
 
 
 def shifted(folder: Path, seconds: float) -> Mapping[str, str]:
-    """The environment of a machine that is `seconds` ahead of the others."""
+    """Return the environment of a machine that is `seconds` ahead of the others."""
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(_SHIFT.format(seconds=seconds))
     return {"PYTHONPATH": os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])}

@@ -17,7 +17,7 @@ from pipeline.contract.run import Run, all_runs
 from ..e2e.project_folder import PIPE, ProjectFolder, environment, wait_for
 from .machine import Machine
 
-# Any number of processes gives the same bits, so that what faults leave behind can be compared.
+# Any number of processes gives the same bits, so that the results after faults can be compared.
 TRAINING = (
     "train.processes=1", "train.elastic_shards=4", "train.epochs=25", "train.log_every=1", "train.checkpoint_every=0",
     "train.timeout_seconds=12",
@@ -25,7 +25,7 @@ TRAINING = (
 )  # fmt: skip
 _PORT = 29400
 _STEP_SECONDS = 0.4  # slow enough that training does not end before the last fault
-_SECONDS = 300  # for all that a fault brings with it, on a machine that does other things too
+_SECONDS = 300  # timeout for the recovery from a fault on a busy machine
 _PACE = """            time.sleep(float(PACE.read_text()))
             while HOLD"""
 
@@ -48,17 +48,17 @@ class Command:
 
 @dataclass
 class Cluster:
-    """Machines that are all on; the first one leads."""
+    """Running machines; the first one is the coordinator."""
 
     project: ProjectFolder
     machines: tuple[Machine, ...]
     arguments: tuple[str, ...]  # of `pipe run train`
     environments: dict[str, Mapping[str, str]] = field(default_factory=dict)  # environment variables of a machine
-    commands: dict[str, Command] = field(default_factory=dict)  # the newest of each machine
+    commands: dict[str, Command] = field(default_factory=dict)  # the last one of each machine
     count: int = 0  # of all commands
 
     def start_all(self) -> None:
-        """`pipe run` on the first machine, `pipe join` on the others."""
+        """Start `pipe run` on the first machine, and `pipe join` on the others."""
         first, *others = self.machines
         self.type(first, "run", "train", *self.arguments)
         wait_for(lambda: all_runs(self.project.runs) and (self.run.path / "logs" / "train.log").exists())
@@ -69,7 +69,7 @@ class Cluster:
         self.type(machine, "join", self.run.id)
 
     def type(self, machine: Machine, *words: str) -> None:
-        """Begin a `pipe` command on a machine."""
+        """Start a `pipe` command on a machine."""
         env = environment(self.environments.get(machine.name, {}))
         output = self.project.folder.with_name(f"{machine.name}-{self.count}-{words[0]}.txt")
         self.count += 1
@@ -78,7 +78,7 @@ class Cluster:
         self.commands[machine.name] = Command(process, output)
 
     def resume(self) -> None:
-        """On the first machine, and the others come where they have ended."""
+        """Resume on the first machine, and join on others whose command has ended."""
         first, *others = self.machines
         self.type(first, "run", "--resume", self.run.id)
         for machine in others:
@@ -86,17 +86,17 @@ class Cluster:
                 self.join(machine)
 
     def terminate(self, machine: Machine) -> None:
-        """As an eviction does: SIGTERM to the command that was typed there."""
+        """Send SIGTERM to the command on this machine, as an eviction does."""
         machine.processes("-m")[0].terminate()
 
     def pace(self, seconds: float) -> None:
-        """Every step takes that much longer; 0 lets training go to its end."""
+        """Delay every step by so many seconds."""
         path = self.project.folder / "pace"
         path.with_suffix(".new").write_text(str(seconds))
         path.with_suffix(".new").rename(path)
 
     def finish(self, expected: bytes) -> None:
-        """At full speed to the end: every sample was used once an epoch, and the weights are those expected."""
+        """Train to the end without delay; check that every sample was used once an epoch, and the weights."""
         self.pace(0)
         for command in self.commands.values():
             command.ends()
@@ -117,30 +117,30 @@ class Cluster:
 
     @property
     def began(self) -> int:
-        """The step that the attempt under way went on from."""
+        """Return the step from which the current attempt continued."""
         return [event for event in self.events if event.event == "start"][-1].step
 
     @property
     def step(self) -> int:
-        """The number of steps done, from metrics.jsonl."""
+        """Return the last step in metrics.jsonl."""
         lines = lines_of(self.run.partial("train") / "metrics.jsonl")
         return max((line["step"] for line in lines), default=0)
 
     def wait_until_training(self, processes: int, steps: int = 3) -> None:
-        """Wait until so many processes have made some more steps together."""
+        """Wait until so many processes have made a few more steps together."""
         wait_for(lambda: self._world() == processes, _SECONDS)
         before = self.step
         wait_for(lambda: self.step >= before + steps and self._world() == processes, _SECONDS)
 
     def _world(self) -> int:
-        """Processes of the attempt under way."""
+        """Return the number of processes of the current attempt."""
         events = [event for event in self.events if event.event in ("start", "end", "launch")]
         return events[-1].processes if events and events[-1].event == "start" else 0
 
 
 @contextlib.contextmanager
 def cluster(folder: Path, *words: str) -> Iterator[Cluster]:
-    """Everything is gone at the end, whatever happens."""
+    """Boot three machines for a project, and power them off at the end."""
     project = ProjectFolder.create(folder)
     project.replace("task.py", "HOLD = ", 'PACE = Path(__file__).with_name("pace")\nHOLD = ')
     project.replace("task.py", "            while HOLD", _PACE)

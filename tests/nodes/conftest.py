@@ -1,4 +1,4 @@
-"""Every test here needs network namespaces: the skip explains why where they are not available."""
+"""All tests here need network namespaces, and are skipped with the reason if these are not available."""
 
 from __future__ import annotations
 

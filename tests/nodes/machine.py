@@ -13,14 +13,14 @@ import psutil
 
 from benchmarks.network import Host
 
-# The first process of a machine ends when our end of its standard input is closed, and takes all the others along.
+# The first process of a machine ends when its standard input is closed, and the kernel then kills all the others.
 _INIT = "hostname $0; echo up; exec env --ignore-signal=CHLD cat"  # orphans are not waited for
-_ENTER = 'cd "$0" && exec "$@"'  # from within: a folder that was opened outside shows the mounts of outside
+_ENTER = 'cd "$0" && exec "$@"'  # from within: a folder that was opened outside shows the mounts there
 _SECONDS = 300
 
 
 class Machine:
-    """Off until it boots; it can be lost and boot again."""
+    """A machine, which is off until it boots; it can be lost and boot again."""
 
     def __init__(self, host: Host) -> None:
         self.host, self.name = host, f"node{host.number}"
@@ -37,7 +37,7 @@ class Machine:
             self.host.argv(argv),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # when the machine is lost, unshare complains of a signal mask
+            stderr=subprocess.DEVNULL,  # unshare prints a warning when the machine is lost
         )
         assert self._power.stdout is not None
         assert self._power.stdout.readline() == b"up\n", f"{self.name} did not boot"
@@ -54,7 +54,7 @@ class Machine:
     def start(
         self, argv: Sequence[str], folder: Path, env: Mapping[str, str], output: IO[bytes]
     ) -> subprocess.Popen[bytes]:
-        """A process here. What is returned is the door it went in by, which ends as it does and passes no signal on."""
+        """Start a process here; return that of `nsenter`, which has its exit status and forwards no signals."""
         door = ["nsenter", f"--target={self._init.pid}", "--net", "--uts", "--mount", "--pid"]
         process = subprocess.Popen(
             [*door, "sh", "-c", _ENTER, str(folder), *argv],
@@ -67,17 +67,17 @@ class Machine:
         return process
 
     def do(self, *argv: str) -> None:
-        """Something short, such as a mount."""
+        """Run a short command, such as a mount, to its end."""
         with self.start(argv, Path("/"), os.environ, sys.stderr.buffer) as process:
             assert process.wait(timeout=_SECONDS) == 0, argv
 
     def processes(self, *words: str) -> list[psutil.Process]:
-        """Those whose command has all these words, oldest first."""
+        """Return the processes whose command has all these words, oldest first."""
         if not self.on:
             return []
         here = _namespace(self._init)
         found = [one for one in psutil.process_iter() if _namespace(one) == here and {*words} <= {*_command(one)}]
-        return sorted(found, key=lambda process: process.create_time())  # numbers begin anew when they are used up
+        return sorted(found, key=lambda process: process.create_time())  # not by pid, which wraps around
 
     @property
     def _init(self) -> psutil.Process:
@@ -86,7 +86,7 @@ class Machine:
 
 
 def _namespace(process: psutil.Process) -> str:
-    """Where a process counts its processes; empty of one that has just ended or is none of ours."""
+    """Return the PID namespace of a process; empty if it has ended or belongs to another user."""
     try:
         return os.readlink(f"/proc/{process.pid}/ns/pid")
     except (FileNotFoundError, PermissionError):

@@ -1,6 +1,6 @@
-"""Faults that end training on all machines until it is resumed: one training meets them all in turn.
+"""Faults that end training on all machines until it is resumed, one after the other in a single training.
 
-The last test checks the result, as in test_going_on.py.
+The last test checks the ledger and the weights, as in test_going_on.py.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def test_joined_machines_wait_for_a_lost_coordinator_that_resumes(three: Cluster
 
 
 @pytest.mark.long
-def test_a_full_disk_is_reported_with_its_host_and_training_goes_on_when_there_is_room(three: Cluster) -> None:
+def test_full_disk_is_reported_with_its_host_and_training_resumes(three: Cluster) -> None:
     first = three.machines[0]
     folder = three.project.checkpoints
     wait_for(lambda: list(folder.glob("step-*")))
@@ -50,7 +50,7 @@ def test_a_full_disk_is_reported_with_its_host_and_training_goes_on_when_there_i
     three.wait_until_training(processes=3)
 
 
-def test_machines_that_are_all_reported_to_leave_lose_no_step(three: Cluster) -> None:
+def test_terminating_all_machines_loses_no_step(three: Cluster) -> None:
     wait_for(lambda: 3 <= three.step % 10 <= 7)  # far from the checkpoints at the ends of epochs
     made = three.step
     for machine in three.machines:
@@ -62,7 +62,5 @@ def test_machines_that_are_all_reported_to_leave_lose_no_step(three: Cluster) ->
     assert three.began >= made, "no step was lost"
 
 
-def test_after_all_of_that_every_sample_was_used_once_and_the_weights_are_the_same_bits(
-    training: Cluster, undisturbed: bytes
-) -> None:
+def test_every_sample_is_used_once_and_the_weights_are_identical(training: Cluster, undisturbed: bytes) -> None:
     training.finish(undisturbed)

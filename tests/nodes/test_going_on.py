@@ -1,7 +1,7 @@
-"""Faults that training on three machines outlives by itself: one training meets them all, one after the other.
+"""Faults from which training on three machines recovers by itself, one after the other in a single training.
 
-The clock of one machine is an hour ahead all the time. The last test checks the result: every sample once an epoch,
-and the weights of a training without faults, bit for bit.
+The clock of one machine is an hour ahead all the time. The last test checks the ledger, and that the weights equal
+those of a training without faults bit for bit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..e2e.project_folder import wait_for
 from .clock import shifted
 from .cluster import Cluster, cluster
 
-# Quick tests have its parts: tests/train/test_ledger.py one killed process, test_node.py the decisions.
+# Fast tests cover parts of this: tests/train/test_ledger.py a killed process, test_node.py the decisions.
 pytestmark = pytest.mark.long
 
 AGENT, WORKER = ("train.elastic.agent",), ("-m", "train")
@@ -32,12 +32,12 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 
 @pytest.fixture
 def three(training: Cluster) -> Cluster:
-    """All three machines train, whatever the test before did."""
+    """The cluster once all three machines train, whatever the previous test did."""
     training.wait_until_training(processes=3)
     return training
 
 
-def test_a_killed_worker_starts_again_with_all_the_others(three: Cluster) -> None:
+def test_killed_worker_restarts_training_on_all_machines(three: Cluster) -> None:
     before, pid = three.attempt, three.machines[1].processes(*WORKER)[0].pid
     three.machines[1].processes(*WORKER)[0].kill()
     wait_for(lambda: three.attempt > before)
@@ -46,7 +46,7 @@ def test_a_killed_worker_starts_again_with_all_the_others(three: Cluster) -> Non
     assert pid not in [process.pid for process in three.machines[1].processes(*WORKER)]
 
 
-def test_a_lost_machine_is_dropped_and_joins_again_when_it_is_back(three: Cluster) -> None:
+def test_lost_machine_is_dropped_and_rejoins_after_booting(three: Cluster) -> None:
     lost = three.machines[2]
     lost.lose()
     three.wait_until_training(processes=2)
@@ -55,7 +55,7 @@ def test_a_lost_machine_is_dropped_and_joins_again_when_it_is_back(three: Cluste
     three.wait_until_training(processes=3)
 
 
-def test_a_killed_agent_takes_its_worker_along_and_is_started_again(three: Cluster) -> None:
+def test_killed_agent_ends_its_worker_and_is_restarted(three: Cluster) -> None:
     machine, before = three.machines[1], three.attempt
     worker = machine.processes(*WORKER)[0]
     machine.processes(*AGENT)[0].kill()
@@ -64,7 +64,7 @@ def test_a_killed_agent_takes_its_worker_along_and_is_started_again(three: Clust
     three.wait_until_training(processes=3)
 
 
-def test_a_killed_command_takes_everything_on_its_machine_along(three: Cluster) -> None:
+def test_killed_command_ends_everything_on_its_machine(three: Cluster) -> None:
     machine = three.machines[2]
     machine.processes("-m")[0].kill()
     wait_for(lambda: machine.processes("-m") == [])
@@ -73,7 +73,7 @@ def test_a_killed_command_takes_everything_on_its_machine_along(three: Cluster) 
     three.wait_until_training(processes=3)
 
 
-def test_a_link_that_is_cut_for_a_moment_is_waited_for(three: Cluster) -> None:
+def test_short_network_outage_causes_no_restart(three: Cluster) -> None:
     before = three.events
     three.machines[1].host.cut()
     time.sleep(3)  # the fault itself: well below train.timeout_seconds
@@ -82,7 +82,7 @@ def test_a_link_that_is_cut_for_a_moment_is_waited_for(three: Cluster) -> None:
     assert [event for event in three.events if event not in before and event.event in ("start", "end")] == []
 
 
-def test_a_slow_link_is_no_fault(three: Cluster) -> None:
+def test_slow_network_causes_no_restart(three: Cluster) -> None:
     before = three.events
     three.machines[2].host.slow(megabits=0.2)
     three.wait_until_training(processes=3, steps=10)
@@ -90,7 +90,7 @@ def test_a_slow_link_is_no_fault(three: Cluster) -> None:
     assert [event for event in three.events if event not in before and event.event in ("start", "end")] == []
 
 
-def test_a_machine_that_is_requested_to_end_makes_a_checkpoint_first_and_the_others_go_on_from_there(
+def test_terminated_machine_saves_a_checkpoint_and_others_continue(
     three: Cluster,
 ) -> None:
     machine = three.machines[2]
@@ -104,7 +104,7 @@ def test_a_machine_that_is_requested_to_end_makes_a_checkpoint_first_and_the_oth
     three.wait_until_training(processes=3)
 
 
-def test_a_machine_behind_a_cut_link_is_dropped_and_comes_back_with_the_link(three: Cluster) -> None:
+def test_disconnected_machine_is_dropped_and_rejoins(three: Cluster) -> None:
     machine = three.machines[1]
     machine.host.cut()
     three.wait_until_training(processes=2)
@@ -112,9 +112,7 @@ def test_a_machine_behind_a_cut_link_is_dropped_and_comes_back_with_the_link(thr
     three.wait_until_training(processes=3)
 
 
-def test_after_all_of_that_every_sample_was_used_once_and_the_weights_are_the_same_bits(
-    training: Cluster, undisturbed: bytes
-) -> None:
+def test_every_sample_is_used_once_and_the_weights_are_identical(training: Cluster, undisturbed: bytes) -> None:
     training.wait_until_training(processes=3)
     training.finish(undisturbed)
     hosts = {event.hosts for event in training.events if event.event == "start"}

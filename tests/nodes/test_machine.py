@@ -1,4 +1,4 @@
-"""The machines that the other tests break are machines: what happens on one does not happen on another."""
+"""The simulated machines of these tests are isolated from each other."""
 
 from __future__ import annotations
 
@@ -39,9 +39,7 @@ def run_python(machine: Machine, program: str, folder: Path, **env: str) -> str:
     return path.read_text().strip()
 
 
-def test_a_lost_machine_takes_all_its_processes_along_and_boots_again(
-    pair: tuple[Machine, ...], tmp_path: Path
-) -> None:
+def test_lost_machine_ends_its_processes_and_boots_again(pair: tuple[Machine, ...], tmp_path: Path) -> None:
     lost, other = pair
     for machine in pair:
         machine.do("setsid", "--fork", "sleep", "600")
@@ -55,7 +53,7 @@ def test_a_lost_machine_takes_all_its_processes_along_and_boots_again(
     assert run_python(lost, "import socket; print(socket.gethostname())", tmp_path) == "node0"
 
 
-def test_a_mount_is_seen_on_its_own_machine_alone(pair: tuple[Machine, ...], tmp_path: Path) -> None:
+def test_mount_is_visible_only_on_its_machine(pair: tuple[Machine, ...], tmp_path: Path) -> None:
     small, other = pair
     (tmp_path / "disk").mkdir()
     small.do("mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(tmp_path / "disk"))
@@ -65,14 +63,14 @@ def test_a_mount_is_seen_on_its_own_machine_alone(pair: tuple[Machine, ...], tmp
     small.do("umount", str(tmp_path / "disk"))
 
 
-def test_the_clock_of_one_machine_is_an_hour_ahead(pair: tuple[Machine, ...], tmp_path: Path) -> None:
+def test_clock_of_a_machine_can_be_shifted(pair: tuple[Machine, ...], tmp_path: Path) -> None:
     clocks = "import datetime, time; print(time.time(), datetime.datetime.now(datetime.UTC).timestamp())"
     env = shifted(tmp_path / "clock", seconds=3600)
     ahead = [float(word) for word in run_python(pair[0], clocks, tmp_path, PYTHONSAFEPATH="1", **env).split()]
     assert all(3595 < clock - time.time() < 3605 for clock in ahead)
 
 
-def test_a_machine_is_lost_with_the_test_that_was_killed(tmp_path: Path) -> None:
+def test_machine_ends_with_a_killed_test(tmp_path: Path) -> None:
     program = (
         "import os, sys\n"
         "from pathlib import Path\n"

@@ -1,4 +1,4 @@
-"""Processes of three machines that are stopped for a while (SIGSTOP): training goes on, with or without them.
+"""Training on three machines goes on if a process is stopped for a while (SIGSTOP), with or without it.
 
 The last test checks that every sample was used once an epoch.
 """
@@ -16,7 +16,7 @@ from .cluster import Cluster, cluster
 pytestmark = pytest.mark.long  # twelve minutes
 
 WORKER, AGENT, COMMAND = "train", "train.elastic.agent", "pipeline"
-NODE, STORE = "pipeline.training.node", "train.elastic.store"  # the first machine has them besides
+NODE, STORE = "pipeline.training.node", "train.elastic.store"  # only on the first machine
 SERVER = "pipeline.system.fork_server"
 CASES = [
     *((WORKER, machine, seconds) for machine in range(3) for seconds in (5, 30, 90)),
@@ -42,13 +42,13 @@ def test_training_outlives_a_stopped_process(training: Cluster, module: str, num
     time.sleep(seconds)  # the fault itself
     if process.is_running():
         process.send_signal(signal.SIGCONT)
-    for command in training.commands.values():  # nsenter stops with its command, and does not go on with it
+    for command in training.commands.values():  # nsenter stops with its command, but does not continue with it
         command.process.send_signal(signal.SIGCONT)
     training.wait_until_training(processes=3)
     assert {command.process.poll() for command in training.commands.values()} == {None}
 
 
-def test_after_all_of_that_every_sample_was_used_once(training: Cluster) -> None:
+def test_every_sample_is_used_once(training: Cluster) -> None:
     training.pace(0)
     for command in training.commands.values():
         command.ends()

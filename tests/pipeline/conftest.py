@@ -1,4 +1,4 @@
-"""A project folder of the user's, with nothing in it that takes time."""
+"""A project folder whose task takes no time."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def make_run(tmp_path: Path) -> MakeRun:
 
 @pytest.fixture
 def builders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> PutBuilders:
-    """Puts these programs on a PATH where no other builder is."""
+    """Return a function that makes these programs the only image builders on the PATH."""
 
     def put(**scripts: str) -> Path:
         folder = tmp_path / "bin"

@@ -1,4 +1,4 @@
-"""Runs with a real small bundle to be packed, and the container tools of a machine that has none."""
+"""Runs with a small bundle to package, and fake container tools."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from pipeline.system.files import digest_file, digest_mapping, digest_tree, writ
 
 MakeRun = Callable[..., Run]
 PutBuilders = Callable[..., Path]
-BASE = "127.0.0.1:1/python:3.11-slim"  # no registry answers there, and no other one is used
+BASE = "127.0.0.1:1/python:3.11-slim"  # no registry answers there
 DIGEST = "5" * 64
 PUSHED = "7" * 64
 
-# A builder that answers `info`, keeps its arguments and leaves digests where the real ones do.
+# A builder that answers `info`, records its arguments, and writes digests where real builders do.
 WORKING = f"""#!/bin/sh
 here="$(dirname "$0")"
 echo "$(basename "$0") $*" >> "$here/called"
@@ -70,7 +70,7 @@ class C:
 
 
 def write_bundle(directory: Path, verdict: str = "pass", ancestors: Ancestors | None = None) -> None:
-    """A model that doubles its input by a matrix."""
+    """Write the bundle of a model that doubles its input by a matrix."""
     directory.mkdir(parents=True)
     weight = numpy_helper.from_array(np.float32(2) * np.eye(2, dtype=np.float32), "w")
     row = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 2]) for name in ("x", "y")]

@@ -1,4 +1,4 @@
-"""Records of runs and of a live service, as the code under test finds them on the disk."""
+"""Records of runs and of a live service, in the form in which they are stored."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def write_run_file(run: Run, wanted: str, **config: Any) -> Run:
 
 
 def live_service(**changes: Any) -> LiveService:
-    """A record of a live service; without changes, its process does not exist."""
+    """Return the record of a live service, whose process does not exist unless changed."""
     values = {
         "name": "tiny", "run": "one", "bundle": "a" * 64, "pid": 2**22, "process_started": 0.0, "host": "127.0.0.1",
         "port": 9000, "grpc_port": 9001, "health_port": 9002, "requested_port": 9000, "since": "now", "log": "log",

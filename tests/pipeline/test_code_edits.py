@@ -160,13 +160,13 @@ def weights_code(folder: Path, edit: Edit = lambda task, codec: (task, codec)) -
 
 
 @pytest.mark.parametrize("edit", HARMLESS.values(), ids=HARMLESS)
-def test_what_cannot_change_the_weights_trains_nothing(tmp_path: Path, edit: Edit) -> None:
+def test_edits_that_cannot_change_the_weights_do_not_retrain(tmp_path: Path, edit: Edit) -> None:
     assert edit(TASK, CODEC) != (TASK, CODEC)
     assert weights_code(tmp_path, edit) == weights_code(tmp_path)
 
 
 @pytest.mark.parametrize("edit", HARMFUL.values(), ids=HARMFUL)
-def test_what_can_change_the_weights_trains_again(tmp_path: Path, edit: Edit) -> None:
+def test_edits_that_can_change_the_weights_retrain(tmp_path: Path, edit: Edit) -> None:
     assert weights_code(tmp_path, edit) != weights_code(tmp_path)
 
 
@@ -185,7 +185,7 @@ def test_what_can_change_the_weights_trains_again(tmp_path: Path, edit: Edit) ->
         "class Sides(Sides): ...",
     ],
 )
-def test_a_method_that_anything_else_may_call_counts(tmp_path: Path, call: str) -> None:
+def test_method_that_other_code_may_call_counts(tmp_path: Path, call: str) -> None:
     def before(task: str, codec: str) -> tuple[str, str]:
         return f"{task}\n\n{call}\n", codec
 
@@ -195,7 +195,7 @@ def test_a_method_that_anything_else_may_call_counts(tmp_path: Path, call: str) 
     assert weights_code(tmp_path, after) != weights_code(tmp_path, before)
 
 
-def test_an_unused_method_that_a_used_one_calls_counts_with_all_it_calls(tmp_path: Path) -> None:
+def test_methods_called_by_used_ones_count(tmp_path: Path) -> None:
     """text() is called by metrics(), and slices() by text(), so that both can change the weights."""
     called = TASK.replace('        return {"accuracy"', '        self.text(batch)\n        return {"accuracy"')
     called = called.replace('        return [f"point', '        self.slices(batch)\n        return [f"point')
@@ -206,7 +206,7 @@ def test_an_unused_method_that_a_used_one_calls_counts_with_all_it_calls(tmp_pat
 @pytest.mark.parametrize(
     "reader", ["import inspect", "from inspect import getsource", "print(scaled.__doc__)", "open(__file__).read()"]
 )
-def test_code_that_reads_its_own_text_counts_by_every_byte(tmp_path: Path, reader: str) -> None:
+def test_every_byte_of_code_that_reads_its_source_counts(tmp_path: Path, reader: str) -> None:
     def before(task: str, codec: str) -> tuple[str, str]:
         return f"{task}\n{reader}\n", codec
 

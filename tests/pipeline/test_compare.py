@@ -20,7 +20,7 @@ def trained(run: Run, parts: Mapping[str, str], seconds: float = 2.0) -> Run:
     return run
 
 
-def test_parts_that_differ_are_reported_step_by_step(new_run: NewRun) -> None:
+def test_differing_parts_are_reported_by_step(new_run: NewRun) -> None:
     first = trained(new_run(), {"config:train.lr": "0.1", "source:task.py": LONG, "version:torch": "2.13.0"})
     second = trained(new_run(), {"config:train.lr": "0.2", "source:task.py": LONG, "source:new.py": LONG})
     assert differences(first, second) == [
@@ -31,7 +31,7 @@ def test_parts_that_differ_are_reported_step_by_step(new_run: NewRun) -> None:
     assert differences(first, first) == []
 
 
-def test_a_row_has_the_verdict_and_the_metrics_as_far_as_the_run_came(new_run: NewRun) -> None:
+def test_row_has_verdict_and_metrics_if_the_run_has_them(new_run: NewRun) -> None:
     run = new_run()
     assert result_row(run) == {"run": run.id, "verdict": None, "bundle": None, "test": None, "train_seconds": None}
     assert result_digests(run) == {}
@@ -45,7 +45,7 @@ def test_a_row_has_the_verdict_and_the_metrics_as_far_as_the_run_came(new_run: N
     assert result_digests(run) == {"train/model.safetensors": LONG}
 
 
-def test_runs_that_were_evaluated_on_different_test_data_are_reported_apart() -> None:
+def test_runs_with_different_test_data_are_reported_as_not_comparable() -> None:
     rows: list[dict[str, Any]] = [
         {"run": "one", "test": "a"},
         {"run": "two", "test": None},

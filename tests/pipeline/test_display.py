@@ -40,7 +40,7 @@ ABORTS = "terminate called after throwing an instance of 'gloo::EnforceNotMet'\n
         (f"{ABORTS}error: no\nValueError: why\n", []),
     ],
 )
-def test_what_launcher_and_torch_state_of_themselves_stays_in_the_log(
+def test_messages_of_launcher_and_torch_stay_in_the_log(
     text: str, shown: list[str], run: Run, display: Display, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.log("train").write_text(text)
@@ -64,19 +64,19 @@ def display(run: Run, capsys: pytest.CaptureFixture[str]) -> Display:
 
 
 def printed_lines(capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """Lines on standard error without their times; standard output is for data."""
+    """Return the lines on standard error without their times; standard output must be empty."""
     captured = capsys.readouterr()
     assert captured.out == ""
     lines: list[str] = captured.err.splitlines()
     return [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in lines]
 
 
-def test_plain_lines_bear_the_time(capsys: pytest.CaptureFixture[str]) -> None:
+def test_plain_lines_have_the_time(capsys: pytest.CaptureFixture[str]) -> None:
     Display(live=False).report("hello")
     assert re.fullmatch(r"\d\d:\d\d:\d\d hello\n", capsys.readouterr().err)
 
 
-def test_what_a_step_writes_is_shown_under_its_name(
+def test_lines_of_a_step_are_shown_with_its_name(
     run: Run, display: Display, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run.log("train").write_text("epoch 1\nhalf a li")
@@ -87,7 +87,7 @@ def test_what_a_step_writes_is_shown_under_its_name(
     assert printed_lines(capsys) == ["train | half a line"]
 
 
-def test_what_an_earlier_attempt_wrote_is_not_shown_again(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+def test_lines_of_an_earlier_attempt_are_not_shown_again(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     run.log("train").write_text("long ago\n")
     display = Display(live=False)
     display.start(run, "train", "resumed")
@@ -131,7 +131,7 @@ def test_an_error_to_fix_is_reported_without_the_log(
     assert "    epoch 1" not in lines
 
 
-def test_the_tail_is_what_the_step_stated_before_its_launcher_did() -> None:
+def test_tail_has_the_last_lines_of_the_step_without_the_launchers() -> None:
     assert step_tail(["one", "", "two", NOISE, "more noise"]) == ["one", "two"]
     assert step_tail([f"line {i}" for i in range(100)]) == [f"line {i}" for i in range(88, 100)]
     assert step_tail([NOISE]) == [NOISE], "better than nothing"
@@ -140,13 +140,13 @@ def test_the_tail_is_what_the_step_stated_before_its_launcher_did() -> None:
 
 
 @pytest.mark.parametrize("line", ["Traceback (most recent call last):", "[rank1]: Traceback", "error: no"])
-def test_where_a_log_turns_to_debugging_is_seen(line: str) -> None:
+def test_first_line_of_an_error_is_recognized(line: str) -> None:
     assert begins_error(line)
     assert not begins_error(f"epoch 1, {line}")
     assert not begins_error("[rank0]:W1121 08:47:29.557000 31545 torch/_logging/_internal.py:1345] [0/0] ignored")
 
 
-def test_the_newest_whole_training_line_is_found_behind_validation_and_half_lines(tmp_path: Path) -> None:
+def test_newest_training_line_is_found_before_other_lines(tmp_path: Path) -> None:
     journal = tmp_path / "metrics.jsonl"
     assert last_metrics(journal) is None
     older = json.dumps(LINE | {"step": 10, "padding": "x" * 5000})
@@ -154,7 +154,7 @@ def test_the_newest_whole_training_line_is_found_behind_validation_and_half_line
     assert last_metrics(journal) == LINE
 
 
-def test_progress_includes_the_remaining_time_where_known_and_shorter_versions_the_most_important_facts() -> None:
+def test_progress_has_shorter_versions_for_narrow_terminals() -> None:
     assert describe_metrics(LINE, None)[0] == "epoch 2, step 20, loss 0.5000, 12,346 samples/s"
     assert describe_metrics({"step": 1, "epoch": 0, "loss": 2.0}, None)[0] == "epoch 1, step 1, loss 2.000"
     assert describe_metrics({**LINE, "total_steps": 500}, 65.4) == (
@@ -239,7 +239,9 @@ def test_metrics_of_an_earlier_attempt_are_not_shown_as_new(run: Run, live: Disp
     assert terminal.line_with("step 21/120")
 
 
-def test_no_line_is_drawn_over_a_question(live: Display, terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_line_is_removed_during_a_question(
+    live: Display, terminal: Terminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Answer:
         def isatty(self) -> bool:
             return True
@@ -273,7 +275,7 @@ def test_a_dumb_terminal_gets_plain_lines(terminal: Terminal, monkeypatch: pytes
 
 
 @pytest.mark.parametrize(("typed", "yes"), [("\n", True), ("y\n", True), ("n\n", False), ("No\n", False)])
-def test_a_question_is_requested_on_a_terminal(typed: str, yes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answer_is_read_from_the_terminal(typed: str, yes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = pty.openpty()
     with os.fdopen(theirs, "r+b", buffering=0) as raw, os.fdopen(ours, "r+b", buffering=0) as terminal:
         stream = io.TextIOWrapper(raw, write_through=True)
@@ -284,12 +286,12 @@ def test_a_question_is_requested_on_a_terminal(typed: str, yes: bool, monkeypatc
         stream.detach()
 
 
-def test_without_a_terminal_nothing_is_requested(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_terminal_the_answer_is_yes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
     assert Display(live=False).ask("Cancel it? ")
 
 
-def test_what_is_left_takes_as_long_as_the_steps_seen() -> None:
+def test_remaining_time_follows_from_the_step_rate() -> None:
     pace = StepRate()
     assert pace.seconds_left(100) is None
     for now, step in ((0.0, 10), (1.0, 10), (5.0, 20)):
@@ -298,7 +300,7 @@ def test_what_is_left_takes_as_long_as_the_steps_seen() -> None:
     assert pace.seconds_left(20) == 0
 
 
-def test_a_resumed_run_is_not_thought_fast_for_where_it_started() -> None:
+def test_step_rate_of_a_resumed_run_excludes_earlier_steps() -> None:
     pace = StepRate()
     pace.add(5000, 0.0)
     assert pace.seconds_left(10_000) is None
@@ -306,7 +308,7 @@ def test_a_resumed_run_is_not_thought_fast_for_where_it_started() -> None:
     assert pace.seconds_left(5110) == pytest.approx(100)
 
 
-def test_only_the_last_minutes_count() -> None:
+def test_step_rate_is_that_of_the_last_minutes() -> None:
     pace = StepRate()
     for second in range(0, 1000, 10):  # a step a second, and then ten
         pace.add(second if second < 500 else 500 + 10 * (second - 500), float(second))

@@ -28,10 +28,10 @@ GPU_TORCH = {**CPU_TORCH, "built_for": "13.0", "cuda": True, "gpus": ["H200"], "
         (CPU_TORCH, True, "gpu", "fail", "torch (built without CUDA) cannot use it"),
         ({**CPU_TORCH, "built_for": "13.0"}, True, "gpu", "fail", "built for CUDA 13.0"),
         (GPU_TORCH, True, "gpu", "ok", "H200; CUDA 13.0, cuDNN 91000, NCCL 2.29"),
-        ({**CPU_TORCH, "gloo": False}, False, "gloo", "fail", ""),  # processes cannot meet
+        ({**CPU_TORCH, "gloo": False}, False, "gloo", "fail", ""),  # needed by training processes
     ],
 )
-def test_what_torch_can_use_is_reported(
+def test_devices_and_backends_of_torch_are_reported(
     facts: Mapping[str, Any], gpu_present: bool, what: str, state: str, detail: str
 ) -> None:
     (finding,) = [finding for finding in check_torch(facts, gpu_present) if finding.what == what]
@@ -63,7 +63,7 @@ REMOVE = "pip uninstall -y onnxruntime"
         (None, CPU, False, "fail", "does not import", f"{REMOVE}; pip install 'pipe-road[serve]'"),  # files are missing
     ],
 )  # fmt: skip
-def test_the_runtime_is_reported_with_a_fix_where_it_does_not_fit(
+def test_unsuitable_onnxruntime_is_reported_with_a_fix(
     facts: Mapping[str, Any] | None, installed: list[str], gpu_present: bool, state: str, detail: str, fix: str
 ) -> None:
     finding = check_runtime(facts, installed, gpu_present)
@@ -81,7 +81,7 @@ def test_little_disk_space_is_a_warning_with_its_fix(
     assert ("pipe gc" in disk(tmp_path).fix) == (state == "warn")
 
 
-def test_a_builder_counts_when_its_engine_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_builder_is_ok_only_if_its_engine_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert doctor._builders()[0].detail == "none"
     client = tmp_path / "docker"
@@ -97,13 +97,13 @@ def test_a_missing_kubectl_is_a_warning(tmp_path: Path, monkeypatch: pytest.Monk
     assert [(finding.state, finding.detail) for finding in doctor._cluster()] == [("warn", "no kubectl")]
 
 
-def test_a_package_that_does_not_import_is_no_answer() -> None:
+def test_failed_import_returns_none() -> None:
     assert doctor._run_program("import no_such_module_here") is None
     assert doctor._run_program("print('noise'); print('[1, 2]')") == [1, 2]
 
 
 def test_doctor_reports_every_check_with_a_fix_for_each_problem(tmp_path: Path) -> None:
-    """As it is typed; every problem found comes with a fix, and only a failure makes the exit status."""
+    """The exit status is 1 only if a check failed."""
     command = [sys.executable, "-m", "pipeline", "-C", str(tmp_path), "doctor", "-o", "json"]
     done = subprocess.run(command, cwd=SOURCE_ROOT, capture_output=True, text=True, timeout=100, check=False)
     findings = {finding["what"]: finding for finding in json.loads(done.stdout)}

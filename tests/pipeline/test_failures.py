@@ -31,7 +31,7 @@ Root Cause (first observed failure):
 """
 
 
-def test_a_process_that_failed_because_another_was_killed_is_not_the_one() -> None:
+def test_killed_process_is_found_among_consequent_failures() -> None:
     assert find_killed_process(TORCHRUN.format(first="-9", cause="1")) == KilledProcess(0, "node0", signal.SIGKILL)
     assert find_killed_process(TORCHRUN.format(first="-9", cause="-6")) == KilledProcess(0, "node0", signal.SIGKILL)
     assert find_killed_process(TORCHRUN.format(first="1", cause="-6")) == KilledProcess(3, "node1", signal.SIGABRT)
@@ -54,11 +54,11 @@ HOROVODRUN = "Process 0 exit with status code 1.\nTerminating remaining workers.
         (SRUN.format("Segmentation fault (core dumped)"), KilledProcess(5, "node7", signal.SIGSEGV)),
         (SRUN.format("Exited with exit code 1"), None),
         (HOROVODRUN.format(137), KilledProcess(1, "localhost", signal.SIGKILL)),
-        (HOROVODRUN.format(143), None),  # it ended that one itself
+        (HOROVODRUN.format(143), None),  # ended by horovodrun itself
         ("", None),
     ],
 )
-def test_each_launcher_names_the_killed_process_in_its_own_way(log: str, found: KilledProcess | None) -> None:
+def test_killed_process_is_found_in_the_log_of_each_launcher(log: str, found: KilledProcess | None) -> None:
     assert find_killed_process(log) == found
 
 
@@ -70,7 +70,7 @@ def test_killed_process_is_described_by_rank_host_and_signal() -> None:
     assert "signal 99" in str(KilledProcess(0, "node1", 99))
 
 
-def test_the_installed_torchrun_still_writes_such_a_table() -> None:
+def test_table_of_the_installed_torchrun_is_parsed() -> None:
     program = (
         "import os, signal, time; os.environ['RANK'] == '1' and os.kill(os.getpid(), signal.SIGKILL); time.sleep(60)"
     )

@@ -52,7 +52,7 @@ def sealed(new_run: NewRun) -> tuple[Run, StepRecord]:
     return run, write_record(run, record)
 
 
-def test_a_new_run_keeps_its_settings_and_where_it_was_made(new_run: NewRun, config: Config) -> None:
+def test_new_run_records_its_settings_and_environment(new_run: NewRun, config: Config) -> None:
     run = new_run()
     assert run.config == config
     assert run.read().wanted == ("prepare", "train")
@@ -60,14 +60,14 @@ def test_a_new_run_keeps_its_settings_and_where_it_was_made(new_run: NewRun, con
     assert "torch" in describe_environment()
 
 
-def test_sealing_gives_the_directory_its_name_and_every_file_a_digest(sealed: tuple[Run, StepRecord]) -> None:
+def test_sealing_renames_the_folder_and_digests_every_file(sealed: tuple[Run, StepRecord]) -> None:
     run, record = sealed
     assert not run.partial("train").exists()
     assert record.outputs == {"checkpoints/one": digest_bytes(b"state"), "model.bin": digest_bytes(b"weights")}
     assert record.digest == digest_mapping(record.outputs)
 
 
-def test_sealing_again_replaces_the_earlier_attempt_wholly(sealed: tuple[Run, StepRecord]) -> None:
+def test_sealing_again_replaces_the_earlier_outputs_completely(sealed: tuple[Run, StepRecord]) -> None:
     run, _ = sealed
     run.partial("train").mkdir()
     (run.partial("train") / "model.bin").write_bytes(b"better")
@@ -92,7 +92,7 @@ def test_any_difference_in_outputs_is_noticed(sealed: tuple[Run, StepRecord], wh
     assert path.name in changed_outputs(run, record)
 
 
-def test_linking_replaces_what_a_crash_left_half_linked(sealed: tuple[Run, StepRecord], new_run: NewRun) -> None:
+def test_linking_replaces_files_that_a_crash_left(sealed: tuple[Run, StepRecord], new_run: NewRun) -> None:
     source, record = sealed
     target = new_run()
     target.partial("train").mkdir()
@@ -117,20 +117,20 @@ def test_run_is_found_by_id_prefix_path_or_latest(tmp_path: Path, config: Config
     assert find_run(Path("/nowhere"), str(tmp_path / "20260101-100000-aaaa")).id == "20260101-100000-aaaa"
 
 
-def test_runs_of_one_second_are_reported_apart_by_a_finer_time(tmp_path: Path, config: Config) -> None:
+def test_runs_created_in_one_second_are_ordered(tmp_path: Path, config: Config) -> None:
     made = [create_run(tmp_path, config, ("prepare",), "") for _ in range(12)]
     assert [run.id for run in all_runs(tmp_path)] == [run.id for run in reversed(made)]
     assert len({run.id[:15] for run in made}) < len(made), "several in one second"
     assert find_run(tmp_path, "latest") == made[-1]
 
 
-def test_runs_that_draw_the_same_name_get_two(tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_name_that_exists_is_drawn_again(tmp_path: Path, config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = itertools.count()
     monkeypatch.setattr("secrets.token_hex", lambda size: f"{next(drawn) // 3:04x}")  # each three times
     assert len({create_run(tmp_path, config, ("prepare",), "").path for _ in range(4)}) == 4
 
 
-def test_a_name_that_fits_no_run_or_several_is_a_mistake(tmp_path: Path, config: Config) -> None:
+def test_unknown_or_ambiguous_run_name_is_an_error(tmp_path: Path, config: Config) -> None:
     with pytest.raises(ConfigError, match=r"no runs in .* yet; `pipe run all` makes one"):
         find_run(tmp_path, "latest")
     named(tmp_path, config, "20260101-100000-aaaa", "20260102-100000-bbbb")
@@ -153,7 +153,7 @@ def test_unreadable_run_is_left_out_and_named(sealed: tuple[Run, StepRecord], co
         find_run(run.runs, run.id)
 
 
-def test_runs_that_a_workflow_has_named_stand_where_their_time_puts_them(tmp_path: Path, config: Config) -> None:
+def test_runs_named_by_a_workflow_are_ordered_by_creation_time(tmp_path: Path, config: Config) -> None:
     before, after = (datetime(2026, 1, 1, 12, 0, second, tzinfo=UTC) for second in (0, 2))
     begin_run(Run(tmp_path / "wf-first"), config, ("prepare",), created=before)
     begin_run(Run(tmp_path / "20260101-120001-0000"), config, ("prepare",))
@@ -184,7 +184,7 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     process.communicate()
 
 
-def test_the_second_process_is_reported_who_holds_it(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+def test_second_process_learns_who_holds_the_lock(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
     with pytest.raises(ResourceError, match=rf"\(pid {holder.pid} on .*\) is working here"), lock_runs(tmp_path):
         pass
 
@@ -196,8 +196,8 @@ def test_a_killed_owner_leaves_no_lock(tmp_path: Path, holder: subprocess.Popen[
         assert f'"pid": {os.getpid()}' in (tmp_path / ".lock").read_text()
 
 
-def test_it_is_free_again_afterwards_even_after_an_error_and_without_a_name(tmp_path: Path) -> None:
-    runs = tmp_path / "new" / "runs"  # which is made
+def test_lock_is_released_after_an_error(tmp_path: Path) -> None:
+    runs = tmp_path / "new" / "runs"  # is created
     with pytest.raises(ZeroDivisionError), lock_runs(runs):
         _ = 1 / 0
     assert (runs / ".lock").read_text() == ""
@@ -211,7 +211,7 @@ def test_lock_with_a_half_written_owner_is_respected(tmp_path: Path, holder: sub
         pass
 
 
-def test_those_who_share_it_keep_out_those_who_do_not(tmp_path: Path) -> None:
+def test_shared_and_exclusive_locks_exclude_each_other(tmp_path: Path) -> None:
     taken = pytest.raises(ResourceError, match=rf"\(pid {os.getpid()} on .*\) is working here")
     with lock_runs(tmp_path, shared=True), lock_runs(tmp_path, shared=True), taken, lock_runs(tmp_path):
         pass
@@ -234,7 +234,7 @@ def test_commands_that_change_the_service_exclude_each_other_and_not_trainings(t
         assert not is_locked(run)
 
 
-def test_one_who_is_reported_waits_until_it_is_free(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
+def test_process_waits_for_the_lock_after_reporting_its_holder(tmp_path: Path, holder: subprocess.Popen[str]) -> None:
     waits: list[str] = []
 
     def on_wait(text: str) -> None:
@@ -247,7 +247,7 @@ def test_one_who_is_reported_waits_until_it_is_free(tmp_path: Path, holder: subp
     assert f"(pid {holder.pid} on " in waits[0]
 
 
-def test_a_single_lock_is_taken_or_not(tmp_path: Path) -> None:
+def test_try_lock_returns_none_if_the_lock_is_held(tmp_path: Path) -> None:
     with exclusive_lock(tmp_path / "one"):
         assert try_lock(tmp_path / "one") is None
     for _ in range(2):
@@ -269,7 +269,7 @@ def test_a_folder_without_settings_is_no_project(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["digits", "starter"])
-def test_an_example_names_files_that_are_there(name: str) -> None:
+def test_task_and_codec_of_each_example_exist(name: str) -> None:
     project = find_project(example_folder(name))
     config = project.config()
     for reference in (config.task, config.codec):

@@ -78,7 +78,7 @@ def test_a_verdict_that_changed_on_disk_is_not_overridden(new_run: NewRun) -> No
         override_verdict(run, "why not")
 
 
-def test_an_override_reuses_the_evaluation_and_reruns_the_export(
+def test_override_reuses_the_evaluation_and_reruns_the_export(
     new_run: NewRun, config: Config, project: Project
 ) -> None:
     before = {"prepare": {"data.json": "1", "near_copies.json": "3"}, "train": {"model.safetensors": "2"}}
@@ -105,7 +105,7 @@ def test_an_override_reuses_the_evaluation_and_reruns_the_export(
     assert step("export")[1] != first, "the reason is part of the bundle"
 
 
-def test_the_same_verdict_reached_again_is_let_pass_and_another_is_not(
+def test_override_applies_to_the_same_verdict_of_a_later_run_only(
     new_run: NewRun, project: Project, config: Config
 ) -> None:
     first, again, other = evaluated(new_run()), new_run(), new_run()
@@ -126,7 +126,7 @@ def test_the_same_verdict_reached_again_is_let_pass_and_another_is_not(
     assert reuse_override(other, [first]) is None
 
 
-def test_the_commands_explain_a_verdict_and_go_past_it(new_run: NewRun, folder: Path) -> None:
+def test_gate_commands_explain_and_override_a_verdict(new_run: NewRun, folder: Path) -> None:
     run, typed = evaluated(new_run()), CliRunner()
 
     def pipe(*words: str) -> str:
@@ -146,6 +146,6 @@ def test_the_commands_explain_a_verdict_and_go_past_it(new_run: NewRun, folder: 
         pipe("explain", run.id)
 
 
-def test_decide_reuses_what_is_complete_alone() -> None:
+def test_overridden_step_is_reused() -> None:
     made = StepRecord(step="evaluate", status="overridden", key=digest_key({}), parts={})
     assert decide_step("evaluate", {}, [("one", made)], False, lambda *_: []).action == "reuse"

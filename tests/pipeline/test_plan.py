@@ -37,7 +37,7 @@ def all_parts(config: Config, project: Project) -> Parts:
 
 
 def changed(before: Parts, after: Parts) -> dict[str, set[str]]:
-    """Steps whose parts differ, and the names that do."""
+    """Return the names of the parts that differ, by step."""
     differing = {step: before[step].items() ^ after[step].items() for step in STEPS}
     return {step: {name for name, _ in items} for step, items in differing.items() if items}
 
@@ -47,7 +47,7 @@ def before(config: Config, project: Project) -> Parts:
     return all_parts(config, project)
 
 
-def test_a_module_the_task_imports_counts_as_its_source(
+def test_module_imported_by_the_task_is_in_its_keys(
     config: Config, project: Project, folder: Path, before: Parts
 ) -> None:
     (folder / "shapes.py").write_text("def size():\n    return 3\n")
@@ -55,7 +55,7 @@ def test_a_module_the_task_imports_counts_as_its_source(
     assert found == {step: {"source:shapes.py"} for step in ("prepare", "train", "evaluate", "export")}
 
 
-def test_a_file_no_one_imports_counts_nowhere(config: Config, project: Project, folder: Path, before: Parts) -> None:
+def test_file_that_is_not_imported_is_in_no_key(config: Config, project: Project, folder: Path, before: Parts) -> None:
     (folder / "README.md").write_text("Another text.\n")
     (folder / "notes.py").write_text("x = 1\n")
     assert changed(before, all_parts(config, project)) == {}
@@ -68,7 +68,7 @@ def test_a_file_no_one_imports_counts_nowhere(config: Config, project: Project, 
         ("scikit-learn", ["prepare", "train", "evaluate", "export"]),
     ],  # which the task imports
 )
-def test_a_new_version_of_a_package_counts_where_it_matters(
+def test_package_version_is_in_the_keys_of_steps_that_use_it(
     package: str, steps: list[str], config: Config, project: Project, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / "shapes.py").write_text("import sklearn.svm\n\n\ndef size(): ...\n")
@@ -95,12 +95,12 @@ def test_either_package_of_onnx_runtime_gives_the_same_key(
     assert after["export"]["version:onnxruntime"] == "1.99"
 
 
-def test_code_of_pipe_counts_by_the_version_of_the_step_alone(before: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_of_pipe_counts_only_by_the_version_of_the_step(before: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not [name for parts in before.values() for name in parts if name.startswith("pipe:")]
     assert [before[step][f"step:{step}"] for step in STEPS] == [str(kind.version) for kind in STEP_KINDS.values()]
 
 
-def test_operational_settings_count_nowhere(config: Config, project: Project, before: Parts) -> None:
+def test_operational_settings_are_in_no_key(config: Config, project: Project, before: Parts) -> None:
     operational = [
         "train.timeout_seconds=9", "train.restarts=9", "train.keep_checkpoints=9", "train.log_every=9",
         "train.trace=true", "train.workers=9", "train.threads=9", "train.image=i",
@@ -113,7 +113,7 @@ def test_operational_settings_count_nowhere(config: Config, project: Project, be
     }
 
 
-def test_processes_count_unless_any_number_gives_the_same_bits(config: Config, project: Project) -> None:
+def test_process_count_is_in_the_key_unless_elastic(config: Config, project: Project) -> None:
     def parts(*overrides: str) -> Parts:
         return all_parts(override_config(config, overrides), project)
 
@@ -122,7 +122,7 @@ def test_processes_count_unless_any_number_gives_the_same_bits(config: Config, p
     assert changed(parts(exact), parts(exact, "train.processes=3", "train.nodes=2", "train.rendezvous=host:1")) == {}
 
 
-def test_a_setting_with_its_default_is_no_part(config: Config, project: Project, before: Parts) -> None:
+def test_default_settings_are_not_in_the_key(config: Config, project: Project, before: Parts) -> None:
     """So a setting that a later version adds changes no key."""
     assert not [name for name in before["train"] if name.startswith("config:train.")]
     assert changed(before, all_parts(override_config(config, ["train.lr=0.001"]), project)) == {}
@@ -132,7 +132,7 @@ def test_a_setting_with_its_default_is_no_part(config: Config, project: Project,
     ("checkpoint", "counts"),
     [("other", {"evaluate": {"baseline:champion"}}), ("mine", {})],  # a candidate is not its own champion
 )
-def test_another_champion_counts_for_the_evaluation_alone(
+def test_champion_is_in_the_key_of_evaluate_only(
     checkpoint: str, counts: dict[str, set[str]], config: Config, project: Project, before: Parts
 ) -> None:
     assert before["evaluate"]["baseline:champion"] == "the task's own"
@@ -174,8 +174,8 @@ def weights_of(folder: Path, config: Config) -> Config:
     return override_config(config, ["model.pretrained=weights"])
 
 
-def test_another_byte_of_pretrained_weights_is_another_prepare(config: Config, project: Project, folder: Path) -> None:
-    """The others hear of it by what prepare writes."""
+def test_pretrained_files_are_in_the_key_of_prepare(config: Config, project: Project, folder: Path) -> None:
+    """Later steps depend on them through the outputs of prepare."""
     begun = weights_of(folder, config)
     before = all_parts(begun, project)
     assert changed(before, all_parts(begun, project)) == {}
@@ -187,7 +187,7 @@ def test_another_byte_of_pretrained_weights_is_another_prepare(config: Config, p
     }
 
 
-def test_weights_that_no_one_touched_are_not_read_again(
+def test_unchanged_weights_are_not_read_again(
     config: Config, project: Project, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun = weights_of(folder, config)
@@ -207,7 +207,7 @@ def test_weights_that_no_one_touched_are_not_read_again(
     assert read == [folder / "weights" / "config.json"]
 
 
-def test_what_may_differ_counts_where_weights_are_matched(config: Config, project: Project, folder: Path) -> None:
+def test_allow_mismatch_is_in_the_keys_of_prepare_and_train(config: Config, project: Project, folder: Path) -> None:
     begun = weights_of(folder, config)
     found = changed(
         all_parts(begun, project), all_parts(override_config(begun, ["model.allow_mismatch=[a.*]"]), project)
@@ -273,7 +273,7 @@ def test_an_unknown_or_empty_selection_is_a_mistake(words: tuple[Any, Any, Any],
         select_steps(*words)
 
 
-def test_a_step_brings_along_all_it_reads_from() -> None:
+def test_step_includes_its_prerequisites() -> None:
     assert with_upstream(["evaluate"]) == ("prepare", "train", "evaluate")
     assert with_upstream(["package"]) == ("prepare", "train", "evaluate", "export", "package")
     assert with_upstream(["prepare"]) == ("prepare",)
@@ -300,7 +300,7 @@ def test_equal_key_is_reused_and_names_its_run() -> None:
 
 
 @pytest.mark.parametrize("status", ["running", "failed", "interrupted", "rejected"])
-def test_only_what_was_completed_is_reused(status: str) -> None:
+def test_only_completed_steps_are_reused(status: str) -> None:
     step = decided(PARTS, ("first", done(PARTS, status=status)))
     assert (step.action, step.reason) == ("run", "never completed")
 
@@ -309,7 +309,7 @@ def test_a_forced_step_runs_though_nothing_changed() -> None:
     assert decided(PARTS, ("first", done(PARTS)), forced=True).reason == "forced"
 
 
-def test_a_step_whose_input_is_unknown_waits_for_the_step_before() -> None:
+def test_step_with_an_unknown_input_runs_after_the_step_before() -> None:
     step = decided({**PARTS, "input:prepare/data.json": "?"}, ("first", done(PARTS)))
     assert (step.action, step.reason) == ("run", "after prepare")
 
@@ -320,7 +320,7 @@ def test_damaged_outputs_are_not_reused() -> None:
     assert step.reason == "the output train/model.safetensors and 1 more of run first changed on disk"
 
 
-def test_deploy_always_looks_at_what_is_live() -> None:
+def test_deploy_always_checks_the_live_service() -> None:
     step = decide_step("deploy", PARTS, [("first", done(PARTS))], False, lambda run, record: [])
     assert (step.action, step.reason) == ("run", "always checks what is live")
 
@@ -355,7 +355,7 @@ ALL_KINDS = {"input:prepare/data.json": "1", "version:torch": "2", "source:task.
         ),
     ],
 )
-def test_what_changed_is_named(before: Mapping[str, str], after: Mapping[str, str], reason: str) -> None:
+def test_changed_parts_are_named(before: Mapping[str, str], after: Mapping[str, str], reason: str) -> None:
     assert explain_change(after, [("first", done(before))]) == reason
     assert explain_change(after, []) == "never run"
 
@@ -365,7 +365,7 @@ def test_a_step_is_compared_with_its_last_completion_not_its_last_failure() -> N
     assert explain_change({**PARTS, "config:train.lr": "0.05"}, past) == "train.lr 0.004 → 0.05"
 
 
-def test_a_step_is_one_python_process_and_training_what_watches_over_it_whatever_the_launcher(config: Config) -> None:
+def test_step_commands_do_not_depend_on_the_launcher(config: Config) -> None:
     assert step_command("prepare", config, "runs/one") == ("python", "-m", "pipeline.steps.prepare", "runs/one")
     assert step_command("evaluate", config, "runs/one") == ("python", "-m", "pipeline.evaluate", "runs/one")
     for words in (["train.processes=1"], ["train.launcher=mpirun"], ["train.nodes=2:3", "train.rendezvous='a:1'"]):
@@ -373,14 +373,14 @@ def test_a_step_is_one_python_process_and_training_what_watches_over_it_whatever
         assert argv == ("python", "-m", "pipeline.training.node", "runs/one")
 
 
-def test_several_machines_that_train_evaluate_on_one(config: Config) -> None:
+def test_training_on_several_machines_is_evaluated_on_one(config: Config) -> None:
     many = override_config(config, ["train.nodes=3", "train.rendezvous='head:29500'", "evaluate.processes=2"])
     argv = step_command("evaluate", many, "runs/one")
     torchrun = "python -m torch.distributed.run --standalone --nnodes=1 --nproc-per-node=2"
     assert " ".join(argv) == f"{torchrun} -m pipeline.evaluate runs/one"
 
 
-def test_processes_are_one_a_gpu_or_two_on_a_cpu_unless_configured() -> None:
+def test_default_is_one_process_per_gpu_or_two_on_a_cpu() -> None:
     assert processes_per_node(Train(), gpus=0) == 2
     assert processes_per_node(Train(), gpus=4) == 4
     assert processes_per_node(Train(device="cpu"), gpus=4) == 2

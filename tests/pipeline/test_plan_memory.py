@@ -36,7 +36,7 @@ def project(tmp_path: Path) -> Project:
 
 @pytest.fixture
 def requests(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """The requests that were sent."""
+    """The requests for estimates that the plan sent."""
     return answer_with(monkeypatch, FITS)
 
 
@@ -87,7 +87,7 @@ def test_estimate_that_does_not_fit_is_made_again(
     assert not (project.runs / CACHE_FILE).exists()
 
 
-def test_request_counts_the_processes_of_all_machines_and_makes_no_folder_of_runs(
+def test_request_has_the_processes_of_all_machines_and_writes_nothing(
     project: Project, requests: list[dict[str, Any]]
 ) -> None:
     project.runs.rmdir()

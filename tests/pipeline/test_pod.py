@@ -42,7 +42,7 @@ def tiny(tmp_path: Path) -> Project:
 
 
 def container(**env: str) -> dict[str, str]:
-    """The environment that a container has."""
+    """Return the environment of a container."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return {**os.environ, "PYTHONPATH": str(SOURCE_ROOT), "PATH": path, "PYTHONSAFEPATH": "1", **env}
 
@@ -77,14 +77,14 @@ def test_the_first_step_makes_the_run_and_its_record(tiny: Project) -> None:
     assert (run / "prepare" / "data.json").is_file()
 
 
-def test_another_command_than_the_images_own_is_refused(tiny: Project) -> None:
+def test_command_that_the_image_does_not_expect_is_refused(tiny: Project) -> None:
     run = tiny.runs / "wf-1"
     with pytest.raises(ConfigError) as caught:
         run_in_pod("prepare", Run(run), ("python", "-m", "prepare"), config_text(tiny))
     assert f"prepare: the workflow runs `python -m prepare`, but this image needs `{OURS} {run}`" in str(caught.value)
 
 
-def test_a_step_whose_inputs_are_missing_does_not_make_them(tiny: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_with_missing_inputs_does_not_run_earlier_steps(tiny: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tiny.root)
     run = tiny.runs / "wf-1"
     with pytest.raises(ConfigError, match="but prepare has to run: never run"):
@@ -95,7 +95,7 @@ def test_a_step_whose_inputs_are_missing_does_not_make_them(tiny: Project, monke
 @pytest.mark.parametrize(
     ("text", "message"), [("", "has no configuration"), ("{", "not JSON"), ("{}", "`name` is missing")]
 )
-def test_a_run_that_cannot_be_made_is_reported(
+def test_invalid_configuration_is_reported_and_creates_no_run(
     text: str, message: str, tiny: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(CONFIG_VARIABLE, text)
@@ -111,7 +111,7 @@ def test_a_run_that_cannot_be_made_is_reported(
     assert not run.exists()
 
 
-def test_a_pod_that_takes_part_runs_the_command_and_keeps_no_books(tiny: Project) -> None:
+def test_secondary_pod_runs_the_command_and_writes_no_record(tiny: Project) -> None:
     run = tiny.runs / "wf-1"
     own = "import os, sys; print(os.getpid()); sys.exit(7)"
     done = start(tiny, *pod("train", run, "python", "-c", own), JOB_COMPLETION_INDEX="1")
@@ -119,7 +119,7 @@ def test_a_pod_that_takes_part_runs_the_command_and_keeps_no_books(tiny: Project
     assert not run.exists()
 
 
-def test_a_pod_that_takes_part_waits_until_the_first_has_begun(tiny: Project) -> None:
+def test_secondary_pod_waits_for_the_first_one_to_begin(tiny: Project) -> None:
     run = Run(tiny.runs / "alone")
     argv = (*pod("train", run.path)[:-1], "--begin", "--", "python", "-c", "print('takes part')")
     with begin(tiny, *argv, **{POD_NUMBER: "1"}) as process:
@@ -133,10 +133,10 @@ def test_a_pod_that_takes_part_waits_until_the_first_has_begun(tiny: Project) ->
     assert (process.returncode, out) == (0, "takes part\n")
 
 
-def test_a_pod_waits_for_the_one_it_takes_the_place_of(
+def test_replacement_pod_waits_for_the_lock_of_its_predecessor(
     tiny: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its lock may outlive it on a volume of the network; to fail then would end the whole Job."""
+    """On a network volume the lock may outlive its pod; failing then would end the whole Job."""
     run, started = Run(tiny.runs / "wf-1"), threading.Event()
     monkeypatch.setattr("pipeline.pod.resume_run", lambda *_: started.set())
     argv = ("python", "-m", "pipeline.training.node", str(run.path))
@@ -152,7 +152,7 @@ def test_a_pod_waits_for_the_one_it_takes_the_place_of(
     assert started.is_set()
 
 
-def test_what_may_pass_is_tried_again_by_another_pod(
+def test_transient_error_has_the_exit_code_for_another_pod(
     tiny: Project, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def lost(*_: object, **__: object) -> None:
@@ -169,8 +169,8 @@ def test_what_may_pass_is_tried_again_by_another_pod(
 
 @pytest.mark.long
 @pytest.mark.parametrize("standing", [True, False], ids=["as-it-stands", "rendered"])
-def test_training_alone_makes_its_run_and_trains_with_others(tiny: Project, tmp_path: Path, standing: bool) -> None:
-    """The Job's pods on an empty volume, with no `pipe` that leads them."""
+def test_standalone_training_creates_its_run_with_two_pods(tiny: Project, tmp_path: Path, standing: bool) -> None:
+    """The Job's pods run on an empty volume, without `pipe`."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         meeting = f"127.0.0.1:{free.getsockname()[1]}"
     words = ["train.image=" + IMAGE, "train.nodes=2", "train.processes=1", "cluster.executor=kubernetes"]
@@ -194,7 +194,7 @@ def test_training_alone_makes_its_run_and_trains_with_others(tiny: Project, tmp_
 
 
 @pytest.mark.parametrize("words", [["train", "run"], ["train", "run", "--"]])
-def test_a_command_is_requested(words: list[str]) -> None:
+def test_missing_command_prints_the_usage(words: list[str]) -> None:
     with pytest.raises(SystemExit, match=r"usage: python -m pipeline\.pod STEP RUN -- ARGV"):
         main(words)
 
@@ -217,14 +217,14 @@ def test_a_rendered_workflow_runs_the_whole_pipeline(tiny: Project, tmp_path: Pa
 
 
 def _submitted(text: str, project: Project) -> str:
-    """What Argo puts in for its variables, and the volume of this machine."""
+    """Substitute Argo's variables, and the volume by a folder of this machine."""
     return text.replace("{{workflow.name}}", "pipeline-abcde").replace(f"{RUNS_FOLDER}/", f"{project.runs}/")
 
 
 @pytest.mark.long
 def test_run_of_an_evicted_pod_is_continued_by_another(tiny: Project) -> None:
     run = tiny.runs / "wf-1"
-    slow = override_config(tiny.config(), ["train.epochs=100"], "test")  # long enough to be caught at it
+    slow = override_config(tiny.config(), ["train.epochs=100"], "test")  # long enough to be interrupted
     env = {CONFIG_VARIABLE: json.dumps(slow.model_dump(mode="json"))}
     assert start(tiny, *pod("prepare", run, *OURS.split(), str(run)), **env).returncode == 0
     argv = pod("train", run, "python", "-m", "pipeline.training.node", str(run))

@@ -49,7 +49,7 @@ def test_settings_that_a_resumed_run_ignores_are_named(project: Project, new_run
     assert describe_kept_settings(project, run) == "", "a resumed run does not need the file"
 
 
-def test_the_newest_word_counts(new_run: NewRun) -> None:
+def test_later_resume_overrides_take_precedence(new_run: NewRun) -> None:
     run = override_resumed(override_resumed(new_run(), ["train.processes=4", "train.nodes=2"]), ["train.processes=3"])
     assert run.read().continued == ("train.nodes=2", "train.processes=3")
     assert (run.config.train.processes, run.config.train.nodes) == (3, 2)
@@ -59,7 +59,7 @@ NO_NUMBER = "train.processes=many"
 
 
 @pytest.mark.parametrize("word", ["train.lr=1", "train.checkpoints=elsewhere", "deploy.port=1", "epochs=3", NO_NUMBER])
-def test_what_a_run_computes_stays(word: str, new_run: NewRun) -> None:
+def test_settings_that_change_results_cannot_be_overridden(word: str, new_run: NewRun) -> None:
     run = new_run()
     message = r"train\.processes" if word == NO_NUMBER else r"changes what the run computes.* starts a new one"
     with pytest.raises(ConfigError, match=message):
@@ -106,7 +106,7 @@ def test_preview_uses_reused_outputs_only_while_it_runs(project: Project, config
     assert pipeline_run.outputs == {}
 
 
-def test_a_step_before_the_start_must_not_run(project: Project, config: Config) -> None:
+def test_from_a_step_with_missing_outputs_before_it_is_refused(project: Project, config: Config) -> None:
     order = RunRequest(("prepare", "train"), reuse_only=frozenset({"prepare"}))
     with pytest.raises(ConfigError, match="--from starts after prepare, but prepare has to run: never run"):
         PipelineRun(project, config, order, []).preview()
@@ -141,7 +141,7 @@ def test_process_without_an_error_is_reported_by_its_exit_status(
     assert f"pipe run --resume {load_history(project.runs)[0][0].id}" in message
 
 
-def test_the_cores_of_an_order_are_shared_out_among_its_processes(
+def test_requested_cores_are_divided_among_processes(
     project: Project, folder: Path, config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
@@ -151,7 +151,7 @@ def test_the_cores_of_an_order_are_shared_out_among_its_processes(
     assert "threads 3\n" in load_history(project.runs)[0][0].log("prepare").read_text()
 
 
-def test_a_trial_is_left_to_the_search_it_belongs_to(project: Project, config: Config) -> None:
+def test_resume_ignores_trials_and_pruned_runs(project: Project, config: Config) -> None:
     create_run(project.runs, config, ("prepare", "train"), "", study="abc", trial=0)
     recorded(create_run(project.runs, config, ("prepare", "train"), ""), "train", "pruned")
     with pytest.raises(ConfigError, match="nothing to resume"):
@@ -332,7 +332,7 @@ def test_an_edited_record_is_not_reused(project: Project, config: Config, steps:
     assert steps.ran == ["prepare"]
 
 
-def test_a_run_that_another_command_works_on_is_left_to_it(project: Project, new_run: NewRun) -> None:
+def test_run_of_another_command_is_not_resumed(project: Project, new_run: NewRun) -> None:
     run = new_run()
     with lock_run(run), pytest.raises(ResourceError, match=f"is working on run {run.id}"):
         latest_unfinished(project)
@@ -357,7 +357,7 @@ def test_a_killed_node_of_training_is_started_again(
 KILLED = "process rank 1 with PID 7 on node node1 exited on signal 9"
 
 
-def test_the_killed_process_is_the_cause_and_not_one_that_lost_contact(new_run: NewRun) -> None:
+def test_killed_process_is_the_cause_rather_than_lost_contact(new_run: NewRun) -> None:
     run = new_run()
     run.partial("train").mkdir()
     write_error(LostContact("rank 0: lost contact"), run.partial("train"))

@@ -79,7 +79,7 @@ def test_a_panel_is_drawn_below_the_line_and_the_cursor_returns() -> None:
         terminal.close()
 
 
-def test_of_a_panel_that_is_too_long_the_first_lines_are_drawn() -> None:
+def test_first_lines_of_a_long_panel_are_drawn() -> None:
     lines = ["a", "b", "c"]
     assert clip(lines, 80, 3) == lines
     assert clip(lines, 80, 2) == ["a", "… 2 more lines"]

@@ -32,7 +32,7 @@ def complete(run: Run, step: str) -> None:
 
 
 def write_training(directory: Path) -> None:
-    """Of one step, with all five samples."""
+    """Write a training of one step with all five samples."""
     ids = BatchOrder(samples=5, batch_size=64, seed=0).batch(0)
     line = LedgerLine(step=1, epoch=0, samples=5, digest=batch_digest(ids), processes=2, attempt=1)
     (directory / "ledger.jsonl").write_text(f"{line.model_dump_json()}\n")
@@ -42,7 +42,7 @@ def write_training(directory: Path) -> None:
 
 @pytest.fixture
 def run(new_run: NewRun) -> Run:
-    """A whole chain, made by hand."""
+    """A run with the outputs of all steps, made by hand."""
     run = new_run()
     for step in ("prepare", "train", "evaluate", "package"):
         run.partial(step).mkdir()
@@ -72,14 +72,14 @@ def alter(path: Path) -> None:
 
 
 def reseal(run: Run, step: str) -> None:
-    """Cover the traces in the run's record too."""
+    """Update the run's record, as an attacker would, to match the changed outputs."""
     record = run.read().steps[step]
     assert changed_outputs(run, record)
     run.output(step).rename(run.partial(step))
     complete(run, step)
 
 
-def test_a_whole_chain_is_reported_link_by_link(run: Run) -> None:
+def test_intact_chain_is_reported_step_by_step(run: Run) -> None:
     assert list(verify_run(run)) == [
         "run.json: settings, environment and records as pipe wrote them",
         "prepare: 1 files as recorded",
@@ -97,7 +97,7 @@ def test_a_whole_chain_is_reported_link_by_link(run: Run) -> None:
     ]
 
 
-def test_a_bundle_with_another_shared_file_than_prepare_made_is_found_out(run: Run) -> None:
+def test_bundle_with_a_changed_shared_file_is_refused(run: Run) -> None:
     files = run.bundle_path / "files"
     files.mkdir()
     (files / "words.txt").write_text("one two")
@@ -107,7 +107,7 @@ def test_a_bundle_with_another_shared_file_than_prepare_made_is_found_out(run: R
         list(verify_run(run))
 
 
-def test_a_step_that_is_not_done_is_reported_and_not_evaluated(run: Run) -> None:
+def test_unfinished_step_is_reported_and_not_verified(run: Run) -> None:
     record = run.read().steps["package"]
     write_record(run, record.model_copy(update={"status": "failed"}))
     assert "package: failed, nothing to verify" in list(verify_run(run))
@@ -116,7 +116,7 @@ def test_a_step_that_is_not_done_is_reported_and_not_evaluated(run: Run) -> None
 @pytest.mark.parametrize(
     "file", ["prepare/data.json", "train/model.safetensors", "evaluate/verdict.json", "export/bundle/card.md"]
 )
-def test_one_byte_more_in_any_output_breaks_it(run: Run, file: str) -> None:
+def test_added_byte_in_any_output_is_detected(run: Run, file: str) -> None:
     alter(run.path / file)
     with pytest.raises(BundleError, match=f"{file}: changed since the step was done"):
         list(verify_run(run))
@@ -130,7 +130,7 @@ def seal_bundle(bundle: Path) -> str:
 
 
 def perturb(bundle: Path) -> None:
-    """One number in one initializer, and a manifest that agrees with it."""
+    """Change one number of an initializer, and write a manifest that matches."""
     model = onnx.load(bundle / "model.onnx")
     initializer = model.graph.initializer[0]
     changed = numpy_helper.to_array(initializer).copy()
@@ -141,14 +141,14 @@ def perturb(bundle: Path) -> None:
 
 
 def exchange(run: Run) -> str:
-    """Replace the bundle by another complete one: files, manifest and golden answers agree. Return its digest."""
+    """Replace the bundle by another consistent one, including manifest and golden answers; return its digest."""
     perturb(run.bundle_path)
     ones, answer = np.ones((1, 2), np.float32), np.full((1, 2), 2.5, np.float32)
     Golden({"x": ones}, {"y": answer}, [[1, 1]], [[2.5, 2]], 1, 1).write(run.bundle_path)
     return seal_bundle(run.bundle_path)
 
 
-def test_a_bundle_that_was_exchanged_as_a_whole_is_not_opened(run: Run) -> None:
+def test_bundle_that_was_replaced_as_a_whole_is_not_opened(run: Run) -> None:
     exported = run.bundle().digest
     other = exchange(run)
     assert open_bundle(run.bundle_path).digest == other, "it is a valid bundle"
@@ -169,7 +169,7 @@ def test_a_bundle_that_was_exchanged_as_a_whole_is_not_opened(run: Run) -> None:
         list(verify_run(run))
 
 
-def test_a_bundle_exchanged_with_its_record_is_not_the_one_deployed(run: Run) -> None:
+def test_bundle_replaced_with_its_record_is_not_the_deployed_one(run: Run) -> None:
     deployed = run.bundle().digest
     other = exchange(run)
     reseal(run, "export")
@@ -179,7 +179,7 @@ def test_a_bundle_exchanged_with_its_record_is_not_the_one_deployed(run: Run) ->
         list(verify_run(run))
 
 
-def test_a_record_with_an_edited_output_does_not_pin_a_bundle(run: Run) -> None:
+def test_bundle_of_an_edited_record_is_not_opened(run: Run) -> None:
     digest = exchange(run)
     body = run.read()
     outputs = {**body.steps["export"].outputs, "bundle/manifest.json": digest}
@@ -212,7 +212,7 @@ def edit_run_file(run: Run, section: str, name: str, value: object) -> None:
     ("section", "name", "value"),
     [("config", "name", "other"), ("environment", "python", "2.7"), ("steps", "deploy", {})],
 )
-def test_edited_settings_and_environment_break_it(run: Run, section: str, name: str, value: object) -> None:
+def test_edited_settings_and_environment_are_detected(run: Run, section: str, name: str, value: object) -> None:
     if name == "deploy":
         value = run.read().steps["package"].model_copy(update={"step": name}).model_dump()
     edit_run_file(run, section, name, value)
@@ -229,14 +229,14 @@ def test_a_later_write_does_not_hide_an_edit(run: Run) -> None:
         run.check_seal()
 
 
-def test_a_seal_that_was_removed_breaks_it(run: Run) -> None:
+def test_removed_seal_is_detected(run: Run) -> None:
     body = json.loads((run.path / "run.json").read_text())
     write_json(run.path / "run.json", {**body, "seal": ""})
     with pytest.raises(BundleError, match="were edited since pipe wrote it"):
         run.check_seal()
 
 
-def test_added_and_removed_empty_folders_break_it(run: Run, new_run: NewRun) -> None:
+def test_added_and_removed_empty_folders_are_detected(run: Run, new_run: NewRun) -> None:
     run.output("evaluate").rename(run.partial("evaluate"))
     (run.partial("evaluate") / "plots").mkdir()
     complete(run, "evaluate")
@@ -256,7 +256,7 @@ def test_added_and_removed_empty_folders_break_it(run: Run, new_run: NewRun) -> 
         list(verify_run(run))
 
 
-def test_an_altered_record_breaks_it(run: Run) -> None:
+def test_altered_record_is_detected(run: Run) -> None:
     body = run.read()
     record = body.steps["train"].model_copy(update={"digest": "0" * 64})
     write_run(run, body.model_copy(update={"steps": {**body.steps, "train": record}}))
@@ -272,7 +272,7 @@ def test_an_altered_record_breaks_it(run: Run) -> None:
         ("evaluate", "verdict.json", "the bundle names another evaluate/verdict.json"),
     ],
 )
-def test_a_link_replaced_together_with_its_record_does_not_fit_the_next(
+def test_output_replaced_with_its_record_does_not_match_the_next_step(
     run: Run, step: str, file: str, sentence: str
 ) -> None:
     alter(run.output(step) / file)
@@ -288,7 +288,7 @@ def test_a_container_made_of_another_bundle_is_reported(run: Run) -> None:
         list(verify_run(run))
 
 
-def test_a_ledger_that_was_forged_with_its_record_is_caught(run: Run) -> None:
+def test_forged_ledger_with_its_record_is_detected(run: Run) -> None:
     path = run.output("train") / "ledger.jsonl"
     path.write_text(path.read_text().replace('"samples":5', '"samples":4'))
     reseal(run, "train")
@@ -303,7 +303,7 @@ def test_changed_model_fails_golden_requests_despite_a_new_manifest(run: Run) ->
         list(verify_bundle(run.bundle_path))
 
 
-def test_an_override_that_was_taken_away_breaks_the_chain(run: Run) -> None:
+def test_removed_override_is_detected(run: Run) -> None:
     (run.output("evaluate")).rename(run.partial("evaluate"))
     complete(run, "evaluate")
     write_record(run, run.read().steps["evaluate"].model_copy(update={"status": "overridden"}))

@@ -45,7 +45,7 @@ def model(directory: Path, step: int | None) -> None:
 
 @pytest.fixture
 def run(new_run: NewRun) -> Run:
-    """Prepared, and trained for six steps to its end."""
+    """A run whose training of six steps is complete."""
     run = new_run()
     run.output("prepare").mkdir()
     write_json(run.output("prepare") / "data.json", {"splits": {"train": {"samples": 150}}})
@@ -63,7 +63,7 @@ def test_a_whole_ledger_is_reported_in_one_sentence(run: Run) -> None:
     ]
 
 
-def test_a_split_that_was_cut_is_the_one_that_counts(run: Run) -> None:
+def test_ledger_is_verified_against_the_limited_split(run: Run) -> None:
     write_json(run.output("prepare") / "data.json", {"splits": {"train": {"samples": 999}}})
     assert ledger_verification(Run(run.path)).lost
     body = json.loads((run.path / "run.json").read_text())
@@ -72,7 +72,7 @@ def test_a_split_that_was_cut_is_the_one_that_counts(run: Run) -> None:
     assert ledger_verification(Run(run.path)).fault == ""
 
 
-def test_a_batch_size_that_was_found_is_the_one_that_counts(run: Run) -> None:
+def test_ledger_is_verified_against_the_chosen_batch_size(run: Run) -> None:
     body = json.loads((run.path / "run.json").read_text())
     body["config"]["train"]["batch_size"] = "auto"
     write_json(run.path / "run.json", body)
@@ -82,14 +82,14 @@ def test_a_batch_size_that_was_found_is_the_one_that_counts(run: Run) -> None:
     assert ledger_verification(Run(run.path)).fault != ""
 
 
-def test_a_run_that_has_not_trained_has_nothing_to_show(new_run: NewRun) -> None:
+def test_run_without_training_has_no_ledger(new_run: NewRun) -> None:
     run = new_run()
     assert list(verify_run_ledger(run)) == []
     with pytest.raises(BundleError, match="training has not begun"):
         ledger_verification(run)
 
 
-def test_an_unfinished_training_is_proven_as_far_as_its_lines_go(run: Run) -> None:
+def test_unfinished_training_is_verified_up_to_its_last_line(run: Run) -> None:
     run.output("train").rename(run.partial("train"))
     (run.partial("train") / "summary.json").unlink()
     write(run.partial("train"), [row(step) for step in range(1, 5)] + ['{"step": 5'])
@@ -110,7 +110,7 @@ def test_an_unfinished_training_is_proven_as_far_as_its_lines_go(run: Run) -> No
         ([1, 3, 2, 4, 5, 6], "line 2: out of order, it is of step 3$"),
     ],
 )
-def test_a_line_that_is_missing_doubled_or_out_of_order_is_raised(
+def test_missing_repeated_or_unordered_line_is_an_error(
     run: Run, rows: list[int], sentence: str, unfinished: bool
 ) -> None:
     write(run.output("train"), [row(step) for step in rows])
@@ -121,7 +121,7 @@ def test_a_line_that_is_missing_doubled_or_out_of_order_is_raised(
         list(verify_run_ledger(run))
 
 
-def test_a_forged_digest_missing_last_lines_and_a_missing_ledger_are_raised(run: Run) -> None:
+def test_forged_truncated_or_missing_ledger_is_an_error(run: Run) -> None:
     rows = [row(step) for step in range(1, 7)]
     forged = json.dumps({**json.loads(rows[3]), "digest": "0" * 64}) + "\n"
     write(run.output("train"), [*rows[:3], forged, *rows[4:]])
@@ -145,7 +145,7 @@ def test_training_may_end_within_an_epoch_only_at_its_limit(run: Run) -> None:
 
 
 @pytest.mark.parametrize(("step", "best"), [(6, 3), (3, 6), (9, 9)])
-def test_weights_of_another_step_than_the_best_are_raised(run: Run, step: int, best: int) -> None:
+def test_weights_of_another_step_than_the_best_are_an_error(run: Run, step: int, best: int) -> None:
     model(run.output("train"), step)
     write_json(run.output("train") / "summary.json", {"steps": 6, "best_step": best})
     with pytest.raises(BundleError, match=f"has the weights of step {step}, but the best of 6 steps was {best}"):
@@ -153,7 +153,7 @@ def test_weights_of_another_step_than_the_best_are_raised(run: Run, step: int, b
 
 
 @pytest.mark.parametrize("damage", ["no step", "no file", "no weights"])
-def test_weights_that_do_not_name_their_step_are_raised(run: Run, damage: str) -> None:
+def test_weights_that_do_not_name_their_step_are_an_error(run: Run, damage: str) -> None:
     path = run.output("train") / "model.safetensors"
     harm: dict[str, Any] = {
         "no step": lambda: model(path.parent, None),

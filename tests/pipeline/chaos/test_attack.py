@@ -24,7 +24,7 @@ def due_at(kills: list[Kill], events: list[ChaosEvent]) -> float | None:
     return found[0] if found else None
 
 
-def test_kill_inside_a_process_is_not_made_from_outside() -> None:
+def test_kill_at_a_step_is_never_due_from_outside() -> None:
     assert due_at([Kill(place="step", step=1)], []) is None
 
 
@@ -43,7 +43,7 @@ def test_start_kill_happens_during_startup() -> None:
 
 @pytest.fixture
 def below() -> Iterator[psutil.Process]:
-    """A process below ours."""
+    """A child process."""
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     yield psutil.Process(process.pid)
     process.communicate(b"\n", timeout=300)

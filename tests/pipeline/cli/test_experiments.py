@@ -67,7 +67,7 @@ def test_the_trials_are_listed_best_first(pipe: Pipe, study: Study) -> None:
     assert pipe("tune", "status").stdout.splitlines()[1].split()[:3] == ["1", "done", "0.75"]
 
 
-def test_a_study_of_other_settings_is_shown_with_what_has_changed(pipe: Pipe, study: Study) -> None:
+def test_outdated_study_is_shown_with_the_changed_settings(pipe: Pipe, study: Study) -> None:
     done = pipe("tune", "status", "train.epochs=77", "-o", "json")
     assert json.loads(done.stdout)["study"] == study.name
     assert f"study {study.name} is outdated: train.epochs" in done.stderr

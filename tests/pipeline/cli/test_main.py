@@ -24,7 +24,7 @@ def test_help_lists_every_command_in_order(pipe: Pipe) -> None:
 
 
 @pytest.mark.parametrize("words", [["status", "extra"], ["plan", "train.lrr=1"], ["explain", "lr"], ["rum"]])
-def test_an_error_is_json_as_well_where_json_is_expected(pipe: Pipe, words: list[str]) -> None:
+def test_errors_are_json_with_json_output(pipe: Pipe, words: list[str]) -> None:
     done = pipe(*words, "-o", "json", expect=2)
     error = json.loads(done.stdout)
     assert done.stderr == f"error: {error['error']}\n"
@@ -63,7 +63,7 @@ def test_commands_steps_settings_and_runs_are_completed(
     assert done.stdout.splitlines()[: len(completions)] == completions, done.stderr
 
 
-def test_a_setting_is_explained_with_what_it_runs_again_and_a_section_by_its_settings(pipe: Pipe) -> None:
+def test_explain_shows_a_setting_or_all_of_a_section(pipe: Pipe) -> None:
     facts = json.loads(pipe("explain", "train.schedule", "-o", "json").stdout)
     assert (facts["type"], facts["default"]) == ("cosine | linear | constant | wsd", "cosine")
     assert facts["reruns"] == "train and what depends on it"
@@ -99,7 +99,7 @@ def test_version_is_that_of_the_distribution(pipe: Pipe) -> None:
     assert pipe("--version").stdout == f"pipe {metadata.version('pipe-road')}\n"
 
 
-def test_a_word_that_is_no_command_is_a_usage_error(pipe: Pipe) -> None:
+def test_unknown_command_and_invalid_option_are_usage_errors(pipe: Pipe) -> None:
     assert pipe("rum", expect=2).stderr == "error: No such command 'rum'. Did you mean 'run'; see `pipe --help`\n"
     stderr = pipe("gc", "--keep", "0", expect=2).stderr
     assert stderr.startswith("error: Invalid value for '--keep'") and stderr.count("\n") == 1
@@ -142,7 +142,7 @@ def test_project_option_selects_the_folder(pipe: Pipe, starter: Path, tmp_path: 
     assert pipe("plan", "-C", str(missing), expect=2).stderr.startswith(f"error: {missing}: no such folder")
 
 
-def test_a_file_in_the_place_of_the_runs_is_named(pipe: Pipe, starter: Path) -> None:
+def test_file_in_place_of_the_runs_folder_is_named(pipe: Pipe, starter: Path) -> None:
     (starter / "runs").touch()
     stderr = pipe("run", expect=2).stderr
     assert stderr == f"error: {starter / 'runs'}: is a file, but must be the folder of runs; move it away\n"

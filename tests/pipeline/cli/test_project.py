@@ -35,7 +35,7 @@ def test_init_overwrites_nothing(pipe: Pipe, starter: Path) -> None:
     assert {path: path.read_bytes() for path in starter.iterdir()}.items() < before.items()
 
 
-def test_init_adds_its_files_to_a_project_and_leaves_data_that_are_there_alone(pipe: Pipe, tmp_path: Path) -> None:
+def test_init_adds_files_and_keeps_existing_data(pipe: Pipe, tmp_path: Path) -> None:
     project = tmp_path / "my code"
     (project / "data").mkdir(parents=True)
     (project / "train.py").write_text("print('mine')")
@@ -68,7 +68,7 @@ def test_demo_runs_the_folder_of_an_earlier_demo_as_it_is(pipe: Pipe, starter: P
     assert {path: path.read_bytes() for path in starter.iterdir() if path.is_file()} == before
 
 
-def test_demo_leaves_a_folder_that_is_no_project_alone(pipe: Pipe, tmp_path: Path) -> None:
+def test_demo_does_not_change_a_folder_that_is_no_project(pipe: Pipe, tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes").touch()
     assert "is not empty; give a new folder" in pipe("demo", "full", here=tmp_path, expect=2).stderr
@@ -87,7 +87,7 @@ def test_demo_leaves_a_folder_that_is_no_project_alone(pipe: Pipe, tmp_path: Pat
         ("a" * 39 + "-bcd", "a" * 39),
     ],
 )
-def test_a_folders_name_becomes_one_that_urls_and_clusters_take(folder: str, name: str) -> None:
+def test_model_name_from_a_folder_is_valid_in_urls_and_clusters(folder: str, name: str) -> None:
     assert model_name(folder) == name
 
 
@@ -107,7 +107,7 @@ def test_gc_keeps_the_newest_runs_the_champion_and_what_is_live(pipe: Pipe, star
     assert pipe("gc", "--keep", "2").stdout == "nothing to remove\n"
 
 
-def test_every_key_has_a_line_with_a_meaning() -> None:
+def test_every_setting_is_in_the_reference_with_its_description() -> None:
     lines = reference().splitlines()
     for section, field in Config.model_fields.items():
         kind = field.annotation

@@ -43,7 +43,7 @@ def runs(starter: Path) -> list[str]:
     return found
 
 
-def test_an_exchanged_bundle_is_neither_promoted_nor_restored(
+def test_replaced_bundle_is_neither_promoted_nor_restored(
     registry: RegistryCommand, runs: list[str], starter: Path
 ) -> None:
     for name in runs:
@@ -62,9 +62,7 @@ def test_an_exchanged_bundle_is_neither_promoted_nor_restored(
     assert registry("list") == before
 
 
-def test_names_are_given_taken_back_and_reported_with_their_history(
-    registry: RegistryCommand, runs: list[str], starter: Path
-) -> None:
+def test_promote_rollback_list_and_history(registry: RegistryCommand, runs: list[str], starter: Path) -> None:
     assert registry("list") == {"registry": str(starter / "runs" / "registry"), "names": []}
     for run in runs:
         assert registry("promote", run)["run"] == run

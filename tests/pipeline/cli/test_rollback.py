@@ -1,4 +1,4 @@
-"""`pipe registry rollback` where the service is on a cluster."""
+"""`pipe registry rollback` of a service on a cluster."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ A, B, C, FAILS = ({"bundle": letter * 64} for letter in "abcf")
         ("b", [A, B], True, "b"),  # another deployment of b has failed
     ],
 )
-def test_what_is_live_is_replaced_by_the_version_before_it(
+def test_rollback_restores_the_version_before_the_live_one(
     live: str, deployments: list[Any], failed: bool, restored: str, roll_back: Any, deployed: list[str]
 ) -> None:
     roll_back(live * 64, *deployments, failed=failed)
@@ -114,7 +114,7 @@ def test_version_that_cannot_be_restored_is_skipped_by_the_next_rollback(roll_ba
     assert deployed == ["f" * 64, "a" * 64]
 
 
-def test_place_is_chosen_by_context_and_namespace(
+def test_deployment_is_selected_by_context_and_namespace(
     new_run: NewRun, project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for context, namespace in (("east", "staging"), ("west", "staging"), ("west", "production")):

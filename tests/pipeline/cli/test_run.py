@@ -21,7 +21,7 @@ IMAGE = f"registry/tiny@sha256:{'5' * 64}"
 
 
 def complaint(pipe: Pipe, *words: str) -> str:
-    """The one line that a mistake gets, with exit status 2 and nothing on standard output."""
+    """Return the one-line error of a command that exits with 2 and prints nothing on standard output."""
     done = pipe(*words, expect=2)
     lines = done.stderr.splitlines()
     assert done.stdout == ""
@@ -48,7 +48,7 @@ def complaint(pipe: Pipe, *words: str) -> str:
         ("predict", "no service is live here"),
     ],
 )
-def test_a_mistake_is_one_line_and_leaves_no_run_behind(pipe: Pipe, starter: Path, words: str, message: str) -> None:
+def test_mistake_is_a_one_line_error_and_creates_no_run(pipe: Pipe, starter: Path, words: str, message: str) -> None:
     assert message in complaint(pipe, *words.split())
     assert [path.name for path in starter.glob("runs/*") if path.is_dir()] == []
 
@@ -84,7 +84,7 @@ def test_a_plan_estimates_the_memory_of_training(pipe_with_estimate: Pipe, start
 
 
 @pytest.mark.long
-def test_a_plan_goes_on_without_an_estimate(pipe_with_estimate: Pipe, starter: Path) -> None:
+def test_plan_works_without_a_memory_estimate(pipe_with_estimate: Pipe, starter: Path) -> None:
     task = starter / "task.py"
     lines = task.read_text().splitlines()
     first = next(i for i, line in enumerate(lines) if line.startswith("    def loss("))
@@ -96,7 +96,7 @@ def test_a_plan_goes_on_without_an_estimate(pipe_with_estimate: Pipe, starter: P
     assert f"(task.py, line {first + 2})" in done.stderr
 
 
-def test_plan_of_a_step_includes_its_prerequisites_and_its_exit_status_may_show_changes(pipe: Pipe) -> None:
+def test_plan_of_a_step_includes_its_prerequisites_and_has_an_exit_code(pipe: Pipe) -> None:
     rows = json.loads(pipe("plan", "evaluate", "--exit-code", "-o", "json", expect=4).stdout)
     assert [row["name"] for row in rows] == ["prepare", "train", "evaluate"]
     pipe("plan", expect=0)

@@ -15,7 +15,7 @@ from ..records import live_service
 from .conftest import Pipe
 
 
-def test_stopping_where_nothing_runs_is_fine(pipe: Pipe) -> None:
+def test_stop_without_a_service_succeeds(pipe: Pipe) -> None:
     assert pipe("stop").stdout == "no service was running\n"
     assert json.loads(pipe("stop", "-o", "json").stdout) == {"ended": False}
 
@@ -28,8 +28,8 @@ def test_a_damaged_bundle_is_not_served(pipe_process: Pipe, tmp_path: Path) -> N
     assert "not a valid manifest" in pipe_process("serve", str(tmp_path), *ports, expect=2).stderr
 
 
-def test_answers_of_another_bundle_than_the_deployed_one_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A canary is deployed as well."""
+def test_predict_refuses_answers_of_a_bundle_that_was_not_deployed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Answers of the deployed canary are accepted."""
     live = live_service(canary=CanaryRecord(run="s", bundle="b" * 64, share=0.1))
     for digest in (live.bundle, "b" * 64):
         monkeypatch.setattr(

@@ -39,7 +39,7 @@ def typed(*words: str) -> Any:
     return json.loads(done.stdout)
 
 
-def test_a_key_is_made_a_bundle_signed_and_verified(tmp_path: Path) -> None:
+def test_new_key_signs_a_bundle_that_then_verifies(tmp_path: Path) -> None:
     key, bundle = tmp_path / "key", tmp_path / "bundle"
     write_bundle(bundle)
     made = typed("sign", "--new-key", str(key))
@@ -62,7 +62,7 @@ def test_a_key_is_made_a_bundle_signed_and_verified(tmp_path: Path) -> None:
         ("verify some-run --bundle some-folder --key key.pub", "leave one out"),
     ],
 )
-def test_what_is_signed_and_which_keys_are_trusted_must_be_named(words: str, message: str) -> None:
+def test_ambiguous_arguments_of_sign_and_verify_are_refused(words: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         typed(*words.split())
 
@@ -76,7 +76,7 @@ def test_a_damaged_bundle_is_not_signed(tmp_path: Path) -> None:
     assert not (tmp_path / "bundle" / SIGNATURE).exists()
 
 
-def test_a_deployment_refuses_what_no_key_signed_before_anything_starts(make_run: MakeRun, tmp_path: Path) -> None:
+def test_deploy_refuses_an_untrusted_bundle_before_anything_starts(make_run: MakeRun, tmp_path: Path) -> None:
     new_key(tmp_path / "key")
     new_key(tmp_path / "other")
     run = make_run(serve={"require_signature": "key.pub"})
@@ -91,7 +91,7 @@ def test_a_deployment_refuses_what_no_key_signed_before_anything_starts(make_run
 
 
 @pytest.mark.parametrize(("words", "named"), [((), "key.pub"), (("--require-signature", "mine"), "mine")])
-def test_serving_by_hand_requests_the_signature_that_the_project_requests(
+def test_serve_requires_the_projects_signature_unless_overridden(
     words: tuple[str, ...], named: str, starter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[list[str]] = []
@@ -109,7 +109,7 @@ def test_serving_by_hand_requests_the_signature_that_the_project_requests(
 
 
 @pytest.mark.parametrize("words", [(), ("-o", "json")], ids=" ".join)
-def test_a_bundle_is_checked_before_a_deployment_without_running_it(
+def test_verify_checks_signature_verdict_and_files_without_running_code(
     words: tuple[str, ...], tmp_path: Path, pipe_process: Pipe
 ) -> None:
     bundle, key = tmp_path / "bundle", tmp_path / "key"

@@ -1,4 +1,4 @@
-"""A run whose run.json cannot be read: `status` names it, every other command goes on without it."""
+"""A run whose run.json cannot be read: `status` names it, and all other commands ignore it."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ LATEST = ("gate explain", "deploy", "repro", "registry promote", "run --resume")
 
 
 @pytest.mark.parametrize("command", LATEST)
-def test_latest_is_the_newest_run_that_can_be_read(pipe: Pipe, good: Run, bad: Run, command: str) -> None:
-    """The commands reach that run, which has nothing for them."""
+def test_latest_is_the_newest_readable_run(pipe: Pipe, good: Run, bad: Run, command: str) -> None:
+    """The commands fail because that run has no outputs for them."""
     write_record(good, StepRecord(step="prepare", status="done", key="k", parts={}))
     stderr = pipe(*command.split(), expect=2).stderr
     assert "run.json" not in stderr
@@ -111,7 +111,7 @@ NAMING = [
 
 
 @pytest.mark.parametrize("command", NAMING)
-def test_naming_it_is_an_error_with_that_sentence(pipe: Pipe, good: Run, bad: Run, command: str) -> None:
+def test_naming_an_unreadable_run_is_an_error_with_its_fix(pipe: Pipe, good: Run, bad: Run, command: str) -> None:
     done = pipe(*command.replace("RUN", BAD).split(), expect=2)
     assert f"{bad.path / 'run.json'}: damaged: it is empty; to fix it: restore it from a copy" in done.stderr
 

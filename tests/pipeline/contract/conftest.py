@@ -23,7 +23,7 @@ SIGNATURE = Signature(
 
 @pytest.fixture
 def bundle(tmp_path: Path) -> Path:
-    """A sealed bundle; its model is only bytes, as nothing here runs it."""
+    """A sealed bundle; its model is only bytes, because no test runs it."""
     directory = tmp_path / "bundle"
     (directory / "weights").mkdir(parents=True)
     (directory / "model.onnx").write_bytes(b"graph")

@@ -35,7 +35,7 @@ def refusal(bundle: Path) -> str:
     return str(caught.value)
 
 
-def test_a_sealed_bundle_opens_and_is_known_by_the_digest_of_its_manifest(bundle: Path) -> None:
+def test_sealed_bundle_opens_with_its_manifest_digest(bundle: Path) -> None:
     found = open_bundle(bundle)
     assert found.digest == digest_file(bundle / "manifest.json") == seal(bundle)
     assert (found.name, found.model, found.signature) == ("pairs", bundle / "model.onnx", SIGNATURE)
@@ -57,12 +57,12 @@ def test_a_missing_file_is_named(bundle: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [*REQUIRED, "codec.py"])
-def test_a_manifest_cannot_leave_out_what_every_bundle_has(bundle: Path, name: str) -> None:
+def test_manifest_without_a_required_file_is_refused(bundle: Path, name: str) -> None:
     edit(bundle, {"files": {path: entry for path, entry in entries(bundle).items() if path != name}})
     assert f"not in the manifest: {name}" in refusal(bundle)
 
 
-def test_only_a_model_without_a_codec_needs_no_file_of_one(bundle: Path) -> None:
+def test_codec_file_is_required_unless_the_signature_has_none(bundle: Path) -> None:
     (bundle / "codec.py").unlink()
     seal(bundle)
     assert "missing codec.py" in refusal(bundle)
@@ -78,13 +78,13 @@ def test_a_file_that_the_manifest_does_not_name_is_refused(bundle: Path, name: s
 
 
 @pytest.mark.parametrize("name", ["codec.py", "weights"])
-def test_a_symbolic_link_is_refused_though_its_content_is_right(bundle: Path, name: str) -> None:
+def test_symbolic_link_is_refused_even_with_the_right_content(bundle: Path, name: str) -> None:
     (bundle / name).rename(bundle.parent / name)
     (bundle / name).symlink_to(bundle.parent / name)
     assert "symbolic link" in refusal(bundle)
 
 
-def test_an_empty_folder_and_what_is_neither_file_nor_directory_are_refused(bundle: Path) -> None:
+def test_empty_folders_and_special_files_are_refused(bundle: Path) -> None:
     (bundle / "weights" / "more").mkdir(parents=True)
     assert "not in the manifest: weights/more, an empty folder" in refusal(bundle)
     os.mkfifo(bundle / "pipe")
@@ -92,8 +92,8 @@ def test_an_empty_folder_and_what_is_neither_file_nor_directory_are_refused(bund
 
 
 @pytest.mark.parametrize("name", ["../outside", "weights/../../outside", "{outside}", "./codec.py", "weights"])
-def test_a_manifest_cannot_name_what_is_no_file_below_the_bundle(bundle: Path, name: str) -> None:
-    """Though the file is there, and its digest is right."""
+def test_manifest_path_outside_the_bundle_is_refused(bundle: Path, name: str) -> None:
+    """Even if the file exists and has the right digest."""
     outside = bundle.parent / "outside"
     outside.write_text("secret")
     name = name.format(outside=outside)
@@ -103,7 +103,7 @@ def test_a_manifest_cannot_name_what_is_no_file_below_the_bundle(bundle: Path, n
     assert f"missing {name}" in refusal(bundle)
 
 
-def test_a_lineage_with_another_model_is_refused_and_another_lineage_is_another_bundle(bundle: Path) -> None:
+def test_lineage_is_part_of_the_digest_and_must_name_the_model(bundle: Path) -> None:
     before = open_bundle(bundle).digest
     ancestors = json.loads((bundle / "manifest.json").read_text())["ancestors"]
     edit(bundle, {"ancestors": {**ancestors, "data": "another"}})
@@ -112,13 +112,13 @@ def test_a_lineage_with_another_model_is_refused_and_another_lineage_is_another_
     assert "lineage names another model.onnx" in refusal(bundle)
 
 
-def test_a_bundle_of_another_schema_states_what_to_do(bundle: Path) -> None:
+def test_unsupported_schema_version_advises_to_export_again(bundle: Path) -> None:
     edit(bundle, {"schema_version": 2})
     assert "schema 2, this version reads 1; export again" in refusal(bundle)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"name": 1}', "\ufeff{}"])
-def test_a_manifest_or_a_sealed_signature_that_makes_no_sense_is_refused(bundle: Path, text: str) -> None:
+def test_invalid_manifest_or_signature_is_refused(bundle: Path, text: str) -> None:
     (bundle / "signature.json").write_text(text)
     seal(bundle)
     assert "not a valid signature" in refusal(bundle)
@@ -130,13 +130,13 @@ def test_a_manifest_or_a_sealed_signature_that_makes_no_sense_is_refused(bundle:
     assert "not a bundle" in refusal(bundle)
 
 
-def test_a_file_of_the_manifests_own_name_deeper_down_is_sealed_too(bundle: Path) -> None:
+def test_manifest_json_in_a_subfolder_is_sealed_too(bundle: Path) -> None:
     (bundle / "weights" / "manifest.json").write_text("{}")
     seal(bundle)
     assert "weights/manifest.json" in open_bundle(bundle).manifest.files
 
 
-def test_a_file_that_has_another_name_elsewhere_is_refused(bundle: Path) -> None:
+def test_file_with_hard_links_elsewhere_is_refused(bundle: Path) -> None:
     os.link(bundle / "codec.py", bundle.parent / "codec.py")
     os.link(bundle / "codec.py", bundle.parent / "again.py")
     message = refusal(bundle)
@@ -144,8 +144,8 @@ def test_a_file_that_has_another_name_elsewhere_is_refused(bundle: Path) -> None
     assert "`cp -r`" in message
 
 
-def test_what_later_runs_reuse_has_names_in_them_and_nowhere_else(bundle: Path) -> None:
-    """As `pipe` links it; `export.partial` is what a killed one leaves."""
+def test_hard_links_from_other_runs_are_accepted(bundle: Path) -> None:
+    """`pipe` links reused outputs; a killed export leaves `export.partial`."""
     runs = bundle.parent / "runs"
     own = runs / "first" / "export" / "bundle"
     shutil.copytree(bundle, own)
@@ -168,25 +168,25 @@ def model(bundle: Path, location: str) -> None:
 
 
 @pytest.mark.parametrize("location", ["../outside", "/etc/hostname", "weights/part.bin", "gone", "", "."])
-def test_weights_that_a_sealed_model_keeps_elsewhere_are_refused(bundle: Path, location: str) -> None:
+def test_external_weights_outside_the_bundle_are_refused(bundle: Path, location: str) -> None:
     (bundle.parent / "outside").write_bytes(b"0" * 16)
     model(bundle, location)
     assert f"keeps weights in {location!r}, which is not a regular file next to it" in refusal(bundle)
 
 
-def test_weights_beside_the_model_are_its_own(bundle: Path) -> None:
+def test_external_weights_beside_the_model_are_accepted(bundle: Path) -> None:
     (bundle / "model.data").write_bytes(b"0" * 16)
     model(bundle, "model.data")
     assert "model.data" in open_bundle(bundle).manifest.files
 
 
-def test_a_sealed_model_that_hides_where_its_weights_are_is_refused(bundle: Path) -> None:
+def test_model_with_an_unparsable_weight_location_is_refused(bundle: Path) -> None:
     (bundle / "model.onnx").write_bytes(b"\x0f location")
     seal(bundle)
     assert "is not a readable ONNX file" in refusal(bundle)
 
 
-def test_a_provenance_is_about_the_bundle_it_lies_in(bundle: Path) -> None:
+def test_provenance_of_another_bundle_is_refused(bundle: Path) -> None:
     raw = (bundle / "manifest.json").read_bytes()
     body = statement(open_bundle(bundle).manifest, raw, {"name": "pairs"}, {"torch": "2"}, {"python": "3"})
     write_json(bundle / PROVENANCE, body)
@@ -209,7 +209,7 @@ def leads_to_a_tensor(kind: Descriptor, seen: frozenset[str] = frozenset()) -> b
     return any(leads_to_a_tensor(other, seen | {kind.name}) for other in inner)
 
 
-def test_every_way_to_a_tensor_that_onnx_knows_is_followed() -> None:
+def test_every_onnx_message_with_tensors_is_searched() -> None:
     """Compare with the schema of ONNX, to which a later version may add messages."""
     waiting: list[Descriptor] = [onnx.ModelProto.DESCRIPTOR]
     found: dict[str, dict[int, str]] = {}
@@ -232,7 +232,7 @@ def outside(location: str) -> onnx.TensorProto:
     return tensor
 
 
-def test_tensors_are_found_wherever_they_hide(tmp_path: Path) -> None:
+def test_external_tensors_are_found_everywhere_in_a_model(tmp_path: Path) -> None:
     helper = onnx.helper
     branch = helper.make_graph([helper.make_node("Constant", [], ["b"], value=outside("branch"))], "b", [], [])
     function = helper.make_function("f", "F", [], ["y"], [helper.make_node("Constant", [], ["y"], value=outside("function"))], [helper.make_opsetid("", 20)])  # fmt: skip  # noqa: E501
@@ -255,7 +255,7 @@ NO_PROTOBUF = [b"\x3a\x7flocation", b"\x3b location", b"\x3a" + b"\xff" * 12 + b
 
 
 @pytest.mark.parametrize("raw", NO_PROTOBUF)
-def test_what_is_no_protobuf_is_refused_and_not_passed_over(tmp_path: Path, raw: bytes) -> None:
+def test_invalid_protobuf_is_refused(tmp_path: Path, raw: bytes) -> None:
     (tmp_path / "model.onnx").write_bytes(raw)
     with pytest.raises(BundleError, match="is not a readable ONNX file"):
         external_locations(tmp_path / "model.onnx")

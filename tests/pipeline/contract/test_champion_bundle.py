@@ -32,7 +32,7 @@ def word(request: pytest.FixtureRequest) -> str:
     return f"memory://{secrets.token_hex(4)}" if request.param == "memory" else str(request.param)
 
 
-def test_another_bundle_in_its_place_is_refused(runs: Path, entry: Entry) -> None:
+def test_replaced_or_changed_champion_is_refused(runs: Path, entry: Entry) -> None:
     assert champion_bundle(entry, runs, "").path == runs / PLACE, "it is found in its run"
     with pytest.raises(BundleError, match=r"holds another bundle"):
         champion_bundle(entry.model_copy(update={"bundle": "0" * 64}), runs, "")
@@ -41,11 +41,11 @@ def test_another_bundle_in_its_place_is_refused(runs: Path, entry: Entry) -> Non
         champion_bundle(entry, runs, "")
 
 
-def test_where_its_run_is_not_the_copy_of_a_shared_registry_is(
+def test_champion_without_its_run_comes_from_the_shared_registry(
     runs: Path, entry: Entry, word: str, tmp_path: Path
 ) -> None:
     publish(open_bundle(runs / PLACE), runs, word)
-    publish(open_bundle(runs / PLACE), runs, word)  # again: it is there
+    publish(open_bundle(runs / PLACE), runs, word)  # a second time: the copy exists
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     for _ in range(2):
@@ -53,7 +53,7 @@ def test_where_its_run_is_not_the_copy_of_a_shared_registry_is(
     assert [path.name for path in (elsewhere / ".champions").iterdir()] == [entry.bundle]
 
 
-def test_two_that_fetch_at_once_leave_one_copy(
+def test_concurrent_fetches_leave_one_copy(
     runs: Path, entry: Entry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     word = str(tmp_path / "shared")
@@ -63,7 +63,7 @@ def test_two_that_fetch_at_once_leave_one_copy(
 
     def slow(aside: Path, target: Path) -> None:
         monkeypatch.setattr(os, "rename", rename)
-        champion_bundle(entry, runs, word)  # another one is faster
+        champion_bundle(entry, runs, word)  # another process is faster
         rename(aside, target)
 
     monkeypatch.setattr(os, "rename", slow)
@@ -71,7 +71,7 @@ def test_two_that_fetch_at_once_leave_one_copy(
     assert [path.name for path in (runs / ".champions").iterdir()] == [entry.bundle]
 
 
-def test_one_whose_run_is_gone_and_that_no_one_copied_is_reported(runs: Path, entry: Entry) -> None:
+def test_missing_champion_without_a_copy_is_reported(runs: Path, entry: Entry) -> None:
     shutil.rmtree(runs / "old")
     with pytest.raises(BundleError, match=r"old/export/bundle is gone, .*no copy of it; restore it, or name"):
         champion_bundle(entry, runs, "")

@@ -37,7 +37,7 @@ def test_a_missing_method_is_named(root: Path, have: str, missing: str) -> None:
         load_codec("some_codec.py:Codec", root)
 
 
-def test_only_a_codec_with_files_is_built_with_their_folder(root: Path) -> None:
+def test_only_a_codec_with_files_gets_their_folder(root: Path) -> None:
     (root / "files").mkdir()
     (root / "files" / "words.txt").write_text("one two")
     for line, folder in (("    files = ('words.txt',)", root / "files"), ("", None)):
@@ -47,7 +47,7 @@ def test_only_a_codec_with_files_is_built_with_their_folder(root: Path) -> None:
         assert vars(load_codec(f"{name}.py:Codec", root, files=root / "files")) == {"folder": folder}
 
 
-def test_a_file_that_is_not_there_is_named(root: Path) -> None:
+def test_missing_file_is_named(root: Path) -> None:
     write_with(root, "    files = ('words.txt',)")
     with pytest.raises(ConfigError, match=r"needs words.txt, which is not in "):
         load_codec("some_codec.py:Codec", root, files=root / "files")
@@ -63,7 +63,7 @@ def test_a_file_outside_the_folder_is_refused(root: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("line", ["files = 'words.txt'", "files = (1,)", "requires = 'tokenizers'", "requires = ('',)"])
-def test_names_that_are_no_tuple_of_words_are_refused(root: Path, line: str) -> None:
+def test_files_and_requires_must_be_tuples_of_names(root: Path, line: str) -> None:
     write_with(root, f"    {line}")
     kind = codec_class("some_codec.py:Codec", root)
     read = shared_files if line.startswith("files") else required_packages
@@ -83,7 +83,9 @@ def test_names_that_are_no_tuple_of_words_are_refused(root: Path, line: str) -> 
         ("self, *outputs", False),
     ],
 )
-def test_encode_gets_the_decoded_inputs_if_it_takes_them(root: Path, parameters: str, gets_inputs: bool) -> None:
+def test_encode_gets_the_decoded_inputs_if_it_has_a_parameter_for_them(
+    root: Path, parameters: str, gets_inputs: bool
+) -> None:
     lines = ["class Codec:", METHODS["decode"], f"    def encode({parameters}): return locals()"]
     (root / "some_codec.py").write_text("\n".join(lines) + "\n")
     encode = encode_method(load_codec("some_codec.py:Codec", root), "some_codec.py:Codec")
@@ -105,7 +107,7 @@ def test_media_types_of_files_are_read(root: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["png", "image/*", "Image/PNG", "image/png; q=1", "application/json"])
-def test_other_than_a_type_of_files_is_refused(root: Path, name: str) -> None:
+def test_invalid_media_type_is_refused(root: Path, name: str) -> None:
     write_with(root, f"    media_types = ('{name}',)")
     with pytest.raises(ConfigError, match=r"name types of files, as in image/png"):
         codec_class("some_codec.py:Codec", root)

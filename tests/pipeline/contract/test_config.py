@@ -21,7 +21,7 @@ def refusal(**sections: Any) -> str:
     return str(caught.value)
 
 
-def test_overrides_win_over_the_file_and_leave_the_rest(tmp_path: Path) -> None:
+def test_overrides_take_precedence_over_the_file(tmp_path: Path) -> None:
     (tmp_path / "pipe.yaml").write_text("name: a\ntask: t.py:T\ncodec: c.py:C\ntrain: {epochs: 3, seed: 7}\n")
     found = load_config(tmp_path / "pipe.yaml", ["train.epochs=9", "evaluate.require.accuracy=0.5"])
     assert (found.train.epochs, found.train.seed, found.evaluate.require) == (9, 7, {"accuracy": 0.5})
@@ -40,7 +40,7 @@ def test_overrides_win_over_the_file_and_leave_the_rest(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_an_unknown_setting_is_answered_with_the_nearest_one(sections: dict[str, Any], answer: str) -> None:
+def test_unknown_setting_suggests_the_nearest_one(sections: dict[str, Any], answer: str) -> None:
     assert answer in refusal(**sections)
 
 
@@ -79,7 +79,7 @@ def test_a_wrong_value_is_refused_by_the_full_name_of_its_key(section: str, key:
 
 @pytest.mark.parametrize("value", [True, False])
 @pytest.mark.parametrize("key", ["epochs", "lr", "seed"])
-def test_yes_or_no_is_not_taken_for_a_number(key: str, value: bool) -> None:
+def test_boolean_is_refused_for_a_number(key: str, value: bool) -> None:
     assert f"`train.{key}`" in refusal(train={key: value})
 
 
@@ -95,12 +95,12 @@ def test_a_section_that_is_not_a_mapping_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["Digits", "-digits", "digits-", "dig its", "d" * 41, ""])
-def test_a_name_that_no_cluster_takes_is_refused(name: str) -> None:
+def test_name_that_is_invalid_in_kubernetes_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="`name`"):
         parse_config({**MINIMAL, "name": name}, source="pipe.yaml")
 
 
-def test_a_long_value_is_cut_in_the_message() -> None:
+def test_long_value_is_shortened_in_the_message() -> None:
     assert len(refusal(train={"epochs": "x" * 5000})) < 300
 
 
@@ -121,13 +121,13 @@ def test_an_override_without_a_value_empties_the_text() -> None:
 
 
 @pytest.mark.parametrize("override", ["train.epochs", "=3", "train.lr.deep=1", "train.lr=[1"])
-def test_an_override_that_makes_no_sense_is_quoted(override: str) -> None:
+def test_malformed_override_is_quoted(override: str) -> None:
     with pytest.raises(ConfigError, match="override") as caught:
         override_config(config(), [override])
     assert override in str(caught.value)
 
 
-def test_a_configuration_survives_its_own_dump() -> None:
+def test_configuration_round_trips_through_its_dump() -> None:
     found = config(train={"lr": 0.3}, export={"batch_sizes": [5]}, evaluate={"require": {"accuracy": 0.9}})
     assert parse_config(found.model_dump(mode="json"), source="run.json") == found
 
@@ -167,16 +167,16 @@ def test_a_file_that_is_no_configuration_is_refused_on_one_line(tmp_path: Path, 
         ({"choices": [1], "log": True}, "log needs a range whose low is above 0"),
     ],
 )
-def test_what_is_searched_is_a_range_or_choices(axis: Any, complaint: str) -> None:
+def test_search_space_must_be_a_range_or_choices(axis: Any, complaint: str) -> None:
     assert f"`tune.space.train.lr`: {complaint}" in refusal(tune={"space": {"train.lr": axis}})
 
 
-def test_the_types_of_choices_are_kept() -> None:
+def test_types_of_choices_are_preserved() -> None:
     space = config(tune={"space": {"train.lr": {"choices": [1, True, 1.5, "x"]}}}).tune.space
     assert [type(choice) for choice in space["train.lr"].choices] == [int, bool, float, str]
 
 
-def test_settings_that_do_not_go_together_are_reported_apart_from_wrong_ones() -> None:
+def test_conflict_error_only_if_every_setting_is_valid() -> None:
     with pytest.raises(ConflictError):
         config(train={"strategy": "diloco", "precision": "fp16"})
     with pytest.raises(ConfigError) as caught:

@@ -55,7 +55,7 @@ class Stream(IterableDataset[Any]):
 
 
 class Names:
-    """Only what `named` reads of a task."""
+    """A task with the attributes that `name_outputs` reads."""
 
     inputs = ("x",)
 
@@ -75,7 +75,7 @@ def test_columns_are_read_at_any_indices_in_the_order_requested() -> None:
     assert samples.in_memory
 
 
-def test_a_data_set_gives_the_batches_that_columns_give() -> None:
+def test_dataset_of_items_gives_the_batches_of_its_columns() -> None:
     columns: dict[str, Any] = {"x": np.arange(12, dtype=np.float32).reshape(4, 3), "label": np.arange(4)}
     items = Items(*({name: column[i] for name, column in columns.items()} for i in range(4)))
     left, right = Samples("test", columns), Samples("test", items)
@@ -225,12 +225,12 @@ def pad(samples: Any) -> dict[str, Tensor]:
         ([{"x": 1, "y": 1}, {"x": 1}], r"a sample has no column `y` \(its columns: x\)"),
     ],
 )
-def test_samples_of_unequal_shapes_are_one_sentence(items: list[Any], message: str) -> None:
+def test_samples_of_unequal_shapes_are_a_one_line_error(items: list[Any], message: str) -> None:
     with pytest.raises(DataError, match=rf"^data\('train'\): {message}"):
         Samples("train", items).batch(range(len(items)))
 
 
-def test_a_column_of_unequal_lengths_is_one_sentence_that_names_collate() -> None:
+def test_ragged_column_is_an_error_that_names_collate() -> None:
     for column in ([[1, 2], [3]], np.array([[1, 2], [3]], dtype=object), [np.zeros(2), np.zeros(1)]):
         with pytest.raises(DataError, match=r"column `ids` has samples of lengths 2 and 1.*collate\(samples\)"):
             Samples("train", {"ids": column})
@@ -274,12 +274,12 @@ def test_a_collate_that_returns_something_else_is_refused(batch: Any, message: s
         ({"x": 1.0, "path": "a.png"}, "column `path`"),
     ],
 )
-def test_an_item_that_is_no_mapping_of_numbers_is_refused(item: Any, message: str) -> None:
+def test_item_must_be_a_mapping_of_numbers(item: Any, message: str) -> None:
     with pytest.raises(DataError, match=message):
         Samples("train", Items(item, item)).batch([0, 1])
 
 
-def test_an_input_that_is_no_column_is_named_with_those_there_are() -> None:
+def test_input_without_a_column_is_named_with_the_existing_columns() -> None:
     with pytest.raises(DataError, match=r"no column x, which the task names as an input \(columns: image\)"):
         check_columns(task("y"), Samples("train", {"image": np.zeros(2)}))
 
@@ -304,7 +304,7 @@ def test_a_mapping_is_read_by_name_and_in_declared_order() -> None:
 
 @dataclass
 class Parts:
-    """What some models return."""
+    """A dataclass that a model returns."""
 
     b: Any
     a: Any
@@ -353,12 +353,12 @@ class OfTwo(nn.Module):
 
 
 @pytest.mark.parametrize("net", [ByKeyword(), OfTwo()])
-def test_a_forward_that_does_not_take_the_inputs_is_one_sentence(net: nn.Module) -> None:
+def test_forward_that_does_not_accept_the_inputs_is_refused(net: nn.Module) -> None:
     with pytest.raises(ConfigError, match=r"called with `inputs` in order \(x\), but its forward\(.*does not take"):
         forward(net, task("y"), {"x": torch.ones(2)})
 
 
-def test_inputs_in_another_order_than_the_arguments_of_their_names_are_refused() -> None:
+def test_inputs_in_another_order_than_forwards_arguments_are_refused() -> None:
     swapped: Any = SimpleNamespace(inputs=("mask", "x"))
     with pytest.raises(ConfigError, match=r"in order \(mask, x\), but its forward\(.*has them in another order"):
         check_call(swapped, OfTwo())
@@ -366,7 +366,7 @@ def test_inputs_in_another_order_than_the_arguments_of_their_names_are_refused()
         check_call(cast("Any", SimpleNamespace(inputs=names)), OfTwo())
 
 
-def test_an_error_inside_the_model_stays_what_it_is() -> None:
+def test_exception_inside_the_model_is_not_wrapped() -> None:
     class Broken(nn.Module):
         def forward(self, x: Tensor) -> Any:
             return len(3)  # type: ignore[arg-type]
@@ -379,12 +379,12 @@ def test_an_error_inside_the_model_stays_what_it_is() -> None:
     "returned",
     [torch.zeros(1), (torch.zeros(1),), (torch.zeros(1), None), {"a": torch.zeros(1)}, (torch.zeros(1),) * 3, None, 3],
 )
-def test_an_answer_that_does_not_hold_the_declared_outputs_is_refused(returned: Any) -> None:
+def test_outputs_other_than_declared_are_refused(returned: Any) -> None:
     with pytest.raises(DataError, match=r"named in `outputs` \(a, b\)"):
         name_outputs(task("a", "b"), returned)
 
 
-def test_a_split_can_be_cut_to_its_first_samples_whether_in_memory_or_not() -> None:
+def test_split_can_be_limited_to_its_first_samples() -> None:
     columns = Samples("train", {"x": np.arange(5)})
     items = Samples("train", Items(*({"x": i} for i in range(5))))
     for samples in (columns, items):
@@ -405,7 +405,7 @@ def of(source: Any) -> str:
 
 
 @pytest.mark.parametrize("size", [1, 7, 20])
-def test_equal_data_have_equal_fingerprints_however_they_are_given(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+def test_equal_data_have_equal_fingerprints_from_any_source(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """The split, the order of columns, their kind, and how much is read at a time do not count."""
     data = columns()
     expected = of(data)
@@ -414,7 +414,7 @@ def test_equal_data_have_equal_fingerprints_however_they_are_given(monkeypatch: 
     assert of([{name: column[i] for name, column in data.items()} for i in range(20)]) == expected
 
 
-def test_one_flipped_bit_one_label_and_the_order_of_samples_change_it() -> None:
+def test_fingerprint_depends_on_every_bit_label_and_the_order() -> None:
     flipped, relabelled = columns(), columns()
     flipped["x"].view(np.uint8)[7, 2] ^= 1
     relabelled["label"][19] += 1
@@ -422,7 +422,7 @@ def test_one_flipped_bit_one_label_and_the_order_of_samples_change_it() -> None:
     assert len({of(data) for data in (columns(), flipped, relabelled, reordered)}) == 4
 
 
-def test_type_shape_and_name_change_it_though_the_bytes_are_the_same() -> None:
+def test_fingerprint_depends_on_type_shape_and_name() -> None:
     zeros = np.zeros((4, 6), np.float32)
     found = {
         of(source)
@@ -442,7 +442,7 @@ def test_every_type_of_number_has_a_fingerprint(kind: torch.dtype) -> None:
     assert of({"x": torch.tensor([0, 1]).to(kind)}) != of({"x": torch.tensor([1, 1]).to(kind)})
 
 
-def test_samples_are_duplicates_by_the_named_columns_alone() -> None:
+def test_duplicates_are_found_by_the_named_columns() -> None:
     samples = Samples("train", {"x": np.array([[1, 2], [3, 4], [1, 2]]), "label": np.array([0, 1, 1])})
     first, second, third = sample_digests(samples, ["x"])
     assert first == third != second
@@ -470,7 +470,7 @@ def causal_model(kind: str) -> nn.Module:
 
 
 def lengths(seed: int) -> list[int]:
-    """As functions have them: many short, few long."""
+    """Return lengths of texts: many short, few long."""
     draw = random.Random(seed)
     return [min(2 + int(draw.expovariate(1 / 12)), 40) for _ in range(300)]
 
@@ -485,7 +485,7 @@ def fed(rows: PackedRows) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_every_text_stands_in_one_row_whole_and_once(seed: int) -> None:
+def test_every_text_is_in_exactly_one_packed_row(seed: int) -> None:
     texts = [[1000 * number + place for place in range(length)] for number, length in enumerate(lengths(seed), 1)]
     rows = pack_texts(texts, 40, pad=7)
     found = []
@@ -499,13 +499,13 @@ def test_every_text_stands_in_one_row_whole_and_once(seed: int) -> None:
     assert sorted(found) == texts
 
 
-def test_packing_leaves_little_padding_where_rows_of_their_own_would_be_mostly_that() -> None:
+def test_packing_leaves_little_padding() -> None:
     texts = [[1] * length for length in lengths(0)]
     assert one_text_per_row(texts, 40, pad=0).padding > 0.6
     assert pack_texts(texts, 40, pad=0).padding < 0.02
 
 
-def test_a_text_goes_into_the_first_row_with_room_and_one_without_any_is_refused() -> None:
+def test_text_goes_into_the_first_row_with_room_or_is_refused() -> None:
     rows = pack_texts([[1] * 6, [2] * 5, [3] * 4, [4] * 5, [5] * 10], 10, pad=0)
     assert [sorted(set(row.tolist())) for row in rows.ids] == [[1, 3], [2, 4], [5]]
     for lay_out in (pack_texts, one_text_per_row):
@@ -513,18 +513,18 @@ def test_a_text_goes_into_the_first_row_with_room_and_one_without_any_is_refused
             lay_out([[1] * 11], 10, pad=0)
 
 
-def test_a_long_text_is_cut_and_an_end_without_anything_to_predict_is_left_out() -> None:
+def test_long_text_is_cut_and_a_last_single_token_dropped() -> None:
     assert cut_texts([list(range(9)), [1], []], 4) == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 @pytest.mark.parametrize("name", MODELS)
 @torch.no_grad()
-def test_a_packed_text_gives_the_logits_it_gives_alone(name: str) -> None:
-    """Masks and caches, which models keep by default, would both mix texts."""
+def test_packed_text_has_the_logits_of_the_text_alone(name: str) -> None:
+    """The masks and caches that models use by default would both mix texts."""
     torch.manual_seed(0)
     model = causal_model(name).eval()
     texts = ids_of(5, 9, 1, 14, 3, 2)
-    alone = [model(torch.tensor([text])).logits[0] for text in texts]  # as transformers itself masks and counts
+    alone = [model(torch.tensor([text])).logits[0] for text in texts]  # with transformers' own masks and positions
     mask_between_texts(model)
     packed = pack_texts([*texts, *ids_of(30, 8)], 48, pad=0)
     assert packed.ids.shape == (2, 48) and packed.segments[0].max() > 5 and packed.padding
@@ -538,7 +538,7 @@ def test_a_packed_text_gives_the_logits_it_gives_alone(name: str) -> None:
         torch.testing.assert_close(row[-len(text) :], expected, rtol=1e-4, atol=1e-5)
 
 
-def test_no_gradient_comes_from_another_text() -> None:
+def test_gradients_do_not_cross_texts() -> None:
     model = mask_between_texts(causal_model("llama"))
     ids, segments, positions = fed(pack_texts(ids_of(6, 7), 16, pad=0))
     embedded = model.get_submodule("model.embed_tokens")(ids).detach().requires_grad_()
@@ -549,7 +549,7 @@ def test_no_gradient_comes_from_another_text() -> None:
 
 
 @torch.no_grad()
-def test_a_pass_that_goes_on_with_a_cache_is_left_as_it_is() -> None:
+def test_decoding_with_a_cache_is_not_masked() -> None:
     model = mask_between_texts(causal_model("llama")).eval()
     (ids,) = ids_of(8)
     whole = model(torch.tensor([ids]), position_ids=torch.arange(8)[None]).logits
@@ -560,7 +560,7 @@ def test_a_pass_that_goes_on_with_a_cache_is_left_as_it_is() -> None:
     torch.testing.assert_close(step.logits[0, 0], whole[0, 7], rtol=1e-4, atol=1e-5)
 
 
-def test_what_cannot_keep_texts_apart_is_refused() -> None:
+def test_model_that_cannot_separate_packed_texts_is_refused() -> None:
     model = mask_between_texts(causal_model("llama"))
     ids = torch.ones(1, 4, dtype=torch.int64)
     with pytest.raises(DataError, match="no position_ids"):

@@ -64,7 +64,7 @@ def test_answers_within_tolerance_agree(expected: Any, found: Any) -> None:
         ([{"digit": 3}], [{"digit": 4}], "[0].digit"),
     ],
 )
-def test_answers_that_part_state_where(expected: Any, found: Any, place: str) -> None:
+def test_difference_names_the_place(expected: Any, found: Any, place: str) -> None:
     text = difference(expected, found, RTOL, ATOL)
     assert text is not None
     assert text.startswith(f"{place}: expected")
@@ -85,7 +85,7 @@ def test_golden_requests_keep_every_type_and_value(tmp_path: Path) -> None:
     assert (found.instances, found.predictions, found.rtol, found.atol) == (["é"], [1.25], 0.1, 0.2)
 
 
-def test_a_golden_request_has_null_for_a_missing_number_and_accepts_it() -> None:
+def test_golden_request_sends_and_accepts_null_for_a_missing_number() -> None:
     array = np.array([[np.nan, 1.0]], np.float32)
     spec = TensorSpec(name="x", datatype="FP32", shape=("batch", 2), allows_missing=True)
     (request,) = golden_requests(Golden({"x": array}, {"y": array}, [], [], RTOL, ATOL), "net", [spec])
@@ -98,7 +98,7 @@ def test_a_golden_request_has_null_for_a_missing_number_and_accepts_it() -> None
         assert str(request.problem({"outputs": [{**answer, "data": other}]})).startswith("y[")
 
 
-def test_golden_texts_come_back_as_texts(tmp_path: Path) -> None:
+def test_golden_texts_round_trip(tmp_path: Path) -> None:
     texts = np.array([["héllo", ""]], np.object_)
     Golden({"x": texts}, {}, [], [], 0.0, 0.0).write(tmp_path)
     found = Golden.read(tmp_path).inputs["x"]
@@ -160,7 +160,7 @@ PROMPTS = [[3], [1, 2, 3, 4, 5], [9, 9], [0, 7, 0]]
 
 
 @pytest.mark.parametrize("chunk", [0, 1, 2, 3, 9])
-def test_company_padding_and_pieces_change_no_answer(chunk: int) -> None:
+def test_batching_padding_and_prompt_parts_do_not_change_answers(chunk: int) -> None:
     answers = greedy(decoder(), PROMPTS, 6, chunk)
     assert [answer.tokens for answer in answers] == [counted(prompt, 6) for prompt in PROMPTS]
 
@@ -178,7 +178,7 @@ def test_a_prompt_is_read_once_and_then_one_position_at_a_time_until_all_rows_en
     assert len(run.calls) == 1
 
 
-def test_a_row_that_ended_stays_as_it_is_while_others_go_on() -> None:
+def test_finished_row_does_not_change_while_others_continue() -> None:
     end = (counted(PROMPTS[1], 3)[-1],)
     answers = greedy(decoder(end=end), PROMPTS, 6)
     assert [answer.tokens for answer in answers] == [counted(prompt, 6, end) for prompt in PROMPTS]

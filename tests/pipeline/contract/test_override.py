@@ -25,7 +25,7 @@ def seal(bundle: Path, verdict: str, override: str) -> None:
     write_manifest(bundle, "pairs", verdict, ancestors)
 
 
-def test_an_override_travels_in_its_bundle(bundle: Path) -> None:
+def test_override_is_read_from_its_bundle(bundle: Path) -> None:
     write_override(bundle, GIVEN)
     seal(bundle, "overridden", digest_file(bundle / "override.json"))
     assert open_bundle(bundle).override == GIVEN
@@ -39,9 +39,7 @@ def test_a_bundle_that_passed_has_none(bundle: Path) -> None:
 @pytest.mark.parametrize("verdict", ["overridden", "pass"])
 @pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("there", [True, False])
-def test_verdict_lineage_and_file_show_of_the_same_override(
-    bundle: Path, verdict: str, named: bool, there: bool
-) -> None:
+def test_verdict_lineage_and_override_file_must_agree(bundle: Path, verdict: str, named: bool, there: bool) -> None:
     if there:
         write_override(bundle, GIVEN)
     seal(bundle, verdict, digest_file(bundle / "override.json") if named and there else "f" * 64 if named else "")
@@ -52,7 +50,7 @@ def test_verdict_lineage_and_file_show_of_the_same_override(
             open_bundle(bundle)
 
 
-def test_a_word_about_another_verdict_lets_nothing_pass(bundle: Path) -> None:
+def test_override_of_another_verdict_is_refused(bundle: Path) -> None:
     write_override(bundle, GIVEN.model_copy(update={"verdict": "another"}))
     seal(bundle, "overridden", digest_file(bundle / "override.json"))
     with pytest.raises(BundleError, match="about another verdict than the one in the lineage"):
@@ -66,5 +64,5 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("verdict", ["pass", "no-baseline", "overridden", "fail", "passed"])
-def test_which_verdicts_let_a_model_go_on(verdict: str) -> None:
+def test_verdicts_that_pass_the_gate(verdict: str) -> None:
     assert passed_gate(verdict) is (verdict not in ("fail", "passed"))

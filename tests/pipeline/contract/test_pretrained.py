@@ -1,7 +1,4 @@
-"""What is read of a folder of weights, and what is refused before anything of it is read.
-
-Another project as the beginning: which of its runs is taken, and what is printed where there is none.
-"""
+"""`model.pretrained`: files of a folder or hub id, refused folders, and the selected run of another project."""
 
 from __future__ import annotations
 
@@ -52,14 +49,14 @@ def index(folder: Path, weight_map: object) -> None:
     (folder / WEIGHT_INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
-def test_the_small_files_and_the_shards_of_the_index_are_read_and_nothing_else(folder: Path) -> None:
+def test_only_small_files_and_shards_of_the_index_are_used(folder: Path) -> None:
     (folder / "consolidated.safetensors").write_bytes(b"the same in another layout")
     found = open_pretrained(folder)
     assert sorted(found.small) == ["config.json", "tokenizer.json", "tokenizer_config.json"]
     assert sorted(found.weights) == list(SHARDS)
 
 
-def test_of_a_run_of_ours_its_trained_weights_are_taken(tmp_path: Path, folder: Path) -> None:
+def test_folder_of_a_run_gives_its_trained_weights(tmp_path: Path, folder: Path) -> None:
     run = tmp_path / "run"
     (run / "train").mkdir(parents=True)
     (run / "train" / WEIGHT_FILE).write_bytes(b"some")
@@ -115,7 +112,7 @@ def test_a_link_within_the_folder_is_fine(folder: Path) -> None:
         ("config.json", "[]"),
     ],
 )
-def test_a_file_that_is_none_is_refused(folder: Path, name: str, body: str) -> None:
+def test_invalid_index_or_config_is_refused(folder: Path, name: str, body: str) -> None:
     (folder / name).write_text(body)
     assert name in refused(folder)
 
@@ -142,13 +139,13 @@ def test_a_pickle_is_refused_with_how_to_convert_it(folder: Path) -> None:
         ("", "no folder"),
     ],
 )
-def test_a_folder_without_what_it_needs_is_refused(folder: Path, gone: str, message: str) -> None:
+def test_missing_folder_config_or_weights_are_refused(folder: Path, gone: str, message: str) -> None:
     for path in folder.glob(gone) if gone else ():
         path.unlink()
     assert message in refused(folder if gone else folder / "none", ConfigError)
 
 
-def test_a_word_is_a_folder_where_there_is_one_and_else_an_id(tmp_path: Path, folder: Path) -> None:
+def test_pretrained_is_a_hub_id_unless_the_folder_exists(tmp_path: Path, folder: Path) -> None:
     assert hub_id(Model(pretrained="deepseek-ai/DeepSeek-V2-Lite"), tmp_path) == ("deepseek-ai/DeepSeek-V2-Lite", "")
     assert hub_id(Model(pretrained="org/tiny@refs/pr/1"), tmp_path) == ("org/tiny", "refs/pr/1")
     write(tmp_path / "deepseek-ai" / "DeepSeek-V2-Lite")
@@ -159,7 +156,7 @@ def test_a_word_is_a_folder_where_there_is_one_and_else_an_id(tmp_path: Path, fo
     assert locate_pretrained(Model(pretrained=str(folder)), Path("/elsewhere")) == folder
 
 
-def test_a_mismatch_is_allowed_for_pretrained_weights_only() -> None:
+def test_allow_mismatch_without_pretrained_is_refused() -> None:
     model = {"allow_mismatch": ["score.*"]}
     with pytest.raises(ConfigError, match=r"has no effect without `pretrained`"):
         parse_config({"name": "x", "task": "t.py:T", "codec": "c.py:C", "model": model}, source="test")
@@ -170,7 +167,7 @@ COMMIT = "0123456789abcdef" * 2 + "01234567"
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """As the hub lays its files down: a snapshot of links to blobs. No one is requested over the network."""
+    """The hub's cache, offline: a snapshot whose files are links to blobs."""
     repository = tmp_path / "hub" / "models--org--tiny"
     plain = write(tmp_path / "plain")
     snapshot, blobs = repository / "snapshots" / COMMIT, repository / "blobs"
@@ -199,7 +196,7 @@ def test_an_id_is_read_from_the_hubs_cache(cache: Path, tmp_path: Path, revision
     assert commit_of(found.folder) == COMMIT
 
 
-def test_training_takes_the_commit_that_prepare_took(cache: Path, tmp_path: Path) -> None:
+def test_training_uses_the_commit_of_prepare(cache: Path, tmp_path: Path) -> None:
     (cache.parents[1] / "refs" / "main").write_text("f" * 40)
     assert locate_pretrained(Model(pretrained="org/tiny"), tmp_path, COMMIT, SHARDS) == cache
     (cache / "config.json").unlink()
@@ -208,7 +205,7 @@ def test_training_takes_the_commit_that_prepare_took(cache: Path, tmp_path: Path
     )
 
 
-def test_an_id_that_cannot_be_had_states_which_folder_to_give(cache: Path, tmp_path: Path) -> None:
+def test_unavailable_id_advises_to_download_into_a_folder(cache: Path, tmp_path: Path) -> None:
     with pytest.raises(ResourceError) as caught:
         locate_pretrained(Model(pretrained="org/other"), tmp_path)
     assert "no such folder in the project, and Hugging Face has no files of it" in str(caught.value)
@@ -217,7 +214,7 @@ def test_an_id_that_cannot_be_had_states_which_folder_to_give(cache: Path, tmp_p
         locate_pretrained(Model(pretrained="org/tiny@v2"), tmp_path)
 
 
-def test_a_link_of_the_hubs_cache_leads_to_its_own_blobs_only(cache: Path, tmp_path: Path) -> None:
+def test_link_out_of_the_hub_cache_is_refused(cache: Path, tmp_path: Path) -> None:
     (tmp_path / "stranger").write_bytes(b"some")
     (cache / SHARDS[0]).unlink()
     (cache / SHARDS[0]).symlink_to(tmp_path / "stranger")
@@ -261,7 +258,7 @@ def found(root: Path, **taken: str) -> Path:
     return locate_pretrained(Model(pretrained="../other"), root, **taken).resolve()
 
 
-def test_the_newest_run_that_is_trained_and_passed_is_taken(root: Path, other: Path) -> None:
+def test_newest_run_that_passed_the_gate_is_used(root: Path, other: Path) -> None:
     walked(other, 1)
     good = walked(other, 2)
     walked(other, 3, verdict="forced")
@@ -272,7 +269,7 @@ def test_the_newest_run_that_is_trained_and_passed_is_taken(root: Path, other: P
     assert found(root) == better.path
 
 
-def test_training_takes_the_run_that_prepare_took_though_a_newer_one_is_there(root: Path, other: Path) -> None:
+def test_training_uses_the_run_of_prepare_despite_a_newer_one(root: Path, other: Path) -> None:
     first, newer = walked(other, 1), walked(other, 2)
     assert found(root, run=first.id) == first.path
     assert found(root, run="20250101-000000-gone") == newer.path, "its digests report whether it is as good"
@@ -287,7 +284,7 @@ def test_training_takes_the_run_that_prepare_took_though_a_newer_one_is_there(ro
         ({"verdict": "forced"}, "none of its 1 runs is trained and passed its gate"),
     ],
 )
-def test_without_such_a_run_it_states_how_to_make_one(
+def test_error_without_such_a_run_states_how_to_make_one(
     root: Path, other: Path, state: dict[str, str] | None, output: str
 ) -> None:
     if state is not None:
@@ -298,14 +295,14 @@ def test_without_such_a_run_it_states_how_to_make_one(
     assert str(caught.value).endswith("; to fix it: `cd ../other && pipe run all` first")
 
 
-def test_a_verdict_that_is_gone_is_no_passed_one(root: Path, other: Path) -> None:
+def test_missing_verdict_does_not_count_as_passed(root: Path, other: Path) -> None:
     run = walked(other, 1)
     (run.output("evaluate") / "verdict.json").unlink()
     with pytest.raises(ConfigError, match="has no evaluation yet"):
         found(root)
 
 
-def test_prepare_records_the_run_and_refuses_weights_that_are_not_those_it_trained(root: Path, other: Path) -> None:
+def test_prepare_records_the_run_and_refuses_changed_weights(root: Path, other: Path) -> None:
     run = walked(other, 1)
     record(open_pretrained(found(root)), root)
     received = json.loads((root / "pretrained.json").read_text())

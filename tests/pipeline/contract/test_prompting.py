@@ -146,13 +146,13 @@ def test_prompting_is_read_from_the_files_as_by_transformers(official: Path) -> 
     assert ChatTemplate(found.template, found.special_tokens).render(CHAT) == rendered
 
 
-def test_what_the_task_declares_comes_first(official: Path) -> None:
+def test_declarations_of_the_task_take_precedence(official: Path) -> None:
     declared = Prompting(begin=(), end=(7,), template="{{ messages }}", sampling=SamplingDefaults(top_k=3))
     found = read_prompting(declared, official)
     assert (found.begin, found.end, found.template, found.sampling) == ((), (7,), "{{ messages }}", declared.sampling)
 
 
-def test_without_files_there_is_what_the_task_declares(tmp_path: Path) -> None:
+def test_without_files_the_tasks_declarations_apply(tmp_path: Path) -> None:
     declared = Prompting(begin=(1,), prompts=((3,),), positions_limit=9)
     assert read_prompting(declared, tmp_path / "files") == declared
     assert read_prompting(Prompting(), tmp_path) == Prompting()
@@ -176,7 +176,7 @@ def test_without_files_there_is_what_the_task_declares(tmp_path: Path) -> None:
          {"special_tokens": {"bos_token": "<a>", "image_token": "<i>"}}),
     ],
 )  # fmt: skip
-def test_other_forms_of_the_files(files: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
+def test_other_layouts_of_the_files_are_read(files: dict[str, Any], expected: dict[str, Any], tmp_path: Path) -> None:
     for name, body in files.items():
         (tmp_path / f"{name}.json").write_text(json.dumps(body))
     found = read_prompting(Prompting(), tmp_path)

@@ -56,7 +56,7 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path / "runs"
 
 
-def test_a_candidate_must_beat_the_champion_and_the_champion_the_one_before() -> None:
+def test_champion_is_compared_with_the_one_before_it() -> None:
     assert Registry().champion_for("checkpoint-a") is None
     assert registry_with("a", to="canary").champion_for(None) is None
     assert registry_with("a", "b").champion_for("checkpoint-c") == entry("b")
@@ -66,7 +66,7 @@ def test_a_candidate_must_beat_the_champion_and_the_champion_the_one_before() ->
     assert registry_with("a", "b", "a").champion_for("checkpoint-a") == entry("b")
 
 
-def test_names_are_a_fold_over_the_history() -> None:
+def test_names_follow_from_the_history() -> None:
     assert registry_with("a").names == {CHAMPION: entry("a")}
     assert registry_with("a", "b").names == {CHAMPION: entry("b"), PREVIOUS: entry("a")}
     assert registry_with("a", "b", "b").names == {CHAMPION: entry("b"), PREVIOUS: entry("a")}
@@ -75,13 +75,13 @@ def test_names_are_a_fold_over_the_history() -> None:
     }  # fmt: skip
 
 
-def test_before_a_name_meant_what_it_means_it_meant_something_else() -> None:
+def test_previous_entry_of_a_name_differs_from_its_current_one() -> None:
     assert registry_with("a", "b", "c", "b").previous_entry(CHAMPION) == entry("c")
     assert registry_with("a", "a").previous_entry(CHAMPION) is None
     assert Registry().previous_entry(CHAMPION) is None
 
 
-def test_what_is_written_is_read_wherever_it_stands(runs: Path, word: str) -> None:
+def test_written_changes_are_read_from_every_store(runs: Path, word: str) -> None:
     assert read_registry(runs, word) == Registry()
     for name in ("a", "b"):
         made = give(runs, name, word)
@@ -92,8 +92,8 @@ def test_what_is_written_is_read_wherever_it_stands(runs: Path, word: str) -> No
     assert change_registry(runs, word, lambda _: None) == found
 
 
-def test_a_change_rests_on_the_history_as_it_was_when_it_counted(runs: Path, word: str) -> None:
-    """The second writer decides again, with the first change in the history."""
+def test_concurrent_change_is_decided_again_on_the_new_history(runs: Path, word: str) -> None:
+    """The second writer decides again, after reading the first one's change."""
     seen: list[int] = []
 
     def decide(registry: Registry) -> ProposedChange:
@@ -166,9 +166,7 @@ def _refuse(*_: object) -> None:
 
 
 @pytest.mark.parametrize("links", [True, False], ids=["", "without hard links"])
-def test_of_many_processes_that_write_at_once_no_change_is_lost(
-    runs: Path, links: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_concurrent_processes_lose_no_change(runs: Path, links: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not links:
         monkeypatch.setattr(os, "link", _refuse)
     fork = multiprocessing.get_context("fork")
@@ -183,7 +181,7 @@ def test_of_many_processes_that_write_at_once_no_change_is_lost(
     assert left == ([] if links else [".lock"])
 
 
-def test_of_many_threads_that_write_to_a_store_at_once_no_change_is_lost(runs: Path) -> None:
+def test_concurrent_threads_lose_no_change_of_a_store(runs: Path) -> None:
     word = f"memory://{secrets.token_hex(4)}"
     writers = [threading.Thread(target=_write, args=(runs, word, who)) for who in range(WRITERS)]
     for writer in writers:
@@ -199,7 +197,7 @@ def _all_there(found: Registry) -> None:
         assert mine == [entry(f"{who}-{number}") for number in range(EACH)]
 
 
-def test_writers_that_are_killed_leave_a_whole_history_with_all_they_were_reported_was_written(runs: Path) -> None:
+def test_killed_writers_lose_no_acknowledged_change(runs: Path) -> None:
     reader, writer = os.pipe()
     pids = []
     for who in range(4):
@@ -223,7 +221,7 @@ def test_writers_that_are_killed_leave_a_whole_history_with_all_they_were_report
     assert give(runs, "after").names[CHAMPION] == entry("after")
 
 
-def test_a_writer_killed_before_its_change_has_a_name_has_changed_nothing(runs: Path) -> None:
+def test_writer_killed_before_the_commit_changes_nothing(runs: Path) -> None:
     give(runs, "a")
     if not (pid := os.fork()):
         registry.os.link = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[attr-defined]
@@ -235,7 +233,7 @@ def test_a_writer_killed_before_its_change_has_a_name_has_changed_nothing(runs: 
     assert len(give(runs, "c").history) == 2
 
 
-def test_a_change_that_was_altered_taken_out_or_damaged_is_named(runs: Path) -> None:
+def test_altered_removed_or_damaged_change_is_named(runs: Path) -> None:
     for name in ("a", "b", "c"):
         give(runs, name)
     second = runs / "registry" / "000002.json"
@@ -256,6 +254,6 @@ def test_a_change_that_was_altered_taken_out_or_damaged_is_named(runs: Path) -> 
         give(runs, "d")
 
 
-def test_a_registry_that_cannot_be_reached_is_named(runs: Path) -> None:
+def test_unreachable_registry_is_named(runs: Path) -> None:
     with pytest.raises(ConfigError, match=r"registry=nosuch://x.*or name a folder"):
         read_registry(runs, "nosuch://x")

@@ -15,7 +15,7 @@ from pipeline.system.errors import ConfigError, ResourceError
 
 
 class Lax(MemoryFileSystem):  # type: ignore[misc]
-    """Speaks the language and passes over the condition, as some stores do."""
+    """Ignores the condition of a write, as some S3-compatible stores do."""
 
     protocol = ("s3", "lax")
 
@@ -24,13 +24,13 @@ class Lax(MemoryFileSystem):  # type: ignore[misc]
 
 
 class Plain(MemoryFileSystem):  # type: ignore[misc]
-    """Checks first and writes afterwards, so another writer can come between."""
+    """Checks first and writes afterwards, so that another writer can write in between."""
 
     protocol = "plain"
 
 
 class Http(MemoryFileSystem):  # type: ignore[misc]
-    """Its library hands on what the store answered."""
+    """Raises the HTTP error of the store instead of FileExistsError."""
 
     protocol = ("gs", "http-like")
     code = 412
@@ -45,7 +45,7 @@ class Http(MemoryFileSystem):  # type: ignore[misc]
 
 
 class Remembering(MemoryFileSystem):  # type: ignore[misc]
-    """Takes what was listed for what is there, as libraries of object stores do."""
+    """Caches listings, as libraries of object stores do."""
 
     protocol = ("gs", "remembering")
     listed: ClassVar[dict[str, list[str]]] = {}
@@ -86,7 +86,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     )
 
 
-def test_what_is_there_is_never_replaced(store: RegistryStore) -> None:
+def test_existing_object_is_never_replaced(store: RegistryStore) -> None:
     assert store.names() == []
     assert store.create("one", b"first")
     assert not store.create("one", b"second")
@@ -95,7 +95,7 @@ def test_what_is_there_is_never_replaced(store: RegistryStore) -> None:
     assert store.create("one", b"first") is isinstance(store, ObjectStore), "a request that was sent twice is known"
 
 
-def test_files_come_and_go_whole(store: RegistryStore, tmp_path: Path) -> None:
+def test_uploaded_file_is_downloaded_unchanged(store: RegistryStore, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"content")
     assert not store.has("deep/er/file")
     store.upload(tmp_path / "file", "deep/er/file")
@@ -105,14 +105,14 @@ def test_files_come_and_go_whole(store: RegistryStore, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["lax", "plain"])
-def test_where_two_writers_could_undo_each_other_nothing_is_written(kind: str) -> None:
+def test_store_without_exclusive_writes_is_refused(kind: str) -> None:
     store = ObjectStore(at(kind))
     with pytest.raises(ConfigError, match=r"concurrent writers could overwrite each other.*use a folder"):
         store.create("one", b"x")
     assert store.names() in ([], ["exclusive"])
 
 
-def test_what_another_process_wrote_is_seen_though_the_folder_was_listed_before() -> None:
+def test_objects_of_other_processes_are_seen_despite_cached_listings() -> None:
     url = at("remembering")
     store = ObjectStore(url)
     store.create("one", b"x")
@@ -122,7 +122,7 @@ def test_what_another_process_wrote_is_seen_though_the_folder_was_listed_before(
     assert store.read(["two"]) == [b"theirs"]
 
 
-def test_a_store_that_fails_is_no_store_that_has_it() -> None:
+def test_server_error_is_not_taken_for_an_existing_object() -> None:
     store = ObjectStore(at("http-like"))
     store.create("one", b"x")
     Http.code = 503
@@ -133,7 +133,7 @@ def test_a_store_that_fails_is_no_store_that_has_it() -> None:
         Http.code = 412
 
 
-def test_a_store_that_does_not_answer_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresponsive_store_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise RuntimeError("no credentials")
 
@@ -161,11 +161,11 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     ("word", "where"),
     [("", "project/runs/registry"), ("names", "project/names"), ("../team", "team"), ("local:///all", "/all")],
 )
-def test_a_folder_begins_where_the_runs_stand(tmp_path: Path, word: str, where: str) -> None:
+def test_relative_registry_folder_is_resolved_from_the_project(tmp_path: Path, word: str, where: str) -> None:
     assert Path(open_store(word, tmp_path / "project" / "runs").where) == tmp_path / where
 
 
-def test_a_registry_that_cannot_be_read_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
+def test_unreadable_registry_is_not_taken_for_an_empty_one(tmp_path: Path) -> None:
     (tmp_path / "registry").write_text("a file")
     with pytest.raises(ResourceError, match=r"cannot read .*registry of the registry: not a directory"):
         FolderStore(tmp_path / "registry").names()

@@ -55,7 +55,7 @@ def test_a_run_of_a_newer_version_is_named_as_such(tmp_path: Path) -> None:
         Run(tmp_path).read()
 
 
-def test_a_step_whose_pipe_is_gone_has_died() -> None:
+def test_step_whose_owner_process_is_gone_has_died() -> None:
     ended = subprocess.Popen([sys.executable, "-c", "from pipeline.contract.run import own_identity as i; print(i())"], stdout=subprocess.PIPE, text=True)  # fmt: skip  # noqa: E501
     gone, _ = ended.communicate()
 
@@ -138,7 +138,7 @@ def left_behind(tmp_path: Path, error: BaseException) -> tuple[int, PipelineErro
     return status, found
 
 
-def test_work_gets_the_run_the_project_and_a_directory_to_write_to(tmp_path: Path) -> None:
+def test_step_gets_run_project_and_an_output_folder(tmp_path: Path) -> None:
     seen: list[tuple[Path, Path, bool]] = []
 
     def work(run: Run, root: Path) -> None:
@@ -150,7 +150,7 @@ def test_work_gets_the_run_the_project_and_a_directory_to_write_to(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("error", "status"), [(DataError("bad sample"), 2), (GateError("too weak"), 3)])
-def test_an_error_to_fix_is_left_for_the_runner_and_printed(
+def test_user_error_is_recorded_for_the_runner_and_printed(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], error: PipelineError, status: int
 ) -> None:
     found = left_behind(tmp_path, error)
@@ -207,7 +207,7 @@ def test_a_full_disk_is_reported_with_its_fix(tmp_path: Path) -> None:
     assert "disk full" in str(found)
 
 
-def test_an_interrupt_is_no_failure_of_the_step(tmp_path: Path) -> None:
+def test_interrupt_is_not_recorded_as_a_failure(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         step_main("train", fails_with(KeyboardInterrupt()), [str(tmp_path)])
     assert read_error(tmp_path / "train.partial") is None

@@ -31,18 +31,18 @@ class Plain:
     pass
 
 
-def test_a_codec_has_a_drawing_or_none() -> None:
+def test_drawing_of_a_codec_is_optional() -> None:
     assert codec_drawing(Drawn(), "codec.py:Drawn") == Drawing(width=8, height=4, top=1, fit=False)
     assert codec_drawing(Plain(), "codec.py:Plain") is None
 
 
 @pytest.mark.parametrize("wrong", [{"width": 0}, {"height": 1000}, {"top": 0}, {"top": float("inf")}, {"pen": -1}])
-def test_a_drawing_no_one_could_draw_is_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_drawing_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         Drawing(**{"width": 8, "height": 8, "top": 16, **wrong})
 
 
-def test_a_page_that_is_something_else_is_reported_when_the_codec_is_loaded(tmp_path: Path) -> None:
+def test_page_that_is_no_drawing_is_refused_when_the_codec_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "pagecodec.py").write_text(
         "class C:\n page = {}\n def decode(self, x): ...\n def encode(self, x): ...\n"
     )
@@ -50,13 +50,13 @@ def test_a_page_that_is_something_else_is_reported_when_the_codec_is_loaded(tmp_
         load_codec("pagecodec.py:C", tmp_path)
 
 
-def test_every_datatype_has_a_type_of_numpy_and_only_bf16_shares_one() -> None:
+def test_every_datatype_has_its_own_numpy_type_except_bf16() -> None:
     assert set(NUMPY_TYPES) == set(get_args(Datatype))
     assert len({np.dtype(kind) for name, kind in NUMPY_TYPES.items() if name != "BF16"}) == len(NUMPY_TYPES) - 1
     assert np.dtype(NUMPY_TYPES["BF16"]) == np.float32
 
 
-def test_requests_are_merged_where_all_share_a_named_axis_and_rounding_does_not_look_at_the_batch() -> None:
+def test_batching_needs_a_shared_axis_and_no_dynamic_quantization() -> None:
     spec = TensorSpec(name="x", datatype="FP32", shape=("batch", 2))
     limits, runtime = Limits(max_batch_size=1, max_body_bytes=1), Runtime(provider="cpu", threads=1)
     whole = Signature(inputs=(spec,), outputs=(spec,), codec="C", limits=limits, runtime=runtime)
@@ -67,7 +67,7 @@ def test_requests_are_merged_where_all_share_a_named_axis_and_rounding_does_not_
         assert "do not share a first axis" in whole.model_copy(update={"outputs": (other,)}).unbatched_reason
 
 
-def test_generation_that_names_tensors_the_graph_lacks_is_refused_and_names_them() -> None:
+def test_generation_with_unknown_tensors_is_refused_naming_them() -> None:
     ids = TensorSpec(name="input_ids", datatype="INT64", shape=("batch", "sequence"))
     parts = {
         "inputs": (

@@ -44,7 +44,7 @@ def refused(bundle: Path, trust: Trust) -> str:
     return str(caught.value)
 
 
-def test_what_a_trusted_key_signed_opens(signed: Path, trust: Trust, key: Path) -> None:
+def test_bundle_signed_by_a_trusted_key_opens(signed: Path, trust: Trust, key: Path) -> None:
     assert open_bundle(signed, trust) == open_bundle(signed)
     assert trust.check(signed, (signed / "manifest.json").read_bytes()) == fingerprint(private_key(key).public_key())
     before = (signed / SIGNATURE).read_bytes()
@@ -57,7 +57,7 @@ def test_an_unsigned_bundle_is_refused_before_anything_of_it_is_checked(bundle: 
     assert "is not signed by a key of" in refused(bundle, trust)
 
 
-def test_one_signed_by_another_key_is_refused_and_both_are_named(signed: Path, tmp_path: Path) -> None:
+def test_bundle_signed_by_another_key_is_refused_naming_both(signed: Path, tmp_path: Path) -> None:
     other = new_key(tmp_path / "other")
     message = refused(signed, Trust(tmp_path / "other.pub"))
     assert "is signed by SHA256:" in message
@@ -75,7 +75,7 @@ def test_one_of_several_keys_is_enough(signed: Path, trust: Trust, tmp_path: Pat
     open_bundle(signed, Trust(both))
 
 
-def test_a_bundle_that_was_sealed_again_is_refused_with_a_key_or_without(signed: Path, trust: Trust) -> None:
+def test_resealed_bundle_is_refused_with_and_without_a_key(signed: Path, trust: Trust) -> None:
     (signed / "codec.py").write_text("class Codec: evil = True\n")
     (signed / PROVENANCE).unlink()
     seal(signed)
@@ -84,7 +84,7 @@ def test_a_bundle_that_was_sealed_again_is_refused_with_a_key_or_without(signed:
         open_bundle(signed)
 
 
-def test_a_provenance_that_was_changed_or_taken_away_is_refused(signed: Path, trust: Trust) -> None:
+def test_changed_or_removed_provenance_is_refused(signed: Path, trust: Trust) -> None:
     body = json.loads((signed / PROVENANCE).read_text())
     body["predicate"]["runDetails"] = {}
     write_json(signed / PROVENANCE, body)
@@ -98,7 +98,7 @@ def envelope(bundle: Path, **change: Any) -> None:
     write_json(path, {**json.loads(path.read_text()), **change})
 
 
-def test_a_signature_that_was_forged_is_refused(signed: Path, trust: Trust) -> None:
+def test_forged_signature_is_refused(signed: Path, trust: Trust) -> None:
     body = json.loads((signed / SIGNATURE).read_text())
     (one,) = body["signatures"]
     raw = bytearray(base64.b64decode(one["sig"]))
@@ -110,8 +110,8 @@ def test_a_signature_that_was_forged_is_refused(signed: Path, trust: Trust) -> N
     assert "is signed by no key" in refused(signed, trust)
 
 
-def test_a_payload_that_was_forged_is_refused(signed: Path, trust: Trust) -> None:
-    """The right digests, which that key never signed."""
+def test_forged_payload_is_refused(signed: Path, trust: Trust) -> None:
+    """Even with the right digests, because the key signed other bytes."""
     whole = json.loads((signed / SIGNATURE).read_text())
     payload = json.loads(base64.b64decode(whole["payload"]))
     envelope(signed, payload=base64.b64encode(json.dumps(payload).encode()).decode())
@@ -123,7 +123,7 @@ def test_a_payload_that_was_forged_is_refused(signed: Path, trust: Trust) -> Non
     assert "not a valid signature file" in refused(signed, trust)
 
 
-def test_a_new_key_is_its_owners_alone_and_replaces_none(tmp_path: Path) -> None:
+def test_new_key_is_private_and_overwrites_none(tmp_path: Path) -> None:
     found = new_key(tmp_path / "key")
     assert (tmp_path / "key").stat().st_mode & 0o777 == 0o600
     assert fingerprint(Trust(tmp_path / "key.pub").keys()[0]) == found
@@ -139,7 +139,7 @@ def write_private(path: Path, key: Any, kind: Any, lock: Any = None) -> Path:
     return path
 
 
-def test_keys_come_in_pem_or_as_openssh_writes_them(bundle: Path, tmp_path: Path) -> None:
+def test_openssh_keys_are_accepted(bundle: Path, tmp_path: Path) -> None:
     key = ed25519.Ed25519PrivateKey.generate()
     path = write_private(tmp_path / "id_ed25519", key, serialization.PrivateFormat.OpenSSH)
     public = tmp_path / "id_ed25519.pub"
@@ -158,15 +158,15 @@ def test_a_key_with_a_passphrase_needs_it(tmp_path: Path) -> None:
             private_key(path, wrong)
 
 
-def test_a_private_key_that_others_can_read_signs_nothing(key: Path) -> None:
+def test_private_key_that_others_can_read_is_refused(key: Path) -> None:
     key.chmod(0o640)
     with pytest.raises(ConfigError, match="others can read this private key"):
         private_key(key)
     with pytest.raises(ConfigError, match="has no private key, which signing needs"):
-        private_key(Path(f"{key}.pub"))  # which all may read
+        private_key(Path(f"{key}.pub"))  # a public key, which all may read
 
 
-def test_what_is_no_key_of_ours_is_named(key: Path, tmp_path: Path) -> None:
+def test_unsuitable_key_file_is_named(key: Path, tmp_path: Path) -> None:
     elliptic = ec.generate_private_key(ec.SECP256R1())
     path = write_private(tmp_path / "ec", elliptic, serialization.PrivateFormat.PKCS8)
     with pytest.raises(ConfigError, match="bundles are signed with ed25519 keys"):

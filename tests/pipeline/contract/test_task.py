@@ -49,7 +49,7 @@ class Net:
 
 @pytest.fixture
 def run(root: Path) -> Run:
-    """As prepare left it."""
+    """A run after prepare."""
     (root / "some_task.py").write_text(TASK)
     run = Run(root / "runs" / "one")
     files = run.output("prepare") / "files"
@@ -73,13 +73,13 @@ def test_a_later_step_opens_the_task_with_its_files(run: Run, root: Path) -> Non
     ],
     ids=["altered", "gone", "renamed", "added"],
 )
-def test_files_other_than_prepare_left_are_refused(run: Run, root: Path, harm: Callable[[Path], object]) -> None:
+def test_shared_files_changed_since_prepare_are_refused(run: Run, root: Path, harm: Callable[[Path], object]) -> None:
     harm(run.output("prepare") / "files")
     with pytest.raises(DataError, match="changed since prepare"):
         open_task(run, root)
 
 
-def test_without_a_record_of_prepare_nothing_is_believed(run: Run, root: Path) -> None:
+def test_shared_files_need_the_record_of_prepare(run: Run, root: Path) -> None:
     (run.output("prepare") / "data.json").unlink()
     with pytest.raises(DataError, match="run the prepare step first"):
         open_task(run, root)
@@ -92,7 +92,7 @@ def test_a_task_that_only_makes_or_only_uses_files_is_refused(run: Run, root: Pa
         open_task(run, root)
 
 
-def test_a_file_in_a_folder_finds_what_stands_beside_it(root: Path) -> None:
+def test_task_in_a_folder_imports_modules_beside_it(root: Path) -> None:
     (root / "tasks").mkdir()
     (root / "tasks" / "beside.py").write_text("WIDTH = 4\n")
     (root / "tasks" / "deep_task.py").write_text("from beside import WIDTH\nclass Net:\n    width = WIDTH\n")
@@ -105,7 +105,7 @@ def test_the_codec_a_task_imports_is_the_codec_that_is_loaded(root: Path) -> Non
     assert load_class("my_task.py:Net", root).codec is load_class("my_codec.py:Codec", root)
 
 
-def test_a_users_file_does_not_shadow_what_is_installed_but_not_yet_imported(root: Path) -> None:
+def test_project_file_does_not_shadow_an_installed_module(root: Path) -> None:
     assert "wave" not in sys.modules
     (root / "wave.py").write_text("class Net: ...\n")
     (root / "pip.py").write_text("class Net: ...\n")
@@ -115,7 +115,7 @@ def test_a_users_file_does_not_shadow_what_is_installed_but_not_yet_imported(roo
     assert "pip" not in sys.modules
 
 
-def test_two_projects_with_files_of_one_name_stay_apart(root: Path) -> None:
+def test_two_projects_may_have_files_of_one_name(root: Path) -> None:
     for project in ("a", "b"):
         (root / project).mkdir()
         (root / project / "same.py").write_text(f"class Net:\n    project = {project!r}\n")
@@ -190,14 +190,14 @@ def test_a_missing_method_is_named(root: Path, missing: str) -> None:
 
 @pytest.mark.parametrize("attribute", ["inputs", "outputs"])
 @pytest.mark.parametrize("value", [None, "'x'", "()", "('',)", "(1,)", "7", "('z', 'z')", "('a\\nb',)", "(' ',)"])
-def test_names_that_are_missing_or_no_names_are_refused(root: Path, attribute: str, value: str | None) -> None:
+def test_missing_or_invalid_tensor_names_are_refused(root: Path, attribute: str, value: str | None) -> None:
     parts = {**WHOLE, attribute: f"    {attribute} = {value}"}
     write(root, parts if value else {name: text for name, text in WHOLE.items() if name != attribute})
     with pytest.raises(ConfigError, match=f"set `{attribute} = "):
         load_task("some_task.py:Net", root)
 
 
-def test_a_task_that_wants_arguments_is_refused(root: Path) -> None:
+def test_task_that_needs_arguments_is_refused(root: Path) -> None:
     write(root, {**WHOLE, "init": "    def __init__(self, depth): ..."})
     with pytest.raises(ConfigError, match="cannot be built without arguments"):
         load_task("some_task.py:Net", root)
@@ -238,7 +238,7 @@ def test_an_import_from_a_former_internal_module_names_the_public_api(tmp_path: 
         ("axes = {'x': ('batch', 'time')}; longest = {}", "`longest` must give the maximum of each of time"),
     ],
 )
-def test_names_and_axes_that_no_export_could_have_are_refused_at_once(root: Path, lines: str, message: str) -> None:
+def test_invalid_names_and_axes_are_refused_when_the_task_is_loaded(root: Path, lines: str, message: str) -> None:
     write(root, {**WHOLE, "wrong": f"    {lines}"})
     with pytest.raises(ConfigError) as caught:
         load_task("some_task.py:Net", root)

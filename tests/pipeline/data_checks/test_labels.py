@@ -38,7 +38,7 @@ ORDERS = {
 
 
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-def test_another_numbering_of_the_classes_stops(check: Check, order: Any) -> None:
+def test_renumbered_classes_stop_the_pipeline(check: Check, order: Any) -> None:
     train, test, validation = digits()
     assert alarms_of(check(train, test, validation, classes="0123456789"), "label_set") == []
     found = check(train, {**test, "label": order(test["label"])}, validation, classes="0123456789")
@@ -49,7 +49,7 @@ def test_another_numbering_of_the_classes_stops(check: Check, order: Any) -> Non
         report_results(found)
 
 
-def test_labels_that_training_lacks_stop_unless_they_are_rare(check: Check) -> None:
+def test_labels_missing_in_training_stop_unless_they_are_rare(check: Check) -> None:
     train, test, validation = split(*clusters())
     kept = train["label"] != 2
     found = check({name: side[kept] for name, side in train.items()}, test, validation, classes="abc")
@@ -61,7 +61,7 @@ def test_labels_that_training_lacks_stop_unless_they_are_rare(check: Check) -> N
 
 
 @pytest.mark.parametrize("factor", [1000, 57.29578, 255, 1 / 255, 0.001], ids=str)
-def test_another_unit_stops(check: Check, factor: float) -> None:
+def test_another_unit_stops_the_pipeline(check: Check, factor: float) -> None:
     train, test, validation = split(*clusters())
     rows = test["x"].copy()
     rows[:, 2] *= factor
@@ -70,7 +70,7 @@ def test_another_unit_stops(check: Check, factor: float) -> None:
     assert "look for a change of unit, scale or encoding" in found[0].detail
 
 
-def test_a_trend_is_drift_and_no_other_unit(check: Check) -> None:
+def test_trend_is_drift_and_not_another_unit(check: Check) -> None:
     time = np.arange(600, dtype=np.float32)[:, None]
     rows = np.concatenate([normal(600, 12), time], axis=1)
     found = check({"x": rows[:400]}, {"x": rows[500:]}, {"x": rows[400:500]})
@@ -82,7 +82,7 @@ def leaky(labels: Any, noise: float = 0.0) -> Any:
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.05])
-def test_a_column_that_holds_the_label_stops(check: Check, noise: float) -> None:
+def test_column_that_predicts_the_label_stops_the_pipeline(check: Check, noise: float) -> None:
     rows, labels = clusters()
     rows = np.column_stack([0.2 * rows, leaky(labels, noise)]).astype(np.float32)
     (finding,) = alarms_of(check(*split(rows, labels), classes="abc"), "leak")
@@ -159,7 +159,7 @@ def test_clean_data_sets_do_not_stop(check: Check) -> None:
 
 
 @pytest.mark.long
-def test_clean_data_sets_stop_in_less_than_a_hundredth_of_the_splits(check: Check) -> None:
+def test_clean_data_sets_rarely_stop_in_many_splits(check: Check) -> None:
     stopped, copies = stops(check, range(20))
     print(stopped, copies)
     assert sum(stopped.values()) < 2, stopped

@@ -88,7 +88,7 @@ def test_near_duplicates_are_found_and_nothing_else(check: Check, sides: Any, co
     assert "keep samples of one group" in finding.detail
 
 
-def test_check_can_be_strict_or_off_and_exact_copies_are_reported_by_the_leak_check_only(check: Check) -> None:
+def test_strict_or_off_and_exact_copies_are_left_to_the_leak_check(check: Check) -> None:
     train, test = vectors()
     sides = with_copies(train, test, moved(train[-COPIES:], 0.1))
     (finding,) = alarms_of(check(*sides, near_duplicates="error"), "near")

@@ -20,7 +20,7 @@ from .conftest import Check, alarms, alarms_of, normal
 
 
 def compare(before: Any, after: Any) -> Any:
-    """The largest difference of one column between two sets."""
+    """Return the largest difference of one column between two sets."""
     first, second = ({"x": torch.as_tensor(side)} for side in (before, after))
     features = choose_features(first)
     sides = []
@@ -94,21 +94,21 @@ def test_samples_of_other_distributions_differ(before: Any, after: Any) -> None:
 
 
 def texts(seed: int, count: int, topics: int, first: int = 0) -> Any:
-    """Each of one topic, so that its tokens come together."""
+    """Return texts of one topic each, so that its tokens occur together."""
     generator = np.random.default_rng(seed)
     topic = generator.integers(first, first + topics, count)[:, None]
     return topic * 20 + generator.integers(0, 20, (count, 64))
 
 
 def test_tokens_of_one_text_are_not_independent() -> None:
-    """Ten texts more of one topic among 200 are chance, though 640 tokens more of it are not, taken one by one."""
+    """Ten more texts of a topic among 200 are chance, although their 640 tokens would not be if independent."""
     chances = [compare(texts(seed, 300, 10), texts(seed + 100, 100, 10)).p for seed in range(40)]
     assert sum(chance < 0.05 for chance in chances) <= 6
     assert compare(texts(1, 300, 10), texts(2, 100, 10, first=4)).p < 1e-6
 
 
 def false_alarms(trials: int, seed: int) -> int:
-    """Good random splits of 20 columns of every kind that raise an alarm."""
+    """Return how many random splits of clean data with 20 columns of every kind raise an alarm."""
     generator = np.random.default_rng(seed)
     count = 0
     for _ in range(trials):
@@ -197,8 +197,8 @@ def test_the_suggested_share_accepts_the_worst_split(check: Check) -> None:
 
 
 @pytest.mark.parametrize("ranks", [True, False])
-def test_the_ids_of_queries_are_no_labels(check: Check, ranks: bool) -> None:
-    """With actual(), they are no labels at all; without it, an integer with many values numbers the samples."""
+def test_query_ids_are_not_labels(check: Check, ranks: bool) -> None:
+    """With actual(), only its column is a label; without it, an integer with many values counts as an id."""
     relevance = np.arange(2400, dtype=np.float32) % 4
 
     def items(seed: int, count: int) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def test_the_ids_of_queries_are_no_labels(check: Check, ranks: bool) -> None:
     assert alarms_of(check(items(0, 2400), biased, inputs=["x"], ranks=ranks), "labels")
 
 
-def test_a_number_that_is_always_missing_counts_alone(check: Check) -> None:
+def test_number_that_is_always_missing_is_reported_by_itself(check: Check) -> None:
     empty = {"x": np.full((50, 4), np.nan, np.float32), "label": np.arange(50) % 3}
     (finding,) = alarms_of(check(GOOD, empty, validation=FEWER, classes="abc"), "missing")
     assert finding.detail.startswith("every number is NaN or infinite")
@@ -252,7 +252,7 @@ def test_columns_that_are_not_inputs_are_labels(check: Check) -> None:
     assert alarms_of(found, "drift") == []
 
 
-def test_drift_is_reported_per_feature_unless_it_is_off_or_the_column_is_ignored(check: Check) -> None:
+def test_drift_is_reported_per_feature_unless_off_or_ignored(check: Check) -> None:
     shifted = {**FEWER, "x": FEWER["x"] + np.array([0, 0, 2, 0], np.float32)}
     found = check(GOOD, shifted, validation=FEWER, classes="abc")
     assert [one.where for one in alarms_of(found, "drift")] == ["test.x[2]"]

@@ -177,7 +177,7 @@ def _splits(**first: int) -> dict[str, Samples]:
     }
 
 
-def test_splits_in_the_order_of_time_pass_and_without_a_named_column_all_do() -> None:
+def test_splits_in_time_order_pass_and_no_column_means_no_check() -> None:
     assert list(check_time_order(_splits(train=0, validation=10, test=20), "day", "error")) == []
     assert list(check_time_order(_splits(train=5, validation=0, test=0), "", "error")) == []
 

@@ -23,7 +23,7 @@ from pipeline.system.files import digest_file, write_json
 
 from ..records import write_run_file
 
-# Two numbers in, the class is which of them is greater; WEIGHTS make models that know, that err, or that do not care.
+# Two numbers in; the class is the index of the greater one. WEIGHTS make models that are right, wrong, or constant.
 TASK = """
 import numpy as np
 import torch
@@ -90,7 +90,7 @@ class Project:
         return self.root / "runs"
 
     def add(self, method: str) -> None:
-        """One more method of the task."""
+        """Add a method to the task."""
         path = self.root / "task.py"
         path.write_text(path.read_text() + method)
 
@@ -100,7 +100,7 @@ class Project:
         path.write_text(path.read_text().replace(old, new))
 
     def run(self, answers: str, name: str = "one", **sections: Any) -> Run:
-        """A run whose train step is complete, with a model that answers so."""
+        """Make a run whose train step is complete, with the model of these answers."""
         run = Run(self.runs / name)
         run.output("train").mkdir(parents=True)
         run.partial("evaluate").mkdir()
@@ -116,7 +116,7 @@ class Project:
     def crown(
         self, answers: str, checkpoint: str = "other", inputs: str = "pair", cached: bool = False, test_set: str = ""
     ) -> Path:
-        """Make a bundle that answers so the champion; returns the bundle's directory."""
+        """Make a bundle with these answers the champion; return its folder."""
         bundle = self.runs / "old" / "export" / "bundle"
         bundle.mkdir(parents=True)
         digest = write_bundle(bundle, WEIGHTS[answers], inputs, cached, test_set)

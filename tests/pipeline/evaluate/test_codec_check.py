@@ -135,7 +135,7 @@ def test_a_damaged_codec_is_stopped(task: Task, codec: Callable[[], Codec], faul
     assert any(part in rule.detail for part in fault.split("|")), rule.detail
 
 
-def test_examples_that_are_no_test_samples_are_noted() -> None:
+def test_examples_outside_the_test_set_are_noted() -> None:
     class HandWritten(Pictures):
         def example(self) -> list[Any]:
             return [np.eye(6).tolist()]
@@ -194,7 +194,7 @@ def test_answers_for_padding_are_stopped_unless_the_model_reads_it(
 
 
 class Numbers:
-    """Two numbers in, their sum out; nothing allows to compare the codec."""
+    """Two numbers in, their sum out, and no method with which the codec could be compared."""
 
     inputs, outputs = ("pair",), ("sum",)
 

@@ -21,7 +21,7 @@ DATA = "        pair = np.random.default_rng(7).normal(size=(50, 2)).astype(np.f
 
 
 def _crown(project: Project) -> str:
-    """Make a champion that was judged on the present test set, with its run; return the fingerprint."""
+    """Make a champion that was evaluated on the current test set, with its run; return the set's fingerprint."""
     champion = project.run("first", "old")
     data = read_test_data(open_split(open_task(champion, project.root), "test"))
     project.crown("first", test_set=data.fingerprint)
@@ -60,7 +60,7 @@ def test_a_filtered_test_set_stops_and_names_what_changed(project: Project) -> N
     assert (verdict["test_set"]["removed"], verdict["test_set"]["added"]) == (4, 1)
 
 
-def test_without_the_champions_run_the_change_is_known_and_its_samples_are_not(project: Project) -> None:
+def test_changed_test_set_stops_without_the_champions_run_too(project: Project) -> None:
     project.crown("first", test_set="0" * 64)
     run = project.run("right")
     with pytest.raises(GateError, match="is not the champion's 000000000000"):

@@ -11,7 +11,7 @@ from pipeline.evaluate.results import Results
 from pipeline.statistics.scores import Columns
 
 CLASSES = ("cat", "dog", "fish")
-COMMON = np.repeat([0, 1, 2], [160, 100, 40])  # as many samples of each class
+COMMON = np.repeat([0, 1, 2], [160, 100, 40])  # the same number of samples of each class
 
 
 def _columns(predicted: np.ndarray[Any, Any], baseline: np.ndarray[Any, Any] | None = None) -> Columns:
@@ -41,9 +41,7 @@ def _mostly_right(share: float) -> np.ndarray[Any, Any]:
         (np.random.default_rng(0).permutation(COMMON), "samples, no more often than by chance"),
     ],
 )
-def test_a_good_model_is_not_stopped_by_a_class_that_a_blind_baseline_always_gets(
-    baseline: np.ndarray[Any, Any], why: str
-) -> None:
+def test_class_slices_are_skipped_if_the_baseline_ignores_inputs(baseline: np.ndarray[Any, Any], why: str) -> None:
     verdict = _decide(_columns(_mostly_right(0.8), baseline), "task", margin=0.01)
     assert verdict.verdict == "pass", verdict.failures
     columns = Results(_columns(_mostly_right(0.8), baseline), "task", None, CLASSES)
@@ -51,7 +49,7 @@ def test_a_good_model_is_not_stopped_by_a_class_that_a_blind_baseline_always_get
     assert all(why in detail and "not evaluated" in detail for detail in details), details
 
 
-def test_a_class_that_a_seeing_baseline_gets_more_often_stops() -> None:
+def test_class_that_a_real_baseline_predicts_better_stops() -> None:
     candidate, baseline = _mostly_right(1.0), _mostly_right(0.85)
     candidate[COMMON == 2] = 0
     verdict = _decide(_columns(candidate, baseline), "task", margin=0.01)
@@ -59,7 +57,7 @@ def test_a_class_that_a_seeing_baseline_gets_more_often_stops() -> None:
     assert _decide(_columns(candidate, baseline), "task", margin=0.01, class_slices=False).verdict == "pass"
 
 
-def test_nothing_required_or_a_class_that_is_never_predicted_is_stated_in_the_first_line() -> None:
+def test_summary_warns_of_no_requirement_and_unpredicted_classes() -> None:
     summary = _decide(_columns(_mostly_right(0.8))).summary
     assert summary.endswith("; warning: nothing is required: there is no baseline and no evaluate.require")
     assert "warning" not in _decide(_columns(_mostly_right(0.8)), require={"accuracy": 0.5}).summary

@@ -109,7 +109,7 @@ def test_a_candidate_that_is_surely_worse_is_not_inconclusive(
     assert (found.verdict == "pass", found.rules[-1].inconclusive) == (unclear, unclear)
 
 
-def test_no_interval_is_inconclusive() -> None:
+def test_missing_interval_is_inconclusive() -> None:
     found = verdict(difference=None)
     assert found.rules[-1].detail == (
         "inconclusive: accuracy cannot be compared with the baseline: too few of 400 samples differ to estimate how "
@@ -154,7 +154,7 @@ def test_rules_explain_how_they_were_computed_and_what_would_change_them(differe
     assert (rule.value, rule.limit) == (difference.low, -0.01)
 
 
-def test_hint_what_would_pass_is_correct() -> None:
+def test_margin_or_samples_of_the_hint_pass() -> None:
     difference = Interval(0.0, -0.02, 0.02)
     assert verdict(Evaluate(rule="non-inferior", margin=0.0201), difference=difference).verdict == "pass"
     assert (
@@ -196,7 +196,7 @@ def test_small_units_are_not_printed_as_zero() -> None:
     )
 
 
-def test_unless_set_the_baseline_is_to_be_beaten_and_the_champion_matched() -> None:
+def test_default_rule_beats_the_baseline_and_matches_the_champion() -> None:
     equal = Interval(0.0, -0.005, 0.005)
     assert verdict(Evaluate(), difference=equal).verdict == "fail"
     assert verdict(Evaluate().against_champion(), difference=equal).verdict == "pass"
@@ -213,7 +213,7 @@ def test_unless_set_the_baseline_is_to_be_beaten_and_the_champion_matched() -> N
         ({"champion_rule": "superior", "margin": 0.2}, "superior", 0.2),
     ],
 )
-def test_a_margin_passes_to_the_champion_only_with_its_rule(settings: dict[str, Any], rule: str, margin: float) -> None:
+def test_margin_applies_to_the_champion_only_with_its_rule(settings: dict[str, Any], rule: str, margin: float) -> None:
     applied = Evaluate(**settings).against_champion()
     assert (applied.rule, applied.applied_margin) == (rule, margin)
 

@@ -32,14 +32,14 @@ def configured(project: Project, folder: Path, *words: str) -> dict[str, Any]:
     return config
 
 
-def test_a_pod_makes_no_jobs_serves_no_one_and_builds_nothing(project: Project, tmp_path: Path) -> None:
+def test_configuration_of_a_pod_has_local_steps_and_no_image_build(project: Project, tmp_path: Path) -> None:
     found = configured(project, tmp_path / "out", "cluster.executor=kubernetes")
     assert (found["deploy"]["target"], found["cluster"]["executor"]) == ("kubernetes", "local")
     assert found["package"]["builder"] == "none"
     assert configured(project, tmp_path / "own", "package.builder=podman")["package"]["builder"] == "podman"
 
 
-def test_what_the_last_step_lacks_is_stated_before(project: Project) -> None:
+def test_missing_deploy_image_is_reported_before_the_run(project: Project) -> None:
     assert "set deploy.image" in missing_image(project.config([IMAGE]))
     image = "deploy.image=registry.example/serve@sha256:" + "2" * 64
     assert missing_image(project.config([IMAGE, image, "deploy.target=kserve", STORED])) == ""
@@ -60,7 +60,7 @@ def test_what_the_last_step_lacks_is_stated_before(project: Project) -> None:
         (1, "starting\n", None, "the container ended with Error"),
     ],
 )
-def test_what_pods_printed_explains_how_they_failed_and_keeps_their_exit_code(
+def test_failure_of_a_pod_is_explained_by_its_log(
     code: int, log: str, kind: type[StageError | ResourceError] | None, cause: str, tmp_path: Path
 ) -> None:
     executor = ClusterExecutor(tmp_path, print, lambda _question: True)

@@ -21,7 +21,7 @@ IMAGE = f"registry.test/tiny@sha256:{'0' * 64}"
 ON_CLUSTER = ["cluster.executor=kubernetes", f"train.image={IMAGE}"]
 
 
-def test_an_image_and_no_address_is_what_training_on_a_cluster_needs(config: Config) -> None:
+def test_training_on_a_cluster_needs_an_image_but_no_address(config: Config) -> None:
     with pytest.raises(ConfigError, match=r"train\.image is empty"):
         check_config(override_config(config, ON_CLUSTER[:1]))
     check_config(override_config(config, [*ON_CLUSTER, "train.nodes=4"]))
@@ -57,10 +57,10 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
     [
         (KeyboardInterrupt(), True, 1, 0),
         (KeyboardInterrupt(), False, 1, 1),
-        (KeyboardInterrupt(signal.SIGTERM), False, 0, 0),  # who terminates it gets no question
+        (KeyboardInterrupt(signal.SIGTERM), False, 0, 0),  # SIGTERM leads to no question
     ],
 )
-def test_an_interrupted_step_is_cancelled_or_left_as_answered(
+def test_interrupted_step_is_cancelled_or_left_by_the_answer(
     interrupt: KeyboardInterrupt,
     answer: bool,
     questions: int,
@@ -90,7 +90,9 @@ def test_an_interrupted_step_is_cancelled_or_left_as_answered(
     assert executor.is_running(run, Step("prepare", "run", "", record.key, {})) is bool(left)
 
 
-def test_a_pod_that_wrote_elsewhere_has_failed(held: tuple[Run, StepRecord], project: Project, api: ApiServer) -> None:
+def test_pod_that_wrote_to_another_volume_fails_the_step(
+    held: tuple[Run, StepRecord], project: Project, api: ApiServer
+) -> None:
     run, record = held
     executor = ClusterExecutor(project.root, print, lambda _question: True)
     assert executor.execute(run, record, lambda: None) == 1

@@ -46,7 +46,7 @@ def launch(program: str, log: Path, **env: str) -> int:
 
 
 def waited_for(log: Path) -> int:
-    """The pid a step wrote, once its runner waits for it: a busy machine may let the step come so far first."""
+    """Return the pid that a step wrote, once its runner waits for it, which may take longer on a busy machine."""
     pid, deadline = pid_in(log), time.monotonic() + 300
     while not log.with_suffix(".tick").exists():
         assert time.monotonic() < deadline, "the runner does not tick"
@@ -55,7 +55,7 @@ def waited_for(log: Path) -> int:
 
 
 def pid_in(log: Path) -> int:
-    """The pid a waiting step wrote."""
+    """Return the pid that a waiting step wrote."""
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
         if log.exists() and log.read_text().endswith("\n"):
@@ -90,15 +90,15 @@ def test_a_step_runs_in_the_project_and_both_streams_go_to_the_log_after_what_is
     assert (tmp_path / "log").read_text().splitlines() == ["earlier", f"{tmp_path} w 1", "err"]
 
 
-def test_a_module_of_the_project_hides_no_other(tmp_path: Path) -> None:
+def test_project_module_does_not_shadow_an_installed_one(tmp_path: Path) -> None:
     (tmp_path / "json.py").write_text("raise SystemExit('the module of the project')")
     launcher = LocalLauncher(tmp_path, lambda: None)
     argv = ("python", "-m", "json.tool", "--help")
     assert launcher.launch(argv, tmp_path / "log", step_environment(1, 1)) == 0, (tmp_path / "log").read_text()
 
 
-def test_ticks_come_while_a_step_runs(tmp_path: Path) -> None:
-    """The step ends only when a tick has come."""
+def test_callback_is_called_while_a_step_runs(tmp_path: Path) -> None:
+    """The step ends only after a call."""
     came = tmp_path / "came"
     program = f"import pathlib, time\nwhile not pathlib.Path({str(came)!r}).exists(): time.sleep(0.01)"
     assert LocalLauncher(tmp_path, came.touch).launch(("python", "-c", program), tmp_path / "log", {}) == 0
@@ -129,7 +129,7 @@ def test_a_step_that_ignores_the_request_to_end_is_killed(tmp_path: Path) -> Non
     assert not psutil.pid_exists(pid_in(log))
 
 
-def test_who_interrupts_twice_is_not_made_to_wait(tmp_path: Path) -> None:
+def test_second_interrupt_does_not_wait_for_the_step(tmp_path: Path) -> None:
     log = tmp_path / "log"
     deaf = "import os, signal, time; signal.signal(15, lambda *_: print('SIGTERM', flush=True)); " + WAITING
     runner = subprocess.Popen([sys.executable, "-c", RUNNER, str(log), deaf], cwd=SOURCE_ROOT, stderr=subprocess.PIPE)
@@ -144,7 +144,7 @@ def test_who_interrupts_twice_is_not_made_to_wait(tmp_path: Path) -> None:
     assert gone(pid)
 
 
-def test_a_killed_runner_takes_its_step_along(tmp_path: Path) -> None:
+def test_step_ends_with_a_killed_runner(tmp_path: Path) -> None:
     log = tmp_path / "log"
     runner = subprocess.Popen([sys.executable, "-c", RUNNER, str(log), WAITING], cwd=SOURCE_ROOT)
     pid = pid_in(log)
@@ -153,7 +153,7 @@ def test_a_killed_runner_takes_its_step_along(tmp_path: Path) -> None:
     assert gone(pid)
 
 
-def test_cores_are_shared_out_among_processes_unless_threads_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cores_are_divided_among_processes_unless_threads_are_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert step_environment(processes=2, cores=8)["OMP_NUM_THREADS"] == "4"
     assert step_environment(processes=4, cores=2)["OMP_NUM_THREADS"] == "1"
@@ -192,7 +192,7 @@ def write_files(system: Path, *names: str) -> None:
         (system / name).touch()
 
 
-def test_without_a_choice_every_device_counts(tmp_path: Path) -> None:
+def test_all_gpus_count_by_default(tmp_path: Path) -> None:
     assert count_gpus({}, tmp_path) == 0
     write_files(tmp_path, *(f"dev/{name}" for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm")))
     assert count_gpus({}, tmp_path) == 2
@@ -223,7 +223,7 @@ def test_a_log_that_cannot_be_written_is_reported_before_the_step_starts(tmp_pat
         prepare_log(tmp_path / "logs" / "train.log")
 
 
-def test_what_an_attempt_stated_is_reported_from_what_stood_there(tmp_path: Path) -> None:
+def test_log_end_of_an_attempt_excludes_earlier_lines(tmp_path: Path) -> None:
     log = tmp_path / "logs" / "train.log"
     assert prepare_log(log) == 0
     log.write_text("earlier\n")
@@ -233,7 +233,7 @@ def test_what_an_attempt_stated_is_reported_from_what_stood_there(tmp_path: Path
     assert read_log_end(log, began) == "now\n"
 
 
-def test_the_interpreter_that_runs_us_is_used_wherever_the_launcher_names_it() -> None:
+def test_python_in_a_launcher_command_is_our_interpreter() -> None:
     assert with_this_python(("mpirun", "-np", "2", "python", "-m", "train", "python")) == [
         "mpirun", "-np", "2", sys.executable, "-m", "train", "python",
     ]  # fmt: skip
@@ -242,7 +242,7 @@ def test_the_interpreter_that_runs_us_is_used_wherever_the_launcher_names_it() -
     ]  # fmt: skip
 
 
-def test_where_no_socket_can_be_made_there_is_no_fork_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_fork_server_if_its_socket_cannot_be_created(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "task.py").write_text("class T: ...")
     folder = tmp_path / ("long" * 30)
     folder.mkdir()

@@ -1,4 +1,4 @@
-"""Tasks that are no classifiers, evaluated without a model: `predict` has the answers of an imperfect one."""
+"""Tasks that are not classifiers, evaluated without a model: `predict` returns imperfect answers."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def test_text_contrast_meets_accessibility_guidelines(scheme: str, above: str) -
 
 
 def _luminance(color: str) -> float:
-    """As the web's accessibility guidelines define it."""
+    """Return the relative luminance of the WCAG."""
     parts = [int(color[place : place + 2], 16) / 255 for place in (0, 2, 4)]
     linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
     return sum(part * weight for part, weight in zip(linear, (0.2126, 0.7152, 0.0722), strict=True))

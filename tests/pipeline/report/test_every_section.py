@@ -1,4 +1,4 @@
-"""What holds for all sections: valid pages, escaped texts, and damaged files that affect nothing else."""
+"""All sections: valid pages, escaped texts, and damaged files that affect no other section."""
 
 from __future__ import annotations
 

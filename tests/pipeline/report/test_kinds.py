@@ -93,7 +93,7 @@ def test_curves_of_one_length_share_a_drawing_with_axes(series: str) -> None:
     assert series.count('class="axis-title">position</text>') == 12 * 2
 
 
-def test_broken_parts_do_no_harm(tmp_path: Path) -> None:
+def test_malformed_parts_of_a_sample_are_left_out(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     parts: list[dict[str, Any]] = [
         {"kind": "picture", "png": 'x" onerror="alert(1)'},

@@ -63,7 +63,7 @@ def test_budget_covers_only_the_steps_after_a_resume() -> None:
         assert name not in shown
 
 
-def test_overlapping_waits_never_make_computing_negative_and_without_timed_steps_nothing_is_shown() -> None:
+def test_overlapping_waits_and_untimed_steps_give_no_wrong_budget() -> None:
     budget = time_budget(facts({"data_wait_share": 0.7, "communication_share": 0.6}))
     assert budget is not None
     assert budget.parts["computing"] == 0

@@ -37,7 +37,7 @@ def bundles(record: ClusterRecord) -> str:
     return "".join(version.bundle[0] for version in record.versions)
 
 
-def test_what_served_before_stays_known(new_run: NewRun) -> None:
+def test_previous_version_is_recorded(new_run: NewRun) -> None:
     first, second = new_run(), new_run()
     record_deployment(first, "tiny", deployment("a"))
     found = record_deployment(second, "tiny", deployment("b"))
@@ -76,7 +76,7 @@ def test_a_canary_replaces_nothing_until_it_is_promoted(new_run: NewRun) -> None
     assert (promoted.current.bundle[0], promoted.canary) == ("b", None)
 
 
-def test_each_place_has_a_history_of_its_own(new_run: NewRun) -> None:
+def test_each_cluster_and_namespace_has_its_own_history(new_run: NewRun) -> None:
     for bundle, namespace in (("a", "staging"), ("a", "production"), ("b", "staging"), ("c", "staging")):
         record_deployment(new_run(), "tiny", deployment(bundle, namespace=namespace))
     record_deployment(new_run(), "other", deployment("z", namespace="staging"))
@@ -100,7 +100,7 @@ def test_only_the_newest_versions_are_kept(new_run: NewRun) -> None:
     assert len(found.versions) == VERSIONS_KEPT
 
 
-def test_restored_version_is_no_new_one(new_run: NewRun) -> None:
+def test_restored_version_adds_none_to_the_history(new_run: NewRun) -> None:
     run = new_run()
     for bundle in "abc":
         record = record_deployment(run, "tiny", deployment(bundle))
@@ -110,7 +110,7 @@ def test_restored_version_is_no_new_one(new_run: NewRun) -> None:
     assert (bundles(record), record.unfinished) == ("ab", "")
 
 
-def test_deployment_that_fails_is_remembered_until_one_succeeds(new_run: NewRun, config: Config) -> None:
+def test_failed_deployment_is_recorded_until_a_rollback_begins(new_run: NewRun, config: Config) -> None:
     run = new_run()
     record_deployment(new_run(), "tiny", deployment("a"))
     begin_deployment(run, override_config(config, ["deploy.namespace=elsewhere"]), "http://here")

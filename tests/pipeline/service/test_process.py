@@ -62,7 +62,7 @@ def process() -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture
 def taken() -> Iterator[int]:
-    """A port that a foreigner listens on."""
+    """A port on which another process listens."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -95,7 +95,7 @@ def test_a_service_is_alive_as_long_as_its_process(process: subprocess.Popen[str
     deadline = time.monotonic() + 300
     while seen.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
         time.sleep(0.01)
-    states.append(live.alive)  # its parent did not look
+    states.append(live.alive)  # a zombie, because its parent did not wait for it
     process.wait(timeout=300)
     assert [*states, live.alive] == [True, False, False]
 
@@ -107,20 +107,20 @@ def test_another_process_with_the_same_pid_is_neither_alive_nor_ended(process: s
     assert process.poll() is None
 
 
-def test_a_service_is_ended_and_only_once(process: subprocess.Popen[str]) -> None:
+def test_service_is_stopped_only_once(process: subprocess.Popen[str]) -> None:
     when = process_started(process.pid)
     assert stop_process(process.pid, when, grace_seconds=10)
     assert not psutil.pid_exists(process.pid)
     assert not stop_process(process.pid, when)
 
 
-def test_a_service_that_does_not_heed_is_killed() -> None:
+def test_service_that_ignores_sigterm_is_killed() -> None:
     with started(DEAF) as process:
         assert stop_process(process.pid, process_started(process.pid), grace_seconds=0.2)
         assert not psutil.pid_exists(process.pid)
 
 
-def test_a_spawned_process_owes_nothing_to_its_starter(tmp_path: Path) -> None:
+def test_spawned_process_has_its_own_session_folder_and_files(tmp_path: Path) -> None:
     read_end, write_end = os.pipe()
     os.set_inheritable(write_end, True)
     program = (
@@ -141,20 +141,20 @@ def test_a_service_does_not_inherit_what_belongs_to_the_command(monkeypatch: pyt
     assert found["PYTHONSAFEPATH"] == "1"
 
 
-def test_the_next_free_port_is_taken_when_the_wanted_one_is_not(taken: int) -> None:
+def test_next_free_port_is_used_if_the_port_is_taken(taken: int) -> None:
     assert not port_is_free("127.0.0.1", taken)
     assert taken < free_port("127.0.0.1", taken) < taken + 100
     with pytest.raises(ResourceError, match=f"no free port between {taken} and {taken}"):
         free_port("127.0.0.1", taken, tries=1)
 
 
-def test_a_redeployment_keeps_the_ports_the_old_one_got(process: subprocess.Popen[str]) -> None:
+def test_redeployment_keeps_the_ports_of_the_old_process(process: subprocess.Popen[str]) -> None:
     old = live_of(process, port=9007, grpc_port=9008)
     request: Any = SimpleNamespace(host="127.0.0.1", port=9000)
     assert choose_ports(request, old) == (9007, 9008)
 
 
-Answer = tuple[int, str, Any]  # status, bundle digest, body: None is that of the request, and a text is sent as it is
+Answer = tuple[int, str, Any]  # status, bundle digest, body: None echoes the request, and text is sent unencoded
 Serve = Callable[[dict[str, Answer]], int]
 V1, V2 = "/v1/models/tiny:predict", "/v2/models/tiny/infer"
 TENSOR = {"outputs": [{"name": "y", "shape": [1, 1], "data": [2.0]}]}
@@ -163,7 +163,7 @@ GOOD: dict[str, Answer] = {V1: (200, "digest", {"predictions": [2.0]}), V2: (200
 
 @pytest.fixture
 def bundle(tmp_path: Path) -> Bundle:
-    """One golden request through the codec and one on tensors."""
+    """A bundle with a golden request for the codec and one for the tensors."""
     one = np.ones((1, 1), np.float32)
     Golden({"x": one}, {"y": 2 * one}, [1.0], [2.0], rtol=1e-3, atol=1e-4).write(tmp_path)
     ancestors = Ancestors(code="a", data="b", checkpoint="c", verdict="d", onnx="e")
@@ -180,7 +180,7 @@ def bundle(tmp_path: Path) -> Bundle:
 
 @pytest.fixture
 def serve() -> Iterator[Serve]:
-    """A server that gives these answers by path."""
+    """Return a function that starts a server with these answers by path."""
     started: list[tuple[HTTPServer, threading.Thread]] = []
 
     def start(answers: dict[str, Answer]) -> int:
@@ -197,7 +197,7 @@ def serve() -> Iterator[Serve]:
                 self.wfile.write(sent)
 
             def log_message(self, *args: object) -> None:
-                """Silent."""
+                """Write no access log."""
 
         server = HTTPServer(("127.0.0.1", 0), Handler)
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
@@ -212,7 +212,7 @@ def serve() -> Iterator[Serve]:
         server.server_close()
 
 
-def test_an_exchange_is_json_both_ways_with_headers_in_small_letters(serve: Serve) -> None:
+def test_requests_use_json_and_headers_are_lowercase(serve: Serve) -> None:
     port = serve({"/echo": (200, "digest", None), "/broken": (503, "", "not json")})
     status, headers, answer = send_request("127.0.0.1", port, "POST", "/echo", {"a": [1]})
     assert (status, headers["x-bundle-digest"], answer) == (200, "digest", {"a": [1]})
@@ -240,13 +240,13 @@ def test_a_wrong_answer_is_reported(serve: Serve, bundle: Bundle, wrong: dict[st
         check_golden("127.0.0.1", serve(GOOD | wrong), bundle)
 
 
-def test_latency_is_what_a_client_sees(serve: Serve, bundle: Bundle) -> None:
+def test_latency_quantiles_are_measured(serve: Serve, bundle: Bundle) -> None:
     found = measure_latency("127.0.0.1", serve(GOOD), bundle)
     assert 0 < found["p50"] <= found["p95"] <= found["max"]
     assert found["requests"] == 50
 
 
-def test_a_service_that_never_listens_is_not_waited_for_for_ever(tmp_path: Path) -> None:
+def test_waiting_for_a_service_that_never_listens_times_out(tmp_path: Path) -> None:
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         with pytest.raises(StageError, match=r"was not ready within 0\.2 s"):

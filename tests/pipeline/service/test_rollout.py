@@ -42,7 +42,7 @@ def champion(run: Run) -> str:
     return read_registry(run.runs, "").names[CHAMPION].bundle
 
 
-def test_what_serves_is_what_the_next_candidate_has_to_beat(new_run: NewRun) -> None:
+def test_promoted_bundle_is_the_next_champion(new_run: NewRun) -> None:
     run = new_run()
     promote(run, bundle_of(run, "one"))
     entry = read_registry(run.runs, "").names[CHAMPION]
@@ -58,7 +58,7 @@ def test_the_same_bundle_in_a_later_run_changes_nothing(new_run: NewRun) -> None
     assert read_registry(first.runs, "") == before
 
 
-def test_each_rollback_goes_one_bundle_further_back(new_run: NewRun) -> None:
+def test_each_rollback_goes_back_one_more_bundle(new_run: NewRun) -> None:
     run = new_run()
     for digest in ("one", "two", "three"):
         promote(run, bundle_of(run, digest))
@@ -71,7 +71,7 @@ def test_each_rollback_goes_one_bundle_further_back(new_run: NewRun) -> None:
     assert [change.reason for change in read_registry(run.runs, "").history][-1] == "rolled back"
 
 
-def test_a_name_of_ones_own_has_a_history_own(new_run: NewRun) -> None:
+def test_custom_name_has_its_own_history(new_run: NewRun) -> None:
     run = new_run()
     for digest in ("one", "two"):
         promote(run, bundle_of(run, digest), "tried", name="staging")
@@ -81,7 +81,7 @@ def test_a_name_of_ones_own_has_a_history_own(new_run: NewRun) -> None:
     assert [change.reason for change in read_registry(run.runs, "").history][-1] == "too slow"
 
 
-def test_previous_follows_from_the_history_and_is_given_by_no_one(new_run: NewRun) -> None:
+def test_previous_cannot_be_promoted_to(new_run: NewRun) -> None:
     run = new_run()
     with pytest.raises(ConfigError, match="previous follows from the history"):
         promote(run, bundle_of(run, "one"), name=PREVIOUS)
@@ -113,7 +113,7 @@ def _with(config: Config, section: str, **changes: Any) -> Config:
     return config.model_copy(update={section: getattr(config, section).model_copy(update=changes)})
 
 
-def test_a_process_is_started_unless_the_live_one_is_what_is_wanted(run: Run, bundle: Bundle) -> None:
+def test_live_process_that_meets_the_request_is_kept(run: Run, bundle: Bundle) -> None:
     wanted, digest = _request(run, bundle), bundle.digest
     canary = CanaryRecord(run=run.id, bundle=digest, share=0.1)
     assert reason_to_start(_live(bundle=digest), wanted) == ""
@@ -140,21 +140,21 @@ CANARY = {"run": "two", "bundle": "b" * 64, "share": 0.1}
         ({"bundle": "b" * 64, "shadow": "/candidate"}, {}, "the shadow has changed"),
     ],
 )
-def test_anything_else_needs_another_process(
+def test_any_difference_starts_another_process(
     run: Run, bundle: Bundle, live: dict[str, Any] | None, request_changes: dict[str, Any], reason: str
 ) -> None:
     found = reason_to_start(None if live is None else _live(**live), _request(run, bundle, **request_changes))
     assert found == reason
 
 
-def test_the_settings_become_the_request(config: Config, run: Run, bundle: Bundle) -> None:
+def test_request_follows_from_the_settings(config: Config, run: Run, bundle: Bundle) -> None:
     changed = _with(_with(config, "rollout", canary_percent=10), "serve", workers=2)
     request = requested_start(run, changed, bundle, Access(), Path("/candidate"))
     assert (request.share, request.shadow, request.options) == (0.1, "/candidate", ("--workers", "2"))
     assert request.stamp == process_stamp(request.options) != requested_start(run, config, bundle, Access(), None).stamp
 
 
-def test_the_stamp_is_of_the_options_and_of_the_source_of_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stamp_depends_on_options_and_source_of_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
     assert service_view_options(Serve(workers="auto")) == ["--workers", "auto"]
     assert service_view_options(Serve()) == []
     assert process_stamp(["--no-page"]) == process_stamp(["--no-page"]) != process_stamp([])
@@ -173,7 +173,7 @@ def _sealed(folder: Path) -> Path:
     return folder
 
 
-def test_a_shadow_is_a_folder_of_the_project_or_a_run(config: Config, run: Run, tmp_path: Path) -> None:
+def test_shadow_may_be_a_folder_or_a_run(config: Config, run: Run, tmp_path: Path) -> None:
     assert shadow_bundle(config, run, tmp_path) is None
     folder = _sealed(tmp_path / "candidates" / "next")
     assert shadow_bundle(_with(config, "serve", shadow="candidates/next"), run, tmp_path) == folder
@@ -184,7 +184,7 @@ def test_a_shadow_is_a_folder_of_the_project_or_a_run(config: Config, run: Run, 
     assert shadow_bundle(_with(config, "serve", shadow=run.id), run, tmp_path) == sealed
 
 
-def test_a_process_is_given_all_it_needs(run: Run, bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_line_of_the_service_has_all_options(run: Run, bundle: Bundle, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Run, "require_bundle", bundle_of)
     request, old, ports = _request(run, bundle, share=0.1, shadow="/candidate"), _live(), Ports(1, 2, 3, 4)
     text = " ".join(argv(request, ports, old))
@@ -197,7 +197,7 @@ def test_a_process_is_given_all_it_needs(run: Run, bundle: Bundle, monkeypatch: 
     assert str(old_path) not in alone
 
 
-# Stands for the service: answers on its standby port and, from SIGUSR1 on, on the public one.
+# A fake service: answers on its standby port and, after SIGUSR1, on the public one.
 SERVICE = """
 import json, os, signal, sys, threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer

@@ -88,7 +88,7 @@ def test_model_does_not_differ_from_itself() -> None:
     assert not contributions(twin, twin).any()
 
 
-def test_samples_that_show_two_models_apart_are_counted() -> None:
+def test_samples_that_distinguish_two_models_are_counted() -> None:
     actual = np.array([0.0, 0, 0, 1, 1, 1])
     first, second = np.array([0.1, 0.2, 0.3, 0.7, 0.8, 0.9]), np.array([0.1, 0.2, 0.75, 0.7, 0.8, 0.9])
     assert Mean(first).informative(Mean(second)) == 1

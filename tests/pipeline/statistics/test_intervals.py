@@ -26,7 +26,7 @@ def _bounds(interval: Interval | None) -> tuple[float, float]:
 
 
 def _score(only_first: int, only_second: int, count: int, difference: float) -> float:
-    """The score statistic by its definition: the likeliest proportions that have this difference are searched for."""
+    """Return the score statistic by its definition, with the most likely proportions of this difference."""
 
     def surprise(loss: float) -> float:
         gain = loss + difference
@@ -122,7 +122,7 @@ def test_intervals_stay_within_the_limits_of_the_metric() -> None:
 
 @pytest.mark.parametrize("samples", [30, 100])
 def test_accuracy_is_covered_and_rarely_passed_by_mistake(samples: int) -> None:
-    """Exact over all test sets: near 1, where a difference is rarely seen, the interval holds more often."""
+    """Coverage is exact over all test sets; it is higher near 1, where differences are rare."""
     for accuracy, correlation, margin in product((0.5, 0.9, 0.99), (0.0, 0.8), (0.0, 0.01, 0.05)):
         result = accuracy_coverage(samples, accuracy, correlation, margin)
         assert result is None or (result.covered >= 0.93 and result.false_passes <= 0.035)
@@ -146,9 +146,7 @@ def _root(squares: Floats) -> Statistic:
 
 
 @pytest.mark.parametrize("make", [_root, lambda values: Spearman(values, np.arange(300.0))])
-def test_leaving_out_and_derivatives_agree(
-    make: Callable[[Floats], Statistic], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jackknife_and_derivatives_agree(make: Callable[[Floats], Statistic], monkeypatch: pytest.MonkeyPatch) -> None:
     generator = np.random.default_rng(3)
     first, second = (make(np.arange(300.0) + scale * generator.normal(size=300)) for scale in (60.0, 80.0))
     derived = _bounds(difference_interval(first, second, 0.95))

@@ -74,7 +74,7 @@ def test_a_metric_of_the_task_may_be_lower_is_better() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"metric": "wer"}, {"metric": "own", "require": {"wer": 0.3}}])
-def test_an_unknown_metric_in_the_settings_is_a_mistake_of_them(settings: dict[str, Any]) -> None:
+def test_unknown_metric_in_the_settings_is_a_config_error(settings: dict[str, Any]) -> None:
     columns = numbers(changed={"candidate.own": np.full(120, 0.2), "baseline.own": np.full(120, 0.5)})
     setting = "require" if "require" in settings else "metric"
     with pytest.raises(ConfigError, match=rf"evaluate\.{setting}: the task has no metric wer \(it has own, mae"):
@@ -103,12 +103,12 @@ class Errors:
 
 
 @pytest.mark.parametrize("name", ["mae", "val_loss", "Error", "word-error-rate", "rmse"])
-def test_a_metric_named_like_an_error_is_questioned(name: str) -> None:
+def test_metric_named_like_an_error_is_a_warning(name: str) -> None:
     warning = check_directions(Errors(), ["accuracy", name])  # type: ignore[arg-type]
     assert f'metrics() returns `{name}`, where higher is better; to fix it: set directions = {{"{name}": ' in warning
 
 
-def test_a_declared_or_negated_metric_is_not_questioned() -> None:
+def test_declared_or_negated_metric_is_no_warning() -> None:
     names = ["accuracy", "loss", "abs_error", "negative_squared_error", "neg_mae", "lossless", "terror"]
     assert check_directions(Errors(), names) == ""  # type: ignore[arg-type]
 

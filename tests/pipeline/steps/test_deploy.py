@@ -25,7 +25,7 @@ from ..records import live_service
 
 
 @pytest.mark.parametrize(("verdict", "promoted"), [("pass", True), ("no-baseline", True), ("overridden", False)])
-def test_a_bundle_that_went_past_the_gate_serves_but_is_no_champion(
+def test_overridden_bundle_is_deployed_but_not_promoted(
     new_run: NewRun, monkeypatch: pytest.MonkeyPatch, verdict: str, promoted: bool
 ) -> None:
     run = new_run()
@@ -37,9 +37,7 @@ def test_a_bundle_that_went_past_the_gate_serves_but_is_no_champion(
     assert (CHAMPION in read_registry(run.runs, "").names) is promoted
 
 
-def test_a_bundle_that_the_image_was_not_made_of_is_not_deployed(
-    new_run: NewRun, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bundle_other_than_that_of_the_image_is_not_deployed(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> None:
     run = new_run()
     run.output("package").mkdir()
     (run.output("package") / "image.json").write_text(json.dumps({"bundle": "a" * 64}))
@@ -78,7 +76,7 @@ def test_a_canary_is_no_champion_yet(new_run: NewRun, monkeypatch: pytest.Monkey
 
 @pytest.fixture
 def source(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """A run with a bundle, which would be deployed with its own configuration."""
+    """A run with a bundle and nothing that forbids its deployment."""
     monkeypatch.setattr(deploy, "check_deployable", lambda source: [])
     monkeypatch.setattr(Run, "bundle", lambda self, trust=None: bundle_of(self, "b" * 64))
     return new_run()
@@ -108,7 +106,7 @@ def test_a_preview_reports_what_a_deployment_would_change(project: Project, sour
     assert "service/tiny: a new process takes over: the address has changed" in found
 
 
-def test_on_a_cluster_only_what_changes_is_reported(
+def test_preview_on_a_cluster_lists_only_changes(
     project: Project, source: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes = [
@@ -122,7 +120,7 @@ def test_on_a_cluster_only_what_changes_is_reported(
 
 
 @pytest.mark.parametrize(("changes", "words", "status"), [(1, ["--exit-code"], 4), (0, ["--exit-code"], 0), (1, [], 0)])
-def test_the_exit_status_shows_a_program_whether_anything_would_change(
+def test_exit_code_option_reports_changes_of_a_preview(
     changes: int, words: list[str], status: int, folder: Path, source: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = [{"object": "service/tiny", "new": True, "fields": []}] * changes

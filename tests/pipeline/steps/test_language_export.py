@@ -1,4 +1,4 @@
-"""What of a language model cannot be exported is named by the plan and by prepare, before any training."""
+"""Plan and prepare name what cannot be exported of a language model, before any training."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_a_model_that_computes_with_its_weights_is_built_in_memory(tmp_path: Pat
 
 
 def test_a_causal_model_that_is_a_copy_of_a_part_is_checked(tmp_path: Path) -> None:
-    """As that of a model with further heads, whose weights `language_model` copies into a plain one."""
+    """For example a model with more heads, whose weights `language_model` copies into a plain one."""
     copies = "\n    def language_model(self, model):\n        plain = self.model()\n"
     copies += "        plain.load_state_dict(model.state_dict())\n        return plain\n"
     root = write_project(tmp_path, part=f"\n{copies}")
@@ -128,7 +128,7 @@ def test_a_causal_model_that_is_a_copy_of_a_part_is_checked(tmp_path: Path) -> N
     prepare(new_run(root), root)
 
 
-def test_the_plan_shows_where_only_prepare_can_check(tmp_path: Path) -> None:
+def test_plan_reports_what_only_prepare_can_check(tmp_path: Path) -> None:
     root = write_project(tmp_path)
     task = root / "task.py"
     task.write_text(f"import a_package_that_is_not_here\n{task.read_text()}")

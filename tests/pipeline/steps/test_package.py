@@ -69,7 +69,7 @@ def test_missing_builder_is_reported_with_the_command_to_build_by_hand(
         ({"docker": FAILING}, {"deploy": {"target": "kubernetes"}}, "docker could not build"),
     ],
 )
-def test_without_the_image_a_pipeline_that_needs_it_stops(
+def test_pipeline_that_needs_an_image_stops_without_it(
     scripts: dict[str, str], sections: dict[str, Any], message: str, make_run: MakeRun, builders: PutBuilders
 ) -> None:
     builders(**scripts)
@@ -83,7 +83,7 @@ def test_the_first_builder_that_answers_builds_the_image(make_run: MakeRun, buil
     assert (record["builder"], record["image_digest"], record["reason"]) == ("podman", f"sha256:{DIGEST}", "")
 
 
-def test_the_index_is_passed_by_name_and_written_nowhere(
+def test_package_index_url_is_passed_by_name_and_never_written(
     make_run: MakeRun,
     builders: PutBuilders,
     monkeypatch: pytest.MonkeyPatch,
@@ -102,7 +102,7 @@ def test_the_index_is_passed_by_name_and_written_nowhere(
     assert not [path for path in run.path.rglob("*") if path.is_file() and b"user:secret" in path.read_bytes()]
 
 
-def test_a_failed_build_is_loud_and_the_local_pipeline_goes_on(
+def test_failed_build_is_a_warning_for_a_local_deployment(
     make_run: MakeRun, builders: PutBuilders, capsys: pytest.CaptureFixture[str]
 ) -> None:
     builders(docker=FAILING)
@@ -118,7 +118,7 @@ def test_a_failed_build_is_loud_and_the_local_pipeline_goes_on(
 
 
 @pytest.mark.parametrize("builder", ["docker", "podman", "buildah"])
-def test_what_is_pushed_is_known_by_the_digest_the_registry_gave(
+def test_pushed_image_is_referenced_by_the_registrys_digest(
     builder: str, make_run: MakeRun, builders: PutBuilders
 ) -> None:
     folder = builders(**{builder: WORKING})
@@ -150,7 +150,7 @@ def test_the_bundle_is_in_the_annotations(builder: str, make_run: MakeRun, build
 
 
 @pytest.mark.parametrize("printed", [None, "Usage: docker buildx build, of long ago"], ids=["without", "old"])
-def test_docker_without_annotations_states_it(
+def test_docker_without_annotations_is_reported(
     printed: str | None, make_run: MakeRun, builders: PutBuilders, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = builders(docker=WORKING)
@@ -162,7 +162,7 @@ def test_docker_without_annotations_states_it(
     assert "only the labels of the image" in capsys.readouterr().out
 
 
-def test_a_base_whose_digest_no_one_shows_is_stated_aloud(
+def test_unknown_digest_of_the_base_is_a_warning(
     make_run: MakeRun, builders: PutBuilders, capsys: pytest.CaptureFixture[str]
 ) -> None:
     builders(podman=WORKING)
@@ -199,7 +199,7 @@ def test_the_bill_of_materials_is_of_the_image_that_was_built(make_run: MakeRun,
     assert facts["pipe-road:image_digest"] == f"sha256:{DIGEST}"
 
 
-def test_a_refused_push_states_who_refused_and_why(make_run: MakeRun, builders: PutBuilders) -> None:
+def test_refused_push_has_the_registrys_reason_and_the_fix(make_run: MakeRun, builders: PutBuilders) -> None:
     builders(podman=NOT_ALLOWED)
     with pytest.raises(StageError, match=r"could not push .*denied: log in first.*podman login r\.example"):
         pack(make_run(package=REGISTRY))
@@ -211,10 +211,10 @@ def test_a_refused_push_states_who_refused_and_why(make_run: MakeRun, builders: 
         ({"push": True}, "names no registry"),
         ({**REGISTRY, "builder": "none"}, "nothing to push"),
         ({"image": "r.example:5000/twice:1"}, "has a tag"),
-        ({"base_image": "python:3.11\nRUN true"}, r"package\.base"),  # which would smuggle in a line
+        ({"base_image": "python:3.11\nRUN true"}, r"package\.base"),  # would add a line to the Dockerfile
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_built(
+def test_invalid_settings_are_refused_before_the_build(
     package: dict[str, Any], printed: str, make_run: MakeRun, builders: PutBuilders
 ) -> None:
     folder = builders(podman=WORKING)
@@ -292,7 +292,7 @@ def test_requirements_are_pinned_and_without_torch(make_run: MakeRun) -> None:
         assert not {"torch", "onnx", "safetensors", "pipe-road"} & set(names)
 
 
-def test_what_the_codec_needs_goes_along_pinned_with_all_it_needs_itself(make_run: MakeRun) -> None:
+def test_codec_requirements_are_pinned_with_their_dependencies(make_run: MakeRun) -> None:
     run = make_run(package=NEVER)
     needed = f"jsonschema=={version('jsonschema')}"
     signature = run.bundle().signature.model_copy(update={"requires": (needed,)})
@@ -310,13 +310,13 @@ def test_what_the_codec_needs_goes_along_pinned_with_all_it_needs_itself(make_ru
     assert (context_of(run) / "bundle" / "files" / "tokenizer.json").read_text() == "{}"
 
 
-def test_an_image_brings_cuda_where_it_will_be_used(make_run: MakeRun) -> None:
+def test_image_for_gpus_has_cuda(make_run: MakeRun) -> None:
     run = make_run(package=NEVER, deploy={"gpus": 1})
     assert pack(run)["accelerator"] == "gpu"
     assert "ARG ACCELERATOR=gpu" in (context_of(run) / "Dockerfile").read_text().splitlines()
 
 
-def test_wheels_of_the_project_go_along(make_run: MakeRun) -> None:
+def test_wheels_of_the_project_are_copied(make_run: MakeRun) -> None:
     run = make_run(package=NEVER)
     (run.path / "wheels").mkdir()
     name = f"numpy-{version('numpy')}-py3-none-any.whl"
@@ -325,7 +325,7 @@ def test_wheels_of_the_project_go_along(make_run: MakeRun) -> None:
     assert (context_of(run) / "wheels" / name).is_file()
 
 
-def test_the_packed_source_alone_can_start_the_server(make_run: MakeRun) -> None:
+def test_server_starts_from_the_packaged_source_alone(make_run: MakeRun) -> None:
     run = make_run(package=NEVER)
     pack(run)
     app = context_of(run) / "app"
@@ -338,7 +338,7 @@ def test_the_packed_source_alone_can_start_the_server(make_run: MakeRun) -> None
 
 
 @pytest.mark.parametrize("verdict", ["fail", "", "passed"])
-def test_any_other_verdict_is_refused(verdict: str, make_run: MakeRun) -> None:
+def test_bundle_without_a_passing_verdict_is_refused(verdict: str, make_run: MakeRun) -> None:
     with pytest.raises(GateError, match="its verdict is"):
         pack(make_run(verdict=verdict, package=NEVER))
 
@@ -352,7 +352,7 @@ def test_a_tampered_bundle_is_refused(make_run: MakeRun) -> None:
 
 
 def make(project: Project, **package: Any) -> tuple[dict[str, Any], list[str]]:
-    """Return the record and the reported lines."""
+    """Package the training image; return the record and the reported lines."""
     printed: list[str] = []
     body = {"name": "tiny", "task": "task.py:T", "codec": "codec.py:C", "package": {"base_image": BASE, **package}}
     return package_training(project, parse_config(body, "test"), os.environ, printed.append), printed
@@ -369,7 +369,7 @@ def test_a_project_becomes_an_image_named_by_its_context(project: Project, build
     assert printed == [f"train.image={record['image']}"]
 
 
-def test_an_unchanged_project_is_not_built_again_and_a_changed_one_is(project: Project, builders: PutBuilders) -> None:
+def test_training_image_is_rebuilt_only_for_a_changed_project(project: Project, builders: PutBuilders) -> None:
     called = builders(podman=WORKING) / "called"
     first, _ = make(project)
     builds = called.read_text().count("podman build")
@@ -382,7 +382,7 @@ def test_an_unchanged_project_is_not_built_again_and_a_changed_one_is(project: P
     assert len(list(project.runs.glob("images/train-*/context"))) == 1, "the old one's record is enough"
 
 
-def test_one_that_was_not_pushed_yet_is(project: Project, builders: PutBuilders) -> None:
+def test_unchanged_training_image_is_pushed_if_it_was_not(project: Project, builders: PutBuilders) -> None:
     builders(podman=WORKING)
     make(project, image="r.example/twice")
     record, printed = make(project, image="r.example/twice", push=True)
@@ -390,20 +390,20 @@ def test_one_that_was_not_pushed_yet_is(project: Project, builders: PutBuilders)
     assert printed == [f"train.image={record['reference']}"]
 
 
-def test_without_an_image_there_is_nothing_to_train_with(project: Project, builders: PutBuilders) -> None:
+def test_failed_build_of_a_training_image_is_an_error(project: Project, builders: PutBuilders) -> None:
     builders(podman=FAILING)
     with pytest.raises(StageError, match=r"podman could not build tiny-train:.*no space left on device"):
         make(project)
     assert not list(project.runs.glob("images/train-*"))
 
 
-def test_what_is_not_installed_here_is_stated(project: Project, builders: PutBuilders) -> None:
+def test_import_that_is_not_installed_is_reported(project: Project, builders: PutBuilders) -> None:
     builders(podman=WORKING)
     (project.root / "shapes.py").write_text("import not_installed_anywhere\n\n\ndef size():\n    return 2\n")
     assert "not_installed_anywhere" in make(project)[1][0]
 
 
-def test_the_image_holds_what_the_project_names(project: Project, builders: PutBuilders) -> None:
+def test_training_image_has_project_sources_and_included_files(project: Project, builders: PutBuilders) -> None:
     builders(podman=WORKING)
     record, _ = make(project, include=["README.md"])
     held = project.runs / "images" / f"train-{record['context'][:12]}" / "context" / "project"

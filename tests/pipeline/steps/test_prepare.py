@@ -79,7 +79,7 @@ def test_every_split_is_counted_fingerprinted_and_balanced(root: Path) -> None:
     assert report(run)["duplicates"] == []
 
 
-def test_what_the_task_does_not_have_is_recorded_as_nothing(root: Path) -> None:
+def test_missing_parts_of_a_task_are_recorded_as_none(root: Path) -> None:
     edit(root, '    classes = ("cat", "dog", "owl")\n', "")
     run = new_run(root)
     prepare(run, root)
@@ -99,9 +99,7 @@ def test_sample_in_two_splits_stops_the_pipeline(root: Path, capsys: pytest.Capt
     assert report(run)["duplicates"] == [{"a": place("validation", 5), "b": place("test", 0)}]
 
 
-def test_a_leak_counts_though_its_label_differs_and_may_be_accepted_aloud(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_leak_with_another_label_counts_and_may_be_a_warning(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     edit(root, '"test": 20', '"test": 12')
     edit(root, "        return {", '        label = label + (split == "test")\n        return {')
     run = new_run(root, prepare={"leaks": "warn"})
@@ -110,7 +108,7 @@ def test_a_leak_counts_though_its_label_differs_and_may_be_accepted_aloud(
     assert report(run)["duplicate_count"] == 4
 
 
-def test_of_very_many_duplicates_the_first_are_listed_and_all_are_counted(root: Path) -> None:
+def test_first_duplicates_are_listed_and_all_are_counted(root: Path) -> None:
     edit(root, '"test": 20', '"test": 10')
     edit(root, "start + 6, dtype=np.float32)[:, None]", "start + 150, dtype=np.float32)[:, None] * (split != 'train')")
     edit(root, "np.array([0, 1, 1, 0, 1, 0])", "np.zeros(150, int)")
@@ -120,7 +118,7 @@ def test_of_very_many_duplicates_the_first_are_listed_and_all_are_counted(root: 
     assert (report(run)["duplicate_count"], len(report(run)["duplicates"])) == (150, 100)
 
 
-def test_every_later_place_in_another_split_is_paired_with_the_first() -> None:
+def test_each_duplicate_is_paired_with_its_first_place() -> None:
     assert find_duplicates({"train": ["a", "a", "b"], "test": ["c"]}) == []
     assert find_duplicates({"train": ["a", "a"], "validation": ["b", "a"], "test": ["a", "b"]}) == [
         {"a": place("train", 0), "b": place("validation", 1)},
@@ -192,7 +190,7 @@ def test_a_link_among_the_shared_files_is_refused(root: Path) -> None:
 
 
 @pytest.mark.parametrize("declared", [False, True])
-def test_a_metric_that_reads_like_an_error_is_questioned_unless_its_direction_is_declared(
+def test_undeclared_metric_named_like_an_error_is_a_warning(
     declared: bool, root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     edit(root, "batch): ...\n    def predicted", 'batch): return {"mae": outputs}\n    def predicted')
@@ -216,7 +214,7 @@ def test_a_metric_that_reads_like_an_error_is_questioned_unless_its_direction_is
         ("texts = ['a']", False),
     ],
 )
-def test_an_optional_method_with_a_wrong_name_is_questioned(
+def test_misspelt_optional_method_is_a_warning(
     root: Path, capsys: pytest.CaptureFixture[str], member: str, warned: bool
 ) -> None:
     edit(root, "    def predicted", f"    {member}\n    def predicted")
@@ -267,7 +265,7 @@ def test_the_order_of_a_task_is_recorded_with_its_digest(
         ),
     ],
 )
-def test_an_order_that_cannot_be_used_is_one_sentence(root: Path, methods: list[str], message: str) -> None:
+def test_invalid_order_is_an_error(root: Path, methods: list[str], message: str) -> None:
     for method in methods:
         add_method(root, f"def sample_{method}")
     with pytest.raises(PipelineError, match=message):

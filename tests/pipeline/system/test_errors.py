@@ -20,7 +20,7 @@ KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and is
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-def test_every_kind_travels_from_a_process_to_the_command_line(tmp_path: Path, kind: type[PipelineError]) -> None:
+def test_every_kind_of_error_is_read_back_as_written(tmp_path: Path, kind: type[PipelineError]) -> None:
     write_error(kind("what, where, how"), tmp_path)
     found = read_error(tmp_path)
     assert type(found) is kind
@@ -28,7 +28,7 @@ def test_every_kind_travels_from_a_process_to_the_command_line(tmp_path: Path, k
     assert (found.exit_code, found.complete) == (kind.exit_code, kind.complete)
 
 
-def test_of_several_ranks_that_fail_the_first_one_is_kept(tmp_path: Path) -> None:
+def test_first_error_of_several_ranks_is_kept(tmp_path: Path) -> None:
     write_error(DataError("the cause"), tmp_path)
     write_error(StageError("lost contact"), tmp_path)
     assert str(read_error(tmp_path)) == "the cause"
@@ -36,13 +36,13 @@ def test_of_several_ranks_that_fail_the_first_one_is_kept(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_the_cause_is_kept_whether_it_comes_before_or_after_those_who_lost_contact(tmp_path: Path, order: int) -> None:
+def test_cause_takes_precedence_over_lost_contact(tmp_path: Path, order: int) -> None:
     for error in [DataError("the cause"), LostContact("rank 0 lost contact")][::order]:
         write_error(error, tmp_path)
     assert str(read_error(tmp_path)) == "the cause"
 
 
-def test_an_echo_is_reported_where_no_one_left_the_cause_and_both_are_cleared(tmp_path: Path) -> None:
+def test_lost_contact_is_read_without_a_cause_and_both_are_cleared(tmp_path: Path) -> None:
     write_error(LostContact("rank 0 lost contact"), tmp_path)
     assert str(read_error(tmp_path)) == "rank 0 lost contact"
     write_error(StageError("the cause"), tmp_path)
@@ -50,13 +50,13 @@ def test_an_echo_is_reported_where_no_one_left_the_cause_and_both_are_cleared(tm
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_error_may_come_before_its_directory(tmp_path: Path) -> None:
+def test_error_creates_its_folder(tmp_path: Path) -> None:
     assert read_error(tmp_path) is None
     write_error(DataError("early"), tmp_path / "train.partial")
     assert str(read_error(tmp_path / "train.partial")) == "early"
 
 
-def test_a_kind_of_another_version_is_still_an_error_to_fix(tmp_path: Path) -> None:
+def test_unknown_kind_of_error_is_a_pipeline_error(tmp_path: Path) -> None:
     (tmp_path / "error.json").write_text(json.dumps({"kind": "WeatherError", "message": "rain"}))
     found = read_error(tmp_path)
     assert type(found) is PipelineError

@@ -26,7 +26,7 @@ from pipeline.system.files import (
 )
 
 
-def test_parts_cut_elsewhere_have_another_digest() -> None:
+def test_digest_depends_on_the_boundaries_of_parts() -> None:
     assert digest_parts(["ab", "c"]) != digest_parts(["a", "bc"])
     assert digest_parts(["ab", ""]) != digest_parts(["", "ab"]) != digest_parts(["ab"])
 
@@ -35,7 +35,7 @@ def test_text_and_its_bytes_are_the_same_part() -> None:
     assert digest_parts(["é"]) == digest_parts(["é".encode()])
 
 
-def test_a_mapping_has_one_digest_whatever_its_order_and_keeps_names_and_values_apart() -> None:
+def test_digest_of_a_mapping_ignores_order_only() -> None:
     assert digest_mapping({"a": "1", "b": "2"}) == digest_mapping({"b": "2", "a": "1"})
     assert digest_mapping({"a": "b"}) != digest_mapping({"b": "a"})
     assert digest_mapping({"a": "1", "b": "2"}) != digest_mapping({"a": "2", "b": "1"})
@@ -58,7 +58,7 @@ def test_a_tree_lists_regular_files_only_by_their_relative_path(tmp_path: Path) 
 
 @pytest.mark.parametrize("call", ["fsync", "replace"])
 @pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()], ids=repr)
-def test_a_full_disk_or_an_interrupt_leaves_the_old_file_and_nothing_beside_it(
+def test_failed_atomic_write_leaves_only_the_old_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, error: BaseException
 ) -> None:
     def fail(*_: object) -> NoReturn:
@@ -73,7 +73,7 @@ def test_a_full_disk_or_an_interrupt_leaves_the_old_file_and_nothing_beside_it(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_reader_meets_the_old_content_or_the_new_and_nothing_between(tmp_path: Path) -> None:
+def test_reader_sees_old_or_new_content_only(tmp_path: Path) -> None:
     path = tmp_path / "file"
     versions = {bytes([i]) * 300_000 for i in range(2)}
     write_atomic(path, min(versions))
@@ -125,7 +125,7 @@ def test_equal_values_are_equal_bytes_whatever_their_order(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_json_that_no_other_reader_takes_is_never_written(tmp_path: Path, value: float) -> None:
+def test_nonstandard_json_numbers_are_never_written(tmp_path: Path, value: float) -> None:
     with pytest.raises(ValueError, match="JSON"):
         write_json(tmp_path / "file", {"loss": value})
     assert list(tmp_path.iterdir()) == []
@@ -192,7 +192,7 @@ def test_weights_of_another_model_are_refused(tmp_path: Path, model: nn.Module) 
 
 
 @pytest.mark.parametrize("content", [b"", b"\x80\x04pickle", None])
-def test_a_file_that_is_missing_or_no_weights_is_refused(tmp_path: Path, content: bytes | None) -> None:
+def test_missing_or_invalid_weights_are_refused(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / "w").write_bytes(content)
     with pytest.raises(StageError, match="does not fit the task's model"):

@@ -111,7 +111,7 @@ def test_a_module_runs_as_by_python_m(root: Path) -> None:
     assert facts["collects"]  # the server does not, while it imports
 
 
-def test_it_has_the_name_of_the_command(root: Path) -> None:
+def test_forked_process_has_the_command_line_of_python_m(root: Path) -> None:
     with running_server(root) as (_, env):
         reading, writing = os.pipe()
         process, output = start(root, env, "wait", "0", stdin=reading)
@@ -176,7 +176,7 @@ def test_without_a_server_python_starts_the_module(root: Path) -> None:
     assert json.loads(lines_of(output)[0])["imported"] == process.pid
 
 
-def test_other_threads_of_libraries_need_another_process(root: Path) -> None:
+def test_another_thread_count_starts_a_new_process(root: Path) -> None:
     with running_server(root) as (_, env):
         process, _ = start(root, {**env, "OMP_NUM_THREADS": "2"}, "go", "0")
         assert isinstance(process, subprocess.Popen)
@@ -194,7 +194,7 @@ def test_the_end_of_a_process_is_seen_while_the_server_is_stopped(root: Path, mo
         assert process.wait(SECONDS) == -signal.SIGKILL  # how it ended is not known
 
 
-def test_a_stopped_server_is_not_awaited_and_starts_nothing_later(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stopped_server_is_bypassed_and_starts_nothing_later(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fork_server, "_START_SECONDS", 0.01)
     with running_server(root) as (server, env):
         server.send_signal(signal.SIGSTOP)

@@ -26,7 +26,7 @@ def test_an_address_is_a_host_and_a_port() -> None:
 
 
 @pytest.mark.parametrize("address", ["", "head", "head:", ":29500", "head:x"])
-def test_anything_else_is_a_mistake(address: str) -> None:
+def test_malformed_address_is_refused(address: str) -> None:
     with pytest.raises(ConfigError, match="write it as host:port"):
         split_address(address)
 
@@ -48,7 +48,7 @@ def test_termination_is_distinguished_from_a_kill() -> None:
     assert [was_terminated(status) for status in (-15, 143, -9, 1)] == [True, True, False, False]
 
 
-def test_hidden_packages_cannot_be_imported_until_afterwards_unless_they_are_already() -> None:
+def test_hidden_packages_cannot_be_imported_unless_already_loaded() -> None:
     sys.modules.pop("colorsys", None)
     with hide_packages("colorsys"):
         with pytest.raises(ImportError):

@@ -24,7 +24,7 @@ def found(root: Path, reference: str = "task.py:Net") -> set[str]:
 @pytest.mark.parametrize(
     ("name", "counts"), [("task.py", True), ("my_helper.py", True), ("my_deeper.py", True), ("notes.py", False)]
 )
-def test_an_edit_of_any_of_them_is_another_code(tmp_path: Path, name: str, counts: bool) -> None:
+def test_digest_changes_with_any_imported_module(tmp_path: Path, name: str, counts: bool) -> None:
     files = {"task.py": TASK, "my_helper.py": "from my_deeper import x\n", "my_deeper.py": "x = 1\n", "notes.py": ""}
     write(tmp_path, files)
     before = code_digest(tmp_path, "task.py:Net")
@@ -57,7 +57,7 @@ def test_a_module_taken_from_a_package_counts_and_so_does_one_without_init(tmp_p
     assert found(tmp_path) == {"task.py", "my_pkg/net.py"}
 
 
-def test_modules_that_import_each_other_end(tmp_path: Path) -> None:
+def test_circular_imports_are_followed_once(tmp_path: Path) -> None:
     write(tmp_path, {"task.py": TASK, "my_helper.py": "import task\n"})
     assert found(tmp_path) == {"task.py", "my_helper.py"}
 
@@ -81,13 +81,13 @@ def test_task_and_codec_have_one_digest_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["json", "train", "yaml", "wave", "utils"])
-def test_a_local_module_counts_whatever_else_has_its_name(tmp_path: Path, name: str) -> None:
+def test_project_module_counts_even_with_the_name_of_another(tmp_path: Path, name: str) -> None:
     write(tmp_path, {"task.py": f"from {name} import a\nclass Net: ...\n", f"{name}.py": "a = 1\n"})
     assert found(tmp_path) == {"task.py", f"{name}.py"}
     assert third_party_imports(tmp_path, "task.py:Net") == {}
 
 
-def test_names_that_mean_other_modules_are_refused_all_at_once(tmp_path: Path) -> None:
+def test_all_ambiguous_module_names_are_refused_at_once(tmp_path: Path) -> None:
     files = {
         "task.py": "import torch.nn\nimport helper\nfrom pydantic import BaseModel, mine\nclass Net: ...\n",
         "helper.py": "from json import dumps\nimport yaml.nodes\nimport time\nfrom wave import anything\n",
@@ -135,7 +135,7 @@ def test_a_module_that_is_linked_into_the_project_counts_by_its_content(
     assert project_sources(tmp_path / "project", "task.py:Net")["my_linked.py"] != before["my_linked.py"]
 
 
-def test_a_module_inside_a_package_may_bear_any_name(tmp_path: Path) -> None:
+def test_module_inside_a_package_may_have_any_name(tmp_path: Path) -> None:
     files = {"task.py": "import my_pkg.net\nclass Net: ...\n", "my_pkg/net.py": "import json\n", "my_pkg/json.py": ""}
     write(tmp_path, files)
     assert found(tmp_path) == {"task.py", "my_pkg/net.py"}
@@ -179,13 +179,13 @@ def relative(paths: Iterable[Path]) -> set[str]:
     return {path.relative_to(SOURCE_ROOT).as_posix() for path in paths}
 
 
-def test_a_step_of_ours_depends_on_its_package_and_the_contracts_and_on_no_other_stage() -> None:
+def test_step_depends_on_its_package_and_contracts_but_no_other_stage() -> None:
     names = relative(package_files("train"))
     assert {"train/__main__.py", "train/batch_order.py", "pipeline/contract/config.py", "pipeline/__init__.py"} <= names
     assert not [name for name in names if name.startswith(("evaluate/", "export/", "serve/", "k8s/"))]
 
 
-def test_a_step_of_ours_may_be_a_single_module() -> None:
+def test_step_may_be_a_single_module() -> None:
     names = relative(package_files("pipeline.steps.prepare"))
     assert {"pipeline/steps/prepare.py", "pipeline/contract/data.py"} <= names
     assert "pipeline/run.py" not in names

@@ -45,7 +45,7 @@ def test_times_sizes_and_shares_have_the_unit_that_fits() -> None:
     assert ages == ["59 s", "1 min", "2 h", "1 d", "0 s"]
 
 
-def test_a_sentence_in_a_short_row_does_not_widen_its_column() -> None:
+def test_last_cell_of_a_short_row_does_not_widen_its_column() -> None:
     rows = [("pod", "state", "rate"), ("a", "ready", "100.5"), ("long name", "cannot pull its image")]
     assert align(rows, texts=2) == [
         "pod        state   rate",

@@ -1,4 +1,4 @@
-"""The processes of trackers: a client that is missing, unreachable or hangs does not disturb the run."""
+"""The processes of trackers: a missing client, or a server that hangs or is unreachable, does not affect the run."""
 
 from __future__ import annotations
 
@@ -39,9 +39,7 @@ def test_missing_client_is_named_with_its_install_command(
         check_trackers(override_config(config, ["track=[tensorboard, wandb]"]))
 
 
-def test_setting_is_in_no_key_and_nothing_is_started_for_a_run_that_trains_nothing(
-    config: Config, run: Run, project: Project
-) -> None:
+def test_trackers_are_in_no_key_and_start_only_for_training(config: Config, run: Run, project: Project) -> None:
     other = override_config(config, ["track=[mlflow, mlflow]"])
     assert other.external_trackers == ("mlflow",)
     assert all(config_parts(step, other) == config_parts(step, config) for step in STEP_KINDS)
@@ -68,7 +66,7 @@ def test_unreachable_tracker_is_reported(run: Run, project: Project, monkeypatch
     )
 
 
-def test_hanging_tracker_is_left_behind(
+def test_hanging_tracker_is_not_awaited(
     run: Run, project: Project, silent_server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", silent_server)

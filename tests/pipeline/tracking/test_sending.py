@@ -75,7 +75,7 @@ def recorder() -> Recorder:
 
 @pytest.fixture
 def run(new_run: NewRun) -> Run:
-    """A run that trains."""
+    """A run in training."""
     run = new_run()
     record(run, "prepare")
     record(run, "train", status="running")
@@ -101,7 +101,7 @@ def losses(recorder: Recorder, run_id: str = "run-1") -> list[int]:
 
 @pytest.fixture
 def send(run: Run, recorder: Recorder, project: Project) -> Callable[..., None]:
-    """Sends as one command would, whose training writes the lines meanwhile."""
+    """Return a function that follows a training, which writes these lines meanwhile."""
 
     def once(*batches: tuple[int, ...]) -> None:
         written = iter(batches)
@@ -138,7 +138,7 @@ def test_resumed_run_continues_the_run_of_the_tracker_also_with_accepted_changes
     assert recorder.endings[-1] == ("run-1", "finished")
 
 
-def test_training_that_begins_again_has_another_run(send: Callable[..., None], recorder: Recorder, run: Run) -> None:
+def test_training_from_the_start_gets_another_run(send: Callable[..., None], recorder: Recorder, run: Run) -> None:
     send((1, 2))
     record(run, "train", status="running", key="other")
     send((1, 2, 3))
@@ -165,7 +165,7 @@ def test_failing_tracker_is_reported_once_and_misses_nothing(
     assert recorder.tags["run-1"]["step.train"] == "running"
 
 
-def test_tracker_that_stays_away_does_not_raise(
+def test_unavailable_tracker_raises_no_error(
     run: Run, recorder: Recorder, project: Project, capsys: pytest.CaptureFixture[str]
 ) -> None:
     recorder.failures = {"open": 9}
@@ -186,9 +186,7 @@ def test_reused_training_is_not_logged_again(send: Callable[..., None], recorder
     assert recorder.results == {"best/loss": 0.5}
 
 
-def test_settings_that_decide_the_results_are_params_and_the_trial_of_a_search_is_tagged(
-    send: Callable[..., None], recorder: Recorder, run: Run
-) -> None:
+def test_settings_are_params_and_the_trial_is_a_tag(send: Callable[..., None], recorder: Recorder, run: Run) -> None:
     write_run(run, run.read().model_copy(update={"study": "abc", "trial": 0}))
     send()
     assert (recorder.tags["run-1"]["study"], recorder.tags["run-1"]["trial"]) == ("abc", "0")

@@ -13,7 +13,7 @@ from pipeline.training.launchers import PASSED_ON, check_launcher, launch_comman
 PYTHON = ("python", "-m", "train", "runs/one")
 
 
-def test_mpirun_starts_as_many_processes_on_each_machine_and_hands_the_environment_of_a_step_on() -> None:
+def test_mpirun_passes_the_environment_and_maps_processes_to_nodes() -> None:
     argv = launch_command(Train(launcher="mpirun"), 3, PYTHON)
     assert argv[:6] == ("mpirun", "-np", "3", "--oversubscribe", "--bind-to", "none")
     assert argv[-4:] == PYTHON
@@ -24,26 +24,26 @@ def test_mpirun_starts_as_many_processes_on_each_machine_and_hands_the_environme
     assert "--map-by ppr:4:node" in " ".join(argv)
 
 
-def test_srun_starts_as_many_tasks_on_each_machine_and_ends_them_together() -> None:
+def test_srun_starts_equal_tasks_per_node_and_ends_them_together() -> None:
     assert launch_command(Train(launcher="srun", nodes=2), 4, PYTHON) == (
         "srun", "--nodes=2", "--ntasks=8", "--ntasks-per-node=4", "--kill-on-bad-exit=1", *PYTHON,
     )  # fmt: skip
 
 
-def test_horovodrun_starts_its_processes_here_and_writes_its_own_timeline_with_ours() -> None:
+def test_horovodrun_runs_locally_and_may_write_its_timeline() -> None:
     argv = launch_command(Train(strategy="horovod"), 2, PYTHON)
     assert argv == ("python", "-m", "horovod.runner.launch", "--gloo", "-np", "2", *PYTHON)
     traced = launch_command(Train(strategy="horovod", trace=True), 2, PYTHON)
     assert "--timeline-filename runs/one/train.partial/horovod.json python" in " ".join(traced)
 
 
-def test_horovod_is_missed_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_horovod_is_reported_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pipeline.training.launchers.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"train\.strategy=horovod, but the library is not installed"):
         check_launcher(Train(strategy="horovod"))
 
 
-def test_root_is_let_through_to_open_mpi_and_no_one_else_is_meddled_with() -> None:
+def test_only_root_gets_the_permission_variables_of_open_mpi() -> None:
     train = Train(launcher="mpirun")
     assert set(launcher_environment(train, user=0).values()) == {"1"}
     assert launcher_environment(train, user=1000) == {}

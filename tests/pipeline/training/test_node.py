@@ -49,7 +49,7 @@ class Machine(NamedTuple):
     """A node without processes and stores: its launcher ends with the statuses that the test has chosen."""
 
     training: TrainingNode
-    launches: list[Rendezvous | None]  # where each launch met
+    launches: list[Rendezvous | None]  # the rendezvous of each launch
     stores: list[str]  # what happened to stores
 
     @property
@@ -145,7 +145,7 @@ def lose_device(run: Run) -> None:
 
 
 @pytest.mark.parametrize("joined", [False, True])
-def test_a_machine_without_its_device_takes_no_further_part(joined: bool, machine: MakeMachine) -> None:
+def test_machine_with_a_failed_gpu_stops_training(joined: bool, machine: MakeMachine) -> None:
     made = machine(AgentStatus.LOST_DEVICE, joined=joined, nodes=2 if joined else 1)
     lose_device(made.run)
     host = socket.gethostname()

@@ -21,7 +21,7 @@ MakeConfig = Callable[..., Config]
 
 @pytest.fixture
 def make_config() -> MakeConfig:
-    """A configuration whose `tune` section has these words."""
+    """Return a function that makes a configuration with these settings of `tune`."""
 
     def make(space: dict[str, Any] | None = None, **tune: Any) -> Config:
         train = {"epochs": 2, "processes": 1, "device": "cpu"}
@@ -44,7 +44,7 @@ def study(tmp_path: Path, make_config: MakeConfig) -> Study:
 
 
 def begun(project: Project, config: Config) -> str:
-    """Write a study down; return its name."""
+    """Write the record of a study; return its name."""
     parts = study_parts(config, project)
     name = study_name(parts)
     study_folder(project.runs, name).mkdir(parents=True)

@@ -65,7 +65,7 @@ def test_no_best_run_without_a_finished_trial(request_: SearchRequest) -> None:
 
 
 def test_best_trial_is_run_once(request_: SearchRequest, project: Project) -> None:
-    """As if the other machine, or an earlier command, had made its run."""
+    """A run that another machine or an earlier command made is reused."""
     study = recorded_study(request_)
     claim = study.claim()
     assert claim is not None

@@ -111,7 +111,7 @@ def measure_peak(trace: Path, run: Callable[[], object]) -> int:
 
 
 @pytest.mark.parametrize("trains", [True, False])
-def test_the_logits_of_all_tokens_never_exist(tmp_path: Path, trains: bool) -> None:
+def test_chunked_loss_never_allocates_all_logits(tmp_path: Path, trains: bool) -> None:
     logits = 4 * TOKENS * VOCABULARY
     usual, found = (peak_bytes(tmp_path / "trace.json", loss, trains=trains) for loss in (whole, chunked))
     print(f"{usual / logits:.2f} times the logits, in chunks {found / logits:.2f}")

@@ -18,7 +18,7 @@ def root(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_paths_begin_at_the_projects_root_and_nothing_set_is_nothing_requested(root: Path) -> None:
+def test_paths_are_relative_to_the_root_and_defaults_add_no_options(root: Path) -> None:
     access = Access.from_settings(Serve(api_keys="keys", tls_certificate="crt", tls_key=str(root / "key")), root)
     expected = ["--api-keys", root / "keys", "--tls-certificate", root / "crt", "--tls-key", root / "key"]
     assert access.options == list(map(str, expected))
@@ -36,19 +36,21 @@ def test_paths_begin_at_the_projects_root_and_nothing_set_is_nothing_requested(r
         ({"tls_certificate": "crt"}, "go together"),
     ],
 )
-def test_what_cannot_be_is_stated_before_anything_starts(root: Path, words: dict[str, str], sentence: str) -> None:
+def test_missing_files_and_incomplete_tls_are_refused(root: Path, words: dict[str, str], sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         Access.from_settings(Serve(**words), root)
 
 
-def test_our_own_commands_come_in_with_the_first_key(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_requests_send_the_first_key_or_that_of_the_environment(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     access = Access.from_settings(Serve(api_keys="keys"), root)
     assert access.headers() == {"x-api-key": "first-key-0123456789"}
     monkeypatch.setenv("PIPE_API_KEY", "another")
     assert access.headers() == {"x-api-key": "another"}
 
 
-def test_hashes_alone_open_no_security(root: Path) -> None:
+def test_hashed_keys_cannot_be_sent(root: Path) -> None:
     access = Access.from_settings(Serve(api_keys="keys"), root)
     hashed = access.hashed_keys()
     assert hashed.splitlines()[0] == f"sha256:{hashlib.sha256(b'first-key-0123456789').hexdigest()}"

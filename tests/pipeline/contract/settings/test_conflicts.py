@@ -38,12 +38,12 @@ def smallest_conflict(conflict: Conflict) -> dict[str, Any]:
 
 
 def fixed(train: dict[str, Any], sentence: str) -> dict[str, Any]:
-    """Return the section as the sentence advises."""
+    """Return the section with the change that the error advises."""
     advice = re.search(r"; use (\w+)=(\w+)", sentence)
     return {**train, advice[1]: yaml.safe_load(advice[2])} if advice else train
 
 
-def test_a_conflict_is_one_sentence_with_the_values_as_they_were_written() -> None:
+def test_conflict_error_shows_the_values_as_written() -> None:
     assert find_conflict(DEFAULTS) == ""
     sentence = find_conflict({**DEFAULTS, "tensor_parallel": 4, "pipeline_parallel": 8})
     assert sentence.startswith("tensor_parallel=4 does not go with pipeline_parallel=8")

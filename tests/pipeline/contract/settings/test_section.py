@@ -32,7 +32,7 @@ from pipeline.system.errors import ConfigError
         (section.Text, 8, "8"),
     ],
 )
-def test_what_kubernetes_takes_is_taken_as_text(form: Any, given: Any, taken: str) -> None:
+def test_valid_kubernetes_values_become_text(form: Any, given: Any, taken: str) -> None:
     assert TypeAdapter(form).validate_python(given) == taken
 
 
@@ -63,12 +63,12 @@ def test_what_kubernetes_takes_is_taken_as_text(form: Any, given: Any, taken: st
         (section.Variable, "A-B"),
     ],
 )
-def test_what_the_api_would_refuse_or_warn_of_is_refused(form: Any, given: str) -> None:
+def test_values_that_kubernetes_refuses_or_warns_about_are_refused(form: Any, given: str) -> None:
     with pytest.raises(ValidationError, match="write it as"):
         TypeAdapter(form).validate_python(given)
 
 
-def test_the_fix_is_reported_of_the_word_that_is_wrong() -> None:
+def test_error_names_the_invalid_setting_and_the_format() -> None:
     body = {"name": "m", "task": "t.py:T", "codec": "c.py:C", "cluster": {"memory": "512m"}}
     with pytest.raises(ConfigError, match=r"`cluster.memory`: write it as whole bytes, as in 512Mi.*found '512m'"):
         parse_config(body, "test")
@@ -79,11 +79,11 @@ def test_the_fix_is_reported_of_the_word_that_is_wrong() -> None:
 @pytest.mark.parametrize(
     ("text", "share"), [("10%", 0.1), ("0.1", 0.1), (" 2.5 % ", 0.025), ("100%", 1.0), ("1", 1.0), ("0", 0.0)]
 )
-def test_a_share_is_a_part_of_one(text: str, share: float) -> None:
+def test_share_is_a_percentage_or_a_fraction(text: str, share: float) -> None:
     assert parse_share(text) == pytest.approx(share)
 
 
 @pytest.mark.parametrize("text", ["", "10", "101%", "-1%", "1e-1", "nan", "a tenth", "٣%"])
-def test_what_is_no_share_is_refused(text: str) -> None:
+def test_invalid_share_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match=r"is not a fraction; write it as 10% or 0\.1"):
         parse_share(text)

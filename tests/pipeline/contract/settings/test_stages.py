@@ -13,7 +13,7 @@ def parsed(**export: Any) -> Export:
     return parse_config({"name": "a", "task": "a.py:A", "codec": "b.py:B", "export": export}, "pipe.yaml").export
 
 
-def test_fp32_is_always_made_and_first() -> None:
+def test_fp32_is_always_built_first() -> None:
     assert parsed(variants=["int8-static", "fp32"]).built_variants == ("fp32", "int8-static")
     assert parsed(variants=["fp16"]).built_variants == ("fp32", "fp16")
     assert parsed().built_variants == ("fp32",)
@@ -31,6 +31,6 @@ def test_fp32_is_always_made_and_first() -> None:
         ({"budget": {"megabytes": 0}}, "greater than 0"),
     ],
 )
-def test_words_that_state_nothing_are_refused(export: dict[str, Any], message: str) -> None:
+def test_invalid_export_settings_are_refused(export: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parsed(**export)
