@@ -18,8 +18,8 @@ import typer.main
 _EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
 # Files whose tests share little, so that each of them can run in any process.
 _SPREAD = ("tests/damages/", "tests/breaks/")
-# What is long begins first, so that no process is left alone with it at the end. `e2e/test_pipeline.py` makes the run
-# that all of e2e waits for.
+# Long tests begin first, so that no process runs one alone at the end. `e2e/test_pipeline.py` makes the run that all
+# of e2e waits for.
 _FIRST = ("tests/nodes/", "tests/e2e/test_pipeline.py", "tests/train/parallel/", "tests/e2e/", "tests/train/")
 # A shell starts a background job with Ctrl-C ignored, and nohup one that a closed terminal does not end; the commands
 # under test would inherit that.
@@ -29,8 +29,8 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # cores from the other tests.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 gc.disable()  # until everything is imported
-_others: dict[str, ModuleType] = {}  # modules that are no user's: there are thousands, and thousands of tests
-_newest = ""  # of all modules after the last test
+_others: dict[str, ModuleType] = {}  # modules outside of projects, cached because there are thousands
+_newest = ""  # the last imported module after the last test
 
 
 @pytest.fixture(autouse=True)
@@ -61,7 +61,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Give each process whole files, but for those of _SPREAD single tests."""
+    """Give each process whole files, or single tests for those of _SPREAD."""
     from xdist.scheduler import LoadScopeScheduling
 
     scheduler = LoadScopeScheduling(config, log)
@@ -70,7 +70,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 
 
 def pytest_collection_finish() -> None:
-    """Keep what libraries make anew each time, and what the collector would look at each time."""
+    """Cache what libraries recreate for each test, and exempt imported objects from garbage collection."""
     if client := sys.modules.get("httpx._transports.default"):  # each client reads all certificates
         client.create_ssl_context = functools.cache(client.create_ssl_context)  # type: ignore[attr-defined]
     if "export.conversion.to_onnx" in sys.modules:
@@ -80,7 +80,7 @@ def pytest_collection_finish() -> None:
 
 
 def keep_operators() -> None:
-    """Keep torch's table of ONNX operators, whose making takes half of the time of a small export."""
+    """Cache torch's table of ONNX operators, whose creation takes half of the time of a small export."""
     from torch.onnx._internal.exporter._registration import ONNXRegistry
 
     make = functools.cache(ONNXRegistry.from_torchlib)
@@ -93,5 +93,5 @@ def keep_operators() -> None:
     ONNXRegistry.from_torchlib = staticmethod(copied)  # type: ignore[method-assign,assignment]
 
 
-# A command line is made anew from all its functions each time that it is called.
+# Typer would build the command line from all its functions at every call.
 typer.main.get_command = functools.cache(typer.main.get_command)

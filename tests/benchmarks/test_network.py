@@ -1,4 +1,4 @@
-"""Hosts on a switch, as the kernel sees them."""
+"""Simulated hosts on a switch, made of network namespaces."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_slow_host_is_fast_again(pair: tuple[Host, ...]) -> None:
     assert "tbf" not in subprocess.run(shown, capture_output=True, text=True, check=True).stdout
 
 
-def test_a_killed_owner_leaves_namespaces_that_the_next_one_removes() -> None:
+def test_namespaces_left_by_a_killed_owner_are_removed() -> None:
     program = (
         "import os, signal\n"
         "from benchmarks.network import network\n"

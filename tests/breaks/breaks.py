@@ -1,4 +1,4 @@
-"""A break: one small change of the source that takes a promise away, and the test that must notice it."""
+"""A break: one small change of the source that breaks a promise, and the test that must fail."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Break:
-    """`before` stands exactly once in `file`; with `after` in its place, `test` fails."""
+    """`before` occurs exactly once in `file`; if it is replaced by `after`, `test` fails."""
 
     name: str  # what goes wrong for the user, in a few words
     file: str

@@ -1,11 +1,11 @@
-"""Breaks of train: steps, data, checkpoints, proofs, restarts, parallelism and pretrained weights."""
+"""Breaks of train: steps, data, checkpoints, the ledger, restarts, parallelism and pretrained weights."""
 
 from __future__ import annotations
 
 from tests.breaks.breaks import Break
 
 BREAKS: tuple[Break, ...] = (
-    # One optimizer step: what is added up, limited and applied.
+    # One optimizer step: accumulation, clipping and update.
     Break(
         "each micro-batch counts as a whole batch",
         "train/parallel/base.py",
@@ -151,7 +151,7 @@ BREAKS: tuple[Break, ...] = (
         "            self.objective.precision.overflows = saved.scaler['overflows']",
         "tests/train/checkpoint/test_store.py::test_loss_scale_is_restored",
     ),
-    # The proof that every sample was used once, with the contents that were checked.
+    # The ledger, which verifies that every sample was used once, with its contents.
     Break(
         "a repeated sample makes up for a lost one",
         "train/ledger.py",

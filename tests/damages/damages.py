@@ -1,4 +1,4 @@
-"""The damages: of which kind of model, where they strike, what they change, and the check that must stop them."""
+"""The damages: kind of model, damaged part, change, and the check that must stop each."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ REPEATED = "the verdict's first line warns of it, as equal samples can be indepe
 
 @dataclass(frozen=True)
 class Damage:
-    """`apply` changes the splits, the weights, the ONNX model or the files; of code it is what replaces methods."""
+    """`apply` changes the splits, the weights, the ONNX model or the files; for code it is the replacing methods."""
 
     kind: str
     name: str
@@ -737,7 +737,7 @@ def other_codec(folder: Path) -> None:
 
 
 def renewed(change: Callable[[Path], None]) -> Callable[[Path], None]:
-    """Let the manifest name the changed files."""
+    """Return a change of files that also updates the manifest."""
 
     def apply(run: Path) -> None:
         folder = run / BUNDLE

@@ -98,6 +98,6 @@ def test_every_kind_and_place_has_damages_and_controls() -> None:
     assert len([*controls(), *draws()]) >= 60
 
 
-def test_the_document_states_what_is_not_stopped() -> None:
+def test_document_lists_damages_that_are_not_stopped() -> None:
     damage = replace(DAMAGES[0], not_stopped="no check reads this")
     assert "no check reads this" in document([damage])

@@ -30,7 +30,7 @@ _RESTRICTED = (
 
 
 def why_not() -> str:
-    """Empty where containers can be built and run."""
+    """Return why containers cannot be built and run here; empty if they can."""
     if os.geteuid() != 0:
         return "building a base image needs root"
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
@@ -66,7 +66,7 @@ class Containers:
         return done.stdout.strip()
 
     def make_base(self) -> None:
-        """Debian with Python and pip, with this machine's package index and certificates."""
+        """Build a base image: Debian with Python, pip, and this machine's package index and certificates."""
         root = self.folder / "root"
         packages = "--include=python3,python3-pip,ca-certificates"
         self.call("debootstrap", "--variant=minbase", packages, _SUITE, str(root), _MIRROR, seconds=1100)
@@ -92,7 +92,7 @@ class Containers:
 
     @contextlib.contextmanager
     def running(self, *words: str) -> Iterator[subprocess.Popen[str]]:
-        """`podman run` with an image and its arguments; what is left at the end is killed."""
+        """Run an image with `podman run`; a container that is still running at the end is killed."""
         process = subprocess.Popen(
             ["podman", "run", "--rm", *_RESTRICTED, *words],
             env={**os.environ, **self.env},
@@ -120,7 +120,7 @@ class Containers:
 
 @contextlib.contextmanager
 def registry(folder: Path) -> Iterator[str]:
-    """Debian's, on a free port of this machine; its address."""
+    """Run Debian's registry on a free port; yield its address."""
     port = free_port()
     config = folder / "registry.yml"
     config.write_text(
@@ -145,7 +145,7 @@ def _answers(port: int) -> bool:
 
 
 def wheel_for_cpu(env: Mapping[str, str]) -> Path | None:
-    """A wheel of torch without CUDA, in a folder that pip searches; the one of the index installs gigabytes of CUDA."""
+    """Return the path of a wheel of torch without CUDA; the one of the index installs gigabytes of CUDA."""
     for place in env.get("PIP_FIND_LINKS", "").split():
         if found := sorted(Path(place).glob("torch-*+cpu-*.whl")):
             return found[-1]
@@ -153,7 +153,7 @@ def wheel_for_cpu(env: Mapping[str, str]) -> Path | None:
 
 
 def megabytes(folder: Path) -> float:
-    """What it takes on a disk: whole blocks, each file with several names once."""
+    """Return the disk usage in whole blocks, counting hard links once."""
     sizes = {}
     for parent, _, names in os.walk(folder):
         for name in names:

@@ -28,9 +28,9 @@ from tests.ports import free_port
 
 TINY = Path(__file__).resolve().parents[1] / "project"
 PIPE = (sys.executable, "-m", "pipeline")
-HELD_AFTER = 57  # steps, of which 25 and 50 end epochs: their checkpoints are there, and that of 60 is not
+HELD_AFTER = 57  # steps; epochs end, and checkpoints are written, at 25 and 50
 _TIMEOUT_SECONDS = 600  # only a hang takes this long
-_READERS = ("status", "verify", "plan", "compare", "report", "logs", "gate")  # these change nothing that outlives them
+_READERS = ("status", "verify", "plan", "compare", "report", "logs", "gate")  # run in this process
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pipeline.system.errors import BundleError
 from .project_folder import ProjectFolder
 
 
-def test_a_run_is_opened_and_its_metrics_are_those_of_the_evaluation(finished: ProjectFolder) -> None:
+def test_opened_run_has_the_metrics_of_its_evaluation(finished: ProjectFolder) -> None:
     run = open_run("latest", finished.folder)
     assert isinstance(run, Run)
     assert run.metrics["accuracy"] > 0.8
@@ -33,7 +33,7 @@ def test_a_bundle_predicts_what_its_service_predicts(finished: ProjectFolder) ->
 def test_a_changed_bundle_is_not_loaded(copied: ProjectFolder) -> None:
     card = copied.latest.bundle_path / "card.md"
     content = card.read_text()
-    card.unlink()  # hard links connect the runs
+    card.unlink()  # runs share files by hard links
     card.write_text(content + "!")
     with pytest.raises(BundleError, match="content changed since export"):
         Bundle.load(Path(card).parent)

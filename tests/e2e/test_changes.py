@@ -1,4 +1,4 @@
-"""What changed since an interrupted training began: nothing is trained again, or thrown away, without a decision."""
+"""Changes since an interrupted training began: checkpoints are neither used nor discarded without confirmation."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def interrupted(original: ProjectFolder, tmp_path: Path) -> ProjectFolder:
     return original.copy(tmp_path / "sides")
 
 
-def test_changes_since_an_interrupted_training_are_listed_and_then_accepted(interrupted: ProjectFolder) -> None:
+def test_resume_lists_changes_and_accepts_them_on_request(interrupted: ProjectFolder) -> None:
     run_id = interrupted.latest.id
     checkpoints = sorted(path.name for path in interrupted.checkpoints.iterdir())
     interrupted.replace("task.py", "functional.cross_entropy(", "2 * functional.cross_entropy(")
@@ -49,7 +49,7 @@ def test_changes_since_an_interrupted_training_are_listed_and_then_accepted(inte
 
 
 @pytest.mark.long
-def test_a_comment_and_another_champion_do_not_stop_a_resumed_training(interrupted: ProjectFolder) -> None:
+def test_resume_ignores_a_comment_and_another_champion(interrupted: ProjectFolder) -> None:
     with (interrupted.folder / "task.py").open("a") as file:
         file.write("# a comment\n")
     interrupted.pipe("registry", "promote", all_runs(interrupted.runs)[1].id)

@@ -8,12 +8,12 @@ import pytest
 
 from .project_folder import PIPE, ProjectFolder, environment, wait_for
 
-# A task whose loss depends on how many steps its process has made: what a resume cannot know.
+# A task whose loss depends on the number of steps of its process, which no checkpoint restores.
 STATEFUL = (
     'return functional.cross_entropy(outputs, batch["label"])',
     'return functional.cross_entropy(outputs, batch["label"]) * (1 + self.steps / 100)',
 )
-# An order of samples that is one step behind after a resume.
+# A batch order that is one step behind after a resume.
 BEHIND = (
     "class Sides:",
     """from train.batch_order import BatchOrder
@@ -33,7 +33,7 @@ def project(tmp_path: Path) -> ProjectFolder:
 
 
 @pytest.mark.long
-def test_every_kind_of_kill_is_survived_and_the_folder_is_not_kept(project: ProjectFolder) -> None:
+def test_training_survives_every_kind_of_kill(project: ProjectFolder) -> None:
     done = project.pipe("chaos", "--kills", "28", "--seed", "7", "-o", "json", seconds=1500)
     found = json.loads(done.stdout)
     assert found["held"], found["verdict"]
@@ -57,7 +57,7 @@ def test_task_with_hidden_state_is_detected_and_its_files_are_kept(project: Proj
 
 
 @pytest.mark.long
-def test_samples_that_a_broken_resume_loses_and_repeats_are_counted(project: ProjectFolder) -> None:
+def test_samples_lost_and_repeated_by_a_broken_resume_are_counted(project: ProjectFolder) -> None:
     project.replace("task.py", *BEHIND)
     done = project.pipe(
         "chaos", "train.processes=1", "--kills", "2", "--seed", "7", "-o", "json", expect=1, seconds=300
@@ -81,7 +81,7 @@ def test_killed_chaos_command_leaves_no_process(project: ProjectFolder) -> None:
     assert alive == []
 
 
-# A feed that gives each batch the rows after those that the order names.
+# A loader that gives each batch the rows after those of the batch order.
 NEXT_ROWS = (
     "class Sides:",
     """from train.data import BatchLoader
@@ -101,7 +101,7 @@ class Sides:""",
 
 
 @pytest.mark.long
-def test_a_wrong_feed_is_found_by_verify_and_chaos(project: ProjectFolder) -> None:
+def test_wrong_batches_are_detected_by_verify_and_chaos(project: ProjectFolder) -> None:
     project.replace("task.py", *NEXT_ROWS)
     wrong = "line 1: step 1 was given samples with other contents than those that prepare read"
     project.pipe("run", "train")

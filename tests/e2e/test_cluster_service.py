@@ -1,4 +1,4 @@
-"""Deploying, promoting, rolling back and looking, on the API server of the tests."""
+"""Deployment, promotion, rollback and status on the API server of the tests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ApiServer]:
 
 
 def answers(bundle: Bundle, path: str) -> Response:
-    """As the pods of a bundle answer its golden requests."""
+    """Answer the golden requests of a bundle as its pods do."""
     golden, header = bundle.golden(), {"x-bundle-digest": bundle.digest}
     if path.startswith("/v1/"):
         return 200, header, {"predictions": golden.predictions}
@@ -45,7 +45,7 @@ def answers(bundle: Bundle, path: str) -> Response:
 
 
 def serving(api: ApiServer, project: ProjectFolder, name: str = "sides") -> Bundle:
-    """What a Deployment's pods were started with."""
+    """Return the bundle of a Deployment's pods."""
     path = f"/apis/apps/v1/namespaces/default/deployments/{name}"
     digest = api.objects[path]["metadata"]["annotations"]["pipe-road/bundle"]
     bundles = (run.bundle() for run in all_runs(project.runs) if run.bundle_path.is_dir())

@@ -72,7 +72,9 @@ def packed(project: ProjectFolder, containers: Containers, address: str) -> dict
     done = project.pipe("package", *words, named, *options, env=containers.env, seconds=1200)
     record: dict[str, Any] = json.loads(done.stdout)
     containers.call("podman", "rmi", "--force", record["image"])
-    containers.call("buildah", "pull", "--tls-verify=false", record["reference"])  # what runs came from the registry
+    containers.call(
+        "buildah", "pull", "--tls-verify=false", record["reference"]
+    )  # so that the image comes from the registry
     return record
 
 
@@ -81,7 +83,7 @@ def run(project: ProjectFolder, packed: dict[str, Any]) -> Run:
     return Run(project.runs / packed["run"])
 
 
-def test_the_service_is_small_and_without_torch(containers: Containers, packed: dict[str, Any]) -> None:
+def test_serving_image_is_small_and_has_no_torch(containers: Containers, packed: dict[str, Any]) -> None:
     with containers.mounted(packed["reference"]) as root, containers.mounted(BASE) as base:
         size = megabytes(root) - megabytes(base)
         packages = next(root.glob("venv/lib/python3*/site-packages"))
@@ -92,7 +94,7 @@ def test_the_service_is_small_and_without_torch(containers: Containers, packed: 
     assert size <= LIMIT_MEGABYTES
 
 
-def test_an_image_that_cannot_start_is_not_built(containers: Containers, run: Run, tmp_path: Path) -> None:
+def test_build_of_an_image_with_a_changed_bundle_fails(containers: Containers, run: Run, tmp_path: Path) -> None:
     context = Path(shutil.copytree(run.output("package") / "context", tmp_path / "context"))
     (context / "bundle" / "golden.json").write_text("{}")
     argv = ["buildah", "build", "--tag", "broken", "--build-arg", f"BASE={BASE}", str(context)]
@@ -118,7 +120,7 @@ def test_image_serves_in_a_restricted_pod_and_drains_all_requests(
         assert clients.lost == []
 
 
-def test_it_runs_as_no_one_and_can_write_nowhere_but_in_tmp(containers: Containers, packed: dict[str, Any]) -> None:
+def test_service_runs_unprivileged_and_can_write_only_to_tmp(containers: Containers, packed: dict[str, Any]) -> None:
     program = "import os; print(os.getuid(), [p for p in ('/', '/app', '/bundle', '/venv', '/etc') if os.access(p, 2)])"
     assert containers.run("--entrypoint", "python", packed["reference"], "-c", program) == "10001 []"
 
@@ -152,7 +154,7 @@ def test_the_bill_of_materials_lists_what_is_installed(
     assert installed <= listed
 
 
-def test_a_modelcar_comes_back_by_digest_and_is_served(containers: Containers, packed: dict[str, Any]) -> None:
+def test_pulled_modelcar_is_served(containers: Containers, packed: dict[str, Any]) -> None:
     car = packed["modelcar"]
     assert car["uri"] == f"oci://{car['reference']}"
     containers.call("buildah", "pull", "--tls-verify=false", car["reference"])
@@ -178,7 +180,9 @@ def test_every_step_runs_in_the_training_image(containers: Containers, project: 
     fresh = project.folder / "runs" / "in-pods"
     fresh.mkdir(mode=0o777)
     fresh.chmod(0o777)
-    body = all_runs(project.runs)[-1].read().model_copy(update={"steps": {}})  # its records are of other outputs
+    body = (
+        all_runs(project.runs)[-1].read().model_copy(update={"steps": {}})
+    )  # their records do not match these outputs
     (fresh / "run.json").write_text(sealed_text(body, None))
     (fresh / "run.json").chmod(0o666)
     (fresh / "logs").mkdir()
@@ -220,7 +224,7 @@ class Clients:
                     send_request("127.0.0.1", self._port, "POST", "/v1/models/sides:predict", QUESTION)[0]
                 )
             except ConnectionRefusedError:
-                return  # it has ended
+                return  # the service has ended
             except OSError as error:
                 self.lost.append(error)
 

@@ -23,7 +23,7 @@ def newest(project: ProjectFolder) -> int:
 
 
 @pytest.mark.long
-def test_a_longer_training_ends_as_if_it_had_never_been_shorter(copied: ProjectFolder) -> None:
+def test_continued_training_equals_one_of_full_length(copied: ProjectFolder) -> None:
     copied.pipe(*TRAIN, "train.epochs=2")
     source, kept = copied.latest, checkpoints(copied)
     stderr = copied.pipe("run", "train", "--continue", source.id, "train.epochs=3").stderr
@@ -39,7 +39,7 @@ def test_a_longer_training_ends_as_if_it_had_never_been_shorter(copied: ProjectF
 
 
 @pytest.mark.long  # test_changes.py has changes that are accepted
-def test_the_rate_of_an_interrupted_training_is_lowered_and_that_run_resumes(copied: ProjectFolder) -> None:
+def test_continue_with_a_lower_rate_can_be_resumed(copied: ProjectFolder) -> None:
     known = copied.latest.id
     with copied.paused_training(57, *TRAIN, "--force", "train") as pipe:
         wait_for(lambda: copied.latest.id != known)
@@ -78,11 +78,13 @@ def test_the_rate_of_an_interrupted_training_is_lowered_and_that_run_resumes(cop
         (("--continue", "latest", "--resume", "latest"), "--continue: starts a new run, and --resume goes on with an"),
     ],
 )
-def test_what_no_checkpoint_allows_is_refused(words: tuple[str, ...], message: str, finished: ProjectFolder) -> None:
+def test_continue_with_incompatible_settings_is_refused(
+    words: tuple[str, ...], message: str, finished: ProjectFolder
+) -> None:
     assert re.search(message, finished.pipe("run", *words, expect=2).stderr)
 
 
-def test_a_resumed_run_that_must_compute_the_same_names_the_command(finished: ProjectFolder) -> None:
+def test_resume_with_another_setting_suggests_continue(finished: ProjectFolder) -> None:
     stderr = finished.pipe("run", "--resume", run := finished.latest.id, "train.epochs=20", expect=2).stderr
     assert (
         f"`pipe run --continue {run} train.epochs=20` starts a new one from its checkpoint, and `pipe run t" in stderr

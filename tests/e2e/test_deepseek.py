@@ -1,7 +1,7 @@
 """The DeepSeek section of docs/training.md, run as it is written, and distilled models of both kinds, barely trained.
 
 Every command of the document runs in its order. `typed` has the differences: paths and addresses that exist,
-a small part of the data, little training, and a gate that lets pass what has learned so little.
+a small part of the data, little training, and a lenient gate.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def projects(tmp_path: Path) -> Iterator[tuple[ProjectFolder, ProjectFolder]]:
 
 
 def small(folder: Path) -> None:
-    """A twelfth of the library's files, and few documents to evaluate on."""
+    """Use a twelfth of the library's files, and few documents for validation and test."""
     for file, old, new in (
         ("corpus.py", 'sorted(library.rglob("*.py"))', 'sorted(library.rglob("*.py"))[::12]'),
         ("pretrain/task.py", '{"validation": 96, "test": 192}', '{"validation": 4, "test": 8}'),
@@ -55,7 +55,7 @@ def small(folder: Path) -> None:
 
 
 def official(folder: Path, kind: str) -> Path:
-    """A tiny random checkpoint as such models are published: configuration, tokenizer, shards and their index."""
+    """Write a tiny random checkpoint in the official layout: configuration, tokenizer, shards and their index."""
     folder.mkdir()
     program = "import sys, pathlib as p, vocabulary; vocabulary.train_tokenizer(['x'], 280, p.Path(sys.argv[1]))"
     here = SOURCE_ROOT / "examples" / "deepseek"
@@ -69,7 +69,7 @@ def official(folder: Path, kind: str) -> Path:
 
 
 def document() -> list[list[str]]:
-    """The words of each command, `pipe` left out."""
+    """Return the words of each documented command without `pipe`."""
     training = (SOURCE_ROOT / "docs" / "training.md").read_text()
     section = training.partition("\n## DeepSeek\n")[2].partition("\n## ")[0]
     bodies = re.findall(r"^```sh\n(.*?)^```$", section, re.MULTILINE | re.DOTALL)
@@ -85,9 +85,7 @@ def typed(words: list[str], weights: Path, address: str, ports: dict[str, int]) 
     return [*text, *LITTLE, f"deploy.port={ports[words[1]]}"] if words[2] == "run" else text
 
 
-def test_the_commands_of_the_document_lead_to_answers(
-    projects: tuple[ProjectFolder, ProjectFolder], tmp_path: Path
-) -> None:
+def test_documented_commands_lead_to_predictions(projects: tuple[ProjectFolder, ProjectFolder], tmp_path: Path) -> None:
     weights, address = official(tmp_path / "weights", "qwen2"), f"127.0.0.1:{free_port()}"
     ports = {project.folder.name: project.port for project in projects}
     waiting: list[subprocess.Popen[str]] = []
@@ -109,7 +107,7 @@ def test_the_commands_of_the_document_lead_to_answers(
 
 
 def begun(words: list[str], folder: Path) -> subprocess.Popen[str]:
-    """Where another machine has to join, what comes after is typed when training waits for it."""
+    """Start a command; if another machine has to join, wait until training waits for it."""
     process = subprocess.Popen(
         [*PIPE, *words],
         cwd=folder,
@@ -148,7 +146,7 @@ def assert_answers(stdout: list[str]) -> None:
 
 
 def assert_lineage(pretrain: ProjectFolder, classify: ProjectFolder) -> None:
-    """The first run of each is from nothing; later ones came of official weights, and with a layer more."""
+    """Check the pretrained weights that each run recorded, and the multi-token layer of one."""
     multi_token, plain = all_runs(pretrain.runs)
     several, one, own = all_runs(classify.runs)
     recorded = [json.loads((run.output("prepare") / "pretrained.json").read_text()) for run in (own, one, several)]
@@ -170,7 +168,7 @@ def journal(run: Any) -> list[str]:
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])
-def test_a_distilled_model_is_loaded_adapted_trained_exported_and_served(
+def test_distilled_model_is_adapted_exported_and_served(
     kind: str, projects: tuple[ProjectFolder, ProjectFolder], tmp_path: Path
 ) -> None:
     weights, classify = official(tmp_path / kind, kind), projects[1]

@@ -45,13 +45,13 @@ def first(project: ProjectFolder) -> Run:
 
 @pytest.fixture
 def second(project: ProjectFolder) -> Run:
-    """The run with another seed, whatever was deployed since."""
+    """The run with the other seed."""
     return next(run for run in reversed(all_runs(project.runs)) if run.config.train.seed == 1)
 
 
 @pytest.fixture
 def live(project: ProjectFolder, first: Run) -> LiveService:
-    """The first run's bundle, served on the project's own port with the project's own options."""
+    """A live service of the first run's bundle, with the project's port and options."""
     current = read_live(project.runs)
     expected = (first.bundle().digest, STAMPS.get(project), project.port)
     if not (current and current.alive and (current.bundle, current.stamp, current.port) == expected):
@@ -100,7 +100,7 @@ class Client(threading.Thread):
 
 
 class Keeper(Client):
-    """Keeps its connection until the server closes it."""
+    """A client that keeps its connection until the server closes it."""
 
     def __init__(self, port: int) -> None:
         super().__init__(port)
@@ -119,7 +119,7 @@ class Keeper(Client):
         self._connection.close()
 
 
-def test_the_next_candidate_is_compared_with_the_champion_and_then_reused(
+def test_candidate_is_compared_with_the_champion_and_then_reused(
     project: ProjectFolder, live: LiveService, second: Run
 ) -> None:
     assert second.verdict()["baseline"] == {"kind": "champion", "bundle": live.bundle}
@@ -169,7 +169,7 @@ def test_new_process_takes_over_the_port_without_failed_requests(
 
 
 @pytest.mark.long
-def test_a_canary_gets_its_share_until_it_is_promoted_or_ended(
+def test_canary_gets_its_share_until_promoted_or_rolled_back(
     project: ProjectFolder, live: LiveService, first: Run, second: Run
 ) -> None:
     words = (
@@ -209,9 +209,7 @@ def test_stop_ends_the_service_and_status_states_it(project: ProjectFolder, live
 
 
 @pytest.mark.long
-def test_a_service_that_died_is_reported_and_started_again(
-    project: ProjectFolder, live: LiveService, first: Run
-) -> None:
+def test_dead_service_is_reported_and_restarted(project: ProjectFolder, live: LiveService, first: Run) -> None:
     service = psutil.Process(live.pid)
     service.kill()
     wait_for(lambda: not live.alive)
@@ -239,7 +237,7 @@ def test_the_services_log_can_be_read(project: ProjectFolder, live: LiveService)
     assert f"bundle={live.bundle[:12]}" in project.pipe("logs", "service", "--run", live.run).stdout
 
 
-def test_only_rendering_is_a_success(project: ProjectFolder, first: Run, tmp_path: Path) -> None:
+def test_render_succeeds_without_a_cluster(project: ProjectFolder, first: Run, tmp_path: Path) -> None:
     words = ("deploy", first.id, f"deploy.image={IMAGE}", "--render")
     project.pipe(*words, env=NO_CLUSTER)
     rendered = digest_tree(project.latest.output("deploy") / "manifests")
@@ -249,7 +247,7 @@ def test_only_rendering_is_a_success(project: ProjectFolder, first: Run, tmp_pat
 
 
 @pytest.mark.long
-def test_commands_know_the_api_keys_and_tls_of_the_service(
+def test_commands_use_the_api_keys_and_tls_of_the_service(
     project: ProjectFolder, live: LiveService, first: Run
 ) -> None:
     certificate = certificates.make(project.folder, "localhost")

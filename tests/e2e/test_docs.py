@@ -46,7 +46,7 @@ def commands_in(document: Path) -> Iterator[list[str]]:
         for language, body in blocks(document)
         if language == "sh"
         for line in body.replace("\\\n", " ").splitlines()
-        if line.startswith("pipe ")  # a shell has other commands, and lines that are no words by themselves
+        if line.startswith("pipe ")  # other commands of a shell, and lines that shlex cannot split alone
     ]
     for line in [*lines, *re.findall(r"`(pipe [^`]+)`", _BLOCK.sub("", text))]:
         words = shlex.split(line, comments=True)
@@ -56,14 +56,14 @@ def commands_in(document: Path) -> Iterator[list[str]]:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Iterator[ProjectFolder]:
-    """An empty folder to follow a document in."""
+    """An empty folder in which a document is followed."""
     project = ProjectFolder.with_free_port(tmp_path)
     yield project
     ProjectFolder(tmp_path / "flowers", project.port).stop()
 
 
 @pytest.mark.long
-def test_adding_a_model_works_as_it_is_written(project: ProjectFolder) -> None:
+def test_blocks_of_your_own_model_run_as_documented(project: ProjectFolder) -> None:
     """Run every block in order in one folder, changing only the port."""
     folder, printed = project.folder, ""
     for language, body in blocks(SOURCE_ROOT / "docs" / "your-own-model.md"):
@@ -73,7 +73,7 @@ def test_adding_a_model_works_as_it_is_written(project: ProjectFolder) -> None:
             if named[1] == "pipe.yaml":
                 (folder / named[1]).write_text(f"{body}\ndeploy: {{port: {project.port}}}\n")
             continue
-        if language == "python":  # a method on its own
+        if language == "python":  # a method without its class
             compile(body, "your-own-model.md", "exec")
             continue
         assert language == "sh"
@@ -98,8 +98,8 @@ def readme_commands() -> list[list[str]]:
     return [shlex.split(line, comments=True)[1:] for line in lines]
 
 
-def test_the_commands_of_the_readme_work_one_after_the_other(copied: ProjectFolder) -> None:
-    """On a finished run; the projects that commands write have their own tests."""
+def test_commands_of_the_readme_work_in_order(copied: ProjectFolder) -> None:
+    """Run them on a finished project; commands that write a project have their own tests."""
     commands = [words for words in readme_commands() if words[0] not in ("demo", "init", "-C")]
     copied.deploy(copied.latest)
     for words in commands:
@@ -110,7 +110,7 @@ def test_the_commands_of_the_readme_work_one_after_the_other(copied: ProjectFold
 
 
 @pytest.mark.long
-def test_both_versions_of_the_laptop_page_pass_their_gates(project: ProjectFolder) -> None:
+def test_laptop_section_of_kubernetes_passes_both_gates(project: ProjectFolder) -> None:
     """Run what needs no cluster; the first version is deployed as a process instead of in pods."""
     text = (SOURCE_ROOT / "docs" / "kubernetes.md").read_text().partition("## Images")[0]
     lines = [line for language, body in _BLOCK.findall(text) if language == "sh" for line in body.splitlines()]
@@ -176,7 +176,7 @@ def help_of(command: str, subcommand: str) -> tuple[int, str]:
     return done.exit_code, done.output
 
 
-def test_every_command_a_document_names_exists_with_its_options() -> None:
+def test_documented_commands_and_options_exist() -> None:
     wrong: list[str] = []
     helps: dict[tuple[str, str], tuple[int, str]] = {}
     for document in DOCUMENTS:
@@ -194,7 +194,7 @@ def test_every_command_a_document_names_exists_with_its_options() -> None:
     assert {"run", "predict", "stop", "init"} <= {command for command, _ in helps}
 
 
-def test_every_step_a_document_requests_exists() -> None:
+def test_documented_steps_exist() -> None:
     for document in DOCUMENTS:
         for command, *arguments in commands_in(document):
             options = ("--workflow", "--continue")
@@ -205,7 +205,7 @@ def test_every_step_a_document_requests_exists() -> None:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(SOURCE_ROOT).as_posix())
-def test_links_lead_to_a_file_and_a_heading(document: Path) -> None:
+def test_links_lead_to_existing_files_and_headings(document: Path) -> None:
     links = re.findall(r"\]\((?!https?://)([^)#]*)#?([^)]*)\)", document.read_text())
     targets = [(document.parent / file if file else document, anchor) for file, anchor in links]
     assert [str(file) for file, _ in targets if not file.exists()] == []
@@ -213,7 +213,7 @@ def test_links_lead_to_a_file_and_a_heading(document: Path) -> None:
 
 
 def slug(heading: str) -> str:
-    """The anchor a heading gets where Markdown is shown."""
+    """Return the anchor of a rendered Markdown heading."""
     return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
 
 
@@ -236,7 +236,7 @@ def test_sections_named_in_messages_exist() -> None:
         assert not section or slug(section.strip()) in anchors(SOURCE_ROOT / document), f"{document}, {section}"
 
 
-def test_every_example_of_configuration_is_one_that_pipe_takes() -> None:
+def test_every_documented_configuration_is_valid() -> None:
     whole = {"name": "x", "task": "task.py:T", "codec": "codec.py:C"}
     examples = [
         (document.name, body)
@@ -258,7 +258,7 @@ def test_modules_named_in_the_documents_exist() -> None:
         assert [name for name in sorted(named - users) if not any(file.endswith(f"/{name}") for file in files)] == []
 
 
-def test_quoted_restart_is_what_is_logged() -> None:
+def test_documented_restart_message_is_the_logged_one() -> None:
     hosts = ("node0", "node1", "node2")
     reason = describe_exit("rank 1 on node1", -9)
     events = [

@@ -28,7 +28,7 @@ def test_a_rejected_candidate_stops_the_pipeline(copied: ProjectFolder) -> None:
     assert not run.output("export").exists()
 
 
-@pytest.mark.long  # step by step in tests/pipeline/test_override.py, and in tests/export/test_step.py
+@pytest.mark.long  # tests/pipeline/test_override.py and tests/export/test_step.py test the steps
 def test_an_overridden_candidate_is_recorded(copied: ProjectFolder) -> None:
     run = rejected(copied)
     reason = "wanted for a demonstration"

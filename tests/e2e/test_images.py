@@ -25,13 +25,13 @@ def test_modelcar_is_made_from_an_existing_bundle_only(copied: ProjectFolder) ->
     copied.pipe("verify", run.id)
 
 
-def test_what_cannot_be_requested_together_is_refused(copied: ProjectFolder) -> None:
+def test_conflicting_options_of_package_are_refused(copied: ProjectFolder) -> None:
     assert "made from a bundle" in copied.pipe("package", "--train", "--modelcar", expect=2).stderr
     assert "takes only overrides" in copied.pipe("package", "train", expect=2).stderr
     assert "names no registry" in copied.pipe("package", "--push", "--train", expect=2).stderr
 
 
-def test_of_the_training_image_the_context_is_made_where_nothing_is_built(copied: ProjectFolder) -> None:
+def test_training_image_without_a_builder_writes_its_context(copied: ProjectFolder) -> None:
     record = json.loads(copied.pipe("package", "--train", "-o", "json").stdout)
     folder = copied.runs / "images" / f"train-{record['context'][:12]}"
     assert sorted(path.name for path in (folder / "context" / "project").iterdir()) == [

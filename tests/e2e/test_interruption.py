@@ -59,14 +59,14 @@ def test_killed_pipe_ends_its_processes_and_resume_skips_a_damaged_checkpoint(
 
 
 @pytest.mark.long
-def test_trainings_run_side_by_side_and_an_interrupted_one_can_be_continued(copied: ProjectFolder) -> None:
+def test_trainings_run_concurrently_and_one_can_be_resumed(copied: ProjectFolder) -> None:
     with copied.paused_training(HELD_AFTER, *TRAIN, "train.processes=1") as pipe:
         run = until_held(copied)
         for words in (("run", "--resume"), ("run", "--resume", run.id), ("gc",)):
             stderr = copied.pipe(*words, expect=2).stderr
             assert f"(pid {pipe.pid} on " in stderr
             assert len(stderr.splitlines()) == 1
-        copied.pipe("status")  # looking is allowed at any time
+        copied.pipe("status")  # reading is allowed at any time
         beside = json.loads(copied.pipe("run", "train", "train.epochs=2", "train.processes=1", "-o", "json").stdout)
         assert (beside["run"] != run.id, beside["steps"]["train"]) == (True, "done")
         assert run.read().steps["train"].status == "running"
@@ -81,14 +81,14 @@ def test_trainings_run_side_by_side_and_an_interrupted_one_can_be_continued(copi
 
 
 @pytest.mark.long
-def test_a_run_folder_that_is_removed_is_named(copied: ProjectFolder) -> None:
+def test_removed_run_folder_is_named(copied: ProjectFolder) -> None:
     with copied.paused_training(HELD_AFTER, *TRAIN, "train.processes=1") as pipe:
         run = until_held(copied)
         (run.path / "run.json").unlink()
         while run.path.exists():  # training writes to it
             shutil.rmtree(run.path, ignore_errors=True)
         for process in processes_of(run):
-            with contextlib.suppress(psutil.NoSuchProcess):  # it has noticed
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ended by itself
                 process.kill()
         _, stderr = pipe.communicate(timeout=300)
     assert pipe.returncode == 2, stderr
@@ -109,7 +109,7 @@ class Unequal(Sides):
 """
 
 
-@pytest.mark.long  # tests/train/elastic/test_agent.py has the same of the agent
+@pytest.mark.long  # tests/train/elastic/test_agent.py tests the agent's part
 def test_processes_that_call_different_collectives_are_not_restarted(copied: ProjectFolder) -> None:
     task = copied.folder / "task.py"
     task.write_text(task.read_text() + UNEQUAL)
@@ -121,7 +121,7 @@ def test_processes_that_call_different_collectives_are_not_restarted(copied: Pro
 
 
 @pytest.mark.long
-def test_an_interrupted_training_goes_on_from_the_very_step_it_came_to(copied: ProjectFolder, expected: bytes) -> None:
+def test_interrupted_training_resumes_from_its_last_step(copied: ProjectFolder, expected: bytes) -> None:
     with copied.paused_training(HELD_AFTER, *TRAIN) as pipe:
         run = until_held(copied)
         pipe.send_signal(signal.SIGTERM)
@@ -136,7 +136,7 @@ def test_an_interrupted_training_goes_on_from_the_very_step_it_came_to(copied: P
 
 
 def step_until_end(project: ProjectFolder, pipe: subprocess.Popen[str]) -> None:
-    """A step at a time, until the command ends."""
+    """Let training make one step at a time until the command ends."""
     aside = project.folder / "next"
     for steps in range(HELD_AFTER + 1, 120):
         if pipe.poll() is not None:
@@ -159,7 +159,7 @@ def ended_well(pipe: subprocess.Popen[str], run: Run, status: int = 130) -> None
     assert processes_of(run) == []
 
 
-def test_interrupting_a_command_that_only_looks_ends_it_as_quietly(finished: ProjectFolder) -> None:
+def test_interrupted_log_command_ends_without_a_traceback(finished: ProjectFolder) -> None:
     follow = psutil.Popen([*PIPE, "logs", "train", "-f"], cwd=finished.folder, stdout=-1, stderr=-1, text=True)
     try:
         assert follow.stdout.readline()

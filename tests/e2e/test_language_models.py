@@ -1,4 +1,4 @@
-"""`docs/language-models.md`: each recipe, typed as it is written, ends in a service that answers as stated."""
+"""Each recipe of `docs/language-models.md`, run as written, ends in a service with the documented answers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_the_document_has_its_recipes() -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_works_as_it_is_written(name: str, tmp_path: Path) -> None:
+def test_recipe_works_as_documented(name: str, tmp_path: Path) -> None:
     port, printed = free_port(), ""
     commands = [shlex.split(line) for line in RECIPES[name].replace("\\\n", " ").splitlines()]
     try:

@@ -88,7 +88,7 @@ export: {{variants: [int8-dynamic], variant_margin: 0.2}}
         ("Ranking", ["ndcg", "mrr", "auc"], "{ndcg: 0.6, mrr: 0.6, auc: 0.6}", "distance: 0.000001"),
     ],
 )
-def test_every_metric_decides(tmp_path: Path, task: str, metrics: list[str], limits: str, unreachable: str) -> None:
+def test_every_metric_can_decide(tmp_path: Path, task: str, metrics: list[str], limits: str, unreachable: str) -> None:
     for name, text in (
         ("task.py", TASK),
         ("codec.py", CODEC),

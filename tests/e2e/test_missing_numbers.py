@@ -86,7 +86,7 @@ ANSWERS = [{"half": None, "missing": [True, False]}, {"half": 0.25, "missing": [
 
 
 @pytest.mark.long
-def test_missing_numbers_reach_the_model_by_every_way(tmp_path: Path) -> None:
+def test_missing_numbers_reach_the_model_over_every_protocol(tmp_path: Path) -> None:
     for name, text in (("task.py", TASK), ("codec.py", CODEC), ("pipe.yaml", SETTINGS)):
         (tmp_path / name).write_text(text)
     project = ProjectFolder.with_free_port(tmp_path)

@@ -61,7 +61,7 @@ def test_training_resumes_after_a_full_disk(
 
 
 @pytest.mark.long
-def test_the_plan_names_export_settings_that_the_task_cannot_have(fresh: ProjectFolder) -> None:
+def test_plan_refuses_export_settings_that_the_task_cannot_have(fresh: ProjectFolder) -> None:
     planned = fresh.pipe("plan", "export.variants=[int4]", expect=2)
     assert "never run" in planned.stdout
     assert planned.stderr == ("error: export.variants: int4 is not for this model; use int8-dynamic or int8-static\n")

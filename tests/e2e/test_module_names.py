@@ -1,4 +1,4 @@
-"""A project whose files have the names of installed modules, through the whole pipeline, with a model as BERT's."""
+"""A project whose files have the names of installed modules, through the whole pipeline, with a BERT-like model."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def project(api: ApiServer, tmp_path: Path) -> ProjectFolder:
 
 
 def play(pod: MockPod, folder: Path, prefix: tuple[str, ...] = ()) -> int:
-    """As a node would: the command, its environment, the volume where it is mounted; SIGTERM when it must go."""
+    """Run the pod's command as a node does, with its environment and volume; send SIGTERM when the pod is deleted."""
     container = pod.spec["containers"][0]
     words = [*container["command"], *container.get("args", [])]
     argv = [sys.executable if word == "python" else word.replace("/project/", f"{folder}/") for word in words]
@@ -74,7 +74,7 @@ def _end_with_pod(pod: MockPod, process: subprocess.Popen[str], ended: threading
             return
 
 
-def test_a_step_on_the_cluster_is_a_step_like_any_other(api: ApiServer, project: ProjectFolder) -> None:
+def test_step_on_the_cluster_is_recorded_like_a_local_one(api: ApiServer, project: ProjectFolder) -> None:
     done = project.pipe("run", "--until", "prepare", *WORDS)
     assert f"on context small, server {api.url}, namespace default" in done.stderr
     run = project.latest
@@ -87,7 +87,7 @@ def test_a_step_on_the_cluster_is_a_step_like_any_other(api: ApiServer, project:
     assert project.plan(*WORDS[2:])["prepare"][0] == "reuse", "where it ran is no part of what it computed"
 
 
-def test_without_an_image_or_a_cluster_nothing_is_begun(
+def test_without_an_image_or_a_cluster_no_run_is_created(
     project: ProjectFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     refused = project.pipe("run", "--until", "prepare", "--executor", "kubernetes", expect=2)
@@ -97,7 +97,7 @@ def test_without_an_image_or_a_cluster_nothing_is_begun(
 
 
 @pytest.mark.long
-def test_a_killed_pipe_finds_its_training_again_which_went_on(api: ApiServer, project: ProjectFolder) -> None:
+def test_resume_after_a_killed_pipe_follows_the_running_job(api: ApiServer, project: ProjectFolder) -> None:
     with project.paused_training(20, "run", "--until", "export", *WORDS) as process:
         wait_for(lambda: any("-train-" in pod for pod in list(api.nodes.pods)))
         wait_for(lambda: (project.latest.path / "logs" / "train").exists())
@@ -114,9 +114,7 @@ def test_a_killed_pipe_finds_its_training_again_which_went_on(api: ApiServer, pr
 
 
 @pytest.mark.long
-def test_an_interrupted_training_is_cancelled_and_goes_on_from_its_checkpoint(
-    api: ApiServer, project: ProjectFolder
-) -> None:
+def test_interrupted_training_is_cancelled_and_resumes(api: ApiServer, project: ProjectFolder) -> None:
     with project.paused_training(30, "run", "--until", "train", *WORDS) as process:
         wait_for(lambda: all_runs(project.runs) and project.latest.partial("train").exists())
         wait_for(lambda: list(project.checkpoints.glob("*")))
@@ -140,7 +138,7 @@ def as_user(uid: int, gid: int) -> tuple[str, ...]:
 
 @pytest.fixture
 def shared(api: ApiServer, tmp_path: Path) -> Iterator[ProjectFolder]:
-    """A project where all users may enter; its pods run as the user that their manifest names."""
+    """A project in a folder that all users may enter; its pods run as the user in their manifest."""
 
     def program(pod: MockPod) -> int:
         security = pod.spec["securityContext"]
@@ -171,9 +169,11 @@ def test_pods_write_as_the_owner_of_the_runs_but_never_as_root(shared: ProjectFo
 
 @needs_root
 @pytest.mark.long
-def test_a_folder_that_pods_cannot_write_is_named_with_its_owner(api: ApiServer, shared: ProjectFolder) -> None:
+def test_folder_not_writable_for_pods_is_named_with_its_owner(api: ApiServer, shared: ProjectFolder) -> None:
     give(shared.folder, CALLER)
-    api.nodes.program = lambda pod: play(pod, shared.folder, as_user(4321, 4321))  # a volume with other users
+    api.nodes.program = lambda pod: play(
+        pod, shared.folder, as_user(4321, 4321)
+    )  # another user than the owner of the volume
     done = shared.pipe("run", "--until", "prepare", *WORDS, prefix=as_user(CALLER, CALLER), expect=2)
     assert "this process is user 4321, and the folder belongs to user 1234" in done.stderr
     assert "Traceback" not in shared.latest.log("prepare").read_text()
@@ -182,7 +182,7 @@ def test_a_folder_that_pods_cannot_write_is_named_with_its_owner(api: ApiServer,
 @needs_root
 @pytest.mark.long
 @pytest.mark.parametrize("caller", [CALLER, 0])
-def test_all_steps_of_all_users_end_with_files_that_others_can_read(shared: ProjectFolder, caller: int) -> None:
+def test_all_steps_write_files_that_other_users_can_read(shared: ProjectFolder, caller: int) -> None:
     give(shared.folder, caller)
     prefix = as_user(caller, caller) if caller else ()
     shared.pipe("run", "--until", "export", *WORDS, prefix=prefix)

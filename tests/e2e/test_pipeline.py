@@ -19,13 +19,13 @@ def first(finished: ProjectFolder) -> Run:
     return all_runs(finished.runs)[-1]
 
 
-def test_every_step_is_done_and_nothing_half_written_is_left(first: Run) -> None:
+def test_every_step_is_done_and_leaves_no_partial_output(first: Run) -> None:
     assert {name: record.status for name, record in first.read().steps.items()} == dict.fromkeys(STEPS, "done")
     assert list(first.path.glob("*.partial")) == []
     assert (first.path / "report.html").is_file()
 
 
-def test_the_chain_of_digests_holds(finished: ProjectFolder, first: Run) -> None:
+def test_verify_confirms_the_chain_of_digests(finished: ProjectFolder, first: Run) -> None:
     checked = finished.pipe("verify", first.id).stdout
     assert "the verdict is about this checkpoint" in checked
     assert "the bundle descends from this data, this checkpoint and this verdict" in checked
@@ -43,7 +43,7 @@ def test_predict_requests_the_live_service(finished: ProjectFolder, tmp_path: Pa
 
 
 def processor_seconds() -> float:
-    """Of all commands so far and what they waited for."""
+    """Return the CPU time of all commands so far and their children."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -56,20 +56,20 @@ def test_an_unchanged_rerun_reuses_all_but_deploy_and_states_why(copied: Project
     assert steps["train"].digest == first.read().steps["train"].digest
 
 
-@pytest.mark.long  # alone on the machine: beside other tests even its processor time grows by half
+@pytest.mark.long  # while other tests run, even its CPU time grows by half
 def test_an_unchanged_rerun_takes_under_a_second(copied: ProjectFolder) -> None:
     own: list[float] = []
     while len(own) < 4 and min(own, default=1.0) >= 1.0:
         started, cpu = time.monotonic(), processor_seconds()
         copied.pipe("run", "all")
         wall = time.monotonic() - started - copied.latest.read().steps["deploy"].seconds
-        own.append(min(wall, processor_seconds() - cpu))  # its own time, not what else the machine does
+        own.append(min(wall, processor_seconds() - cpu))  # excludes other processes of the machine
     assert min(own) < 1.0
 
 
 @pytest.mark.long
 def test_service_does_not_keep_the_output_of_its_command_open(copied: ProjectFolder) -> None:
-    """The service must not have inherited the writing end; nor does it mind that its starter is gone."""
+    """The service must not inherit the pipe, and survives the end of its starter."""
     copied.deploy(copied.latest)
     command = " ".join([*PIPE, "run", "all", "2>&1", "|", "cat"])
     done = subprocess.run(
@@ -79,7 +79,7 @@ def test_service_does_not_keep_the_output_of_its_command_open(copied: ProjectFol
     assert copied.request("/v2/health/ready")[0] == 200
 
 
-def test_a_module_the_task_imports_reruns_what_depends_on_it(copied: ProjectFolder) -> None:
+def test_change_of_an_imported_module_reruns_dependent_steps(copied: ProjectFolder) -> None:
     copied.replace("points.py", '"train": 240', '"train": 216')
     plan = copied.plan()
     assert plan["train"][0] == plan["prepare"][0] == "run"
@@ -95,7 +95,7 @@ def test_a_module_the_task_imports_reruns_what_depends_on_it(copied: ProjectFold
 
 
 @pytest.mark.long
-def test_changed_output_is_made_again_with_the_same_bytes(copied: ProjectFolder) -> None:
+def test_damaged_output_is_recreated_with_the_same_bytes(copied: ProjectFolder) -> None:
     before = copied.latest
     path = before.output("prepare") / "data.json"
     good = path.read_bytes()
@@ -107,7 +107,7 @@ def test_changed_output_is_made_again_with_the_same_bytes(copied: ProjectFolder)
 
 
 @pytest.mark.long
-def test_a_run_done_again_from_nothing_comes_to_the_same_bits(copied: ProjectFolder) -> None:
+def test_repro_of_a_run_gives_the_same_bits(copied: ProjectFolder) -> None:
     found = json.loads(copied.pipe("repro", "-o", "json").stdout)
     assert {row["file"]: row["equal"] for row in found["files"]} == {
         "train/model.safetensors": True,

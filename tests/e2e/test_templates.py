@@ -15,11 +15,11 @@ from .project_folder import PIPE, ProjectFolder, environment
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if name not in ("sft", "lora", "dpo")])
-def test_template_is_served_and_an_honest_retrain_passes_but_a_worse_model_does_not(name: str, tmp_path: Path) -> None:
+def test_template_is_served_and_only_an_equal_model_passes_the_gate(name: str, tmp_path: Path) -> None:
     command = [*PIPE, "init", "project", "--template", name]
     subprocess.run(command, cwd=tmp_path, env=environment({}), check=True, capture_output=True)
     project = ProjectFolder.with_free_port(tmp_path / "project")
-    with project.served():  # which makes it the champion
+    with project.served():  # becomes the champion
         assert len(json.loads(project.pipe("predict").stdout)["predictions"]) > 0
         project.pipe("run", "--until", "evaluate", "train.seed=1")
         verdict = json.loads((project.latest.output("evaluate") / "verdict.json").read_text())

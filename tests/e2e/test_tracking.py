@@ -133,13 +133,13 @@ def test_mlflow_has_one_run_with_everything(tracked: ProjectFolder, tmp_path: Pa
     assert "report.html" in {file.path for file in client.list_artifacts(run.info.run_id)}
 
 
-def test_file_store_gets_all_of_a_run_that_it_does_not_have(
+def test_unknown_run_is_sent_to_a_file_store_completely(
     tracked: ProjectFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from mlflow import MlflowClient
 
     project = tracked.copy(tmp_path / "sides")
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow is about to give it up
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # deprecated by MLflow
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "mlruns").as_uri())
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "mine")
     command = (sys.executable, "-m", "pipeline.tracking", "mlflow", str(project.latest.path))

@@ -43,7 +43,7 @@ def trial_run(project: ProjectFolder, number: int) -> Run | None:
 
 
 def until_held(project: ProjectFolder, number: int) -> Run:
-    """The run of a trial, when its training waits behind a checkpoint."""
+    """Wait until the training of a trial is paused after a checkpoint; return its run."""
     run: Run = wait_for(lambda: trial_run(project, number))
     wait_for((run.partial("train") / "checkpoints" / "step-00000010" / "manifest.json").exists)
     return run

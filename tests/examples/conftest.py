@@ -1,4 +1,4 @@
-"""The example's own modules, on a handful of documents and at sizes that take milliseconds."""
+"""Modules of the DeepSeek example, with few documents and sizes that take milliseconds."""
 
 from __future__ import annotations
 

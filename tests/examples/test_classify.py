@@ -36,7 +36,7 @@ LATENT = {
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """As pretraining left it: the configuration and the tokenizer."""
+    """A folder as written by pretraining, with the configuration and the tokenizer."""
     load_class("task.py:Classify", CLASSIFY)
     folder = tmp_path / "official"
     folder.mkdir()
@@ -74,7 +74,7 @@ def begun(task: Any, folder: Path) -> nn.Module:
     return module
 
 
-def test_snippets_know_their_package_and_no_text_stands_in_two_splits(task: Any) -> None:
+def test_snippets_are_labelled_by_package_and_in_one_split_only(task: Any) -> None:
     splits = task._snippets
     texts = [text for split in splits.values() for text, _ in split]
     assert all(splits.values())
@@ -85,7 +85,7 @@ def test_snippets_know_their_package_and_no_text_stands_in_two_splits(task: Any)
     )
 
 
-def test_examples_are_texts_that_the_service_takes(task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_fit_the_limits_of_the_service(task: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     shortest = min((text for text, _ in task._snippets["test"]), key=lambda text: len(task._codec.tokens(text)))
     room = len(task._codec.tokens(shortest))
     monkeypatch.setitem(type(task).example.__globals__, "LONGEST", room)
@@ -93,7 +93,7 @@ def test_examples_are_texts_that_the_service_takes(task: Any, monkeypatch: pytes
     assert all(len(task._codec.tokens(text)) <= room for text in task.example())
 
 
-def test_it_is_a_classifier_with_a_baseline_that_reads_the_text(task: Any) -> None:
+def test_task_is_a_classifier_with_a_text_baseline(task: Any) -> None:
     assert {isinstance(task, part) for part in (Classifier, HasBaseline, HasExample)} == {True}
     samples = Samples("test", task.data("test"))
     batch = samples.batch(range(len(samples)))
@@ -102,10 +102,10 @@ def test_it_is_a_classifier_with_a_baseline_that_reads_the_text(task: Any) -> No
     assert set(task.example()) <= {text for text, _ in task._snippets["test"]}
 
 
-def test_the_baseline_is_the_one_that_validation_likes_best(
+def test_baseline_with_the_best_validation_is_chosen(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Only characters are informative here, not words."""
+    """Here only characters, and not words, predict the label."""
     load_class("task.py:Classify", CLASSIFY)
     tfidf = importlib.import_module("tfidf")
     train = [(f"{'left' if i % 2 else 'right'}{i}", i % 2) for i in range(40)]
@@ -123,7 +123,7 @@ def test_the_baseline_is_the_one_that_validation_likes_best(
         ("Frozen", lambda name: name.startswith(HEAD)),
     ],
 )
-def test_one_step_moves_what_is_meant_to_learn_and_nothing_else(
+def test_one_step_changes_only_trainable_parameters(
     name: str, learning: Callable[[str], bool], folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task = built(name, folder, monkeypatch)
@@ -131,7 +131,7 @@ def test_one_step_moves_what_is_meant_to_learn_and_nothing_else(
     batch = Samples("train", task.data("train")).batch(range(6))
     before = {name: value.detach().clone() for name, value in model.named_parameters()}
     trained = {name: value for name, value in model.named_parameters() if value.requires_grad}
-    bag = [value for name, value in trained.items() if name.startswith("bag.")]  # learns so fast that nothing is left
+    bag = [value for name, value in trained.items() if name.startswith("bag.")]  # has large gradients
     rest = [value for name, value in trained.items() if not name.startswith("bag.")]
     groups: list[dict[str, Any]] = [{"params": bag, "lr": 1e-4}, {"params": rest}]
     optimizer = torch.optim.SGD(groups, lr=1.0)
@@ -146,7 +146,7 @@ def test_one_step_moves_what_is_meant_to_learn_and_nothing_else(
 
 @pytest.mark.parametrize("kind", ["qwen2", "llama"])
 @torch.no_grad()
-def test_distilled_models_take_the_same_head(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_distilled_models_work_with_the_same_head(kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_config(folder, kind, num_key_value_heads=1)
     task = built("Classify", folder, monkeypatch)
     model = begun(task, folder).eval()
@@ -157,7 +157,7 @@ def test_distilled_models_take_the_same_head(kind: str, folder: Path, monkeypatc
     torch.testing.assert_close(together[0], alone[0])  # type: ignore[index]
 
 
-def test_without_pretrained_files_it_states_where_to_find_some(tmp_path: Path) -> None:
+def test_error_without_pretrained_files_states_where_to_find_some(tmp_path: Path) -> None:
     task = load_class("task.py:Classify", CLASSIFY)()
     with pytest.raises(ConfigError, match=r"set model.pretrained to their folder"):
         task.model()
@@ -172,7 +172,7 @@ def codec(task: Any, folder: Path) -> Any:
     return load_class("codec.py:SnippetCodec", CLASSIFY)(folder)
 
 
-def test_its_codec_is_compared_with_the_data(task: Any, codec: Any, folder: Path) -> None:
+def test_codec_is_compared_with_the_data(task: Any, codec: Any, folder: Path) -> None:
     names = task.classes
 
     def rotated(prediction: Any) -> Any:
@@ -201,6 +201,6 @@ def test_probabilities_come_with_the_names_of_the_packages(codec: Any, task: Any
         ("value = 1\n" * 100, r"instances\[1\]: \d+ tokens, but the model takes at most 192"),
     ],
 )
-def test_a_text_that_cannot_be_read_is_refused_by_its_place(codec: Any, text: Any, sentence: str) -> None:
+def test_invalid_text_is_refused_with_its_index(codec: Any, text: Any, sentence: str) -> None:
     with pytest.raises(InvalidPayload, match=sentence):
         codec.decode(["import os", text])

@@ -38,7 +38,7 @@ def changed(key: str, change: Damage) -> Damage:
 
 
 def other(*names: str) -> Damage:
-    """Take each name for the one after it."""
+    """Return a damage that replaces each name by the one after it."""
     return lambda name: names[(names.index(name) + 1) % len(names)]
 
 
@@ -104,7 +104,7 @@ def assert_codec_is_compared(
         assert rule.detail.startswith("codec: decode()" if damage is None else "codec: encode() answers")
 
 
-def test_every_example_has_a_damage() -> None:
+def test_every_example_has_a_damaged_codec() -> None:
     assert sorted(DAMAGES) == sorted(["digits", "starter", *TEMPLATES])
 
 

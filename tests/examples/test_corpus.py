@@ -33,7 +33,7 @@ def corpus(pretrain_module: Module) -> Any:
 
 @pytest.fixture
 def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A standard library of forty files, and some that are none of its."""
+    """A standard library of forty files, and some files that do not belong to it."""
     for name in [f"module_{i}.py" for i in range(40)] + ["test/no.py", "site-packages/no.py", "config-3/no.py"]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(f"{SOURCE}\n\ndef own_{Path(name).stem}(): ...\n")
@@ -41,26 +41,26 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_a_text_is_cut_where_definitions_begin_and_nothing_is_lost(corpus: Any) -> None:
+def test_source_is_split_at_definitions_without_loss(corpus: Any) -> None:
     pieces = list(corpus.definitions(SOURCE))
     assert "".join(pieces) == SOURCE
     assert [piece.splitlines()[0] for piece in pieces] == ['"""What it is."""', "@decorated", "class Second:"]
 
 
-def test_no_document_stands_in_two_splits_or_twice(corpus: Any, library: Path) -> None:
+def test_every_document_is_in_one_split_once(corpus: Any, library: Path) -> None:
     splits = [corpus.documents(split) for split in corpus.SPLITS]
     assert all(splits)
     together = [text for split in splits for text in split]
     assert len(together) == len(set(together)) == 3 + 40, "what all files share is used once, in training"
 
 
-def test_a_file_belongs_to_one_split_and_other_peoples_code_to_none(corpus: Any, library: Path) -> None:
+def test_file_is_in_one_split_and_third_party_code_in_none(corpus: Any, library: Path) -> None:
     assert not [name for name in corpus.files() if "no" in name]
     own = {split: {text for text in corpus.documents(split) if "own_" in text} for split in corpus.SPLITS}
     for name in corpus.files():
         assert [split for split, texts in own.items() if f"def own_{name}(): ..." in texts] == [corpus.split_of(name)]
 
 
-def test_a_split_that_there_is_not_is_refused(corpus: Any, library: Path) -> None:
+def test_unknown_split_is_refused(corpus: Any, library: Path) -> None:
     with pytest.raises(ValueError, match="no split 'dev'; there are train, validation, test"):
         corpus.documents("dev")

@@ -1,4 +1,4 @@
-"""Multi-token prediction: a layer more that learns, and of which nothing is served."""
+"""Multi-token prediction: an additional layer that is trained but not served."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def multi_token_logits(task: Any, model: Any, batch: dict[str, torch.Tensor]) ->
     return rest
 
 
-def test_its_own_loss_falls_with_that_of_the_next_token(task: Any, model: Any) -> None:
+def test_multi_token_loss_decreases_in_training(task: Any, model: Any) -> None:
     batch, losses = batch_of(task), []
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02)
     for _ in range(10):
@@ -58,7 +58,7 @@ def test_its_own_loss_falls_with_that_of_the_next_token(task: Any, model: Any) -
     assert all(p.grad is not None for name, p in model.named_parameters() if "layers.2.eh_proj" in name)
 
 
-def test_the_loss_is_that_of_the_next_token_and_a_share_of_the_further_one(task: Any, model: Any) -> None:
+def test_loss_is_next_token_plus_weighted_multi_token_loss(task: Any, model: Any) -> None:
     batch = batch_of(task)
     outputs: Any = forward(model, task, batch)
     one: Any = load_class("task.py:Pretrain", DEEPSEEK / "pretrain")()
@@ -68,7 +68,7 @@ def test_the_loss_is_that_of_the_next_token_and_a_share_of_the_further_one(task:
 
 
 @torch.no_grad()
-def test_a_place_knows_the_token_after_it_and_not_the_one_it_is_to_state(task: Any, model: Any) -> None:
+def test_multi_token_layer_sees_the_next_token_but_not_its_target(task: Any, model: Any) -> None:
     batch = batch_of(task, "test")
     place = 40
     expected = multi_token_logits(task, model.eval(), batch)[:, place]
@@ -80,14 +80,14 @@ def test_a_place_knows_the_token_after_it_and_not_the_one_it_is_to_state(task: A
 
 
 @torch.no_grad()
-def test_its_answers_are_those_of_the_plain_model(task: Any, model: Any) -> None:
+def test_served_logits_equal_those_of_the_plain_model(task: Any, model: Any) -> None:
     batch = batch_of(task, "test")
     both: Any = forward(model.eval(), task, batch)
     assert both.shape[1] == 2 * batch["input_ids"].shape[1] - 1
     plain = task.language_model(model)
     ids, seen = batch["input_ids"][:1, batch["attention_mask"][0] == 1], batch["attention_mask"][0] == 1
     alone: Any = forward(model, task, batch)
-    assert torch.equal(alone, both[:, : len(seen)]), "once it next_token_only, as export compares it"
+    assert torch.equal(alone, both[:, : len(seen)]), "only the next token, as export compares it"
     row = alone[0, seen]
     torch.testing.assert_close(plain(input_ids=ids).logits[0], row)
     assert type(plain).__name__ == "DeepseekV3ForCausalLM"
@@ -97,8 +97,8 @@ def test_its_answers_are_those_of_the_plain_model(task: Any, model: Any) -> None
     assert metrics["minus_multi_token_loss"].tolist() == pytest.approx([-math.log(280)] * len(both), rel=1e-4)
 
 
-@pytest.mark.long  # an export takes ten seconds; what is exported, the test before this one looks at
-def test_the_exported_graph_has_none_of_it(task: Any, model: Any, tmp_path: Path) -> None:
+@pytest.mark.long  # ten seconds; the test before this one checks the exported model
+def test_exported_graph_has_no_multi_token_layer(task: Any, model: Any, tmp_path: Path) -> None:
     plain = task.language_model(model.eval())
     convert_language(plain, make_generation(task, plain), Export(), tmp_path / "model.onnx")
     graph = onnx.load(tmp_path / "model.onnx").graph
@@ -113,7 +113,7 @@ def test_the_exported_graph_has_none_of_it(task: Any, model: Any, tmp_path: Path
     }
 
 
-def test_its_checkpoint_is_an_official_one_that_others_begin_with(task: Any, model: Any, tmp_path: Path) -> None:
+def test_checkpoint_has_the_official_layout_and_can_be_loaded(task: Any, model: Any, tmp_path: Path) -> None:
     folder = tmp_path / "files"
     state = model.state_dict()
     save_weights({name: t for name, t in state.items() if name != "lm_head.weight"}, folder / "model.safetensors")

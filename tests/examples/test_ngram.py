@@ -12,21 +12,21 @@ A, B, C, D = range(4)
 
 @pytest.fixture
 def counted(pretrain_module: Module) -> Any:
-    """Two documents: a b a b a c, and b d."""
+    """A trigram model of two documents: a b a b a c, and b d."""
     return pretrain_module("ngram").NGram(3, 4, discount=0.5).fit([[A, B, A, B, A, C], [B, D]])
 
 
 def odds(model: Any, *tokens: int) -> Any:
-    """Of what comes after these."""
+    """Return the probabilities of the next token."""
     found = model.log_probabilities(np.array([*tokens, A]), np.arange(len(tokens) + 1))
     return np.exp(found[-1])
 
 
-def test_without_a_context_tokens_are_as_frequent_as_they_were_and_none_is_impossible(counted: Any) -> None:
+def test_unigram_probabilities_are_smoothed_frequencies(counted: Any) -> None:
     assert odds(counted) == pytest.approx(np.array([3 + 1, 3 + 1, 1 + 1, 1 + 1]) / 12)
 
 
-def test_a_seen_context_gives_what_followed_it_and_leaves_a_share_to_the_shorter_one(counted: Any) -> None:
+def test_seen_context_is_interpolated_with_the_shorter_one(counted: Any) -> None:
     one = odds(counted)
     after_b = (np.array([2 - 0.5, 0, 0, 1 - 0.5]) + 0.5 * 2 * one) / 3  # b was followed by a, a, d
     assert odds(counted, B) == pytest.approx(after_b)
@@ -34,7 +34,7 @@ def test_a_seen_context_gives_what_followed_it_and_leaves_a_share_to_the_shorter
     assert odds(counted, B, A) == pytest.approx((np.array([0, 1 - 0.5, 1 - 0.5, 0]) + 0.5 * 2 * after_a) / 2)
 
 
-def test_an_unseen_context_is_as_if_it_were_shorter(counted: Any) -> None:
+def test_unseen_context_backs_off_to_the_shorter_one(counted: Any) -> None:
     assert odds(counted, D, B) == pytest.approx(odds(counted, B))
     assert odds(counted, D) == pytest.approx(odds(counted))
 
@@ -46,13 +46,13 @@ def test_every_distribution_sums_to_one(counted: Any) -> None:
     assert (found > 0).all()
 
 
-def test_a_document_knows_nothing_of_the_one_before_it_in_the_row(counted: Any) -> None:
+def test_context_does_not_cross_documents(counted: Any) -> None:
     together = counted.log_probabilities(np.array([B, A, A, C]), np.array([0, 1, 0, 1]))
     alone = counted.log_probabilities(np.array([A, C]), np.array([0, 1]))
     assert together[2:] == pytest.approx(alone)
 
 
-def test_counts_are_read_again_with_another_order_and_discount(counted: Any, pretrain_module: Module) -> None:
+def test_order_and_discount_can_be_changed_without_recounting(counted: Any, pretrain_module: Module) -> None:
     documents = [[A, B, A, B, A, C], [B, D]]
     for order, discount in ((1, 0.5), (2, 0.9), (3, 0.7)):
         anew = pretrain_module("ngram").NGram(order, 4, discount).fit(documents)

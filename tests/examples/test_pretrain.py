@@ -44,7 +44,7 @@ def model(pretrain: Any) -> Any:
 
 
 @torch.no_grad()
-def test_a_packed_document_gives_the_logits_it_gives_alone(pretrain: Any, model: Any) -> None:
+def test_packed_document_has_the_logits_of_the_document_alone(pretrain: Any, model: Any) -> None:
     draw = np.random.default_rng(0)
     documents = [draw.integers(3, 280, size).tolist() for size in (5, 9, 14, 3, 11, 2)]
     packed = pack_texts(documents, 48, pad=2)
@@ -64,16 +64,16 @@ def test_padding_on_the_left_changes_nothing(pretrain: Any, model: Any) -> None:
     torch.testing.assert_close(found[1, 5:], alone_logits(model, [9, 10])[0])
 
 
-def test_the_data_is_packed_rows_with_the_bytes_they_stand_for(pretrain: Any) -> None:
+def test_data_has_packed_rows_with_their_byte_counts(pretrain: Any) -> None:
     samples = Samples("train", pretrain.data("train"))
     whole = samples.batch(range(len(samples)))
     assert whole["input_ids"].shape == (len(samples), 48)
     assert (whole["attention_mask"] == 0).float().mean() < 0.15
-    # Every byte once, save the first of a piece where a long document was cut: nothing comes before it.
+    # Every byte once, except those of the first token of each piece of a long document, which nothing predicts.
     assert 0.9 < whole["bytes"].sum().item() / sum(map(len, TEXTS["train"])) <= 1
 
 
-def test_bits_are_those_of_every_token_after_the_first_of_its_document(pretrain: Any) -> None:
+def test_bits_per_byte_count_all_but_first_tokens(pretrain: Any) -> None:
     samples = Samples("test", pretrain.data("test"))
     batch = samples.batch([0, 1])
     logits = torch.randn(2, 48, 280)
@@ -90,14 +90,14 @@ def test_bits_are_those_of_every_token_after_the_first_of_its_document(pretrain:
     assert ((found["next_token"] >= 0) & (found["next_token"] <= 1)).all()
 
 
-def test_the_loss_of_a_batch_is_the_mean_of_its_parts(pretrain: Any, model: Any) -> None:
+def test_loss_of_a_batch_is_the_mean_of_its_parts(pretrain: Any, model: Any) -> None:
     samples = Samples("train", pretrain.data("train"))
     whole, parts = samples.batch([0, 1, 2, 3]), [samples.batch([0]), samples.batch([1, 2, 3])]
     losses = [pretrain.loss(forward(model, pretrain, batch), batch).item() for batch in (whole, *parts)]
     assert losses[0] == pytest.approx(losses[1] / 4 + losses[2] * 3 / 4, rel=1e-5)
 
 
-def test_the_baseline_states_in_a_place_what_comes_after_it(pretrain: Any) -> None:
+def test_baseline_predicts_the_next_token(pretrain: Any) -> None:
     samples = Samples("train", pretrain.data("train"))
     batch = samples.batch(range(len(samples)))
     answers = as_task_outputs(pretrain, name_outputs(pretrain, pretrain.baseline()(batch)))
@@ -108,7 +108,7 @@ def test_the_baseline_states_in_a_place_what_comes_after_it(pretrain: Any) -> No
     assert found < 0.4 * blind, "it has read these very texts"
 
 
-def test_the_baseline_is_the_one_that_validation_likes_best(
+def test_baseline_with_the_best_validation_is_chosen(
     pretrain: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data, splits = pretrain.data, set[str]()
@@ -131,7 +131,7 @@ def test_the_baseline_is_the_one_that_validation_likes_best(
     assert splits == {"validation"}
 
 
-def test_the_files_are_an_official_folder_and_the_same_every_time(pretrain: Any, tmp_path: Path) -> None:
+def test_files_have_the_official_layout_and_are_reproducible(pretrain: Any, tmp_path: Path) -> None:
     again = tmp_path / "again"
     again.mkdir()
     pretrain.make_files(again)
@@ -141,7 +141,7 @@ def test_the_files_are_an_official_folder_and_the_same_every_time(pretrain: Any,
     assert (config["architectures"], config["model_type"]) == (["DeepseekV3ForCausalLM"], "deepseek_v3")
 
 
-def test_without_its_files_the_task_states_what_to_do() -> None:
+def test_error_without_files_states_what_to_do() -> None:
     task = load_class("task.py:Pretrain", DEEPSEEK / "pretrain")()
     for ask in (task.model, lambda: task.data("train"), task.baseline):
         with pytest.raises(DataError, match=r"no tokenizer and no config.json yet: call use_files\(folder\)"):
@@ -163,7 +163,7 @@ def codec(pretrain: Any, tmp_path: Path) -> Any:
     return load_class("codec.py:TextCodec", DEEPSEEK / "pretrain")(tmp_path / "files")
 
 
-def test_texts_are_read_as_in_training_padded_on_the_left(codec: Any, pretrain: Any, pretrain_module: Module) -> None:
+def test_texts_are_encoded_as_in_training_with_left_padding(codec: Any, pretrain: Any, pretrain_module: Module) -> None:
     arrays = codec.decode(["def add_1(", "for"])
     encode = pretrain_module("vocabulary").encode
     for row, text in enumerate(["def add_1(", "for"]):
@@ -173,7 +173,7 @@ def test_texts_are_read_as_in_training_padded_on_the_left(codec: Any, pretrain: 
         assert own[-1] and (np.diff(own.astype(int)) >= 0).all()
 
 
-def test_the_likeliest_next_tokens_are_reported_with_their_probabilities(codec: Any) -> None:
+def test_most_likely_next_tokens_are_returned_with_probabilities(codec: Any) -> None:
     logits = np.zeros((1, 3, 280), np.float32)
     logits[0, -1, 40] = 20
     [found] = codec.encode({"logits": logits})
@@ -192,6 +192,6 @@ def test_the_likeliest_next_tokens_are_reported_with_their_probabilities(codec: 
         ("if x: " * 100, r"instances\[1\]: \d+ tokens, but the model takes at most 48"),
     ],
 )
-def test_a_text_that_cannot_be_read_is_refused_by_its_place(codec: Any, text: Any, sentence: str) -> None:
+def test_invalid_text_is_refused_with_its_index(codec: Any, text: Any, sentence: str) -> None:
     with pytest.raises(InvalidPayload, match=sentence):
         codec.decode(["fine", text])

@@ -1,4 +1,4 @@
-"""Which side of the line a point lies on; small enough to train in a moment, held where a test wants to break it."""
+"""Which side of the line a point lies on: a task that trains in a moment, and can be paused by tests."""
 
 import time
 from pathlib import Path
@@ -9,7 +9,7 @@ from points import points
 from torch import nn
 from torch.nn import functional
 
-HOLD = Path(__file__).with_name("hold")  # holds the number of steps after which training waits
+HOLD = Path(__file__).with_name("hold")  # contains the number of steps after which training waits
 
 
 class Sides:

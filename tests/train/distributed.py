@@ -59,7 +59,7 @@ class Wave:
 def trainer(
     group: ProcessGroup, task: Any = None, order: BatchOrder | None = None, build: Any = None, **train: Any
 ) -> Trainer:
-    """Of 8 epochs with 10 steps each, unless given otherwise; `build` makes the model in place of the task."""
+    """Return a trainer of 8 epochs with 10 steps each by default; `build` replaces the task's model()."""
     task, words = task or Wave(), {"epochs": 8, "batch_size": 15, "lr": 0.02, "device": "cpu", **train}
     config = parse_config({"name": "x", "task": "t.py:T", "codec": "c.py:C", "train": words}, source="test")
     group = replace(group, model_size=config.train.tensor_parallel * config.train.pipeline_parallel)
@@ -74,7 +74,7 @@ def trained(group: ProcessGroup, directory: Path, **train: Any) -> tuple[Trainer
 
 
 def resumed(group: ProcessGroup, directory: Path, step: int, **train: Any) -> tuple[Trainer, Progress]:
-    """From a checkpoint that `trained` has left, as a fresh process would."""
+    """Resume from a checkpoint of `trained`, as a new process does."""
     made, store = trainer(group, **train), CheckpointStore(directory, 99, {}, group)
     saved = store.load(step)
     made.restore(saved)
@@ -88,7 +88,7 @@ def weights(made: Trainer) -> dict[str, Tensor]:
 def run_distributed(
     work: Callable[..., Found], size: int, *arguments: Any, seconds: float = 300, lost: Collection[int] = ()
 ) -> list[Found]:
-    """`work(group, *arguments)` on every process; it must be a function of a module, so that they can import it.
+    """Run `work(group, *arguments)`, a module-level function, in every process, and return the results.
 
     The ranks in `lost` do not return, and are not waited for.
     """
@@ -118,7 +118,7 @@ def run_distributed(
 
 
 def _receive(connection: Connection, deadline: float) -> tuple[bool, Any]:
-    """What a process returned, or why it did not."""
+    """Return what a process returned, or raise its error."""
     if not connection.poll(max(0.0, deadline - time.monotonic())):
         return False, "no answer in time"
     try:

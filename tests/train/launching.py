@@ -1,4 +1,4 @@
-"""Starting training as the launchers do, and looking after what is left of it."""
+"""Start training as the launchers do, and find processes that are left."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def start(project: Project, argv: tuple[str, ...], **env: str) -> subprocess.Pop
 
 
 def task_of(project: Project, run: Run, rank: int, **env: str) -> ForkedProcess:
-    """One of two tasks that srun started; it has torch in memory already."""
+    """Start one of srun's two tasks from the fork server, which has imported torch."""
     output = project.root / f"{run.id}-{rank}.txt"
     return ForkedProcess(module(run)[1:], project.root, {**ENVIRONMENT, **slurm(rank, **env)}, output, output)
 
 
 def slurm(rank: int, **more: str) -> dict[str, str]:
-    """What srun sets in a step of two tasks on one machine."""
+    """Return the variables that srun sets for a step of two tasks on one machine."""
     return {
         "SLURM_JOB_ID": "7",
         "SLURM_STEP_ID": "0",
@@ -65,7 +65,7 @@ def finish(*processes: subprocess.Popen[str] | ForkedProcess) -> None:
 
 
 def left_over(run: Run) -> list[int]:
-    """Processes whose command names the run."""
+    """Return the pids of processes whose command names the run."""
     return [
         process.pid
         for process in psutil.process_iter(["cmdline", "status"])

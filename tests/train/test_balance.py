@@ -36,7 +36,7 @@ def test_slices_are_as_large_as_processes_are_fast() -> None:
 
 
 class Watched:
-    """Of a strategy, what balancing looks at."""
+    """The attributes of a strategy that balancing reads."""
 
     def __init__(self) -> None:
         self.traffic = Traffic()

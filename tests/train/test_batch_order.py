@@ -87,7 +87,7 @@ def test_grouped_and_bucketed_epochs_use_each_sample_once_in_another_order(
     assert epoch_of(order, 0) == epoch_of(BatchOrder(len(values), batch_size, 3, kind, values.copy()), 0)
 
 
-def test_a_group_is_in_one_batch_and_cut_nowhere() -> None:
+def test_group_is_in_one_batch_and_never_divided() -> None:
     order = BatchOrder(len(GROUPS), 16, 3, "groups", GROUPS)
     for step in range(5 * order.steps_per_epoch):
         groups, cuts = GROUPS[order.batch(step)], order.cuts(step)
@@ -126,7 +126,7 @@ def test_the_orders_of_a_task_are_the_same_on_every_platform() -> None:
     assert found == [[3, 8, 1, 0, 9], [1, 4, 7, 2, 5, 8], [2, 6, 0, 9, 3]]
 
 
-def test_a_batch_too_small_for_the_groups_is_refused_with_a_size_that_works() -> None:
+def test_batch_too_small_for_the_groups_is_refused_naming_a_valid_size() -> None:
     def order(batch_size: int) -> BatchOrder:
         return BatchOrder(len(GROUPS), batch_size, 3, "groups", GROUPS)
 
@@ -135,7 +135,7 @@ def test_a_batch_too_small_for_the_groups_is_refused_with_a_size_that_works() ->
     check_order(order(24), 3, "processes")
 
 
-def test_an_order_reads_as_it_was_written(tmp_path: Path) -> None:
+def test_order_round_trips_through_its_file(tmp_path: Path) -> None:
     entry = write_order("groups", GROUPS, tmp_path)
     write_json(tmp_path / "data.json", {"splits": {"train": {"samples": len(GROUPS)}}, ORDER_KEY: entry})
     order = read_order(tmp_path, 16, seed=3, most=100)

@@ -215,8 +215,8 @@ def test_gradients_of_earlier_passes_and_of_buckets_need_memory() -> None:
     assert probe.peak_bytes(2, 1) == pytest.approx(alone, rel=0.05)
 
 
-def test_the_model_is_the_one_that_will_be_trained() -> None:
-    """What begins with pretrained weights is not built by the task's model()."""
+def test_probe_uses_the_model_that_will_be_trained() -> None:
+    """A model with pretrained weights is not built by the task's model()."""
     task, model = Wide(), nn.Linear(256, 3)
     samples = Samples("train", task.data("train"))
     assert StepProbe(task, Train(), samples, ALONE, lambda: model).model is model  # type: ignore[arg-type]
@@ -232,7 +232,7 @@ def test_a_step_is_timed() -> None:
     "error",
     [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes")],
 )
-def test_want_of_memory_is_an_answer(error: Exception) -> None:
+def test_out_of_memory_means_the_size_does_not_fit(error: Exception) -> None:
     task = Wide()
     made = trial(task)
     task.poison = error
@@ -240,7 +240,7 @@ def test_want_of_memory_is_an_answer(error: Exception) -> None:
     assert not made.fits(8, 1, budget=1 << 40)
 
 
-def test_any_other_mistake_is_the_tasks_own() -> None:
+def test_other_errors_of_the_task_are_raised() -> None:
     task = Wide()
     made = trial(task)
     task.poison = RuntimeError("mat1 and mat2 shapes cannot be multiplied")

@@ -13,7 +13,7 @@ from train.process_group import ProcessGroup
 
 
 class Dead(BaseException):
-    """Where a process would have ended."""
+    """Raised where a process would be killed."""
 
 
 class Process:
@@ -54,8 +54,8 @@ def test_only_the_chosen_rank_is_killed_at_the_due_step(tmp_path: Path) -> None:
     assert made(log) == [(0, 1, 3)]
 
 
-def test_a_process_that_survives_a_fault_goes_on_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "time", lambda: 1000.0)  # a clock that stands still, restored at the end
+def test_process_that_survives_a_fault_takes_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "time", lambda: 1000.0)  # a stopped clock, restored at the end
     monkeypatch.setattr(time, "time_ns", lambda: 1000 * 10**9)
     clock = Kill(place="step", step=1, rank=0, fault="clock", seconds=3600)
     log = planned(tmp_path, clock, Kill(place="write", step=2, rank=1, fault="disk"), Kill(place="step", step=3))
@@ -102,7 +102,7 @@ def test_no_kill_before_the_first_step_of_a_process(tmp_path: Path) -> None:
     assert made(log) == []
 
 
-def test_another_process_is_killed_at_a_point_the_chosen_one_skips(tmp_path: Path) -> None:
+def test_another_process_is_killed_if_the_chosen_one_skips_the_point(tmp_path: Path) -> None:
     log = planned(tmp_path, Kill(place="ledger", step=1, rank=1))
     first = Process(tmp_path, 0)
     first.step(1)

@@ -48,7 +48,7 @@ def test_training_without_a_compiler_stops_before_its_first_step(monkeypatch: py
 
 
 def graphs(group: ProcessGroup) -> int:
-    """How many are made for batches of 5, cut in two."""
+    """Return how many graphs are compiled for batches of 5, cut in two."""
     counters.clear()
     made = trainer(Line(), config(compile=True, accumulate=2))
     assert {len(job.indices) for step in range(3) for job in made._requests(step)} == {2, 3}
@@ -89,7 +89,7 @@ def test_compiled_training_matches_and_resumes_bit_for_bit(
 
 
 def padded_graphs(group: ProcessGroup, any_length: bool) -> int:
-    """How many are made for texts that are padded to several lengths; the first batch is of one size on both axes."""
+    """Return how many graphs are compiled for texts padded to several lengths; the first batch is square."""
     made: list[object] = []
 
     def backend(graph: torch.fx.GraphModule, _inputs: object) -> Callable[..., Any]:
@@ -120,7 +120,7 @@ class Block(nn.Module):
 
 
 def block_graphs(group: ProcessGroup, any_size: bool) -> tuple[int, int]:
-    """How many are made for twelve equal blocks in training, and how many more in validation and for other sizes."""
+    """Return how many graphs are compiled for twelve equal blocks, and how many more in validation and other sizes."""
     made: list[object] = []
 
     def backend(graph: torch.fx.GraphModule, _inputs: object) -> Callable[..., Any]:

@@ -24,7 +24,7 @@ CPU = ProcessGroup(Rank(), torch.device("cpu"))
 
 
 class Noisy(Dataset[dict[str, Any]]):
-    """Every generator an augmentation may draw from is drawn from."""
+    """A dataset that draws from every generator that an augmentation may use."""
 
     broken: tuple[int, ...] = ()
 
@@ -175,6 +175,6 @@ def test_a_worker_that_is_killed_is_named_as_such(drawn: Project) -> None:
 
 
 def in_worker(drawn: Project, deed: str) -> None:
-    """What a worker, and not the training process, does at the sample of index 3."""
+    """Let a worker, but not the training process, run a statement at the sample of index 3."""
     lines = ["import os", "if torch.utils.data.get_worker_info() and index == 3:", f"    {deed}"]
     drawn.replace("        found = {name", "".join(f"        {line}\n" for line in lines) + "        found = {name")

@@ -86,13 +86,13 @@ def test_a_stopped_process_is_reported_as_such(sleeper: psutil.Popen) -> None:
     assert kernel_state(sleeper.pid).startswith("T (stopped), in ")
 
 
-def test_a_process_is_killed_only_if_its_start_time_matches(sleeper: psutil.Popen) -> None:
+def test_process_is_killed_only_if_its_start_time_matches(sleeper: psutil.Popen) -> None:
     kill_process(sleeper.pid, sleeper.create_time() - 60)
     assert sleeper.is_running()
     assert silence_reason(sleeper.pid, sleeper.create_time() - 60) == "it has ended"
     kill_process(sleeper.pid, sleeper.create_time())
     assert sleeper.wait(timeout=300) == -signal.SIGKILL
-    kill_process(sleeper.pid, 0.0)  # and is no error where it is gone
+    kill_process(sleeper.pid, 0.0)  # no error if it has ended
 
 
 def test_process_start_matches_psutil() -> None:
@@ -240,7 +240,7 @@ CULPRITS: dict[str, tuple[list[ProcessReport], list[int]]] = {
 
 
 @pytest.mark.parametrize("who", CULPRITS)
-def test_who_is_waited_for_is_the_culprit(who: str) -> None:
+def test_process_that_others_wait_for_is_the_culprit(who: str) -> None:
     reports, ranks = CULPRITS[who]
     assert blamed(*reports) == ranks
 

@@ -34,7 +34,7 @@ def test_every_launcher_trains_identical_weights(project: Project) -> None:
         assert [path.name for path in runs[name].path.glob("meeting*")] == [], "the address is gone when all have met"
 
 
-def test_an_address_left_by_an_earlier_launch_is_not_taken(project: Project) -> None:
+def test_address_of_an_earlier_launch_is_ignored(project: Project) -> None:
     run = project.run(epochs=1)
     late = task_of(project, run, 1)
     stale = {"host": "127.0.0.1", "port": 9, "mark": "old"}  # the discard port, on which no process listens
@@ -42,7 +42,7 @@ def test_an_address_left_by_an_earlier_launch_is_not_taken(project: Project) -> 
     finish(late, task_of(project, run, 0))
 
 
-def test_a_process_that_waits_in_vain_reports_for_what(project: Project) -> None:
+def test_timed_out_process_reports_what_it_waited_for(project: Project) -> None:
     run = project.run(timeout_seconds=1)
     alone = task_of(project, run, 1)
     alone.communicate(timeout=300)

@@ -32,7 +32,7 @@ def ledger(directory: Path, resumed: int = 0, attempt: int = 1) -> Ledger:
 
 
 def feed(made: Ledger, *steps: int) -> None:
-    """Each in two micro-batches."""
+    """Record the steps, each in two micro-batches."""
     for step in steps:
         half = ORDER.size(step) // 2
         made.record(step, ORDER.batch(step)[:half])
@@ -83,7 +83,7 @@ def test_a_discarded_and_repeated_step_counts_once(tmp_path: Path) -> None:
     assert proven(tmp_path, 1) == ""
 
 
-def test_the_ledger_records_the_samples_really_used(tmp_path: Path) -> None:
+def test_ledger_records_the_samples_that_were_used(tmp_path: Path) -> None:
     made = ledger(tmp_path)
     made.record(0, ORDER.batch(0)[::-1])
     commit(made)
@@ -161,7 +161,7 @@ def kept(group: ProcessGroup, directory: Path, words: dict[str, Any]) -> BatchOr
 
 
 def killed(project: Project, run: Run, place: KillPoint, processes: int) -> None:
-    """Train until a process dies there after the seventh step; checkpoints are of every second one."""
+    """Train until a process is killed at this place after the seventh step; every second step has a checkpoint."""
     folder = project.root / "chaos"
     ChaosLog(folder).write_schedule([Kill(place=place, step=7, rank=processes - 1 if place == "step" else 0)])
     done = project.train(run, processes, **{CHAOS_VARIABLE: str(folder)})
@@ -172,7 +172,7 @@ def killed(project: Project, run: Run, place: KillPoint, processes: int) -> None
     ("place", "processes"),
     [("step", 1), *(pytest.param(*case, marks=pytest.mark.long) for case in (("step", 3), ("ledger", 2)))],
 )
-def test_killed_and_resumed_with_other_processes_every_sample_counts_once(
+def test_every_sample_counts_once_after_a_kill_and_another_world_size(
     project: Project, place: KillPoint, processes: int
 ) -> None:
     run = project.run(checkpoint_every=2)

@@ -31,7 +31,7 @@ def lines(steps: int = STEPS) -> list[LedgerLine]:
 
 
 @pytest.mark.parametrize(("samples", "batch_size"), [(37, 8), (8, 8), (5, 100), (64, 1), (1, 1), (1437, 64)])
-def test_the_lines_of_an_undisturbed_training_are_whole(samples: int, batch_size: int) -> None:
+def test_lines_of_an_undisturbed_training_are_valid(samples: int, batch_size: int) -> None:
     order = BatchOrder(samples, batch_size, seed=1)
     steps = 3 * order.steps_per_epoch
     proof = verify_ledger([line(step, order) for step in range(1, steps + 1)], order, steps)
@@ -116,7 +116,7 @@ def test_unknown_samples_are_reported_and_planned_ones_are_lost() -> None:
         ({"attempt": 2}, "attempt 1 after attempt 2"),
     ],
 )
-def test_a_number_that_was_altered_is_named(change: dict[str, int], sentence: str) -> None:
+def test_altered_field_of_a_line_is_named(change: dict[str, int], sentence: str) -> None:
     received = lines()
     received[8] = received[8].model_copy(update=change)
     place = 10 if "attempt" in change else 9
@@ -129,7 +129,7 @@ def test_a_line_beyond_the_last_step_is_reported() -> None:
     assert (proof.lost, proof.repeated) == (0, ORDER.size(20))
 
 
-def test_the_lines_of_another_seed_prove_nothing() -> None:
+def test_lines_of_another_seed_are_invalid() -> None:
     other = BatchOrder(ORDER.samples, ORDER.batch_size, seed=4)
     proof = verify_ledger([line(step, other) for step in range(1, STEPS + 1)], ORDER, STEPS)
     assert proof.fault == "line 1: step 1 was trained on samples that no step has"
@@ -163,7 +163,7 @@ def write(path: Path, received: list[LedgerLine], end: str = "") -> Path:
     return path
 
 
-def test_a_ledger_reads_as_it_was_written(tmp_path: Path) -> None:
+def test_ledger_line_round_trips(tmp_path: Path) -> None:
     assert read_lines(write(tmp_path / "ledger.jsonl", lines())) == lines()
 
 
@@ -175,12 +175,12 @@ def test_half_a_line_is_allowed_only_while_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("row", ["", "[]", "{}", '{"step": 0}', "\x00"])
-def test_a_row_that_is_no_line_is_named(tmp_path: Path, row: str) -> None:
+def test_malformed_line_is_named(tmp_path: Path, row: str) -> None:
     path = write(tmp_path / "ledger.jsonl", lines(2), end=f"{row}\n")
     with pytest.raises(BundleError, match="line 3: not a line"):
         read_lines(path, growing=True)
 
 
-def test_a_ledger_that_is_gone_is_reported(tmp_path: Path) -> None:
+def test_missing_ledger_is_reported(tmp_path: Path) -> None:
     with pytest.raises(BundleError, match="without it, the samples used are unknown"):
         read_lines(tmp_path / "ledger.jsonl")

@@ -19,7 +19,7 @@ from ..quick import quick
 from .distributed import run_distributed, trainer
 
 CPU = ProcessGroup(Rank(), torch.device("cpu"))
-LENGTH, CHUNK = 12, 10  # a batch of 4 rows has 44 tokens with one before them
+LENGTH, CHUNK = 12, 10  # a batch of 4 rows has 44 tokens with a predecessor
 
 
 class Text:
@@ -83,7 +83,7 @@ def losses(group: ProcessGroup, task: type[Text], settings: dict[str, Any]) -> l
         ],
     ),
 )
-def test_processes_learn_the_same_as_one_with_logits(settings: dict[str, Any]) -> None:
+def test_chunked_processes_learn_the_same_as_one_with_logits(settings: dict[str, Any]) -> None:
     alone = losses(CPU, Text, {})
     found = run_distributed(losses, 2, Chunked, settings)
     print(f"logits {alone}, in chunks {found[0]}")

@@ -49,7 +49,7 @@ def columns(**changes: Any) -> dict[str, str]:
         ({"y": np.arange(100)[::-1].copy()}, "the content of column y is "),
     ],
 )
-def test_what_differs_is_named_with_the_ranks(changes: dict[str, Any], received: str) -> None:
+def test_differences_are_named_with_their_ranks(changes: dict[str, Any], received: str) -> None:
     found = first_disagreement([columns(), columns(**changes), columns()])
     assert found.startswith(received)
 
@@ -93,7 +93,7 @@ def test_a_split_smaller_than_the_world_is_refused(project: Project) -> None:
 SUMMARY = {"steps": 40, "batch_size": 8, "samples_per_second": 1234.5, "best_step": 30}
 
 
-def test_training_ends_with_a_line_for_people() -> None:
+def test_summary_of_training_is_one_line() -> None:
     assert describe_summary(SUMMARY) == "40 steps in batches of 8, 1,234 samples/s; best at step 30"
 
 
@@ -103,7 +103,7 @@ def test_steps_that_were_skipped_are_reported() -> None:
     assert "; 1 step skipped" in describe_summary({**SUMMARY, "overflow_steps": 1, "loss_scale": 16384.0})
 
 
-def test_a_stream_in_another_order_in_each_process_is_noticed() -> None:
+def test_different_stream_orders_in_processes_are_detected() -> None:
     class Stream:
         def __init__(self, order: list[int]) -> None:
             self.order = order

@@ -80,7 +80,7 @@ def test_repeated_steps_keep_only_their_new_line(tmp_path: Path) -> None:
     ]
 
 
-def test_the_half_line_that_a_kill_left_is_dropped(tmp_path: Path) -> None:
+def test_incomplete_last_line_is_dropped(tmp_path: Path) -> None:
     write(tmp_path, 0, range(1, 3))
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 3, "epo')
@@ -88,14 +88,14 @@ def test_the_half_line_that_a_kill_left_is_dropped(tmp_path: Path) -> None:
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 4]
 
 
-def test_training_from_the_start_forgets_everything(tmp_path: Path) -> None:
+def test_training_from_the_start_discards_all_lines(tmp_path: Path) -> None:
     write(tmp_path, 0, range(1, 4))
     write(tmp_path, 0, range(1, 2))
     assert [line["step"] for line in lines(tmp_path)] == [1]
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "tensorboard"])
-def test_a_place_that_cannot_be_written_is_named_in_one_line(tmp_path: Path, name: str) -> None:
+def test_path_that_cannot_be_written_is_named_in_one_line(tmp_path: Path, name: str) -> None:
     """A directory where a file belongs, and a file where a directory does."""
     (tmp_path / name).mkdir() if "." in name else (tmp_path / name).touch()
     with pytest.raises(ResourceError, match=rf"cannot write {tmp_path / name}: .*; to fix it: correct that, then"):
@@ -103,7 +103,7 @@ def test_a_place_that_cannot_be_written_is_named_in_one_line(tmp_path: Path, nam
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EROFS])
-def test_rights_and_read_only_disks_are_reported_the_same_way(
+def test_missing_permission_and_read_only_disk_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     def refuse(self: Path, *_: object) -> None:
@@ -157,7 +157,7 @@ def test_a_line_covers_all_processes_since_the_last_line() -> None:
     assert made.measure(window(1.0)).values["sent_bytes_per_step"] == 0
 
 
-def test_what_was_not_measured_is_not_reported() -> None:
+def test_unmeasured_values_are_not_reported() -> None:
     found = meter(Traffic()).measure(window(1.0)).values
     assert "communication_share" in meter(Traffic(exposed_seconds=1.0)).measure(window(1.0)).values
     assert "communication_share" not in meter(Traffic(exposed_seconds=1.0), together=True).measure(window(1.0)).values

@@ -60,15 +60,15 @@ print(default, faults())
 
 
 def test_freed_memory_is_reused_by_the_next_step() -> None:
-    """Pages the kernel hands out for one step of 24 MB, all freed after it, before and after tune_malloc().
+    """Compare page faults of a step that allocates and frees 24 MB before and after tune_malloc().
 
-    Whether glibc gives such memory back depends on what else lies in the heap; received so, it always does.
+    The environment variable makes glibc always return such memory, whatever else is in the heap.
     """
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}
     argv = [sys.executable, "-c", FAULTS]
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=300, check=False)
     if done.returncode == 3:
-        pytest.skip("the C library cannot be received to keep freed memory")
+        pytest.skip("the C library has no setting to keep freed memory")
     assert done.returncode == 0, done.stderr
     default, kept = map(int, done.stdout.split())
     assert kept < 100 < default
@@ -85,7 +85,7 @@ def groups(of: nn.Module) -> list[dict[str, Any]]:
 
 
 def steps(of: nn.Module, optimizer: torch.optim.Optimizer, count: int, unused: int = -1) -> list[Tensor]:
-    """Weights after some steps on the same gradients; parameter `unused` gets none in the second."""
+    """Return the weights after steps on fixed gradients; parameter `unused` gets none in the second step."""
     generator = torch.Generator().manual_seed(1)
     for step in range(count):
         for i, parameter in enumerate(of.parameters()):
@@ -123,7 +123,7 @@ def test_hooks_are_called_once() -> None:
     assert called == [1, 1]
 
 
-def test_an_overflow_that_a_scaler_found_changes_nothing() -> None:
+def test_overflow_skips_the_fused_update() -> None:
     left, right = model(), model()
     optimizers = FusedAdamW(groups(left), fused=True), torch.optim.AdamW(groups(right), fused=True)
     found = []
@@ -169,7 +169,7 @@ def rates(total: int, warmup: float, kind: str = "cosine", **settings: float) ->
     return [learning_rate(step, total, train) for step in range(total)]
 
 
-def test_it_rises_in_equal_steps_to_the_peak_and_never_starts_at_zero() -> None:
+def test_warm_up_is_linear_and_starts_above_zero() -> None:
     assert rates(100, 0.04)[:5] == [0.5, 1.0, 1.5, 2.0, 2.0]
 
 
@@ -196,11 +196,11 @@ def drawn(seed: int, step: int, rank: int) -> tuple[float, float, float]:
     return random.random(), float(np.random.random()), float(torch.rand(1))
 
 
-def test_every_generator_draws_the_same_again_after_the_same_place() -> None:
+def test_generators_repeat_for_the_same_seed_step_and_rank() -> None:
     assert drawn(1, 2, 3) == drawn(1, 2, 3)
 
 
-def test_seed_step_and_rank_each_draw_something_else() -> None:
+def test_generators_differ_by_seed_step_and_rank() -> None:
     found = [drawn(*place) for place in ((1, 2, 3), (0, 2, 3), (1, 0, 3), (1, 2, 0), (12, 3, 0), (1, 23, 0))]
     for generator in zip(*found, strict=True):
         assert len(set(generator)) == len(found)

@@ -43,8 +43,8 @@ def test_auto_device_prefers_a_gpu_and_cpu_is_respected(
     assert choose_device("cpu", Rank()).type == "cpu"
 
 
-def test_two_processes_never_share_the_only_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the machine does not show its GPUs as /dev/nvidia*, two processes started and both took the first one."""
+def test_second_process_does_not_share_the_only_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without /dev/nvidia* files, two processes start on a machine with one GPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _device: None)
@@ -102,7 +102,7 @@ def test_groups_of_a_mesh_wait_as_long_as_all_processes() -> None:
     assert run_distributed(_timeouts, 2) == [[4321.0, 4321.0]] * 2
 
 
-def test_a_process_alone_needs_no_collectives() -> None:
+def test_single_process_needs_no_collectives() -> None:
     group = ProcessGroup(Rank(), torch.device("cpu"))
     assert group.total([1.0, 2.5]) == [1.0, 2.5]
     assert group.gather("x") == ["x"]
@@ -118,7 +118,7 @@ def test_a_process_alone_needs_no_collectives() -> None:
         (ValueError("gloo"), False),
     ],
 )
-def test_a_lost_neighbour_is_reported_from_a_bug(error: Exception, lost: bool) -> None:
+def test_lost_contact_is_distinguished_from_a_bug(error: Exception, lost: bool) -> None:
     assert is_lost_contact(error) is lost
 
 
@@ -160,8 +160,8 @@ def test_an_unreachable_address_is_ignored(tmp_path: Path) -> None:
     assert process_group._connect_to_store(rendezvous_file(SECOND, tmp_path)) is None
 
 
-def test_the_store_of_another_launch_is_not_taken(tmp_path: Path) -> None:
-    """Its port was given anew: the address left behind leads to a living store, but not to ours."""
+def test_store_of_another_launch_is_ignored(tmp_path: Path) -> None:
+    """The port was reused: the old address leads to a store, but of another launch."""
     store = open_store(FIRST, "", tmp_path, 5)
     place = rendezvous_file(FIRST, tmp_path)
     assert process_group._connect_to_store(place) is not None
@@ -170,7 +170,7 @@ def test_the_store_of_another_launch_is_not_taken(tmp_path: Path) -> None:
     assert store is not None
 
 
-def test_what_is_no_store_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_that_is_no_store_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(process_group, "_CONNECT_TIMEOUT_SECONDS", 1)
     with socket.create_server(("127.0.0.1", 0)) as other, ThreadPoolExecutor() as pool:
         write_json(tmp_path / "place", {"host": "127.0.0.1", "port": other.getsockname()[1], "mark": "old"})

@@ -44,7 +44,7 @@ def test_union_length_counts_overlaps_once() -> None:
     assert union_length([(5, 7), (0, 2), (1, 3), (1, 2)]) == 5
 
 
-def test_what_is_covered_is_left_out() -> None:
+def test_uncovered_length_excludes_covered_spans() -> None:
     assert uncovered_length([(0, 10)], []) == 10
     assert uncovered_length([(0, 4), (3, 10)], [(2, 5), (4, 6), (20, 30)]) == 6
     assert uncovered_length([(2, 3)], [(0, 10)]) == 0
@@ -55,7 +55,7 @@ def test_communication_without_computation_is_exposed() -> None:
         span("step 1", 0, 100),
         span("aten::mm", 0, 50),
         span("gloo:all_reduce", 30, 70),  # 20 of it after the computation
-        span("backward", 0, 75),  # a name for a stretch of time is no computation
+        span("backward", 0, 75),  # a user annotation is no computation
         span("step 1", 0, 100, pid=1),
         span("aten::mm", 0, 40, pid=1),
         span("aten::add", 40, 95, pid=1),
@@ -67,10 +67,10 @@ def test_communication_without_computation_is_exposed() -> None:
     }
 
 
-def test_with_a_gpu_it_is_the_kernels_that_count() -> None:
+def test_with_a_gpu_only_kernels_count() -> None:
     events = [
         span("step 1", 0, 100),
-        span("aten::mm", 0, 100),  # launches
+        span("aten::mm", 0, 100),  # only launches the kernel
         span("nccl:all_reduce", 0, 100),
         span("gemm", 0, 60, category="kernel"),
         span("ncclDevKernel_AllReduce_Sum_f32", 40, 80, category="kernel"),
@@ -173,7 +173,7 @@ def test_single_process_timeline_and_too_short_training(project: Project) -> Non
 
 
 def overlaps(events: list[dict[str, Any]]) -> bool:
-    """Whether some gradients are on their way while others are computed."""
+    """Return whether some gradients are exchanged while others are computed."""
     exchanges = [event for event in events if event["name"] == "gloo:all_reduce"]
     products = [event for event in events if event["name"] == "aten::mm"]
     return any(start(a) < start(b) < start(a) + a["dur"] for a in exchanges for b in products)

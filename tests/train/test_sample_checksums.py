@@ -1,4 +1,4 @@
-"""A feed that gives the model other samples than the ledger names is found, however the data are loaded."""
+"""Batches with other samples than the ledger names are detected, however the data are loaded."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Random(Items):
 
 
 def verified(folder: Path, task: Any, **train: Any) -> LedgerVerification:
-    """Prepare, train two epochs of ten steps, verify."""
+    """Prepare, train two epochs of ten steps, and verify the ledger."""
     made = trainer(CPU, task, epochs=2, **train)
     samples = Samples("train", task.data("train"), getattr(task, "collate", None))
     (folder / "data.json").write_text(json.dumps(write_checksums(samples, folder)))
@@ -141,17 +141,17 @@ FEEDS: dict[str, tuple[Any, Any, str, Callable[..., Any], dict[str, Any]]] = {
 
 @pytest.mark.parametrize("task", [Wave(), Items(), Padded(), Streamed()], ids=lambda task: type(task).__name__)
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_right_feed_has_the_contents_that_prepare_read(tmp_path: Path, task: Any, workers: int) -> None:
+def test_correct_batches_match_the_checksums_of_prepare(tmp_path: Path, task: Any, workers: int) -> None:
     assert verified(tmp_path, task, accumulate=2, workers=workers).fault == ""
     assert all(line.contents for line in read_lines(tmp_path / "ledger.jsonl"))
 
 
 @pytest.mark.parametrize("feed", FEEDS)
-def test_a_wrong_feed_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, feed: str) -> None:
+def test_wrong_batches_are_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, feed: str) -> None:
     task, owner, name, change, settings = FEEDS[feed]
     fit = Ledger.__init__
 
-    def begin(self: Ledger, *args: Any, **settings: Any) -> None:  # prepare reads before, and reads right
+    def begin(self: Ledger, *args: Any, **settings: Any) -> None:  # after prepare has read the correct samples
         monkeypatch.setattr(owner, name, change(getattr(owner, name)))
         fit(self, *args, **settings)
 
@@ -196,7 +196,7 @@ def test_checksums_cover_the_whole_width_of_a_sample(dtype: torch.dtype) -> None
     assert item_checksum({"x": rows[2]}) == batch_checksums({"x": rows})[2]
 
 
-def test_texts_and_numbers_of_an_item_count() -> None:
+def test_checksum_of_an_item_covers_texts_and_numbers() -> None:
     item = {"text": "a cat", "label": 3, "path": Path("x")}
     assert item_checksum(item) != item_checksum({**item, "text": "a dog"})
     assert item_checksum(item) != item_checksum({**item, "label": 4})

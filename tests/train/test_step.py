@@ -115,7 +115,7 @@ def test_damaged_records_of_training_cost_no_step(project: Project, content: byt
     assert ("warning: metrics.jsonl is damaged" in done.stderr) == (content != b"")
 
 
-def test_attempts_are_numbered_on_where_their_record_is_lost(
+def test_attempt_numbers_continue_although_their_record_is_lost(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = Run(tmp_path)

@@ -73,8 +73,8 @@ runpy.run_module("train", run_name="__main__")
 
 @pytest.mark.long
 @pytest.mark.parametrize("minor", allowed_minors())
-def test_one_step_with_every_version_that_is_allowed(tmp_path: Path, minor: str) -> None:
-    """With the installed torch, or another in an environment of its own above this one."""
+def test_training_runs_with_every_allowed_torch_version(tmp_path: Path, minor: str) -> None:
+    """Train with the installed torch, or with another one in an environment on top of this one."""
     import torch
 
     from .conftest import TASK, Project

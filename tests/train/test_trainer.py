@@ -33,7 +33,7 @@ class Line:
 
     def __init__(self) -> None:
         self.seen: list[int] = []
-        self.poison: dict[int, float] = {}  # call of loss() → what is added to it
+        self.poison: dict[int, float] = {}  # number of the call of loss() → value added to its result
         self.calls = 0
 
     def model(self) -> nn.Module:
@@ -167,7 +167,7 @@ def test_early_stopping_after_patience_epochs(tmp_path: Path) -> None:
     assert progress.best_step == made.order.steps_per_epoch
 
 
-def test_going_on_after_patience_ran_out_does_nothing(tmp_path: Path) -> None:
+def test_training_does_not_continue_after_early_stopping(tmp_path: Path) -> None:
     made, progress = fit(tmp_path, Line(), epochs=50, early_stopping_patience=2, lr=1e-30)
     assert made.fit(progress, CheckpointStore(tmp_path, 2, {}), None) == progress
 
@@ -243,7 +243,7 @@ def test_patience_compares_with_a_best_that_was_lost(loss: float, best: int, sta
     assert (after.best_step, after.stale_epochs, after.lost_best is not None) == (best, stale, lost)
 
 
-def test_the_first_epoch_is_the_best_so_far_however_bad() -> None:
+def test_first_epoch_is_the_best_so_far() -> None:
     assert update_best(Progress(step=5), {"loss": 1e9}).best_step == 5
 
 

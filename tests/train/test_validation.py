@@ -1,4 +1,4 @@
-"""Texts that a model cannot take, and a tokenizer that is another model's."""
+"""Texts that a model cannot process, tokenizers of other models, and the validation loop."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ def split(**columns: Any) -> Samples:
     return Samples("train", columns)
 
 
-def test_texts_that_fit_are_taken(model: nn.Module) -> None:
+def test_valid_texts_are_accepted(model: nn.Module) -> None:
     task: Any = Words()
     check_texts(task, model, [split(**task.data("train"))])
-    check_texts(task, nn.Linear(2, 2), [split(input_ids=np.full((1, 99), 99))])  # none of transformers
+    check_texts(task, nn.Linear(2, 2), [split(input_ids=np.full((1, 99), 99))])  # not a model of transformers
 
 
 @pytest.mark.parametrize(("value", "named"), [(16, 16), (-100, -100)])
@@ -83,7 +83,7 @@ def test_text_beyond_the_models_positions_is_an_error(model: nn.Module) -> None:
         check_texts(task, model, [split(input_ids=ids, position_ids=[[*range(13)]])])
 
 
-def test_of_items_the_first_is_checked(model: nn.Module) -> None:
+def test_first_item_of_a_dataset_is_checked(model: nn.Module) -> None:
     class Items(list[dict[str, Any]]):
         pass
 
@@ -119,7 +119,7 @@ CPU = torch.device("cpu")
 
 
 class Echo:
-    """Answers its input; the loss of a sample is its value, so every mean is known."""
+    """A task whose loss of a sample is its value, so that every mean is known."""
 
     inputs = ("x",)
     outputs = ("y",)

@@ -105,7 +105,7 @@ def test_a_hung_process_is_named_and_all_processes_end(project: Project, hang: s
         assert failure(run).passing, "training may start again by itself"
         text = str(failure(run))
         assert text.startswith(f"rank 1 on {os.uname().nodename} (process {processes[1].pid}) {message}")
-        # Three losses are of the warm-up and of the check of parameters; a stopped process was seen a little earlier.
+        # Three losses belong to the warm-up and the check of parameters; a stopped process is noticed a little earlier.
         assert re.search("step [12], forward and backward", text)
         assert "Waiting for it: rank 0 at step 2, forward and backward" in text
         assert "gloo:" in text, "the exchange that waits"
@@ -121,7 +121,7 @@ def test_a_hung_process_is_named_and_all_processes_end(project: Project, hang: s
 
 
 def assert_hang_report(run: Run, hang: str) -> None:
-    """The stack of the one that hangs as far as it can be had, and of the other in its exchange."""
+    """Check that the report has the stack of the hanging process, if it is readable, and of the waiting one."""
     text = (run.path / "logs" / "stalls" / "1.txt").read_text()
     assert "logs/stalls/1.txt of the run" in str(failure(run))
     assert [path.name for path in (run.path / "logs" / "stalls").iterdir()] == ["1.txt"]
@@ -152,7 +152,7 @@ def test_a_process_that_hangs_in_validation_is_named(project: Project) -> None:
     assert "from step 5, validation (task.py, line" in str(failure(run))
 
 
-def test_a_process_alone_waits_for_no_one(tmp_path: Path) -> None:
+def test_single_process_starts_no_watchdog(tmp_path: Path) -> None:
     before = threading.active_count()
     with run_watchdog(ProcessGroup(Rank(), torch.device("cpu")), Run(tmp_path), tmp_path, 1):
         assert threading.active_count() == before
@@ -172,10 +172,10 @@ def test_a_process_that_never_reported_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("state", "blamed"), [("started", [1]), ("scheduled", [])])
-def test_a_host_that_waits_for_its_gpu_is_not_waited_for(
+def test_host_waiting_for_its_gpu_counts_as_in_the_collective(
     state: str, blamed: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both hosts are in the task's code: one in `.item()`, while its GPU is in a collective, the other one asleep."""
+    """One host waits in `.item()` while its GPU is in a collective; the other process sleeps in the task's code."""
     names = {"profiling_name": "nccl:all_reduce", "process_group": ["0", "default_pg"]}
     entry = {**names, "is_p2p": False, "collective_seq_id": 7, "retired": False}
     dump = json.dumps({"entries": [{**entry, "state": state, "input_sizes": [], "input_dtypes": []}]})

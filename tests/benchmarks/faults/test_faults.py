@@ -17,7 +17,7 @@ from train.chaos_hooks import ChaosEvent, Kill
 STEP = ChaosEvent(event="step", time=100.0, born=90.0)
 
 
-def test_failures_come_at_the_same_random_times_for_the_same_seed() -> None:
+def test_failure_times_depend_on_the_seed_only() -> None:
     found = list(itertools.islice(gaps(60, seed=1), 200))
     assert found == list(itertools.islice(gaps(60, seed=1), 200))
     assert found != list(itertools.islice(gaps(60, seed=2), 200))
@@ -25,7 +25,7 @@ def test_failures_come_at_the_same_random_times_for_the_same_seed() -> None:
     assert 55 < sum(found) / len(found) < 65
 
 
-def test_workers_fail_in_turn_and_only_while_training_makes_steps() -> None:
+def test_workers_fail_in_turn_while_training_makes_steps() -> None:
     due = failures(60, "worker", processes=2, seed=1)
     first, second = itertools.islice(gaps(60, seed=1), 2)
     killed, back = ChaosEvent(event="kill", time=150.0), ChaosEvent(event="step", time=158.0, born=155.0)
@@ -37,7 +37,7 @@ def test_workers_fail_in_turn_and_only_while_training_makes_steps() -> None:
 
 
 @pytest.mark.parametrize(("values", "share", "expected"), [([], 0.5, None), ([3, 1, 2], 0.5, 2), ([1, 2, 3], 0.99, 3)])
-def test_a_percentile_is_a_value_that_was_seen(values: Sequence[float], share: float, expected: float | None) -> None:
+def test_percentile_is_a_measured_value(values: Sequence[float], share: float, expected: float | None) -> None:
     assert percentile(values, share) == expected
 
 
@@ -54,7 +54,7 @@ def test_the_table_shows_its_configuration() -> None:
 
 
 @pytest.mark.long
-def test_training_goes_on_under_failures_and_its_goodput_is_reported() -> None:
+def test_goodput_under_failures_is_reported() -> None:
     argv = [sys.executable, "-m", "benchmarks.faults", "--quick", "-o", "json"]
     env = {**os.environ, "PYTHONSAFEPATH": "1"}
     done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=600, check=False)

@@ -1,4 +1,4 @@
-"""Decoding by several libraries: what the table counts, and that they generate the same tokens."""
+"""Decoding by several libraries: the table, and equality of the generated tokens."""
 
 from __future__ import annotations
 

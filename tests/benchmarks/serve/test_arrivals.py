@@ -1,4 +1,4 @@
-"""Requests that come at a fixed rate, against a small server that answers as it is notified."""
+"""Requests at a fixed rate to a small server with given answers."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def against(answer: Callable[[int], bytes], rate: float, seconds: float) -> Arri
     return asyncio.run(run())
 
 
-def test_all_that_was_due_is_sent_and_counted_by_its_status() -> None:
+def test_all_due_requests_are_sent_and_counted_by_status() -> None:
     found = against(lambda number: BUSY if number % 4 == 0 else OK, rate=400, seconds=0.2)
     assert found.statuses == {200: 60, 503: 20}
     assert (found.due, found.predictions, found.refused, found.failed) == (80, 60, 20, 0)
@@ -50,35 +50,35 @@ def test_all_that_was_due_is_sent_and_counted_by_its_status() -> None:
     assert found.cpu_seconds > 0
 
 
-def test_a_connection_that_closes_without_an_answer_is_a_failure() -> None:
+def test_connection_closed_without_an_answer_is_a_failure() -> None:
     found = against(lambda number: b"" if number == 3 else OK, rate=100, seconds=0.1)
     assert found.failed == 1
     assert found.statuses == {200: 9}
 
 
-def test_a_connection_that_closes_after_an_answer_is_opened_again() -> None:
+def test_connection_closed_after_an_answer_is_reopened() -> None:
     found = against(lambda _: LAST, rate=400, seconds=0.1)
     assert (found.due, found.failed, found.statuses) == (40, 0, {503: 40})
 
 
-def test_times_are_from_when_a_request_was_due() -> None:
-    """Status, due, sent, answered: the second was held back by 3 s, and answered 1 s later."""
+def test_latency_counts_from_the_due_time() -> None:
+    """Status, due, sent, answered: the second was sent 3 s late, and answered 1 s later."""
     found = summary([(503, 1.0, 1.0, 1.5), (200, 2.0, 5.0, 6.0)], began=1.0, seconds=4.0)
     assert (found["p50_ms"], found["p99_ms"], found["late_p99_ms"]) == (4000, 4000, 3000)
     assert (found["refused_p99_ms"], found["seconds"], found["statuses"]) == (500, 5.0, {"503": 1, "200": 1})
 
 
-def test_what_was_due_and_has_no_answer_or_another_has_failed() -> None:
+def test_due_requests_without_200_or_503_have_failed() -> None:
     found = Arrived.of({"due": 5, "seconds": 1.0, "statuses": {"200": 1, "504": 1}, **dict.fromkeys(TIMES, 0.0)})
     assert (found.predictions, found.refused, found.failed) == (1, 0, 4)
 
 
 @pytest.mark.parametrize("name", [b"content-length", b"Content-Length"])
-def test_an_answer_is_complete_with_the_last_byte_of_its_body(name: bytes) -> None:
+def test_answer_is_complete_with_the_last_byte_of_its_body(name: bytes) -> None:
     answer = b"HTTP/1.1 200 OK\r\nx: y\r\n" + name + b": 5\r\n\r\nabcde"
     assert [size for size in range(len(answer) + 1) if complete(answer[:size])] == [len(answer)]
     assert complete(b"HTTP/1.1 204 No Content\r\n\r\n")
 
 
-def test_there_are_connections_enough_for_long_answers_but_not_more_than_requests() -> None:
+def test_connection_count_follows_from_rate_and_duration() -> None:
     assert [connections(*one) for one in ((1000, 60), (1000, 1), (0.1, 1), (1e6, 60))] == [3000, 1000, 1, 4096]

@@ -22,17 +22,17 @@ STEPS = [step(1, 100, 10), step(2, 190, 11), step(4, 300, 14), step(8, 310, 26),
 @pytest.mark.parametrize(
     ("deadline_ms", "target"),
     [
-        (1000, 2),  # 4 clients have nearly all that 32 get
+        (1000, 2),  # 4 clients get almost the throughput of 32
         (12, 1),  # 2 are answered in time
         (10, 1),
         (5, 0),
     ],
 )
-def test_the_target_is_below_the_limits_of_the_deadline_and_of_the_gain(deadline_ms: float, target: int) -> None:
+def test_target_keeps_the_deadline_and_a_minimum_gain(deadline_ms: float, target: int) -> None:
     assert capacity.target(STEPS, deadline_ms) == target
 
 
-def test_the_text_ends_with_the_setting_or_with_why_there_is_none() -> None:
+def test_text_ends_with_the_setting_or_the_reason_for_none() -> None:
     found = capacity.Capacity("net", 50, STEPS, 2)
     assert capacity.text([found]).splitlines()[-1] == (
         "deploy.target_concurrency=2: about 190 requests a second per pod"
@@ -41,7 +41,7 @@ def test_the_text_ends_with_the_setting_or_with_why_there_is_none() -> None:
 
 
 @pytest.mark.skipif(shutil.which("wrk") is None, reason="wrk is not installed")
-def test_a_bundle_is_measured_until_answers_come_too_late(tmp_path: Path) -> None:
+def test_measurement_ends_when_the_deadline_is_exceeded(tmp_path: Path) -> None:
     bundle = WORKLOADS["digits"].bundle(tmp_path / "bundle")
     found = capacity.measure("digits", bundle, 0.001, 1)
     assert (found.model, len(found.steps), found.target) == ("digits", 1, 0)

@@ -1,4 +1,4 @@
-"""A peer that cannot be installed is a sentence, not a traceback."""
+"""Environments of peers: an error of the installation is one line, not a traceback."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pipeline.system.errors import ResourceError
 from pipeline.system.files import digest_bytes
 
 
-def test_an_interpreter_that_is_not_there_is_stated(tmp_path: Path) -> None:
+def test_missing_interpreter_is_a_resource_error(tmp_path: Path) -> None:
     with pytest.raises(ResourceError, match="granian cannot be installed"):
         python_of("granian", str(tmp_path / "python"), tmp_path)
 
@@ -21,7 +21,7 @@ def test_an_environment_is_kept_until_its_pins_change(tmp_path: Path, monkeypatc
     monkeypatch.setattr(environment, "PINS", tmp_path)
     (tmp_path / "peer.txt").write_text("peer==1\n")
     (tmp_path / "peer").mkdir()
-    python = str(tmp_path / "python")  # is not there, so nothing can be installed
+    python = str(tmp_path / "python")  # does not exist, so nothing can be installed
     (tmp_path / "peer" / "installed").write_text(digest_bytes(f"peer==1\n{python}".encode()))
     assert python_of("peer", python, tmp_path) == tmp_path / "peer" / "bin" / "python"
     (tmp_path / "peer.txt").write_text("peer==2\n")

@@ -1,4 +1,4 @@
-"""What can be typed, and what is printed where a program is missing."""
+"""Options of the benchmark, and the error for a missing program."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pipeline.system.errors import ResourceError
 from pipeline.system.sources import SOURCE_ROOT
 
 
-def test_every_option_the_documentation_names_is_known() -> None:
+def test_every_documented_option_is_valid() -> None:
     section = (SOURCE_ROOT / "docs/serving.md").read_text().partition("## Speed")[2]
     for words in ("--quick", "--table open", "--table overload", "--workload conv", "--only ours", "--clients 32"):
         assert f"`{words}`" in section
         bench._parse(words.split())
 
 
-def test_without_the_load_generators_a_sentence_states_it(
+def test_missing_load_generators_are_reported(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(load, "missing", lambda: ["wrk"])

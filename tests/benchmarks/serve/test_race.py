@@ -1,4 +1,4 @@
-"""Ratios, and who is left out."""
+"""Ratios between contenders, and contenders that are left out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _row(contender: str, wire: str, per_second: float, clients: int = 32) -> Row
     return Row("digits", clients, contender, wire, per_second, 0.5, 1.0, 2.0, 50.0, 0)
 
 
-def test_a_ratio_is_of_one_round_and_a_row_is_the_median_of_rounds() -> None:
+def test_ratios_are_per_round_and_a_row_has_their_medians() -> None:
     laps = [
         Lap(LoadResult(100, rate, p50, 9.0, failed), cpu, limit)
         for rate, limit, p50, cpu, failed in [(100, 200, 1, 10, 0), (300, 400, 3, 30, 2), (200, 1000, 2, 20, 1)]
@@ -32,7 +32,7 @@ def test_a_ratio_is_of_one_round_and_a_row_is_the_median_of_rounds() -> None:
     assert found.failed == 3
 
 
-def test_kserve_as_it_comes_is_the_baseline_over_the_same_wire() -> None:
+def test_baseline_is_kserve_over_the_same_protocol() -> None:
     rows = [_row("kserve", JSON, 100), _row("kserve", GRPC, 50), _row("kserve", JSON, 10, clients=1)]
     assert table.baseline(rows, _row("ours", GRPC, 1)) == 50
     assert table.baseline(rows, _row("ours", V1, 1)) == 100, "it has no V1 here"
@@ -47,7 +47,7 @@ def test_the_table_shows_both_ratios_and_failures() -> None:
     assert "(7 failed)" in line
 
 
-def test_overload_is_evaluated_by_predictions_and_all_that_was_no_clean_refusal() -> None:
+def test_overload_counts_predictions_refusals_and_failures() -> None:
     statuses = {200: 900, 503: 800, 504: 5}
     received = Arrived(1707, 10.0, statuses, 300.0, 900.0, refused_p99_ms=3.0, late_p99_ms=0.1, cpu_seconds=1.0)
     found = summarize("conv", 100.0, received, (0.1, 1.9))
@@ -55,7 +55,7 @@ def test_overload_is_evaluated_by_predictions_and_all_that_was_no_clean_refusal(
     assert (found.client_cores, found.service_cores) == (0.1, 1.9)
 
 
-def test_who_cannot_be_installed_is_left_out_with_the_reason(
+def test_contender_that_cannot_be_installed_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(*_: object) -> Path:
@@ -68,7 +68,7 @@ def test_who_cannot_be_installed_is_left_out_with_the_reason(
     assert "absent is left out: absent cannot be installed: no such package" in capsys.readouterr().err
 
 
-def test_who_ends_before_it_answers_is_reported_with_its_last_words() -> None:
+def test_contender_that_ends_early_is_reported_with_its_output() -> None:
     with log_file() as log:
         running = Running("short", [sys.executable, "-c", "raise SystemExit('no licence')"], log)
         with pytest.raises(StageError, match="short does not answer: no licence"):

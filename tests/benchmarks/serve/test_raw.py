@@ -1,4 +1,4 @@
-"""The limit that everyone is compared with."""
+"""The throughput of the bare runtime, with which all contenders are compared."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from benchmarks.serve import raw
 from benchmarks.serve.workloads import WORKLOADS
 
 
-def test_the_best_size_of_a_batch_is_the_limit(tmp_path: Path) -> None:
+def test_limit_is_the_fastest_batch_size(tmp_path: Path) -> None:
     WORKLOADS["digits"].build(tmp_path / "net.onnx")
     found = raw.best(tmp_path / "net.onnx", 1, 0.05, [1, 32])
     assert found.rows == 32, "next to nothing is computed, so that a call's own cost is shared by its rows"

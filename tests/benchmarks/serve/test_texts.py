@@ -1,4 +1,4 @@
-"""The race of a language model, once and short: that every figure is one."""
+"""A short benchmark of a language model: every figure is a number."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from benchmarks.serve import decoder, raw_texts, texts
 
 
 @pytest.mark.long
-def test_the_service_is_measured_beside_the_bare_runtime() -> None:
+def test_service_is_compared_with_the_bare_runtime() -> None:
     size = texts.Size(rows=(2,), length=8, tokens=4, rounds=1)
     (row,) = texts.measure(size)
     assert row.rows == 2
     assert min(row.read_to_raw, row.written_to_raw, row.streamed_to_raw, row.cpu_to_raw) > 0
 
 
-def test_below_the_table_stands_why_a_peer_has_no_row() -> None:
+def test_reason_for_a_missing_peer_is_below_the_table() -> None:
     *table, empty, reason = texts.text([texts.Row(8, *[1.0] * 7)]).splitlines()
     assert [line[0] for line in table] == ["|"] * 3
     assert not empty
@@ -27,8 +27,8 @@ def test_below_the_table_stands_why_a_peer_has_no_row() -> None:
 
 
 @pytest.mark.long
-def test_the_plain_loop_writes_what_the_whole_text_gives_in_one_run(tmp_path: Path) -> None:
-    """Else what it is raced against would not be the same work."""
+def test_plain_loop_equals_a_single_run_over_the_whole_text(tmp_path: Path) -> None:
+    """Otherwise the service would be compared with different work."""
     path = decoder.bundle(tmp_path / "bundle", 1)
     session = onnxruntime.InferenceSession(str(path / "model.onnx"), providers=["CPUExecutionProvider"])
     ids = np.arange(5, 25).reshape(2, 10)

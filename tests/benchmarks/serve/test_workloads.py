@@ -1,4 +1,4 @@
-"""The nets are what they should be, and their bundles serve."""
+"""The nets of the benchmarks have their stated sizes, and their bundles can be served."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ STEPS = 21
 
 
 class Kept(Convolution):
-    """A fixed beginning, so that both loops start from the same weights; keeps the model it made."""
+    """A task with fixed initial weights for both loops, which keeps the model it made."""
 
     made: list[nn.Module]
 
@@ -34,7 +34,7 @@ class Kept(Convolution):
 
 
 def trained(loop: Callable[..., None], folder: Path) -> dict[str, Tensor]:
-    """Weights after so many steps of one loop."""
+    """Return the weights after some steps of one loop."""
     task, laps = Kept(), iter(range(STEPS))
 
     def gate() -> None:
@@ -50,8 +50,8 @@ def trained(loop: Callable[..., None], folder: Path) -> dict[str, Tensor]:
     return task.made[0].state_dict()
 
 
-def test_the_bare_loop_and_ours_train_the_same_weights(tmp_path: Path) -> None:
-    """Otherwise they would not be worth comparing."""
+def test_bare_loop_and_ours_train_the_same_weights(tmp_path: Path) -> None:
+    """Otherwise their speeds could not be compared."""
     left, right = trained(bare, tmp_path / "bare"), trained(ours, tmp_path / "ours")
     for name, tensor in left.items():
         assert right[name].allclose(tensor, rtol=1e-4, atol=1e-6), name

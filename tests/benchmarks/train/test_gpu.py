@@ -91,7 +91,7 @@ def test_a_process_measures_each_kind_of_net(monkeypatch: pytest.MonkeyPatch, ta
 
 @pytest.mark.long
 def test_a_process_that_fails_writes_its_reason() -> None:
-    """It is a real process, which needs no GPU to find a setting that does not exist."""
+    """A real process, which rejects an unknown setting before it needs a GPU."""
     row = measure("gpt2", row_with(device="cpu", no_such_setting=1), gpus=1, steps=1)
     assert row["failed"].startswith("ConfigError: the bench: unknown setting `train.no_such_setting`")
     assert "failed: ConfigError" in line(row, row)
@@ -111,7 +111,7 @@ def measured(title: str, per_second: float, **others: Any) -> dict[str, Any]:
     return {**row, "per_second": per_second, "mfu": 0.415, "memory_gb": 20.04, **others}
 
 
-def test_a_row_has_its_ratio_to_the_first_one_and_the_goal_a_verdict() -> None:
+def test_row_has_its_ratio_to_the_first_and_the_goal_a_verdict() -> None:
     rows = [measured("best", 400_000), measured("compile: false", 3e5, mfu=None), measured("x", 5e5, precision="fp32")]
     assert line(rows[0], rows[0]).split() == ["best", "400,000", "1.000", "41.5%", "20.0", "GiB"]
     assert line(rows[1], rows[0]).split()[2:] == ["300,000", "0.750", "–", "20.0", "GiB"]
@@ -130,11 +130,11 @@ def test_each_net_and_number_of_gpus_is_a_table() -> None:
     assert {row.train["compile"] for row in RESNET_ROWS} == {True, False}
 
 
-def test_the_batch_follows_from_memory() -> None:
+def test_batch_size_follows_from_memory() -> None:
     assert [sequences(gigabytes << 30) for gigabytes in (140, 48, 24, 8)] == [32, 16, 8, 4]
 
 
-def test_the_loss_in_chunks_is_that_of_the_logits() -> None:
+def test_chunked_loss_equals_that_of_the_logits() -> None:
     task, tokens = Small(), torch.randint(50, (3, 1025))
     model, batch = task.model(), {"x": tokens[:, :-1], "target": tokens[:, 1:]}
     assert model(batch["x"]).shape == (3, 1024, 16)
@@ -143,7 +143,7 @@ def test_the_loss_in_chunks_is_that_of_the_logits() -> None:
     torch.testing.assert_close(in_chunks, whole)
 
 
-def test_the_whole_logits_are_of_the_same_net(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_net_with_whole_logits_has_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("benchmarks.train.large._DEPTH", 1)
     whole, chunked = (NETS[name].make() for name in ("gpt2_whole_logits", "gpt2"))
     with torch.device("meta"):

@@ -31,8 +31,8 @@ def texts(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     return found
 
 
-def test_tokens_of_texts_are_compared_and_padding_counts_for_nothing() -> None:
-    """Twice the tokens in a batch that takes half as long again."""
+def test_speed_is_compared_in_tokens_without_padding() -> None:
+    """Packed batches have twice the tokens of padded ones and take up to half as long again."""
     course = Course("deepseek", processes=1, threads=1, lap=10, warm_laps=0, laps=2)
     heat = {"padded": [Lap(2.0, 1.0), Lap(4.0, 1.0)], "ours": [Lap(3.0, 1.0), Lap(5.0, 1.0)]}
     layout = Layout(useful={"ours": 200.0, "padded": 100.0}, padding={"ours": 0.01, "padded": 0.4})
@@ -43,7 +43,7 @@ def test_tokens_of_texts_are_compared_and_padding_counts_for_nothing() -> None:
     assert text({"rows": [vars(row)]}).count("\n") == 1
 
 
-def test_both_layouts_hold_the_same_texts_and_one_of_them_much_padding(texts: list[list[int]]) -> None:
+def test_both_layouts_have_the_same_texts(texts: list[list[int]]) -> None:
     for task in (DeepSeek(), Padded()):
         rows = task.rows()
         assert sorted(rows.ids[rows.segments != 0].tolist()) == sorted(token for text in texts for token in text)
@@ -54,8 +54,8 @@ def test_both_layouts_hold_the_same_texts_and_one_of_them_much_padding(texts: li
 
 @pytest.mark.usefixtures("texts")
 @torch.no_grad()
-def test_a_text_costs_the_same_loss_packed_and_padded() -> None:
-    """What is raced must be the same work; with dropped columns too."""
+def test_loss_of_a_text_is_the_same_packed_and_padded() -> None:
+    """Otherwise different work would be compared; columns of padding are dropped too."""
     torch.manual_seed(0)
     task, other = DeepSeek(), Padded()
     model, trimmed = task.model().eval(), other.model().eval()
@@ -81,7 +81,7 @@ def test_the_bare_loop_trains_a_row_for_each_text(tmp_path: Path) -> None:
     assert (tmp_path / "log.txt").read_text().startswith("0 ")
 
 
-def test_a_table_that_knows_no_language_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_without_a_language_model_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
         bench.main(["--model", "deepseek", "--table", "link"])
     assert "--model goes with the tables loops, packing, gpu, not with link" in capsys.readouterr().err

@@ -19,7 +19,7 @@ from pipeline.system.errors import ResourceError, StageError
 PYTHON = Path(sys.executable)
 
 
-def test_every_contestant_starts_at_every_place_equally_often() -> None:
+def test_every_contestant_has_every_position_equally_often() -> None:
     names = ["a", "b", "c"]
     orders = list(rotations(names, 6))
     assert all(sorted(order) == names for order in orders)
@@ -27,7 +27,7 @@ def test_every_contestant_starts_at_every_place_equally_often() -> None:
         assert Counter(order[place] for order in orders) == {"a": 2, "b": 2, "c": 2}
 
 
-def test_a_lap_is_compared_with_the_bare_one_of_its_round_and_faster_is_above_one() -> None:
+def test_ratio_of_a_lap_faster_than_the_bare_loop_is_above_one() -> None:
     bare, ours = [Lap(2.0, 1.0), Lap(4.0, 1.0)], [Lap(1.0, 0.5), Lap(5.0, 0.5)]
     assert ratios_to(bare, ours) == [2.0, 0.8]
     course = Course("digits", processes=1, threads=1, lap=10, warm_laps=0, laps=2)
@@ -55,13 +55,13 @@ def test_a_quick_race_prints_a_ratio_for_every_loop() -> None:
     assert all(row["median"] > 0 and row["cpu_ms_per_step"] > 0 for row in rows)
 
 
-def test_a_contestant_that_fails_is_named_with_its_last_words() -> None:
+def test_failing_contestant_is_named_with_its_error() -> None:
     course = Course("no-such-workload", processes=1, threads=1, lap=1, warm_laps=1, laps=1)
     with pytest.raises(StageError, match=r"bare gave up: .*KeyError: 'no-such-workload'"):
         race(course, {"bare": PYTHON})
 
 
-def test_peers_that_cannot_be_installed_are_a_reason_and_no_failure(
+def test_peers_that_cannot_be_installed_are_skipped_with_the_reason(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").touch()

@@ -15,7 +15,7 @@ from train.process_group import ProcessGroup
 from train.state import Progress, State
 
 
-def test_what_a_checkpoint_costs_is_reported_beside_what_its_bytes_cost() -> None:
+def test_cost_of_a_checkpoint_is_compared_with_copying_its_bytes() -> None:
     course = Course("digits", processes=2, threads=1, lap=10, warm_laps=0, laps=2)
     plain, copied, saved = (
         [Lap(seconds * load, cpu) for load in (1, 3)] for seconds, cpu in ((1.0, 0.5), (1.1, 0.55), (1.2, 0.6))
@@ -27,13 +27,13 @@ def test_what_a_checkpoint_costs_is_reported_beside_what_its_bytes_cost() -> Non
     assert line(row).split()[-1] == "10.0%"
 
 
-def test_the_saving_contestant_makes_a_checkpoint_after_every_step() -> None:
+def test_saving_contestant_saves_after_every_step() -> None:
     found = contestant("saving")
     assert isinstance(found, functools.partial)
     assert found.keywords == {"checkpoint_every": 1, "make_store": None}
 
 
-def test_the_bytes_alone_are_a_share_of_them_on_the_disk(tmp_path: Path) -> None:
+def test_copying_writes_each_process_its_share_of_the_bytes(tmp_path: Path) -> None:
     for rank in (0, 1):
         with Copying(tmp_path, ProcessGroup(Rank(rank, world_size=2), torch.device("cpu"))) as store:
             store.save(State(Progress(1), {"a": torch.ones(7), "b": torch.tensor(2.0)}))

@@ -122,14 +122,14 @@ def test_checkpoint_is_written_while_training_continues(tmp_path: Path) -> None:
     assert checkpoints.steps() == [10, 20]
 
 
-def test_before_runs_when_all_files_are_written(tmp_path: Path) -> None:
+def test_before_callback_runs_when_all_files_are_written(tmp_path: Path) -> None:
     seen = []
     with store(tmp_path) as checkpoints:
         checkpoints.save(state(10), lambda: seen.extend(sorted(path.name for path in tmp_path.glob(".step*/*"))))
     assert seen == ["0.safetensors", "manifest.json"]
 
 
-def test_failure_of_before_is_raised_at_the_next_save(tmp_path: Path) -> None:
+def test_failure_of_the_before_callback_is_raised_at_the_next_save(tmp_path: Path) -> None:
     def fail() -> NoReturn:
         raise ConfigError("no room for the ledger")
 
@@ -140,7 +140,7 @@ def test_failure_of_before_is_raised_at_the_next_save(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-def test_error_of_training_hides_that_of_the_last_checkpoint(tmp_path: Path) -> None:
+def test_error_of_training_takes_precedence_over_that_of_the_checkpoint(tmp_path: Path) -> None:
     def fail() -> NoReturn:
         raise ConfigError("no room for the ledger")
 

@@ -70,7 +70,7 @@ def test_auto_precision_is_bf16_where_a_gpu_has_it(monkeypatch: pytest.MonkeyPat
     assert Precision("auto", CPU).type is None
 
 
-def test_nothing_is_set_for_a_cpu() -> None:
+def test_no_setting_is_changed_on_a_cpu() -> None:
     before = state()
     configure_accelerator(Train(matmul_precision="medium", deterministic=False), CPU)
     assert state() == before
@@ -85,7 +85,7 @@ def test_matmul_precision_is_set_for_products_and_convolutions(setting: Any, con
 
 
 @pytest.mark.usefixtures("gpu")
-def test_cudnn_tries_algorithms_only_where_runs_may_differ() -> None:
+def test_cudnn_benchmark_is_on_only_without_deterministic() -> None:
     for settings, expected in (
         (Train(), False),
         (Train(deterministic=False), True),
@@ -102,7 +102,7 @@ def debug_mode() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("gpu", "debug_mode")
-def test_both_passes_of_attention_refuse_what_is_not_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_passes_of_attention_refuse_nondeterministic_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     modes: dict[str, int] = {}
     attend = functional.scaled_dot_product_attention
 
@@ -128,13 +128,13 @@ def test_both_passes_of_attention_refuse_what_is_not_deterministic(monkeypatch: 
 
 
 @pytest.mark.usefixtures("gpu")
-def test_attention_is_as_torch_has_it_where_runs_may_differ(attention: Any) -> None:
+def test_attention_is_unchanged_without_deterministic(attention: Any) -> None:
     configure_accelerator(Train(deterministic=False), GPU)
     assert functional.scaled_dot_product_attention is attention
 
 
 @pytest.mark.usefixtures("gpu")
-def test_the_log_names_what_was_decided() -> None:
+def test_log_line_names_the_chosen_precision() -> None:
     assert describe_accelerator(Train(), GPU) == "NVIDIA H100 80GB HBM3: bf16, products of fp32 numbers in TF32"
     settings = Train(precision="fp32", matmul_precision="highest")
     assert describe_accelerator(settings, GPU).endswith(": fp32, products of fp32 numbers in fp32")

@@ -24,7 +24,7 @@ def batch(made: Trainer) -> Any:
     return next(iter(made._micro_batches(0))).batch
 
 
-def test_the_peak_is_that_of_the_longest_name_and_the_precision() -> None:
+def test_peak_flops_follow_from_gpu_name_and_precision() -> None:
     assert peak_flops("NVIDIA H200", "bf16", "high") == 989e12
     assert peak_flops("NVIDIA H100 PCIe", "fp16", "high") == 756e12
     assert peak_flops("NVIDIA A100-SXM4-80GB", "fp32", "high") == 156e12
@@ -33,7 +33,7 @@ def test_the_peak_is_that_of_the_longest_name_and_the_precision() -> None:
     assert peak_flops("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16", "high") is None
 
 
-def test_a_pass_is_counted_and_leaves_no_trace() -> None:
+def test_flops_of_a_pass_are_counted_without_side_effects() -> None:
     made = trainer(CPU)
     before = weights(made)
     assert count_flops(made.strategy, batch(made)) == PER_SAMPLE
@@ -41,7 +41,7 @@ def test_a_pass_is_counted_and_leaves_no_trace() -> None:
     assert all(parameter.grad is None for parameter in made.strategy.model.parameters())
 
 
-def test_what_is_computed_again_is_not_counted() -> None:
+def test_recomputed_operations_are_not_counted() -> None:
     made = trainer(CPU)
     recompute_blocks(made.strategy.model)
     recomputed = {name: block.forward for name, block in made.strategy.model.named_modules()}
@@ -55,7 +55,7 @@ def per_sample(group: ProcessGroup, strategy: str) -> float:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "local_sgd"])
-def test_a_process_of_several_counts_the_same(strategy: str) -> None:
+def test_flops_per_sample_are_the_same_with_several_processes(strategy: str) -> None:
     assert run_distributed(per_sample, 2, strategy) == [PER_SAMPLE] * 2
 
 

@@ -88,7 +88,7 @@ def test_weights_and_gradients_keep_their_layout() -> None:
 
 
 @pytest.mark.parametrize("views", [False, True])
-def test_a_model_that_views_its_memory_is_found_without_changing_it(views: bool) -> None:
+def test_model_that_depends_on_memory_order_is_detected_unchanged(views: bool) -> None:
     task: Any = Pictures(views)
     model = task.model()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -50,7 +50,7 @@ def test_the_first_cause_among_several_ends_is_reported(tmp_path: Path) -> None:
     assert describe_failures(statuses, tmp_path) == ProcessEnd(HOST, f"rank 1 on {HOST} was killed (SIGKILL)")
 
 
-def test_lost_contact_without_a_local_cause_is_an_echo(tmp_path: Path) -> None:
+def test_lost_contact_without_a_local_cause_is_reported_as_echo(tmp_path: Path) -> None:
     write_error(LostContact("rank 1 lost contact"), tmp_path)
     assert describe_failures({1: 1}, tmp_path) == ProcessEnd(HOST, "rank 1 lost contact", echo=True)
 
@@ -95,10 +95,10 @@ class End:
         return self._status
 
     def send_signal(self, sig: int) -> None:
-        """Come too late."""
+        """Do nothing: the process has ended."""
 
 
-def test_collectives_that_do_not_fit_are_named_and_not_tried_again(tmp_path: Path) -> None:
+def test_mismatched_collectives_are_named_and_not_retried(tmp_path: Path) -> None:
     output = (
         "[enforce fail] op.preamble.length <= op.nbytes. 4000 vs 4. Received data size doesn't match expected size."
     )
@@ -148,7 +148,7 @@ def test_a_machine_leaves_if_its_driver_lists_fewer_devices(
     assert (agent.lost_device, agent._remaining_restarts) == (True, 0)
 
 
-def test_devices_are_tried_in_another_process() -> None:
+def test_devices_are_tested_in_another_process() -> None:
     assert devices_work(0)
     if torch.cuda.device_count() == 0:
         assert not devices_work(1)
@@ -206,7 +206,7 @@ def test_a_conflicting_write_returns_the_newer_state(backend: C10dRendezvousBack
     assert list(pickle.loads(answer[0]).last_heartbeats) == ["there"]
 
 
-def test_the_last_call_starts_when_the_reader_sees_it(backend: C10dRendezvousBackend) -> None:
+def test_last_call_timeout_starts_when_the_reader_sees_it(backend: C10dRendezvousBackend) -> None:
     reader, before = LocalClockBackend(backend, 2), datetime.now(UTC)
     backend.set_state(pickle.dumps(SimpleNamespace(last_heartbeats={}, deadline=before - HOUR)))
     assert before + timedelta(seconds=2) <= read_state(reader).deadline <= datetime.now(UTC) + timedelta(seconds=2)

@@ -38,7 +38,7 @@ def slow(project: Project) -> Project:
 
 
 def start_two(project: Project, run: Run, steps: int = 10) -> list[ForkedProcess]:
-    """Two processes that have made so many steps together."""
+    """Start two processes, and wait until they have made so many steps together."""
     processes = [task_of(project, run, rank) for rank in (0, 1)]
     await_step(run, steps, *processes)
     return processes
@@ -54,7 +54,7 @@ def await_step(run: Run, step: int, *processes: ForkedProcess) -> None:
 
 
 def final_step(run: Run) -> int:
-    """The step all left after, of which there is a checkpoint."""
+    """Return the step after which all processes ended; check that it has a checkpoint."""
     error = failure(run)
     assert isinstance(error, Evicted)
     assert error.passing
@@ -107,7 +107,7 @@ def test_a_single_process_ends_after_its_step(slow: Project) -> None:
 
 
 @pytest.mark.long
-def test_a_stopped_process_is_not_waited_for(slow: Project) -> None:
+def test_stopped_process_does_not_block_preemption(slow: Project) -> None:
     run = slow.run(**LONG)
     processes = start_two(slow, run)
     try:

@@ -12,7 +12,7 @@ from tests.ports import free_port
 from train.elastic.store import listen, main
 
 
-def test_machines_meet_in_a_store_that_is_a_process_own(tmp_path: Path) -> None:
+def test_store_runs_in_its_own_process_and_ends_with_its_parent(tmp_path: Path) -> None:
     port = free_port()
     argv = [sys.executable, "-m", "train.elastic.store", str(tmp_path), f"127.0.0.1:{port}"]
     process = subprocess.Popen(
@@ -29,7 +29,7 @@ def test_machines_meet_in_a_store_that_is_a_process_own(tmp_path: Path) -> None:
         assert process.wait(timeout=300) == 143, "it goes with the node that started it"
 
 
-def test_a_port_that_is_taken_is_reported_with_its_fix(tmp_path: Path) -> None:
+def test_port_in_use_is_reported_with_its_fix(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         assert main([str(tmp_path), address]) == ResourceError.exit_code
@@ -37,6 +37,6 @@ def test_a_port_that_is_taken_is_reported_with_its_fix(tmp_path: Path) -> None:
     assert f"train.rendezvous={address}: cannot listen there: address already in use; to fix it, name a" in message
 
 
-def test_a_name_that_belongs_to_a_gateway_is_listened_for_everywhere() -> None:
-    with listen("203.0.113.7", 0) as everywhere:  # an address for documentation, which no machine has
+def test_address_of_a_gateway_is_bound_on_all_interfaces() -> None:
+    with listen("203.0.113.7", 0) as everywhere:  # an address reserved for documentation
         assert everywhere.getsockname()[0] == "0.0.0.0"

@@ -68,7 +68,7 @@ class LanguageModel(nn.Module):
 
 
 class Language:
-    """Seven samples in a batch: two processes have three and four of them."""
+    """A task with seven samples in a batch: two processes have three and four of them."""
 
     inputs = ("tokens",)
     outputs = ("logits",)
@@ -99,7 +99,7 @@ def store(directory: Path, group: ProcessGroup) -> CheckpointStore:
 
 
 def trained_in(group: ProcessGroup, directory: Path, **settings: Any) -> Tensor | None:
-    """Train two steps, keep the checkpoints; one process at least returns the model's outputs."""
+    """Train two steps and keep the checkpoints; at least one process returns the model's outputs."""
     fresh, progress = _prepare(group, directory, 0, settings)
     return _fit(fresh, group, directory, progress)
 

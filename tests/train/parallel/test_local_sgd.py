@@ -28,7 +28,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def train_cases(group: ProcessGroup, folder: Path) -> dict[str, tuple[float, int, bool, int]]:
     """Return for each case the best loss, bytes sent, whether a resumed run has the same bits, and parameters."""
-    LocalSGDStrategy.OUTER_MOMENTUM = 0.3  # for so few steps
+    LocalSGDStrategy.OUTER_MOMENTUM = 0.3  # high, because there are few steps
     results = {}
     for case, settings in CASES.items():
         settings = {"sync_every": 4, "epochs": EPOCHS, **settings}

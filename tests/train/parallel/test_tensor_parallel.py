@@ -50,7 +50,7 @@ def test_sequence_of_linear_layers_is_split_in_pairs() -> None:
 
 
 def test_norm_between_linear_layers_prevents_splitting() -> None:
-    """It would see a part of the channels."""
+    """It would normalize only a part of the channels."""
     with pytest.raises(ConfigError, match="no pair of linear layers"):
         find_pairs(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)), 2)
 

@@ -23,7 +23,7 @@ QUANTIZATION = EIGHT_BITS["quantization_config"]
 
 
 def dequantize(numbers: Tensor, scale: Tensor) -> Tensor:
-    """Multiply number by number, as the format is described."""
+    """Dequantize number by number, as the format is specified."""
     found = torch.empty(numbers.shape)
     for i in range(numbers.shape[0]):
         for j in range(numbers.shape[1]):

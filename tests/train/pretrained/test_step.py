@@ -195,7 +195,7 @@ def entry(file: Path) -> dict[str, Any]:
     return {"sha256": digest_file(file), "bytes": file.stat().st_size}
 
 
-def test_a_task_that_cannot_adapt_states_it(project: PretrainedProject) -> None:
+def test_task_without_adapt_is_refused(project: PretrainedProject) -> None:
     path = project.root / "task.py"
     path.write_text(path.read_text().replace("def adapt", "def other"))
     run = project.run()
