@@ -32,7 +32,7 @@ BREAKS: tuple[Break, ...] = (
         "k8s/cluster/lease.py",
         "        return response.ok\n",
         "        return True\n",
-        "tests/k8s/cluster/test_lease.py::test_of_two_that_take_a_free_lease_at_once_one_has_it",
+        "tests/k8s/cluster/test_lease.py::test_only_one_of_two_concurrent_deployments_gets_the_lease",
     ),
     Break(
         "a refused object leaves a version that is half applied",
@@ -104,7 +104,7 @@ BREAKS: tuple[Break, ...] = (
         "k8s/step_runner.py",
         "        pods = self._list(_POD, _UNREACHABLE_TIMEOUT_SECONDS)\n        self._logs.follow(",
         "        pods = self._list(_POD)\n        self._logs.follow(",
-        "tests/k8s/test_step_runner.py::test_a_finished_step_survives_a_restart_of_the_server",
+        "tests/k8s/test_step_runner.py::test_finished_step_survives_errors_of_the_api_server",
     ),
     Break(
         "a failed job without a failed pod ends with exit code 0",
@@ -161,7 +161,7 @@ BREAKS: tuple[Break, ...] = (
         "k8s/objects/jobs.py",
         '    spec["backoffLimit"] = 0\n',
         "",
-        "tests/k8s/objects/test_jobs.py::test_a_failed_step_is_not_run_again_but_a_lost_pod_is_replaced",
+        "tests/k8s/objects/test_jobs.py::test_failed_step_is_not_retried_but_a_lost_pod_is_replaced",
     ),
     Break(
         "a training image by a movable tag is accepted",

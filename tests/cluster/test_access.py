@@ -20,7 +20,7 @@ from .test_control_plane import config_map
 pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
 ACCESS = SOURCE_ROOT / "k8s" / "manifests" / "access"
-EVERY_USER = ("authentication.k8s.io", "authorization.k8s.io")  # questions about oneself
+EVERY_USER = ("authentication.k8s.io", "authorization.k8s.io")  # requests about one's own rights
 
 
 def permissions(rules: list[Object]) -> set[tuple[str, str, str]]:

@@ -1,4 +1,4 @@
-"""What an API server and its controllers do to a deployment; no node is needed."""
+"""Deployments on a real API server with controllers, but without nodes."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def silent_server() -> Iterator[int]:
 def test_webhook_timeout_is_named_and_nothing_is_applied(
     place: Place, reports: Reports, silent_server: int, tmp_path: Path
 ) -> None:
-    """On a remote API server the address leads nowhere: the webhook fails at once instead of by its timeout."""
+    """A remote API server cannot reach the address: there the webhook fails at once instead of by its timeout."""
     authority = base64.b64encode(certificates.make(tmp_path, "webhook").certificate.read_bytes()).decode()
     rule = {"apiGroups": [""], "apiVersions": ["v1"], "operations": ["*"], "resources": ["configmaps"]}
     webhook = {

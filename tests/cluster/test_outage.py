@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.usefixtures("im
 
 OUTAGE_SECONDS = 30
 CANARY = {"canary_percent": 30, "auto": True, "observe_seconds": 10, "min_requests": 0}
-# What is reported when a phase begins.
+# The messages with which phases begin.
 PHASES = {"lease": "deploying to", "apply": "plan:", "wait": "applied", "golden requests": "replicas available"}
 CANARY_PHASES = {"scale": "canary: ", "pods": "deployment/twice-canary", "observe": "golden requests answered"}
 

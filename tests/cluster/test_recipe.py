@@ -1,4 +1,4 @@
-"""What the suite and its recipe in docs/kubernetes.md consist of works without a cluster."""
+"""The parts of the cluster suite and of its recipe in docs/kubernetes.md, as far as they need no cluster."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_documented_files_and_targets_exist() -> None:
     assert all(re.search(rf"^{target}:", makefile, re.MULTILINE) for target in re.findall(r"make (test-\w+)", TEXT))
 
 
-def test_documented_request_is_one_that_the_project_takes() -> None:
+def test_documented_request_is_valid_for_the_project() -> None:
     (line,) = [line for line in TEXT.splitlines() if line.startswith("curl ")]
     words = shlex.split(line)
     folder = example_folder("starter")

@@ -15,7 +15,7 @@ from .place import Place, Reports, wait_until
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.usefixtures("nodes")]
 
 TIMEOUT_SECONDS = 600
-MIN_EPOCHS = 2  # that are logged before the pod is killed
+MIN_EPOCHS = 2  # epochs logged before the pod is killed
 
 
 def claim(namespace: str) -> dict[str, Any]:

@@ -14,7 +14,7 @@ Splits = dict[str, Columns]
 FEATURES = 12
 MEANS = np.linspace(-1, 2, FEATURES)
 SPREADS = np.linspace(0.5, 2, FEATURES)
-_NATURE = np.random.default_rng(11)  # what is true of all data of a kind
+_NATURE = np.random.default_rng(11)  # draws what all data of a kind share
 _CLASS_WEIGHTS = _NATURE.normal(size=(FEATURES, 3))
 _WEIGHTS = _NATURE.normal(size=FEATURES)
 _PROJECTION = _NATURE.normal(size=(FEATURES, 4))

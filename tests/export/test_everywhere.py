@@ -1,4 +1,4 @@
-"""Wherever a file may run, it is compared on real samples, random inputs and shapes never traced."""
+"""The file is compared under every runtime setup on real samples, random inputs and untraced shapes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CONFIG = Export(batch_sizes=(1, 2, 7, 40))
 
 
 class Halved(nn.Module):
-    """Refuses one batch size, and has no number for the negative ones of another."""
+    """Raises an error for one batch size, and returns NaN for negative numbers of another."""
 
     def forward(self, x: Tensor) -> Tensor:
         if len(x) == 7:
@@ -38,7 +38,7 @@ class Halved(nn.Module):
 
 
 def halving(path: Path, above: float = 100.0) -> Path:
-    """y = x / 2, and 0 for numbers beyond `above`, which no real sample has."""
+    """Write y = x / 2, but 0 for numbers beyond `above`, which no real sample has."""
     value, numbers = helper.make_tensor_value_info, {"half": 0.5, "above": above}
     nodes = [
         helper.make_node("Mul", ["x", "half"], ["scaled"]),
@@ -89,7 +89,7 @@ def test_random_inputs_show_what_no_real_sample_shows(tmp_path: Path) -> None:
     assert worst.endswith("of random inputs (CPU, all threads)")
 
 
-def test_random_values_are_of_the_data_and_masks_stay() -> None:
+def test_random_values_are_in_the_range_of_the_data_and_masks_kept() -> None:
     columns: dict[str, Any] = {
         "input_ids": np.arange(COUNT * 6).reshape(COUNT, 6) % 11,
         "attention_mask": np.tril(np.ones((COUNT, 6), np.int64)),
@@ -116,7 +116,7 @@ def test_unusable_provider_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [place.text for place in runtime_setups()[0]][2:] == ["CUDA", "CUDA in TF32"]
 
 
-def test_tf32_is_compared_with_the_precision_it_has() -> None:
+def test_tolerance_of_tf32_follows_its_precision() -> None:
     expected = {"y": np.array([[-4.0, 4.0]], np.float32)}
     assert RuntimeSetup(CUDA, 0).tolerance(CONFIG, expected) is CONFIG
     loose = RuntimeSetup(CUDA, 0, exact=False).tolerance(CONFIG, expected)

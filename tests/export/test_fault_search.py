@@ -1,6 +1,6 @@
-"""Which node is wrong: of damaged, quantised, optimised and halved copies of one small graph.
+"""The search for the first wrong node in damaged, quantised, optimised and fp16 copies of a small graph.
 
-A failed comparison names the place: a node of the file, or a module that was traced differently.
+A failed comparison names a node of the file, or a module that was traced differently.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FEED = {"x": np.random.default_rng(1).normal(size=(5, 8)).astype(np.float32)}
 
 
 def chain(path: Path, layers: int = LAYERS) -> Path:
-    """Layers of product, bias and a bend, with a way around every fourth of them."""
+    """Write layers of product, tanh and sum, with a residual connection around every four of them."""
     rng, nodes, weights, before, kept = np.random.default_rng(0), [], [], "x", "x"
     for layer in range(layers):
         made = "y" if layer == layers - 1 else f"h{layer}"
@@ -89,11 +89,11 @@ def test_node_that_reads_a_damaged_weight_is_named(whole: Path, tmp_path: Path, 
     assert found.error > 0.01
 
 
-def test_equal_file_has_none(whole: Path) -> None:
+def test_equal_file_has_no_fault(whole: Path) -> None:
     assert find(whole, whole) is None
 
 
-def test_of_two_faults_the_earlier_is_named(whole: Path, tmp_path: Path) -> None:
+def test_earlier_of_two_faults_is_named(whole: Path, tmp_path: Path) -> None:
     once = changed(whole, tmp_path, transposed(6))
     found = find(whole, changed(once, tmp_path, transposed(15)))
     assert found is not None
@@ -127,7 +127,7 @@ def test_removed_names_are_matched_by_order(whole: Path, tmp_path: Path) -> None
     assert (found.node, found.op) == ("new_p9", "MatMul"), "a node without a name is called by what it makes"
 
 
-def test_quantised_values_are_compared_as_they_are_read(whole: Path, tmp_path: Path) -> None:
+def test_quantised_values_are_compared_after_dequantization(whole: Path, tmp_path: Path) -> None:
     def quantised(scale: float) -> Callable[[onnx.GraphProto], Any]:
         def change(graph: onnx.GraphProto) -> None:
             graph.initializer.append(numpy_helper.from_array(np.array(scale, np.float32), "scale"))
@@ -144,7 +144,7 @@ def test_quantised_values_are_compared_as_they_are_read(whole: Path, tmp_path: P
 
     fine = changed(whole, tmp_path, quantised(0.02))
     assert find(whole, fine, 0.2) is None
-    found = find(whole, changed(whole, tmp_path, quantised(0.001)), 0.2)  # all beyond 0.127 is cut off
+    found = find(whole, changed(whole, tmp_path, quantised(0.001)), 0.2)  # clips all beyond 0.127
     assert found is not None
     assert (found.node, found.op) == ("sum10", "Add")
 
@@ -219,8 +219,8 @@ def test_other_shapes_and_nan_are_wrong(whole: Path, tmp_path: Path) -> None:
     assert (found.node, found.error) == ("bend8", float(np.finfo(np.float64).max))
 
 
-def test_values_that_are_known_take_the_place_of_a_reference(whole: Path, tmp_path: Path) -> None:
-    names = [f"h{layer}" for layer in range(LAYERS - 1)] + ["y"]  # as of a trace whose inner steps have other names
+def test_recorded_values_replace_a_reference_file(whole: Path, tmp_path: Path) -> None:
+    names = [f"h{layer}" for layer in range(LAYERS - 1)] + ["y"]  # as in a trace whose inner nodes have other names
     values = Graph(whole).run(FEED, names)
     assert find_first_wrong_by_values(values, whole, FEED, 1e-4, 1e-4) is None
     found = find_first_wrong_by_values(values, changed(whole, tmp_path, transposed(5)), FEED, 1e-4, 1e-4)

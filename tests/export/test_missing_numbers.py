@@ -81,7 +81,7 @@ class Codec:
 
 
 class Halves(nn.Module):
-    """Return NaN where a number is missing; `gap` returns NaN for a number that is not missing, too."""
+    """Returns NaN where a number is missing; with `gap` also for a number that is not missing."""
 
     def __init__(self, gap: bool = False) -> None:
         super().__init__()
@@ -158,7 +158,7 @@ def test_columns_with_nan_in_any_split_are_found(tmp_path: Path) -> None:
     assert columns_with_nan(tmp_path / "profile.json") == {"y"}
 
 
-def test_golden_samples_are_the_first_that_json_can_have() -> None:
+def test_golden_samples_are_the_first_without_infinities() -> None:
     x = np.zeros((600, 2), np.float32)
     x[[0, 2], 1] = np.inf
     x[[5, 500]] = np.nan
@@ -182,7 +182,7 @@ def test_nan_equals_nan_where_a_number_was_missing(exported: Exporter) -> None:
     assert {row["inputs"] for row in rows} == {"real samples", "random inputs"}
 
 
-def test_nan_that_no_missing_number_explains_is_refused(exported: Exporter) -> None:
+def test_nan_without_a_missing_input_is_refused(exported: Exporter) -> None:
     made = exported(Small(Halves(gap=True), with_gaps()))
     first = int(np.flatnonzero(with_gaps()["x"][:, 0] > 1)[0])
     (row, *_) = made.test_set_rows()

@@ -1,4 +1,4 @@
-"""The model card, from the same facts as the report."""
+"""The model card, from the same files as the report."""
 
 from __future__ import annotations
 

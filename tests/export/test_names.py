@@ -109,7 +109,7 @@ def test_outputs_inside_a_dataclass_and_a_mapping_are_exported(tmp_path: Path) -
 
 
 class Resampled(nn.Module):
-    """Outputs of other lengths than the input, one that is the input, two that are one tensor, with awkward names."""
+    """Returns outputs of other lengths than the input, the input itself, and one tensor twice, with awkward names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ def test_outputs_may_have_names_of_inner_tensors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("variant", ["fp16", "int8-dynamic", "int8-static"])
 def test_variants_keep_the_names_and_the_axes(tmp_path: Path, variant: str) -> None:
-    """Names that the converters give to tensors of their own are free as well."""
+    """Outputs may also have the names that converters give to tensors of their own."""
     names = ("x_scale", "x_quantized", "graph_input_cast_0", "x_QuantizeLinear_Output")
     task = Small(Doubled(), {"x": np.random.default_rng(0).normal(size=(COUNT, 8)).astype(np.float32)}, outputs=names)
     verified(task, tmp_path)

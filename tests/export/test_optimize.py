@@ -43,7 +43,7 @@ FEED = {"x": np.random.default_rng(0).normal(size=(3, 16)).astype(np.float32)}
 
 
 def network(folder: Path, external: bool = False) -> Path:
-    """A layer norm spelt out, a product with a bend after it, and a constant that is computed: work for each level."""
+    """Write a spelt-out layer norm, a product with an activation, and a computed constant: work for each level."""
     folder.mkdir(exist_ok=True)
     rng, value, make = np.random.default_rng(1), helper.make_tensor_value_info, helper.make_node
     numbers = {"w": rng.normal(size=(16, 16)), "b": rng.normal(size=16), "gain": np.ones(16), "shift": np.zeros(16)}

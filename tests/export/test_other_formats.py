@@ -1,4 +1,4 @@
-"""Other forms of the model: verified as the bundle is, or not kept; skipped aloud where they cannot be made."""
+"""Other formats of the model: verified like the bundle, or not kept; skipped with a warning if they cannot be made."""
 
 from __future__ import annotations
 

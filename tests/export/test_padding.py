@@ -1,4 +1,4 @@
-"""Samples by themselves and padded, whatever a mask is called."""
+"""Comparison of samples with and without padding, whatever the mask is called."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def flipped() -> dict[str, np.ndarray[Any, Any]]:
     return {name: column[:, ::-1].copy() for name, column in texts().items()}
 
 
-def test_padding_on_the_left_is_found_as_well() -> None:
+def test_left_padding_is_detected() -> None:
     assert effect(Tags(Mean(), flipped())).padding == {"time": "letters 0, real 0 on the left"}
     assert effect(Tags(columns=flipped())).differing == PADDED
 
@@ -118,7 +118,7 @@ def test_other_lengths_are_compared_with_the_padding_of_the_data() -> None:
         assert not padded.batch[name][::2, -(LONGEST // 3) :].any()
 
 
-def test_positions_that_are_counted_are_no_part_of_the_padding() -> None:
+def test_position_inputs_are_not_taken_for_padding() -> None:
     class Placed(Mean):
         def forward(self, letters: Tensor, real: Tensor, place: Tensor | None = None) -> Tensor:
             assert place is not None
@@ -130,7 +130,7 @@ def test_positions_that_are_counted_are_no_part_of_the_padding() -> None:
     assert (found.padding, found.samples, found.differing) == ({"time": "letters 0, real 0 on the right"}, PADDED, 0)
 
 
-def test_mask_alone_shows_the_padding() -> None:
+def test_mask_alone_identifies_padding() -> None:
     columns = {**texts(), "noise": np.random.default_rng(1).integers(1, 9, (COUNT, LENGTH))}
     axes = dict.fromkeys(columns, ("batch", "time"))
 
@@ -147,7 +147,7 @@ def test_mask_alone_shows_the_padding() -> None:
 NOT_CLEAR = "the test samples show none"
 
 
-def test_axes_whose_padding_is_unknown_for_one_reason_share_a_sentence() -> None:
+def test_axes_with_the_same_unknown_reason_share_a_sentence() -> None:
     text = PaddingEffect(unknown={"past": NOT_CLEAR, "future": NOT_CLEAR, "time": "it fails"}).text
     assert text == (
         "whether padding of `past` and `future` changes answers is unknown: the test samples show none; "
@@ -160,11 +160,12 @@ def test_axes_whose_padding_is_unknown_for_one_reason_share_a_sentence() -> None
     [
         np.random.default_rng(2).integers(0, 12, (COUNT, LENGTH)),  # no padding
         np.full((COUNT, LENGTH), 3),  # the same everywhere
-        np.random.default_rng(2).integers(1, 11, (COUNT, LENGTH)) * (np.arange(LENGTH) < LENGTH - 1),  # an end of text
-        np.where(np.arange(LENGTH) == 1, 0, texts()["letters"]),  # the padding stands inside as well
+        np.random.default_rng(2).integers(1, 11, (COUNT, LENGTH))
+        * (np.arange(LENGTH) < LENGTH - 1),  # an end-of-text token
+        np.where(np.arange(LENGTH) == 1, 0, texts()["letters"]),  # padding inside as well
     ],
 )
-def test_length_that_the_data_do_not_show_is_unknown(letters: Any) -> None:
+def test_padding_is_unknown_if_the_data_show_none(letters: Any) -> None:
     class Sum(Tagger):
         def forward(self, letters: Tensor, real: Tensor | None = None) -> Tensor:
             found: Tensor = self.embed(letters).sum(1)
@@ -225,5 +226,5 @@ def test_output_that_is_longer_without_padding_is_not_compared() -> None:
     assert "`tags` is [3, 3] for a sample by itself, [1, 3] if padded" in found.unknown["time"]
 
 
-def test_task_without_other_axes_than_the_batch_has_nothing_to_pad() -> None:
+def test_task_with_only_a_batch_axis_has_no_padding() -> None:
     assert effect(Tags(axes={"letters": ("batch", LENGTH)}, longest={})) == PaddingEffect()

@@ -25,7 +25,7 @@ class Two(nn.Module):
 
 
 class Masked(nn.Module):
-    """Answers minus infinity where it never may, as masked scores do."""
+    """Returns minus infinity for negative inputs, like masked scores."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.where(x > 0, x, -torch.inf)
@@ -38,7 +38,7 @@ def refusal(made: Exported) -> str:
 
 
 def compared(expected: list[list[float]], found: list[list[float]], atol: float = 0.01) -> Comparison:
-    """Hand-made answers of a classifier, shifted to as many samples as its data have."""
+    """Compare hand-made answers of a classifier, repeated for all samples of its data."""
     arrays = [np.array(values * COUNT, np.float32)[:COUNT] for values in (expected, found)]
     task: Any = Classes(nn.Identity(), pairs())
     config = Export(rtol=0.0, atol=atol)
@@ -118,7 +118,7 @@ def test_equal_answers_have_no_flips() -> None:
     assert (one.flips, one.unexplained_flips, one.max_abs_error, one.equal) == (0, 0, 0.0, True)
 
 
-def test_flip_at_a_tie_is_explained() -> None:
+def test_flip_within_tolerance_is_explained() -> None:
     one = compared([[0.500, 0.501, 0.0]], [[0.501, 0.500, 0.0]])
     assert (one.flips, one.unexplained_flips, one.equal) == (COUNT, 0, True)
 

@@ -1,4 +1,4 @@
-"""A model that reads padding: what the service answers an instance does not depend on the others in its request."""
+"""A model that reads padding: the answer for an instance does not depend on the others in its request."""
 
 from __future__ import annotations
 

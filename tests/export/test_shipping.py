@@ -1,4 +1,4 @@
-"""The export step with variants: which one is in the bundle, and where it is named."""
+"""The export step with variants: the shipped one is in the bundle and named in all its files."""
 
 from __future__ import annotations
 

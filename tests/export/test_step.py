@@ -1,4 +1,4 @@
-"""The export step on an evaluated run: what it writes and what it rejects."""
+"""The export step on an evaluated run: its outputs and its errors."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def check_provenance(run: Run, directory: Path) -> None:
     assert len(output["predicate"]["runDetails"]["builder"]["version"]["source"]) == 64
 
 
-def test_names_of_any_characters_reach_the_golden_requests(root: Path) -> None:
+def test_tensor_names_may_have_any_characters(root: Path) -> None:
     edit(root / "sums_task.py", 'inputs = ("x",)', 'inputs = ("weights/linear.x",)')
     edit(root / "sums_task.py", '{"x": np', '{"weights/linear.x": np')
     edit(root / "sums_task.py", 'outputs = ("y",)', 'outputs = ("Größe in m²",)')
@@ -294,7 +294,7 @@ class Codec:
 
 
 def fed(root: Path) -> Run:
-    """A run whose task and codec share a file, and whose prepare made one more."""
+    """Make a run whose task and codec share a file, and whose prepare wrote another one."""
     (root / "sums_task.py").write_text(TASK + FED_TASK)
     (root / "sums_codec.py").write_text(FED_CODEC)
     run = evaluated_run(root)
@@ -332,7 +332,7 @@ def test_file_altered_since_prepare_stops_the_export(root: Path) -> None:
 
 
 @pytest.mark.parametrize("unit", [1e-6, 1.0, 1e6])
-def test_golden_requests_notice_another_model_in_any_unit(root: Path, unit: float) -> None:
+def test_golden_requests_detect_another_model_in_any_unit(root: Path, unit: float) -> None:
     edit(root / "sums_task.py", "nn.Linear(3, 1)", "Scaled(3, 1)")
     scaled = f"class Scaled(nn.Linear):\n    def forward(self, x):\n        return super().forward(x) * {unit}\n\n\n"
     edit(root / "sums_task.py", "class Sums", f"{scaled}class Sums")

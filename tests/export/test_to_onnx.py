@@ -1,6 +1,6 @@
-"""Axes beside the batch: texts of every length through a small model with a mask.
+"""Conversion to ONNX: axes beside the batch, dynamic sizes, names, types and external weights.
 
-The loop over experts that were hit, against each row times its own expert's weights.
+The operator for experts is compared with the product of each row and its expert's weights.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def texts(net: nn.Module, length: int = 6) -> Any:
 
 
 class Bag(nn.Module):
-    """A mean over what is no padding."""
+    """The mean over tokens that are not padding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,14 +60,14 @@ class Bag(nn.Module):
 
 
 class Folded(Bag):
-    """Knows one length alone."""
+    """Works for a single length only."""
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         return super().forward(input_ids.reshape(-1, LENGTH), attention_mask)
 
 
 class Stepped(Bag):
-    """Answers otherwise from a length on that the test data do not reach; the exporter follows one branch alone."""
+    """Branches at a length beyond the test data; the exporter follows one branch only."""
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         scale = 1.0 if input_ids.shape[1] < 2 * LENGTH else 3.0
@@ -175,7 +175,7 @@ def test_longest_beyond_the_models_positions_is_refused() -> None:
 
 
 class Windowed(Bag):
-    """Takes no text shorter than its window, in torch neither."""
+    """Accepts no text shorter than its window, in torch either."""
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         scale = attention_mask.float().unfold(1, 3, 1).mean(dim=(1, 2))
@@ -193,16 +193,16 @@ def test_lengths_that_torch_refuses_are_reported(exported: Exporter, capsys: pyt
 
 
 class Wide(Bag):
-    """Takes only texts as long as those of the test set or longer."""
+    """Accepts only texts at least as long as those of the test set."""
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         scale = attention_mask.float().unfold(1, LENGTH, 1).mean(dim=(1, 2))
         return super().forward(input_ids, attention_mask) * scale[:, None]
 
 
-def test_fewer_than_two_other_shapes_are_refused(exported: Exporter) -> None:
+def test_fewer_than_two_shapes_to_compare_are_refused(exported: Exporter) -> None:
     task = texts(Wide())
-    task.longest = {"sequence": LENGTH}  # no text may be longer, and torch takes none that is shorter
+    task.longest = {"sequence": LENGTH}  # longer texts are not allowed, and shorter ones not accepted by torch
     with pytest.raises(StageError, match="fewer than two shapes other than the traced one could be compared"):
         exported(task).shape_rows()
 
@@ -234,14 +234,14 @@ def test_router_with_noise_is_named(tmp_path: Any) -> None:
 
 
 class Fixed(nn.Module):
-    """Answers right for three samples only, the number the exporter happens to be shown."""
+    """Works for batches of three samples only, the size that the exporter traces."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.reshape(3, 4) * 2
 
 
 class Mixed(nn.Module):
-    """Two inputs of different types, two outputs, returned as a mapping in another order than declared."""
+    """Has two inputs of different types, and returns two outputs as a mapping in another order than declared."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -253,7 +253,7 @@ class Mixed(nn.Module):
 
 
 class Branching(nn.Module):
-    """Control flow that depends on data becomes a graph inside the graph."""
+    """Has control flow that depends on data, which becomes a subgraph."""
 
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
@@ -275,7 +275,7 @@ def equal(made: Exported) -> list[dict[str, Any]]:
 
 
 def strings(message: Any) -> Iterator[str]:
-    """Every text anywhere in a protobuf message."""
+    """Yield all strings in a protobuf message."""
     for kind, value in message.ListFields():
         for item in value if kind.is_repeated else [value]:
             if kind.message_type is not None:
@@ -320,7 +320,7 @@ def test_sizes_that_the_model_reads_with_len_stay_dynamic(exported: Exporter) ->
 
 
 class Repeated(Bag):
-    """Returns the answer for every position, whose number it reads with `len`."""
+    """Returns the answer once for every position, whose number it reads with `len`."""
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         return super().forward(input_ids, attention_mask)[:, None].expand(-1, len(input_ids[0]), -1)
@@ -365,7 +365,9 @@ def test_undeclared_outputs_are_refused(exported: Exporter) -> None:
 
 
 @pytest.mark.parametrize("inside_bytes", quick([0], [1 << 30, 0]))
-def test_same_model_is_the_same_bytes(exported: Exporter, inside_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_same_model_gives_the_same_bytes(
+    exported: Exporter, inside_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("export.conversion.to_onnx._MAX_INLINE_BYTES", inside_bytes)
     left, right = (exported(Small(linear(), pairs()), name) for name in ("a", "b"))
     assert digest_file(left.path) == digest_file(right.path)
@@ -409,7 +411,7 @@ WIDE, NARROW = 128, 96
 
 @pytest.fixture(scope="module")
 def session() -> onnxruntime.InferenceSession:
-    """Sizes differ on purpose: the operator has no fixed sizes."""
+    """A session of the operator, with other sizes than in the model, since it has no fixed ones."""
     model, tensor = grouped_mm.to_model_proto(), onnx.helper.make_tensor_value_info
     kinds: dict[str, Any] = {
         "rows": (onnx.TensorProto.FLOAT, ["pairs", WIDE]),
@@ -448,7 +450,7 @@ def test_empty_batch_keeps_the_width(session: Any) -> None:
 
 
 def fastest(session: Any, given: dict[str, Any]) -> float:
-    """Of many, on this process's own clock: others share the machine."""
+    """Return the shortest of many CPU times, since other processes share the machine."""
     times = []
     for _ in range(30):
         started = time.thread_time()
@@ -458,7 +460,7 @@ def fastest(session: Any, given: dict[str, Any]) -> float:
 
 
 def test_time_follows_the_number_of_used_experts(session: Any) -> None:
-    """Two experts' rows among 4 and among 256 of them: a dense form would take 64 times as long."""
+    """Compare the rows of two experts among 4 and among 256: a dense implementation would take 64 times as long."""
     few, many = [2, 0, 2, 0], [2, *[0] * 253, 2, 0]
     fastest(session, feed(few))
     assert fastest(session, feed(many)) < 6 * fastest(session, feed(few))
@@ -483,5 +485,5 @@ def test_experts_setting_is_restored_after_tracing() -> None:
 
     with contextlib.suppress(KeyError), grouped_experts(model):
         assert kinds() == [GROUPED, None, GROUPED, GROUPED]
-        raise KeyError  # as a model that does not export
+        raise KeyError  # as when a model cannot be exported
     assert kinds() == ["eager", None, "eager", "batched_mm"]

@@ -1,4 +1,4 @@
-"""Models with something that a graph would lose: each is rejected, with the place and a fix."""
+"""Models with behaviour that a graph cannot have: each is rejected with its line and a fix."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ class Custom(Plain):
 
 
 def seen(net: nn.Module) -> str:
-    """Nothing, or why the model is refused before it is ONNX."""
+    """Return why the model is refused before its conversion; empty if it is not."""
     task: Any = Small(net.eval(), pairs())
     batch = {"x": torch.from_numpy(pairs()["x"][:3])}
     try:
@@ -160,17 +160,17 @@ def seen(net: nn.Module) -> str:
         (Untraceable, ("custom operator hidden_state::untraceable", "write it with torch's own operators")),
     ],
 )
-def test_behaviour_that_a_graph_loses_is_named_with_its_fix(
+def test_behaviour_that_a_graph_cannot_have_is_named_with_its_fix(
     net: type[nn.Module], parts: tuple[str, ...], capfd: pytest.CaptureFixture[str]
 ) -> None:
     output = seen(net())
     assert [part for part in parts if part not in output] == [], output
     assert "\n" not in output
-    capfd.readouterr()  # torch shows the graph up to a branch
+    capfd.readouterr()  # torch prints the graph up to a branch
 
 
 class Harmless(Plain):
-    """Everything of the above that is meant for training alone, or changes nothing."""
+    """Harmless cases of the above: only in training, or without effect."""
 
     def answer(self, found: Tensor) -> Tensor:
         if self.training:
@@ -192,7 +192,7 @@ def test_unknown_operator_is_named_with_its_call(exported: Exporter) -> None:
         exported(Small(Custom(), pairs()))
 
 
-def test_numbers_of_a_model_are_those_of_its_parts() -> None:
+def test_numeric_attributes_include_those_of_submodules() -> None:
     net = nn.Sequential(nn.Dropout(0.25))
     assert numeric_attributes(net)["0.p"] == 0.25
 
@@ -202,7 +202,7 @@ class SteadyDropout(Tagger):
         return F.dropout(super().forward(letters, real), 0.5)
 
 
-def test_lengths_stay_free_in_the_trace() -> None:
+def test_models_with_dynamic_lengths_are_inspected() -> None:
     task: Any = Tags(SteadyDropout())
     batch = {name: torch.as_tensor(column[:3]) for name, column in task.columns.items()}
     with pytest.raises(StageError, match="dropout stays on in eval mode"):

@@ -1,4 +1,4 @@
-"""torch's transformer layers: their fast path for inference is off, and a mask that is examined is named."""
+"""torch's transformer layers: their inference fast path is off, and a mask whose values are read is named."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WIDTH = 8
 
 
 class Encoder(nn.Module):
-    """Looks at the length of the batch in Python, so that only the bytecode of `forward` can be traced."""
+    """Reads the length of the batch in Python, so that only the bytecode of `forward` can be traced."""
 
     def __init__(self) -> None:
         super().__init__()

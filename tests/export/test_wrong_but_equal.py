@@ -1,4 +1,4 @@
-"""Files that are wrong although they equal the model on most of what a comparison may look at, beside a whole file."""
+"""Files that are wrong although they equal the model in most comparisons, and a sound file."""
 
 from __future__ import annotations
 
@@ -232,10 +232,10 @@ def test_offset_does_not_hide_the_values_around_it() -> None:
 
 
 @pytest.mark.parametrize("mask", [-np.inf, -1e9, -1e4, float(np.finfo(np.float32).min)])
-def test_masked_scores_hide_no_damage(mask: float) -> None:
+def test_masked_scores_do_not_hide_damage(mask: float) -> None:
     expected = np.random.default_rng(0).normal(size=(64, 8)).astype(np.float32)
     expected[np.random.default_rng(1).random((64, 8)) < 0.6] = mask
-    expected[:, 7] = mask  # a column that is never free
+    expected[:, 7] = mask  # a column that is always masked
     is_free = expected > -100
     rounded = expected.copy()
     rounded[is_free] *= np.float32(1 + 1e-6)
@@ -256,7 +256,7 @@ def test_integers_booleans_and_constants_are_compared() -> None:
     assert within(np.zeros((64, 2), np.float32), np.zeros((64, 2), np.float32))
 
 
-def test_metric_that_only_torch_reaches_is_named() -> None:
+def test_metric_that_the_file_does_not_reach_is_named() -> None:
     generator = np.random.default_rng(0)
     truth = generator.normal(size=COUNT).astype(np.float32)
     task: Any = Numbers(nn.Identity(), {"ids": truth, "label": truth})
@@ -271,7 +271,7 @@ def test_metric_that_only_torch_reaches_is_named() -> None:
 
 @dataclass
 class Sure(Numbers):
-    """Its outputs are logits, whose size decides how sure it is."""
+    """A task whose outputs are logits, so that their scale decides the probabilities."""
 
     classes = ("no", "yes")
 
@@ -298,7 +298,7 @@ def test_calibration_limits_use_the_files_probabilities() -> None:
 
 
 class Joined(nn.Module):
-    """A convolution and a batch norm, which exporters may join into one."""
+    """A convolution and a batch norm, which exporters may fuse."""
 
     def __init__(self) -> None:
         super().__init__()

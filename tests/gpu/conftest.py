@@ -66,7 +66,7 @@ def compiles(test: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def forbid_waiting() -> Iterator[None]:
-    """Raise an error where the host would wait for the GPU."""
+    """Raise an error if the host waits for the GPU."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype feature")
         torch.cuda.set_sync_debug_mode("error")
@@ -80,7 +80,7 @@ EXACT = {"precision": "fp32", "matmul_precision": "highest"}  # comparable with 
 
 
 def make(group: ProcessGroup, task: Any = None, **train: Any) -> Trainer:
-    """Return a trainer; without a task, that of Waves."""
+    """Return a trainer, by default of the task Waves."""
     settings = {"epochs": 4, "batch_size": 20, "lr": 0.01, "device": "cuda", "log_every": 100, **EXACT, **train}
     values = {"name": "x", "task": "t.py:T", "codec": "c.py:C", "train": settings}
     config = parse_config(values, source="test")

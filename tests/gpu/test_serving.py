@@ -134,7 +134,7 @@ def test_inputs_are_copied_from_page_locked_memory(predictor: Predictor) -> None
     buffer, owner = pinned._buffers["image"]
     kind = ctypes.c_uint()  # CU_POINTER_ATTRIBUTE_MEMORY_TYPE is 2, CU_MEMORYTYPE_HOST is 1
     code = ctypes.CDLL("libcuda.so.1").cuPointerGetAttribute(ctypes.byref(kind), 2, ctypes.c_uint64(owner.data_ptr()))
-    assert (code, kind.value) == (0, 1)  # unknown to the driver, and an error, if it was pageable
+    assert (code, kind.value) == (0, 1)  # an error for pageable memory, which the driver does not know
     assert buffer.nbytes >= images(3)["image"].nbytes
 
 

@@ -196,7 +196,7 @@ def test_prefetch_trains_the_same_bits(
 
 
 def test_prefetched_batches_are_those_of_their_requests(group: ProcessGroup) -> None:
-    """Batches are used late, while the stream of copies has long gone on, and their memory is freed at once."""
+    """Batches are used long after their copy, and their memory is freed at once."""
     samples = Samples("train", Drawn(Waves().data("train")["target"]))
     requests = [LoadRequest(step, 0, make(group).order.batch(step)) for step in range(30)]
     on_cpu = BatchLoader(samples, ProcessGroup(Rank(), torch.device("cpu")), 0, 0)
@@ -205,7 +205,7 @@ def test_prefetched_batches_are_those_of_their_requests(group: ProcessGroup) -> 
     matrix = torch.rand(8192, 8192, device=group.device)
     for i, request in enumerate(requests):
         batch = loader.fetch(request).columns
-        matrix @ matrix  # takes the GPU a while, before it reads the batch
+        matrix @ matrix  # keeps the GPU busy before it reads the batch
         sums.append(batch["x"].double().sum())
         del batch
         loader.prefetch(requests[i + 1 :])

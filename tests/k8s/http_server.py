@@ -34,7 +34,7 @@ class Edge:
 
 def serve_http(answers: Answers) -> Edge:
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"answers": answers}))
-    server.daemon_threads = True  # of connections that clients keep open
+    server.daemon_threads = True  # those of connections that clients keep open
     return Edge(server)
 
 

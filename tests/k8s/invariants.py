@@ -11,7 +11,7 @@ from serve.options import parse_options
 from serve.routes import find_route
 
 Object = dict[str, Any]
-DRAIN_SECONDS = 25  # serve/process/server.py gives accepted requests so long
+DRAIN_SECONDS = 25  # the grace period for accepted requests in serve/process/server.py
 
 
 def check(objects: Sequence[Object]) -> None:

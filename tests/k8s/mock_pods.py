@@ -81,7 +81,7 @@ class Nodes:
     def __init__(self, store: Store) -> None:
         self.store = store
         self.program: PodProgram = lambda pod: 0
-        self.replicas = 0  # of a Deployment that sets none; 0: Deployments have no pods
+        self.replicas = 0  # default replicas of a Deployment; 0: Deployments have no pods
         self.makes_pods = True
         self.keeps_ended = True  # False: Jobs are deleted as soon as they have ended
         self.pods: dict[str, MockPod] = {}

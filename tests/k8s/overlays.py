@@ -1,4 +1,4 @@
-"""An overlay as a project has it: Prometheus, KEDA, and what an Ingress needs on one cluster."""
+"""An example of an overlay: Prometheus, KEDA, and Ingress annotations of one cluster."""
 
 from __future__ import annotations
 

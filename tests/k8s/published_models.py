@@ -92,7 +92,7 @@ def _define(name: str, definitions: dict[str, Any]) -> None:
 
 
 def _type_schema(kind: str, definitions: dict[str, Any]) -> dict[str, Any] | bool:
-    """Return the schema of a type; a type without a published model accepts nothing, so that no field goes unjudged."""
+    """Return the schema of a type; a type without a published model accepts nothing, so that every field is checked."""
     if kind in _SIMPLE_TYPES:
         return _SIMPLE_TYPES[kind]
     if match := re.fullmatch(r"[Ll]ist\[(.*)\]", kind):

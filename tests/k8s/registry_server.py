@@ -16,7 +16,7 @@ TOKEN = "a-token-of-the-tests"
 
 @dataclass
 class RegistryServer:
-    """Its content, the requests it got, and how it behaves."""
+    """The server: its content, the requests it got, and how it behaves."""
 
     auth: str = "none"  # none, basic or bearer
     user: tuple[str, str] = ("ann", "secret")

@@ -27,7 +27,7 @@ FILES = {
     "TrainJob": "trainer-*/trainer.kubeflow.org_trainjobs.yaml",
     "TrainingRuntime": "trainer-*/trainer.kubeflow.org_trainingruntimes.yaml",
 }
-# No package has models of these: the part of their API that we use.
+# Parts of APIs that no package has models of, as far as we use them.
 _HTTP_ROUTE = {
     "type": "object",
     "required": ["apiVersion", "kind", "metadata", "spec"],
@@ -199,7 +199,7 @@ _GITOPS = {
     ),
 }  # fmt: skip
 
-# The package reads its schemas, which are large, from disk at every validation.
+# The package would read its large schemas from disk at every validation.
 kubernetes_validate.utils.schema_contents = cache(kubernetes_validate.utils.schema_contents)
 
 

@@ -188,7 +188,7 @@ def test_a_late_answer_of_an_old_pod_is_waited_for(
     assert not late_answers
 
 
-def test_an_old_pod_that_answers_for_ever_fails_the_deployment(
+def test_answers_of_an_old_pod_fail_the_deployment_after_a_timeout(
     api: ApiServer, model: Model, bundle: Bundle, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
     monkeypatch.setattr("k8s.cluster.smoke._RETRY_TIMEOUT_SECONDS", 0)
@@ -270,7 +270,7 @@ def test_a_change_shared_by_many_objects_is_listed_once() -> None:
     assert describe_changes(changes[:2]) == ["plan: kind/a: version: 1 → 2", "plan: kind/b: version: 1 → 2"]
 
 
-def test_caller_learns_the_server_before_anything_is_applied(api: ApiServer, model: Model, run: Run) -> None:
+def test_server_is_reported_before_anything_is_applied(api: ApiServer, model: Model, run: Run) -> None:
     calls: list[tuple[str, bool]] = []
     api.service = model
 

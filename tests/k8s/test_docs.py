@@ -59,7 +59,7 @@ def files(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_documented_overlay_goes_with_the_service(files: Path, bundle: Bundle) -> None:
+def test_documented_overlay_is_valid_with_the_service(files: Path, bundle: Bundle) -> None:
     config = parse_config({"name": "digits", "task": "t.py:T", "codec": "c.py:C"}, "docs")
     objects = serving.serving_objects(config, bundle, IMAGE, overlay=files / "cluster")
     check(objects)

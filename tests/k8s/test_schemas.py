@@ -1,4 +1,4 @@
-"""The schemas of the tests detect mistakes."""
+"""The JSON schemas of these tests detect mistakes."""
 
 from __future__ import annotations
 

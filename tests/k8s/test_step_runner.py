@@ -203,7 +203,7 @@ def test_cancelling_waits_for_pods_and_keeps_their_last_lines(
     assert log_lines(step)[-1] == "checkpoint made"
 
 
-def test_a_finished_step_survives_a_restart_of_the_server(
+def test_finished_step_survives_errors_of_the_api_server(
     api: ApiServer, make_runner: MakeStepRunner, reports: Reports
 ) -> None:
     followed = threading.Event()
@@ -317,7 +317,7 @@ def test_the_log_of_a_lost_pod_is_kept(api: ApiServer, make_runner: MakeStepRunn
         (lambda api: api.namespaces.clear(), StageError, "kubectl create namespace default"),
     ],
 )
-def test_a_refusal_names_the_fix_and_leaves_no_job(
+def test_failed_start_names_the_fix_and_leaves_no_job(
     break_cluster: Callable[[ApiServer], None],
     error: type[PipelineError],
     text: str,
@@ -510,7 +510,7 @@ def test_a_job_deleted_right_after_its_end_has_succeeded(
     assert run_step(make_runner()) == JobResult(0)
 
 
-def test_the_kubelets_own_words_are_not_taken_for_the_pods(api: ApiServer, make_runner: MakeStepRunner) -> None:
+def test_messages_of_the_kubelet_are_not_logged_as_the_pods(api: ApiServer, make_runner: MakeStepRunner) -> None:
     def program(pod: MockPod) -> int:
         pod.log("last words of the pod")
         pod.log("unable to retrieve container logs for containerd://0123", stamped=False)

@@ -84,7 +84,7 @@ def test_requests_that_would_be_late_are_refused_except_the_last(model: Model, p
         for one in late:
             with pytest.raises(Busy, match="that its deadline cannot be met"):
                 await one
-        assert await last == [8], "else no one would ever know that the estimate was wrong"
+        assert await last == [8], "otherwise a wrong estimate would never be corrected"
 
     run(body)
 

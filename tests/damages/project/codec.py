@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-FACTOR = 4.0  # of the numbers that clients send, to those that the models take
+FACTOR = 4.0  # from the numbers that clients send to the inputs of the models
 CLASSES = ("red", "green", "blue")
 TAGS = ("NOUN", "VERB", "OTHER", "AFTER")
 WORDS = tuple(f"w{index}" for index in range(40))

@@ -20,7 +20,7 @@ Batch = Mapping[str, Tensor]
 
 
 class Kind(ABC):
-    """What all tasks share: data in files, training to the minimum, and a baseline of half the data."""
+    """The common part of all tasks: data in files, training to the minimum, and a baseline of half the data."""
 
     inputs: tuple[str, ...] = ("x",)
     outputs: tuple[str, ...] = ("y",)
@@ -222,7 +222,7 @@ class Embed(Kind):
 
 
 class Causal(nn.Module):
-    """The model as it is evaluated: without a cache."""
+    """The evaluated model: without a cache."""
 
     def __init__(self) -> None:
         super().__init__()

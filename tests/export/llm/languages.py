@@ -80,7 +80,7 @@ class Language(Text):
 
 
 class Masked(nn.Module):
-    """The model as it is evaluated: without a cache."""
+    """The evaluated model: without a cache."""
 
     def __init__(self, net: Any) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ class Masked(nn.Module):
 
 
 def causal(kind: str, head: str = "CausalLM", **settings: Any) -> Any:
-    """Weights large enough that the likeliest token is likeliest by far."""
+    """Return a model with large random weights, so that the most likely token is so by far."""
     import transformers
 
     torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""The architectures that are exported, each in the forms it comes in; minutes in all."""
+"""The architectures that can be exported, each in its variants; takes minutes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Language models through ONNX: one graph that reads prompts and goes on, as torch would."""
+"""Language models in ONNX: one graph reads prompts and continues them like torch."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_greedy_answers_equal_generate_of_transformers(deepseek: Made) -> None:
 
 
 def test_no_expert_weights_are_gathered_by_token(deepseek: Made) -> None:
-    """The loops take one expert at a time; outside of them nothing is gathered from a stack of experts."""
+    """Loops read one expert at a time; outside of them nothing is gathered from stacked experts."""
     graph = onnx.load(deepseek.path).graph
     stacks = {tensor.name for tensor in graph.initializer if len(tensor.dims) == 3 and tensor.dims[0] == 4}
     for node in graph.node:
@@ -127,7 +127,7 @@ def test_no_expert_weights_are_gathered_by_token(deepseek: Made) -> None:
 
 
 def damaged(made: Made, name: str, path: Path) -> Path:
-    """One weight, by an amount that no rounding makes."""
+    """Change one weight by more than rounding could."""
     model = onnx.load(made.path)
     tensor = next(tensor for tensor in model.graph.initializer if tensor.name == name)
     values = numpy_helper.to_array(tensor).copy()
@@ -186,7 +186,7 @@ def test_prompts_from_the_test_set_have_no_padding() -> None:
     task: Any = Language(causal("Qwen2"), inputs=MASKED)
     ids = task.data("test")["input_ids"].tolist()
     prompts = choose_prompts((), open_split(task, "test"), make_generation(task, task.net))
-    assert prompts == [ids[row][row:][: 3 + 4 * row] for row in range(4)]  # row N has N ids of padding
+    assert prompts == [ids[row][row:][: 3 + 4 * row] for row in range(4)]  # row N begins with N padding ids
 
 
 def test_greedy_answers_may_differ_only_at_ties() -> None:
@@ -324,7 +324,7 @@ def test_texts_beyond_the_sliding_window_give_the_logits_of_transformers(kind: s
         past = {cache.input: outputs[cache.output] for cache in generation.caches}
         found.append(outputs[generation.logits])
     with torch.no_grad():
-        cache: Any = DynamicCache(config=net.config)  # which forgets what is before the window
+        cache: Any = DynamicCache(config=net.config)  # limited to the window
         steps = [net(torch.from_numpy(part), past_key_values=cache).logits.numpy() for part in parts]
         whole = net(torch.from_numpy(ids), use_cache=False).logits.numpy()
     for expected in (np.concatenate(steps, axis=1), whole):

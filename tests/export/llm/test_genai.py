@@ -61,7 +61,7 @@ def test_onnxruntime_genai_generates_torchs_tokens(tmp_path: Path, monkeypatch: 
         generator.append_tokens(np.array([prompt], np.int32))
         while not generator.is_done():
             generator.generate_next_token()
-        sequence = [*generator.get_sequence(0).tolist(), 2]  # the end is not part of it
+        sequence = [*generator.get_sequence(0).tolist(), 2]  # without the end token
         assert sequence[: len(expected)] == expected
     layer: Any = one.net.get_submodule("model.layers.0.self_attn")
     monkeypatch.setattr(layer, "scaling", 1.0)

@@ -48,7 +48,7 @@ SIZE: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 96, "num_attenti
 
 
 class Likely(Language):
-    """Its metric is the likelihood of the tokens; half of the texts have labels for their last tokens only."""
+    """A task whose metric is the likelihood of the tokens; half of the texts have labels for their last tokens only."""
 
     def metrics(self, outputs: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         scores = outputs[:, :-1].log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None])[..., 0]

@@ -1,4 +1,4 @@
-"""Weights in blocks of integers: the operators of ONNX Runtime compute what the blocks stand for."""
+"""Weights in blocks of integers: the operators of ONNX Runtime compute with the dequantized values."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WORDS, WIDTH, INNER = 50, 64, 96
 
 
 def restored(rounded: RoundedBlocks, columns: int) -> Array:
-    """Return the matrix that the integers stand for."""
+    """Return the dequantized matrix."""
     integers, zero = rounded.integers.astype(np.float32), rounded.zero.astype(np.float32)
     return ((integers - zero[..., None]) * rounded.scale[..., None]).reshape(len(integers), -1)[:, :columns]
 

@@ -1,4 +1,4 @@
-"""A small classifier in torch and the same in ONNX, written by hand: the exporter would take seconds."""
+"""A small classifier in torch, and the same in hand-written ONNX, since the exporter would take seconds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def net() -> nn.Sequential:
 
 
 class Hills:
-    """Labels are the outputs of the net itself, so that torch is always right."""
+    """A task whose labels are the outputs of the net itself, so that torch is always right."""
 
     inputs: Sequence[str] = ("x",)
     outputs: Sequence[str] = ("y",)
@@ -44,7 +44,7 @@ class Hills:
         with torch.no_grad():
             answers = self.net(torch.from_numpy(x)).numpy()
         first, second = np.sort(answers, axis=1)[:, -1], np.sort(answers, axis=1)[:, -2]
-        sure = np.flatnonzero(first - second > 0.1)[:COUNT]  # as a trained net is
+        sure = np.flatnonzero(first - second > 0.1)[:COUNT]  # like a trained net
         return {"x": x[sure], "label": answers[sure].argmax(axis=1)}
 
     def loss(self, outputs: Any, batch: Any) -> Tensor:
@@ -56,7 +56,7 @@ class Hills:
 
 
 def write(path: Path, external: bool = False) -> Path:
-    """The file of `net()`, as the exporter would make it."""
+    """Write `net()` as the exporter would."""
     model = net()
     weights = [weight.detach().numpy() for weight in model.parameters()]
     tensors = [numpy_helper.from_array(array, f"weight{place}") for place, array in enumerate(weights)]
@@ -86,7 +86,7 @@ def graph(
 
 
 def config(**export: Any) -> Config:
-    """Of a run whose test set is too small for a margin of a hundredth."""
+    """Return the settings for a test set that is too small for a margin of a hundredth."""
     values = {"name": "hills", "task": "task.py:Hills", "codec": "codec.py:Codec"}
     sizes = {"batch_sizes": [7, COUNT], "variant_margin": 0.05}
     evaluate = export.pop("evaluate", {})

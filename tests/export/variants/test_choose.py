@@ -1,4 +1,4 @@
-"""Which variant is shipped, and the sentence that gives the reason."""
+"""The choice of the shipped variant, and its reasons."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def fastest(*contenders: Candidate) -> Choice:
     return decide(Export(variants=ALL, choose="fastest-that-passes"), contenders)
 
 
-def test_fastest_that_passes_is_chosen_and_states_by_how_much() -> None:
+def test_fastest_that_passes_is_chosen_with_its_share_of_time() -> None:
     found = fastest(PLAIN, contender("fp16", 0.8), contender("int8-static", 0.5))
     assert found.name == "int8-static"
     assert found.reasons == {
@@ -52,7 +52,7 @@ def test_fastest_other_is_chosen_if_fp32_exceeds_its_budget() -> None:
     assert fastest(heavy, contender("fp16", 1.3), contender("int8-static", 1.1)).name == "int8-static"
 
 
-def test_nothing_is_shipped_where_nothing_passes() -> None:
+def test_nothing_is_shipped_if_no_variant_passes() -> None:
     found = fastest(Candidate("fp32", ("too slow",), None), contender("fp16", 0.5, 0.1, "too coarse"))
     assert found.name == ""
     assert found.refusal == "no variant passes, so nothing is shipped: fp32: too slow; fp16: too coarse"

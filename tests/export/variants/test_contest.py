@@ -1,4 +1,4 @@
-"""All variants of one file: what passes, what is stopped and where it goes wrong, and what is shipped."""
+"""All variants of one file: which pass, which are stopped at which node, and which is shipped."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def by_name(entries: list[VariantResult]) -> dict[str, VariantResult]:
 
 
 def damaging(name: str, damage: Damage) -> dict[str, Converter]:
-    """The real makers, with what one of them wrote damaged."""
+    """Return the converters, one of which writes a damaged file."""
 
     def maker(material: VariantInputs, path: Path) -> str:
         message = CONVERTERS[name](material, path)
@@ -77,7 +77,7 @@ def damaging(name: str, damage: Damage) -> dict[str, Converter]:
 
 
 def half_of_the_classes(model: onnx.ModelProto) -> None:
-    """As a quantiser leaves it whose scales of half the channels are wrong: their weights are zero."""
+    """Set the weights of half the classes to zero, like a quantizer with wrong scales."""
     for tensor in model.graph.initializer:
         array = numpy_helper.to_array(tensor).copy()
         if array.ndim == 2 and CLASSES in array.shape:
@@ -104,7 +104,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[VariantEvaluation, 
     return one, one.entries()
 
 
-def test_undamaged_variants_pass_and_are_measured_by_themselves(
+def test_undamaged_variants_pass_with_their_own_measurements(
     whole: tuple[VariantEvaluation, list[VariantResult]],
 ) -> None:
     entries = whole[1]
@@ -203,14 +203,14 @@ def test_failing_converter_is_reported_and_others_continue(tmp_path: Path) -> No
     assert [row["p50_ms"] is None for row in body] == [False, False, True]
 
 
-def test_calibration_data_of_another_type_is_a_sentence_in_its_row(tmp_path: Path) -> None:
+def test_calibration_data_of_another_type_is_a_fault_of_its_variant(tmp_path: Path) -> None:
     task = Hills({"x": np.ones((64, 16)), "label": np.zeros(64, np.int64)})
     entries = by_name(contest(tmp_path, task=task, variants=["int8-static"]).entries())
     assert "data('train') gives `x` as float64, the model takes float32" in entries["int8-static"].faults[0]
     assert entries["fp32"].faults == ()
 
 
-def test_budget_is_evaluated_for_each_by_what_it_costs(tmp_path: Path) -> None:
+def test_budget_is_applied_to_each_variant(tmp_path: Path) -> None:
     limit = 0.011  # megabytes, between fp32 and int8
     budget = {"megabytes": limit, "p50_ms": 1e6, "p99_ms": 1e-9}
     entries = by_name(contest(tmp_path, variants=["int8-static"], budget=budget).entries())
@@ -242,12 +242,12 @@ def test_metric_that_the_task_does_not_have_is_reported_with_those_it_has(tmp_pa
         contest(tmp_path, evaluate={"metric": "size"}).entries()
 
 
-def test_single_test_sample_judges_no_variant(tmp_path: Path) -> None:
+def test_single_test_sample_cannot_evaluate_a_variant(tmp_path: Path) -> None:
     one = contest(tmp_path, variants=["int8-dynamic"])
     few = replace(one, kind=open_kind(replace(one.kind.subject, test=one.kind.subject.test.first(1))))
     entries = by_name(few.entries())
     assert entries["int8-dynamic"].faults == ("accuracy cannot be evaluated on a single test sample",)
-    assert entries["fp32"].faults == ()  # it is proven number by number
+    assert entries["fp32"].faults == ()  # it is compared number by number
 
 
 class OnlyVerified(OrdinaryModel):
@@ -257,7 +257,7 @@ class OnlyVerified(OrdinaryModel):
         raise AssertionError("it must not be run")
 
 
-def test_size_of_a_language_model_needs_no_comparison(tmp_path: Path) -> None:
+def test_size_budget_applies_without_a_comparison(tmp_path: Path) -> None:
     evaluation = contest(tmp_path, variants=["fp32"], budget={"megabytes": 1e-6})
     (entry,) = replace(evaluation, kind=OnlyVerified(evaluation.kind.subject)).entries()
     assert entry.faults[0].endswith("MB exceed export.budget megabytes=1e-06")

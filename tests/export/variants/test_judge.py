@@ -1,4 +1,4 @@
-"""Rules a variant must keep, on numbers made by hand."""
+"""Rules that a variant must satisfy, on hand-made numbers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def error(values: Array) -> BatchSizeResult:
     return BatchSizeResult(1, NEAR, {"mae": Metric("mae", Mean(values), Mean(RIGHT), lower=True)})
 
 
-def test_batch_size_at_which_the_metric_may_be_worst_decides() -> None:
+def test_worst_batch_size_decides() -> None:
     assert message("int8-dynamic", of(RIGHT), of(few_wrong(1), 7)) == []
     (fault,) = message("int8-dynamic", of(RIGHT), of(few_wrong(9), 7), of(few_wrong(1), 256))
     assert fault.startswith("accuracy is 0.9100 at batch size 7, in torch 1.000: the lower bound -0.1")

@@ -1,6 +1,6 @@
-"""Training samples a quantizer cannot use are reported, with what is wrong.
+"""Training samples that a quantizer cannot use are reported with the reason.
 
-What each maker writes, and what it refuses to make a file of.
+The files that each converter writes, and the models that it refuses.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def test_lowest_float_of_a_mask_becomes_the_lowest_half(tmp_path: Path) -> None:
 
 
 def test_angles_and_counts_above_2048_are_not_rounded_to_fp16(tmp_path: Path) -> None:
-    """As the rotary positions of a decoder, and the number of tokens of each expert by `torch.histc`."""
+    """Such as the rotary positions of a decoder, and the number of tokens of each expert by `torch.histc`."""
     edge = np.nextafter(np.float32(3), np.float32(4))
     constants = {"edge": edge, "weight": np.eye(WIDE, dtype=np.float32), "three": np.float32(3)}
     nodes = [

@@ -1,4 +1,4 @@
-"""Times as quantiles with bounds that mean something, and shares that a busy machine does not move."""
+"""Quantiles of times with confidence bounds, and ratios that do not depend on the load of the machine."""
 
 from __future__ import annotations
 
@@ -33,20 +33,18 @@ def test_bounds_have_their_stated_coverage() -> None:
     for _ in range(400):
         low, high = quantile_bounds(rng.exponential(size=100), 0.5, 0.95)
         hits += low <= math.log(2) <= high
-    assert 0.93 <= hits / 400 <= 0.985  # order statistics are whole: never below the level, by their nature
+    assert 0.93 <= hits / 400 <= 0.985  # order statistics are discrete, so their coverage exceeds the level
 
 
 def test_share_of_time_is_measured_in_rounds() -> None:
     rng = np.random.default_rng(1)
-    slow = np.where(np.arange(40) < 13, 5.0, 1.0)  # a third of the rounds, everything took five times as long
+    slow = np.where(np.arange(40) < 13, 5.0, 1.0)  # in a third of the rounds everything took five times as long
     first: list[Array] = [pace * rng.normal(1e-3, 2e-5, 10) for pace in slow]
     other: list[Array] = [pace * rng.normal(6e-4, 2e-5, 10) for pace in slow]
     share = time_ratio({1: other}, {1: first}, 0.95)
     assert 0.58 < share.low <= share.estimate <= share.high < 0.62
     message = timing({1: other, 32: first}, {1: first, 32: first}, 0.95)
-    assert message.share.estimate == pytest.approx(
-        math.sqrt(share.estimate), rel=0.01
-    )  # half the gain, at one of two sizes
+    assert message.share.estimate == pytest.approx(math.sqrt(share.estimate), rel=0.01)  # a gain at one of two sizes
     assert message.p50_ms[1].low <= 0.6 <= message.p50_ms[1].high
     assert message.p99_ms[32].estimate > 4
 

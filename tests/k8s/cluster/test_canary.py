@@ -54,7 +54,7 @@ def test_only_a_canary_shown_to_be_no_worse_is_promoted(
     assert text in result.text
 
 
-def test_golden_requests_are_enough_only_without_a_minimum_of_requests() -> None:
+def test_canary_without_requests_passes_only_if_none_are_required() -> None:
     no_minimum = RULES.model_copy(update={"min_requests": 0})
     assert canary.compare_versions(RequestCounts(), RequestCounts(), RULES).outcome == "inconclusive"
     assert canary.compare_versions(RequestCounts(), RequestCounts(), no_minimum).outcome == "promote"
@@ -69,12 +69,12 @@ def test_golden_requests_are_enough_only_without_a_minimum_of_requests() -> None
         (10, 30, 3, "3 pods next to 30 get about 9 %"),
     ],
 )
-def test_the_percentage_that_pods_really_get_is_reported(percent: float, stable: int, pods: int, text: str) -> None:
+def test_percentage_that_whole_pods_give_is_reported(percent: float, stable: int, pods: int, text: str) -> None:
     assert canary.replicas_for(percent, stable) == pods
     assert text in canary.describe_traffic(percent, stable)
 
 
-def test_a_canary_gets_half_of_the_requests_before_all() -> None:
+def test_canary_below_half_gets_half_before_all_requests() -> None:
     assert canary.traffic_steps(10) == [10, 50]
     assert canary.traffic_steps(60) == [60]
 

@@ -37,12 +37,12 @@ def kserve(configure: Configure, bundle: Bundle, api: ApiServer) -> list[dict[st
 
 
 @pytest.mark.usefixtures("no_cluster")
-def test_an_error_names_what_to_set_without_a_kubeconfig() -> None:
+def test_error_without_a_kubeconfig_names_the_variable_to_set() -> None:
     with pytest.raises(ResourceError, match="set KUBECONFIG"):
         Cluster.connect("")
 
 
-def test_a_server_that_is_gone_is_named(api: ApiServer, tmp_path: Path) -> None:
+def test_unreachable_server_is_named(api: ApiServer, tmp_path: Path) -> None:
     server = ApiServer()
     server.close()
     server.write_kubeconfig(tmp_path / "kubeconfig")
@@ -193,7 +193,7 @@ def test_the_last_lines_of_a_crashed_pod_are_reported(api: ApiServer, objects: l
     assert (query["container"], query["previous"]) == ("server", "true")
 
 
-def test_an_image_that_is_pulled_all_the_time_is_named(api: ApiServer, objects: list[dict[str, Any]]) -> None:
+def test_image_whose_pull_takes_too_long_is_named(api: ApiServer, objects: list[dict[str, Any]]) -> None:
     deployment = next(item for item in objects if item["kind"] == "Deployment")
     creating = {"state": {"waiting": {"reason": "ContainerCreating"}}}
     labels = deployment["spec"]["template"]["metadata"]["labels"]

@@ -104,7 +104,7 @@ def test_drift_is_listed_field_by_field(
     )
 
 
-def test_a_missing_context_or_deployment_is_a_state(
+def test_missing_context_or_deployment_is_reported_as_state(
     api: ApiServer, objects: list[dict[str, Any]], bundle: Bundle, tmp_path: Path
 ) -> None:
     write_manifests(objects, tmp_path)

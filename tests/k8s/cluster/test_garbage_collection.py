@@ -114,7 +114,7 @@ def test_a_canary_has_its_own_options_and_keys(cluster: ApiServer, roll_out: Cal
     delete_unused_configuration(Cluster.connect(""), "twice", "default", "", print, lambda: None)
     assert configuration(cluster, "twice-canary") == (share, keys), "they are in use as long as its Deployment exists"
     roll_out(0.2, "a")
-    assert configuration(cluster, "twice") == (share, keys), "what was judged gets all requests"
+    assert configuration(cluster, "twice") == (share, keys), "the evaluated canary gets all requests"
 
 
 @pytest.mark.parametrize("ended_by", ["pipe", "a person"])

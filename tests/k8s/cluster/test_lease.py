@@ -53,7 +53,7 @@ def test_the_second_deployment_learns_who_holds_the_lease(lease: Callable[..., L
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT"])
-def test_of_two_that_take_a_free_lease_at_once_one_has_it(
+def test_only_one_of_two_concurrent_deployments_gets_the_lease(
     method: str, lease: Callable[..., Lease], api: ApiServer
 ) -> None:
     if method == "PUT":
@@ -168,7 +168,7 @@ def test_a_deployment_checks_its_lease_before_it_applies(
     assert api.objects == {}
 
 
-def test_a_failed_release_hides_no_other_error(lease: Callable[..., Lease], api: ApiServer) -> None:
+def test_failed_release_does_not_hide_another_error(lease: Callable[..., Lease], api: ApiServer) -> None:
     reports: list[str] = []
 
     def fail() -> None:

@@ -37,9 +37,7 @@ def view(api: ApiServer) -> RolloutView:
     return RolloutView(lambda: Cluster.connect(""), "twice", "default", {}, clock=lambda: float(next(ticks)))
 
 
-def test_a_table_shows_pods_errors_and_latency_of_the_old_and_the_new_version(
-    api: ApiServer, view: RolloutView
-) -> None:
+def test_table_shows_pods_errors_and_latency_of_both_versions(api: ApiServer, view: RolloutView) -> None:
     counted = [(1000, 0), (1500, 50)]
 
     def respond(pod: str, path: str, body: Any) -> Any:
@@ -96,9 +94,7 @@ def test_without_a_terminal_changes_are_reported_and_the_table_at_the_end(api: A
     assert lines[1:] == table(view.read())
 
 
-def test_a_panel_is_cleared_at_the_end_and_a_cluster_that_does_not_answer_does_no_harm(
-    api: ApiServer, view: RolloutView
-) -> None:
+def test_panel_is_cleared_at_the_end_despite_api_errors(api: ApiServer, view: RolloutView) -> None:
     panels, seen = list[Sequence[str]](), threading.Event()
 
     def panel(lines: Sequence[str]) -> None:

@@ -50,7 +50,7 @@ def test_the_serial_number_depends_on_the_content(bundle: Bundle) -> None:
     assert written(bundle)["serialNumber"] != written()["serialNumber"]
 
 
-def test_the_image_depends_on_all_components(bundle: Bundle) -> None:
+def test_bill_of_materials_links_the_image_to_all_components(bundle: Bundle) -> None:
     body = written(bundle)
     assert body["dependencies"] == [{"ref": "image", "dependsOn": [part["bom-ref"] for part in body["components"]]}]
 

@@ -1,4 +1,4 @@
-"""Signatures and provenance in the registry, judged by a verifier of its own that follows cosign's specifications."""
+"""Signatures and provenance in the registry, checked by an independent verifier after cosign's specifications."""
 
 from __future__ import annotations
 

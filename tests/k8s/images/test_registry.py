@@ -53,7 +53,7 @@ def test_an_invalid_name_is_refused(text: str) -> None:
         parse_reference(text)
 
 
-def test_docker_hub_has_another_address() -> None:
+def test_docker_hub_images_have_its_registry_address() -> None:
     assert parse_reference("ann/model").address == "registry-1.docker.io"
     assert parse_reference("r.example/model").address == "r.example"
 

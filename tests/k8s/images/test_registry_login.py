@@ -38,7 +38,7 @@ def test_the_login_of_docker_is_found(home: Path) -> None:
     assert find_login("other.example", env) is None
 
 
-def test_docker_hub_is_stored_under_its_old_address(home: Path) -> None:
+def test_docker_hub_login_is_found_under_its_old_address(home: Path) -> None:
     env = write(home, auths={"https://index.docker.io/v1/": {"auth": encoded("ann:x")}})
     assert find_login("docker.io", env) == Login("ann", "x")
 
@@ -88,5 +88,5 @@ def test_a_damaged_login_file_is_an_error(text: str, message: str, home: Path) -
         find_login("r.example", env)
 
 
-def test_a_login_shows_no_password() -> None:
+def test_repr_of_a_login_has_no_password() -> None:
     assert "secret" not in repr(Login("ann", "secret", "secret"))

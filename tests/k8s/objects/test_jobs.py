@@ -47,7 +47,7 @@ def test_a_job_is_named_after_run_and_key(configure: Configure) -> None:
     assert all(name.startswith("twice-prepare-") and len(name) <= 63 for name in names)
 
 
-def test_a_failed_step_is_not_run_again_but_a_lost_pod_is_replaced(configure: Configure) -> None:
+def test_failed_step_is_not_retried_but_a_lost_pod_is_replaced(configure: Configure) -> None:
     spec = worked(configure, "evaluate").job["spec"]
     assert spec["backoffLimit"] == 0
     (rule,) = spec["podFailurePolicy"]["rules"]
@@ -130,7 +130,7 @@ def test_pods_of_an_earlier_job_of_the_same_name_do_not_explain_a_failure() -> N
     assert job_result(failed, [earlier]) == JobResult(1, "R: m")
 
 
-def test_unrecoverable_problems_differ_from_waiting() -> None:
+def test_failed_image_pull_is_a_problem_and_waiting_is_not() -> None:
     waiting: dict[str, Any] = {"metadata": {"name": "a"}, "status": {"phase": "Pending"}}
     waiting["status"]["containerStatuses"] = [{"state": {"waiting": {"reason": "ErrImagePull", "message": "no"}}}]
     assert unrecoverable_problems([waiting]) == "a: ErrImagePull: no"

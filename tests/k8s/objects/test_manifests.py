@@ -23,7 +23,7 @@ DIGEST = f"@sha256:{'a' * 64}"
 @pytest.mark.parametrize(
     "image", [f"a{DIGEST}", f"r.example:5000/team/a{DIGEST}", f"a:latest{DIGEST}", "127.0.0.1:5000/a:0123456789ab"]
 )
-def test_images_named_by_their_content_are_accepted(image: str) -> None:
+def test_images_pinned_by_digest_are_accepted(image: str) -> None:
     check_image(image)
     check_pinned(image, "deploy.image")
 
@@ -85,7 +85,7 @@ def test_any_name_becomes_a_valid_label(text: str, limit: int) -> None:
     assert fit_name(name, limit) == name
 
 
-def test_two_names_never_become_one() -> None:
+def test_different_texts_get_different_names() -> None:
     texts = ["a_b", "a-b", "a.b", "A-b", "a--b", "a" * 64, "a" * 65, "", "-"]
     assert len({fit_name(text) for text in texts}) == len(texts)
 

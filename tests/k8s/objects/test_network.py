@@ -150,7 +150,7 @@ def test_egress_allows_only_dns_and_configured_destinations(configure: Configure
     ("uri", "open_"),
     [("s3://a/b", True), ("https://a/b", True), ("pvc://a/b", False), ("oci://a/b@sha256:" + "1" * 64, False)],
 )
-def test_a_download_needs_one_egress_rule(uri: str, open_: bool, configure: Configure, bundle: Bundle) -> None:
+def test_storage_download_opens_one_egress_rule(uri: str, open_: bool, configure: Configure, bundle: Bundle) -> None:
     deploy = {"target": "kserve", "storage_uri": uri}
     assert len(ways_out(deploy, configure, bundle)) == open_
     assert len(ways_out({**deploy, "egress": ["443"]}, configure, bundle)) == 1
@@ -207,7 +207,7 @@ def test_a_dns_cache_on_the_node_is_reachable(deploy: dict[str, Any], configure:
     assert {"ipBlock": {"cidr": "169.254.20.10/32"}} in rule["to"]
 
 
-def test_proxies_take_the_sizes_and_durations_of_the_service(configure: Configure, bundle: Bundle) -> None:
+def test_proxies_allow_the_body_size_and_deadline_of_the_service(configure: Configure, bundle: Bundle) -> None:
     words = {"ingress_class": "default"}
     serve = {"deadline_seconds": 299.5}
     found = serving.serving_objects(configure(words, serve=serve), bundle, "twice:1")

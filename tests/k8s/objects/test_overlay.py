@@ -1,4 +1,4 @@
-"""`deploy.overlay`: what a project adds to the objects of a service, and what it must leave."""
+"""`deploy.overlay`: changes of a project to the objects of a service, and changes that are refused."""
 
 from __future__ import annotations
 
@@ -102,7 +102,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_the_deployment_relies_on_stays(what: str, configure: Configure, bundle: Bundle, tmp_path: Path) -> None:
+def test_overlay_cannot_change_what_the_deployment_relies_on(
+    what: str, configure: Configure, bundle: Bundle, tmp_path: Path
+) -> None:
     with pytest.raises(ConfigError, match=r"^deploy\.overlay: "):
         objects(configure, bundle, write_overlay(tmp_path, REFUSED[what]))
 
@@ -115,7 +117,7 @@ def test_an_object_in_another_namespace_is_refused(configure: Configure, bundle:
         objects(configure, bundle, folder)
 
 
-def test_the_folder_is_one_of_the_project(configure: Configure, tmp_path: Path) -> None:
+def test_overlay_folder_is_found_in_the_project(configure: Configure, tmp_path: Path) -> None:
     assert overlay_folder(tmp_path, configure()) is None
     with pytest.raises(ConfigError, match=r"deploy\.overlay: no kustomization\.yaml in .*cluster"):
         overlay_folder(tmp_path, configure({"overlay": "cluster"}))

@@ -201,7 +201,7 @@ def test_training_uses_the_commit_of_prepare(cache: Path, tmp_path: Path) -> Non
     assert locate_pretrained(Model(pretrained="org/tiny"), tmp_path, COMMIT, SHARDS) == cache
     (cache / "config.json").unlink()
     assert locate_pretrained(Model(pretrained="org/tiny"), tmp_path, COMMIT, ["config.json"]) == cache, (
-        "requested again"
+        "downloaded again"
     )
 
 

@@ -92,7 +92,7 @@ def test_existing_object_is_never_replaced(store: RegistryStore) -> None:
     assert not store.create("one", b"second")
     assert store.read(["one"]) == [b"first"]
     assert "one" in store.names()
-    assert store.create("one", b"first") is isinstance(store, ObjectStore), "a request that was sent twice is known"
+    assert store.create("one", b"first") is isinstance(store, ObjectStore), "a repeated request succeeds"
 
 
 def test_uploaded_file_is_downloaded_unchanged(store: RegistryStore, tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ def test_the_base_is_taken_by_the_digest_its_registry_gives(
     assert f"--build-arg BASE={registry.host}/library/python@{digest}" in called
     assert f"--annotation org.opencontainers.image.base.digest={digest}" in called
     by_digest = {"base_image": f"registry.invalid/python@{digest}"}
-    assert pack(make_run("second", package=by_digest))["base_digest"] == digest, "no registry is requested"
+    assert pack(make_run("second", package=by_digest))["base_digest"] == digest, "the registry gets no request"
 
 
 def test_the_bill_of_materials_is_of_the_image_that_was_built(make_run: MakeRun, builders: PutBuilders) -> None:
