@@ -59,7 +59,7 @@ def test_lower_layer_imports_only_itself_and_those_below(layer: str) -> None:
     assert forbidden_imports(files, lambda name: within(name, *allowed) or name == "pipeline") == []
 
 
-def test_what_user_code_imports_uses_the_lowest_layer_alone() -> None:
+def test_user_code_modules_import_only_the_lowest_layer() -> None:
     user = [path for path in SOURCES if within(module_name(path), "pipeline.user")]
     assert forbidden_imports(user, lambda name: within(name, "pipeline.user", "pipeline.system")) == []
 

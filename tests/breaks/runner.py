@@ -329,7 +329,7 @@ BREAKS: tuple[Break, ...] = (
         "pipeline/contract/run.py",
         "        return unexpected.exit_code\n",
         "        return 0\n",
-        "tests/pipeline/contract/test_run.py::test_a_bug_leaves_its_traceback_in_the_log_and_one_line_for_the_terminal",
+        "tests/pipeline/contract/test_run.py::test_bug_has_its_traceback_in_the_log_and_one_line_as_error",
     ),
     Break(
         "a step whose pipe is gone runs for ever",

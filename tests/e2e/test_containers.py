@@ -1,4 +1,4 @@
-"""The images for real: built on a base made here, pushed, pulled by digest, run as a restricted pod runs them."""
+"""Real images: built on a base made here, pushed, pulled by digest, and run like restricted pods."""
 
 from __future__ import annotations
 

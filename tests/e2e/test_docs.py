@@ -34,12 +34,12 @@ _FILE = re.compile(r"# file: (\S+)\n")
 
 
 def blocks(document: Path) -> list[tuple[str, str]]:
-    """Language and text of each fenced block."""
+    """Return language and text of each fenced block."""
     return [(language, body) for language, body in _BLOCK.findall(document.read_text())]
 
 
 def commands_in(document: Path) -> Iterator[list[str]]:
-    """Every `pipe …` in a block of shell or in backticks, as words."""
+    """Yield the words of every `pipe …` in a shell block or in backticks."""
     text = document.read_text()
     lines = [
         line

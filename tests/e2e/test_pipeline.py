@@ -48,7 +48,7 @@ def processor_seconds() -> float:
     return used.ru_utime + used.ru_stime
 
 
-def test_an_unchanged_rerun_reuses_all_but_deploy_and_states_why(copied: ProjectFolder, first: Run) -> None:
+def test_unchanged_rerun_reuses_all_steps_but_deploy(copied: ProjectFolder, first: Run) -> None:
     stderr = copied.pipe("run", "all").stderr
     assert f"export: reused, unchanged since {first.id}" in stderr
     steps = copied.latest.read().steps

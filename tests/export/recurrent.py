@@ -29,7 +29,7 @@ class Tagger(nn.Module):
 
 
 def texts(length: int = LENGTH, count: int = COUNT) -> dict[str, np.ndarray[Any, Any]]:
-    """Texts of 3 and more letters, padded with 0 behind; the mask has a name that nothing knows."""
+    """Texts of 3 and more letters, padded with 0 behind; the mask has an unusual name."""
     lengths = 3 + np.arange(count) % (length - 2)
     real = np.arange(length) < lengths[:, None]
     letters = np.random.default_rng(0).integers(1, LETTERS, size=(count, length))

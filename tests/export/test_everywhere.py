@@ -78,7 +78,7 @@ def test_every_size_is_compared_with_one_thread_and_with_all(tmp_path: Path) -> 
     assert "batch 40 of random inputs: torch itself returns NaN" in printed
 
 
-def test_random_inputs_show_what_no_real_sample_shows(tmp_path: Path) -> None:
+def test_random_inputs_reveal_faults_that_no_sample_shows(tmp_path: Path) -> None:
     values = pairs()["x"]
     seen = np.sort(np.unique(values[:7]))  # the largest of the samples that the real batches hold
     covered = report(halving(tmp_path / "model.onnx", above=float(seen[-1]) + 1e-4))

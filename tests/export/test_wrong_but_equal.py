@@ -182,7 +182,7 @@ def test_file_that_is_wrong_at_one_served_size_is_stopped(whole: Whole, tmp_path
     assert f"`y` at batch {count + (add == 'Greater')} of test samples" in message or "batch 70 of" in message
 
 
-def test_served_sizes_are_all_merged_sizes_and_the_limits() -> None:
+def test_served_sizes_include_all_batch_sizes_and_the_limits() -> None:
     served = ServedSizes(merged=32, request=1000)
     sizes = {*served.largest, *served.others}
     assert set(range(1, 34)) <= sizes
@@ -216,7 +216,7 @@ def test_rounding_passes_and_damage_does_not_at_any_scale(size: float) -> None:
     assert not within(expected, expected + np.float32(size * 0.01))
 
 
-def test_columns_of_mixed_scales_are_each_compared_with_their_own_spread() -> None:
+def test_columns_are_compared_relative_to_their_own_spread() -> None:
     generator = np.random.default_rng(0)
     expected = (generator.normal(size=(64, 3)) * [1.0, 1e-3, 1e3]).astype(np.float32)
     assert within(expected, (expected * (1 + 2e-6)).astype(np.float32))

@@ -126,7 +126,7 @@ def test_bf16_needs_less_memory_and_follows_fp32(group: ProcessGroup) -> None:
     assert found["bf16"] == pytest.approx(found["fp32"], rel=0.02)
 
 
-def test_the_fused_optimizer_updates_as_the_one_in_parts(group: ProcessGroup) -> None:
+def test_fused_optimizer_gives_the_updates_of_the_foreach_one(group: ProcessGroup) -> None:
     fused, parts = text_trainer(group), text_trainer(group, ForeachText)
     assert losses(fused, range(6)) == pytest.approx(losses(parts, range(6)), rel=1e-3)
     names = [operators(partial(losses, made, range(6, 7)), group.device) for made in (fused, parts)]

@@ -286,7 +286,7 @@ dist.destroy_process_group()
 """
 
 
-def test_a_collective_that_the_gpu_has_not_finished_is_in_the_recorder_of_nccl(tmp_path: Path) -> None:
+def test_nccls_recorder_has_the_unfinished_collective(tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         pytest.skip("torch sees no CUDA device")
     command = [sys.executable, "-c", UNFINISHED, str(tmp_path / "meet")]

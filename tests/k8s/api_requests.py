@@ -1,4 +1,4 @@
-"""What a request to a Kubernetes API server is about, as its authorizer sees it."""
+"""Attributes of a request to a Kubernetes API server, as its authorizer sees them."""
 
 from __future__ import annotations
 
@@ -84,5 +84,5 @@ def parse_request(method: str, target: str, path: str, query: dict[str, str]) ->
         return ApiRequest(method, target, path, query)
     parts = {name: value or "" for name, value in found.groupdict().items()}
     sub = parts.pop("sub")
-    own = path if sub != "log" else path.removesuffix("/log")  # a pod's log stands with the pod
+    own = path if sub != "log" else path.removesuffix("/log")  # a pod's log is stored with the pod
     return ApiRequest(method, target, own, query, subresource=sub, **parts)

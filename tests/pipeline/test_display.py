@@ -119,7 +119,7 @@ ANEW = "to continue after fixing it: pipe run all (finished steps are reused)"  
         ("evaluate", GateError("no"), "log: "),  # there is nothing to resume
     ],
 )
-def test_an_error_to_fix_is_reported_without_the_log(
+def test_user_error_is_shown_without_the_log(
     step: str, error: PipelineError, last: str, run: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     display = Display(live=False)

@@ -219,7 +219,7 @@ def test_shared_and_exclusive_locks_exclude_each_other(tmp_path: Path) -> None:
         pass
 
 
-def test_commands_that_change_the_service_exclude_each_other_and_not_trainings(tmp_path: Path, config: Config) -> None:
+def test_service_lock_excludes_service_commands_but_not_training(tmp_path: Path, config: Config) -> None:
     holding = [sys.executable, "-c", HOLDER.replace("lock_runs", "lock_service"), str(tmp_path)]
     run = create_run(tmp_path, config, ("train",), parent="")
     with subprocess.Popen(holding, cwd=SOURCE_ROOT, stdout=subprocess.PIPE, text=True) as other:

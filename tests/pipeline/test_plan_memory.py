@@ -1,4 +1,4 @@
-"""The memory line of `pipe plan`: what it states, which process it starts, and when that is not needed again."""
+"""The memory line of `pipe plan`: its text, the process that estimates, and the stored estimate."""
 
 from __future__ import annotations
 

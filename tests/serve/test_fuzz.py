@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 FEW, MANY = 150, 5000
-_NOT_SPOKEN = (501, 505)  # a method, a transfer coding or a version of HTTP that is not spoken here
+_NOT_SPOKEN = (501, 505)  # an unsupported method, transfer coding or version of HTTP
 _FAULTS = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNAVAILABLE)
 
 

@@ -1,4 +1,4 @@
-"""Requests that are rejected by their headers: the response, and what is counted."""
+"""Requests that are rejected by their headers: responses and counters."""
 
 from __future__ import annotations
 

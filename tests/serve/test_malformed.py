@@ -33,7 +33,7 @@ CASES = list(cases())
 
 
 @pytest.mark.parametrize(("path", "body", "headers", "status", "named"), CASES, ids=map(str, range(len(CASES))))
-def test_a_malformed_request_is_refused_with_a_sentence_that_names_the_field(
+def test_malformed_request_is_refused_naming_the_field(
     server: Running, path: str, body: bytes, headers: dict[str, str], status: int, named: str
 ) -> None:
     found, answer = _post(server, path, body, headers)

@@ -105,9 +105,7 @@ def test_body_of_raw_bytes_is_the_only_input(client: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_largest_values_with_their_labels_are_the_same_over_http_and_grpc(
-    client: httpx.Client, stub: Any, rows: int
-) -> None:
+def test_classification_is_the_same_over_http_and_grpc(client: httpx.Client, stub: Any, rows: int) -> None:
     image = np.random.default_rng(rows).random((rows, 1, 8, 8)).astype(np.float32)
     tensor = {**RAW, "shape": list(image.shape)}
     request = {"inputs": [{**tensor, "data": image.ravel().tolist()}]}

@@ -123,7 +123,7 @@ def test_closed_shadow_ends_its_thread_even_if_its_queue_was_full(
     assert shadow.agreement.dropped == before
 
 
-def test_whole_numbers_must_be_equal_and_other_shapes_never_are() -> None:
+def test_integers_must_be_equal_and_other_shapes_differ() -> None:
     agreement, one = Agreement(), np.array([[1, 2]])
     count_differences(agreement, {"y": one}, {"y": one}, 1.0, 1.0)
     count_differences(agreement, {"y": one}, {"y": one + 1}, 1.0, 1.0)

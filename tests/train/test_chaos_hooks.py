@@ -83,7 +83,7 @@ def test_each_process_takes_at_most_one_kill(tmp_path: Path) -> None:
     process = Process(tmp_path, 0)
     with pytest.raises(Dead):
         process.step(1)
-    process.hook("write")  # what dies slowly does not take the next kill with it
+    process.hook("write")  # a process that ends slowly does not take the next kill
     process = Process(tmp_path, 0)
     process.step(2)
     with pytest.raises(Dead):
@@ -95,7 +95,7 @@ def test_each_process_takes_at_most_one_kill(tmp_path: Path) -> None:
 
 
 def test_no_kill_before_the_first_step_of_a_process(tmp_path: Path) -> None:
-    """Else training could be killed for ever without getting on."""
+    """Otherwise training could be killed forever without progress."""
     log = planned(tmp_path, Kill(place="renamed", step=0))
     process = Process(tmp_path, 0)
     process.hook("renamed")

@@ -62,7 +62,7 @@ def test_a_choice_without_an_expert_counts_as_dropped() -> None:
 
 
 @pytest.mark.parametrize("what", ["frozen", "no bias"])
-def test_the_bias_stays_where_it_is_not_trained(what: str) -> None:
+def test_bias_of_a_frozen_router_does_not_change(what: str) -> None:
     router = TinyRouter(biased=what != "no bias").requires_grad_(what != "frozen")
     _, found = routing(router)
     router(TOKENS)

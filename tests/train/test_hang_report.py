@@ -145,7 +145,7 @@ def test_without_a_recorder_nothing_is_reported() -> None:
     assert unfinished_collectives() == []
 
 
-# What torch's recorder of NCCL holds.
+# A dump of torch's NCCL flight recorder.
 NCCL_ENTRY = {
     "profiling_name": "nccl:all_reduce", "is_p2p": False, "collective_seq_id": 7, "p2p_seq_id": 0, "retired": False,
     "state": "started", "input_sizes": [[151498]], "input_dtypes": ["Float"],
@@ -308,6 +308,6 @@ def test_a_collective_below_the_users_code_is_waiting(file: str, place: str) -> 
     assert locate(scope["all_reduce"](), Path(__file__).parent) == (WAITING, place)
 
 
-def test_a_thread_without_a_frame_is_nowhere(tmp_path: Path) -> None:
+def test_thread_without_a_frame_has_no_place(tmp_path: Path) -> None:
     assert threading.main_thread().ident is not None
     assert locate(None, tmp_path) == (OURS, "")

@@ -137,7 +137,7 @@ def test_lines_of_another_seed_are_invalid() -> None:
 
 
 def test_any_damage_is_noticed_and_counted() -> None:
-    """Lines are dropped and doubled at random: the counts are those of a list that was kept by hand."""
+    """Lines are dropped and doubled at random; the counts are compared with a plain list."""
     draw = random.Random(7)
     for _ in range(100):
         copies = [draw.choice([0, 1, 1, 1, 2]) for _ in range(STEPS)]

@@ -116,7 +116,7 @@ def test_missing_permission_and_read_only_disk_are_reported(
 
 CPU = torch.device("cpu")
 LOSS = 'return nn.functional.mse_loss(outputs, batch["target"])'
-# Of one batch the loss is finite, and times the loss scale it is not.
+# The loss of one batch is finite, but not if multiplied by the loss scale.
 STEEP = LOSS + ' * (1e36 if torch.is_grad_enabled() and (batch["index"] == 5).any() else 1.0)'
 
 

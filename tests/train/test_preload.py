@@ -20,6 +20,6 @@ print(json.dumps(sorted(name for name in set(sys.modules) - before if name.start
 
 
 @pytest.mark.long
-def test_a_first_training_step_imports_no_internals_of_torch() -> None:
+def test_first_training_step_imports_no_torch_modules() -> None:
     process = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True)
     assert json.loads(process.stdout) == []

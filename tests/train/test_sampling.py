@@ -244,7 +244,7 @@ def test_validation_keeps_groups_whole_for_any_number_of_processes() -> None:
     assert divided[0]["loss"] != pytest.approx(one[0]["loss"], rel=1e-3)
 
 
-def test_a_lost_draw_is_noticed(tmp_path: Path) -> None:
+def test_missing_step_of_weighted_draws_is_detected(tmp_path: Path) -> None:
     (found,) = run_distributed(trained_in_order, 1, tmp_path, "weights")
     lines = read_lines(tmp_path / "ledger.jsonl")
     order: BatchOrder = found[2]

@@ -1,4 +1,4 @@
-"""What clients send and receive: raw numbers, or words."""
+"""Codecs of raw numbers and of words."""
 
 from __future__ import annotations
 

@@ -294,7 +294,7 @@ def test_only_decoders_with_keys_and_values_run_in_onnxruntime_genai() -> None:
         check_decoder(task, task.net, config, [])
 
 
-def test_model_without_a_configuration_is_no_language_model() -> None:
+def test_model_without_a_configuration_is_refused() -> None:
     task: Any = Language(torch.nn.Linear(2, 2))
     with pytest.raises(ConfigError, match=r"gives a Linear without config\.max_position_embeddings"):
         check_decoder(task, task.net, Export(), [])

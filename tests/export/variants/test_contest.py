@@ -237,7 +237,7 @@ def test_shipped_bytes_are_those_evaluated(tmp_path: Path) -> None:
     assert sum(path.stat().st_size for path in one.path.parent.iterdir()) == size
 
 
-def test_metric_that_the_task_does_not_have_is_reported_with_those_it_has(tmp_path: Path) -> None:
+def test_unknown_metric_is_reported_with_the_available_ones(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"no metric size \(it has accuracy\)"):
         contest(tmp_path, evaluate={"metric": "size"}).entries()
 

@@ -37,7 +37,7 @@ def columns(x: Array) -> dict[str, Array]:
     return {"x": x, "label": np.zeros(len(x), np.int64)}
 
 
-def test_samples_are_spread_over_the_whole_split_and_come_in_small_batches() -> None:
+def test_samples_are_spread_over_the_split_in_small_batches() -> None:
     x = np.repeat(np.arange(1000, dtype=np.float32)[:, None], WIDE, axis=1)
     feeds = calibration_feeds(Hills(columns(x)), SPECS, 40)
     assert [len(feed["x"]) for feed in feeds] == [16, 16, 8]
@@ -107,7 +107,7 @@ def test_variant_is_smaller_and_deterministic(name: str, tmp_path: Path) -> None
     assert {path.name for path in tmp_path.iterdir()} == {"model.onnx", *(path.name for path in paths)}
 
 
-def test_static_weights_have_a_scale_for_each_channel_and_stay_within_seven_bits(tmp_path: Path) -> None:
+def test_static_weights_have_7_bits_and_a_scale_per_channel(tmp_path: Path) -> None:
     reference = write(tmp_path / "model.onnx")
     message = CONVERTERS["int8-static"](material(reference), tmp_path / "static.onnx")
     assert message == "ranges from 256 rows of training samples"
@@ -204,7 +204,7 @@ def test_angles_and_counts_above_2048_are_not_rounded_to_fp16(tmp_path: Path) ->
     assert np.allclose(run(tmp_path / "made.onnx", x), run(reference, x), atol=0.002)
 
 
-def test_operator_without_a_form_in_fp16_stays_in_fp32_and_is_reported(tmp_path: Path) -> None:
+def test_operator_without_fp16_support_stays_fp32_and_is_reported(tmp_path: Path) -> None:
     nodes = [
         helper.make_node("DynamicQuantizeLinear", ["x"], ["whole", "scale", "zero"], name="rounding"),
         helper.make_node("DequantizeLinear", ["whole", "scale", "zero"], ["rounded"]),

@@ -75,7 +75,7 @@ def test_kinds_have_their_plural_in_paths() -> None:
     ]  # fmt: skip
 
 
-def test_after_a_cut_connection_only_harmless_requests_are_sent_again(api: ApiServer) -> None:
+def test_only_safe_requests_are_retried_after_a_cut_connection(api: ApiServer) -> None:
     path = "/apis/coordination.k8s.io/v1/namespaces/default/leases"
     for method in ("GET", "POST"):
         api.fail(method, "/leases", drop=True)

@@ -118,6 +118,6 @@ def test_the_service_has_no_packages_that_it_does_not_import(accelerator: str) -
     }
 
 
-def test_what_a_codec_requires_is_installed_with_its_dependencies() -> None:
+def test_codec_requirements_are_installed_with_their_dependencies() -> None:
     names = {package.name for package in packages_from_pins(serving_requirements("cpu", ["transformers"]))}
     assert {"huggingface-hub", "tqdm"} <= names

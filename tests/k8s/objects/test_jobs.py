@@ -119,7 +119,7 @@ def test_the_result_is_that_of_the_pod_that_failed_first() -> None:
     assert job_result(job(Failed="True"), []) == JobResult(1, "R: m")
 
 
-def test_pods_of_an_earlier_job_of_the_same_name_do_not_explain_a_failure() -> None:
+def test_pods_of_an_earlier_job_do_not_explain_a_failure() -> None:
     failed = {**job(Failed="True"), "kind": "Job", "metadata": {"uid": "2"}}
     earlier, own = pod("a", "Failed", 3), pod("b", "Failed", 4)
     earlier["metadata"]["ownerReferences"] = [{"kind": "Job", "uid": "1"}]

@@ -71,7 +71,7 @@ LABEL_FORM = re.compile(r"^[a-z]([-a-z0-9]*[a-z0-9])?$")
         ("", MAX_LABEL, "x-"),
     ],
 )
-def test_a_name_that_fits_stays_and_any_other_gets_a_hash(text: str, limit: int, name: str) -> None:
+def test_valid_name_is_kept_and_any_other_gets_a_hash(text: str, limit: int, name: str) -> None:
     made = fit_name(text, limit)
     assert made == name or (name.endswith("-") and re.fullmatch(re.escape(name) + "[0-9a-f]{8}", made))
 

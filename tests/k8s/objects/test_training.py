@@ -156,9 +156,7 @@ def test_a_terminated_pod_has_time_for_a_checkpoint(configure: Configure) -> Non
 
 
 @pytest.mark.parametrize(("nodes", "pods"), [(1, 1), (3, 3), ("2:4", 4)])
-def test_the_job_has_a_pod_for_each_node_of_the_largest_number(
-    nodes: int | str, pods: int, configure: Configure
-) -> None:
+def test_job_has_a_pod_for_each_of_the_most_nodes(nodes: int | str, pods: int, configure: Configure) -> None:
     parts = objects(configure(train={"nodes": nodes, "rendezvous": "elsewhere:1"}))
     assert (parts["Job"]["spec"]["completions"], parts["Job"]["spec"]["parallelism"]) == (pods, pods)
     assert f"--nodes={nodes}" in trainer(parts)["args"]

@@ -140,7 +140,7 @@ def test_vectors_of_a_padded_batch_are_those_of_transformers(
         ("config_sentence_transformers.json", '{"default_prompt_name": "query"}', "the default prompt 'query'"),
     ],
 )
-def test_what_the_project_could_not_compute_is_one_error(tmp_path: Path, file: str, text: str, sentence: str) -> None:
+def test_unsupported_folder_is_an_error_and_writes_nothing(tmp_path: Path, file: str, text: str, sentence: str) -> None:
     source = make_folder(tmp_path / "source", {"pooling_mode": "mean"})
     (source / file).write_text(text)
     done = init(tmp_path / "search", source)

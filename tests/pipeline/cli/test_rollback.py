@@ -98,7 +98,7 @@ def test_canary_left_by_a_killed_deployment_is_ended(
     assert "the unrecorded canary has ended; bundle bbbbbbbbbbbb gets all" in capsys.readouterr().out
 
 
-def test_each_rollback_goes_one_version_further_back_until_there_is_none(roll_back: Any, deployed: list[str]) -> None:
+def test_each_rollback_goes_one_version_back_until_none_is_left(roll_back: Any, deployed: list[str]) -> None:
     roll_back("c" * 64, A, B, C)
     roll_back("b" * 64)
     assert deployed == ["b" * 64, "a" * 64], "and not to the version that was rolled back"

@@ -104,7 +104,7 @@ def test_long_value_is_shortened_in_the_message() -> None:
     assert len(refusal(train={"epochs": "x" * 5000})) < 300
 
 
-def test_exponents_without_a_dot_are_numbers_though_yaml_reads_them_as_text() -> None:
+def test_numbers_with_an_exponent_but_no_dot_are_accepted() -> None:
     assert override_config(config(), ["train.lr=1e-3"]).train.lr == 1e-3
     assert config(train={"lr": "2e-4"}).train.lr == 2e-4
 

@@ -165,7 +165,7 @@ def test_batching_padding_and_prompt_parts_do_not_change_answers(chunk: int) -> 
     assert [answer.tokens for answer in answers] == [counted(prompt, 6) for prompt in PROMPTS]
 
 
-def test_a_prompt_is_read_once_and_then_one_position_at_a_time_until_all_rows_ended() -> None:
+def test_prompt_is_read_once_and_then_one_token_at_a_time() -> None:
     run = Summing()
     answer = greedy(decoder(run), [[1, 2, 3]], 3)[0]
     assert run.calls == [(0, 3), (3, 1), (4, 1)]

@@ -74,7 +74,7 @@ def refused(folder: Path, kind: type[PipelineError] = DataError) -> str:
     return str(caught.value)
 
 
-def test_a_shard_that_is_not_there_is_named_with_what_it_holds(folder: Path) -> None:
+def test_missing_shard_is_named_with_its_weights(folder: Path) -> None:
     (folder / SHARDS[1]).unlink()
     assert f"{SHARDS[1]} is missing, which has b.weight and 1 more weights; to fix it: fetch" in refused(folder)
 
@@ -97,7 +97,7 @@ def test_a_link_that_leads_out_of_the_folder_is_refused(folder: Path, name: str)
     assert f"{name}: a link to {outside}, outside the folder" in refused(folder)
 
 
-def test_a_link_within_the_folder_is_fine(folder: Path) -> None:
+def test_link_within_the_folder_is_accepted(folder: Path) -> None:
     (folder / SHARDS[0]).rename(folder / "first")
     (folder / SHARDS[0]).symlink_to("first")
     assert SHARDS[0] in open_pretrained(folder).weights

@@ -158,7 +158,7 @@ def test_user_error_is_recorded_for_the_runner_and_printed(
     assert capfd.readouterr().err == f"error: {error}\n"
 
 
-def test_a_bug_leaves_its_traceback_in_the_log_and_one_line_for_the_terminal(
+def test_bug_has_its_traceback_in_the_log_and_one_line_as_error(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     status, found = left_behind(tmp_path, ValueError("two\n  lines"))

@@ -52,7 +52,7 @@ def test_bundle_signed_by_a_trusted_key_opens(signed: Path, trust: Trust, key: P
     assert (signed / SIGNATURE).read_bytes() == before, "one key, one bundle: one signature"
 
 
-def test_an_unsigned_bundle_is_refused_before_anything_of_it_is_checked(bundle: Path, trust: Trust) -> None:
+def test_unsigned_bundle_is_refused_before_its_files_are_checked(bundle: Path, trust: Trust) -> None:
     (bundle / "model.onnx").unlink()
     assert "is not signed by a key of" in refused(bundle, trust)
 

@@ -210,7 +210,7 @@ def test_only_some_test_pictures_are_compared_with_many_training_pictures(
 
 
 def test_drawings_of_a_few_parameters_are_no_transformed_copies() -> None:
-    """After a shift, a shape of some size is nearly another one; only a few of 200 are taken for copies."""
+    """Shifted shapes of one size nearly equal others; only a few of 200 are taken for copies."""
     place, size = np.random.default_rng(0).integers(6, 20, (900, 2)), np.random.default_rng(1).uniform(2, 5, (900, 2))
     grid = np.arange(26)
     bars = np.exp(-(((grid - place[:, :1]) / size[:, :1]) ** 4))[:, :, None]

@@ -49,7 +49,7 @@ def test_runs_with_different_baselines_are_compared_sample_by_sample(with_baseli
     assert back["difference"]["estimate"] == -row["difference"]["estimate"]
 
 
-def test_run_does_not_differ_from_its_twin(with_baseline: Project) -> None:
+def test_identical_runs_do_not_differ(with_baseline: Project) -> None:
     first, second = evaluated_run(with_baseline, "first", "one"), evaluated_run(with_baseline, "first", "two")
     found = compare_runs(first, second, first.config.evaluate)
     difference = found["metrics"][0]["difference"]

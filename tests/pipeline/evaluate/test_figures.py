@@ -53,7 +53,7 @@ def test_extreme_residuals_are_counted_in_the_outer_bins() -> None:
     assert (residuals["beyond"], sum(residuals["counts"])) == (10, 1000)
 
 
-def test_queries_are_listed_by_ndcg_without_those_that_have_no_relevant_item() -> None:
+def test_queries_with_relevant_items_are_listed_by_ndcg() -> None:
     columns = {
         "query": np.array([7, 7, 7, 3, 3, 9, 9]),
         "actual": np.array([0.0, 0, 1, 2, 0, 0, 0]),

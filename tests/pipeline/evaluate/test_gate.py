@@ -63,7 +63,7 @@ def later(single: Interval, wide: Interval, **evaluate: Any) -> Verdict:
     return decide(Evaluate(rule="non-inferior", **evaluate), measured)
 
 
-def test_a_later_comparison_states_its_level_and_what_the_first_would_have_shown() -> None:
+def test_later_comparison_states_its_level_and_the_verdict_at_95_percent() -> None:
     found = later(Interval(0.0, -0.009, 0.009), Interval(0.0, -0.012, 0.012))
     assert "(comparison 3 on this test set, 99.17% interval -0.0120 to +0.0120)" in found.summary
     (rule,) = found.failures

@@ -239,7 +239,7 @@ def test_columns_with_one_number_are_shown_by_name_without_the_label(project: Pr
     assert (columns["kind"], pair["kind"]) == ("row", "values")
 
 
-def test_metric_whose_lower_values_are_better_has_its_highest_values_as_the_worst(project: Project) -> None:
+def test_highest_values_of_a_lower_is_better_metric_are_the_worst(project: Project) -> None:
     project.replace('classes = ("first", "second")', 'directions = {"distance": "lower"}')
     project.replace(
         '{"accuracy": (outputs.argmax(dim=1) == batch["label"]).float()}', '{"distance": batch["pair"][:, 0]}'

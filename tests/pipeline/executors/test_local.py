@@ -79,11 +79,11 @@ def gone(pid: int) -> bool:
     ("program", "status"),
     [("raise SystemExit(3)", 3), ("pass", 0), ("import os; os.kill(os.getpid(), 9)", -signal.SIGKILL)],
 )
-def test_the_exit_status_is_the_steps_own_or_that_of_its_signal(program: str, status: int, tmp_path: Path) -> None:
+def test_exit_status_or_signal_of_a_step_is_returned(program: str, status: int, tmp_path: Path) -> None:
     assert launch(program, tmp_path / "log") == status
 
 
-def test_a_step_runs_in_the_project_and_both_streams_go_to_the_log_after_what_is_there(tmp_path: Path) -> None:
+def test_step_runs_in_the_project_and_appends_both_streams_to_the_log(tmp_path: Path) -> None:
     (tmp_path / "log").write_text("earlier\n")
     program = "import os, sys; print(os.getcwd(), os.environ['WORD'], os.environ['PIPE_PARENT_WATCH'], flush=True); "
     launch(f"{program}print('err', file=sys.stderr)", tmp_path / "log", WORD="w")

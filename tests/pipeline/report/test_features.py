@@ -51,7 +51,7 @@ def test_inputs_and_labels_are_drawn_by_split_with_their_drift(tmp_path: Path) -
     assert "No other data of a champion is known" in shown
 
 
-def test_champion_s_training_data_are_drawn_if_its_run_is_here(tmp_path: Path) -> None:
+def test_training_data_of_the_champion_are_drawn_if_its_run_exists(tmp_path: Path) -> None:
     run, champion = make_run(tmp_path), make_other_run(tmp_path)
     add_profile(run)
     add_profile(champion, shift=99.0)

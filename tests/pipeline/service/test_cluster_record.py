@@ -53,7 +53,7 @@ def test_previous_version_is_recorded(new_run: NewRun) -> None:
     [
         (["a", "b", "b"], "ab"),  # the same bundle again
         (["a", "a of another image"], "aa"),
-        (["a", "b", "a"], "aba"),  # who goes back twice comes back
+        (["a", "b", "a"], "aba"),  # a deployed before
     ],
 )
 def test_another_bundle_or_image_is_a_new_version(new_run: NewRun, deployed: list[str], versions: str) -> None:

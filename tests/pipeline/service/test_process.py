@@ -133,7 +133,7 @@ def test_spawned_process_has_its_own_session_folder_and_files(tmp_path: Path) ->
     assert log.read_text() == "True / [0, 1, 2, 3]\n", "3 is the listing itself"
 
 
-def test_a_service_does_not_inherit_what_belongs_to_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_service_does_not_inherit_variables_of_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PIPE_PARENT_WATCH", "1")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     found = service_environment()

@@ -55,7 +55,7 @@ def test_equal_answers_on_few_samples_leave_room_for_a_difference() -> None:
     assert _bounds(difference_interval(Mean(np.ones(1000)), Mean(np.ones(1000)), 0.95))[0] > -0.004
 
 
-def test_swapping_the_models_turns_the_interval_round() -> None:
+def test_swapping_the_models_negates_the_interval() -> None:
     there, back = paired_proportions_interval(7, 2, 50, 0.9), paired_proportions_interval(2, 7, 50, 0.9)
     assert (back.low, back.high) == pytest.approx((-there.high, -there.low))
 
@@ -74,7 +74,7 @@ def test_without_skewness_the_interval_of_a_mean_is_students() -> None:
     assert _bounds(metric_interval(Mean(values), 0.95)) == pytest.approx((expected.low, expected.high), rel=0.01)
 
 
-def test_rare_large_losses_widen_the_side_they_are_on() -> None:
+def test_rare_large_losses_widen_the_lower_side() -> None:
     difference = np.concatenate([np.full(38, 0.1), [-2.0, -3.0]]) + np.linspace(0, 0.01, 40)
     interval = difference_interval(Mean(difference), Mean(np.zeros(40)), 0.95)
     assert interval is not None
@@ -88,7 +88,7 @@ def test_samples_without_a_difference_are_no_degrees_of_freedom() -> None:
     assert high - low > 2 * (expected.high - expected.low)
 
 
-def test_a_metric_without_known_limits_is_undecided_where_nothing_differs() -> None:
+def test_unbounded_metric_without_differences_has_no_interval() -> None:
     errors = np.random.default_rng(1).exponential(size=500)
     assert difference_interval(Mean(errors), Mean(errors), 0.95) is None
     assert difference_interval(RootMean(errors), RootMean(errors), 0.95) is None
@@ -97,7 +97,7 @@ def test_a_metric_without_known_limits_is_undecided_where_nothing_differs() -> N
 
 
 @pytest.mark.parametrize("statistic", [Mean(np.full(40, 0.5), (0.0, 1.0)), Auc(np.arange(40.0), np.arange(40) >= 20)])
-def test_a_metric_with_limits_may_differ_unseen_where_nothing_differs(statistic: Statistic) -> None:
+def test_bounded_metric_without_differences_has_an_interval(statistic: Statistic) -> None:
     low, high = _bounds(difference_interval(statistic, statistic, 0.95))
     assert -low == high
     assert 0.05 < high < 0.2

@@ -33,7 +33,7 @@ def test_confusion_and_ratios_agree_with_scikit_learn() -> None:
         assert [row["precision"], row["recall"], row["f1"], row["samples"]] == pytest.approx([e[i] for e in expected])
 
 
-def test_class_never_seen_nor_predicted_has_no_ratios() -> None:
+def test_class_without_samples_and_predictions_has_no_ratios() -> None:
     matrix = confusion(np.array([0, 0, 1]), np.array([0, 1, 1]), 3)
     assert matrix.tolist() == [[1, 1, 0], [0, 1, 0], [0, 0, 0]]
     assert class_metrics(matrix, "abc")["c"] == {"samples": 0, "precision": None, "recall": None, "f1": None}

@@ -89,9 +89,7 @@ def test_a_language_model_that_can_be_exported_passes(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_what_cannot_be_exported_is_refused_by_plan_and_prepare(
-    parts: dict[str, str], message: str, tmp_path: Path
-) -> None:
+def test_plan_and_prepare_refuse_what_cannot_be_exported(parts: dict[str, str], message: str, tmp_path: Path) -> None:
     root = write_project(tmp_path, **parts)
     with pytest.raises(ConfigError, match=message):
         planned(root)
@@ -119,7 +117,7 @@ def test_a_model_that_computes_with_its_weights_is_built_in_memory(tmp_path: Pat
     assert planned(root) == ""
 
 
-def test_a_causal_model_that_is_a_copy_of_a_part_is_checked(tmp_path: Path) -> None:
+def test_copied_causal_model_is_checked(tmp_path: Path) -> None:
     """For example a model with more heads, whose weights `language_model` copies into a plain one."""
     copies = "\n    def language_model(self, model):\n        plain = self.model()\n"
     copies += "        plain.load_state_dict(model.state_dict())\n        return plain\n"

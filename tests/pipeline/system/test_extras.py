@@ -74,7 +74,7 @@ def test_cause_of_an_import_error_is_explained() -> None:
     assert "pipe-road[registry]" in str(missing_extra(error))
 
 
-def test_module_is_found_in_the_traceback_of_a_log_whatever_marks_the_line() -> None:
+def test_missing_module_is_found_in_a_log_despite_line_prefixes() -> None:
     log = "Traceback (most recent call last):\n  ...\nModuleNotFoundError: No module named 'onnx.helper'\n"
     assert f"`onnx` is not installed; to fix it: {install_command('train')}" in str(missing_module_in_log(log))
     assert missing_module_in_log("all went well") is None

@@ -31,7 +31,7 @@ def test_digest_depends_on_the_boundaries_of_parts() -> None:
     assert digest_parts(["ab", ""]) != digest_parts(["", "ab"]) != digest_parts(["ab"])
 
 
-def test_text_and_its_bytes_are_the_same_part() -> None:
+def test_text_and_its_utf8_bytes_have_one_digest() -> None:
     assert digest_parts(["é"]) == digest_parts(["é".encode()])
 
 
@@ -94,7 +94,7 @@ def test_reader_sees_old_or_new_content_only(tmp_path: Path) -> None:
     assert seen <= versions
 
 
-def test_content_is_synced_before_it_takes_the_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_content_is_synced_before_the_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[str] = []
     fsync, replace = os.fsync, os.replace
 
@@ -112,7 +112,7 @@ def test_content_is_synced_before_it_takes_the_name(tmp_path: Path, monkeypatch:
     assert calls == ["fsync", "replace", "fsync"]  # the last one is the directory's
 
 
-def test_others_may_read_what_was_written(tmp_path: Path) -> None:
+def test_written_files_are_readable_by_all_users(tmp_path: Path) -> None:
     write_atomic(tmp_path / "file", "x")
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o644
 

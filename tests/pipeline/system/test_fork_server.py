@@ -1,4 +1,4 @@
-"""The fork server starts modules as `python -m` does; and what happens when it, its client or its process is killed."""
+"""The fork server starts modules as `python -m` does, and survives killed clients and processes."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_hidden_packages_cannot_be_imported_unless_already_loaded() -> None:
 
 
 def test_manifest_validator_is_never_imported() -> None:
-    """It is installed here, where tests use it, and takes a second to import."""
+    """Tests have it installed, and it takes a second to import."""
     program = "from k8s.cluster.api import import_client; import_client(); import sys; "
     program += "print('kubernetes' in sys.modules, 'kubernetes_validate' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
@@ -124,7 +124,7 @@ WATCHING_CHILD = PROGRAM.format(arguments="", work=PRINT_INPUT, stop=0)
     ],
 )
 def test_standard_input_is_empty_while_the_parent_is_watched(work: str, arguments: str) -> None:
-    """That of the process, of one that it starts, and of one that watches the same parent."""
+    """In the process, in one that it starts, and in one that watches the same parent."""
     with watched_process({PARENT_WATCH_VARIABLE: "1"}, work, arguments) as (process, write_end, _):
         assert process.poll() is None
         os.close(write_end)
@@ -170,7 +170,7 @@ def test_slices_cover_every_item_and_differ_by_one_at_most(world_size: int, coun
 @pytest.mark.parametrize(
     "env", [{}, {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_LOCALID": "0"}]
 )
-def test_a_process_without_launcher_or_of_an_sbatch_script_is_rank_0_of_1(env: dict[str, str]) -> None:
+def test_process_without_a_launcher_is_rank_0_of_1(env: dict[str, str]) -> None:
     assert Rank.from_env(env) == Rank(0, 0, 1)
     assert Rank.from_env(env).first
 
@@ -184,7 +184,7 @@ HOROVOD = {"HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1", 
 
 
 @pytest.mark.parametrize("env", [TORCHRUN, OPEN_MPI, MPICH, SRUN, HOROVOD], ids=lambda env: next(iter(env)))
-def test_rank_is_read_from_each_launchers_variables_and_first_from_torchruns(env: dict[str, str]) -> None:
+def test_rank_is_read_from_launcher_variables_torchruns_first(env: dict[str, str]) -> None:
     found = Rank.from_env(env)
     assert (found.rank, found.local_rank, found.world_size) == (3, 1, 4)
     assert not found.first

@@ -38,7 +38,7 @@ def test_imports_inside_functions_count(tmp_path: Path) -> None:
     assert found(tmp_path) == {"task.py", "my_late.py"}
 
 
-def test_a_package_counts_with_every_init_on_the_way(tmp_path: Path) -> None:
+def test_imported_packages_count_with_all_parent_inits(tmp_path: Path) -> None:
     files = {
         "task.py": "from my_pkg.inner.net import Net\n",
         "my_pkg/__init__.py": "",
@@ -52,7 +52,7 @@ def test_a_package_counts_with_every_init_on_the_way(tmp_path: Path) -> None:
     assert found(tmp_path) == set(files) - {"my_pkg/unused.py"}
 
 
-def test_a_module_taken_from_a_package_counts_and_so_does_one_without_init(tmp_path: Path) -> None:
+def test_module_of_a_namespace_package_counts(tmp_path: Path) -> None:
     write(tmp_path, {"task.py": "from my_pkg import net\nclass Net: ...\n", "my_pkg/net.py": ""})
     assert found(tmp_path) == {"task.py", "my_pkg/net.py"}
 
@@ -62,12 +62,12 @@ def test_circular_imports_are_followed_once(tmp_path: Path) -> None:
     assert found(tmp_path) == {"task.py", "my_helper.py"}
 
 
-def test_a_task_in_a_folder_reaches_what_stands_beside_it_and_at_the_root(tmp_path: Path) -> None:
+def test_task_in_a_folder_imports_from_its_folder_and_the_root(tmp_path: Path) -> None:
     write(tmp_path, {"t/task.py": "import my_beside, my_top\nclass Net: ...\n", "t/my_beside.py": "", "my_top.py": ""})
     assert found(tmp_path, "t/task.py:Net") == {"t/task.py", "t/my_beside.py", "my_top.py"}
 
 
-def test_a_helper_at_the_root_reaches_what_stands_beside_the_task(tmp_path: Path) -> None:
+def test_helper_at_the_root_imports_from_the_tasks_folder(tmp_path: Path) -> None:
     files = {"t/task.py": "import my_top\nclass Net: ...\n", "my_top.py": "import my_beside\n", "t/my_beside.py": ""}
     write(tmp_path, files)
     assert found(tmp_path, "t/task.py:Net") == set(files)

@@ -24,7 +24,7 @@ SERVING, NOT_SERVING = pb.HealthCheckResponse.SERVING, pb.HealthCheckResponse.NO
 
 @pytest.fixture(scope="module")
 def server(module_launcher: Launcher, bundle_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Running:
-    """A service that requires a key, which health does not."""
+    """A service that requires a key, except for health."""
     (keys := tmp_path_factory.mktemp("keys") / "keys").write_text("a-key-that-is-hard-to-guess\n")
     return module_launcher(bundle_path, options=["--api-keys", str(keys)])
 

@@ -62,7 +62,7 @@ def test_prefill_result_does_not_depend_on_the_parts(language_model: LanguageMod
         assert [other.logprob for other in found] == pytest.approx(wanted, abs=1e-4)
 
 
-def test_a_part_is_as_short_as_its_attention_scores_need(
+def test_parts_become_shorter_to_limit_the_attention_scores(
     language_model: LanguageModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("serve.llm.kv_cache.MAX_SCORES_BYTES", 8 * 4 * tiny.HEADS * 4)

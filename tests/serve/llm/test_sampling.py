@@ -148,7 +148,7 @@ def test_bias_and_penalty_change_the_greedy_token() -> None:
     assert sample_token(LOGITS, Sampling(0, repetition_penalty=3.0), draw) == 1
 
 
-def test_equal_logits_at_the_limit_of_top_k_all_stay() -> None:
+def test_top_k_keeps_all_tokens_equal_to_the_last_one() -> None:
     tokens, probabilities = token_probabilities(np.array([1.0, 2.0, 1.0, 0.0]), Sampling(top_k=2))
     assert tokens is not None
     assert (tokens.tolist(), probabilities[0]) == ([0, 1, 2], probabilities[2])

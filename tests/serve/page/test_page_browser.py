@@ -51,7 +51,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture
 def page(browser: Browser, server: Running) -> Iterator[Browser]:
-    """The page of the digits bundle. No test may load anything from elsewhere or violate the policy."""
+    """The page of the digits bundle; checks after the test that nothing was loaded from elsewhere or refused."""
     browser.open(f"{server.url}/")
     yield browser
     assert [url for url in browser.requested_urls if not url.startswith((f"{server.url}/", "data:"))] == []

@@ -87,9 +87,7 @@ def test_encoding_failure_is_not_a_client_error(tricky: Predictor, picture: list
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_codec_that_gives_another_number_of_predictions_is_a_failure_of_ours(
-    tmp_path: Path, picture: list[list[int]], count: int
-) -> None:
+def test_wrong_number_of_predictions_is_a_server_error(tmp_path: Path, picture: list[list[int]], count: int) -> None:
     source = (ROOT / "examples/digits/codec.py").read_text()
     wrong = f"{source}\n\nDigitsCodec.encode = lambda self, outputs: [0] * {count}\n"
     bundle = open_bundle(build(tmp_path / "bundle", "DigitsCodec", wrong, [picture], digits))

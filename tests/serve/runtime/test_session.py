@@ -232,7 +232,7 @@ print((peak() - before) * 1024)
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the peak memory is read from /proc")
 def test_weights_beside_the_model_are_mapped_at_load(tmp_path: Path) -> None:
-    """They exist once: the copy that ONNX Runtime arranges for its kernels."""
+    """They are in memory once: the copy that ONNX Runtime lays out for its kernels."""
     weights = [np.full((1024, 1024), (1 + layer * 1e-5) / 1024, np.float32) for layer in range(32)]  # no two equal
     path = deep(tmp_path / "bundle", weights, beside=True)
     peak = subprocess.run([sys.executable, "-c", _LOAD, str(path)], check=True, capture_output=True, text=True).stdout

@@ -1,4 +1,4 @@
-"""What is given to ONNX Runtime's TensorRT provider; `tests/gpu` runs it on a device."""
+"""Options for ONNX Runtime's TensorRT provider; `tests/gpu` runs it on a device."""
 
 from __future__ import annotations
 

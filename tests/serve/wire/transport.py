@@ -10,7 +10,7 @@ STATUS_LINE = re.compile(rb"HTTP/1\.1 ([2-5]\d\d) ")
 
 
 class FakeTransport:
-    """What uvloop's transport does for a connection; `unsent` grows instead of `written` while `blocked`."""
+    """A replacement of uvloop's transport; `unsent` grows instead of `written` while `blocked`."""
 
     def __init__(self, peer: str = "192.0.2.1") -> None:
         self.peer, self.connection = peer, cast("asyncio.Protocol", None)

@@ -1,4 +1,4 @@
-"""The same promises for every kind of storage that `train.checkpoints` may name."""
+"""The same behaviour of every kind of storage that `train.checkpoints` may name."""
 
 from __future__ import annotations
 

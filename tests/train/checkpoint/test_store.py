@@ -179,7 +179,7 @@ def test_newest_and_best_checkpoints_are_kept(tmp_path: Path) -> None:
     assert store(tmp_path).steps() == [20, 50, 60]
 
 
-def test_best_checkpoint_of_a_kept_one_is_kept(tmp_path: Path) -> None:
+def test_checkpoint_that_a_kept_one_calls_best_is_kept(tmp_path: Path) -> None:
     for number, best in ((10, 10), (20, 10), (30, 30)):
         save(tmp_path, number, best)
     assert store(tmp_path).steps() == [10, 20, 30]

@@ -202,7 +202,7 @@ def test_long_failure_is_shortened_and_raised_on_all(two: list[dict[str, Any]]) 
 
 
 @pytest.mark.usefixtures("two")
-def test_all_plan_again_when_state_of_one_process_changes(folder: Path) -> None:
+def test_state_that_appears_in_one_process_is_saved(folder: Path) -> None:
     store = CheckpointStore(folder / "changed", 9, {})
     assert store.load(1).shapes("").keys() == {"weights.it"}
     assert store.load(2).shapes("").keys() == {"weights.it", "own.1.left"}

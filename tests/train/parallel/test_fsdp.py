@@ -93,7 +93,7 @@ os._exit(0)
 """
 
 
-def test_each_process_has_its_part_of_all_state_and_shared_weights_are_refused(project: Project) -> None:
+def test_state_is_sharded_and_shared_weights_are_refused(project: Project) -> None:
     project.replace("nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)", "nn.Linear(3, 48), nn.Tanh(), nn.Linear(48, 48)")
     whole = 4 * 4 * (3 * 48 + 48 + 48 * 48 + 48)  # weight, gradient and two moments, four bytes each
     sizes, refusal = script(project, PROGRAM, processes=2).splitlines()

@@ -108,7 +108,7 @@ def chained(stages: list[tuple[nn.Module, Stage]], batch: Tensor) -> Any:
     return activations
 
 
-def test_chained_stages_return_what_the_model_does_and_divide_its_parameters() -> None:
+def test_chained_stages_equal_the_model_and_divide_its_parameters() -> None:
     model = Llama()
     stages = split(model, ["layers.1", "layers.2"])
     torch.testing.assert_close(chained(stages, tokens(5)), model(tokens(5)))

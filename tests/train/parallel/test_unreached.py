@@ -99,7 +99,7 @@ def test_every_strategy_trains_all_but_the_unreached_parameters(tmp_path: Path) 
 
 
 class Noisy(nn.Module):
-    """Has everything that a further pass could change: running statistics, buffers, and three random generators."""
+    """A task with all that another pass could change: running statistics, buffers, and three random generators."""
 
     def __init__(self, pooled: bool) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ def train_noisy(group: ProcessGroup, folder: Path) -> tuple[list[dict[str, Tenso
 
 
 @pytest.mark.long
-def test_the_pass_that_finds_them_changes_no_bit(tmp_path: Path) -> None:
+def test_search_for_unreached_parameters_changes_no_bit(tmp_path: Path) -> None:
     results = run_distributed(train_noisy, 2, tmp_path)
     for (found, plain, _), _ in results:
         assert equal(found, plain)
@@ -171,7 +171,7 @@ def train_sometimes(group: ProcessGroup, folder: Path) -> str:
     return ""
 
 
-def test_a_later_batch_that_reaches_fewer_is_explained(tmp_path: Path) -> None:
+def test_batch_that_reaches_fewer_parameters_is_explained(tmp_path: Path) -> None:
     for message in run_distributed(train_sometimes, 2, tmp_path):
         assert "that of another batch does not" in message
 

@@ -114,7 +114,7 @@ def _original(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-def test_adapter_begins_as_peft_begins_it(folder: Path, kind: Any) -> None:
+def test_adapter_is_initialized_like_pefts(folder: Path, kind: Any) -> None:
     settings = Model(pretrained=str(folder), adapter=kind, rank=2)
     make = partial(AutoModelForCausalLM.from_config, AutoConfig.from_pretrained(folder))
     initial = load_from_files(

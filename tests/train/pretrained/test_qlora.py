@@ -1,4 +1,4 @@
-"""`model.adapter: qlora`: the frozen weights are in 4 bits, and the adapter is merged into what these stand for."""
+"""`model.adapter: qlora`: frozen weights have 4 bits, and the adapter is merged into the dequantized ones."""
 
 from __future__ import annotations
 
