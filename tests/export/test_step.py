@@ -189,7 +189,7 @@ def test_override_is_in_card_manifest_and_lineage(root: Path) -> None:
     run = evaluated_run(root, verdict="fail")
     verdict = digest_file(run.output("evaluate") / "verdict.json")
     write_override(run.path, Override(at="2026-01-02", by="ann@here", reason="shown on Monday", verdict="0" * 64))
-    assert "`pipe gate override" in refusal(run, root, GateError), "a word about another verdict"
+    assert "`pipe gate override" in refusal(run, root, GateError), "an override of another verdict"
     given = Override(at="2026-01-02", by="ann@here", reason="shown on Monday", verdict=verdict)
     write_override(run.path, given)
     export(run, root)

@@ -52,7 +52,7 @@ def test_a_wrong_type_and_a_missing_field_are_detected() -> None:
         validate(trained)
 
 
-@pytest.mark.skipif(not CRDS.is_dir(), reason=f"no CRDs at {CRDS}, the second judge of custom resources")
+@pytest.mark.skipif(not CRDS.is_dir(), reason=f"no CRDs at {CRDS} to check custom resources with")
 def test_each_kind_has_one_published_crd() -> None:
     assert {kind: len(list(CRDS.glob(pattern))) for kind, pattern in FILES.items()} == dict.fromkeys(FILES, 1)
 

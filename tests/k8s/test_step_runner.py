@@ -210,7 +210,7 @@ def test_finished_step_survives_errors_of_the_api_server(
 
     def program(pod: MockPod) -> int:
         pod.log("last line")
-        assert followed.wait(30), "else the lists before the watches fail, not those after the end"
+        assert followed.wait(30), "otherwise the lists before the watches fail, not those after the end"
         api.fail("GET", "/pods?labelSelector", status=503, times=3)
         api.fail("GET", "/jobs?labelSelector", status=503, times=2)
         return 0
@@ -489,7 +489,7 @@ def test_paged_lists_and_incomplete_events_are_handled(
     followed = threading.Event()
 
     def program(pod: MockPod) -> int:
-        assert followed.wait(30), "else all events are in the first list"
+        assert followed.wait(30), "otherwise all events are in the first list"
         pod.log("done")
         return 0
 

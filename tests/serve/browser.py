@@ -108,7 +108,7 @@ class Browser:
         """Return the value of the script as soon as it is true."""
         deadline = time.monotonic() + SECONDS
         while not (found := self.value(script)):
-            assert time.monotonic() < deadline, f"never came true: {script}"
+            assert time.monotonic() < deadline, f"never became true: {script}"
             time.sleep(0.02)
         return found
 

@@ -26,7 +26,7 @@ def wait_until(condition: Callable[[], object]) -> None:
     """Poll until the condition is true; the time limit is only for a hang."""
     deadline = time.monotonic() + SECONDS
     while not condition():
-        assert time.monotonic() < deadline, "it never came true"
+        assert time.monotonic() < deadline, "the condition never became true"
         time.sleep(0.005)
 
 

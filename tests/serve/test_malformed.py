@@ -40,7 +40,7 @@ def test_malformed_request_is_refused_naming_the_field(
     assert found == status, (path, body[:300], headers, answer)
     assert named in answer["error"]
     assert " " in answer["error"], "a sentence"
-    assert len(answer["error"]) <= 501, "bounded, whatever it speaks of"
+    assert len(answer["error"]) <= 501, "of bounded length"
     assert "Traceback" not in answer["error"]
 
 

@@ -128,7 +128,7 @@ def _can_drop_privileges() -> bool:
     return subprocess.run(argv, check=False, capture_output=True, env=env, cwd="/").returncode == 0
 
 
-# Every file system but /proc and /dev becomes read-only in a namespace of its own, /tmp too; the user has no privileges.
+# Every file system but /proc and /dev becomes read-only in a namespace of its own, /tmp too; the user is unprivileged.
 ALONE = """
 for place in $(awk '$2 !~ "^/(proc|sys|dev/pts|dev$)" { print $2 }' /proc/self/mounts); do
     mount -o remount,bind,ro "$place" || exit 9

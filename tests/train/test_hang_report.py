@@ -70,7 +70,7 @@ def test_stack_dump_writes_unless_rearmed(tmp_path: Path) -> None:
         time.sleep(0.02)
     assert "test_stack_dump_writes" in path.read_text()
     wire.rearm()
-    assert path.read_text() == "", "it has gone on since"
+    assert path.read_text() == "", "emptied, as training has progressed since"
     wire.remove()
     assert not path.exists()
 

@@ -266,7 +266,7 @@ def test_an_image_of_a_rejected_bundle_is_refused(
         list(verify_image(image, Trust(key.with_name("key.pub"))))
 
 
-@pytest.mark.skipif(shutil.which("cosign") is None, reason="cosign is not installed: only our verifier judges")
+@pytest.mark.skipif(shutil.which("cosign") is None, reason="cosign is not installed: only our verifier checks")
 @pytest.mark.parametrize("signer", ["key", "other", ""])
 @pytest.mark.parametrize("command", [["verify"], ["verify-attestation", "--type", "slsaprovenance1"]], ids=" ".join)
 def test_cosign_accepts_what_the_trusted_key_signed_and_nothing_else(

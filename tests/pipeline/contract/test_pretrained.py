@@ -272,7 +272,7 @@ def test_newest_run_that_passed_the_gate_is_used(root: Path, other: Path) -> Non
 def test_training_uses_the_run_of_prepare_despite_a_newer_one(root: Path, other: Path) -> None:
     first, newer = walked(other, 1), walked(other, 2)
     assert found(root, run=first.id) == first.path
-    assert found(root, run="20250101-000000-gone") == newer.path, "its digests report whether it is as good"
+    assert found(root, run="20250101-000000-gone") == newer.path, "if that run is gone, the newest is used"
 
 
 @pytest.mark.parametrize(

@@ -228,7 +228,7 @@ def test_writer_killed_before_the_commit_changes_nothing(runs: Path) -> None:
         give(runs, "b")
         os._exit(0)
     assert os.waitpid(pid, 0)[1] == signal.SIGKILL
-    assert [path for path in (runs / "registry").iterdir() if path.name.startswith(".")], "it was at it"
+    assert [path for path in (runs / "registry").iterdir() if path.name.startswith(".")], "it had begun to write"
     assert read_registry(runs, "").names == {CHAMPION: entry("a")}
     assert len(give(runs, "c").history) == 2
 

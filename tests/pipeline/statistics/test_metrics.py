@@ -334,4 +334,4 @@ def test_constant_score_is_not_rewarded() -> None:
 def test_query_without_relevant_item_has_no_value() -> None:
     found = query_metrics(np.array([1, 1, 2, 2]), np.arange(4.0), np.array([0.0, 0, 1, 1]))
     assert np.isnan(found["ndcg"]).tolist() == np.isnan(found["mrr"]).tolist() == [True, False]
-    assert np.isnan(found["auc"]).all(), "nor, for auc, one without an irrelevant item"
+    assert np.isnan(found["auc"]).all(), "AUC needs an irrelevant item as well"

@@ -125,7 +125,7 @@ def test_curves_are_sent_while_training_runs_and_each_step_once(send: Callable[.
 
 
 @pytest.mark.parametrize("accepted", [{}, {"key": "other", "checkpoints_key": "k"}])
-def test_resumed_run_continues_the_run_of_the_tracker_also_with_accepted_changes(
+def test_resumed_run_continues_its_run_in_the_tracker(
     accepted: dict[str, str], send: Callable[..., None], recorder: Recorder, run: Run
 ) -> None:
     send((1, 2))

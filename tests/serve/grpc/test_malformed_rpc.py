@@ -129,7 +129,7 @@ def test_malformed_call_is_rejected_with_a_message(stub: Any, message: Any, code
     assert error.value.code() is code, (str(message)[:300], error.value.details())
     assert named in error.value.details()
     assert " " in error.value.details()
-    assert len(error.value.details()) <= 501, "bounded, whatever it speaks of"
+    assert len(error.value.details()) <= 501, "of bounded length"
 
 
 def test_invalid_protobuf_is_rejected(server: Running) -> None:

@@ -87,7 +87,7 @@ def test_unfinished_handshake_times_out_and_is_counted(pair: CertificatePair, mo
 
     async def what(port: Port) -> None:
         reader, writer = await port.connect()
-        assert await reader.read() == b"", "closed without a word"
+        assert await reader.read() == b"", "closed without a response"
         await port.wait_until(lambda: port.rejected["tls_handshake"] == 1)
         assert not port.running
         writer.close()

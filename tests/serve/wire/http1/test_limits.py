@@ -115,7 +115,7 @@ def test_half_closed_client_gets_100_then_its_late_answer() -> None:
     answer = half_closed(b"GET /waits HTTP/1.1\r\nhost: x\r\n\r\n")
     assert LEFT[-1] is False
     sign, _, found = answer.partition(b"\r\n\r\n")
-    assert sign == b"HTTP/1.1 100 Continue", "what a client that is gone would have answered with a reset"
+    assert sign == b"HTTP/1.1 100 Continue", "a client that had left would have reset the connection on this"
     assert found.startswith(b"HTTP/1.1 200 OK\r\n")
     assert found.endswith(b"\r\n\r\n0")
 
