@@ -37,7 +37,7 @@ from pipeline.contract.task import HasAxes, declared_axes
 from pipeline.system.errors import StageError
 
 
-class OrdinaryModel:
+class OrdinaryExporter:
     """A model that is compared on the test set, wherever it may run, and on inputs that the test set lacks."""
 
     converters: Mapping[str, Converter] = CONVERTERS
@@ -153,7 +153,7 @@ class OrdinaryModel:
     def check_bundle(self, bundle: Path, signature: Signature) -> None:
         """Check nothing: the bundle has no files that must fit the model."""
 
-    def golden_inputs(self, graph: Graph, signature: Signature, error: float) -> GoldenInputs:  # noqa: ARG002
+    def golden_inputs(self, graph: Graph, signature: Signature, rounding: float) -> GoldenInputs:  # noqa: ARG002
         return sample_inputs(self.subject.task, self.subject.test, signature)
 
 

@@ -50,7 +50,7 @@ class ModelProperties:
     axes: Mapping[str, int] = field(default_factory=dict)  # maximum size of each named axis
     generation: Generation | None = None
     variant: str = "fp32"
-    error: float = 0.0  # tolerance for processors that round this variant differently
+    rounding: float = 0.0  # tolerance for processors that round this variant differently
     padding: str = ""  # how padding changes answers, or that it is unknown
     missing: frozenset[str] = frozenset()  # columns whose data have NaN
 
@@ -58,8 +58,8 @@ class ModelProperties:
 RunFeeds = Callable[[Sequence[Arrays]], list[Arrays]]  # a file of another format, run on many inputs
 
 
-class ExportKind(Protocol):
-    """A model of one kind: how it is written, what its file is compared with, and what its bundle has of its own."""
+class ModelExporter(Protocol):
+    """The export of one kind of model: how its file is written and compared, and what its bundle has of its own."""
 
     subject: Subject
     properties: ModelProperties
@@ -90,4 +90,4 @@ class ExportKind(Protocol):
 
     def check_bundle(self, bundle: Path, signature: Signature) -> None: ...
 
-    def golden_inputs(self, graph: Graph, signature: Signature, error: float) -> GoldenInputs: ...
+    def golden_inputs(self, graph: Graph, signature: Signature, rounding: float) -> GoldenInputs: ...

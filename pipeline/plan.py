@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from packaging.version import Version
 
-from pipeline.contract.bundle import OVERRIDE_FILE as OVERRIDE
+from pipeline.contract.bundle import OVERRIDE_FILE
 from pipeline.contract.config import Config
 from pipeline.contract.pretrained import pretrained_parts
 from pipeline.contract.registry import read_registry
@@ -335,8 +335,8 @@ def input_parts(step: str, outputs: Mapping[str, Mapping[str, str]]) -> dict[str
     for path in STEP_KINDS[step].inputs:
         upstream, _, file = path.partition("/")
         parts[f"input:{path}"] = outputs.get(upstream, {}).get(file, UNKNOWN)
-    if "evaluate" in STEP_KINDS[step].upstream and OVERRIDE in outputs.get("evaluate", {}):
-        parts[f"input:{OVERRIDE}"] = outputs["evaluate"][OVERRIDE]
+    if "evaluate" in STEP_KINDS[step].upstream and OVERRIDE_FILE in outputs.get("evaluate", {}):
+        parts[f"input:{OVERRIDE_FILE}"] = outputs["evaluate"][OVERRIDE_FILE]
     return parts
 
 

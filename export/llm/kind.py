@@ -43,7 +43,7 @@ from pipeline.system.errors import ConfigError
 from pipeline.system.files import tokenizer_ids
 
 
-class LanguageModel:
+class LanguageExporter:
     """A model that is compared as it is evaluated, at shapes with a past, and by its greedy answers."""
 
     converters: Mapping[str, Converter] = LANGUAGE_CONVERTERS
@@ -127,11 +127,11 @@ class LanguageModel:
     def check_bundle(self, bundle: Path, signature: Signature) -> None:
         check_tokenizer(bundle, signature)
 
-    def golden_inputs(self, graph: Graph, signature: Signature, error: float) -> GoldenInputs:
+    def golden_inputs(self, graph: Graph, signature: Signature, rounding: float) -> GoldenInputs:
         assert signature.generation is not None
         decoder = Decoder(graph, signature.generation, signature.input_specs)
         prompts = self._prompts()[:GOLDEN_REQUESTS]
-        answers = (stable_answer(decoder, prompt, self.subject.config, error) for prompt in prompts)
+        answers = (stable_answer(decoder, prompt, self.subject.config, rounding) for prompt in prompts)
         generated = [{"prompt": prompt, "answer": answer} for prompt, answer in zip(prompts, answers, strict=True)]
         return GoldenInputs(_with_past(decoder, prompts), generated)
 

@@ -145,10 +145,12 @@ def _check_export(config: Config, project: Project, prepare: Step) -> None:
     """Reject an export that cannot work; only language models and few settings need the task, which is slow to load."""
     if not (config.export.depends_on_task or is_mentioned("language_model", project.root, config.task)):
         return
-    from pipeline.contract.task import FOLDER
+    from pipeline.contract.task import SHARED_FOLDER
     from pipeline.steps.prepare import check_planned_export
 
-    prepared = find_run(project.runs, prepare.source).output("prepare") / FOLDER if prepare.action == "reuse" else None
+    prepared = (
+        find_run(project.runs, prepare.source).output("prepare") / SHARED_FOLDER if prepare.action == "reuse" else None
+    )
     with contextlib.redirect_stdout(sys.stderr), contextlib.chdir(project.root):  # the user's code may print and read
         reason = check_planned_export(config, project.root.resolve(), prepared and prepared.resolve())
     if reason:

@@ -21,7 +21,7 @@ from export.checks.verify import verify_file
 from export.checks.weights_check import compare_weights
 from export.conversion.optimize import check_random
 from export.conversion.to_onnx import ExportResult, convert
-from export.kinds import open_kind
+from export.kinds import open_exporter
 from export.report import Report
 from export.subject import Subject
 from export.tolerance import allowed_error, is_within, measure_scale
@@ -77,7 +77,7 @@ class Whole:
 
     def report(self, path: Path | None = None) -> Report:
         subject = replace(self.subject, path=path or self.subject.path)
-        return verify_file(open_kind(subject), self.written)
+        return verify_file(open_exporter(subject), self.written)
 
 
 def make_whole(net: nn.Module, folder: Path) -> Whole:
