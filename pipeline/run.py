@@ -153,8 +153,8 @@ def _reuse_step(pipeline_run: PipelineRun, run: Run, step: Step) -> StepRecord:
 
 
 def run_step(pipeline_run: PipelineRun, run: Run, step: Step, display: Display) -> StepRecord:
-    root, request = pipeline_run.project.root, pipeline_run.request
-    executor = choose_executor(step.name, run.config, root, request.cores, pipeline_run.server, display)
+    root, config, request = pipeline_run.project.root, pipeline_run.config, pipeline_run.request
+    executor = choose_executor(step.name, config, root, request.cores, pipeline_run.server, display)
     earlier = run.read().steps.get(step.name)
     continues = step.name == "train" and earlier is not None and not earlier.complete and earlier.is_current(step.key)
     if not continues and not executor.is_running(run, step):
@@ -170,7 +170,7 @@ def run_step(pipeline_run: PipelineRun, run: Run, step: Step, display: Display) 
         owner=own_identity(),
         key=step.key,
         parts=step.parts,
-        argv=step_command(step.name, pipeline_run.config, run_argument(root, run)),
+        argv=step_command(step.name, config, run_argument(root, run)),
         started=now(),
         reason=step.reason,
         accepted=earlier.accepted if continues and earlier is not None else (),
@@ -182,11 +182,11 @@ def run_step(pipeline_run: PipelineRun, run: Run, step: Step, display: Display) 
         if pipeline_run.tracking is not None:
             pipeline_run.tracking.tick()
 
-    display.start(run, step.name, step.reason, describe_activity(step.name, pipeline_run.config))
+    display.start(run, step.name, step.reason, describe_activity(step.name, config))
     started = time.monotonic()
     try:
         write_record(run, record)
-        if step.name == "train" and needs_other_machines(pipeline_run.config):
+        if step.name == "train" and needs_other_machines(config):
             display.report(f"on each other machine, in this folder: pipe join {run.id}")
         if pipeline_run.tracking is not None:
             pipeline_run.tracking.begin(step.name)

@@ -242,13 +242,13 @@ def _on_changes(accept_changes: bool, restart: bool, resume: str | None) -> OnCh
 def _begin(project: Project, overrides: list[str], request: RunRequest, yes: bool, display: Display) -> Run:
     config = project.config(overrides)
     if not yes:
-        _ask_before_training(project, overrides, request)
+        _ask_before_training(project, config, request)
     return run_and_report(display, lambda: run_pipeline(project, config, request, display))
 
 
-def _ask_before_training(project: Project, overrides: list[str], request: RunRequest) -> None:
+def _ask_before_training(project: Project, config: Config, request: RunRequest) -> None:
     """Ask before a model that took long to train is replaced; the plan's line names the duration without a terminal."""
-    pipeline_run = PipelineRun(project, project.config(overrides), request, load_history(project.runs))
+    pipeline_run = PipelineRun(project, config, request, load_history(project.runs))
     if last_training_seconds(pipeline_run.history) < LONG_TRAINING_SECONDS:
         return
     steps = {step.name: step for step in pipeline_run.preview()}

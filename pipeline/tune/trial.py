@@ -57,8 +57,8 @@ class TrialMonitor(Display):
         """Ignored: the last validations are reported when the step is complete."""
 
     def tick(self) -> None:
-        assert self._run is not None
-        if self._step == "train" and self.report_validations(self._run.partial("train")) and self._trial.should_prune():
+        assert self.run is not None
+        if self._step == "train" and self.report_validations(self.run.partial("train")) and self._trial.should_prune():
             raise Pruned(f"after validation {max(self._reported)}")
 
     def report_validations(self, directory: Path) -> bool:
