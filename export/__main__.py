@@ -16,7 +16,7 @@ import torch
 
 from export.bundle import Sources, columns_with_nan, fill_bundle
 from export.checks.service_sizes import ServedSizes
-from export.checks.verify import write_verified
+from export.checks.verify import write_and_compare
 from export.kinds import open_exporter
 from export.model_card import describe_codec, render_card
 from export.official_weights import write_official_weights
@@ -55,14 +55,15 @@ from pipeline.system.errors import GateError, StageError
 from pipeline.system.files import digest_file, write_json
 from pipeline.system.sources import code_digest
 
-WEIGHTS = "weights"  # folder of the weights in the format of transformers
+TRANSFORMERS_FOLDER = "weights"  # the weights in the format of transformers
 
 
 def export(run: Run, root: Path) -> None:
     weights = run.output("train") / "model.safetensors"
     verdict, override = _allowed_verdict(run, digest_file(weights))
     exporter = _open_exporter(run, root, weights)
-    report = write_verified(exporter)
+    _write_official_weights(run, exporter)
+    report = write_and_compare(exporter)
     _write_parity(run, exporter, report)  # also of a file that differs, before that ends the step
     report.require(exporter.subject.config)
     print("\n".join(_describe(report, len(exporter.subject.test))), flush=True)
@@ -90,7 +91,7 @@ def _allowed_verdict(run: Run, checkpoint: str) -> tuple[dict[str, Any], Overrid
 
 
 def _open_exporter(run: Run, root: Path, weights: Path) -> ModelExporter:
-    """Load the checkpoint and its test set, and write the official weights beside an empty bundle."""
+    """Load the checkpoint and its test set, and empty the folder of the bundle."""
     config, files, bundle = run.config, run.output("prepare") / SHARED_FOLDER, run.partial("export") / "bundle"
     shutil.rmtree(bundle, ignore_errors=True)
     bundle.mkdir(parents=True)
@@ -103,16 +104,19 @@ def _open_exporter(run: Run, root: Path, weights: Path) -> ModelExporter:
     test = open_split(task, "test").collated()
     check_columns(task, test)
     model = load_weights(build_model(task, run), weights)
-    if config.export.adapter == "merged" and (
-        line := write_official_weights(model, files, run.partial("export") / WEIGHTS)
-    ):
-        print(line, flush=True)
     served, path = ServedSizes.from_settings(config.serve), bundle / "model.onnx"
     return open_exporter(Subject(task, model, test, config.export, path, served, config.evaluate.require, files))
 
 
+def _write_official_weights(run: Run, exporter: ModelExporter) -> None:
+    if run.config.export.adapter == "merged":
+        files, folder = run.output("prepare") / SHARED_FOLDER, run.partial("export") / TRANSFORMERS_FOLDER
+        if line := write_official_weights(exporter.subject.model, files, folder):
+            print(line, flush=True)
+
+
 def _write_parity(run: Run, exporter: ModelExporter, report: Report, variant: str = FP32) -> None:
-    """Write parity.json: `runs` compare fp32 with torch; `variant` and the rest describe the shipped file."""
+    """Write parity.json: comparisons of fp32 with torch, and the name, size and digest of the shipped variant."""
     config, path = run.config.export, exporter.subject.path
     body = {
         "variant": variant,
@@ -128,7 +132,7 @@ def _write_parity(run: Run, exporter: ModelExporter, report: Report, variant: st
 
 def _describe(report: Report, samples: int) -> Iterator[str]:
     worst = max(row["max_abs_error"] for row in report.rows)
-    sizes = sorted({row["batch_size"] for row in report.runs})
+    sizes = sorted({row["batch_size"] for row in report.test_set})
     yield f"equal to torch on {samples} test samples at batch sizes {sizes}; largest difference {worst:.2g}"
     yield report.weights.text
     yield from report.last_check.lines

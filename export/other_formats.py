@@ -89,8 +89,8 @@ def _fault(comparisons: Sequence[Mapping[str, Any]]) -> str:
 def write_pt2(exporter: ModelExporter, folder: Path) -> tuple[Path, Rows]:
     """Write torch's own format, which loads without the model's code."""
     path = folder / "model.pt2"
-    traced = exporter.export_input()
-    result = trace(traced)
+    source = exporter.export_input()
+    result = trace(source)
     if result.program is None:
         raise StageError(
             f"torch.export alone does not manage this model{f': {result.limits}' if result.limits else ''}"
@@ -100,7 +100,7 @@ def write_pt2(exporter: ModelExporter, folder: Path) -> tuple[Path, Rows]:
         node.meta.pop("stack_trace", None)  # of the machine that made it
     torch.export.save(result.program, path)
     module = torch.export.load(path).module()
-    return path, exporter.compare_format(partial(_run_program, module, traced))
+    return path, exporter.compare_format(partial(_run_program, module, source))
 
 
 def write_saved_model(exporter: ModelExporter, folder: Path) -> tuple[Path, Rows]:
@@ -113,13 +113,13 @@ def write_saved_model(exporter: ModelExporter, folder: Path) -> tuple[Path, Rows
 
 
 @torch.no_grad()
-def _run_program(module: nn.Module, traced: ExportInput, feeds: Sequence[Arrays]) -> list[Arrays]:
+def _run_program(module: nn.Module, source: ExportInput, feeds: Sequence[Arrays]) -> list[Arrays]:
     results = []
-    spec = tree_flatten(traced.arguments)[1]
+    spec = tree_flatten(source.arguments)[1]
     for feed in feeds:
-        tensors = [torch.from_numpy(feed[name]) for name in traced.inputs]
+        tensors = [torch.from_numpy(feed[name]) for name in source.inputs]
         answers = module(*tree_unflatten(tensors, spec))
-        results.append({name: value.numpy() for name, value in zip(traced.outputs, answers, strict=True)})
+        results.append({name: value.numpy() for name, value in zip(source.outputs, answers, strict=True)})
     return results
 
 

@@ -70,7 +70,7 @@ class ModelExporter(Protocol):
 
     def write(self) -> Written: ...
 
-    def phases(self, written: ExportResult) -> Iterator[Report]:
+    def phases(self, result: ExportResult) -> Iterator[Report]:
         """Compare the file at `subject.path`, each phase only if those before it found it equal."""
 
     def last_check(self) -> LastCheck: ...
@@ -86,7 +86,7 @@ class ModelExporter(Protocol):
     def open_variants(self, config: Config) -> VariantComparison: ...
 
     def complete(self, properties: ModelProperties, files: Path) -> ModelProperties:
-        """Add what only the files state that model, data and codec share."""
+        """Add what only the shared files state."""
 
     def check_bundle(self, bundle: Path, signature: Signature) -> None: ...
 

@@ -120,7 +120,7 @@ class Display:
                 if not (line.startswith("error: ") and line.removeprefix("error: ") in str(error)):
                     print(f"    {line}", file=sys.stderr)
         print(f"log: {log}", file=sys.stderr)
-        if error.complete:
+        if error.keeps_output:
             return
         is_about_data = isinstance(error, DataError) and self._step == "prepare"  # a setting may accept such data
         if isinstance(error, ConfigError) or is_about_data:  # a resumed run keeps its own settings

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.train.deepseek import pieces
-from export.checks.verify import write_verified
+from export.checks.verify import write_and_compare
 from export.kinds import open_exporter
 from export.llm.perplexity import Perplexity
 from export.subject import Subject
@@ -116,7 +116,7 @@ def compare(size: str, steps: int, rows: int, variants: Sequence[str]) -> str:
     with tempfile.TemporaryDirectory() as folder:
         path, test = Path(folder) / "model.onnx", open_split(task, "test")
         kind = open_exporter(Subject(task, model, test, config.export, path))
-        write_verified(kind)
+        write_and_compare(kind)
         entries = VariantEvaluation(kind, config, Path(folder) / "variants", kind.converters).entries()
         return "\n".join([head, "", *table(entries)])
 

@@ -15,7 +15,7 @@ from export.subject import ModelExporter
 from pipeline.system.errors import StageError
 
 
-def write_verified(exporter: ModelExporter) -> Report:
+def write_and_compare(exporter: ModelExporter) -> Report:
     """Write the file and compare it with the model; use the plain file if the optimized one differs."""
     path, verified = exporter.subject.path, None
     written = exporter.write()
@@ -29,10 +29,10 @@ def write_verified(exporter: ModelExporter) -> Report:
     return replace(report, file=_file_facts(path, optimization, lowered))
 
 
-def _verify_optimized(exporter: ModelExporter, written: ExportResult) -> tuple[tuple[str, Report] | None, str]:
+def _verify_optimized(exporter: ModelExporter, result: ExportResult) -> tuple[tuple[str, Report] | None, str]:
     """Return what was lowered for the runtime and the report, or None and why the file is not used."""
     try:
-        lowered, report = fit_runtime(exporter.subject.path), verify_file(exporter, written)
+        lowered, report = fit_runtime(exporter.subject.path), verify_file(exporter, result)
     except StageError as error:  # fusions write operators that ONNX's own rules do not know, for one
         return None, str(error)
     if report.equal or report.nondeterminism:
@@ -40,15 +40,15 @@ def _verify_optimized(exporter: ModelExporter, written: ExportResult) -> tuple[t
     return None, f"the optimized file differs from the model: {report.worst()}"
 
 
-def verify_file(exporter: ModelExporter, written: ExportResult) -> Report:
+def verify_file(exporter: ModelExporter, result: ExportResult) -> Report:
     """Compare the file with the model in every way that applies to this kind of model, until one differs."""
     subject = exporter.subject
     check_file(subject.path)
     report = Report()
-    for phase in exporter.phases(written):
+    for phase in exporter.phases(result):
         report += phase
         if not report.equal:
-            report = _explain(exporter, written, report)
+            report = _explain(exporter, result, report)
             break
     else:
         report = replace(report, last_check=exporter.last_check())
@@ -57,12 +57,12 @@ def verify_file(exporter: ModelExporter, written: ExportResult) -> Report:
     return report
 
 
-def _explain(exporter: ModelExporter, written: ExportResult, report: Report) -> Report:
+def _explain(exporter: ModelExporter, result: ExportResult, report: Report) -> Report:
     """Add why torch cannot be compared with any file, or else where the file begins to differ."""
     subject = exporter.subject
     if nondeterminism := find_nondeterminism(subject.task, subject.model, subject.test, subject.config):
         return replace(report, nondeterminism=nondeterminism)
-    return replace(report, cause=explain_difference(written, subject.path, exporter.fault_feeds(), subject.config))
+    return replace(report, cause=explain_difference(result, subject.path, exporter.fault_feeds(), subject.config))
 
 
 def _file_facts(path: Path, optimization: Optimization | None, lowered: str) -> dict[str, Any]:

@@ -71,13 +71,14 @@ class LanguageExporter:
     def _convert(self) -> ExportResult:
         return convert_language(self.net, self.generation, self.subject.config, self.subject.path)
 
-    def phases(self, written: ExportResult) -> Iterator[Report]:
+    def phases(self, result: ExportResult) -> Iterator[Report]:
         path, config, decoder = self.subject.path, self.subject.config, self._decoder()
-        yield Report(runs=self.compare_decoder(decoder))
+        test_set, *shapes = self.compare_decoder(decoder)
+        yield Report([test_set], shapes)
         cases = list(random_cases(TorchDecoder(self.net, self.generation), decoder))
         report, largest = compare_everywhere(cases, path, config), max(case.rows for case in cases)
         coverage = [{**row, "batch_size": largest} for row in report.coverage]
-        yield replace(report, coverage=coverage, weights=compare_weights(path, written.traced.module))
+        yield replace(report, coverage=coverage, weights=compare_weights(path, result.source.module))
 
     def compare_decoder(self, decoder: Decoder) -> Rows:
         """Compare on the whole test set, with the outputs of the evaluation, and at untraced shapes."""

@@ -116,7 +116,7 @@ class VariantEvaluation:
             return self._evaluate(entry)
         except PipelineError as error:
             return replace(entry, faults=(str(error),))
-        except Exception as error:  # quantisers and ONNX Runtime raise a dozen types without a common base
+        except Exception as error:  # quantizers and ONNX Runtime raise a dozen types without a common base
             message = " ".join(str(error).split())[:400]
             return replace(entry, faults=(f"it cannot be made: {type(error).__name__}: {message}",))
 

@@ -87,8 +87,7 @@ class Exported:
         return compare_test_set(open_graph(self.path), self.task, self.test, reference, self.config, {})
 
     def shape_rows(self) -> Rows:
-        rows = next(self.kind.phases(self.written)).runs
-        return [row for row in rows if "padding" in row["worst"]]
+        return next(self.kind.phases(self.written)).shapes
 
 
 def open_model(task: Any, path: Path, config: Export | None = None, model: nn.Module | None = None) -> ModelExporter:

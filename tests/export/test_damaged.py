@@ -86,7 +86,7 @@ def stopped_by(whole: Whole, path: Path) -> tuple[str, str]:
     try:
         report.require(whole.subject.config)
     except StageError as error:
-        differing = [row for row in report.runs if row["beyond_tolerance"]]
+        differing = [row for row in (*report.test_set, *report.shapes) if row["beyond_tolerance"]]
         return "test set" if differing else "random inputs", str(error)
     return "", ""
 

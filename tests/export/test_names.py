@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from export.checks.verify import write_verified
+from export.checks.verify import write_and_compare
 from export.conversion.names import MeasuredShapes, name_output_axes
 from export.conversion.to_onnx import tensor_specs
 from export.subject import ModelExporter
@@ -29,7 +29,7 @@ QUICK = {"batch_sizes": (1, 7)}
 def verified(task: Any, folder: Path, **settings: Any) -> ModelExporter:
     config = Export(**{**QUICK, **settings})
     kind = open_model(task, folder / "model.onnx", config)
-    write_verified(kind).require(config)
+    write_and_compare(kind).require(config)
     return kind
 
 

@@ -315,12 +315,12 @@ def test_batch_norm_joined_with_a_layer_is_compared(tmp_path: Path) -> None:
     task: Any = Small(net, pairs())
     path, test = tmp_path / "model.onnx", open_split(task, "test")
     written = convert(net, task, test.batch(range(3)), Export(), path)
-    result = compare_weights(path, written.traced.module)
+    result = compare_weights(path, written.source.module)
     assert (result.different, result.not_compared, result.equal) == ((), (), 6)
     model = onnx.load(path)
     weights("model.pixels.weight", np.zeros_like)(model)
     path.write_bytes(model.SerializeToString())
-    (sentence,) = compare_weights(path, written.traced.module).different
+    (sentence,) = compare_weights(path, written.source.module).different
     assert "6 of 6 values of the weight `pixels.weight`" in sentence
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from export.checks.verify import write_verified
+from export.checks.verify import write_and_compare
 from export.kinds import open_exporter
 from export.llm.decoder import open_decoder
 from export.llm.kind import LanguageExporter
@@ -130,7 +130,7 @@ def make(architecture: str, folder: Path, config: Export | None = None, **settin
     task: Any = Language(causal(architecture, **settings), inputs=MASKED, settings=prompting)
     test, path = open_split(task, "test"), folder / "model.onnx"
     kind: Any = open_exporter(Subject(task, task.model(), test, config or Export(), path))
-    return Made(task, kind, write_verified(kind))
+    return Made(task, kind, write_and_compare(kind))
 
 
 def tokenizer(folder: Path, words: int = WORDS) -> None:

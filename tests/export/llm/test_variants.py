@@ -20,7 +20,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from export.bundle import Sources, fill_bundle
-from export.checks.verify import write_verified
+from export.checks.verify import write_and_compare
 from export.conversion.to_onnx import save_stripped
 from export.kinds import open_exporter
 from export.llm.decoder import open_decoder
@@ -64,7 +64,7 @@ def compare(folder: Path, **export: Any) -> VariantEvaluation:
         source="test",
     )
     kind = open_exporter(Subject(task, task.model(), open_split(task, "test"), config.export, folder / "model.onnx"))
-    write_verified(kind)
+    write_and_compare(kind)
     return VariantEvaluation(kind, config, folder / "variants", kind.converters)
 
 

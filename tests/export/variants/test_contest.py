@@ -77,7 +77,7 @@ def damaging(name: str, damage: Damage) -> dict[str, Converter]:
 
 
 def half_of_the_classes(model: onnx.ModelProto) -> None:
-    """As a quantiser leaves it whose scales of half the channels are wrong: their weights are zero."""
+    """As a quantizer leaves it whose scales of half the channels are wrong: their weights are zero."""
     for tensor in model.graph.initializer:
         array = numpy_helper.to_array(tensor).copy()
         if array.ndim == 2 and CLASSES in array.shape:

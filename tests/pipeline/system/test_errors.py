@@ -25,7 +25,7 @@ def test_every_kind_travels_from_a_process_to_the_command_line(tmp_path: Path, k
     found = read_error(tmp_path)
     assert type(found) is kind
     assert str(found) == "what, where, how"
-    assert (found.exit_code, found.complete) == (kind.exit_code, kind.complete)
+    assert (found.exit_code, found.keeps_output) == (kind.exit_code, kind.keeps_output)
 
 
 def test_of_several_ranks_that_fail_the_first_one_is_kept(tmp_path: Path) -> None:
