@@ -27,7 +27,8 @@ test: lint  ## ruff, mypy over the source, and every test but the long ones
 	$(MAKE) --jobs 2 types unit
 
 test-long: $(VENV)/.dev  ## the tests that take minutes
-	$(BIN)/python -m pytest -m "long and not gpu"
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "long and not gpu" \
+	  --durations 30 --durations-min 0
 
 # Only a KUBECONFIG on the command line counts: the tests drain nodes, and the environment may name any cluster.
 test-cluster: export PIPE_TEST_CLUSTER = $(if $(findstring command,$(origin KUBECONFIG)),$(KUBECONFIG))

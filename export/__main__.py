@@ -16,17 +16,17 @@ import torch
 
 from export.bundle import Sources, columns_with_nan, fill_bundle
 from export.checks.service_sizes import ServedSizes
-from export.checks.verify import write_verified
-from export.kinds import open_kind
+from export.checks.verify import write_and_compare
+from export.kinds import open_exporter
 from export.model_card import describe_codec, render_card
 from export.official_weights import write_official_weights
-from export.other_formats import FOLDER as FORMATS
-from export.other_formats import FORMATS_FILE, require_formats, write_formats
+from export.other_formats import FORMATS_FILE, FORMATS_FOLDER, require_formats, write_formats
 from export.provenance import write_provenance
 from export.report import Report
-from export.subject import ExportKind, Subject
+from export.subject import ModelExporter, Subject
 from export.variants.choose import (
     FP32,
+    VARIANTS_FILE,
     VariantEvaluation,
     VariantResult,
     decide,
@@ -36,9 +36,9 @@ from export.variants.choose import (
     table,
     to_candidates,
 )
-from export.variants.choose import VARIANTS_FILE as VARIANTS
 from pipeline.contract.bundle import (
     OVERRIDDEN,
+    OVERRIDE_FILE,
     Ancestors,
     Override,
     open_bundle,
@@ -46,31 +46,31 @@ from pipeline.contract.bundle import (
     write_manifest,
     write_override,
 )
-from pipeline.contract.bundle import OVERRIDE_FILE as OVERRIDE
 from pipeline.contract.data import check_columns, open_split
 from pipeline.contract.prompting import check_prompting
 from pipeline.contract.results import read_facts
 from pipeline.contract.run import Run, step_main
-from pipeline.contract.task import FOLDER, build_model, check_export, load_weights, open_task
+from pipeline.contract.task import SHARED_FOLDER, build_model, check_export, load_weights, open_task
 from pipeline.system.errors import GateError, StageError
 from pipeline.system.files import digest_file, write_json
 from pipeline.system.sources import code_digest
 
-WEIGHTS = "weights"  # folder of the weights in the format of transformers
+TRANSFORMERS_FOLDER = "weights"  # the weights in the format of transformers
 
 
 def export(run: Run, root: Path) -> None:
     weights = run.output("train") / "model.safetensors"
     verdict, override = _allowed_verdict(run, digest_file(weights))
-    kind = _open_model(run, root, weights)
-    report = write_verified(kind)
-    _write_parity(run, kind, report)  # also of a file that differs, before that ends the step
-    report.require(kind.subject.config)
-    print("\n".join(_describe(report, len(kind.subject.test))), flush=True)
-    _write_other_formats(run, kind)
-    variant = _ship_variant(run, kind)
-    _write_parity(run, kind, report, variant.name)
-    digest = _seal(run, root, kind, report, variant, verdict, override)
+    exporter = _open_exporter(run, root, weights)
+    _write_official_weights(run, exporter)
+    report = write_and_compare(exporter)
+    _write_parity(run, exporter, report)  # also of a file that differs, before that ends the step
+    report.require(exporter.subject.config)
+    print("\n".join(_describe(report, len(exporter.subject.test))), flush=True)
+    _write_other_formats(run, exporter)
+    variant = _ship_variant(run, exporter)
+    _write_parity(run, exporter, report, variant.name)
+    digest = _seal(run, root, exporter, report, variant, verdict, override)
     print(f"bundle {digest[:12]}, variant {variant.name}")
 
 
@@ -90,9 +90,9 @@ def _allowed_verdict(run: Run, checkpoint: str) -> tuple[dict[str, Any], Overrid
     return verdict, override
 
 
-def _open_model(run: Run, root: Path, weights: Path) -> ExportKind:
-    """Load the checkpoint and its test set, and write the official weights beside an empty bundle."""
-    config, files, bundle = run.config, run.output("prepare") / FOLDER, run.partial("export") / "bundle"
+def _open_exporter(run: Run, root: Path, weights: Path) -> ModelExporter:
+    """Load the checkpoint and its test set, and empty the folder of the bundle."""
+    config, files, bundle = run.config, run.output("prepare") / SHARED_FOLDER, run.partial("export") / "bundle"
     shutil.rmtree(bundle, ignore_errors=True)
     bundle.mkdir(parents=True)
     logging.getLogger().setLevel(logging.WARNING)  # a quantizer of ONNX Runtime sets INFO when it is imported
@@ -104,22 +104,25 @@ def _open_model(run: Run, root: Path, weights: Path) -> ExportKind:
     test = open_split(task, "test").collated()
     check_columns(task, test)
     model = load_weights(build_model(task, run), weights)
-    if config.export.adapter == "merged" and (
-        line := write_official_weights(model, files, run.partial("export") / WEIGHTS)
-    ):
-        print(line, flush=True)
     served, path = ServedSizes.from_settings(config.serve), bundle / "model.onnx"
-    return open_kind(Subject(task, model, test, config.export, path, served, config.evaluate.require, files))
+    return open_exporter(Subject(task, model, test, config.export, path, served, config.evaluate.require, files))
 
 
-def _write_parity(run: Run, kind: ExportKind, report: Report, variant: str = FP32) -> None:
-    """Write parity.json: `runs` compare fp32 with torch; `variant` and the rest describe the shipped file."""
-    config, path = run.config.export, kind.subject.path
+def _write_official_weights(run: Run, exporter: ModelExporter) -> None:
+    if run.config.export.adapter == "merged":
+        files, folder = run.output("prepare") / SHARED_FOLDER, run.partial("export") / TRANSFORMERS_FOLDER
+        if line := write_official_weights(exporter.subject.model, files, folder):
+            print(line, flush=True)
+
+
+def _write_parity(run: Run, exporter: ModelExporter, report: Report, variant: str = FP32) -> None:
+    """Write parity.json: comparisons of fp32 with torch, and the name, size and digest of the shipped variant."""
+    config, path = run.config.export, exporter.subject.path
     body = {
         "variant": variant,
         "rtol": config.rtol,
         "atol": config.atol,
-        "samples": len(kind.subject.test),
+        "samples": len(exporter.subject.test),
         "onnx_bytes": path.stat().st_size,
         "onnx_sha256": digest_file(path),
         "versions": {"torch": torch.__version__, "onnx": onnx.__version__, "onnxruntime": onnxruntime.__version__},
@@ -129,17 +132,17 @@ def _write_parity(run: Run, kind: ExportKind, report: Report, variant: str = FP3
 
 def _describe(report: Report, samples: int) -> Iterator[str]:
     worst = max(row["max_abs_error"] for row in report.rows)
-    sizes = sorted({row["batch_size"] for row in report.runs})
+    sizes = sorted({row["batch_size"] for row in report.test_set})
     yield f"equal to torch on {samples} test samples at batch sizes {sizes}; largest difference {worst:.2g}"
     yield report.weights.text
     yield from report.last_check.lines
 
 
-def _write_other_formats(run: Run, kind: ExportKind) -> None:
+def _write_other_formats(run: Run, exporter: ModelExporter) -> None:
     """Write the other formats from the verified file, before a variant replaces it."""
-    if kind.subject.config.formats == ("onnx",):
+    if exporter.subject.config.formats == ("onnx",):
         return
-    rows = write_formats(kind, run.partial("export") / FORMATS)
+    rows = write_formats(exporter, run.partial("export") / FORMATS_FOLDER)
     write_json(run.partial("export") / FORMATS_FILE, rows)
     for row in rows:
         if row["passed"]:
@@ -147,10 +150,10 @@ def _write_other_formats(run: Run, kind: ExportKind) -> None:
     require_formats(rows)
 
 
-def _ship_variant(run: Run, kind: ExportKind) -> VariantResult:
+def _ship_variant(run: Run, exporter: ModelExporter) -> VariantResult:
     """Put the chosen variant into the bundle, and record what became of all of them."""
-    metric, record = run.config.evaluate.metric, run.partial("export") / VARIANTS
-    contest = VariantEvaluation(kind, run.config, run.partial("export") / "variants", kind.converters)
+    metric, record = run.config.evaluate.metric, run.partial("export") / VARIANTS_FILE
+    contest = VariantEvaluation(exporter, run.config, run.partial("export") / "variants", exporter.converters)
     shutil.rmtree(contest.folder, ignore_errors=True)
     entries = contest.entries()
     choice = decide(run.config.export, to_candidates(entries))
@@ -168,22 +171,22 @@ def _ship_variant(run: Run, kind: ExportKind) -> VariantResult:
 def _seal(
     run: Run,
     root: Path,
-    kind: ExportKind,
+    exporter: ModelExporter,
     report: Report,
     variant: VariantResult,
     verdict: Mapping[str, Any],
     override: Override | None,
 ) -> str:
     """Write everything beside model.onnx, open the bundle as a server does, and return its digest."""
-    bundle, files = kind.subject.path.parent, run.output("prepare") / FOLDER
+    bundle, files = exporter.subject.path.parent, run.output("prepare") / SHARED_FOLDER
     properties = replace(
-        kind.properties,
+        exporter.properties,
         variant=variant.name,
-        error=variant.rounding,
+        rounding=variant.rounding,
         padding=report.last_check.padding,
         missing=columns_with_nan(run.output("prepare") / "profile.json"),
     )
-    signature = fill_bundle(bundle, kind, run.config, Sources(root, files), properties)
+    signature = fill_bundle(bundle, exporter, run.config, Sources(root, files), properties)
     if override is not None:
         write_override(bundle, override)
     ancestors = _ancestors(run, root, run.output("train") / "model.safetensors", bundle)
@@ -203,7 +206,7 @@ def _ancestors(run: Run, root: Path, weights: Path, bundle: Path) -> Ancestors:
         checkpoint=digest_file(weights),
         verdict=digest_file(run.output("evaluate") / "verdict.json"),
         onnx=digest_file(bundle / "model.onnx"),
-        override=digest_file(bundle / OVERRIDE) if (bundle / OVERRIDE).exists() else "",
+        override=digest_file(bundle / OVERRIDE_FILE) if (bundle / OVERRIDE_FILE).exists() else "",
         test_set=str(run.verdict().get("test_fingerprint") or ""),
     )
 

@@ -20,7 +20,7 @@ from packaging.version import Version
 from export.conversion.to_onnx import tensor_specs
 from export.golden import make_golden
 from export.sessions import open_graph
-from export.subject import ExportKind, ModelProperties
+from export.subject import ModelExporter, ModelProperties
 from pipeline.contract.codec import FILES, build_codec, codec_class, required_packages, shared_files
 from pipeline.contract.config import Config
 from pipeline.contract.signature import CODEC_FOLDER, FLOATS, Limits, Runtime, Signature, TensorSpec, codec_file
@@ -38,24 +38,23 @@ class Sources:
 
 
 def fill_bundle(
-    bundle: Path, kind: ExportKind, config: Config, sources: Sources, properties: ModelProperties
+    bundle: Path, exporter: ModelExporter, config: Config, sources: Sources, properties: ModelProperties
 ) -> Signature:
     """Write signature, codec, shared files and golden requests beside model.onnx; the caller writes the rest."""
-    task, test = kind.subject.task, kind.subject.test
+    task, test = exporter.subject.task, exporter.subject.test
     codec_type = codec_class(config.codec, sources.root)
     requires = check_requirements(config.codec, sources.root, required_packages(codec_type, config.codec))
     codec_name = _bundled_name(config.codec, sources.root)
-    signature = _signature(bundle, config, kind.complete(properties, sources.files), requires)
-    outputs = _labelled(signature.outputs, task.classes if isinstance(task, Classifier) else ())
-    signature = signature.model_copy(update={"codec": codec_name, "outputs": outputs})
+    classes = task.classes if isinstance(task, Classifier) else ()
+    signature = _signature(bundle, config, exporter.complete(properties, sources.files), codec_name, requires, classes)
     (bundle / "signature.json").write_text(signature.model_dump_json(indent=2) + "\n")
     _copy_codec(bundle, codec_name, config.codec, sources.root)
     _copy_files(bundle, shared_files(codec_type, config.codec), sources.files)
     codec = build_codec(codec_type, config.codec, bundle / FILES)
-    kind.check_bundle(bundle, signature)
+    exporter.check_bundle(bundle, signature)
     graph = open_graph(bundle / "model.onnx")
-    inputs = kind.golden_inputs(graph, signature, properties.error)
-    make_golden(graph, inputs, task, test, codec, signature, config.export, properties.error).write(bundle)
+    inputs = exporter.golden_inputs(graph, signature, properties.rounding)
+    make_golden(graph, inputs, task, test, codec, signature, config.export, properties.rounding).write(bundle)
     return signature
 
 
@@ -66,13 +65,20 @@ def columns_with_nan(profile: Path) -> frozenset[str]:
     return frozenset(name for name, column in columns if column["nan"])
 
 
-def _signature(bundle: Path, config: Config, properties: ModelProperties, requires: tuple[str, ...] = ()) -> Signature:
+def _signature(
+    bundle: Path,
+    config: Config,
+    properties: ModelProperties,
+    codec: str,
+    requires: tuple[str, ...],
+    classes: Sequence[Any],
+) -> Signature:
     inputs, outputs = tensor_specs(bundle / "model.onnx")
     missing = {spec.name for spec in inputs if spec.datatype in FLOATS} & properties.missing
     return Signature(
         inputs=tuple(spec.model_copy(update={"allows_missing": spec.name in missing}) for spec in inputs),
-        outputs=outputs,
-        codec=config.codec.partition(":")[2],
+        outputs=_labelled(outputs, classes),
+        codec=codec,
         requires=requires,
         limits=Limits(**config.serve.model_dump(include=set(Limits.model_fields)), axes=properties.axes),
         runtime=Runtime(**config.serve.model_dump(include=set(Runtime.model_fields))),

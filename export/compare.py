@@ -20,7 +20,7 @@ Array = np.ndarray[Any, Any]
 Arrays = dict[str, Array]
 Rows = list[dict[str, Any]]
 Graph = Callable[[Mapping[str, Array]], Mapping[str, Array]]
-Tolerance = Callable[[Arrays], Export]  # of torch's outputs for a case
+Tolerance = Callable[[Arrays], Export]  # settings with rtol and atol, for torch's outputs of a case
 
 
 @dataclass(frozen=True)

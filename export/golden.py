@@ -45,9 +45,9 @@ def make_golden(
     codec: Codec,
     signature: Signature,
     config: Export,
-    error: float,
+    rounding: float,
 ) -> Golden:
-    """Return the golden requests; `error` widens the tolerance for processors that round differently."""
+    """Return the golden requests; `rounding` widens the tolerance for processors that round differently."""
     instances, predictions = _run_codec(graph, task, codec, signature, test)
     outputs = graph(golden.inputs)
     return Golden(
@@ -56,7 +56,7 @@ def make_golden(
         instances=instances,
         predictions=predictions,
         rtol=config.rtol,
-        atol=max(absolute_tolerance(config, [*outputs.values(), *_numbers(predictions)]), error),
+        atol=max(absolute_tolerance(config, [*outputs.values(), *_numbers(predictions)]), rounding),
         generated=golden.generated,
     )
 

@@ -1,23 +1,23 @@
-"""The one place that decides which kind of model is exported; everything else uses what `ExportKind` has."""
+"""The one place that decides which kind of model is exported; everything else uses what `ModelExporter` has."""
 
 from __future__ import annotations
 
 from torch import nn
 
 from export.conversion.shapes import max_axis_sizes
-from export.llm.kind import LanguageModel
-from export.ordinary import OrdinaryModel
-from export.subject import ExportKind, Subject
+from export.llm.kind import LanguageExporter
+from export.ordinary import OrdinaryExporter
+from export.subject import ModelExporter, Subject
 from pipeline.contract.task import Generates, Task
 from pipeline.system.errors import StageError
 
 _POSITIONS = "max_position_embeddings"
 
 
-def open_kind(subject: Subject) -> ExportKind:
+def open_exporter(subject: Subject) -> ModelExporter:
     check_mode(subject.model)
     check_positions(subject.task, subject.model)
-    return LanguageModel(subject) if isinstance(subject.task, Generates) else OrdinaryModel(subject)
+    return LanguageExporter(subject) if isinstance(subject.task, Generates) else OrdinaryExporter(subject)
 
 
 def check_mode(model: nn.Module) -> None:

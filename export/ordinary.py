@@ -37,7 +37,7 @@ from pipeline.contract.task import HasAxes, declared_axes
 from pipeline.system.errors import StageError
 
 
-class OrdinaryModel:
+class OrdinaryExporter:
     """A model that is compared on the test set, wherever it may run, and on inputs that the test set lacks."""
 
     converters: Mapping[str, Converter] = CONVERTERS
@@ -56,12 +56,12 @@ class OrdinaryModel:
 
     def _convert(self) -> ExportResult:
         task, model, test, path = self.subject.task, self.subject.model, self.subject.test, self.subject.path
-        written = convert(model, task, example_batch(task, test), self.subject.config, path)
+        result = convert(model, task, example_batch(task, test), self.subject.config, path)
         if isinstance(task, HasAxes):
             name_output_axes(path, declared_axes(task), measure_shapes(task, model, test))
-        return written
+        return result
 
-    def phases(self, written: ExportResult) -> Iterator[Report]:
+    def phases(self, result: ExportResult) -> Iterator[Report]:
         subject, left_out, without_shapes = self.subject, list[str](), list[str]()
         task, model, test, config, path = subject.task, subject.model, subject.test, subject.config, subject.path
         check_dynamic_axes(tensor_specs(path)[0], task)  # report a fixed axis here, before other sizes fail on it
@@ -69,15 +69,15 @@ class OrdinaryModel:
         scales, started = measure_scales(reference), time.perf_counter()
         graph = open_graph(path)
         rows = compare_test_set(graph, task, test, reference, config, subject.limits)
-        seconds = time.perf_counter() - started
+        test_set_seconds = time.perf_counter() - started
         shapes = self._shapes(without_shapes) if isinstance(task, HasAxes) else []
-        yield Report(runs=[*rows, *(asdict(compare(graph, _without_rows(case), config, scales)) for case in shapes)])
+        yield Report(rows, [asdict(compare(graph, _without_rows(case), config, scales)) for case in shapes])
         cases = [*sample_cases(task, model, test, config, left_out), *shapes]
         everywhere = compare_everywhere(cases, path, config, scales)
-        weights = compare_weights(path, written.traced.module)
+        weights = compare_weights(path, result.source.module)
         yield everywhere + Report(left_out=[*left_out, *without_shapes], weights=weights)
         if subject.served is not None:
-            yield self._compare_beyond(subject.served, reference, scales, seconds)
+            yield self._compare_beyond(subject.served, reference, scales, test_set_seconds)
 
     def _shapes(self, left_out: list[str]) -> list[Case]:
         """Return cases of shapes that were not traced: two at least, or nothing shows that axes are dynamic."""
@@ -153,7 +153,7 @@ class OrdinaryModel:
     def check_bundle(self, bundle: Path, signature: Signature) -> None:
         """Check nothing: the bundle has no files that must fit the model."""
 
-    def golden_inputs(self, graph: Graph, signature: Signature, error: float) -> GoldenInputs:  # noqa: ARG002
+    def golden_inputs(self, graph: Graph, signature: Signature, rounding: float) -> GoldenInputs:  # noqa: ARG002
         return sample_inputs(self.subject.task, self.subject.test, signature)
 
 

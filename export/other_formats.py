@@ -25,22 +25,22 @@ from torch import nn
 
 from export.compare import Arrays, Rows
 from export.conversion.trace import ExportInput, trace
-from export.subject import ExportKind
+from export.subject import ModelExporter
 from pipeline.system.errors import StageError
 from pipeline.system.files import digest_tree
 from pipeline.system.torch_private import tree_flatten, tree_unflatten
 
-FORMATS_FILE, FOLDER = "formats.json", "formats"
+FORMATS_FILE, FORMATS_FOLDER = "formats.json", "formats"
 
 
 class Skipped(Exception):
     """Raised for a format that cannot be written on this machine."""
 
 
-def write_formats(kind: ExportKind, folder: Path) -> Rows:
+def write_formats(exporter: ModelExporter, folder: Path) -> Rows:
     """Return a row of formats.json for each requested format; a file that differs from the model is removed."""
     shutil.rmtree(folder, ignore_errors=True)
-    return [_row(kind, name, folder / name) for name in kind.subject.config.formats if name != "onnx"]
+    return [_row(exporter, name, folder / name) for name in exporter.subject.config.formats if name != "onnx"]
 
 
 def require_formats(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -48,11 +48,11 @@ def require_formats(rows: Sequence[Mapping[str, Any]]) -> None:
         raise StageError("; ".join(f"export.formats: {row['format']} is not kept: {row['reason']}" for row in failed))
 
 
-def _row(kind: ExportKind, name: str, folder: Path) -> dict[str, Any]:
+def _row(exporter: ModelExporter, name: str, folder: Path) -> dict[str, Any]:
     folder.mkdir(parents=True)
     error, skipped, reason = None, False, ""
     try:
-        path, comparisons = kind.write_format(name, folder)
+        path, comparisons = exporter.write_format(name, folder)
         error = max(row["max_abs_error"] for row in comparisons)
         reason = _fault(comparisons)
     except Skipped as error_:
@@ -65,7 +65,7 @@ def _row(kind: ExportKind, name: str, folder: Path) -> dict[str, Any]:
     files = digest_tree(folder) if folder.is_dir() else {}
     return {
         "format": name,
-        "path": "" if reason else f"{FOLDER}/{path.relative_to(folder.parent).as_posix()}",
+        "path": "" if reason else f"{FORMATS_FOLDER}/{path.relative_to(folder.parent).as_posix()}",
         "passed": not reason,
         "skipped": skipped,
         "reason": f"skipped: {reason}" if skipped else reason or "equal to torch",
@@ -86,11 +86,11 @@ def _fault(comparisons: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def write_pt2(kind: ExportKind, folder: Path) -> tuple[Path, Rows]:
+def write_pt2(exporter: ModelExporter, folder: Path) -> tuple[Path, Rows]:
     """Write torch's own format, which loads without the model's code."""
     path = folder / "model.pt2"
-    traced = kind.export_input()
-    result = trace(traced)
+    source = exporter.export_input()
+    result = trace(source)
     if result.program is None:
         raise StageError(
             f"torch.export alone does not manage this model{f': {result.limits}' if result.limits else ''}"
@@ -100,26 +100,26 @@ def write_pt2(kind: ExportKind, folder: Path) -> tuple[Path, Rows]:
         node.meta.pop("stack_trace", None)  # of the machine that made it
     torch.export.save(result.program, path)
     module = torch.export.load(path).module()
-    return path, kind.compare_format(partial(_run_program, module, traced))
+    return path, exporter.compare_format(partial(_run_program, module, source))
 
 
-def write_saved_model(kind: ExportKind, folder: Path) -> tuple[Path, Rows]:
+def write_saved_model(exporter: ModelExporter, folder: Path) -> tuple[Path, Rows]:
     """Write TensorFlow's format, converted from the ONNX file."""
     python = os.environ.get(TENSORFLOW_PYTHON, "")
     if reason := saved_model_problem(python):
         raise Skipped(reason)
-    outputs = tuple(kind.subject.task.outputs)
-    return folder, kind.compare_format(partial(run_saved_model, python, kind.subject.path, folder, outputs))
+    outputs = tuple(exporter.subject.task.outputs)
+    return folder, exporter.compare_format(partial(run_saved_model, python, exporter.subject.path, folder, outputs))
 
 
 @torch.no_grad()
-def _run_program(module: nn.Module, traced: ExportInput, feeds: Sequence[Arrays]) -> list[Arrays]:
+def _run_program(module: nn.Module, source: ExportInput, feeds: Sequence[Arrays]) -> list[Arrays]:
     results = []
-    spec = tree_flatten(traced.arguments)[1]
+    spec = tree_flatten(source.arguments)[1]
     for feed in feeds:
-        tensors = [torch.from_numpy(feed[name]) for name in traced.inputs]
+        tensors = [torch.from_numpy(feed[name]) for name in source.inputs]
         answers = module(*tree_unflatten(tensors, spec))
-        results.append({name: value.numpy() for name, value in zip(traced.outputs, answers, strict=True)})
+        results.append({name: value.numpy() for name, value in zip(source.outputs, answers, strict=True)})
     return results
 
 

@@ -20,7 +20,7 @@ _SECTIONS = ("name", "task", "codec", "prepare", "model", "train", "evaluate", "
 def write_provenance(bundle: Path, run: Run, signature: Signature) -> None:
     """Write provenance.json; the manifest must exist, because it is one of the subjects."""
     raw = (bundle / "manifest.json").read_bytes()
-    config = run.planned.model_dump(mode="json")  # as the run was started; its results are identified by it
+    config = run.original_config.model_dump(mode="json")  # as the run was started; its results are identified by it
     properties: dict[str, Any] = {name: config[name] for name in _SECTIONS}
     properties["serve"] = {name: config["serve"][name] for name in BUNDLED_SETTINGS}
     packages = _versions(_PACKAGES) | dict(_split_pin(pin) for pin in signature.requires)

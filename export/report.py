@@ -14,7 +14,7 @@ from pipeline.system.errors import StageError
 
 @dataclass(frozen=True)
 class LastCheck:
-    """A check that only a kind of models has, of a file that equals its model."""
+    """A check that one kind of model adds, of a file that equals its model."""
 
     record: Mapping[str, Any] = field(default_factory=dict)  # for parity.json
     lines: Sequence[str] = ()  # for the log
@@ -25,7 +25,8 @@ class LastCheck:
 class Report:
     """What was compared, or a part of it; `+` joins parts."""
 
-    runs: Rows = field(default_factory=list)  # on the test set, and at shapes that were never traced
+    test_set: Rows = field(default_factory=list)  # a row for each batch size
+    shapes: Rows = field(default_factory=list)  # that were never traced
     coverage: Rows = field(default_factory=list)  # wherever else a service may run the file
     left_out: Sequence[str] = ()  # what could not be compared
     weights: WeightsComparison = field(default_factory=WeightsComparison)
@@ -37,7 +38,8 @@ class Report:
     def __add__(self, part: Report) -> Report:
         return replace(
             self,
-            runs=[*self.runs, *part.runs],
+            test_set=[*self.test_set, *part.test_set],
+            shapes=[*self.shapes, *part.shapes],
             coverage=[*self.coverage, *part.coverage],
             left_out=[*self.left_out, *part.left_out],
             weights=self.weights if part.weights == WeightsComparison() else part.weights,
@@ -45,7 +47,7 @@ class Report:
 
     @property
     def rows(self) -> Rows:
-        return [*self.runs, *self.coverage]
+        return [*self.test_set, *self.shapes, *self.coverage]
 
     @property
     def equal(self) -> bool:
@@ -69,7 +71,7 @@ class Report:
     def record(self) -> dict[str, Any]:
         """Return the part of parity.json that is about comparisons."""
         return {
-            "runs": self.runs,
+            "runs": [*self.test_set, *self.shapes],
             **self.last_check.record,
             **self.file,
             "coverage": self.coverage,

@@ -50,7 +50,7 @@ class ModelProperties:
     axes: Mapping[str, int] = field(default_factory=dict)  # maximum size of each named axis
     generation: Generation | None = None
     variant: str = "fp32"
-    error: float = 0.0  # tolerance for processors that round this variant differently
+    rounding: float = 0.0  # tolerance for processors that round this variant differently
     padding: str = ""  # how padding changes answers, or that it is unknown
     missing: frozenset[str] = frozenset()  # columns whose data have NaN
 
@@ -58,8 +58,8 @@ class ModelProperties:
 RunFeeds = Callable[[Sequence[Arrays]], list[Arrays]]  # a file of another format, run on many inputs
 
 
-class ExportKind(Protocol):
-    """A model of one kind: how it is written, what its file is compared with, and what its bundle has of its own."""
+class ModelExporter(Protocol):
+    """The export of one kind of model: how its file is written and compared, and what its bundle has of its own."""
 
     subject: Subject
     properties: ModelProperties
@@ -70,7 +70,7 @@ class ExportKind(Protocol):
 
     def write(self) -> Written: ...
 
-    def phases(self, written: ExportResult) -> Iterator[Report]:
+    def phases(self, result: ExportResult) -> Iterator[Report]:
         """Compare the file at `subject.path`, each phase only if those before it found it equal."""
 
     def last_check(self) -> LastCheck: ...
@@ -86,8 +86,8 @@ class ExportKind(Protocol):
     def open_variants(self, config: Config) -> VariantComparison: ...
 
     def complete(self, properties: ModelProperties, files: Path) -> ModelProperties:
-        """Add what only the files state that model, data and codec share."""
+        """Add what only the shared files state."""
 
     def check_bundle(self, bundle: Path, signature: Signature) -> None: ...
 
-    def golden_inputs(self, graph: Graph, signature: Signature, error: float) -> GoldenInputs: ...
+    def golden_inputs(self, graph: Graph, signature: Signature, rounding: float) -> GoldenInputs: ...

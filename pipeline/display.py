@@ -42,7 +42,6 @@ class Display:
         self._line = StatusLine() if live and can_draw(sys.stderr) else None
         self._progress: StepProgress | None = None  # of the running step
         self.run: Run | None = None  # that the command works on
-        self._run: Run | None = None
         self._step = self._activity = ""
         self._log_start = self._log_position = 0
         self._hidden = False  # the log goes on with a traceback
@@ -74,7 +73,7 @@ class Display:
 
     def start(self, run: Run, step: str, reason: str, activity: str = "") -> None:
         """Begin a step; `activity` is shown on a terminal until more is known."""
-        self._run, self._step, self._activity = run, step, activity
+        self.run, self._step, self._activity = run, step, activity
         log = run.log(step)
         self._log_start = self._log_position = log.stat().st_size if log.exists() else 0
         self._hidden = False
@@ -86,8 +85,8 @@ class Display:
 
     def tick(self) -> None:
         """Show what the step has written since the last call."""
-        assert self._run is not None
-        for line in self._new_lines(self._run.log(self._step)):
+        assert self.run is not None
+        for line in self._new_lines(self.run.log(self._step)):
             restarts = _RESTART.search(line)
             if restarts:
                 self._begin_attempt()
@@ -111,8 +110,8 @@ class Display:
 
     def failed(self, error: PipelineError) -> None:
         """Print the end of the log and how to continue; the command itself prints the error, once."""
-        assert self._run is not None
-        log = self._run.log(self._step)
+        assert self.run is not None
+        log = self.run.log(self._step)
         if error.exit_code == StageError.exit_code and log.exists():
             with log.open("rb") as file:
                 file.seek(self._log_start)
@@ -121,29 +120,29 @@ class Display:
                 if not (line.startswith("error: ") and line.removeprefix("error: ") in str(error)):
                     print(f"    {line}", file=sys.stderr)
         print(f"log: {log}", file=sys.stderr)
-        if error.complete:
+        if error.keeps_output:
             return
         is_about_data = isinstance(error, DataError) and self._step == "prepare"  # a setting may accept such data
         if isinstance(error, ConfigError) or is_about_data:  # a resumed run keeps its own settings
             print("to continue after fixing it: pipe run all (finished steps are reused)", file=sys.stderr)
         else:
             hint = " (if code changed: with --accept-changes)" if self._step == "train" else ""
-            print(f"to continue after fixing it: pipe run --resume {self._run.id}{hint}", file=sys.stderr)
+            print(f"to continue after fixing it: pipe run --resume {self.run.id}{hint}", file=sys.stderr)
 
     def _begin_attempt(self) -> None:
         """Show no values of an earlier attempt as if they were new."""
-        assert self._run is not None
-        self._outdated = last_metrics(self._run.partial(self._step) / METRICS_FILE)
-        self._old_events = len(read_events(self._run.path))
+        assert self.run is not None
+        self._outdated = last_metrics(self.run.partial(self._step) / METRICS_FILE)
+        self._old_events = len(read_events(self.run.path))
         self._rate = StepRate()
 
     def _update_progress(self) -> None:
-        assert self._run is not None and self._progress is not None
-        values = last_metrics(self._run.partial("train") / METRICS_FILE)
+        assert self.run is not None and self._progress is not None
+        values = last_metrics(self.run.partial("train") / METRICS_FILE)
         if values is not None:
             self._progress.completed, self._progress.total = values["step"], values.get("total_steps", 0)
         if values is None or values == self._outdated:
-            self._progress.facts = (describe_start(read_events(self._run.path)[self._old_events :], self._activity),)
+            self._progress.facts = (describe_start(read_events(self.run.path)[self._old_events :], self._activity),)
             return
         self._rate.add(values["step"], time.monotonic())
         seconds_left = self._rate.seconds_left(self._progress.total) if self._progress.total else None

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from packaging.version import Version
 
-from pipeline.contract.bundle import OVERRIDE_FILE as OVERRIDE
+from pipeline.contract.bundle import OVERRIDE_FILE
 from pipeline.contract.config import Config
 from pipeline.contract.pretrained import pretrained_parts
 from pipeline.contract.registry import read_registry
@@ -158,7 +158,7 @@ assert tuple(STEP_KINDS) == STEPS
 
 
 @dataclass(frozen=True)
-class Step:
+class Decision:
     """The decision to run or to reuse one step."""
 
     name: str
@@ -195,12 +195,12 @@ def with_upstream(selected: Sequence[str]) -> tuple[str, ...]:
 
 def decide_step(
     step: str, parts: Mapping[str, str], past: Past, forced: bool, changed_files: Callable[[str, StepRecord], list[str]]
-) -> Step:
+) -> Decision:
     """Reuse the newest outputs made under the same key, if none of their files has changed."""
     key = digest_key(parts)
 
-    def run(reason: str) -> Step:
-        return Step(step, "run", reason, key, parts)
+    def run(reason: str) -> Decision:
+        return Decision(step, "run", reason, key, parts)
 
     if not STEP_KINDS[step].cached:
         return run("always checks what is live")
@@ -216,7 +216,7 @@ def decide_step(
     if changed := changed_files(run_id, record):
         rest = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
         return run(f"the output {step}/{changed[0]}{rest} of run {run_id} changed on disk")
-    return Step(step, "reuse", f"unchanged since {record.reused_from or run_id}", key, parts, source=run_id)
+    return Decision(step, "reuse", f"unchanged since {record.reused_from or run_id}", key, parts, source=run_id)
 
 
 def digest_key(parts: Mapping[str, str]) -> str:
@@ -335,8 +335,8 @@ def input_parts(step: str, outputs: Mapping[str, Mapping[str, str]]) -> dict[str
     for path in STEP_KINDS[step].inputs:
         upstream, _, file = path.partition("/")
         parts[f"input:{path}"] = outputs.get(upstream, {}).get(file, UNKNOWN)
-    if "evaluate" in STEP_KINDS[step].upstream and OVERRIDE in outputs.get("evaluate", {}):
-        parts[f"input:{OVERRIDE}"] = outputs["evaluate"][OVERRIDE]
+    if "evaluate" in STEP_KINDS[step].upstream and OVERRIDE_FILE in outputs.get("evaluate", {}):
+        parts[f"input:{OVERRIDE_FILE}"] = outputs["evaluate"][OVERRIDE_FILE]
     return parts
 
 

@@ -19,7 +19,7 @@ from pipeline.contract.config import Config
 from pipeline.contract.settings.section import count_bytes
 from pipeline.executors.local import count_gpus, step_environment
 from pipeline.history import Project, find_run
-from pipeline.plan import Step, processes_per_node
+from pipeline.plan import Decision, processes_per_node
 from pipeline.system.files import digest_mapping, write_atomic
 from pipeline.system.wording import size
 
@@ -29,7 +29,7 @@ _UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "bytes": 1}
 _KINDS = ("weights", "gradients", "optimizer", "activations")
 
 
-def plan_memory(project: Project, config: Config, steps: Sequence[Step]) -> dict[str, Any]:
+def plan_memory(project: Project, config: Config, steps: Sequence[Decision]) -> dict[str, Any]:
     """Return bytes in total and by kind, `limit` and perhaps `fix`; or the `reason` why they are unknown."""
     prepare, train = (next(step for step in steps if step.name == name) for name in ("prepare", "train"))
     request = _request(project, config, prepare)
@@ -62,7 +62,7 @@ def _exceeds(estimate: Mapping[str, Any]) -> bool:
     return bool(0 < estimate["limit"] < estimate["bytes"])
 
 
-def _request(project: Project, config: Config, prepare: Step) -> dict[str, Any]:
+def _request(project: Project, config: Config, prepare: Decision) -> dict[str, Any]:
     """Return what `train.device.memory` reads; of pods, only the requested memory is known."""
     train, on_cluster = config.train, config.cluster.executor == "kubernetes"
     gpus = int(train.device == "cuda") if on_cluster else count_gpus(os.environ)

@@ -12,7 +12,7 @@ from pipeline.override import copy_override, outputs_with_override
 from pipeline.plan import DEPLOYMENT_SETTINGS
 from pipeline.run import run_step
 from pipeline.system.errors import BundleError, ConfigError
-from pipeline.work import PipelineRun, RunRequest
+from pipeline.work import RunRequest, Work
 
 MANIFEST = "bundle/manifest.json"  # of the export step: its digest is that of the bundle
 REDEPLOYED = "deployed again"  # reason in the records of `pipe deploy`, whose steps are those of another run
@@ -22,7 +22,7 @@ def redeploy(project: Project, source: Run, config: Config, display: Display) ->
     """Deploy the bundle of an earlier run unchanged, whatever has changed in the project since, as a new run."""
     records = check_deployable(source)
     request = RunRequest(tuple(record.step for record in records))
-    pipeline_run = PipelineRun(project, config, request, [(source, source.read())])
+    work = Work(project, config, request, [(source, source.read())])
     run = create_run(project.runs, config, (*request.steps, "deploy"), parent=source.id)
     with lock_run(run):
         display.run = run
@@ -31,8 +31,8 @@ def redeploy(project: Project, source: Run, config: Config, display: Display) ->
             link_outputs(source, run, record)
             update = {"reused_from": record.reused_from or source.id, "reason": REDEPLOYED, "seconds": 0.0}
             linked_record = write_record(run, record.model_copy(update=update))
-            pipeline_run.outputs[record.step] = outputs_with_override(run, linked_record)
-        run_step(pipeline_run, run, pipeline_run.decide("deploy"), display)
+            work.outputs[record.step] = outputs_with_override(run, linked_record)
+        run_step(work, run, work.decide("deploy"), display)
     return run
 
 

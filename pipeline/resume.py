@@ -13,7 +13,7 @@ from pipeline.override import outputs_with_override
 from pipeline.plan import STEP_KINDS, UNKNOWN, describe_changes, digest_key
 from pipeline.system.errors import ConfigError, ResourceError
 from pipeline.user.readers import changed_read_files
-from pipeline.work import PipelineRun
+from pipeline.work import Work
 
 # Settings of the train section that a resumed run may change. Not `checkpoints`: the run's own are there;
 # not `device`: it changes the arithmetic.
@@ -26,7 +26,7 @@ RESUMABLE_SETTINGS = (
 def describe_kept_settings(project: Project, run: Run) -> str:
     """Name the settings of a run that differ from `pipe.yaml`; empty if there are none, or no valid file."""
     try:
-        now, kept = (_flat_settings(config) for config in (project.config(), run.planned))
+        now, kept = (_flat_settings(config) for config in (project.config(), run.original_config))
     except ConfigError:
         return ""
     return ", ".join(f"{name} {kept[name]} (pipe.yaml: {now[name]})" for name in now if now[name] != kept[name])
@@ -41,19 +41,19 @@ def _flat_settings(config: Config) -> dict[str, object]:
     return settings
 
 
-def check_changes(pipeline_run: PipelineRun, run: Run) -> None:
+def check_changes(work: Work, run: Run) -> None:
     """Stop before anything runs where training began with other code, data, settings or packages."""
     records = run.read().steps
-    if pipeline_run.request.on_changes != "stop" or not has_progress(run, records.get("train")):
+    if work.request.on_changes != "stop" or not has_progress(run, records.get("train")):
         return
     outputs = {name: record.outputs for name, record in records.items() if record.complete}
     for name in ("prepare", "train"):
-        if name in records and name in pipeline_run.request.steps:
-            parts = pipeline_run.parts(name, outputs)
+        if name in records and name in work.request.steps:
+            parts = work.parts(name, outputs)
             before = records[name].current_parts
             changed = {part for part in parts.keys() | before.keys() if parts.get(part) != before.get(part)}
             if changed != {CHAMPION_PART}:  # another champion only repeats the checks of the data
-                settle_changes(pipeline_run, run, records[name], parts)
+                settle_changes(work, run, records[name], parts)
 
 
 def has_progress(run: Run, training: StepRecord | None) -> bool:
@@ -63,53 +63,53 @@ def has_progress(run: Run, training: StepRecord | None) -> bool:
     return training is not None and (training.complete or has_checkpoints)
 
 
-def settle_changes(pipeline_run: PipelineRun, run: Run, record: StepRecord, parts: Mapping[str, str]) -> None:
+def settle_changes(work: Work, run: Run, record: StepRecord, parts: Mapping[str, str]) -> None:
     """Accept what changed since a step of this run began, or stop; `--restart` begins it again."""
     if record.is_current(digest_key(parts)):
         return
     changes = describe_changes(record.current_parts, parts, most=20) or "the format of keys"
-    if pipeline_run.request.on_changes == "stop":
+    if work.request.on_changes == "stop":
         raise ConfigError(
             f"since the training of run {run.id} began, this changed: {changes}; to go on with it nevertheless: "
             f"`pipe run --resume {run.id} --accept-changes`; to train from the beginning: add `--restart` instead"
         )
-    if pipeline_run.request.on_changes == "accept":
+    if work.request.on_changes == "accept":
         accept(run, record, parts, changes)
-        pipeline_run.history[:] = [(run, run.read())]
+        work.history[:] = [(run, run.read())]
 
 
-def accept_outputs(pipeline_run: PipelineRun, named: Sequence[str]) -> list[tuple[str, Run, str]]:
+def accept_outputs(work: Work, named: Sequence[str]) -> list[tuple[str, Run, str]]:
     """Accept the newest outputs of the named steps, or of all up to one that was never complete.
 
     Return each accepted step, its run and what changed.
     """
     accepted = []
-    for name in pipeline_run.request.steps:
-        step = pipeline_run.decide(name)
-        if not named and not any(name in body.steps and body.steps[name].complete for _, body in pipeline_run.history):
+    for name in work.request.steps:
+        step = work.decide(name)
+        if not named and not any(name in body.steps and body.steps[name].complete for _, body in work.history):
             break
         if (not named or name in named) and step.action == "run" and STEP_KINDS[name].cached:
-            run, record = _newest_complete(pipeline_run, name)
+            run, record = _newest_complete(work, name)
             if UNKNOWN in step.parts.values():
                 raise ConfigError(
                     f"{name}: {step.reason} has run; `pipe accept` without a step accepts those before it"
                 )
             accept(run, record, step.parts, describe_changes(record.current_parts, step.parts, most=20))
             accepted.append((name, run, step.reason))
-            pipeline_run.history[:] = [(run, run.read()) for run, _ in pipeline_run.history]
-            step = pipeline_run.decide(name)
+            work.history[:] = [(run, run.read()) for run, _ in work.history]
+            step = work.decide(name)
         if step.action == "reuse":
-            pipeline_run.outputs[name] = outputs_with_override(*pipeline_run.reused_record(step))
+            work.outputs[name] = outputs_with_override(*work.reused_record(step))
     return accepted
 
 
-def _newest_complete(pipeline_run: PipelineRun, step: str) -> tuple[Run, StepRecord]:
+def _newest_complete(work: Work, step: str) -> tuple[Run, StepRecord]:
     """Return the newest outputs of a step, which must be as they were recorded."""
-    for run, body in pipeline_run.history:
+    for run, body in work.history:
         if (record := body.steps.get(step)) is not None and record.complete:
             changed = changed_outputs(run, record)
             if step == "prepare":
-                changed += changed_read_files(pipeline_run.project.root, run.output(step))
+                changed += changed_read_files(work.project.root, run.output(step))
             if changed:
                 raise ConfigError(f"{step}: {changed[0]} of run {run.id} changed on disk; it cannot be accepted")
             return run, record

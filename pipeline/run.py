@@ -32,7 +32,7 @@ from pipeline.history import (
     write_record,
 )
 from pipeline.override import copy_override, outputs_with_override, reuse_override
-from pipeline.plan import Step, processes_per_node, run_argument, step_command
+from pipeline.plan import Decision, processes_per_node, run_argument, step_command
 from pipeline.resume import (
     check_changes,
     describe_kept_settings,
@@ -46,7 +46,7 @@ from pipeline.system.files import empty_folders
 from pipeline.system.fork_server import has_server
 from pipeline.tracking.process import TRACKED_STEPS, check_trackers, track_run
 from pipeline.training.launchers import check_launcher, uses_agent
-from pipeline.work import PipelineRun, RunRequest
+from pipeline.work import RunRequest, Work
 
 # What a terminal shows of the steps that have no metrics.
 _ACTIVITIES = {
@@ -61,17 +61,17 @@ _ACTIVITIES = {
 def run_pipeline(project: Project, config: Config, request: RunRequest, display: Display) -> Run:
     """Run the steps in a new run directory; the caller holds the lock of the runs, at least shared."""
     history = load_history(project.runs)
-    newest, file = history[0] if history else (None, None)
-    if newest and file and is_unfinished(file) and not file.study and not is_locked(newest):
+    newest, body = history[0] if history else (None, None)
+    if newest and body and is_unfinished(body) and not body.study and not is_locked(newest):
         display.report(f"note: run {newest.id} is unfinished; `pipe run --resume` continues it")
-    pipeline_run = PipelineRun(project, config, request, history)
-    _check_training(pipeline_run)  # raise mistakes before a run directory is made
+    work = Work(project, config, request, history)
+    _check_training(work)  # raise mistakes before a run directory is made
     parent = newest.id if newest else ""
-    start = str(request.start) if request.start else ""
+    start = str(request.starting_point) if request.starting_point else ""
     run = create_run(project.runs, config, request.steps, parent, request.study, request.trial, start)
     with lock_run(run):
         display.run = run
-        _run_steps(pipeline_run, run, display)
+        _run_steps(work, run, display)
     return run
 
 
@@ -83,54 +83,54 @@ def resume_run(project: Project, run: Run, request: RunRequest, display: Display
     display.run = run
     run = override_resumed(run, overrides)
     if recorded := run.read().starting_point:
-        request = replace(request, start=recorded_starting_point(project, recorded))
-    pipeline_run = PipelineRun(project, run.config, request, [(run, run.read())], key_config=run.planned)
+        request = replace(request, starting_point=recorded_starting_point(project, recorded))
+    work = Work(project, run.config, request, [(run, run.read())], key_config=run.original_config)
     if kept := describe_kept_settings(project, run):
         display.report(f"note: this run keeps its own settings: {kept}; `pipe run all` uses those of pipe.yaml")
-    check_changes(pipeline_run, run)
-    _check_training(pipeline_run)
-    _run_steps(pipeline_run, run, display)
+    check_changes(work, run)
+    _check_training(work)
+    _run_steps(work, run, display)
     return run
 
 
-def _check_training(pipeline_run: PipelineRun) -> None:
-    steps = {step.name for step in pipeline_run.preview() if step.action == "run"}
+def _check_training(work: Work) -> None:
+    steps = {step.name for step in work.preview() if step.action == "run"}
     if steps.intersection(TRACKED_STEPS):
-        check_trackers(pipeline_run.config)
-    if "train" in steps and not runs_on_cluster("train", pipeline_run.config):
-        check_launcher(pipeline_run.config.train)
+        check_trackers(work.config)
+    if "train" in steps and not runs_on_cluster("train", work.config):
+        check_launcher(work.config.train)
 
 
-def _run_steps(pipeline_run: PipelineRun, run: Run, display: Display) -> None:
-    request, tracked = pipeline_run.request, track_run(pipeline_run.project.root, run, display.report)
-    with tracked as pipeline_run.tracking, contextlib.ExitStack() as until_trained:
+def _run_steps(work: Work, run: Run, display: Display) -> None:
+    request, tracked = work.request, track_run(work.project.root, run, display.report)
+    with tracked as work.tracking, contextlib.ExitStack() as until_trained:
         for name in request.steps:
-            step = pipeline_run.decide(name)
+            decision = work.decide(name)
             earlier = run.read().steps.get(name)
-            if name == "train" and step.action == "run" and earlier is not None and has_progress(run, earlier):
-                settle_changes(pipeline_run, run, earlier, step.parts)
-                step = pipeline_run.decide(name)
-            if step.action == "reuse":
-                record = _reuse_step(pipeline_run, run, step)
-                display.report(f"{name}: reused, {step.reason}")
+            if name == "train" and decision.action == "run" and earlier is not None and has_progress(run, earlier):
+                settle_changes(work, run, earlier, decision.parts)  # prepare may have made other data meanwhile
+                decision = work.decide(name)
+            if decision.action == "reuse":
+                record = _reuse_step(work, run, decision)
+                display.report(f"{name}: reused, {decision.reason}")
             else:
-                if name in ("prepare", "train") and "train" in request.steps and not pipeline_run.server:
-                    training = serve_training(pipeline_run.project.root, pipeline_run.config, request.cores)
-                    pipeline_run.server = until_trained.enter_context(training)
+                if name in ("prepare", "train") and "train" in request.steps and not work.fork_server:
+                    server = start_fork_server(work.project.root, work.config, request.cores)
+                    work.fork_server = until_trained.enter_context(server)
                 changes_service = (
                     lock_service(run.runs, display.report) if name == "deploy" else contextlib.nullcontext()
                 )
                 with changes_service:
-                    record = run_step(pipeline_run, run, step, display)
-            pipeline_run.outputs[name] = outputs_with_override(run, record)
+                    record = run_step(work, run, decision, display)
+            work.outputs[name] = outputs_with_override(run, record)
             if name == "train":
                 until_trained.close()
 
 
-def serve_training(root: Path, config: Config, cores: int) -> contextlib.AbstractContextManager[Mapping[str, str]]:
-    """Let a fork server import what training on this machine needs, unless one has; return the variable that names it.
+def start_fork_server(root: Path, config: Config, cores: int) -> contextlib.AbstractContextManager[Mapping[str, str]]:
+    """Start a fork server for training on this machine, unless one runs; yield the environment variable that names it.
 
-    Meanwhile the data may be prepared.
+    It imports what training needs while the data are prepared.
     """
     environment = training_environment(config.train, cores)
     is_elsewhere = runs_on_cluster("train", config) or not uses_agent(config.train)
@@ -139,8 +139,8 @@ def serve_training(root: Path, config: Config, cores: int) -> contextlib.Abstrac
     return training_server(root, environment, config)
 
 
-def _reuse_step(pipeline_run: PipelineRun, run: Run, step: Step) -> StepRecord:
-    source, record = pipeline_run.reused_record(step)
+def _reuse_step(work: Work, run: Run, decision: Decision) -> StepRecord:
+    source, record = work.reused_record(decision)
     source.check_seal()
     source.check_record(record)
     if source.id == run.id:  # a resumed run has it already
@@ -148,48 +148,50 @@ def _reuse_step(pipeline_run: PipelineRun, run: Run, step: Step) -> StepRecord:
     link_outputs(source, run, record)
     if record.status == OVERRIDDEN:
         copy_override(source, run)
-    update = {"reused_from": record.reused_from or source.id, "reason": step.reason, "seconds": 0.0}
+    update = {"reused_from": record.reused_from or source.id, "reason": decision.reason, "seconds": 0.0}
     return write_record(run, record.model_copy(update=update))
 
 
-def run_step(pipeline_run: PipelineRun, run: Run, step: Step, display: Display) -> StepRecord:
-    root, request = pipeline_run.project.root, pipeline_run.request
-    executor = choose_executor(step.name, run.config, root, request.cores, pipeline_run.server, display)
-    earlier = run.read().steps.get(step.name)
-    continues = step.name == "train" and earlier is not None and not earlier.complete and earlier.is_current(step.key)
-    if not continues and not executor.is_running(run, step):
-        _put_earlier_attempt_aside(run, step.name, display)
-        if step.name == "train" and request.start:
-            request.start.copy_to(run)
-    clear_error(run.partial(step.name))
-    log = run.log(step.name)
+def run_step(work: Work, run: Run, decision: Decision, display: Display) -> StepRecord:
+    root, config, request = work.project.root, work.config, work.request
+    executor = choose_executor(decision.name, config, root, request.cores, work.fork_server, display)
+    earlier = run.read().steps.get(decision.name)
+    continues = (
+        decision.name == "train" and earlier is not None and not earlier.complete and earlier.is_current(decision.key)
+    )
+    if not continues and not executor.is_running(run, decision):
+        _put_earlier_attempt_aside(run, decision.name, display)
+        if decision.name == "train" and request.starting_point:
+            request.starting_point.copy_to(run)
+    clear_error(run.partial(decision.name))
+    log = run.log(decision.name)
     log_start = prepare_log(log)
     record = StepRecord(
-        step=step.name,
+        step=decision.name,
         status="running",
         owner=own_identity(),
-        key=step.key,
-        parts=step.parts,
-        argv=step_command(step.name, pipeline_run.config, run_argument(root, run)),
+        key=decision.key,
+        parts=decision.parts,
+        argv=step_command(decision.name, config, run_argument(root, run)),
         started=now(),
-        reason=step.reason,
+        reason=decision.reason,
         accepted=earlier.accepted if continues and earlier is not None else (),
         checkpoints_key=earlier.checkpoints_key if continues and earlier is not None else "",
     )
 
     def tick() -> None:
         display.tick()
-        if pipeline_run.tracking is not None:
-            pipeline_run.tracking.tick()
+        if work.tracking is not None:
+            work.tracking.tick()
 
-    display.start(run, step.name, step.reason, describe_activity(step.name, pipeline_run.config))
+    display.start(run, decision.name, decision.reason, describe_activity(decision.name, config))
     started = time.monotonic()
     try:
         write_record(run, record)
-        if step.name == "train" and needs_other_machines(pipeline_run.config):
+        if decision.name == "train" and needs_other_machines(config):
             display.report(f"on each other machine, in this folder: pipe join {run.id}")
-        if pipeline_run.tracking is not None:
-            pipeline_run.tracking.begin(step.name)
+        if work.tracking is not None:
+            work.tracking.begin(decision.name)
         status = executor.execute(run, record, tick)
     except BaseException as error:  # an interruption may come at any moment
         ending = "pruned" if isinstance(error, Pruned) else "interrupted"
@@ -198,8 +200,8 @@ def run_step(pipeline_run: PipelineRun, run: Run, step: Step, display: Display) 
         raise
     record = record.model_copy(update={"seconds": time.monotonic() - started})
     try:
-        failure = find_failure(run, step.name, status, read_log_end(log, log_start))
-        return _finish_step(pipeline_run, run, record, failure, display)
+        failure = find_failure(run, decision.name, status, read_log_end(log, log_start))
+        return _finish_step(work, run, record, failure, display)
     finally:
         display.clear()  # also where the outputs cannot be recorded
 
@@ -215,11 +217,9 @@ def describe_activity(step: str, config: Config) -> str:
     return f"starting {processes}{others}"
 
 
-def _finish_step(
-    pipeline_run: PipelineRun, run: Run, record: StepRecord, error: PipelineError | None, display: Display
-) -> StepRecord:
+def _finish_step(work: Work, run: Run, record: StepRecord, error: PipelineError | None, display: Display) -> StepRecord:
     update: dict[str, object] = {}
-    if error is None or error.complete:
+    if error is None or error.keeps_output:
         clear_error(run.partial(record.step))
         outputs, digest = publish_step(run, record.step)
         update |= {"outputs": outputs, "digest": digest, "empty_folders": empty_folders(run.output(record.step))}
@@ -228,8 +228,8 @@ def _finish_step(
     if error is None:
         display.end(f"done in {record.seconds:.1f} s")
         return write_record(run, record.model_copy(update={**update, "status": "done"}))
-    if record.step == "evaluate" and error.complete:
-        override = reuse_override(run, [other for other, _ in pipeline_run.history])
+    if record.step == "evaluate" and error.keeps_output:
+        override = reuse_override(run, [other for other, _ in work.history])
         if override is not None:
             display.end(f"rejected, and {override}")
             update |= {"status": OVERRIDDEN, "reason": str(error)}

@@ -12,7 +12,7 @@ from pipeline.contract.run import Run, StepRecord
 from pipeline.executors.executor import check_config
 from pipeline.history import History, Project, changed_outputs
 from pipeline.override import outputs_with_override
-from pipeline.plan import START, Step, decide_step, key_parts
+from pipeline.plan import START, Decision, decide_step, key_parts
 from pipeline.system.errors import ConfigError
 from pipeline.system.wording import seconds
 from pipeline.tracking.process import Tracking
@@ -33,12 +33,12 @@ class RunRequest:
     trial: int | None = None
     cores: int = 0  # CPU cores for its steps, where other runs share the machine; 0: all
     on_changes: OnChanges = "stop"  # since an interrupted training began
-    start: StartingPoint | None = None  # the checkpoint of another run from which training continues
+    starting_point: StartingPoint | None = None  # the checkpoint of another run from which training continues
 
 
 @dataclass
-class PipelineRun:
-    """One run over the steps; `outputs` grows as they complete."""
+class Work:
+    """Steps to plan, run or accept; `outputs` grows as they complete."""
 
     project: Project
     config: Config
@@ -47,15 +47,16 @@ class PipelineRun:
     outputs: dict[str, dict[str, str]] = field(default_factory=dict)
     key_config: Config | None = None  # configuration of the steps' keys, where it is not `config`
     tracking: Tracking | None = None  # while its steps run
-    server: Mapping[str, str] = field(default_factory=dict)  # variable that names the fork server of training
+    fork_server: Mapping[str, str] = field(default_factory=dict)  # the variable that names that of training
     _changed: dict[tuple[str, str], list[str]] = field(default_factory=dict)  # so that each file is hashed only once
 
     def parts(self, step: str, outputs: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
         """Return the parts of a step's key."""
+        start = self.request.starting_point
         parts = key_parts(step, self.key_config or self.config, self.project, outputs)
-        return {**parts, START: str(self.request.start)} if step == "train" and self.request.start else parts
+        return {**parts, START: str(start)} if step == "train" and start else parts
 
-    def decide(self, step: str) -> Step:
+    def decide(self, step: str) -> Decision:
         parts = self.parts(step, self.outputs)
         past = [(run.id, body.steps[step]) for run, body in self.history if step in body.steps]
         decision = decide_step(step, parts, past, step in self.request.force, self._changed_outputs)
@@ -67,7 +68,7 @@ class PipelineRun:
             raise ConfigError(f"--from starts after {step}, but {step} has to run: {decision.reason}")
         return decision
 
-    def _check_read_files(self, decision: Step) -> Step:
+    def _check_read_files(self, decision: Decision) -> Decision:
         """Run prepare where a data file changed that a reader of `pipeline` has read; the key cannot name it."""
         run, _ = self.reused_record(decision)
         changed = changed_read_files(self.project.root, run.output("prepare"))
@@ -76,20 +77,20 @@ class PipelineRun:
         more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
         return replace(decision, action="run", reason=f"{changed[0]}{more} changed", source="")
 
-    def reused_record(self, step: Step) -> tuple[Run, StepRecord]:
-        return next((run, body.steps[step.name]) for run, body in self.history if run.id == step.source)
+    def reused_record(self, decision: Decision) -> tuple[Run, StepRecord]:
+        return next((run, body.steps[decision.name]) for run, body in self.history if run.id == decision.source)
 
-    def preview(self) -> tuple[Step, ...]:
+    def preview(self) -> tuple[Decision, ...]:
         """Return what would run, without running anything."""
         check_config(self.config)
-        steps = []
+        decisions = []
         for name in self.request.steps:
-            step = self.decide(name)
-            steps.append(step)
-            if step.action == "reuse":
-                self.outputs[name] = outputs_with_override(*self.reused_record(step))
+            decision = self.decide(name)
+            decisions.append(decision)
+            if decision.action == "reuse":
+                self.outputs[name] = outputs_with_override(*self.reused_record(decision))
         self.outputs.clear()
-        return tuple(steps)
+        return tuple(decisions)
 
     def _changed_outputs(self, run_id: str, record: StepRecord) -> list[str]:
         key = (run_id, record.step)

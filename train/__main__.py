@@ -23,7 +23,7 @@ from pipeline.contract.prompting import check_decoder, check_prompting
 from pipeline.contract.restarts import read_attempts
 from pipeline.contract.run import Run, step_main
 from pipeline.contract.task import (
-    FOLDER,
+    SHARED_FOLDER,
     Generates,
     Task,
     build_model,
@@ -78,7 +78,7 @@ def train(run: Run, root: Path) -> None:
         task = open_task(run, root)
         prepared = run.output("prepare")
         check_export(task, run.config.export)  # these are no part of prepare's key, so prepare may be an older one
-        check_prompting(task, prepared / FOLDER)
+        check_prompting(task, prepared / SHARED_FOLDER)
         splits = [open_split(task, name, prepared) for name in ("train", "validation")]
         check_splits(task, splits, group)
         if group.rank.first:

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.train.deepseek import pieces
-from export.checks.verify import write_verified
-from export.kinds import open_kind
+from export.checks.verify import write_and_compare
+from export.kinds import open_exporter
 from export.llm.perplexity import Perplexity
 from export.subject import Subject
 from export.variants.choose import VariantEvaluation, VariantResult
@@ -115,8 +115,8 @@ def compare(size: str, steps: int, rows: int, variants: Sequence[str]) -> str:
     config = parse_config({"name": "x", "task": "t.py:T", "codec": "c.py:C", **sections}, source="benchmark")
     with tempfile.TemporaryDirectory() as folder:
         path, test = Path(folder) / "model.onnx", open_split(task, "test")
-        kind = open_kind(Subject(task, model, test, config.export, path))
-        write_verified(kind)
+        kind = open_exporter(Subject(task, model, test, config.export, path))
+        write_and_compare(kind)
         entries = VariantEvaluation(kind, config, Path(folder) / "variants", kind.converters).entries()
         return "\n".join([head, "", *table(entries)])
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from export.conversion.to_onnx import tensor_specs
-from export.kinds import open_kind
+from export.kinds import open_exporter
 from export.llm.decoder import convert_language, language_export_input, make_generation
 from export.llm.fused_attention import convert_fused
 from export.other_formats import require_formats, write_formats
@@ -70,7 +70,7 @@ def write_models(size: str, folder: Path, threads: int) -> int:
     write_json(folder / "tokenizer.json", _tokenizer(net.config.vocab_size))
     test: Any = None  # the task has prompts
     formats = Export(formats=("onnx", "genai"))
-    kind = open_kind(Subject(task, net, test, formats, fused, files=folder))
+    kind = open_exporter(Subject(task, net, test, formats, fused, files=folder))
     require_formats(write_formats(kind, folder / "formats"))
     _set_threads(folder / "formats" / "genai" / "genai_config.json", threads)
     for path in (plain, fused):

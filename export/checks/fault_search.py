@@ -136,7 +136,7 @@ def input_names(node: onnx.NodeProto) -> Iterable[str]:
 Array = np.ndarray[Any, Any]
 Values = Callable[[Sequence[str]], Mapping[str, Any]]  # the expected tensors, by name
 
-# Operators that compute the same whatever a quantiser or an optimiser calls them.
+# Operators that compute the same whatever a quantizer or an optimizer calls them.
 _KINDS = {
     **dict.fromkeys(("Gemm", "MatMul", "FusedGemm", "FusedMatMul", "MatMulInteger", "QLinearMatMul"), "product"),
     **dict.fromkeys(("MatMulIntegerToFloat", "DynamicQuantizeMatMul", "QGemm", "MatMulNBits"), "product"),
@@ -351,7 +351,7 @@ def explain_difference(written: ExportResult, path: Path, feeds: Iterable[Feed],
 
 def _explain_for_feed(written: ExportResult, path: Path, feed: Feed, config: Export) -> str:
     steps = record_steps(written, feed)
-    atol = absolute_tolerance(config, [steps[name].value for name in written.traced.outputs if name in steps])
+    atol = absolute_tolerance(config, [steps[name].value for name in written.source.outputs if name in steps])
     wrong = find_first_wrong_by_values(
         {name: step.value for name, step in steps.items()}, path, feed, config.rtol, atol
     )
@@ -370,7 +370,7 @@ def record_steps(written: ExportResult, feed: Feed) -> dict[str, Step]:
     recorder.run(*_arguments(written, feed))
     output = next(node for node in written.program.graph.nodes if node.op == "output")
     names = [node.name for node in output.args[0] if isinstance(node, Node)]
-    declared_names = dict(zip(names, written.traced.outputs, strict=False))
+    declared_names = dict(zip(names, written.source.outputs, strict=False))
     steps = {written.renamed.get(name, name): step for name, step in recorder.steps.items()}
     return steps | {
         declared: recorder.steps[name] for name, declared in declared_names.items() if name in recorder.steps
@@ -422,7 +422,7 @@ def _module_outputs(written: ExportResult, feed: Feed) -> dict[str, Array]:
     def record(name: str) -> Any:
         return lambda _module, _arguments, output: outputs.setdefault(name, []).append(_single_tensor(output))
 
-    module: nn.Module = written.traced.module
+    module: nn.Module = written.source.module
     hooks = [child.register_forward_hook(record(name)) for name, child in module.named_modules()]
     try:
         module(*_arguments(written, feed))
@@ -448,8 +448,8 @@ def _single_tensor(answer: Any) -> Array | None:
 
 def _arguments(written: ExportResult, feed: Feed) -> tuple[Any, ...]:
     """Return a copy of the feed, nested as the module takes it."""
-    tensors = [torch.from_numpy(np.array(feed[name])) for name in written.traced.inputs]
-    spec = tree_flatten(written.traced.arguments)[1]
+    tensors = [torch.from_numpy(np.array(feed[name])) for name in written.source.inputs]
+    spec = tree_flatten(written.source.arguments)[1]
     arguments: tuple[Any, ...] = tree_unflatten(tensors, spec)
     return arguments
 

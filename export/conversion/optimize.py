@@ -67,8 +67,8 @@ class Written:
 
 
 def write_optimized(write: Callable[[], ExportResult], path: Path, model: nn.Module, config: Export) -> Written:
-    written = write()
-    return Written(written, optimize_file(path, model, config), partial(restore_plain, path, written))
+    result = write()
+    return Written(result, optimize_file(path, model, config), partial(restore_plain, path, result))
 
 
 def optimize_file(path: Path, model: nn.Module, config: Export) -> Optimization | None:
@@ -78,7 +78,7 @@ def optimize_file(path: Path, model: nn.Module, config: Export) -> Optimization 
     counts_before, plain_folder, optimized_folder = (
         operators(path),
         _plain_folder(path),
-        path.parent.parent / f"{path.parent.name}.optimised",
+        path.parent.parent / f"{path.parent.name}.optimized",
     )
     for folder in (plain_folder, optimized_folder):
         shutil.rmtree(folder, ignore_errors=True)
@@ -102,12 +102,12 @@ def optimize_file(path: Path, model: nn.Module, config: Export) -> Optimization 
     return Optimization(config.optimize, config.optimize, fused, nodes=nodes)
 
 
-def restore_plain(path: Path, written: ExportResult) -> ExportResult:
+def restore_plain(path: Path, result: ExportResult) -> ExportResult:
     """Move the file back that the exporter wrote; return how it was written."""
     for file in _model_files(_plain_folder(path) / path.name):
         os.replace(file, path.parent / file.name)
     remove_plain(path)
-    return written
+    return result
 
 
 def remove_model(path: Path) -> None:

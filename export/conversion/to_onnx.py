@@ -45,7 +45,7 @@ class _OrderedOutputs(nn.Module):
 class ExportResult:
     """The input and the trace of an export, for the fault search."""
 
-    traced: ExportInput
+    source: ExportInput
     program: torch.export.ExportedProgram | None  # its values have the names of the file's tensors, but for `renamed`
     limits: str  # sizes for which alone the trace holds
     renamed: Mapping[str, str] = field(default_factory=dict)  # name in the program → name in the file
@@ -65,36 +65,36 @@ def export_input(model: nn.Module, task: Task, batch: Mapping[str, Tensor]) -> E
     return ExportInput(_OrderedOutputs(model, task), inputs, task.inputs, task.outputs, (axes,))
 
 
-def write_onnx(traced: ExportInput, config: Export, path: Path) -> ExportResult:
-    traced.module.eval()
-    with warnings.catch_warnings(), grouped_experts(traced.module), recurrent_shapes(), standard_attention():
+def write_onnx(source: ExportInput, config: Export, path: Path) -> ExportResult:
+    source.module.eval()
+    with warnings.catch_warnings(), grouped_experts(source.module), recurrent_shapes(), standard_attention():
         warnings.simplefilter("ignore")  # the exporter warns about its own internals
-        result = inspect(traced)
+        traced = inspect(source)
         try:
             # torch.onnx itself would take the trace with fixed sizes before it tries a strict one.
             program = torch.onnx.export(
-                result.program if result.is_final and result.program is not None else traced.module,
-                traced.arguments,
+                traced.program if traced.is_final and traced.program is not None else source.module,
+                source.arguments,
                 dynamo=True,
                 verbose=False,
-                dynamic_shapes=traced.axes,
+                dynamic_shapes=source.axes,
                 opset_version=config.opset,
                 custom_translation_table=translations(),
             )
         except torch.onnx.errors.OnnxExporterError as error:
-            raise StageError(_missing_operator(error, result) or _export_failure(error, result)) from error
+            raise StageError(_missing_operator(error, traced) or _export_failure(error, traced)) from error
     assert program is not None
-    weights = sum(tensor.numel() * tensor.element_size() for tensor in traced.module.state_dict().values())
+    weights = sum(tensor.numel() * tensor.element_size() for tensor in source.module.state_dict().values())
     external = weights > _MAX_INLINE_BYTES
     program.save(path, external_data=external)
-    return ExportResult(traced, program.exported_program, result.limits, _finish_file(path, traced))
+    return ExportResult(source, program.exported_program, traced.limits, _finish_file(path, source))
 
 
-def _finish_file(path: Path, traced: ExportInput) -> dict[str, str]:
+def _finish_file(path: Path, source: ExportInput) -> dict[str, str]:
     """Strip the file and name its tensors; return the new names of those that the exporter called otherwise."""
     model = onnx.load(path, load_external_data=False)
     _strip_model(model)
-    names = name_tensors(model, traced.inputs, traced.outputs)
+    names = name_tensors(model, source.inputs, source.outputs)
     path.write_bytes(model.SerializeToString(deterministic=True))
     return names
 

@@ -54,28 +54,28 @@ class Trace:
     is_final: bool = False  # torch.onnx would trace the model in the same way, or in a worse one
 
 
-def trace(traced: ExportInput) -> Trace:
+def trace(source: ExportInput) -> Trace:
     """Trace with torch.export; refuse a Python branch on data and an operator without a fake implementation."""
     with suppress(Exception), sizes_without_special_cases():  # as torch.onnx does; other errors are reported without it
-        return Trace(_export_program(traced, strict=False), "", is_final=True)
+        return Trace(_export_program(source, strict=False), "", is_final=True)
     try:
-        return Trace(_export_program(traced, strict=False), "")
+        return Trace(_export_program(source, strict=False), "")
     except Exception as error:  # torch raises its own types and any that the model raises
-        _refuse_packing(traced, error)
+        _refuse_packing(source, error)
         _refuse_branch(error)
         _refuse_unknown_operator(error)
         limits = _limits(str(error))
     try:  # from the bytecode of forward: when it runs, Python makes `len(x)` a number that is the same for all batches
-        return Trace(_export_program(traced, strict=True), "", is_final=True)
+        return Trace(_export_program(source, strict=True), "", is_final=True)
     except Exception:  # the first error was the better one
         return Trace(None, limits)
 
 
-def _export_program(traced: ExportInput, strict: bool) -> torch.export.ExportedProgram:
+def _export_program(source: ExportInput, strict: bool) -> torch.export.ExportedProgram:
     with warnings.catch_warnings(), torch.no_grad(), recurrent_shapes(), standard_attention():
         warnings.simplefilter("ignore")
-        axes = _dynamic_shapes(traced.axes)
-        return torch.export.export(traced.module, traced.arguments, dynamic_shapes=axes, strict=strict)
+        axes = _dynamic_shapes(source.axes)
+        return torch.export.export(source.module, source.arguments, dynamic_shapes=axes, strict=strict)
 
 
 def _dynamic_shapes(axes: Any) -> Any:
@@ -157,9 +157,9 @@ class _PackingFinder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _refuse_packing(traced: ExportInput, error: BaseException) -> None:
+def _refuse_packing(source: ExportInput, error: BaseException) -> None:
     with _PackingFinder() as finder:  # type: ignore[no-untyped-call]
-        traced.module(*copy.deepcopy(traced.arguments))
+        source.module(*copy.deepcopy(source.arguments))
     if finder.line:
         raise StageError(
             f"the model packs sequences by their lengths{finder.line.rstrip()}, and a graph cannot do that; give the "
@@ -235,10 +235,10 @@ _TRAINING = ("train", "training")
 _PROBABILITIES = ("p", "dropout_p", "dropout")  # of dropping a value
 
 
-def inspect(traced: ExportInput) -> Trace:
+def inspect(source: ExportInput) -> Trace:
     """Refuse what a graph cannot express, and return the trace, which costs little compared with the ONNX export."""
-    check_state(traced)
-    result = trace(traced)
+    check_state(source)
+    result = trace(source)
     if result.program is not None:
         check_operators(result.program)
     return result
@@ -264,15 +264,15 @@ def check_operators(program: torch.export.ExportedProgram) -> None:
 
 
 @torch.no_grad()
-def check_state(traced: ExportInput) -> None:
+def check_state(source: ExportInput) -> None:
     """Check that a call changes no buffers, parameters or inputs."""
-    module = traced.module
+    module = source.module
     buffers_before = {name: buffer.clone() for name, buffer in module.named_buffers()}
     versions = {name: tensor_version(parameter) for name, parameter in module.named_parameters()}
     numbers = numeric_attributes(module)
-    arguments = copy.deepcopy(traced.arguments)
+    arguments = copy.deepcopy(source.arguments)
     outputs = module(*arguments)
-    _refuse_call_counter(traced, numbers, outputs)
+    _refuse_call_counter(source, numbers, outputs)
     buffers_after = dict(module.named_buffers())
     changed = [name for name, value in buffers_before.items() if not _is_equal(value, buffers_after.get(name))]
     changed += [
@@ -284,7 +284,7 @@ def check_state(traced: ExportInput) -> None:
             "served graph keeps nothing between requests; change it only if self.training, or make it an input and an "
             "output"
         )
-    pairs = zip(traced.inputs, _tensors(arguments), _tensors(traced.arguments), strict=True)
+    pairs = zip(source.inputs, _tensors(arguments), _tensors(source.arguments), strict=True)
     if changed_inputs := [name for name, left, right in pairs if not _is_equal(left, right)]:
         raise StageError(
             f"the model changes its input {', '.join(f'`{name}`' for name in changed_inputs)} in place; work on a "
@@ -292,13 +292,13 @@ def check_state(traced: ExportInput) -> None:
         )
 
 
-def _refuse_call_counter(traced: ExportInput, numbers_before: dict[str, Any], first_outputs: Any) -> None:
+def _refuse_call_counter(source: ExportInput, numbers_before: dict[str, Any], first_outputs: Any) -> None:
     """Refuse a number that every call changes, if the outputs depend on it: in a graph it is a constant."""
-    numbers_after = numeric_attributes(traced.module)
+    numbers_after = numeric_attributes(source.module)
     if not (changed := sorted(name for name, value in numbers_after.items() if numbers_before.get(name) != value)):
         return
     names = ", ".join(f"`{name}`" for name in changed[:4])
-    second_outputs = traced.module(*copy.deepcopy(traced.arguments))
+    second_outputs = source.module(*copy.deepcopy(source.arguments))
     if any(
         not _is_equal(left, right)
         for left, right in zip(_tensors(first_outputs), _tensors(second_outputs), strict=True)

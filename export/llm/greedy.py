@@ -59,12 +59,13 @@ def choose_prompts(requested: Sequence[Sequence[int]], samples: Samples, generat
     return [row[: max(1, min(3 + 4 * index, longest))] for index, row in enumerate(rows)]
 
 
-def stable_answer(decoder: Decoder, prompt: Sequence[int], config: Export, error: float = 0.0) -> list[int]:
-    """Return the greedy answer up to the first token that another machine's rounding, or `error`, could change."""
+def stable_answer(decoder: Decoder, prompt: Sequence[int], config: Export, rounding: float = 0.0) -> list[int]:
+    """Return the greedy answer up to the first token that another machine could change, which differs by `rounding`."""
     count = min(ANSWER_TOKENS, decoder.generation.positions_limit - len(prompt))
     answer = greedy(decoder, [prompt], count)[0]
     is_tie = [
-        lead <= max(_tie_margin(top, config), 2 * error) for lead, top in zip(answer.leads, answer.highest, strict=True)
+        lead <= max(_tie_margin(top, config), 2 * rounding)
+        for lead, top in zip(answer.leads, answer.highest, strict=True)
     ]
     return answer.tokens[: is_tie.index(True)] if True in is_tie else answer.tokens
 

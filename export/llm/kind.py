@@ -43,7 +43,7 @@ from pipeline.system.errors import ConfigError
 from pipeline.system.files import tokenizer_ids
 
 
-class LanguageModel:
+class LanguageExporter:
     """A model that is compared as it is evaluated, at shapes with a past, and by its greedy answers."""
 
     converters: Mapping[str, Converter] = LANGUAGE_CONVERTERS
@@ -71,13 +71,14 @@ class LanguageModel:
     def _convert(self) -> ExportResult:
         return convert_language(self.net, self.generation, self.subject.config, self.subject.path)
 
-    def phases(self, written: ExportResult) -> Iterator[Report]:
+    def phases(self, result: ExportResult) -> Iterator[Report]:
         path, config, decoder = self.subject.path, self.subject.config, self._decoder()
-        yield Report(runs=self.compare_decoder(decoder))
+        test_set, *shapes = self.compare_decoder(decoder)
+        yield Report([test_set], shapes)
         cases = list(random_cases(TorchDecoder(self.net, self.generation), decoder))
         report, largest = compare_everywhere(cases, path, config), max(case.rows for case in cases)
         coverage = [{**row, "batch_size": largest} for row in report.coverage]
-        yield replace(report, coverage=coverage, weights=compare_weights(path, written.traced.module))
+        yield replace(report, coverage=coverage, weights=compare_weights(path, result.source.module))
 
     def compare_decoder(self, decoder: Decoder) -> Rows:
         """Compare on the whole test set, with the outputs of the evaluation, and at untraced shapes."""
@@ -127,11 +128,11 @@ class LanguageModel:
     def check_bundle(self, bundle: Path, signature: Signature) -> None:
         check_tokenizer(bundle, signature)
 
-    def golden_inputs(self, graph: Graph, signature: Signature, error: float) -> GoldenInputs:
+    def golden_inputs(self, graph: Graph, signature: Signature, rounding: float) -> GoldenInputs:
         assert signature.generation is not None
         decoder = Decoder(graph, signature.generation, signature.input_specs)
         prompts = self._prompts()[:GOLDEN_REQUESTS]
-        answers = (stable_answer(decoder, prompt, self.subject.config, error) for prompt in prompts)
+        answers = (stable_answer(decoder, prompt, self.subject.config, rounding) for prompt in prompts)
         generated = [{"prompt": prompt, "answer": answer} for prompt, answer in zip(prompts, answers, strict=True)]
         return GoldenInputs(_with_past(decoder, prompts), generated)
 

@@ -85,7 +85,7 @@ def round_graph(graph: onnx.GraphProto, bits: int, block: int, moments: Mapping[
     arrays = {tensor.name: tensor for tensor in graph.initializer}
     products = [node for node in graph.node if node.op_type == "MatMul" and node.input[1] in sources]
     if not products:
-        raise StageError("the graph has no matrix product with constant weights: there is nothing to quantise")
+        raise StageError("the graph has no matrix product with constant weights: there is nothing to quantize")
     for node in products:
         source = sources[node.input[1]]
         array = numpy_helper.to_array(arrays[source.weight])

@@ -16,7 +16,7 @@ from typing import Any
 from export.checks.fault_search import FirstWrong, find_first_wrong
 from export.conversion.optimize import check_file
 from export.conversion.to_onnx import tensor_specs
-from export.subject import ExportKind
+from export.subject import ModelExporter
 from export.variants.judge import (
     FP16_TOLERANCE,
     INT8_NOISE,
@@ -71,7 +71,7 @@ class VariantResult:
 class VariantEvaluation:
     """Builds, evaluates and times the variants."""
 
-    kind: ExportKind
+    exporter: ModelExporter
     config: Config
     folder: Path  # for the variants
     converters: Mapping[str, Converter]
@@ -79,17 +79,17 @@ class VariantEvaluation:
     @property
     def path(self) -> Path:
         """Return the verified file."""
-        return self.kind.subject.path
+        return self.exporter.subject.path
 
     def entries(self) -> list[VariantResult]:
         """Return the results of all variants, fp32 first; a failure is recorded, not raised."""
         is_only_sized = self.config.export.built_variants == (FP32,) and not set(self.config.export.budget) - {
             "megabytes"
         }
-        if is_only_sized and not self.kind.measures_fp32_alone:
+        if is_only_sized and not self.exporter.measures_fp32_alone:
             entry = VariantResult(FP32, self.path)
             return [replace(entry, faults=tuple(budget_faults(self.config.export.budget, entry.bytes, None)))]
-        check_metric(self.kind.subject.task, self._comparison.columns, self.config.evaluate.metric)
+        check_metric(self.exporter.subject.task, self._comparison.columns, self.config.evaluate.metric)
         results = [self._entry(name) for name in self.config.export.built_variants]
         timings = self._measure_times([result for result in results if result.deviation is not None])
         return [self._with_result(replace(result, timing=timings.get(result.name))) for result in results]
@@ -106,7 +106,7 @@ class VariantEvaluation:
 
     @cached_property
     def _comparison(self) -> VariantComparison:
-        return self.kind.open_variants(self.config)
+        return self.exporter.open_variants(self.config)
 
     def _entry(self, name: str) -> VariantResult:
         """Make and run the variant; whatever goes wrong is recorded as a fault of this variant."""
@@ -116,7 +116,7 @@ class VariantEvaluation:
             return self._evaluate(entry)
         except PipelineError as error:
             return replace(entry, faults=(str(error),))
-        except Exception as error:  # quantisers and ONNX Runtime raise a dozen types without a common base
+        except Exception as error:  # quantizers and ONNX Runtime raise a dozen types without a common base
             message = " ".join(str(error).split())[:400]
             return replace(entry, faults=(f"it cannot be made: {type(error).__name__}: {message}",))
 

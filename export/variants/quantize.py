@@ -321,7 +321,7 @@ def _prepare(material: VariantInputs, folder: Path) -> Path:
 def _load_quantized(path: Path, operators: str) -> onnx.ModelProto:
     model = onnx.load(path)
     if not any(node.op_type in _INTEGER for node in nested_nodes(model.graph)):
-        raise StageError(f"the graph has no {operators} with constant weights: there is nothing to quantise")
+        raise StageError(f"the graph has no {operators} with constant weights: there is nothing to quantize")
     return model
 
 

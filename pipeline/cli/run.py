@@ -36,7 +36,7 @@ from pipeline.contract.run import STEPS, Run
 from pipeline.contract.settings.access import Access
 from pipeline.display import Display
 from pipeline.history import Project, find_run, load_history, lock_run, lock_runs, lock_service
-from pipeline.plan import Step, select_steps, with_upstream
+from pipeline.plan import Decision, select_steps, with_upstream
 from pipeline.plan_memory import describe_memory, plan_memory
 from pipeline.redeploy import deployment_config, find_deployable, redeploy
 from pipeline.resume import accept_outputs, latest_unfinished
@@ -44,7 +44,7 @@ from pipeline.run import resume_run, run_pipeline
 from pipeline.service.process import read_live
 from pipeline.system.errors import ConfigError, Interrupted, ResourceError
 from pipeline.system.sources import is_mentioned
-from pipeline.work import LONG_TRAINING_SECONDS, OnChanges, PipelineRun, RunRequest, last_training_seconds
+from pipeline.work import LONG_TRAINING_SECONDS, OnChanges, RunRequest, Work, last_training_seconds
 
 
 class Engine(StrEnum):
@@ -107,7 +107,7 @@ def plan(
         raise ConfigError("--render: needs --workflow argo or --workflow kfp; `pipe deploy --render` writes manifests")
     request = make_request(names, start, until, force)
     config = project.config(overrides)
-    steps = PipelineRun(project, config, request, load_history(project.runs)).preview()
+    steps = Work(project, config, request, load_history(project.runs)).preview()
     memory = _plan_memory(project, config, steps)
     values = [asdict(step) | ({"memory": memory} if memory and step.name == "train" else {}) for step in steps]
     rows = [{"step": step.name, "action": step.action, "reason": step.reason} for step in steps]
@@ -130,7 +130,7 @@ def plan(
     return None
 
 
-def _plan_memory(project: Project, config: Config, steps: Sequence[Step]) -> dict[str, Any]:
+def _plan_memory(project: Project, config: Config, steps: Sequence[Decision]) -> dict[str, Any]:
     """Estimate the memory of training if it would run; empty where that is not possible."""
     if not any(step.name == "train" and step.action == "run" for step in steps):
         return {}
@@ -141,14 +141,16 @@ def _plan_memory(project: Project, config: Config, steps: Sequence[Step]) -> dic
     return memory
 
 
-def _check_export(config: Config, project: Project, prepare: Step) -> None:
+def _check_export(config: Config, project: Project, prepare: Decision) -> None:
     """Reject an export that cannot work; only language models and few settings need the task, which is slow to load."""
     if not (config.export.depends_on_task or is_mentioned("language_model", project.root, config.task)):
         return
-    from pipeline.contract.task import FOLDER
+    from pipeline.contract.task import SHARED_FOLDER
     from pipeline.steps.prepare import check_planned_export
 
-    prepared = find_run(project.runs, prepare.source).output("prepare") / FOLDER if prepare.action == "reuse" else None
+    prepared = (
+        find_run(project.runs, prepare.source).output("prepare") / SHARED_FOLDER if prepare.action == "reuse" else None
+    )
     with contextlib.redirect_stdout(sys.stderr), contextlib.chdir(project.root):  # the user's code may print and read
         reason = check_planned_export(config, project.root.resolve(), prepared and prepared.resolve())
     if reason:
@@ -240,16 +242,16 @@ def _on_changes(accept_changes: bool, restart: bool, resume: str | None) -> OnCh
 def _begin(project: Project, overrides: list[str], request: RunRequest, yes: bool, display: Display) -> Run:
     config = project.config(overrides)
     if not yes:
-        _ask_before_training(project, overrides, request)
+        _ask_before_training(project, config, request)
     return run_and_report(display, lambda: run_pipeline(project, config, request, display))
 
 
-def _ask_before_training(project: Project, overrides: list[str], request: RunRequest) -> None:
+def _ask_before_training(project: Project, config: Config, request: RunRequest) -> None:
     """Ask before a model that took long to train is replaced; the plan's line names the duration without a terminal."""
-    pipeline_run = PipelineRun(project, project.config(overrides), request, load_history(project.runs))
-    if last_training_seconds(pipeline_run.history) < LONG_TRAINING_SECONDS:
+    work = Work(project, config, request, load_history(project.runs))
+    if last_training_seconds(work.history) < LONG_TRAINING_SECONDS:
         return
-    steps = {step.name: step for step in pipeline_run.preview()}
+    steps = {step.name: step for step in work.preview()}
     training = steps.get("train")
     if training is None or training.action == "reuse" or training.reason == "forced":
         return
@@ -272,15 +274,15 @@ def _resume(
 
 def _continue(project: Project, name: str, request: RunRequest, overrides: list[str], display: Display) -> Run:
     start = find_starting_point(project, name)
-    config = continued_config(start, overrides)
+    config, request = continued_config(start, overrides), replace(request, starting_point=start)
     display.report(f"continuing the training of run {start.source.id} from its checkpoint of step {start.step}")
-    return run_and_report(display, lambda: run_pipeline(project, config, replace(request, start=start), display))
+    return run_and_report(display, lambda: run_pipeline(project, config, request, display))
 
 
-def run_and_report(display: Display, work: Callable[[], Run]) -> Run:
+def run_and_report(display: Display, run_steps: Callable[[], Run]) -> Run:
     """Run the steps and write the report, however they end; after Ctrl-C, print how to continue."""
     try:
-        finished_run = work()
+        finished_run = run_steps()
     except BaseException as error:
         if display.run is not None and not (display.run.path / "run.json").exists():
             raise ResourceError(
@@ -321,10 +323,10 @@ def accept(
     project = project_of(context)
     names, overrides = split_overrides(words)
     with lock_runs(project.runs):
-        pipeline_run = PipelineRun(
+        work = Work(
             project, project.config(overrides), make_request(names, None, None, None), load_history(project.runs)
         )
-        accepted = accept_outputs(pipeline_run, () if names in ([], ["all"]) else names)
+        accepted = accept_outputs(work, () if names in ([], ["all"]) else names)
     rows = [{"step": step, "run": run.id, "accepted": changes} for step, run, changes in accepted]
     emit(output, rows, table(rows) if rows else "nothing to accept: every step is current")
 

@@ -14,8 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from pipeline.contract.bundle import OVERRIDDEN
-from pipeline.contract.bundle import OVERRIDE_FILE as OVERRIDE
+from pipeline.contract.bundle import OVERRIDDEN, OVERRIDE_FILE
 from pipeline.contract.run import STEPS, Run, RunFile, StepRecord
 from pipeline.system.files import digest_file
 
@@ -192,7 +191,7 @@ def read_facts(run: Run) -> Facts:
         worst=reader.json("evaluate", WORST),
         figures=reader.json("evaluate", FIGURES),
         champion=reader.json("evaluate", CHAMPION),
-        override=reader.run_file(OVERRIDE),
+        override=reader.run_file(OVERRIDE_FILE),
         parity=reader.json("export", "parity.json"),
         variants=reader.rows("export", VARIANTS),
         formats=reader.rows("export", FORMATS),

@@ -138,7 +138,7 @@ class RunFile(Frozen):
     schema_version: int = SCHEMA
     id: str
     created: str
-    parent: str = ""
+    parent: str = ""  # the newest run when this one began, or the run that it deploys again
     wanted: tuple[str, ...]
     config: Mapping[str, object]
     continued: tuple[str, ...] = ()  # key=value overrides of resumes, on top of `config`
@@ -250,13 +250,13 @@ class Run:
     def read(self) -> RunFile:
         path = self.path / "run.json"
         try:
-            body = path.read_bytes()
+            raw = path.read_bytes()
         except FileNotFoundError:
             raise PipelineError(f"{self.path}: not a run directory (no run.json)") from None
         try:
-            file = RunFile.model_validate_json(body)
+            file = RunFile.model_validate_json(raw)
         except ValidationError as error:
-            raise PipelineError(f"{path}: {_describe_problem(body, error)}") from error
+            raise PipelineError(f"{path}: {_describe_problem(raw, error)}") from error
         if file.schema_version > SCHEMA:
             raise PipelineError(f"{path}: {_describe_newer(file.model_dump(), '')}")
         return file
@@ -277,7 +277,7 @@ class Run:
         return parse_config(body.config, str(self.path / "run.json"), body.continued)
 
     @cached_property
-    def planned(self) -> Config:
+    def original_config(self) -> Config:
         """The configuration at the start of the run, which identifies its results."""
         return parse_config(self.read().config, source=str(self.path / "run.json"))
 

@@ -467,7 +467,7 @@ _METHODS = {
 }
 
 
-FOLDER = "files"  # of the prepare step's output
+SHARED_FOLDER = "files"  # of the prepare step's output
 KEY = "files"  # in data.json, whose own digest is part of every later step's key and of the bundle's lineage
 
 
@@ -495,7 +495,7 @@ def open_task(run: Run, root: Path) -> Task:
 
 def shared_files_folder(run: Run) -> Path:
     """Return the folder of the shared files, after checking that no file has changed since prepare."""
-    folder, report = run.output("prepare") / FOLDER, run.output("prepare") / "data.json"
+    folder, report = run.output("prepare") / SHARED_FOLDER, run.output("prepare") / "data.json"
     if not report.is_file():
         raise DataError(f"{report}: missing, so the files that the task shares are unknown; run the prepare step first")
     recorded: Mapping[str, Any] = json.loads(report.read_text()).get(KEY, {})

@@ -25,7 +25,7 @@ from pipeline.contract.registry import count_comparison
 from pipeline.contract.results import CHAMPION, FIGURES, WORST
 from pipeline.contract.run import Run, step_main
 from pipeline.contract.settings.stages import Evaluate
-from pipeline.contract.task import FOLDER, Classifier, Task, build_model, load_weights, open_task
+from pipeline.contract.task import SHARED_FOLDER, Classifier, Task, build_model, load_weights, open_task
 from pipeline.evaluate.baseline import Baseline, find_baseline
 from pipeline.evaluate.codec_check import CodecCheck, check_codec
 from pipeline.evaluate.compared_data import (
@@ -153,7 +153,7 @@ def _lost_best(run: Run) -> str:
 
 def _check_codec(run: Run, root: Path, task: Task, samples: Samples, predict: Predictor) -> CodecCheck:
     reference = run.config.codec
-    codec = load_codec(reference, root, files=run.output("prepare") / FOLDER)
+    codec = load_codec(reference, root, files=run.output("prepare") / SHARED_FOLDER)
     return check_codec(task, codec, reference, samples, predict)
 
 

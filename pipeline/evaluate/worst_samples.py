@@ -17,7 +17,7 @@ import torch
 
 from pipeline.contract.data import Samples
 from pipeline.contract.run import Run
-from pipeline.contract.task import FOLDER, Embedding, HasShow, HasText, Task
+from pipeline.contract.task import SHARED_FOLDER, Embedding, HasShow, HasText, Task
 from pipeline.evaluate.results import Results
 from pipeline.evaluate.sample_parts import Part, array_part, row_part, shown_parts, text_part
 from pipeline.statistics.scores import ACTUAL, BASELINE, CANDIDATE, PREDICTED, Array, Columns
@@ -199,7 +199,7 @@ def _text_reader(run: Run, task: Task, batch: Batch) -> tuple[ReadText | None, s
     """Return a function from samples to texts, the input it reads, and a note if there is no such function."""
     if isinstance(task, HasText):
         return task.text, "", ""
-    path, ids = run.output("prepare") / FOLDER / "tokenizer.json", _token_input(task, batch)
+    path, ids = run.output("prepare") / SHARED_FOLDER / "tokenizer.json", _token_input(task, batch)
     if ids is None or not path.is_file():
         return None, "", ""
     if importlib.util.find_spec("tokenizers") is None:

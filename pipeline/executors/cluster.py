@@ -20,7 +20,7 @@ from pipeline.contract.restarts import newest_attempt, read_events, record_event
 from pipeline.contract.run import STEPS, Run, StepRecord
 from pipeline.executors.local import Ask, Report, pod_environment, prepare_log, read_log_end
 from pipeline.history import Project
-from pipeline.plan import CLUSTER_STEPS, STEP_KINDS, Step, run_argument, step_command
+from pipeline.plan import CLUSTER_STEPS, STEP_KINDS, Decision, run_argument, step_command
 from pipeline.system.errors import (
     ConfigError,
     PipelineError,
@@ -42,10 +42,10 @@ class ClusterExecutor:
         self._root, self._report, self._ask = root, report, ask
         self._connection: Connection | None = None
 
-    def is_running(self, run: Run, step: Step) -> bool:
-        if step.name not in run.read().steps:
+    def is_running(self, run: Run, decision: Decision) -> bool:
+        if decision.name not in run.read().steps:
             return False
-        return self._step_runner(run, step.name, step.key, _no_tick).find() is not None
+        return self._step_runner(run, decision.name, decision.key, _no_tick).find() is not None
 
     def execute(self, run: Run, record: StepRecord, tick: Callable[[], None]) -> int:
         """Run or follow the Job and return its exit status; a failure leaves the error file a process would leave."""

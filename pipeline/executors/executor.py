@@ -10,12 +10,12 @@ from pipeline.contract.config import Config
 from pipeline.contract.run import Run, StepRecord
 from pipeline.display import Display
 from pipeline.executors.local import LocalExecutor
-from pipeline.plan import CLUSTER_STEPS, Step
+from pipeline.plan import CLUSTER_STEPS, Decision
 from pipeline.system.errors import ConfigError
 
 
 class Executor(Protocol):
-    def is_running(self, run: Run, step: Step) -> bool:
+    def is_running(self, run: Run, decision: Decision) -> bool:
         """True if an earlier `pipe` started this step and it still runs: then none of its files may be removed."""
 
     def execute(self, run: Run, record: StepRecord, tick: Callable[[], None]) -> int:

@@ -19,7 +19,7 @@ from pipeline.contract.config import Config
 from pipeline.contract.restarts import STEP_END_SECONDS, GiveUp, ProcessEnd, restart_after
 from pipeline.contract.run import Run, StepRecord
 from pipeline.contract.settings.stages import Train
-from pipeline.plan import RESTARTED_FLAG, Step, processes_per_node
+from pipeline.plan import RESTARTED_FLAG, Decision, processes_per_node
 from pipeline.system.files import unwritable
 from pipeline.system.fork_server import (
     ADDRESS_VARIABLE,
@@ -241,7 +241,7 @@ class LocalExecutor:
     def __init__(self, root: Path, cores: int, server: Mapping[str, str]) -> None:
         self._root, self._cores, self._server = root, cores, server
 
-    def is_running(self, run: Run, step: Step) -> bool:  # noqa: ARG002 - the protocol's signature
+    def is_running(self, run: Run, decision: Decision) -> bool:  # noqa: ARG002 - the protocol's signature
         return False
 
     def execute(self, run: Run, record: StepRecord, tick: Callable[[], None]) -> int:

@@ -28,8 +28,8 @@ from pipeline.contract.pretrained import (
 from pipeline.contract.prompting import check_decoder, check_prompting
 from pipeline.contract.run import Run, describe, step_main
 from pipeline.contract.task import (
-    FOLDER,
     KEY,
+    SHARED_FOLDER,
     SPLITS,
     Generates,
     HasSampleGroups,
@@ -63,7 +63,7 @@ def prepare(run: Run, root: Path) -> None:
     config = run.config
     task = load_task(config.task, root)
     check_export(task, config.export)
-    files = run.partial("prepare") / FOLDER
+    files = run.partial("prepare") / SHARED_FOLDER
     shutil.rmtree(files, ignore_errors=True)  # of an interrupted attempt
     pretrained = find_pretrained(config, root)
     if pretrained:
@@ -169,9 +169,11 @@ def _check_pretrained(pretrained: Pretrained, task: Task, run: Run) -> tuple[str
 
     config, directory = run.config, run.partial("prepare")
     skeleton, match = match_weights(
-        partial(require_adapt(task, config.task).adapt, directory / FOLDER), pretrained, config.model.allow_mismatch
+        partial(require_adapt(task, config.task).adapt, directory / SHARED_FOLDER),
+        pretrained,
+        config.model.allow_mismatch,
     )
-    check_tokenizer(directory / FOLDER, skeleton.model)
+    check_tokenizer(directory / SHARED_FOLDER, skeleton.model)
     if config.model.adapter != "none":
         add_adapter(skeleton.model, config.model)
     digest = record(pretrained, directory)

@@ -17,7 +17,7 @@ class PipelineError(Exception):
 
     exit_code = 2
     ending: Literal["failed", "rejected", "interrupted"] = "failed"  # status in the step's record
-    complete = False  # True: the step's output is complete and is kept, although the pipeline stops
+    keeps_output = False  # True: the step's output is complete and is kept, although the pipeline stops
     echo = False  # True: it is a consequence of a failure in another process
     passing = False  # True: a restart may succeed, as after a lost machine
 
@@ -73,13 +73,13 @@ class GateError(PipelineError):
 
     exit_code = 3
     ending = "rejected"
-    complete = True
+    keeps_output = True
 
 
 class ClusterError(StageError):
     """A failed connection to the cluster; the manifests are written and can be applied by hand."""
 
-    complete = True
+    keeps_output = True
 
 
 class ConflictError(ConfigError):

@@ -48,7 +48,7 @@ from pipeline.tune.record import (
     study_parts,
     write_study,
 )
-from pipeline.work import PipelineRun, RunRequest
+from pipeline.work import RunRequest, Work
 
 _POLL_SECONDS = 0.1
 
@@ -104,14 +104,12 @@ def run_best_trial(request: SearchRequest, study: Study, steps: tuple[str, ...],
         raise StageError(f"no trial of study {study.name} has finished: {'; '.join(sorted(reasons)[:3])}")
     config = override_config(request.config, as_overrides(best.params))
     history = load_history(request.project.runs)
-    pipeline_run = PipelineRun(
-        request.project, config, RunRequest(steps), [(run, body) for run, body in history if not body.study]
-    )
-    planned = pipeline_run.preview()
+    work = Work(request.project, config, RunRequest(steps), [(run, body) for run, body in history if not body.study])
+    planned = work.preview()
     sources = {step.source for step in planned}
     if len(sources) == 1 and all(step.action == "reuse" for step in planned):
-        return pipeline_run.reused_record(planned[0])[0]
-    return run_pipeline(request.project, config, pipeline_run.request, display)
+        return work.reused_record(planned[0])[0]
+    return run_pipeline(request.project, config, work.request, display)
 
 
 def assign_gpus(worker: int, workers: int, env: Mapping[str, str]) -> dict[str, str]:
@@ -145,11 +143,11 @@ def _record_study(request: SearchRequest, display: Display) -> None:
 def _prepare_data(request: SearchRequest, study: str, display: Display) -> Run:
     """Run prepare once for all trials, so that a broken task is reported once; return the run that has it."""
     steps = ("prepare",)
-    pipeline_run = PipelineRun(request.project, request.config, RunRequest(steps), load_history(request.project.runs))
-    (step,) = pipeline_run.preview()
+    work = Work(request.project, request.config, RunRequest(steps), load_history(request.project.runs))
+    (step,) = work.preview()
     if step.action == "run":
         return run_pipeline(request.project, request.config, RunRequest(steps, study=study), display)
-    return pipeline_run.reused_record(step)[0]
+    return work.reused_record(step)[0]
 
 
 def _run_workers(request: SearchRequest, study: Study) -> None:

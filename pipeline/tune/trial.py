@@ -22,7 +22,7 @@ from pipeline.display import Display
 from pipeline.executors.executor import check_config
 from pipeline.history import Project, load_history, lock_run
 from pipeline.plan import describe_changes
-from pipeline.run import resume_run, run_pipeline, serve_training
+from pipeline.run import resume_run, run_pipeline, start_fork_server
 from pipeline.system.errors import ConfigError, DataError, PipelineError, Pruned, ResourceError, StageError
 from pipeline.tune.record import (
     StudyFile,
@@ -57,8 +57,8 @@ class TrialMonitor(Display):
         """Ignored: the last validations are reported when the step is complete."""
 
     def tick(self) -> None:
-        assert self._run is not None
-        if self._step == "train" and self.report_validations(self._run.partial("train")) and self._trial.should_prune():
+        assert self.run is not None
+        if self._step == "train" and self.report_validations(self.run.partial("train")) and self._trial.should_prune():
             raise Pruned(f"after validation {max(self._reported)}")
 
     def report_validations(self, directory: Path) -> bool:
@@ -154,7 +154,7 @@ def run_worker(
     """Run trials until all trials of the study are finished, by this worker or others."""
     config = _check_unchanged(body, project, read_config())
     request = RunRequest((), study=body.name, cores=max(1, (os.cpu_count() or 1) // workers))
-    with serve_training(project.root, config, request.cores) as server:
+    with start_fork_server(project.root, config, request.cores) as server:
         os.environ.update(server)  # of this process, for its trials
         study = Study(study_folder(project.runs, body.name), config.tune, search_space(config))
         while not study.finished:

@@ -86,8 +86,8 @@ BREAKS: tuple[Break, ...] = (
     Break(
         "the override of a verdict is not part of the export's key",
         "pipeline/plan.py",
-        'parts[f"input:{OVERRIDE}"] = outputs["evaluate"][OVERRIDE]',
-        'outputs["evaluate"][OVERRIDE]',
+        'parts[f"input:{OVERRIDE_FILE}"] = outputs["evaluate"][OVERRIDE_FILE]',
+        'outputs["evaluate"][OVERRIDE_FILE]',
         "tests/pipeline/test_override.py::test_override_reuses_the_evaluation_and_reruns_the_export",
     ),
     Break(

@@ -16,9 +16,9 @@ from export.checks.cases import torch_outputs
 from export.checks.parity import compare_test_set
 from export.compare import Rows
 from export.conversion.to_onnx import ExportResult, convert
-from export.kinds import open_kind
+from export.kinds import open_exporter
 from export.sessions import open_graph
-from export.subject import ExportKind, Subject
+from export.subject import ModelExporter, Subject
 from pipeline.contract.data import Samples, open_split
 from pipeline.contract.settings.stages import Export
 from pipeline.contract.task import Task
@@ -79,20 +79,19 @@ class Exported:
     written: ExportResult
 
     @property
-    def kind(self) -> ExportKind:
-        return open_kind(Subject(self.task, self.model, self.test, self.config, self.path))
+    def kind(self) -> ModelExporter:
+        return open_exporter(Subject(self.task, self.model, self.test, self.config, self.path))
 
     def test_set_rows(self) -> Rows:
         reference = torch_outputs(self.task, self.model, self.test, max(self.config.batch_sizes))
         return compare_test_set(open_graph(self.path), self.task, self.test, reference, self.config, {})
 
     def shape_rows(self) -> Rows:
-        rows = next(self.kind.phases(self.written)).runs
-        return [row for row in rows if "padding" in row["worst"]]
+        return next(self.kind.phases(self.written)).shapes
 
 
-def open_model(task: Any, path: Path, config: Export | None = None, model: nn.Module | None = None) -> ExportKind:
-    return open_kind(Subject(task, model or task.net, open_split(task, "test"), config or Export(), path))
+def open_model(task: Any, path: Path, config: Export | None = None, model: nn.Module | None = None) -> ModelExporter:
+    return open_exporter(Subject(task, model or task.net, open_split(task, "test"), config or Export(), path))
 
 
 Exporter = Callable[..., Exported]

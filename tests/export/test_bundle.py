@@ -64,7 +64,9 @@ def test_bundled_settings_of_the_service_are_in_the_signature(tmp_path: Path) ->
     }
     assert words.keys() == set(BUNDLED_SETTINGS)
     config = Config.model_validate({"name": "tiny", "task": "task.py:T", "codec": "codec.py:C", "serve": words})
-    signature = bundle._signature(slow(tmp_path / "bundle"), config, ModelProperties(axes={"sequence": 9}))
+    signature = bundle._signature(
+        slow(tmp_path / "bundle"), config, ModelProperties(axes={"sequence": 9}), "Codec", (), ()
+    )
     assert signature.limits.model_dump() | signature.runtime.model_dump() == {
         **words,
         "axes": {"sequence": 9},

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from export.checks.verify import verify_file
 from export.conversion.optimize import fit_runtime
 from export.conversion.to_onnx import ExportResult, convert
-from export.kinds import open_kind
+from export.kinds import open_exporter
 from export.subject import Subject
 from pipeline.contract.data import open_split
 from pipeline.contract.settings.stages import Export
@@ -80,13 +80,13 @@ def stopped_by(whole: Whole, path: Path) -> tuple[str, str]:
     """Return the check that ends the export, and its message."""
     try:
         fit_runtime(path)
-        report = verify_file(open_kind(replace(whole.subject, path=path)), whole.written)
+        report = verify_file(open_exporter(replace(whole.subject, path=path)), whole.written)
     except StageError as error:
         return next((check for text, check in CHECKS.items() if text in str(error)), "unknown"), str(error)
     try:
         report.require(whole.subject.config)
     except StageError as error:
-        differing = [row for row in report.runs if row["beyond_tolerance"]]
+        differing = [row for row in (*report.test_set, *report.shapes) if row["beyond_tolerance"]]
         return "test set" if differing else "random inputs", str(error)
     return "", ""
 

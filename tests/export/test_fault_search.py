@@ -1,4 +1,4 @@
-"""The search for the first wrong node in damaged, quantised, optimised and fp16 copies of a small graph.
+"""The search for the first wrong node in damaged, quantized, optimized and fp16 copies of a small graph.
 
 A failed comparison names a node of the file, or a module that was traced differently.
 """
@@ -25,7 +25,7 @@ from export.checks.fault_search import (
     find_first_wrong,
     find_first_wrong_by_values,
 )
-from export.checks.verify import write_verified
+from export.checks.verify import write_and_compare
 from pipeline.contract.settings.stages import Export
 from pipeline.system.errors import StageError
 
@@ -127,8 +127,8 @@ def test_removed_names_are_matched_by_order(whole: Path, tmp_path: Path) -> None
     assert (found.node, found.op) == ("new_p9", "MatMul"), "a node without a name is called by what it makes"
 
 
-def test_quantised_values_are_compared_after_dequantization(whole: Path, tmp_path: Path) -> None:
-    def quantised(scale: float) -> Callable[[onnx.GraphProto], Any]:
+def test_quantized_values_are_compared_after_dequantization(whole: Path, tmp_path: Path) -> None:
+    def quantized(scale: float) -> Callable[[onnx.GraphProto], Any]:
         def change(graph: onnx.GraphProto) -> None:
             graph.initializer.append(numpy_helper.from_array(np.array(scale, np.float32), "scale"))
             graph.initializer.append(numpy_helper.from_array(np.array(0, np.int8), "zero"))
@@ -142,9 +142,9 @@ def test_quantised_values_are_compared_after_dequantization(whole: Path, tmp_pat
 
         return change
 
-    fine = changed(whole, tmp_path, quantised(0.02))
+    fine = changed(whole, tmp_path, quantized(0.02))
     assert find(whole, fine, 0.2) is None
-    found = find(whole, changed(whole, tmp_path, quantised(0.001)), 0.2)  # clips all beyond 0.127
+    found = find(whole, changed(whole, tmp_path, quantized(0.001)), 0.2)  # clips all beyond 0.127
     assert found is not None
     assert (found.node, found.op) == ("sum10", "Add")
 
@@ -278,7 +278,7 @@ def test_missing_operator_of_forward_is_reported_with_its_line(exported: Exporte
 
 def test_module_that_is_traced_differently_is_named(tmp_path: Any) -> None:
     task: Any = Small(layers(Sneaky()), pairs())
-    report = write_verified(open_model(task, tmp_path / "model.onnx"))
+    report = write_and_compare(open_model(task, tmp_path / "model.onnx"))
     with pytest.raises(StageError, match=r"the trace is not the model: it answers otherwise in `2`, off by .* python"):
         report.require(Export())
 
@@ -292,7 +292,7 @@ class Short(nn.Module):
 
 def test_limits_of_the_trace_are_reported(tmp_path: Any) -> None:
     task: Any = Small(layers(Short()), pairs())
-    report = write_verified(open_model(task, tmp_path / "model.onnx"))
+    report = write_and_compare(open_model(task, tmp_path / "model.onnx"))
     with pytest.raises(StageError, match=r"torch's guards limit the trace to `batch` max=5"):
         report.require(Export())
-    assert np.isfinite([one["max_abs_error"] for one in report.runs]).all()
+    assert np.isfinite([one["max_abs_error"] for one in report.test_set + report.shapes]).all()

@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from export.checks.verify import write_verified
+from export.checks.verify import write_and_compare
 from export.conversion.names import MeasuredShapes, name_output_axes
 from export.conversion.to_onnx import tensor_specs
-from export.subject import ExportKind
+from export.subject import ModelExporter
 from export.variants.quantize import CONVERTERS, VariantInputs
 from pipeline.contract.settings.stages import Export
 from pipeline.system.errors import ConfigError
@@ -26,10 +26,10 @@ from .recurrent import KINDS, LONGEST, Tagger, Tags
 QUICK = {"batch_sizes": (1, 7)}
 
 
-def verified(task: Any, folder: Path, **settings: Any) -> ExportKind:
+def verified(task: Any, folder: Path, **settings: Any) -> ModelExporter:
     config = Export(**{**QUICK, **settings})
     kind = open_model(task, folder / "model.onnx", config)
-    write_verified(kind).require(config)
+    write_and_compare(kind).require(config)
     return kind
 
 

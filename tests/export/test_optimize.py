@@ -1,4 +1,4 @@
-"""An optimised file is what is verified and shipped, or it is not used.
+"""An optimized file is what is verified and shipped, or it is not used.
 
 A file that the serving ONNX Runtime cannot load is lowered or refused; one that is unsound is named.
 """
@@ -17,7 +17,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 from torch import nn
 
-from export.checks.verify import write_verified
+from export.checks.verify import write_and_compare
 from export.conversion import optimize
 from export.conversion.optimize import (
     Optimization,
@@ -162,7 +162,7 @@ def test_wrong_optimized_file_is_not_used(
     task: Any = Small(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), pairs())
     (tmp_path / "bundle").mkdir()
     path = tmp_path / "bundle" / "model.onnx"
-    report = write_verified(open_model(task, path, Export(optimize="basic")))
+    report = write_and_compare(open_model(task, path, Export(optimize="basic")))
     report.require(Export())
     message = report.file["optimize"]
     assert (message["requested"], message["used"]) == ("basic", "none")
@@ -184,7 +184,7 @@ def test_unsound_optimized_file_is_not_used(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(optimize, "optimize_file", fused)
     task: Any = Small(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), pairs())
     (tmp_path / "bundle").mkdir()
-    report = write_verified(open_model(task, tmp_path / "bundle" / "model.onnx", Export(optimize="basic")))
+    report = write_and_compare(open_model(task, tmp_path / "bundle" / "model.onnx", Export(optimize="basic")))
     report.require(Export())
     assert report.file["optimize"]["used"] == "none"
     assert "not sound by ONNX's own rules" in report.file["optimize"]["reason"]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from export import other_formats
 from export.other_formats import require_formats, saved_model_problem, write_formats
-from export.subject import ExportKind
+from export.subject import ModelExporter
 from pipeline.contract.settings.stages import Export
 from pipeline.system.errors import StageError
 from pipeline.system.files import digest_file
@@ -31,7 +31,7 @@ class Sneaky(nn.Module):
         return x[:, :3] if torch.compiler.is_compiling() else x[:, :3] * 1.5
 
 
-def original(folder: Path, net: nn.Module, **settings: Any) -> ExportKind:
+def original(folder: Path, net: nn.Module, **settings: Any) -> ModelExporter:
     task: Any = Classes(net.eval(), pairs())
     config = Export(batch_sizes=(1, 7, 40), **settings)
     return open_model(task, folder / "model.onnx", config)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from export.checks.cases import evaluated_outputs
-from export.checks.verify import write_verified
+from export.checks.verify import write_and_compare
 from export.conversion.padding import PaddingEffect, measure_padding
 from export.conversion.shapes import untraced_batches
 from pipeline.contract.data import open_split
@@ -45,7 +45,7 @@ def test_recurrent_layer_that_reads_padding_is_reported_with_numbers(tmp_path: P
     task: Any = Tags()
     test = open_split(task, "test")
     config = Export(batch_sizes=(1, 7))
-    report = write_verified(open_model(task, tmp_path / "model.onnx", config))
+    report = write_and_compare(open_model(task, tmp_path / "model.onnx", config))
     report.require(config)
     found = PaddingEffect(**report.last_check.record["padding"])
     assert (found.samples, found.differing, found.unknown) == (PADDED, PADDED, {})

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from export.checks.verify import write_verified
+from export.checks.verify import write_and_compare
 from export.compare import require_equal
 from export.conversion.shapes import check_dynamic_axes, untraced_batches
 from export.conversion.to_onnx import check_external_data, tensor_specs
@@ -228,7 +228,7 @@ def test_router_with_noise_is_named(tmp_path: Any) -> None:
             return found + torch.rand_like(found)
 
     task: Any = Texts(Noisy(), columns())
-    report = write_verified(open_model(task, tmp_path / "model.onnx"))
+    report = write_and_compare(open_model(task, tmp_path / "model.onnx"))
     with pytest.raises(StageError, match=r"torch returns different values of `y` .*noise in a router"):
         report.require(Export())
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from export.checks.verify import write_verified
+from export.checks.verify import write_and_compare
 from export.conversion.to_onnx import export_input
 from export.conversion.trace import inspect
 from pipeline.contract.data import forward, open_split
@@ -78,7 +78,7 @@ class Both(Encoder):
 def test_transformer_with_masks_is_exported_as_it_was_evaluated(net: nn.Module, exported: Exporter) -> None:
     made = exported(Tags(net))
     torch.backends.mha.set_fastpath_enabled(True)
-    report = write_verified(made.kind)
+    report = write_and_compare(made.kind)
     report.require(made.config)
     assert torch.backends.mha.get_fastpath_enabled()
 

@@ -21,7 +21,7 @@ from export.checks.verify import verify_file
 from export.checks.weights_check import compare_weights
 from export.conversion.optimize import check_random
 from export.conversion.to_onnx import ExportResult, convert
-from export.kinds import open_kind
+from export.kinds import open_exporter
 from export.report import Report
 from export.subject import Subject
 from export.tolerance import allowed_error, is_within, measure_scale
@@ -77,7 +77,7 @@ class Whole:
 
     def report(self, path: Path | None = None) -> Report:
         subject = replace(self.subject, path=path or self.subject.path)
-        return verify_file(open_kind(subject), self.written)
+        return verify_file(open_exporter(subject), self.written)
 
 
 def make_whole(net: nn.Module, folder: Path) -> Whole:
@@ -315,12 +315,12 @@ def test_batch_norm_joined_with_a_layer_is_compared(tmp_path: Path) -> None:
     task: Any = Small(net, pairs())
     path, test = tmp_path / "model.onnx", open_split(task, "test")
     written = convert(net, task, test.batch(range(3)), Export(), path)
-    result = compare_weights(path, written.traced.module)
+    result = compare_weights(path, written.source.module)
     assert (result.different, result.not_compared, result.equal) == ((), (), 6)
     model = onnx.load(path)
     weights("model.pixels.weight", np.zeros_like)(model)
     path.write_bytes(model.SerializeToString())
-    (sentence,) = compare_weights(path, written.traced.module).different
+    (sentence,) = compare_weights(path, written.source.module).different
     assert "6 of 6 values of the weight `pixels.weight`" in sentence
 
 

@@ -18,7 +18,7 @@ from pipeline.resume import latest_unfinished
 from pipeline.run import _finish_step
 from pipeline.system.errors import BundleError, ConfigError, GateError
 from pipeline.system.files import write_json
-from pipeline.work import PipelineRun, RunRequest
+from pipeline.work import RunRequest, Work
 
 from .conftest import NewRun
 
@@ -87,11 +87,9 @@ def test_override_reuses_the_evaluation_and_reruns_the_export(
     run = evaluated(run, key=key)
 
     def step(name: str) -> tuple[str, str]:
-        pipeline_run = PipelineRun(
-            project, config, RunRequest(("evaluate", "export")), [(run, run.read())], outputs=dict(before)
-        )
-        pipeline_run.outputs["evaluate"] = outputs_with_override(run, record_of(run))
-        found = pipeline_run.decide(name)
+        work = Work(project, config, RunRequest(("evaluate", "export")), [(run, run.read())], outputs=dict(before))
+        work.outputs["evaluate"] = outputs_with_override(run, record_of(run))
+        found = work.decide(name)
         return found.action, found.key
 
     assert step("evaluate")[0] == "run", "a rejected candidate is evaluated again"
@@ -111,17 +109,17 @@ def test_override_applies_to_the_same_verdict_of_a_later_run_only(
     first, again, other = evaluated(new_run()), new_run(), new_run()
     given = override_verdict(first, "for a reproduction")
     history = load_history(project.runs)
-    pipeline_run = PipelineRun(project, config, RunRequest(("evaluate",)), history)
+    work = Work(project, config, RunRequest(("evaluate",)), history)
     for run, summary in ((again, FAILED["summary"]), (other, "accuracy 0.4")):
         run.partial("evaluate").mkdir()
         write_json(run.partial("evaluate") / "verdict.json", {**FAILED, "summary": summary})
     record = StepRecord(step="evaluate", status="running", key="k", parts={})
     display = Display(live=False)
     display.start(again, "evaluate", "again")
-    done = _finish_step(pipeline_run, again, record, GateError("rejected"), display)
+    done = _finish_step(work, again, record, GateError("rejected"), display)
     assert (done.status, done.reason, read_override(again.path)) == ("overridden", "rejected", given)
     with pytest.raises(GateError):
-        _finish_step(pipeline_run, other, record, GateError("rejected"), display)
+        _finish_step(work, other, record, GateError("rejected"), display)
     assert record_of(other).status == "rejected"
     assert reuse_override(other, [first]) is None
 

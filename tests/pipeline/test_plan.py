@@ -15,7 +15,7 @@ from pipeline.history import Project
 from pipeline.plan import (
     SCHEMA,
     STEP_KINDS,
-    Step,
+    Decision,
     config_parts,
     decide_step,
     explain_change,
@@ -242,7 +242,7 @@ def done(parts: Mapping[str, str], status: str = "done", reused_from: str = "") 
 
 def decided(
     parts: Mapping[str, str], *past: tuple[str, StepRecord], forced: bool = False, damaged: tuple[str, ...] = ()
-) -> Step:
+) -> Decision:
     return decide_step("train", parts, past, forced, lambda run, record: list(damaged))
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from pipeline.contract.config import parse_config
 from pipeline.history import Project
-from pipeline.plan import Step
+from pipeline.plan import Decision
 from pipeline.plan_memory import CACHE_FILE, describe_memory, plan_memory
 
 GIB = 1 << 30
@@ -20,7 +20,7 @@ FITS = {
     "bytes": int(5.1 * GIB), "weights": GIB // 2, "gradients": GIB // 2, "optimizer": GIB,
     "activations": int(3.1 * GIB), "limit": 8 * GIB,
 }  # fmt: skip
-STEPS = (Step("prepare", "run", "", "a", {}), Step("train", "run", "", "b", {}))
+STEPS = (Decision("prepare", "run", "", "a", {}), Decision("train", "run", "", "b", {}))
 LINE = "memory: 5.1 GiB per process (weights 0.5, gradients 0.5, optimizer 1.0, activations 3.1)"
 
 
@@ -69,7 +69,7 @@ def test_line_names_the_setting_that_makes_it_fit() -> None:
 def test_estimate_that_fits_is_made_once_for_each_key(project: Project, requests: list[dict[str, Any]]) -> None:
     assert plan_memory(project, config(), STEPS) == plan_memory(project, config(), STEPS) == FITS
     assert len(requests) == 1
-    plan_memory(project, config(), (STEPS[0], Step("train", "run", "", "changed", {})))
+    plan_memory(project, config(), (STEPS[0], Decision("train", "run", "", "changed", {})))
     plan_memory(project, config(train={"processes": 5}), STEPS)
     assert len(requests) == 3
     (project.runs / CACHE_FILE).write_text("{")

@@ -25,7 +25,7 @@ from pipeline.resume import (
 from pipeline.run import resume_run, run_pipeline
 from pipeline.system.errors import BundleError, ConfigError, LostContact, ResourceError, StageError, write_error
 from pipeline.user.readers import find_files, write_read_files
-from pipeline.work import PipelineRun, RunRequest
+from pipeline.work import RunRequest, Work
 
 from .conftest import NewRun
 
@@ -35,7 +35,7 @@ def test_resumed_run_with_other_machines_keeps_its_key(project: Project, new_run
     before = key_parts("train", run.config, project, {})
     found = override_resumed(run, ["train.processes=4", "train.restarts=9"])
     assert (found.config.train.processes, found.config.train.restarts) == (4, 9)
-    assert key_parts("train", found.planned, project, {}) == before, "an unchanged rerun reuses what it computes"
+    assert key_parts("train", found.original_config, project, {}) == before, "an unchanged rerun reuses its outputs"
     assert Run(run.path).config.train.processes == 4, "the training processes read it there"
 
 
@@ -99,17 +99,17 @@ def test_rejected_run_is_not_resumed_implicitly(project: Project, new_run: NewRu
 
 def test_preview_uses_reused_outputs_only_while_it_runs(project: Project, config: Config, new_run: NewRun) -> None:
     run = recorded(new_run(), "prepare")
-    key = PipelineRun(project, config, RunRequest(("prepare",)), []).decide("prepare").key
+    key = Work(project, config, RunRequest(("prepare",)), []).decide("prepare").key
     write_record(run, run.read().steps["prepare"].model_copy(update={"key": key}))
-    pipeline_run = PipelineRun(project, config, RunRequest(("prepare", "train")), load_history(project.runs))
-    assert [(step.name, step.action) for step in pipeline_run.preview()] == [("prepare", "reuse"), ("train", "run")]
-    assert pipeline_run.outputs == {}
+    work = Work(project, config, RunRequest(("prepare", "train")), load_history(project.runs))
+    assert [(step.name, step.action) for step in work.preview()] == [("prepare", "reuse"), ("train", "run")]
+    assert work.outputs == {}
 
 
 def test_from_a_step_with_missing_outputs_before_it_is_refused(project: Project, config: Config) -> None:
     order = RunRequest(("prepare", "train"), reuse_only=frozenset({"prepare"}))
     with pytest.raises(ConfigError, match="--from starts after prepare, but prepare has to run: never run"):
-        PipelineRun(project, config, order, []).preview()
+        Work(project, config, order, []).preview()
 
 
 def test_error_of_a_step_becomes_the_error_of_the_run(project: Project, folder: Path, config: Config) -> None:
@@ -236,16 +236,16 @@ def test_prepare_runs_again_when_a_file_that_it_read_has_changed(
     find_files(f"{folder}/rows.csv")
     write_read_files(folder, run.partial("prepare"))
     outputs, digest = publish_step(run, "prepare")
-    key = PipelineRun(project, config, RunRequest(("prepare",)), []).decide("prepare").key
+    key = Work(project, config, RunRequest(("prepare",)), []).decide("prepare").key
     values = {"step": "prepare", "status": "done", "key": key, "parts": {}, "outputs": outputs, "digest": digest}
     write_record(run, StepRecord.model_validate(values))
-    pipeline_run = PipelineRun(project, config, RunRequest(("prepare",)), load_history(project.runs))
-    assert pipeline_run.decide("prepare").action == "reuse"
+    work = Work(project, config, RunRequest(("prepare",)), load_history(project.runs))
+    assert work.decide("prepare").action == "reuse"
     (folder / "rows.csv").write_text("x\n2\n")
-    decision = pipeline_run.decide("prepare")
+    decision = work.decide("prepare")
     assert (decision.action, decision.reason) == ("run", "rows.csv changed")
     with pytest.raises(ConfigError, match=r"prepare: rows.csv of run .* changed on disk; it cannot be accepted"):
-        accept_outputs(pipeline_run, ["prepare"])
+        accept_outputs(work, ["prepare"])
 
 
 class Steps:

@@ -30,7 +30,7 @@ from pipeline.contract.data import Samples, open_split
 from pipeline.contract.pretrained import planned_files
 from pipeline.contract.run import describe
 from pipeline.contract.settings.stages import Train
-from pipeline.contract.task import FOLDER, HasSampleLengths, Task, load_task, require_adapt
+from pipeline.contract.task import SHARED_FOLDER, HasSampleLengths, Task, load_task, require_adapt
 from pipeline.system.errors import ConfigError, PipelineError
 from pipeline.system.processes import Rank
 from pipeline.system.torch_private import (
@@ -300,7 +300,7 @@ def plan_memory(request: Request, root: Path) -> dict[str, Any]:
     task = load_task(config.task, root)
     prepared = Path(request.prepared) if request.prepared else None
     with tempfile.TemporaryDirectory() as temporary:
-        files = planned_files(task, config, root, prepared and prepared / FOLDER, Path(temporary))
+        files = planned_files(task, config, root, prepared and prepared / SHARED_FOLDER, Path(temporary))
         samples = longest_first(task, open_split(task, "train", prepared), config.train.max_samples)
 
         def estimate(changed: Config) -> Estimate:

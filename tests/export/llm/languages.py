@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from export.checks.verify import write_verified
-from export.kinds import open_kind
+from export.checks.verify import write_and_compare
+from export.kinds import open_exporter
 from export.llm.decoder import open_decoder
-from export.llm.kind import LanguageModel
+from export.llm.kind import LanguageExporter
 from export.report import Report
 from export.subject import Subject
 from pipeline.contract.data import open_split
@@ -110,7 +110,7 @@ def causal(kind: str, head: str = "CausalLM", **settings: Any) -> Any:
 @dataclass(frozen=True)
 class Made:
     task: Language
-    kind: LanguageModel
+    kind: LanguageExporter
     report: Report
 
     @property
@@ -129,8 +129,8 @@ def make(architecture: str, folder: Path, config: Export | None = None, **settin
     prompting = Prompting(begin=(1,), end=(2,), prompts=PROMPTS)
     task: Any = Language(causal(architecture, **settings), inputs=MASKED, settings=prompting)
     test, path = open_split(task, "test"), folder / "model.onnx"
-    kind: Any = open_kind(Subject(task, task.model(), test, config or Export(), path))
-    return Made(task, kind, write_verified(kind))
+    kind: Any = open_exporter(Subject(task, task.model(), test, config or Export(), path))
+    return Made(task, kind, write_and_compare(kind))
 
 
 def tokenizer(folder: Path, words: int = WORDS) -> None:

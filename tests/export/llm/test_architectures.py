@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from export.checks.verify import write_verified
+from export.checks.verify import write_and_compare
 from export.report import LastCheck
 from export.subject import ModelProperties
 from pipeline.contract.settings.stages import Export
@@ -51,7 +51,7 @@ class Restless(torch.nn.Module):
 @pytest.mark.long
 def test_random_language_model_is_reported(tmp_path: Path) -> None:
     task: Any = Language(causal("Llama"), inputs=MASKED)
-    report = write_verified(open_model(task, tmp_path / "model.onnx", model=Restless(task.net)))
+    report = write_and_compare(open_model(task, tmp_path / "model.onnx", model=Restless(task.net)))
     assert report.last_check == LastCheck()
     with pytest.raises(StageError, match="torch returns different values of `logits` for the same input"):
         report.require(Export())
@@ -68,7 +68,7 @@ def test_classification_head_takes_every_length(kind: str, tmp_path: Path) -> No
     net = causal(kind, head="SequenceClassification", num_labels=3, pad_token_id=0)
     task: Any = Labels(Masked(net), inputs=MASKED)
     model = open_model(task, tmp_path / "model.onnx")
-    report = write_verified(model)
+    report = write_and_compare(model)
     report.require(Export())
     assert model.properties == ModelProperties(axes={"sequence": POSITIONS})
-    assert {found["batch_size"] for found in report.runs} >= {1, 2, 5, 7}
+    assert {found["batch_size"] for found in report.rows} >= {1, 2, 5, 7}

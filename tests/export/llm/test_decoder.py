@@ -90,11 +90,11 @@ def test_prompt_and_past_are_dynamic_and_latents_are_cached(deepseek: Made) -> N
 
 
 def test_untraced_shapes_and_the_test_set_are_compared(deepseek: Made) -> None:
-    places = [found["worst"].partition(" at ")[2] for found in deepseek.report.runs]
+    places = [found["worst"].partition(" at ")[2] for found in (*deepseek.report.test_set, *deepseek.report.shapes)]
     assert places[0] == "the test set"
     assert {"past 0, sequence 1, 0 padded", f"past 0, sequence {POSITIONS}, 2 padded"} <= set(places)
     assert "past 6, sequence 1, 3 padded" in places
-    assert all(found["max_abs_error"] < 1e-4 for found in deepseek.report.runs)
+    assert all(found["max_abs_error"] < 1e-4 for found in deepseek.report.rows)
     greedy_record = deepseek.report.last_check.record["greedy"]
     assert greedy_record == {
         "prompts": 4,
@@ -329,5 +329,5 @@ def test_texts_beyond_the_sliding_window_give_the_logits_of_transformers(kind: s
         whole = net(torch.from_numpy(ids), use_cache=False).logits.numpy()
     for expected in (np.concatenate(steps, axis=1), whole):
         np.testing.assert_allclose(np.concatenate(found, axis=1), expected, atol=1e-4, rtol=1e-4)
-    places = [row["worst"].partition(" at ")[2] for row in made.report.runs]
+    places = [row["worst"].partition(" at ")[2] for row in (*made.report.test_set, *made.report.shapes)]
     assert ("past 7, random" in places) == bool(getattr(net.config, "sliding_window", None))

@@ -10,7 +10,7 @@ import onnx
 import pytest
 from onnx import helper
 
-from export.checks.verify import write_verified
+from export.checks.verify import write_and_compare
 from export.conversion.optimize import check_file, operators
 from export.llm import kind as language_kind
 from export.llm.decoder import TorchDecoder, language_export_input, make_generation, open_decoder
@@ -59,9 +59,9 @@ def test_wrong_fused_file_is_exported_again_without_fusions(tmp_path: Path, monk
     monkeypatch.setattr(language_kind, "convert_fused", convert_wrongly)
     made = make("Llama", tmp_path, Export(optimize="transformers"))
     made.report.require(Export())
-    optimised = made.report.file["optimize"]
-    assert (optimised["used"], optimised["fused"]) == ("none", {})
-    assert optimised["reason"].startswith("the optimized file differs from the model: ")
+    optimized = made.report.file["optimize"]
+    assert (optimized["used"], optimized["fused"]) == ("none", {})
+    assert optimized["reason"].startswith("the optimized file differs from the model: ")
     assert "Attention" not in operators(made.path)
 
 
@@ -79,7 +79,7 @@ def test_attention_with_other_arguments_is_exported_without_fusions(tmp_path: Pa
     attention.forward = forward
     task: Any = Language(model, inputs=MASKED)
     path = tmp_path / "model.onnx"
-    report = write_verified(open_model(task, path, Export(optimize="transformers")))
+    report = write_and_compare(open_model(task, path, Export(optimize="transformers")))
     report.require(Export())
     assert report.file["optimize"]["used"] == "none"
     assert "an argument that ONNX's operator does not have" in report.file["optimize"]["reason"]

@@ -11,7 +11,7 @@ import pytest
 
 from export.llm.decoder import TorchDecoder, convert_language, make_generation
 from export.llm.genai import _genai_config
-from export.llm.kind import LanguageModel
+from export.llm.kind import LanguageExporter
 from export.other_formats import write_formats
 from export.subject import Subject
 from pipeline.contract.data import open_split
@@ -29,13 +29,13 @@ BYTES = {  # a tokenizer whose tokens are the bytes of ASCII letters
 }
 
 
-def decoder(folder: Path, architecture: str) -> LanguageModel:
+def decoder(folder: Path, architecture: str) -> LanguageExporter:
     """A language model with its plain file, which is not verified here."""
     prompting = Prompting(begin=(1,), end=(2,), prompts=PROMPTS)
     task: Any = Language(causal(architecture), settings=prompting)
     write_json(folder / "tokenizer.json", BYTES)
     path, config = folder / "model.onnx", Export(formats=("onnx", "genai"))
-    kind = LanguageModel(Subject(task, task.net, open_split(task, "test"), config, path, files=folder))
+    kind = LanguageExporter(Subject(task, task.net, open_split(task, "test"), config, path, files=folder))
     convert_language(task.net, kind.generation, Export(), path)
     return kind
 

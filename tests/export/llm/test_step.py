@@ -11,7 +11,7 @@ import pytest
 from export.__main__ import export
 from pipeline.contract.bundle import open_bundle
 from pipeline.contract.run import Run, RunFile
-from pipeline.contract.task import FOLDER, save_weights, shared_file_digests
+from pipeline.contract.task import SHARED_FOLDER, save_weights, shared_file_digests
 from pipeline.system.files import digest_file, write_json
 from pipeline.verify import verify_bundle
 
@@ -92,8 +92,10 @@ def evaluated_run(root: Path) -> Run:
     config = {"name": "talk", "task": "talk_task.py:Talk", "codec": "talk_codec.py:TalkCodec"}
     file = RunFile(id=run.id, created="2026-01-01", wanted=("export",), config=config, environment={})
     (run.path / "run.json").write_text(file.model_dump_json())
-    tokenizer(run.output("prepare") / FOLDER)
-    write_json(run.output("prepare") / "data.json", {"files": shared_file_digests(run.output("prepare") / FOLDER)})
+    tokenizer(run.output("prepare") / SHARED_FOLDER)
+    write_json(
+        run.output("prepare") / "data.json", {"files": shared_file_digests(run.output("prepare") / SHARED_FOLDER)}
+    )
     write_json(run.output("prepare") / "profile.json", {"columns": {}})
     weights = run.output("train") / "model.safetensors"
     save_weights(causal("Llama").state_dict(), weights)

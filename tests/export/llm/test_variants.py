@@ -20,9 +20,9 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from export.bundle import Sources, fill_bundle
-from export.checks.verify import write_verified
+from export.checks.verify import write_and_compare
 from export.conversion.to_onnx import save_stripped
-from export.kinds import open_kind
+from export.kinds import open_exporter
 from export.llm.decoder import open_decoder
 from export.llm.perplexity import Perplexity, token_losses
 from export.llm.weight_only import LANGUAGE_CONVERTERS
@@ -63,8 +63,8 @@ def compare(folder: Path, **export: Any) -> VariantEvaluation:
         {"name": "x", "task": "t.py:T", "codec": "c.py:C", "export": settings, "evaluate": {"metric": "likelihood"}},
         source="test",
     )
-    kind = open_kind(Subject(task, task.model(), open_split(task, "test"), config.export, folder / "model.onnx"))
-    write_verified(kind)
+    kind = open_exporter(Subject(task, task.model(), open_split(task, "test"), config.export, folder / "model.onnx"))
+    write_and_compare(kind)
     return VariantEvaluation(kind, config, folder / "variants", kind.converters)
 
 
@@ -132,7 +132,7 @@ def test_openai_service_answers_from_int4_weights(
     (tmp_path / "talk_codec.py").write_text(CODEC)
     tokenizer(tmp_path / "files")
     config = parse_config({"name": "talk", "task": "t.py:T", "codec": "talk_codec.py:Codec"}, source="test")
-    kind: Any = comparison.kind
+    kind: Any = comparison.exporter
     properties = replace(kind.properties, variant="int4", error=comparison.rounding(entry))
     fill_bundle(bundle, kind, config, Sources(tmp_path, tmp_path / "files"), properties)
     (bundle / "card.md").write_text("# talk\n")

@@ -160,5 +160,5 @@ def test_graph_without_constant_products_is_refused(tmp_path: Path) -> None:
     del model.graph.node[1:]
     model.graph.node[0].output[0] = "logits"
     onnx.save(model, path)
-    with pytest.raises(StageError, match="nothing to quantise"):
+    with pytest.raises(StageError, match="nothing to quantize"):
         LANGUAGE_CONVERTERS["int4"](VariantInputs(path, False, 7, list), tmp_path / "rounded.onnx")

@@ -14,9 +14,9 @@ import pytest
 from onnx import numpy_helper
 
 from export.conversion.to_onnx import save_stripped
-from export.kinds import open_kind
-from export.llm.kind import LanguageModel
-from export.ordinary import OrdinaryModel
+from export.kinds import open_exporter
+from export.llm.kind import LanguageExporter
+from export.ordinary import OrdinaryExporter
 from export.subject import Subject
 from export.variants.choose import (
     VariantEvaluation,
@@ -55,7 +55,7 @@ def contest(
     task = task or Hills()
     path = write(folder / "bundle" / "model.onnx", external=external)
     settings = config(**{"variants": ALL, **export})
-    kind = open_kind(Subject(task, task.model(), open_split(task, "test"), settings.export, path))
+    kind = open_exporter(Subject(task, task.model(), open_split(task, "test"), settings.export, path))
     return VariantEvaluation(kind, settings, folder / "variants", converters)
 
 
@@ -244,14 +244,14 @@ def test_unknown_metric_is_reported_with_the_available_ones(tmp_path: Path) -> N
 
 def test_single_test_sample_cannot_evaluate_a_variant(tmp_path: Path) -> None:
     one = contest(tmp_path, variants=["int8-dynamic"])
-    few = replace(one, kind=open_kind(replace(one.kind.subject, test=one.kind.subject.test.first(1))))
+    few = replace(one, exporter=open_exporter(replace(one.exporter.subject, test=one.exporter.subject.test.first(1))))
     entries = by_name(few.entries())
     assert entries["int8-dynamic"].faults == ("accuracy cannot be evaluated on a single test sample",)
     assert entries["fp32"].faults == ()  # it is compared number by number
 
 
-class OnlyVerified(OrdinaryModel):
-    measures_fp32_alone = LanguageModel.measures_fp32_alone
+class OnlyVerified(OrdinaryExporter):
+    measures_fp32_alone = LanguageExporter.measures_fp32_alone
 
     def open_variants(self, config: Any) -> Any:
         raise AssertionError("it must not be run")
@@ -259,7 +259,7 @@ class OnlyVerified(OrdinaryModel):
 
 def test_size_budget_applies_without_a_comparison(tmp_path: Path) -> None:
     evaluation = contest(tmp_path, variants=["fp32"], budget={"megabytes": 1e-6})
-    (entry,) = replace(evaluation, kind=OnlyVerified(evaluation.kind.subject)).entries()
+    (entry,) = replace(evaluation, exporter=OnlyVerified(evaluation.exporter.subject)).entries()
     assert entry.faults[0].endswith("MB exceed export.budget megabytes=1e-06")
     assert entry.outcome is None
 

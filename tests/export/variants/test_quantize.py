@@ -142,7 +142,7 @@ def test_weights_that_lay_outside_the_file_stay_outside(name: str, tmp_path: Pat
     ("name", "message"),
     [
         ("fp16", "no fp32 weights: there is nothing to convert"),
-        ("int8-dynamic", "no matrix product, embedding or LSTM with constant weights: there is nothing to quantise"),
+        ("int8-dynamic", "no matrix product, embedding or LSTM with constant weights: there is nothing to quantize"),
         ("int8-static", "no convolution, matrix product or embedding with constant weights: there is nothing"),
     ],
 )

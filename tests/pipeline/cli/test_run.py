@@ -12,7 +12,7 @@ from pipeline.contract.config import Config
 from pipeline.contract.run import STEPS, Run, StepRecord
 from pipeline.display import Display
 from pipeline.history import Project, create_run, find_project, write_record
-from pipeline.plan import Step
+from pipeline.plan import Decision
 from pipeline.system.errors import ConfigError, install_command
 
 from .conftest import Pipe
@@ -168,8 +168,8 @@ def test_plan_of_a_deployment_prints_what_would_change(
 ) -> None:
     """`pipe plan deploy` compares with what serves, once everything before the deployment is complete."""
     changes = [{"object": "deployment/digits", "new": False, "fields": ["spec.replicas: 2 → 3"]}]
-    steps = tuple(Step(name, "reuse", "unchanged", "key", {}, "first") for name in STEPS[:-1])
-    steps += (Step("deploy", "run", "always", "key", {}),)
+    steps = tuple(Decision(name, "reuse", "unchanged", "key", {}, "first") for name in STEPS[:-1])
+    steps += (Decision("deploy", "run", "always", "key", {}),)
     compared: list[str] = []
 
     def preview(project: Project, source: Run, config: Config, report: object) -> list[dict[str, object]]:
@@ -181,7 +181,7 @@ def test_plan_of_a_deployment_prints_what_would_change(
     waiting = pipe("plan", "deploy")
     assert "known once package is complete; `pipe deploy --dry-run` compares the newest bundle" in waiting.stderr
     assert compared == []
-    monkeypatch.setattr("pipeline.cli.run.PipelineRun.preview", lambda self: steps)
+    monkeypatch.setattr("pipeline.cli.run.Work.preview", lambda self: steps)
     words = ("deploy.target=kubernetes", "deploy.namespace=models")
     done = pipe("plan", "deploy", *words, "--exit-code", expect=4)
     assert done.stdout.endswith("deployment/digits: spec.replicas: 2 → 3\n")

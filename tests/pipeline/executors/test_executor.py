@@ -11,7 +11,7 @@ from pipeline.contract.run import Run, StepRecord
 from pipeline.executors.cluster import ClusterExecutor
 from pipeline.executors.executor import check_config
 from pipeline.history import Project, write_record
-from pipeline.plan import Step
+from pipeline.plan import Decision
 from pipeline.system.errors import ConfigError, read_error
 
 from ...k8s.api_server import ApiServer
@@ -87,7 +87,7 @@ def test_interrupted_step_is_cancelled_or_left_by_the_answer(
     assert len([path for path in api.objects if "/jobs/" in path]) == left
     job = reported[1].split("job/")[1].split()[0]
     assert questions_seen == [f"job/{job} runs on the cluster. Cancel it? [Y/n] "] * questions
-    assert executor.is_running(run, Step("prepare", "run", "", record.key, {})) is bool(left)
+    assert executor.is_running(run, Decision("prepare", "run", "", record.key, {})) is bool(left)
 
 
 def test_pod_that_wrote_to_another_volume_fails_the_step(

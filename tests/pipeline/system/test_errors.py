@@ -25,7 +25,7 @@ def test_every_kind_of_error_is_read_back_as_written(tmp_path: Path, kind: type[
     found = read_error(tmp_path)
     assert type(found) is kind
     assert str(found) == "what, where, how"
-    assert (found.exit_code, found.complete) == (kind.exit_code, kind.complete)
+    assert (found.exit_code, found.keeps_output) == (kind.exit_code, kind.keeps_output)
 
 
 def test_first_error_of_several_ranks_is_kept(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from pipeline.tune.search import (
     run_search,
     search_space,
 )
-from pipeline.work import PipelineRun, RunRequest
+from pipeline.work import RunRequest, Work
 
 from .conftest import MakeConfig, begun
 
@@ -73,7 +73,7 @@ def test_best_trial_is_run_once(request_: SearchRequest, project: Project) -> No
     config = override_config(request_.config, as_overrides(claim.values))
     run = create_run(project.runs, config, ("prepare",), "")
     run.output("prepare").mkdir()
-    key = PipelineRun(project, config, RunRequest(("prepare",)), []).decide("prepare").key
+    key = Work(project, config, RunRequest(("prepare",)), []).decide("prepare").key
     write_record(run, StepRecord(step="prepare", status="done", key=key, parts={}))
     assert run_best_trial(request_, study, ("prepare",), QUIET).id == run.id
     assert [found.id for found in all_runs(project.runs)] == [run.id]
