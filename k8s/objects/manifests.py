@@ -16,6 +16,7 @@ from pipeline.contract.bundle import Bundle
 from pipeline.contract.config import Config
 from pipeline.contract.settings.access import OPEN_ACCESS, Access
 from pipeline.contract.settings.stages import service_view_options
+from pipeline.contract.signature import parse_option
 from pipeline.system.errors import ConfigError
 from pipeline.system.files import digest_bytes, digest_mapping, write_atomic
 
@@ -163,7 +164,10 @@ def fill_config_map(item: Object, config: Config, bundle: Bundle, access: Access
     if reserved := sorted(name for name in environment if name in ("LOG_FORMAT", "LOG_REQUESTS", SIGNATURE_KEYS)):
         raise ConfigError(f"deploy.environment.{reserved[0]}: is set from the serve section; leave it out here")
     for name in sorted(data.keys() & environment.keys()):
-        _check_option(name, environment[name])
+        try:
+            parse_option(name.lower(), environment[name])
+        except ValueError as error:  # as at the service's start, where it would be hard to find
+            raise ConfigError(f"deploy.environment.{name}: {error}; empty: the bundle's value") from None
     if access.trust is not None:
         data[SIGNATURE_KEYS] = access.trust.lines()
     data["LOG_REQUESTS"] = f"{config.serve.log_requests:g}"
@@ -212,18 +216,3 @@ def count_threads(config: Config, bundle: Bundle) -> int:
 def _whole_cpus(quantity: str) -> int:
     cpus = float(quantity[:-1]) / 1000 if quantity.endswith("m") else float(quantity)
     return max(1, math.ceil(cpus))
-
-
-def _check_option(name: str, text: str) -> None:
-    """Check an option as the service does at its start, where the error would be hard to find."""
-    is_whole = name not in ("BATCH_DELAY_MS", "DEADLINE_SECONDS")
-    minimum = 0 if name == "THREADS" or not is_whole else 1
-    try:
-        valid = not text or minimum <= (int(text) if is_whole else float(text)) < math.inf
-    except ValueError:
-        valid = False
-    if not valid:
-        kind = "a whole number" if is_whole else "a number"
-        raise ConfigError(
-            f"deploy.environment.{name}: {text!r} is not {kind} of at least {minimum}; empty: the bundle's value"
-        )

@@ -479,12 +479,13 @@ class Supervisor(Server):
                 worker.snapshot = await worker.channel.call("snapshot") or worker.snapshot
 
 
-def share_models(load: Load, options: Options, bundles: Sequence[Bundle]) -> list[LoadedModel] | None:
+def share_models(load: Load, bundles: Sequence[Bundle]) -> list[LoadedModel] | None:
     """Load the models for all workers, or return None if each has to: a device or threads do not survive a fork."""
     available = onnxruntime.get_available_providers()
     for bundle in bundles:
-        on_device = (options.provider or bundle.signature.runtime.provider) != "cpu" and not cuda_problem(available)
-        if on_device or options.intra_op_threads(bundle) != 1 or bundle.signature.generation is not None:
+        runtime = bundle.signature.runtime
+        on_device = runtime.provider != "cpu" and not cuda_problem(available)
+        if on_device or runtime.threads != 1 or bundle.signature.generation is not None:
             return None
     threads = count_threads()
     loaded = load()
