@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
@@ -42,13 +42,13 @@ class Options:
     log_requests: float  # share of the requests that get a line each
     api_keys: Path | None
     tls: CertificatePair | None
-    canary: float = 0.0  # share of requests for the last version of a name that has several; 0: it gets all
-    shadows: tuple[NamedBundle, ...] = ()
-    shadow_share: float = 1.0
-    overrides: Mapping[str, Any] = field(default_factory=dict)  # of the bundle's limits and runtime
-    trust: Trust | None = None  # every bundle must be signed by one of these keys
-    workers: int = 1  # processes
-    check: bool = False  # end after the golden requests
+    canary: float  # share of requests for the last version of a name that has several; 0: it gets all
+    shadows: tuple[NamedBundle, ...]
+    shadow_share: float
+    overrides: Mapping[str, Any]  # of the bundle's limits and runtime
+    trust: Trust | None  # every bundle must be signed by one of these keys
+    workers: int  # processes
+    check: bool  # end after the golden requests
 
     def open(self, path: Path) -> Bundle:
         """Verify a bundle and return it, digest and all, with the overrides in its signature.
