@@ -19,7 +19,7 @@ from serve.monitoring.tracing import configure_tracing
 from serve.options import NamedBundle, Options, parse_options
 from serve.process.server import SingleServer
 from serve.process.service import Service
-from serve.process.sockets import Sockets, bind_socket
+from serve.process.sockets import bind_socket
 from serve.runtime.loading import load_predictor
 from serve.runtime.predictor import Predictor
 from serve.security import Security
@@ -51,12 +51,11 @@ def serve(options: Options) -> int:
     security = Security.load(options.api_keys, options.tls)
     if options.check:
         return check(options, security)
-    share = options.standby is not None  # then the public port may still be our predecessor's
-    public = bind_socket(options.public, share=share)
-    standby = None if options.standby is None else bind_socket(options.standby, share=False)
-    grpc = None if options.grpc is None else bind_socket(options.grpc, share=share)
-    health = None if options.health is None else bind_socket(options.health, share=share)
-    common = (options, Sockets(public, standby, grpc, health), security)
+    share = "standby" in options.addresses  # then the other ports may still be our predecessor's
+    sockets = {
+        port: bind_socket(address, share=share and port != "standby") for port, address in options.addresses.items()
+    }
+    common = (options, sockets, security)
     bundles = [_open(named, options) for named in options.bundles]
     load = partial(_load, bundles)
     if options.workers == 1:

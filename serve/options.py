@@ -33,10 +33,7 @@ class NamedBundle:
 @dataclass(frozen=True)
 class Options:
     bundles: tuple[NamedBundle, ...]  # several of one name are its versions, oldest first
-    public: Address
-    grpc: Address | None
-    standby: Address | None
-    health: Address | None
+    addresses: Mapping[str, Address]  # of http, and where there are such ports grpc, standby and health
     page: bool
     log_format: Format
     log_requests: float  # share of the requests that get a line each
@@ -80,12 +77,15 @@ def parse_options(argv: Sequence[str]) -> Options:
     given = vars(_parser().parse_intermixed_args(argv))
     take = given.pop
     host, port, standby, health_port = take("host"), take("port"), take("standby"), take("health_port")
+    addresses = {
+        "http": Address(host, port),
+        "grpc": _grpc_address(host, port, take("grpc_port")),
+        "standby": standby and Address("127.0.0.1", standby),
+        "health": health_port and Address(host, health_port),
+    }
     options = Options(
         bundles=_named_bundles(take("bundles"), take("name")),
-        public=Address(host, port),
-        grpc=_grpc_address(host, port, take("grpc_port")),
-        standby=None if standby is None else Address("127.0.0.1", standby),
-        health=None if health_port is None else Address(host, health_port),
+        addresses={name: address for name, address in addresses.items() if address},
         tls=_certificate_pair(take("tls_certificate"), take("tls_key")),
         shadows=tuple(take("shadows")),
         overrides={name: value for name in OPTIONS if (value := take(name)) is not None},
@@ -96,8 +96,7 @@ def parse_options(argv: Sequence[str]) -> Options:
 
 
 def _check(options: Options) -> None:
-    addresses = (options.public, options.grpc, options.standby, options.health)
-    ports = [address.port for address in addresses if address]
+    ports = [address.port for address in options.addresses.values()]
     if len(set(ports)) < len(ports):
         raise ConfigError(
             f"ports {', '.join(map(str, ports))}: --port, --grpc-port, --health-port and --standby must differ"

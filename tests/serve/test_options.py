@@ -219,17 +219,15 @@ def test_what_is_wrong_with_the_security_is_stated_at_once(
 
 def test_by_default_the_service_is_local_and_grpc_is_one_port_above() -> None:
     options = parse_options(["bundle"])
-    assert options.public == Address("127.0.0.1", 8080)
-    assert options.grpc == Address("127.0.0.1", 8081)
-    assert (options.standby, options.overrides) == (None, {})
+    assert options.addresses == {"http": Address("127.0.0.1", 8080), "grpc": Address("127.0.0.1", 8081)}
+    assert options.overrides == {}
     assert options.bundles == (NamedBundle("", Path("bundle").resolve()),)
     assert (options.canary, options.shadows) == (0.0, ())
 
 
 def test_grpc_can_be_switched_off_and_standby_is_always_local() -> None:
     options = parse_options(["bundle", "--host", "0.0.0.0", "--grpc-port", "-1", "--standby", "9000"])
-    assert options.grpc is None
-    assert options.standby == Address("127.0.0.1", 9000)
+    assert options.addresses == {"http": Address("0.0.0.0", 8080), "standby": Address("127.0.0.1", 9000)}
 
 
 @pytest.mark.parametrize(
