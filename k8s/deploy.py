@@ -31,10 +31,10 @@ from k8s.objects.manifests import (
     write_manifests,
 )
 from k8s.objects.overlay import overlay_digest
-from pipeline.contract.bundle import Bundle, passed_gate
+from pipeline.contract.bundle import Bundle, check_gate
 from pipeline.contract.config import Config
 from pipeline.contract.settings.access import OPEN_ACCESS, Access
-from pipeline.system.errors import ClusterError, GateError, ResourceError, StageError
+from pipeline.system.errors import ClusterError, ResourceError, StageError
 
 
 def deploy(
@@ -52,7 +52,7 @@ def deploy(
 
     `on_apply` is called with the server before the new version is applied to it.
     """
-    check_verdict(bundle)
+    check_gate(bundle.manifest.verdict, str(bundle.path))
     objects = serving.serving_objects(config, bundle, image, access, overlay)
     namespace = config.deploy.namespace
     files = write_manifests(objects, directory)
@@ -93,7 +93,7 @@ def preview(
     overlay: Path | None = None,
 ) -> list[Change]:
     """Return what a deployment would change, by a dry run on the server; write nothing."""
-    check_verdict(bundle)
+    check_gate(bundle.manifest.verdict, str(bundle.path))
     secrets = network.access_secrets(config, access)
     objects = [*secrets, *serving.serving_objects(config, bundle, image, access, overlay)]
     cluster = Cluster.connect(config.deploy.context)
@@ -115,16 +115,6 @@ def end_canary(config: Config, report: Report) -> None:
     with deployment_lease(cluster, config).hold(LEASE_TIMEOUT_SECONDS, report) as check_lease:
         cluster.delete(canary, namespace)
         delete_unused_configuration(cluster, config.name, namespace, "", report, check_lease)
-
-
-def check_verdict(bundle: Bundle) -> None:
-    """Refuse a bundle that the gate rejected."""
-    verdict = bundle.manifest.verdict
-    if not passed_gate(verdict):
-        raise GateError(
-            f"{bundle.path}: its verdict is {verdict!r}; to deploy it all the same, record the reason with "
-            "`pipe gate override RUN`"
-        )
 
 
 def deployment_lease(cluster: Cluster, config: Config) -> Lease:

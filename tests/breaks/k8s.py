@@ -9,8 +9,8 @@ BREAKS: tuple[Break, ...] = (
     Break(
         "a bundle that the gate rejected is deployed",
         "k8s/deploy.py",
-        "    if not passed_gate(verdict):\n",
-        "    if not verdict:\n",
+        "    check_gate(bundle.manifest.verdict, str(bundle.path))\n    objects =",
+        "    objects =",
         "tests/k8s/test_deploy.py::test_a_rejected_bundle_is_neither_deployed_nor_previewed",
     ),
     Break(

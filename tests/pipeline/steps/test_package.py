@@ -339,7 +339,7 @@ def test_the_packed_source_alone_can_start_the_server(make_run: MakeRun) -> None
 
 @pytest.mark.parametrize("verdict", ["fail", "", "passed"])
 def test_any_other_verdict_is_refused(verdict: str, make_run: MakeRun) -> None:
-    with pytest.raises(GateError, match="its verdict is"):
+    with pytest.raises(GateError, match="the gate's verdict is"):
         pack(make_run(verdict=verdict, package=NEVER))
 
 
