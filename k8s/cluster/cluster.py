@@ -41,6 +41,7 @@ from k8s.objects.manifests import (
 from pipeline.system.errors import PipelineError, ResourceError, StageError
 
 APPLY_QUERY = {"fieldManager": "pipe", "fieldValidation": "Strict"}
+DRY_RUN = {**APPLY_QUERY, "dryRun": "All"}
 APPLY_CONTENT_TYPE = "application/apply-patch+yaml"  # JSON is YAML
 
 POD = {"apiVersion": "v1", "kind": "Pod"}
@@ -103,20 +104,12 @@ class Cluster:
         for line in describe_changes(self.plan(objects, namespace)) or ["plan: nothing changes"]:
             report(line)
         for item in objects:
-            response = self._patch(item, namespace, APPLY_QUERY)
-            for warning in response_warnings(response):
-                report(f"warning: {kubectl_name(item)}: {warning}")
+            apply_object(self.connection, item, namespace, report)
         return [kubectl_name(item) for item in objects]
 
     def read(self, item: Object, namespace: str) -> Object | None:
         """Return the object as it is on the cluster; None if it does not exist."""
-        response = self.connection.request("GET", _object_path(item, namespace))
-        if response.status == 404:
-            return None
-        if not response.ok:
-            raise api_error(response, kubectl_name(item), namespace, item["apiVersion"])
-        live: Object = response.json()
-        return live
+        return read_object(self.connection, item, namespace)
 
     def delete(self, item: Object, namespace: str) -> None:
         """Delete the object if it exists, but not one that was created under its name meanwhile."""
@@ -223,36 +216,22 @@ class Cluster:
             for line in lines:
                 report(f"    {line}")
 
-    def get(self, namespace: str, service: str, port: str, path: str) -> ServiceResponse:
-        """Send a GET to a service through the API server's proxy; `port` is the name of the service's port."""
-        response = self.connection.request("GET", _service_proxy_path(namespace, service, port, path))
-        return response.status, dict(response.headers), response.body
-
-    def post(
-        self, namespace: str, service: str, port: str, path: str, body: Any, headers: Mapping[str, str] = _NO_HEADERS
+    def send(
+        self, namespace: str, target: str, path: str, body: Any = None, headers: Mapping[str, str] = _NO_HEADERS
     ) -> ServiceResponse:
-        """Send JSON to a service through the API server's proxy."""
-        data = json.dumps(body, allow_nan=False).encode()
-        target = _service_proxy_path(namespace, service, port, path)
-        response = self.connection.request("POST", target, body=data, headers=headers)
-        return response.status, dict(response.headers), response.body
-
-    def request_pod(
-        self, namespace: str, pod: str, path: str, body: Any = None, headers: Mapping[str, str] = _NO_HEADERS
-    ) -> ServiceResponse:
-        """Send a request to one pod through the API server's proxy; `pod` may be `https:NAME:PORT`."""
-        target = f"/api/v1/namespaces/{namespace}/pods/{pod}/proxy{path}"
+        """Send a GET, or with a body a POST, through the API server's proxy to `pods/NAME:PORT` or a service."""
+        proxy = f"/api/v1/namespaces/{namespace}/{target}/proxy{path}"
         data = None if body is None else json.dumps(body, allow_nan=False).encode()
-        response = self.connection.request("GET" if data is None else "POST", target, body=data, headers=headers)
+        response = self.connection.request("GET" if data is None else "POST", proxy, body=data, headers=headers)
         return response.status, dict(response.headers), response.body
 
     def _plan_object(self, item: Object, namespace: str, force: bool) -> Change:
-        query = {**APPLY_QUERY, "dryRun": "All", **({"force": "true"} if force else {})}
+        query = {**DRY_RUN, **({"force": "true"} if force else {})}
         if item["kind"] == "Secret":  # we may write Secrets, not read them
-            self._patch(item, namespace, query)
+            patch_object(self.connection, item, namespace, query)
             return Change(kubectl_name(item), False, ())
         live = self.read(item, namespace)
-        planned = self._patch(item, namespace, query).json()
+        planned = patch_object(self.connection, item, namespace, query).json()
         return Change(kubectl_name(item), live is None, tuple(field_changes(live, planned)))
 
     def _changed_options(self, item: Object, objects: Sequence[Object], namespace: str) -> tuple[str, ...]:
@@ -266,12 +245,29 @@ class Cluster:
         changes = field_changes({**item, "data": used.get("data", {})}, item) if used else []
         return tuple(changes)
 
-    def _patch(self, item: Object, namespace: str, query: dict[str, str]) -> Response:
-        body = json.dumps(item).encode()
-        response = self.connection.request("PATCH", _object_path(item, namespace), query, body, APPLY_CONTENT_TYPE)
-        if not response.ok:
-            raise api_error(response, kubectl_name(item), namespace, item["apiVersion"])
-        return response
+
+def read_object(connection: Connection, item: Object, namespace: str) -> Object | None:
+    response = connection.request("GET", _object_path(item, namespace))
+    if response.status == 404:
+        return None
+    if not response.ok:
+        raise api_error(response, kubectl_name(item), namespace, item["apiVersion"])
+    live: Object = response.json()
+    return live
+
+
+def apply_object(connection: Connection, item: Object, namespace: str, report: Report) -> None:
+    for warning in response_warnings(patch_object(connection, item, namespace, APPLY_QUERY)):
+        report(f"warning: {kubectl_name(item)}: {warning}")
+
+
+def patch_object(connection: Connection, item: Object, namespace: str, query: Mapping[str, str]) -> Response:
+    """Apply on the server side; DRY_RUN changes nothing."""
+    body = json.dumps(item).encode()
+    response = connection.request("PATCH", _object_path(item, namespace), query, body, APPLY_CONTENT_TYPE)
+    if not response.ok:
+        raise api_error(response, kubectl_name(item), namespace, item["apiVersion"])
+    return response
 
 
 @dataclass(frozen=True)
@@ -352,7 +348,3 @@ def _version_selector(item: Object) -> str:
 
 def _object_path(item: Object, namespace: str) -> str:
     return api_path(item, namespace, item["metadata"]["name"])
-
-
-def _service_proxy_path(namespace: str, service: str, port: str, path: str) -> str:
-    return f"/api/v1/namespaces/{namespace}/services/{service}:{port}/proxy{path}"

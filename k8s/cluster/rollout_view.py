@@ -76,7 +76,7 @@ class RolloutView:
         name = pod["metadata"]["name"]
         is_knative = REVISION_LABEL in pod["metadata"]["labels"]  # whose proxy ends TLS
         address = f"{name}:{KNATIVE_PROXY_PORT}" if is_knative else pod_address(name, pod["spec"])
-        status, _, raw = self._cluster.request_pod(self.namespace, address, "/metrics", headers=self.headers)
+        status, _, raw = self._cluster.send(self.namespace, f"pods/{address}", "/metrics", headers=self.headers)
         if status != _HTTP_OK:
             return RequestCounts(), 0.0
         now, counts = self.clock(), parse_request_counts(raw.decode(errors="replace"), self.name)

@@ -39,7 +39,7 @@ def check_service(
     """
 
     def send(path: str, body: Any) -> ServiceResponse:
-        return cluster.post(namespace, service, "http", path, body, headers)
+        return cluster.send(namespace, f"services/{service}:http", path, body, headers)
 
     count, without_digest = _check_golden_requests(bundle, send, previous)
     if without_digest:
@@ -49,13 +49,13 @@ def check_service(
 
 def check_pod(cluster: Cluster, namespace: str, pod: str, bundle: Bundle, headers: Mapping[str, str]) -> int:
     """Send all golden requests to one pod; return their number."""
-    send = lambda path, body: cluster.request_pod(namespace, pod, path, body, headers)  # noqa: E731
+    send = lambda path, body: cluster.send(namespace, f"pods/{pod}", path, body, headers)  # noqa: E731
     return _check_golden_requests(bundle, send)[0]
 
 
 def read_metrics(cluster: Cluster, namespace: str, pod: str, headers: Mapping[str, str]) -> tuple[int, str]:
     """Return status and text of a pod's `/metrics`."""
-    send = lambda path, _: cluster.request_pod(namespace, pod, path, headers=headers)  # noqa: E731
+    send = lambda path, _: cluster.send(namespace, f"pods/{pod}", path, headers=headers)  # noqa: E731
     status, _, raw = _send_with_retries(send, "/metrics", None)
     return status, raw.decode(errors="replace")
 

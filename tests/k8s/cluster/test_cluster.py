@@ -248,11 +248,11 @@ def test_a_service_is_reached_through_the_api_server(api: ApiServer, objects: li
     api.service = lambda path, body: (200, {"x-bundle-digest": "d"}, {"path": path, "body": body})
     cluster = fast_polling_cluster()
     cluster.apply(objects, "default", print)
-    status, headers, raw = cluster.post("default", "twice", "http", "/v1/models/twice:predict", {"a": 1})
+    status, headers, raw = cluster.send("default", "services/twice:http", "/v1/models/twice:predict", {"a": 1})
     assert (status, headers["x-bundle-digest"]) == (200, "d")
     assert raw == b'{"path": "/v1/models/twice:predict", "body": {"a": 1}}'
-    assert cluster.get("default", "twice", "http", "/v2/health/ready")[0] == 200
-    assert cluster.get("default", "thrice", "http", "/")[0] == 404
+    assert cluster.send("default", "services/twice:http", "/v2/health/ready")[0] == 200
+    assert cluster.send("default", "services/thrice:http", "/")[0] == 404
 
 
 def test_the_kubernetes_client_is_imported_only_to_connect() -> None:
