@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from k8s.images.registry import parse_reference
 from k8s.objects.kustomize import Object as Object
 from k8s.objects.kustomize import build
 from pipeline.contract.bundle import Bundle
@@ -33,7 +34,6 @@ MAX_JOB_NAME = 52  # leaves room for `-`, a pod's number, and the five letters t
 MAX_JOBSET_NAME = 45  # leaves room for `-node-0-9999-` and those letters
 
 _MANIFESTS = Path(__file__).resolve().parents[1] / "manifests"
-_IMAGE = re.compile(r"^[a-z0-9][\w.\-/:]*?(?::(?P<tag>\w[\w.\-]{0,127}))?(?P<digest>@sha256:[0-9a-f]{64})?$", re.ASCII)
 _CONTENT_TAG = re.compile(r"[0-9a-f]{12}")  # the beginning of the digest of a bundle or of a build context
 _HASH_CHARACTERS = 8
 _KUSTOMIZATION = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
@@ -74,19 +74,16 @@ def kubectl_name(item: Object) -> str:
 
 def check_image(image: str) -> None:
     """Refuse an image name without a fixed tag or a digest."""
-    match = _IMAGE.fullmatch(image)
-    if match is None:
-        raise ConfigError(f"image {image!r}: not a container image name; write it as name:tag or name@sha256:…")
-    if match["digest"] is None and match["tag"] in (None, "latest"):
+    reference = parse_reference(image)
+    if not reference.digest and reference.tag in ("", "latest"):
         raise ConfigError(f"image {image!r}: `latest` means another image every day; name a fixed tag or a digest")
 
 
 def check_pinned(image: str, setting: str) -> None:
     """Refuse an image that is not named by its content: by digest, or by the tag that `pipe package` derives."""
     check_image(image)
-    match = _IMAGE.fullmatch(image)
-    assert match is not None
-    if match["digest"] is None and not _CONTENT_TAG.fullmatch(match["tag"]):
+    reference = parse_reference(image)
+    if not reference.digest and not _CONTENT_TAG.fullmatch(reference.tag):
         raise ConfigError(
             f"{setting}: {image!r} is named by a tag, which may mean another image tomorrow; name it by digest, as in "
             "name@sha256:… (`pipe package --push` gives it)"

@@ -166,8 +166,8 @@ BREAKS: tuple[Break, ...] = (
     Break(
         "a training image by a movable tag is accepted",
         "k8s/objects/manifests.py",
-        'not _CONTENT_TAG.fullmatch(match["tag"])',
-        'not _CONTENT_TAG.match(match["tag"])',
+        "not _CONTENT_TAG.fullmatch(reference.tag)",
+        "not _CONTENT_TAG.match(reference.tag)",
         "tests/k8s/objects/test_manifests.py::test_a_movable_tag_is_refused_naming_the_setting",
     ),
     Break(
