@@ -16,7 +16,6 @@ from k8s.objects.kustomize import build
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.config import Config
 from pipeline.contract.settings.access import OPEN_ACCESS, Access
-from pipeline.contract.settings.stages import service_view_options
 from pipeline.contract.signature import parse_option
 from pipeline.system.errors import ConfigError
 from pipeline.system.files import digest_bytes, digest_mapping, write_atomic
@@ -149,7 +148,6 @@ class _Dumper(yaml.SafeDumper):
 OPTIONS_ANNOTATION = "pipe-road/options"  # of pods: the name of their ConfigMap
 ACCESS_ANNOTATION = "pipe-road/access"  # of a ConfigMap: the name of the Secret that is used with it
 SIGNATURE_KEYS = "SIGNATURE_KEYS"  # public keys, one of which must have signed the bundle
-_FOLDER = "/signature-keys"
 
 
 def fill_config_map(item: Object, config: Config, bundle: Bundle, access: Access = OPEN_ACCESS) -> None:
@@ -183,19 +181,10 @@ def name_by_content(prefix: str, content: Mapping[str, str]) -> str:
     return fit_name(f"{prefix}-{digest_mapping(content)[:_HASH_CHARACTERS]}")
 
 
-def mount_signature_keys(pod: Object, config_map: str) -> None:
-    """Mount the public keys as a file, from which the service reads them."""
-    items = [{"key": SIGNATURE_KEYS, "path": "keys"}]
-    pod["volumes"].append({"name": "signature-keys", "configMap": {"name": config_map, "items": items}})
-    container = pod["containers"][0]
-    container["volumeMounts"].append({"name": "signature-keys", "mountPath": _FOLDER, "readOnly": True})
-    container.setdefault("args", []).append(f"--require-signature={_FOLDER}/keys")
-
-
 def refer_to_config_map(container: Object, name: str, config: Config) -> None:
     """Let the pods read the ConfigMap; flags without a value cannot come from it and become arguments."""
     container["envFrom"][0]["configMapRef"]["name"] = name
-    container["args"] += [option for option in service_view_options(config.serve) if option == "--no-page"]
+    container["args"] += [] if config.serve.page else ["--no-page"]
     container["args"] += [] if (workers := count_workers(config)) == 1 else [f"--workers={workers}"]
 
 
