@@ -30,7 +30,7 @@ from k8s.objects.overlay import apply_overlay
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.config import Config
 from pipeline.contract.settings.access import OPEN_ACCESS, Access
-from pipeline.contract.settings.stages import Deploy, Serve
+from pipeline.contract.settings.stages import Deploy
 from pipeline.contract.signature import MAX_SCORES_BYTES, SCORE_BYTES, Generation, Signature
 from pipeline.system.errors import ConfigError
 
@@ -215,16 +215,11 @@ def _check_settings(config: Config) -> None:
         raise ConfigError("deploy.storage_uri: only KServe fetches bundles; set deploy.target=kserve")
     if deploy.storage_uri.startswith(_OCI):
         check_pinned(deploy.storage_uri.removeprefix(_OCI), "deploy.storage_uri")
-    _check_local_settings(config.serve)
+    if config.serve.shadow:  # a pod has only the bundle of its image
+        raise ConfigError("serve.shadow: is for the local service; leave it out: on a cluster a mesh mirrors requests")
     network.check_settings(deploy)
     check_host(config)
     check_canary(config)
-
-
-def _check_local_settings(serve: Serve) -> None:
-    """Refuse settings that need a second bundle: a pod has only the bundle of its image."""
-    if serve.shadow:
-        raise ConfigError("serve.shadow: is for the local service; leave it out: on a cluster a mesh mirrors requests")
 
 
 _KNATIVE_DEADLINE_SECONDS = 900  # as of a Deployment
