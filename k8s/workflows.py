@@ -6,7 +6,6 @@ Each step is a pod made from the manifests of training, and runs the command tha
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +14,10 @@ import yaml
 
 from k8s.objects import training
 from k8s.objects.kustomize import Object
-from k8s.objects.manifests import GPU_RESOURCE, check_image, fit_name, identity_labels
+from k8s.objects.manifests import GPU_RESOURCE, check_image, count_cpus, fit_name, identity_labels
 from k8s.objects.training import CONFIG_VARIABLE, config_text
 from pipeline.contract.config import Config
+from pipeline.contract.settings.section import count_bytes
 from pipeline.system.errors import ConfigError
 
 RUNS_FOLDER = "/runs"
@@ -34,10 +34,6 @@ _RETRY_EXPRESSION = "lastRetry.status == 'Error' or asInt(lastRetry.exitCode) > 
 _RETRY_BACKOFF = {"duration": "10s", "factor": "2"}
 _POD_DELETE_DELAY = "600s"  # kubectl can read the log that long; the run keeps it for good
 _MAX_NAME = 26  # what `-pipe-`, five random characters and `-train` leave of a JobSet's name
-_GIGABYTES_PER_UNIT = {
-    "m": 1e-12, "": 1e-9, "k": 1e-6, "M": 1e-3, "G": 1.0, "T": 1e3,
-    "Ki": 1024e-9, "Mi": 1024**2 * 1e-9, "Gi": 1024**3 * 1e-9, "Ti": 1024**4 * 1e-9,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -239,12 +235,12 @@ def _kfp_task(task: WorkflowTask) -> Object:
 
 
 def _kfp_container(task: WorkflowTask, config: Config, image: str) -> Object:
-    argo_workflow = step_container(task, config, image, KFP_RUN)
+    container = step_container(task, config, image, KFP_RUN)
     return {
-        "command": argo_workflow["command"],
-        "env": argo_workflow["env"],
+        "command": container["command"],
+        "env": container["env"],
         "image": image,
-        "resources": _kfp_resources(argo_workflow["resources"]),
+        "resources": _kfp_resources(container["resources"]),
     }
 
 
@@ -252,8 +248,8 @@ def _kfp_resources(resources: Object) -> Object:
     """Return resources as numbers for older back ends, and as Kubernetes quantities for current ones."""
     cpu, memory = resources["requests"]["cpu"], resources["requests"]["memory"]
     values: dict[str, Any] = {
-        "cpuRequest": float(cpu[:-1]) / 1000 if cpu.endswith("m") else float(cpu),
-        "memoryRequest": _gigabytes(memory),
+        "cpuRequest": count_cpus(cpu),
+        "memoryRequest": count_bytes(memory) / 1e9,
         "resourceCpuRequest": cpu,
         "resourceMemoryRequest": memory,
     }
@@ -267,17 +263,11 @@ def _kfp_resources(resources: Object) -> Object:
     return values
 
 
-def _gigabytes(quantity: str) -> float:
-    match = re.match(r"^([\d.]+)(\w*)$", quantity)
-    assert match is not None, quantity  # the configuration is validated
-    return float(match[1]) * _GIGABYTES_PER_UNIT[match[2]]
-
-
 def _kfp_platform(pod: Object, config: Config) -> Object:
     """Return volumes and node placement."""
     claim = training.claim_name(config)
     size = config.cluster.memory
-    argo_workflow: Object = {
+    platform: Object = {
         "emptyDirMounts": [
             {"medium": "Memory", "mountPath": "/dev/shm", "sizeLimit": size, "volumeName": "shared-memory"}  # noqa: S108
         ],
@@ -295,11 +285,11 @@ def _kfp_platform(pod: Object, config: Config) -> Object:
     }
     if "imagePullSecrets" in pod:
         names = [secret["name"] for secret in pod["imagePullSecrets"]]
-        argo_workflow["imagePullSecret"] = [
+        platform["imagePullSecret"] = [
             {"secretName": name, "secretNameParameter": {"runtimeValue": {"constant": name}}} for name in names
         ]
     if "nodeSelector" in pod:
-        argo_workflow["nodeSelector"] = {"labels": pod["nodeSelector"]}
+        platform["nodeSelector"] = {"labels": pod["nodeSelector"]}
     if "tolerations" in pod:
-        argo_workflow["tolerations"] = pod["tolerations"]
-    return argo_workflow
+        platform["tolerations"] = pod["tolerations"]
+    return platform

@@ -200,5 +200,8 @@ def count_threads(config: Config, bundle: Bundle) -> int:
 
 
 def _whole_cpus(quantity: str) -> int:
-    cpus = float(quantity[:-1]) / 1000 if quantity.endswith("m") else float(quantity)
-    return max(1, math.ceil(cpus))
+    return max(1, math.ceil(count_cpus(quantity)))
+
+
+def count_cpus(quantity: str) -> float:
+    return float(quantity[:-1]) / 1000 if quantity.endswith("m") else float(quantity)
