@@ -14,7 +14,7 @@ import yaml
 
 from k8s.objects import training
 from k8s.objects.kustomize import Object
-from k8s.objects.manifests import GPU_RESOURCE, check_image, count_cpus, fit_name, identity_labels
+from k8s.objects.manifests import GPU_RESOURCE, count_cpus, fit_name, identity_labels
 from k8s.objects.training import CONFIG_VARIABLE, config_text
 from pipeline.contract.config import Config
 from pipeline.contract.settings.section import count_bytes
@@ -50,12 +50,12 @@ def step_command(task: WorkflowTask, run: str) -> list[str]:
     return ["python", "-m", "pipeline.pod", task.step, run, "--", *task.argv]
 
 
-def step_container(task: WorkflowTask, config: Config, image: str, run: str) -> Object:
+def step_container(task: WorkflowTask, config: Config, run: str) -> Object:
     """Return the container of a step, made from the trainer's but without what only several pods need."""
-    (trainer,) = step_pod(task, config, image)["containers"]
+    (trainer,) = step_pod(task, config)["containers"]
     env = [item for item in trainer["env"] if "value" in item]
     container: dict[str, Any] = {
-        "image": image,
+        "image": config.train.image,
         "imagePullPolicy": trainer["imagePullPolicy"],
         "command": step_command(task, run),
         "env": [*env, {"name": CONFIG_VARIABLE, "value": config_text(config)}],
@@ -67,25 +67,24 @@ def step_container(task: WorkflowTask, config: Config, image: str, run: str) -> 
     return container
 
 
-def step_pod(task: WorkflowTask, config: Config, image: str) -> Object:
+def step_pod(task: WorkflowTask, config: Config) -> Object:
     """Return the pod spec of a step, with GPUs if the step computes on them."""
-    check_image(image)
     gpus = training.gpus_per_pod(config.train) if task.step in _GPU_STEPS else 0
-    pod = training.training_pod(config, image, RUNS_FOLDER, gpus)
+    pod = training.training_pod(config, RUNS_FOLDER, gpus)
     if task.step != "train":
         pod["containers"][0]["resources"]["requests"]["cpu"] = config.cluster.cpu or "1"
     training.set_node_placement(pod, pod["containers"][0], gpus, config.cluster, config.deploy.image_pull_secret)
     return pod
 
 
-def argo_workflow(config: Config, tasks: Sequence[WorkflowTask], image: str) -> Object:
+def argo_workflow(config: Config, tasks: Sequence[WorkflowTask]) -> Object:
     """Return an Argo Workflow: a DAG of pods, and of a JobSet if training takes several pods.
 
     It is to be created, not applied: it gets its name when it is submitted.
     """
     config = _with_rendezvous(config)
     labels = {**identity_labels(config.name, "workflow"), "app.kubernetes.io/managed-by": "pipe"}
-    pod = step_pod(tasks[0], config, image)
+    pod = step_pod(tasks[0], config)
     dag = [{"name": task.step, "template": task.step, **_dependencies(task)} for task in tasks]
     return {
         "apiVersion": "argoproj.io/v1alpha1",
@@ -106,7 +105,7 @@ def argo_workflow(config: Config, tasks: Sequence[WorkflowTask], image: str) -> 
             "volumes": pod["volumes"],
             "templates": [
                 {"name": "pipeline", "dag": {"tasks": dag}},
-                *(_argo_template(task, config, image) for task in tasks),
+                *(_argo_template(task, config) for task in tasks),
             ],
         },
     }
@@ -130,10 +129,10 @@ def _dependencies(task: WorkflowTask) -> dict[str, Any]:
     return {"dependencies": list(task.after)} if task.after else {}
 
 
-def _argo_template(task: WorkflowTask, config: Config, image: str) -> Object:
+def _argo_template(task: WorkflowTask, config: Config) -> Object:
     if task.step == "train" and config.train.most_nodes > 1:
-        return _jobset_template(task, config, image)
-    pod = step_pod(task, config, image)
+        return _jobset_template(task, config)
+    pod = step_pod(task, config)
     nodes: dict[str, Any] = {field: pod[field] for field in ("nodeSelector", "tolerations") if field in pod}
     account = config.cluster.service_account if task.step == "deploy" else ""
     queued = {"metadata": {"labels": {training.QUEUE_LABEL: config.cluster.queue}}}
@@ -149,20 +148,18 @@ def _argo_template(task: WorkflowTask, config: Config, image: str) -> Object:
             "expression": _RETRY_EXPRESSION,
             "backoff": _RETRY_BACKOFF,
         },
-        "container": step_container(task, config, image, ARGO_RUN),
+        "container": step_container(task, config, ARGO_RUN),
     }
 
 
-def _jobset_template(task: WorkflowTask, config: Config, image: str) -> Object:
+def _jobset_template(task: WorkflowTask, config: Config) -> Object:
     """Return a template that creates a JobSet; a Job would not do, as Argo's conditions cannot search its status."""
     if config.cluster.workload != "jobset":
         raise ConfigError(
             f"train.nodes={config.train.nodes}: in an Argo Workflow, training on several pods is a JobSet; "
             "set cluster.workload=jobset (JobSet must be installed), or train.nodes=1"
         )
-    (jobset,) = (
-        item for item in training.training_objects(config, image, ARGO_RUN, _JOBSET_NAME) if item["kind"] == "JobSet"
-    )
+    (jobset,) = (item for item in training.training_objects(config, ARGO_RUN, _JOBSET_NAME) if item["kind"] == "JobSet")
     (job,) = jobset["spec"]["replicatedJobs"]
     trainer = job["template"]["spec"]["template"]["spec"]["containers"][0]
     trainer["command"] = step_command(task, ARGO_RUN)
@@ -182,14 +179,14 @@ def _jobset_template(task: WorkflowTask, config: Config, image: str) -> Object:
     }
 
 
-def kfp_documents(config: Config, tasks: Sequence[WorkflowTask], image: str) -> list[Object]:
+def kfp_documents(config: Config, tasks: Sequence[WorkflowTask]) -> list[Object]:
     """Return the two documents of a Kubeflow Pipelines file: the pipeline, and its Kubernetes platform."""
     _check_kfp(config)
-    pods = {task.step: step_pod(task, config, image) for task in tasks}
+    pods = {task.step: step_pod(task, config) for task in tasks}
     pipeline: Object = {
         "components": {f"comp-{task.step}": _kfp_component(task) for task in tasks},
         "deploymentSpec": {
-            "executors": {f"exec-{task.step}": {"container": _kfp_container(task, config, image)} for task in tasks}
+            "executors": {f"exec-{task.step}": {"container": _kfp_container(task, config)} for task in tasks}
         },
         "pipelineInfo": {"name": config.name},
         "root": {"dag": {"tasks": {task.step: _kfp_task(task) for task in tasks}}},
@@ -234,12 +231,12 @@ def _kfp_task(task: WorkflowTask) -> Object:
     }
 
 
-def _kfp_container(task: WorkflowTask, config: Config, image: str) -> Object:
-    container = step_container(task, config, image, KFP_RUN)
+def _kfp_container(task: WorkflowTask, config: Config) -> Object:
+    container = step_container(task, config, KFP_RUN)
     return {
         "command": container["command"],
         "env": container["env"],
-        "image": image,
+        "image": config.train.image,
         "resources": _kfp_resources(container["resources"]),
     }
 

@@ -208,8 +208,8 @@ BREAKS: tuple[Break, ...] = (
     Break(
         "training with other settings gets the job of the first",
         "k8s/objects/training.py",
-        "digest_bytes(f'{image} {config_text(config)}'.encode())[:12]",
-        "digest_bytes(image.encode())[:12]",
+        "digest_bytes(f'{config.train.image} {config_text(config)}'.encode())[:12]",
+        "digest_bytes(config.train.image.encode())[:12]",
         "tests/k8s/objects/test_training.py::test_run_names_depend_on_what_is_trained",
     ),
     # Images.

@@ -35,7 +35,7 @@ def test_training_finishes_after_a_pod_was_killed(place: Place, reports: Reports
         "cluster.volume_claim=runs", "cluster.cpu=100m",
     ]  # fmt: skip
     config = Project(example_folder("starter"), place.folder / "runs").config(settings)
-    objects = training_objects(config, image, "/project/runs/run-1", standalone=True)
+    objects = training_objects(config, "/project/runs/run-1", standalone=True)
     place.cluster.apply([claim(place.namespace), *objects], place.namespace, reports)
     job = objects[-1]
     selector = f"batch.kubernetes.io/job-name={job['metadata']['name']}"
