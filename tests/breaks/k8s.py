@@ -37,8 +37,8 @@ BREAKS: tuple[Break, ...] = (
     Break(
         "a refused object leaves a version that is half applied",
         "k8s/cluster/cluster.py",
-        "in describe_changes(self.plan(objects, namespace))",
-        "in describe_changes(self.plan(objects[:1], namespace))",
+        "in describe_changes(self.plan(objects))",
+        "in describe_changes(self.plan(objects[:1]))",
         "tests/k8s/cluster/test_cluster.py::test_a_refused_object_leaves_nothing_half_applied",
     ),
     Break(
@@ -65,8 +65,8 @@ BREAKS: tuple[Break, ...] = (
     Break(
         "a change made with kubectl edit hides the drift",
         "k8s/cluster/drift.py",
-        "cluster.plan(objects, namespace, force=True)",
-        "cluster.plan(objects, namespace)",
+        "cluster.plan(objects, force=True)",
+        "cluster.plan(objects)",
         "tests/k8s/cluster/test_drift.py::test_drift_is_listed_field_by_field",
     ),
     # Canaries.
