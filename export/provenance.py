@@ -9,7 +9,8 @@ from typing import Any
 
 from pipeline.contract.bundle import PROVENANCE, Manifest, statement
 from pipeline.contract.run import Run
-from pipeline.contract.signature import BUNDLED_SETTINGS, Signature
+from pipeline.contract.settings.bundled import BUNDLED_SETTINGS
+from pipeline.contract.signature import Signature
 from pipeline.system.files import digest_mapping, write_json
 from pipeline.system.sources import package_sources
 

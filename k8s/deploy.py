@@ -31,10 +31,10 @@ from k8s.objects.manifests import (
     write_manifests,
 )
 from k8s.objects.overlay import overlay_digest
-from pipeline.contract.bundle import Bundle, passed_gate
+from pipeline.contract.bundle import Bundle, check_gate
 from pipeline.contract.config import Config
 from pipeline.contract.settings.access import OPEN_ACCESS, Access
-from pipeline.system.errors import ClusterError, GateError, ResourceError, StageError
+from pipeline.system.errors import ClusterError, ResourceError, StageError
 
 
 def deploy(
@@ -52,15 +52,14 @@ def deploy(
 
     `on_apply` is called with the server before the new version is applied to it.
     """
-    check_verdict(bundle)
+    check_gate(bundle.manifest.verdict, str(bundle.path))
     objects = serving.serving_objects(config, bundle, image, access, overlay)
-    namespace = config.deploy.namespace
     files = write_manifests(objects, directory)
     commands = _remaining_commands(config, access, directory)
     record: dict[str, Any] = {
         "target": config.deploy.target,
         "context": config.deploy.context,
-        "namespace": namespace,
+        "namespace": config.deploy.namespace,
         "image": image,
         "bundle": bundle.digest,
         "overlay": overlay_digest(overlay),
@@ -73,11 +72,11 @@ def deploy(
         report(f"nothing was applied; {commands}")
         return record
     try:
-        cluster = Cluster.connect(config.deploy.context)
+        cluster = Cluster.connect(config.deploy.context, config.deploy.namespace)
     except ResourceError as error:
         message = f"no cluster to deploy to: {error}. The manifests are in {directory}; {commands}"
         raise ClusterError(message) from error
-    report(f"deploying to {cluster.describe()}, namespace {namespace}")
+    report(f"deploying to {cluster.describe()}")
     with deployment_lease(cluster, config).hold(LEASE_TIMEOUT_SECONDS, report) as check_lease:
         before_apply = lambda: on_apply(cluster.connection.server)  # noqa: E731
         outcome = Deployer(config, bundle, objects, access, cluster, report, check_lease, before_apply).run()
@@ -93,38 +92,27 @@ def preview(
     overlay: Path | None = None,
 ) -> list[Change]:
     """Return what a deployment would change, by a dry run on the server; write nothing."""
-    check_verdict(bundle)
+    check_gate(bundle.manifest.verdict, str(bundle.path))
     secrets = network.access_secrets(config, access)
     objects = [*secrets, *serving.serving_objects(config, bundle, image, access, overlay)]
-    cluster = Cluster.connect(config.deploy.context)
-    report(f"comparing with {cluster.describe()}, namespace {config.deploy.namespace}")
+    cluster = Cluster.connect(config.deploy.context, config.deploy.namespace)
+    report(f"comparing with {cluster.describe()}")
     if percent := config.rollout.canary_percent:
         report(f"a canary with {percent:g} % of the requests would come first; the changes below are those for all")
     for item in objects:
         if item["kind"] == "Secret":
             report(f"{kubectl_name(item)} would be written again; its current content is never read")
-    return cluster.plan(objects, config.deploy.namespace)
+    return cluster.plan(objects)
 
 
 def end_canary(config: Config, report: Report) -> None:
     """Delete the canary's Deployment: the stable version gets all requests again."""
-    cluster = Cluster.connect(config.deploy.context)
-    namespace = config.deploy.namespace
-    report(f"ending the canary on {cluster.describe()}, namespace {namespace}")
+    cluster = Cluster.connect(config.deploy.context, config.deploy.namespace)
+    report(f"ending the canary on {cluster.describe()}")
     canary = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": canary_name(config.name)}}
     with deployment_lease(cluster, config).hold(LEASE_TIMEOUT_SECONDS, report) as check_lease:
-        cluster.delete(canary, namespace)
-        delete_unused_configuration(cluster, config.name, namespace, "", report, check_lease)
-
-
-def check_verdict(bundle: Bundle) -> None:
-    """Refuse a bundle that the gate rejected."""
-    verdict = bundle.manifest.verdict
-    if not passed_gate(verdict):
-        raise GateError(
-            f"{bundle.path}: its verdict is {verdict!r}; to deploy it all the same, record the reason with "
-            "`pipe gate override RUN`"
-        )
+        cluster.delete(canary)
+        delete_unused_configuration(cluster, config.name, "", report, check_lease)
 
 
 def deployment_lease(cluster: Cluster, config: Config) -> Lease:
@@ -145,10 +133,6 @@ class Deployer:
     before_apply: Callable[[], None]
 
     @property
-    def namespace(self) -> str:
-        return self.config.deploy.namespace
-
-    @property
     def workload(self) -> Object:
         return next(item for item in self.objects if item["kind"] in WORKLOAD_KINDS)
 
@@ -160,7 +144,7 @@ class Deployer:
 
     def run(self) -> dict[str, Any]:
         """Run the canary if one is configured, then give the new version all requests."""
-        live, rollout = self.cluster.read(self.workload, self.namespace), self.config.rollout
+        live, rollout = self.cluster.read(self.workload), self.config.rollout
         if rollout.canary_percent and (result := self._run_canary(live)) is not None:
             return {
                 "canary": rollout.canary_percent,
@@ -172,7 +156,7 @@ class Deployer:
         self.check_lease()
         self.before_apply()
         previous = self._read_digests(live)
-        applied = self.cluster.apply(objects, self.namespace, self.report)
+        applied = self.cluster.apply(objects, self.report)
         self.report(f"applied {', '.join(applied)}")
         try:
             count = self._wait_and_check(previous)
@@ -192,7 +176,7 @@ class Deployer:
             self.report("rollout.canary_percent: this version serves already")
             return None
         self.check_lease()
-        self.cluster.apply(self.configuration, self.namespace, self.report)
+        self.cluster.apply(self.configuration, self.report)
         try:
             result = self._start_canary(live)
         except StageError:
@@ -206,7 +190,6 @@ class Deployer:
         canary_class = KnativeCanaryRollout if by_knative else CanaryRollout
         result = canary_class(
             cluster=self.cluster,
-            namespace=self.namespace,
             bundle=self.bundle,
             candidate=self.workload if by_knative else canary_deployment(self.objects),
             stable=live,
@@ -221,34 +204,32 @@ class Deployer:
         return result
 
     def _delete_unused_configuration(self, keep: str) -> None:
-        delete_unused_configuration(self.cluster, self.config.name, self.namespace, keep, self.report, self.check_lease)
+        delete_unused_configuration(self.cluster, self.config.name, keep, self.report, self.check_lease)
 
     def _changes_pods(self) -> bool:
         """Return whether the pods would change, be it in their bundle, image or options."""
-        (change,) = self.cluster.plan([self.workload], self.namespace)
+        (change,) = self.cluster.plan([self.workload])
         return any(field.startswith(("spec.template.", "spec.predictor.")) for field in change.fields)
 
     def _read_digests(self, live: Object | None) -> frozenset[str]:
         """Return the bundles of all pods there are, and of the workload."""
         selector = format_selector(identity_labels(self.config.name, "serving"))
-        owners = [*([live] if live else []), *self.cluster.select(selector, self.namespace)]
+        owners = [*([live] if live else []), *self.cluster.select(selector)]
         annotations = (item["metadata"].get("annotations", {}) for item in owners)
         return frozenset(item[BUNDLE_ANNOTATION] for item in annotations if BUNDLE_ANNOTATION in item)
 
     def _wait_and_check(self, previous: frozenset[str]) -> int:
         """Wait for the roll-out and send the golden requests; return their number."""
-        self.cluster.wait(self.objects, self.namespace, self.config.deploy.timeout_seconds, self.report)
+        self.cluster.wait(self.objects, self.config.deploy.timeout_seconds, self.report)
         if not self.config.deploy.by_kserve:
-            self.cluster.delete(canary_deployment(self.objects), self.namespace)
+            self.cluster.delete(canary_deployment(self.objects))
         headers = self.access.headers()
-        return smoke.check_service(
-            self.cluster, self.namespace, self._service_name(), self.bundle, self.report, headers, previous
-        )
+        return smoke.check_service(self.cluster, self._service_name(), self.bundle, self.report, headers, previous)
 
     def _service_name(self) -> str:
         """Return the Service of the pods, as the API server's proxy names it."""
         if self.config.deploy.by_knative:
-            return revision_service(self.cluster, self.workload, self.namespace)
+            return revision_service(self.cluster, self.workload)
         return ("https:" if self.access.tls_key else "") + serving.service_name(self.config)
 
 

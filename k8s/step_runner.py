@@ -18,9 +18,8 @@ from k8s.cluster.api import (
     Unreachable,
     api_path,
     list_objects,
-    response_warnings,
 )
-from k8s.cluster.cluster import APPLY_CONTENT_TYPE, APPLY_QUERY, Report
+from k8s.cluster.cluster import DRY_RUN, Report, apply_object, patch_object, read_object
 from k8s.cluster.errors import api_error
 from k8s.cluster.pending_reasons import PendingReasons
 from k8s.cluster.pod_logs import PodLogs
@@ -79,11 +78,10 @@ class StepRunner:
         self._check_claim()
         self._remove_earlier_attempt()
         for item in self.step_job.objects:
-            self._apply(item, {**APPLY_QUERY, "dryRun": "All"})
+            patch_object(self.connection, item, self.namespace, DRY_RUN)
         try:
             for item in self.step_job.objects:
-                for warning in self._apply(item, APPLY_QUERY):
-                    self.report(f"warning: {kubectl_name(item)}: {warning}")
+                apply_object(self.connection, item, self.namespace, self.report)
         except PipelineError:
             self._remove_after_error()
             raise
@@ -218,14 +216,12 @@ class StepRunner:
         self.tick()
 
     def _check_claim(self) -> None:
-        response = self.connection.request("GET", api_path(_CLAIM, self.namespace, self.step_job.claim))
-        if response.status == 404:
+        claim = {**_CLAIM, "metadata": {"name": self.step_job.claim}}
+        if read_object(self.connection, claim, self.namespace) is None:
             raise ResourceError(
                 f"namespace {self.namespace} has no volume claim {self.step_job.claim}, which must hold the folder of "
                 "runs here as in the pods; to fix it: docs/kubernetes.md describes how to create one"
             )
-        if not response.ok:
-            raise api_error(response, f"persistentvolumeclaim/{self.step_job.claim}", self.namespace)
 
     def _list(self, kind: Mapping[str, Any], timeout_seconds: float = 0.0) -> list[Object]:
         """List this step's objects; with a timeout, wait for a server that restarts: finished work must not be lost."""
@@ -246,14 +242,6 @@ class StepRunner:
         if listing.status in TRANSIENT_STATUSES:
             raise Unreachable(f"{subject}: the API server answers {listing.status}: {listing.reason}")
         raise api_error(listing, subject, self.namespace, kind["apiVersion"])
-
-    def _apply(self, item: Object, query: dict[str, str]) -> list[str]:
-        """Apply one object; return the server's warnings."""
-        path, body = api_path(item, self.namespace, item["metadata"]["name"]), json.dumps(item).encode()
-        response = self.connection.request("PATCH", path, query, body, APPLY_CONTENT_TYPE)
-        if not response.ok:
-            raise api_error(response, kubectl_name(item), self.namespace, item["apiVersion"])
-        return response_warnings(response)
 
     def _delete(self, live: Object, item: Object) -> None:
         """Delete exactly this object, not one that was created under its name meanwhile."""

@@ -6,7 +6,6 @@ Each step is a pod made from the manifests of training, and runs the command tha
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +14,10 @@ import yaml
 
 from k8s.objects import training
 from k8s.objects.kustomize import Object
-from k8s.objects.manifests import GPU_RESOURCE, check_image, fit_name, identity_labels
+from k8s.objects.manifests import GPU_RESOURCE, count_cpus, fit_name, identity_labels
 from k8s.objects.training import CONFIG_VARIABLE, config_text
 from pipeline.contract.config import Config
+from pipeline.contract.settings.section import count_bytes
 from pipeline.system.errors import ConfigError
 
 RUNS_FOLDER = "/runs"
@@ -34,10 +34,6 @@ _RETRY_EXPRESSION = "lastRetry.status == 'Error' or asInt(lastRetry.exitCode) > 
 _RETRY_BACKOFF = {"duration": "10s", "factor": "2"}
 _POD_DELETE_DELAY = "600s"  # kubectl can read the log that long; the run keeps it for good
 _MAX_NAME = 26  # what `-pipe-`, five random characters and `-train` leave of a JobSet's name
-_GIGABYTES_PER_UNIT = {
-    "m": 1e-12, "": 1e-9, "k": 1e-6, "M": 1e-3, "G": 1.0, "T": 1e3,
-    "Ki": 1024e-9, "Mi": 1024**2 * 1e-9, "Gi": 1024**3 * 1e-9, "Ti": 1024**4 * 1e-9,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -54,12 +50,12 @@ def step_command(task: WorkflowTask, run: str) -> list[str]:
     return ["python", "-m", "pipeline.pod", task.step, run, "--", *task.argv]
 
 
-def step_container(task: WorkflowTask, config: Config, image: str, run: str) -> Object:
+def step_container(task: WorkflowTask, config: Config, run: str) -> Object:
     """Return the container of a step, made from the trainer's but without what only several pods need."""
-    (trainer,) = step_pod(task, config, image)["containers"]
+    (trainer,) = step_pod(task, config)["containers"]
     env = [item for item in trainer["env"] if "value" in item]
     container: dict[str, Any] = {
-        "image": image,
+        "image": config.train.image,
         "imagePullPolicy": trainer["imagePullPolicy"],
         "command": step_command(task, run),
         "env": [*env, {"name": CONFIG_VARIABLE, "value": config_text(config)}],
@@ -71,25 +67,24 @@ def step_container(task: WorkflowTask, config: Config, image: str, run: str) -> 
     return container
 
 
-def step_pod(task: WorkflowTask, config: Config, image: str) -> Object:
+def step_pod(task: WorkflowTask, config: Config) -> Object:
     """Return the pod spec of a step, with GPUs if the step computes on them."""
-    check_image(image)
     gpus = training.gpus_per_pod(config.train) if task.step in _GPU_STEPS else 0
-    pod = training.training_pod(config, image, RUNS_FOLDER, gpus)
+    pod = training.training_pod(config, RUNS_FOLDER, gpus)
     if task.step != "train":
         pod["containers"][0]["resources"]["requests"]["cpu"] = config.cluster.cpu or "1"
     training.set_node_placement(pod, pod["containers"][0], gpus, config.cluster, config.deploy.image_pull_secret)
     return pod
 
 
-def argo_workflow(config: Config, tasks: Sequence[WorkflowTask], image: str) -> Object:
+def argo_workflow(config: Config, tasks: Sequence[WorkflowTask]) -> Object:
     """Return an Argo Workflow: a DAG of pods, and of a JobSet if training takes several pods.
 
     It is to be created, not applied: it gets its name when it is submitted.
     """
     config = _with_rendezvous(config)
     labels = {**identity_labels(config.name, "workflow"), "app.kubernetes.io/managed-by": "pipe"}
-    pod = step_pod(tasks[0], config, image)
+    pod = step_pod(tasks[0], config)
     dag = [{"name": task.step, "template": task.step, **_dependencies(task)} for task in tasks]
     return {
         "apiVersion": "argoproj.io/v1alpha1",
@@ -110,7 +105,7 @@ def argo_workflow(config: Config, tasks: Sequence[WorkflowTask], image: str) -> 
             "volumes": pod["volumes"],
             "templates": [
                 {"name": "pipeline", "dag": {"tasks": dag}},
-                *(_argo_template(task, config, image) for task in tasks),
+                *(_argo_template(task, config) for task in tasks),
             ],
         },
     }
@@ -134,10 +129,10 @@ def _dependencies(task: WorkflowTask) -> dict[str, Any]:
     return {"dependencies": list(task.after)} if task.after else {}
 
 
-def _argo_template(task: WorkflowTask, config: Config, image: str) -> Object:
+def _argo_template(task: WorkflowTask, config: Config) -> Object:
     if task.step == "train" and config.train.most_nodes > 1:
-        return _jobset_template(task, config, image)
-    pod = step_pod(task, config, image)
+        return _jobset_template(task, config)
+    pod = step_pod(task, config)
     nodes: dict[str, Any] = {field: pod[field] for field in ("nodeSelector", "tolerations") if field in pod}
     account = config.cluster.service_account if task.step == "deploy" else ""
     queued = {"metadata": {"labels": {training.QUEUE_LABEL: config.cluster.queue}}}
@@ -153,20 +148,18 @@ def _argo_template(task: WorkflowTask, config: Config, image: str) -> Object:
             "expression": _RETRY_EXPRESSION,
             "backoff": _RETRY_BACKOFF,
         },
-        "container": step_container(task, config, image, ARGO_RUN),
+        "container": step_container(task, config, ARGO_RUN),
     }
 
 
-def _jobset_template(task: WorkflowTask, config: Config, image: str) -> Object:
+def _jobset_template(task: WorkflowTask, config: Config) -> Object:
     """Return a template that creates a JobSet; a Job would not do, as Argo's conditions cannot search its status."""
     if config.cluster.workload != "jobset":
         raise ConfigError(
             f"train.nodes={config.train.nodes}: in an Argo Workflow, training on several pods is a JobSet; "
             "set cluster.workload=jobset (JobSet must be installed), or train.nodes=1"
         )
-    (jobset,) = (
-        item for item in training.training_objects(config, image, ARGO_RUN, _JOBSET_NAME) if item["kind"] == "JobSet"
-    )
+    (jobset,) = (item for item in training.training_objects(config, ARGO_RUN, _JOBSET_NAME) if item["kind"] == "JobSet")
     (job,) = jobset["spec"]["replicatedJobs"]
     trainer = job["template"]["spec"]["template"]["spec"]["containers"][0]
     trainer["command"] = step_command(task, ARGO_RUN)
@@ -186,14 +179,14 @@ def _jobset_template(task: WorkflowTask, config: Config, image: str) -> Object:
     }
 
 
-def kfp_documents(config: Config, tasks: Sequence[WorkflowTask], image: str) -> list[Object]:
+def kfp_documents(config: Config, tasks: Sequence[WorkflowTask]) -> list[Object]:
     """Return the two documents of a Kubeflow Pipelines file: the pipeline, and its Kubernetes platform."""
     _check_kfp(config)
-    pods = {task.step: step_pod(task, config, image) for task in tasks}
+    pods = {task.step: step_pod(task, config) for task in tasks}
     pipeline: Object = {
         "components": {f"comp-{task.step}": _kfp_component(task) for task in tasks},
         "deploymentSpec": {
-            "executors": {f"exec-{task.step}": {"container": _kfp_container(task, config, image)} for task in tasks}
+            "executors": {f"exec-{task.step}": {"container": _kfp_container(task, config)} for task in tasks}
         },
         "pipelineInfo": {"name": config.name},
         "root": {"dag": {"tasks": {task.step: _kfp_task(task) for task in tasks}}},
@@ -238,13 +231,13 @@ def _kfp_task(task: WorkflowTask) -> Object:
     }
 
 
-def _kfp_container(task: WorkflowTask, config: Config, image: str) -> Object:
-    argo_workflow = step_container(task, config, image, KFP_RUN)
+def _kfp_container(task: WorkflowTask, config: Config) -> Object:
+    container = step_container(task, config, KFP_RUN)
     return {
-        "command": argo_workflow["command"],
-        "env": argo_workflow["env"],
-        "image": image,
-        "resources": _kfp_resources(argo_workflow["resources"]),
+        "command": container["command"],
+        "env": container["env"],
+        "image": config.train.image,
+        "resources": _kfp_resources(container["resources"]),
     }
 
 
@@ -252,8 +245,8 @@ def _kfp_resources(resources: Object) -> Object:
     """Return resources as numbers for older back ends, and as Kubernetes quantities for current ones."""
     cpu, memory = resources["requests"]["cpu"], resources["requests"]["memory"]
     values: dict[str, Any] = {
-        "cpuRequest": float(cpu[:-1]) / 1000 if cpu.endswith("m") else float(cpu),
-        "memoryRequest": _gigabytes(memory),
+        "cpuRequest": count_cpus(cpu),
+        "memoryRequest": count_bytes(memory) / 1e9,
         "resourceCpuRequest": cpu,
         "resourceMemoryRequest": memory,
     }
@@ -267,17 +260,11 @@ def _kfp_resources(resources: Object) -> Object:
     return values
 
 
-def _gigabytes(quantity: str) -> float:
-    match = re.match(r"^([\d.]+)(\w*)$", quantity)
-    assert match is not None, quantity  # the configuration is validated
-    return float(match[1]) * _GIGABYTES_PER_UNIT[match[2]]
-
-
 def _kfp_platform(pod: Object, config: Config) -> Object:
     """Return volumes and node placement."""
     claim = training.claim_name(config)
     size = config.cluster.memory
-    argo_workflow: Object = {
+    platform: Object = {
         "emptyDirMounts": [
             {"medium": "Memory", "mountPath": "/dev/shm", "sizeLimit": size, "volumeName": "shared-memory"}  # noqa: S108
         ],
@@ -295,11 +282,11 @@ def _kfp_platform(pod: Object, config: Config) -> Object:
     }
     if "imagePullSecrets" in pod:
         names = [secret["name"] for secret in pod["imagePullSecrets"]]
-        argo_workflow["imagePullSecret"] = [
+        platform["imagePullSecret"] = [
             {"secretName": name, "secretNameParameter": {"runtimeValue": {"constant": name}}} for name in names
         ]
     if "nodeSelector" in pod:
-        argo_workflow["nodeSelector"] = {"labels": pod["nodeSelector"]}
+        platform["nodeSelector"] = {"labels": pod["nodeSelector"]}
     if "tolerations" in pod:
-        argo_workflow["tolerations"] = pod["tolerations"]
-    return argo_workflow
+        platform["tolerations"] = pod["tolerations"]
+    return platform

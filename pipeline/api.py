@@ -30,4 +30,4 @@ class Bundle(bundle.Bundle):
 
     @cached_property
     def _predictor(self) -> Predictor:
-        return load_predictor(self, None, None)
+        return load_predictor(self)

@@ -22,9 +22,9 @@ from pipeline.contract.pretrained import pretrained_parts
 from pipeline.contract.registry import read_registry
 from pipeline.contract.results import NEAR_COPIES
 from pipeline.contract.run import STEPS, Run, StepRecord
+from pipeline.contract.settings.bundled import BUNDLED_SETTINGS
 from pipeline.contract.settings.section import Section
 from pipeline.contract.settings.stages import WHEELS_FOLDER, Serve, Train
-from pipeline.contract.signature import BUNDLED_SETTINGS
 from pipeline.contract.signing import SIGNATURE
 from pipeline.data_checks.champion import CHAMPION_PART, NO_CHAMPION, comparable_champion
 from pipeline.history import Project, data_file_digests, installed_versions

@@ -19,7 +19,7 @@ from serve.monitoring.tracing import configure_tracing
 from serve.options import NamedBundle, Options, parse_options
 from serve.process.server import SingleServer
 from serve.process.service import Service
-from serve.process.sockets import Sockets, bind_socket
+from serve.process.sockets import bind_socket
 from serve.runtime.loading import load_predictor
 from serve.runtime.predictor import Predictor
 from serve.security import Security
@@ -51,20 +51,19 @@ def serve(options: Options) -> int:
     security = Security.load(options.api_keys, options.tls)
     if options.check:
         return check(options, security)
-    share = options.standby is not None  # then the public port may still be our predecessor's
-    public = bind_socket(options.public, share=share)
-    standby = None if options.standby is None else bind_socket(options.standby, share=False)
-    grpc = None if options.grpc is None else bind_socket(options.grpc, share=share)
-    health = None if options.health is None else bind_socket(options.health, share=share)
-    common = (options, Sockets(public, standby, grpc, health), security)
+    share = "standby" in options.addresses  # then the other ports may still be our predecessor's
+    sockets = {
+        port: bind_socket(address, share=share and port != "standby") for port, address in options.addresses.items()
+    }
+    common = (options, sockets, security)
     bundles = [_open(named, options) for named in options.bundles]
-    load = partial(_load, bundles, options)
+    load = partial(_load, bundles)
     if options.workers == 1:
         SingleServer(_service(load(), options, security), *common).run()
         return 0
     from serve.process.workers import Supervisor, share_models  # a single process needs none of it
 
-    loaded = share_models(load, options, [bundle for _, bundle in bundles])
+    loaded = share_models(load, [bundle for _, bundle in bundles])
     supervisor = os.getpid()
     return Supervisor(lambda: _service(loaded or load(), options, security, supervisor), *common).run()
 
@@ -72,7 +71,7 @@ def serve(options: Options) -> int:
 def check(options: Options, security: Security) -> int:
     """Do all that a start does before it listens, as in the build of an image."""
     bundles = [_open(named, options) for named in options.bundles]
-    service = _service(_load(bundles, options), options, security)
+    service = _service(_load(bundles), options, security)
     print("ok: golden requests answered:", *(f"{name}={value}" for name, value in service.identity().items()))
     service.close()
     return 0
@@ -94,10 +93,8 @@ def _open(named: NamedBundle, options: Options) -> tuple[str, Bundle]:
     return name, bundle
 
 
-def _load(bundles: Sequence[tuple[str, Bundle]], options: Options) -> list[LoadedModel]:
-    loaded = [
-        (name, load_predictor(bundle, options.provider, options.intra_op_threads(bundle))) for name, bundle in bundles
-    ]
+def _load(bundles: Sequence[tuple[str, Bundle]]) -> list[LoadedModel]:
+    loaded = [(name, load_predictor(bundle)) for name, bundle in bundles]
     tune_garbage_collector()
     return loaded
 

@@ -13,7 +13,7 @@ from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any
 
-from serve.errors import Busy, DeadlineExceeded, Headers, NotFound, TooLarge
+from serve.errors import INTERNAL, Busy, DeadlineExceeded, Headers, NotFound, TooLarge
 from serve.kinds import TEXT_ROUTES, TEXT_SCHEMAS, text_handlers
 from serve.load_shedding import Rests, admit
 from serve.memory import MemoryBudget
@@ -40,7 +40,6 @@ from serve.routes import (
 )
 from serve.security import ApiKeys
 
-INTERNAL = "internal error; the server's log has the details"
 PROTOCOLS = {"predict": "v1", "infer": "v2", **dict.fromkeys(TEXT_ROUTES, "openai")}
 _LENGTH = v2.LENGTH_HEADER.encode()
 _BINARY = (b"content-type", b"application/octet-stream")

@@ -10,6 +10,7 @@ from serve.wire.request import Disconnected
 
 Headers = tuple[tuple[bytes, bytes], ...]
 
+INTERNAL = "internal error; the server's log has the details"
 _MAX_TEXT = 500  # characters
 
 

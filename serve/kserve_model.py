@@ -34,7 +34,7 @@ class BundleModel(Model):  # type: ignore[misc]  # kserve ships no types
         for spec in (*self.bundle.signature.inputs, *self.bundle.signature.outputs):
             if spec.datatype == "BF16":
                 raise BundleError(f"{self.bundle.path}: {spec.name} is BF16, which kserve lacks; use `python -m serve`")
-        self.predictor = load_predictor(self.bundle, None, None)
+        self.predictor = load_predictor(self.bundle)
         self.ready = True
         return True
 

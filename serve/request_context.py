@@ -15,7 +15,7 @@ import numpy as np
 
 from pipeline.system.errors import InvalidPayload
 from serve.errors import Headers
-from serve.monitoring.metrics import ModelMetrics
+from serve.monitoring.metrics import PHASES, ModelMetrics
 from serve.wire.http1 import Request
 from serve.wire.request import IncomingRequest
 
@@ -72,12 +72,7 @@ class RequestContext(IncomingRequest):
     def phases(self) -> Sequence[tuple[str, float, float]]:
         """Return name, start and end of each phase that began; one without an end was interrupted by a failure."""
         times = (self.decode_started_at, self.decoded_at, self.run_started_at, self.run_ended_at, self.encoded_at)
-        phases = []
-        for place, name in enumerate(("read", "wait", "run", "write")):
-            if not times[place]:
-                break
-            phases.append((name, times[place], times[place + 1]))
-        return phases
+        return [phase for phase in zip(PHASES, times, times[1:], strict=False) if phase[1]]
 
 
 class HttpRequest(Request, RequestContext):

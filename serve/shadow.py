@@ -138,7 +138,7 @@ def open_shadow(name: str, path: Path, signature: Signature, share: float, trust
     bundle = open_bundle(path, trust)
     if why := incompatibility(signature, bundle.signature):
         raise BundleError(f"{path}: it cannot shadow {name}: {why}")
-    return Shadow(name, path, load_predictor(bundle, None, threads=1), share)
+    return Shadow(name, path, load_predictor(bundle, threads=1), share)
 
 
 def incompatibility(current: Signature, candidate: Signature) -> str:

@@ -119,7 +119,6 @@ class CanaryRollout:
     """A canary of one bundle, as a second Deployment next to the stable one."""
 
     cluster: Cluster
-    namespace: str
     bundle: Bundle
     candidate: Object  # the canary's Deployment
     stable: Object  # the stable version's Deployment, as it is on the cluster
@@ -152,7 +151,7 @@ class CanaryRollout:
 
     def end(self) -> None:
         """Give all requests back to the stable version."""
-        self.cluster.delete(self.candidate, self.namespace)
+        self.cluster.delete(self.candidate)
 
     def _end_after_error(self) -> None:
         """End the canary without hiding the error that led here."""
@@ -168,12 +167,10 @@ class CanaryRollout:
         self.report(f"canary: {describe_traffic(percent, stable_replicas)}")
         item = copy.deepcopy(self.candidate)
         item["spec"]["replicas"] = replicas_for(percent, stable_replicas)
-        self.cluster.apply([item], self.namespace, self.report)
-        self.cluster.wait([item], self.namespace, self.timeout_seconds, self.report)
+        self.cluster.apply([item], self.report)
+        self.cluster.wait([item], self.timeout_seconds, self.report)
         for pod in self._canary_pods():
-            count = smoke.check_pod(
-                self.cluster, self.namespace, self._pod_address(pod, self.candidate), self.bundle, self.headers
-            )
+            count = smoke.check_pod(self.cluster, self._pod_address(pod, self.candidate), self.bundle, self.headers)
             self.report(f"{pod}: {count} golden requests answered as at export")
 
     def _observe(self) -> CanaryResult:
@@ -203,7 +200,7 @@ class CanaryRollout:
         counts = {}
         for pod in pods:
             address = self._pod_address(pod, owner)
-            status, text = smoke.read_metrics(self.cluster, self.namespace, address, self.headers)
+            status, text = smoke.read_metrics(self.cluster, address, self.headers)
             if status == _HTTP_NOT_FOUND:
                 continue
             if status == _HTTP_UNAUTHORIZED:
@@ -217,12 +214,12 @@ class CanaryRollout:
         return counts
 
     def _canary_pods(self) -> list[str]:
-        return ready_pods(self.cluster.pods(self.candidate, self.namespace))
+        return ready_pods(self.cluster.pods(self.candidate))
 
     def _stable_pods(self) -> list[str]:
         """Return the stable version's pods: its labels select the canary's as well, so those are removed."""
         canary_pods = set(self._canary_pods())
-        return [pod for pod in ready_pods(self.cluster.pods(self.stable, self.namespace)) if pod not in canary_pods]
+        return [pod for pod in ready_pods(self.cluster.pods(self.stable)) if pod not in canary_pods]
 
     def _pod_address(self, pod: str, owner: Object) -> str:
         """Return the address for the API server's proxy; one version may use TLS and the other not."""
@@ -279,26 +276,26 @@ class KnativeCanaryRollout(CanaryRollout):
         whole_percent = max(1, round(percent))
         self.report(f"canary: Knative sends it {whole_percent} % of the requests")
         item = self._apply(whole_percent)
-        self.cluster.wait([item], self.namespace, self.timeout_seconds, self.report)
-        service = revision_service(self.cluster, item, self.namespace)
-        count = smoke.check_service(self.cluster, self.namespace, service, self.bundle, self.report, self.headers)
+        self.cluster.wait([item], self.timeout_seconds, self.report)
+        service = revision_service(self.cluster, item)
+        count = smoke.check_service(self.cluster, service, self.bundle, self.report, self.headers)
         self.report(f"{service}: {count} golden requests answered as at export")
 
     def _apply(self, percent: int) -> Object:
         item = copy.deepcopy(self.candidate)
         item["spec"]["predictor"][CANARY_TRAFFIC_PERCENT] = percent
-        self.cluster.apply([item], self.namespace, self.report)
+        self.cluster.apply([item], self.report)
         return item
 
     def _canary_pods(self) -> list[str]:
-        live = self.cluster.read(self.candidate, self.namespace)
+        live = self.cluster.read(self.candidate)
         return self._revision_pods(latest_ready_revision(live)) if live else []
 
     def _stable_pods(self) -> list[str]:
         return self._revision_pods(stable_revision(self.stable))
 
     def _revision_pods(self, revision: str) -> list[str]:
-        return ready_pods(self.cluster.select(f"{REVISION_LABEL}={revision}", self.namespace))
+        return ready_pods(self.cluster.select(f"{REVISION_LABEL}={revision}"))
 
     def _pod_address(self, pod: str, owner: Object) -> str:  # noqa: ARG002 - KServe ends TLS before the pods
         return f"{pod}:{KNATIVE_PROXY_PORT}"
@@ -314,9 +311,9 @@ def stable_revision(live: Object) -> str:
     return str(_predictor_status(live).get("latestRolledoutRevision") or latest_ready_revision(live))
 
 
-def revision_service(cluster: Cluster, service: Object, namespace: str) -> str:
+def revision_service(cluster: Cluster, service: Object) -> str:
     """Return the Service of the newest revision's pods: the public one only names a gateway in another namespace."""
-    live = cluster.read(service, namespace)
+    live = cluster.read(service)
     revision = latest_ready_revision(live) if live else ""
     if not revision:
         raise StageError(f"inferenceservice/{service['metadata']['name']}: Knative reports no revision that is ready")

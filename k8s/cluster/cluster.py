@@ -41,6 +41,7 @@ from k8s.objects.manifests import (
 from pipeline.system.errors import PipelineError, ResourceError, StageError
 
 APPLY_QUERY = {"fieldManager": "pipe", "fieldValidation": "Strict"}
+DRY_RUN = {**APPLY_QUERY, "dryRun": "All"}
 APPLY_CONTENT_TYPE = "application/apply-patch+yaml"  # JSON is YAML
 
 POD = {"apiVersion": "v1", "kind": "Pod"}
@@ -61,10 +62,11 @@ ServiceResponse = tuple[int, dict[str, str], bytes]  # status, headers, body
 class Cluster:
     connection: Connection
     version: str
+    namespace: str
     poll_seconds: float = 1.0
 
     @classmethod
-    def connect(cls, context: str) -> Cluster:
+    def connect(cls, context: str, namespace: str) -> Cluster:
         """Connect to a server and check that it answers; an empty `context` means the current one."""
         connection = connect(context)
         response = connection.request("GET", "/version", read_seconds=_VERSION_TIMEOUT_SECONDS)
@@ -74,7 +76,7 @@ class Cluster:
                 f"refuses our credentials ({response.status}): {response.reason}"
             )
         try:
-            return cls(connection, str(response.json().get("gitVersion", "unknown")))
+            return cls(connection, str(response.json().get("gitVersion", "unknown")), namespace)
         except NotKubernetes as error:
             raise ResourceError(f"{connection.server} (context {connection.context}): {error}") from error
 
@@ -83,86 +85,77 @@ class Cluster:
         return self.connection.context
 
     def describe(self) -> str:
-        return f"context {self.context}, server {self.connection.server}, Kubernetes {self.version}"
+        place = f"context {self.context}, server {self.connection.server}"
+        return f"{place}, Kubernetes {self.version}, namespace {self.namespace}"
 
-    def plan(self, objects: Sequence[Object], namespace: str, *, force: bool = False) -> list[Change]:
+    def plan(self, objects: Sequence[Object], *, force: bool = False) -> list[Change]:
         """Return what applying would change, by a dry run on the server; nothing is changed.
 
         Without `force`, the server refuses to overwrite fields that others have set.
         """
-        changes = [self._plan_object(item, namespace, force) for item in objects]
+        changes = [self._plan_object(item, force) for item in objects]
         return [
-            replace(change, fields=self._changed_options(item, objects, namespace))
+            replace(change, fields=self._changed_options(item, objects))
             if change.new and item["kind"] == "ConfigMap"
             else change
             for change, item in zip(changes, objects, strict=True)
         ]
 
-    def apply(self, objects: Sequence[Object], namespace: str, report: Report) -> list[str]:
+    def apply(self, objects: Sequence[Object], report: Report) -> list[str]:
         """Apply on the server side; all objects are planned first, so that a refusal leaves nothing half applied."""
-        for line in describe_changes(self.plan(objects, namespace)) or ["plan: nothing changes"]:
+        for line in describe_changes(self.plan(objects)) or ["plan: nothing changes"]:
             report(line)
         for item in objects:
-            response = self._patch(item, namespace, APPLY_QUERY)
-            for warning in response_warnings(response):
-                report(f"warning: {kubectl_name(item)}: {warning}")
+            apply_object(self.connection, item, self.namespace, report)
         return [kubectl_name(item) for item in objects]
 
-    def read(self, item: Object, namespace: str) -> Object | None:
+    def read(self, item: Object) -> Object | None:
         """Return the object as it is on the cluster; None if it does not exist."""
-        response = self.connection.request("GET", _object_path(item, namespace))
-        if response.status == 404:
-            return None
-        if not response.ok:
-            raise api_error(response, kubectl_name(item), namespace, item["apiVersion"])
-        live: Object = response.json()
-        return live
+        return read_object(self.connection, item, self.namespace)
 
-    def delete(self, item: Object, namespace: str) -> None:
+    def delete(self, item: Object) -> None:
         """Delete the object if it exists, but not one that was created under its name meanwhile."""
         options: dict[str, Any] = {"propagationPolicy": "Background"}
         if item["kind"] != "Secret":  # we may write Secrets, not read them
-            if (live := self.read(item, namespace)) is None:
+            if (live := self.read(item)) is None:
                 return
             options["preconditions"] = {"uid": live["metadata"]["uid"]}
         body = json.dumps(options).encode()
-        response = self.connection.request("DELETE", _object_path(item, namespace), body=body)
+        response = self.connection.request("DELETE", _object_path(item, self.namespace), body=body)
         if not response.ok and response.status != 404:
-            raise api_error(response, kubectl_name(item), namespace, item["apiVersion"])
+            raise api_error(response, kubectl_name(item), self.namespace, item["apiVersion"])
 
-    def pods(self, item: Object, namespace: str) -> list[Object]:
+    def pods(self, item: Object) -> list[Object]:
         """Return the pods of this version of a workload; pods of older versions may still terminate."""
-        return self.select(_version_selector(item), namespace)
+        return self.select(_version_selector(item))
 
-    def select(self, selector: str, namespace: str, kind: Mapping[str, str] = POD) -> list[Object]:
+    def select(self, selector: str, kind: Mapping[str, str] = POD) -> list[Object]:
         """Return objects by a label selector."""
-        listing = list_objects(self.connection, kind, namespace, {"labelSelector": selector})
+        listing = list_objects(self.connection, kind, self.namespace, {"labelSelector": selector})
         if isinstance(listing, Response):
-            raise api_error(listing, f"listing {plural(kind['kind'])}", namespace, kind["apiVersion"])
+            raise api_error(listing, f"listing {plural(kind['kind'])}", self.namespace, kind["apiVersion"])
         return listing.items
 
-    def pod_problems(self, item: Object, namespace: str) -> list[str]:
+    def pod_problems(self, item: Object) -> list[str]:
         """Return why pods of this version do not start; an error that hides the pods is such a reason too."""
         try:
-            pods = self.pods(item, namespace)
-            return pod_problems(pods) + pending_pod_warnings(self.connection, namespace, pods)
+            pods = self.pods(item)
+            return pod_problems(pods) + pending_pod_warnings(self.connection, self.namespace, pods)
         except PipelineError as error:
             return [str(error)]
 
-    def wait(self, objects: Sequence[Object], namespace: str, timeout_seconds: float, report: Report) -> None:
+    def wait(self, objects: Sequence[Object], timeout_seconds: float, report: Report) -> None:
         """Wait until every workload is rolled out; report progress, and on failure what it is stuck on."""
         deadline = time.monotonic() + timeout_seconds
         for item in objects:
             if item["kind"] in WORKLOAD_KINDS:
                 replicas = minimum_replicas(item, objects)
-                self._wait_for(item, replicas, namespace, deadline, timeout_seconds, report)
+                self._wait_for(item, replicas, deadline, timeout_seconds, report)
 
-    def _wait_for(
-        self, item: Object, replicas: int, namespace: str, deadline: float, timeout_seconds: float, report: Report
-    ) -> None:
+    def _wait_for(self, item: Object, replicas: int, deadline: float, timeout_seconds: float, report: Report) -> None:
         reported = ""
         while True:
-            progress, problems = self._progress_and_problems(item, replicas, namespace)
+            progress, problems = self._progress_and_problems(item, replicas)
             text = "; ".join([progress.text, *problems])
             if text != reported:
                 report(f"{kubectl_name(item)}: {text}")
@@ -170,35 +163,35 @@ class Cluster:
             if progress.done:
                 return
             if progress.failed or time.monotonic() >= deadline:
-                self._report_crash_logs(item, namespace, report)
+                self._report_crash_logs(item, report)
                 raise StageError(
                     f"{kubectl_name(item)} did not get ready within {timeout_seconds:g} s: {text}; to find the cause: "
-                    f"`kubectl --context {self.context} -n {namespace} describe pods -l {_version_selector(item)}`"
+                    f"`kubectl --context {self.context} -n {self.namespace} describe pods -l {_version_selector(item)}`"
                 )
             time.sleep(min(self.poll_seconds, max(0.0, deadline - time.monotonic())))
 
-    def _progress_and_problems(self, item: Object, replicas: int, namespace: str) -> tuple[Progress, list[str]]:
+    def _progress_and_problems(self, item: Object, replicas: int) -> tuple[Progress, list[str]]:
         try:
-            progress = self._progress(item, replicas, namespace)
-            return progress, [] if progress.done else self.pod_problems(item, namespace)
+            progress = self._progress(item, replicas)
+            return progress, [] if progress.done else self.pod_problems(item)
         except ResourceError as error:  # the roll-out goes on while the API server restarts
             return Progress(False, str(error)), []
 
-    def _progress(self, item: Object, replicas: int, namespace: str) -> Progress:
-        response = self.connection.request("GET", _object_path(item, namespace))
+    def _progress(self, item: Object, replicas: int) -> Progress:
+        response = self.connection.request("GET", _object_path(item, self.namespace))
         if response.status in TRANSIENT_STATUSES:
             return Progress(False, f"the API server answers {response.status}")
         if not response.ok:
             raise StageError(f"{kubectl_name(item)}: cannot be read ({response.status}): {response.reason}")
         progress = rollout_progress(response.json(), replicas)
         if progress.done and item["kind"] == "InferenceService":
-            return self._created_progress(item, replicas, namespace, response.json()) or progress
+            return self._created_progress(item, replicas, response.json()) or progress
         return progress
 
-    def _created_progress(self, item: Object, replicas: int, namespace: str, live: Object) -> Progress | None:
+    def _created_progress(self, item: Object, replicas: int, live: Object) -> Progress | None:
         """Return the state of KServe's Deployment or Revision: the InferenceService is ready while old pods answer."""
         created = created_workload(live)
-        response = self.connection.request("GET", _object_path(created, namespace))
+        response = self.connection.request("GET", _object_path(created, self.namespace))
         if not response.ok:
             return None
         workload = response.json()
@@ -208,70 +201,73 @@ class Cluster:
             return Progress(False, "KServe has not adopted the new version yet")
         return rollout_progress(workload, replicas) if created["kind"] == "Deployment" else None
 
-    def _report_crash_logs(self, item: Object, namespace: str, report: Report) -> None:
+    def _report_crash_logs(self, item: Object, report: Report) -> None:
         """Report the last lines of each container that crashed: its exit reason rarely explains it."""
         try:
-            crashed = crashed_containers(self.pods(item, namespace))
+            crashed = crashed_containers(self.pods(item))
         except PipelineError:
             return  # already reported as what the roll-out is stuck on
         for pod, container, previous in crashed:
             query = {"container": container, "tailLines": str(_CRASH_LOG_LINES), "previous": str(previous).lower()}
-            response = self.connection.request("GET", f"{api_path(POD, namespace, pod)}/log", query)
+            response = self.connection.request("GET", f"{api_path(POD, self.namespace, pod)}/log", query)
             text = response.body.decode(errors="replace")
             lines = text.splitlines() if response.ok else [f"(its log cannot be read: {response.reason})"]
             report(f"the last lines of {pod}:")
             for line in lines:
                 report(f"    {line}")
 
-    def get(self, namespace: str, service: str, port: str, path: str) -> ServiceResponse:
-        """Send a GET to a service through the API server's proxy; `port` is the name of the service's port."""
-        response = self.connection.request("GET", _service_proxy_path(namespace, service, port, path))
-        return response.status, dict(response.headers), response.body
-
-    def post(
-        self, namespace: str, service: str, port: str, path: str, body: Any, headers: Mapping[str, str] = _NO_HEADERS
+    def send(
+        self, target: str, path: str, body: Any = None, headers: Mapping[str, str] = _NO_HEADERS
     ) -> ServiceResponse:
-        """Send JSON to a service through the API server's proxy."""
-        data = json.dumps(body, allow_nan=False).encode()
-        target = _service_proxy_path(namespace, service, port, path)
-        response = self.connection.request("POST", target, body=data, headers=headers)
-        return response.status, dict(response.headers), response.body
-
-    def request_pod(
-        self, namespace: str, pod: str, path: str, body: Any = None, headers: Mapping[str, str] = _NO_HEADERS
-    ) -> ServiceResponse:
-        """Send a request to one pod through the API server's proxy; `pod` may be `https:NAME:PORT`."""
-        target = f"/api/v1/namespaces/{namespace}/pods/{pod}/proxy{path}"
+        """Send a GET, or with a body a POST, through the API server's proxy to `pods/NAME:PORT` or a service."""
+        proxy = f"/api/v1/namespaces/{self.namespace}/{target}/proxy{path}"
         data = None if body is None else json.dumps(body, allow_nan=False).encode()
-        response = self.connection.request("GET" if data is None else "POST", target, body=data, headers=headers)
+        response = self.connection.request("GET" if data is None else "POST", proxy, body=data, headers=headers)
         return response.status, dict(response.headers), response.body
 
-    def _plan_object(self, item: Object, namespace: str, force: bool) -> Change:
-        query = {**APPLY_QUERY, "dryRun": "All", **({"force": "true"} if force else {})}
+    def _plan_object(self, item: Object, force: bool) -> Change:
+        query = {**DRY_RUN, **({"force": "true"} if force else {})}
         if item["kind"] == "Secret":  # we may write Secrets, not read them
-            self._patch(item, namespace, query)
+            patch_object(self.connection, item, self.namespace, query)
             return Change(kubectl_name(item), False, ())
-        live = self.read(item, namespace)
-        planned = self._patch(item, namespace, query).json()
+        live = self.read(item)
+        planned = patch_object(self.connection, item, self.namespace, query).json()
         return Change(kubectl_name(item), live is None, tuple(field_changes(live, planned)))
 
-    def _changed_options(self, item: Object, objects: Sequence[Object], namespace: str) -> tuple[str, ...]:
+    def _changed_options(self, item: Object, objects: Sequence[Object]) -> tuple[str, ...]:
         """Compare a ConfigMap with the one that the workload uses now, which has another name."""
         workload = next((other for other in objects if other["kind"] in WORKLOAD_KINDS), None)
-        if workload is None or (live := self.read(workload, namespace)) is None:
+        if workload is None or (live := self.read(workload)) is None:
             return ()
         pod = live["spec"].get("predictor") or live["spec"]["template"]["metadata"]
         name = pod.get("annotations", {}).get(OPTIONS_ANNOTATION)
-        used = self.read({**item, "metadata": {"name": name}}, namespace) if name else None
+        used = self.read({**item, "metadata": {"name": name}}) if name else None
         changes = field_changes({**item, "data": used.get("data", {})}, item) if used else []
         return tuple(changes)
 
-    def _patch(self, item: Object, namespace: str, query: dict[str, str]) -> Response:
-        body = json.dumps(item).encode()
-        response = self.connection.request("PATCH", _object_path(item, namespace), query, body, APPLY_CONTENT_TYPE)
-        if not response.ok:
-            raise api_error(response, kubectl_name(item), namespace, item["apiVersion"])
-        return response
+
+def read_object(connection: Connection, item: Object, namespace: str) -> Object | None:
+    response = connection.request("GET", _object_path(item, namespace))
+    if response.status == 404:
+        return None
+    if not response.ok:
+        raise api_error(response, kubectl_name(item), namespace, item["apiVersion"])
+    live: Object = response.json()
+    return live
+
+
+def apply_object(connection: Connection, item: Object, namespace: str, report: Report) -> None:
+    for warning in response_warnings(patch_object(connection, item, namespace, APPLY_QUERY)):
+        report(f"warning: {kubectl_name(item)}: {warning}")
+
+
+def patch_object(connection: Connection, item: Object, namespace: str, query: Mapping[str, str]) -> Response:
+    """Apply on the server side; DRY_RUN changes nothing."""
+    body = json.dumps(item).encode()
+    response = connection.request("PATCH", _object_path(item, namespace), query, body, APPLY_CONTENT_TYPE)
+    if not response.ok:
+        raise api_error(response, kubectl_name(item), namespace, item["apiVersion"])
+    return response
 
 
 @dataclass(frozen=True)
@@ -352,7 +348,3 @@ def _version_selector(item: Object) -> str:
 
 def _object_path(item: Object, namespace: str) -> str:
     return api_path(item, namespace, item["metadata"]["name"])
-
-
-def _service_proxy_path(namespace: str, service: str, port: str, path: str) -> str:
-    return f"/api/v1/namespaces/{namespace}/services/{service}:{port}/proxy{path}"

@@ -32,16 +32,16 @@ def inspect_deployment(
     if workload is None:
         return DeploymentState(f"its manifests are missing from {manifests}")
     try:
-        cluster = Cluster.connect(context)
+        cluster = Cluster.connect(context, namespace)
         if server not in ("", cluster.connection.server):
             return DeploymentState(f"unknown: the context {context} is that of {cluster.connection.server} now")
-        live = cluster.read(workload, namespace)
+        live = cluster.read(workload)
         if live is None:
             return DeploymentState("gone", drift=(f"{kubectl_name(workload)} is not on the cluster any more",))
         progress = rollout_progress(live, minimum_replicas(workload, objects))
-        problems = () if progress.done else tuple(cluster.pod_problems(workload, namespace))
-        drift = _find_drift(cluster, objects, live, namespace, bundle)
-        if not canary and (unrecorded := _read_canary(cluster, workload, namespace)):
+        problems = () if progress.done else tuple(cluster.pod_problems(workload))
+        drift = _find_drift(cluster, objects, live, bundle)
+        if not canary and (unrecorded := _read_canary(cluster, workload)):
             drift.append(f"{kubectl_name(unrecorded)} exists, and no canary is recorded")
         return DeploymentState(progress.text, problems, tuple(drift))
     except PipelineError as error:
@@ -60,10 +60,10 @@ def read_live_version(context: str, namespace: str, manifests: Path) -> LiveVers
     workload = _find_workload(read_manifests(manifests))
     if workload is None:
         return LiveVersion("", False)
-    cluster = Cluster.connect(context)
-    live = cluster.read(workload, namespace)
+    cluster = Cluster.connect(context, namespace)
+    live = cluster.read(workload)
     bundle = live["metadata"].get("annotations", {}).get(BUNDLE_ANNOTATION, "") if live else ""
-    return LiveVersion(bundle, _read_canary(cluster, workload, namespace) is not None)
+    return LiveVersion(bundle, _read_canary(cluster, workload) is not None)
 
 
 def read_manifests(folder: Path) -> list[Object]:
@@ -76,21 +76,21 @@ def _find_workload(objects: Sequence[Object]) -> Object | None:
     return next((item for item in objects if item["kind"] in WORKLOAD_KINDS), None)
 
 
-def _read_canary(cluster: Cluster, workload: Object, namespace: str) -> Object | None:
+def _read_canary(cluster: Cluster, workload: Object) -> Object | None:
     """Return the canary's Deployment; one that is not recorded is left over from a `pipe` that was killed."""
     if workload["kind"] != "Deployment":
         return None
     name = canary_name(workload["metadata"]["name"])
-    return cluster.read({**workload, "metadata": {"name": name}}, namespace)
+    return cluster.read({**workload, "metadata": {"name": name}})
 
 
-def _find_drift(cluster: Cluster, objects: Sequence[Object], live: Object, namespace: str, bundle: str) -> list[str]:
+def _find_drift(cluster: Cluster, objects: Sequence[Object], live: Object, bundle: str) -> list[str]:
     """Find changed fields by applying the manifests again in a dry run."""
     live_bundle = live["metadata"].get("annotations", {}).get(BUNDLE_ANNOTATION, "none")
     drift = []
     if live_bundle != bundle:
         drift.append(f"bundle {live_bundle[:12]} {_describe_traffic(live)}, {bundle[:12]} is recorded")
-    for change in cluster.plan(objects, namespace, force=True):
+    for change in cluster.plan(objects, force=True):
         drift += [f"{change.name} is gone"] if change.new else [f"{change.name}: {field}" for field in change.fields]
     return drift
 

@@ -22,7 +22,7 @@ _REPLICA_SET = {"apiVersion": "apps/v1", "kind": "ReplicaSet"}
 
 
 def delete_unused_configuration(
-    cluster: Cluster, name: str, namespace: str, keep: str, report: Report, check_lease: Callable[[], None]
+    cluster: Cluster, name: str, keep: str, report: Report, check_lease: Callable[[], None]
 ) -> None:
     """Delete what no version names, not even one that `kubectl rollout undo` restores; `keep` is the newest ConfigMap.
 
@@ -31,8 +31,8 @@ def delete_unused_configuration(
     """
     try:
         selector = format_selector(identity_labels(name, "serving"))
-        items = cluster.select(selector, namespace, _CONFIG_MAP)
-        used_names = {keep, *_used_names(cluster, name, namespace, selector)}
+        items = cluster.select(selector, _CONFIG_MAP)
+        used_names = {keep, *_used_names(cluster, name, selector)}
         check_lease()  # another deployment may have applied what its pods do not name yet
         used = [item for item in items if item["metadata"]["name"] in used_names]
         used_secrets = {_secret_name(item) for item in used}
@@ -41,24 +41,24 @@ def delete_unused_configuration(
                 continue
             if (secret_name := _secret_name(item)) and secret_name not in used_secrets:
                 secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": secret_name}}
-                _delete(secret, cluster, namespace, report)
-            _delete(item, cluster, namespace, report)
+                _delete(secret, cluster, report)
+            _delete(item, cluster, report)
     except PipelineError as error:
         report(f"warning: unused ConfigMaps and Secrets are left: {error}")
 
 
-def _used_names(cluster: Cluster, name: str, namespace: str, selector: str) -> Iterator[str]:
+def _used_names(cluster: Cluster, name: str, selector: str) -> Iterator[str]:
     """Yield the ConfigMaps of all versions; those of a canary only as long as its Deployment exists."""
     canary = canary_name(name)
-    for item in cluster.select(selector, namespace, _REPLICA_SET):
+    for item in cluster.select(selector, _REPLICA_SET):
         if canary not in (owner["name"] for owner in item["metadata"].get("ownerReferences", [])):
             yield _config_map_name(item["spec"]["template"])
-    for pod in cluster.select(selector, namespace):
+    for pod in cluster.select(selector):
         if TRACK_LABEL not in pod["metadata"].get("labels", {}):
             yield _config_map_name(pod)
     for deployment in (name, canary):
         item = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": deployment}}
-        if (live := cluster.read(item, namespace)) is not None:
+        if (live := cluster.read(item)) is not None:
             yield _config_map_name(live["spec"]["template"])
 
 
@@ -70,6 +70,6 @@ def _secret_name(config_map: Object) -> str:
     return str(config_map["metadata"].get("annotations", {}).get(ACCESS_ANNOTATION, ""))
 
 
-def _delete(item: Object, cluster: Cluster, namespace: str, report: Report) -> None:
-    cluster.delete(item, namespace)
+def _delete(item: Object, cluster: Cluster, report: Report) -> None:
+    cluster.delete(item)
     report(f"deleted {kubectl_name(item)}, which no version uses")

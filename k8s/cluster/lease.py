@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from k8s.cluster.api import Connection, api_path
+from k8s.cluster.cluster import read_object
 from k8s.cluster.errors import api_error
 from k8s.objects.kustomize import Object
 from pipeline.system.errors import PipelineError, ResourceError
@@ -107,13 +108,7 @@ class Lease:
             report(f"warning: lease/{self.name} expires by itself, in {self.duration_seconds} s: {error}")
 
     def _read(self) -> Object | None:
-        response = self.connection.request("GET", api_path(_LEASE, self.namespace, self.name))
-        if response.status == 404:
-            return None
-        if not response.ok:
-            raise api_error(response, f"lease/{self.name}", self.namespace, _LEASE["apiVersion"])
-        live: Object = response.json()
-        return live
+        return read_object(self.connection, {**_LEASE, "metadata": {"name": self.name}}, self.namespace)
 
     def _write(self, live: Object | None, holder: str) -> bool:
         """Return False if another process was faster."""

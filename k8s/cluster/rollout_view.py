@@ -47,7 +47,6 @@ class RolloutView:
 
     connect: Callable[[], Cluster]
     name: str
-    namespace: str
     headers: Mapping[str, str]  # credentials of the service
     clock: Callable[[], float] = time.monotonic
     _cluster: Cluster | None = None
@@ -56,7 +55,7 @@ class RolloutView:
 
     def read(self) -> list[PodView]:
         self._cluster = self._cluster or self.connect()
-        pods = self._cluster.select(format_selector(identity_labels(self.name, "serving")), self.namespace)
+        pods = self._cluster.select(format_selector(identity_labels(self.name, "serving")))
         if self._old_groups is None:
             self._old_groups = frozenset(map(_group, pods))
         new_groups = frozenset(map(_group, pods)) - self._old_groups
@@ -76,7 +75,7 @@ class RolloutView:
         name = pod["metadata"]["name"]
         is_knative = REVISION_LABEL in pod["metadata"]["labels"]  # whose proxy ends TLS
         address = f"{name}:{KNATIVE_PROXY_PORT}" if is_knative else pod_address(name, pod["spec"])
-        status, _, raw = self._cluster.request_pod(self.namespace, address, "/metrics", headers=self.headers)
+        status, _, raw = self._cluster.send(f"pods/{address}", "/metrics", headers=self.headers)
         if status != _HTTP_OK:
             return RequestCounts(), 0.0
         now, counts = self.clock(), parse_request_counts(raw.decode(errors="replace"), self.name)

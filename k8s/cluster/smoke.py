@@ -26,7 +26,6 @@ SendRequest = Callable[[str, Any], ServiceResponse]  # path and body → respons
 
 def check_service(
     cluster: Cluster,
-    namespace: str,
     service: str,
     bundle: Bundle,
     report: Report,
@@ -39,7 +38,7 @@ def check_service(
     """
 
     def send(path: str, body: Any) -> ServiceResponse:
-        return cluster.post(namespace, service, "http", path, body, headers)
+        return cluster.send(f"services/{service}:http", path, body, headers)
 
     count, without_digest = _check_golden_requests(bundle, send, previous)
     if without_digest:
@@ -47,15 +46,15 @@ def check_service(
     return count
 
 
-def check_pod(cluster: Cluster, namespace: str, pod: str, bundle: Bundle, headers: Mapping[str, str]) -> int:
+def check_pod(cluster: Cluster, pod: str, bundle: Bundle, headers: Mapping[str, str]) -> int:
     """Send all golden requests to one pod; return their number."""
-    send = lambda path, body: cluster.request_pod(namespace, pod, path, body, headers)  # noqa: E731
+    send = lambda path, body: cluster.send(f"pods/{pod}", path, body, headers)  # noqa: E731
     return _check_golden_requests(bundle, send)[0]
 
 
-def read_metrics(cluster: Cluster, namespace: str, pod: str, headers: Mapping[str, str]) -> tuple[int, str]:
+def read_metrics(cluster: Cluster, pod: str, headers: Mapping[str, str]) -> tuple[int, str]:
     """Return status and text of a pod's `/metrics`."""
-    send = lambda path, _: cluster.request_pod(namespace, pod, path, headers=headers)  # noqa: E731
+    send = lambda path, _: cluster.send(f"pods/{pod}", path, headers=headers)  # noqa: E731
     status, _, raw = _send_with_retries(send, "/metrics", None)
     return status, raw.decode(errors="replace")
 

@@ -116,12 +116,12 @@ def serving_requirements(accelerator: str, also: Iterable[str] = ()) -> list[str
     To be installed without the dependencies that the packages name.
     """
     own = [text for text in own_requirements("serve") if (PROJECT, Requirement(text).name) not in _NOT_SERVED]
-    return _for_accelerator(_dependency_closure((*own, *also), all_needs=False), accelerator)
+    return _for_accelerator(lock_requirements((*own, *also), all_needs=False), accelerator)
 
 
 def locked_requirements(accelerator: str, extra: str, also: Iterable[str] = ()) -> list[str]:
     """Return `name==version` of our requirements with an extra, further requirements, and all dependencies, sorted."""
-    return _for_accelerator(lock_requirements([*own_requirements(extra), *also]), accelerator)
+    return _for_accelerator(lock_requirements((*own_requirements(extra), *also)), accelerator)
 
 
 def _for_accelerator(pins: Iterable[str], accelerator: str) -> list[str]:
@@ -134,13 +134,9 @@ def _for_accelerator(pins: Iterable[str], accelerator: str) -> list[str]:
     ]
 
 
-def lock_requirements(requirements: Iterable[str]) -> list[str]:
-    """Return requirements and all their dependencies, with the installed versions."""
-    return list(_dependency_closure(tuple(requirements)))
-
-
 @functools.cache  # reading the metadata of installed packages is slow
-def _dependency_closure(requirements: tuple[str, ...], *, all_needs: bool = True) -> tuple[str, ...]:
+def lock_requirements(requirements: tuple[str, ...], *, all_needs: bool = True) -> tuple[str, ...]:
+    """Return requirements and all their dependencies, with the installed versions."""
     queue = [Requirement(text) for text in requirements]
     versions: dict[str, str] = {}
     expanded: set[tuple[str, str]] = set()  # a distribution and one of its extras; "" is none

@@ -8,9 +8,8 @@ from pathlib import PurePosixPath
 
 from k8s.objects import training
 from k8s.objects.kustomize import Object
-from k8s.objects.manifests import check_pinned, identity_labels, load_manifests, set_metadata
+from k8s.objects.manifests import identity_labels, load_manifests, set_metadata
 from pipeline.contract.config import Config
-from pipeline.system.errors import ConfigError
 from pipeline.system.files import digest_bytes
 
 RUN_LABEL, STEP_LABEL, KEY_LABEL = "pipe-road/run", "pipe-road/step", "pipe-road/key"
@@ -66,15 +65,10 @@ def step_job(
     user: PodUser = PodUser(),
 ) -> StepJob:
     """Return the objects for a step; `argv` is its local command, whose last argument is the run directory."""
-    image = config.train.image
-    if not image:
-        raise ConfigError(
-            "train.image is empty; name the image the steps' pods run: `pipe package --train --push` makes it"
-        )
-    check_pinned(image, "train.image")
+    training.check_training_image(config)
     run_dir = PurePosixPath(PROJECT_FOLDER, argv[-1])
     if step == "train":
-        parts = training.training_parts(config, image, str(run_dir))
+        parts = training.training_parts(config, str(run_dir))
     else:
         parts = {"Job": _job(config, step, run, key, argv, env)}
     for item in parts.values():
@@ -113,7 +107,7 @@ def _job(config: Config, step: str, run: str, key: str, argv: tuple[str, ...], e
 def _pod(config: Config, step: str, argv: tuple[str, ...], env: Mapping[str, str]) -> Object:
     mount = str(PurePosixPath(PROJECT_FOLDER, argv[-1]).parent)
     gpus = training.gpus_per_pod(config.train) if step == "evaluate" else 0
-    pod = training.training_pod(config, config.train.image, mount, gpus)
+    pod = training.training_pod(config, mount, gpus)
     for field in ("initContainers", "subdomain"):
         pod.pop(field, None)
     (container,) = pod["containers"]

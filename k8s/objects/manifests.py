@@ -10,12 +10,13 @@ from typing import Any
 
 import yaml
 
+from k8s.images.registry import parse_reference
 from k8s.objects.kustomize import Object as Object
 from k8s.objects.kustomize import build
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.config import Config
 from pipeline.contract.settings.access import OPEN_ACCESS, Access
-from pipeline.contract.settings.stages import service_view_options
+from pipeline.contract.signature import parse_option
 from pipeline.system.errors import ConfigError
 from pipeline.system.files import digest_bytes, digest_mapping, write_atomic
 
@@ -32,7 +33,6 @@ MAX_JOB_NAME = 52  # leaves room for `-`, a pod's number, and the five letters t
 MAX_JOBSET_NAME = 45  # leaves room for `-node-0-9999-` and those letters
 
 _MANIFESTS = Path(__file__).resolve().parents[1] / "manifests"
-_IMAGE = re.compile(r"^[a-z0-9][\w.\-/:]*?(?::(?P<tag>\w[\w.\-]{0,127}))?(?P<digest>@sha256:[0-9a-f]{64})?$", re.ASCII)
 _CONTENT_TAG = re.compile(r"[0-9a-f]{12}")  # the beginning of the digest of a bundle or of a build context
 _HASH_CHARACTERS = 8
 _KUSTOMIZATION = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
@@ -73,19 +73,16 @@ def kubectl_name(item: Object) -> str:
 
 def check_image(image: str) -> None:
     """Refuse an image name without a fixed tag or a digest."""
-    match = _IMAGE.fullmatch(image)
-    if match is None:
-        raise ConfigError(f"image {image!r}: not a container image name; write it as name:tag or name@sha256:…")
-    if match["digest"] is None and match["tag"] in (None, "latest"):
+    reference = parse_reference(image)
+    if not reference.digest and reference.tag in ("", "latest"):
         raise ConfigError(f"image {image!r}: `latest` means another image every day; name a fixed tag or a digest")
 
 
 def check_pinned(image: str, setting: str) -> None:
     """Refuse an image that is not named by its content: by digest, or by the tag that `pipe package` derives."""
     check_image(image)
-    match = _IMAGE.fullmatch(image)
-    assert match is not None
-    if match["digest"] is None and not _CONTENT_TAG.fullmatch(match["tag"]):
+    reference = parse_reference(image)
+    if not reference.digest and not _CONTENT_TAG.fullmatch(reference.tag):
         raise ConfigError(
             f"{setting}: {image!r} is named by a tag, which may mean another image tomorrow; name it by digest, as in "
             "name@sha256:… (`pipe package --push` gives it)"
@@ -151,7 +148,6 @@ class _Dumper(yaml.SafeDumper):
 OPTIONS_ANNOTATION = "pipe-road/options"  # of pods: the name of their ConfigMap
 ACCESS_ANNOTATION = "pipe-road/access"  # of a ConfigMap: the name of the Secret that is used with it
 SIGNATURE_KEYS = "SIGNATURE_KEYS"  # public keys, one of which must have signed the bundle
-_FOLDER = "/signature-keys"
 
 
 def fill_config_map(item: Object, config: Config, bundle: Bundle, access: Access = OPEN_ACCESS) -> None:
@@ -163,7 +159,10 @@ def fill_config_map(item: Object, config: Config, bundle: Bundle, access: Access
     if reserved := sorted(name for name in environment if name in ("LOG_FORMAT", "LOG_REQUESTS", SIGNATURE_KEYS)):
         raise ConfigError(f"deploy.environment.{reserved[0]}: is set from the serve section; leave it out here")
     for name in sorted(data.keys() & environment.keys()):
-        _check_option(name, environment[name])
+        try:
+            parse_option(name.lower(), environment[name])
+        except ValueError as error:  # as at the service's start, where it would be hard to find
+            raise ConfigError(f"deploy.environment.{name}: {error}; empty: the bundle's value") from None
     if access.trust is not None:
         data[SIGNATURE_KEYS] = access.trust.lines()
     data["LOG_REQUESTS"] = f"{config.serve.log_requests:g}"
@@ -182,19 +181,10 @@ def name_by_content(prefix: str, content: Mapping[str, str]) -> str:
     return fit_name(f"{prefix}-{digest_mapping(content)[:_HASH_CHARACTERS]}")
 
 
-def mount_signature_keys(pod: Object, config_map: str) -> None:
-    """Mount the public keys as a file, from which the service reads them."""
-    items = [{"key": SIGNATURE_KEYS, "path": "keys"}]
-    pod["volumes"].append({"name": "signature-keys", "configMap": {"name": config_map, "items": items}})
-    container = pod["containers"][0]
-    container["volumeMounts"].append({"name": "signature-keys", "mountPath": _FOLDER, "readOnly": True})
-    container.setdefault("args", []).append(f"--require-signature={_FOLDER}/keys")
-
-
 def refer_to_config_map(container: Object, name: str, config: Config) -> None:
     """Let the pods read the ConfigMap; flags without a value cannot come from it and become arguments."""
     container["envFrom"][0]["configMapRef"]["name"] = name
-    container["args"] += [option for option in service_view_options(config.serve) if option == "--no-page"]
+    container["args"] += [] if config.serve.page else ["--no-page"]
     container["args"] += [] if (workers := count_workers(config)) == 1 else [f"--workers={workers}"]
 
 
@@ -210,20 +200,8 @@ def count_threads(config: Config, bundle: Bundle) -> int:
 
 
 def _whole_cpus(quantity: str) -> int:
-    cpus = float(quantity[:-1]) / 1000 if quantity.endswith("m") else float(quantity)
-    return max(1, math.ceil(cpus))
+    return max(1, math.ceil(count_cpus(quantity)))
 
 
-def _check_option(name: str, text: str) -> None:
-    """Check an option as the service does at its start, where the error would be hard to find."""
-    is_whole = name not in ("BATCH_DELAY_MS", "DEADLINE_SECONDS")
-    minimum = 0 if name == "THREADS" or not is_whole else 1
-    try:
-        valid = not text or minimum <= (int(text) if is_whole else float(text)) < math.inf
-    except ValueError:
-        valid = False
-    if not valid:
-        kind = "a whole number" if is_whole else "a number"
-        raise ConfigError(
-            f"deploy.environment.{name}: {text!r} is not {kind} of at least {minimum}; empty: the bundle's value"
-        )
+def count_cpus(quantity: str) -> float:
+    return float(quantity[:-1]) / 1000 if quantity.endswith("m") else float(quantity)

@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from k8s.objects.kustomize import Object
-from k8s.objects.manifests import identity_labels, mount_signature_keys, name_by_content, set_metadata
+from k8s.objects.manifests import SIGNATURE_KEYS, identity_labels, name_by_content, set_metadata
 from pipeline.contract.config import Config
 from pipeline.contract.settings.access import Access
 from pipeline.contract.settings.stages import Deploy, Serve
 from pipeline.system.errors import ConfigError
 
 _DOWNLOAD_SCHEMES = ("s3://", "gs://", "https://")  # KServe's storage initializer downloads from within the pod
-_ACCESS_FOLDER = "/access"
+_ACCESS_FOLDER, _KEYS_FOLDER = "/access", "/signature-keys"
 _SECRET_FILES = {"api_keys": "api-keys", "tls_certificate": "tls.crt", "tls_key": "tls.key"}  # setting → file name
 
 
@@ -124,17 +124,23 @@ def use_tls(parts: dict[str, Object], deploy: Deploy, access: Access) -> None:
 
 def mount_access(pod: Object, config: Config, access: Access, config_map: str) -> None:
     """Mount the Secret and the signature keys, and pass their files to the service."""
+    args: list[str] = pod["containers"][0]["args"]
     if access.require_signature:
-        mount_signature_keys(pod, config_map)
+        items = [{"key": SIGNATURE_KEYS, "path": "keys"}]
+        _mount(pod, "signature-keys", _KEYS_FOLDER, {"configMap": {"name": config_map, "items": items}})
+        args.append(f"--require-signature={_KEYS_FOLDER}/keys")
     files = {name: f"{_ACCESS_FOLDER}/{file}" for name, file in _SECRET_FILES.items() if getattr(access, name)}
     if not files:
         return
     if access.tls_key and config.deploy.by_kserve:
         raise ConfigError("serve.tls_certificate: KServe's gateway ends TLS before the pods; leave it and tls_key out")
-    container = pod["containers"][0]
-    container.setdefault("args", []).extend(Access(**files).options)
-    container["volumeMounts"].append({"name": "access", "mountPath": _ACCESS_FOLDER, "readOnly": True})
-    pod["volumes"].append({"name": "access", "secret": {"secretName": secret_name(config, access)}})
+    _mount(pod, "access", _ACCESS_FOLDER, {"secret": {"secretName": secret_name(config, access)}})
+    args.extend(Access(**files).options)
+
+
+def _mount(pod: Object, name: str, folder: str, source: Object) -> None:
+    pod["volumes"].append({"name": name, **source})
+    pod["containers"][0]["volumeMounts"].append({"name": name, "mountPath": folder, "readOnly": True})
 
 
 def access_secrets(config: Config, access: Access) -> list[Object]:

@@ -30,7 +30,7 @@ from k8s.objects.overlay import apply_overlay
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.config import Config
 from pipeline.contract.settings.access import OPEN_ACCESS, Access
-from pipeline.contract.settings.stages import Deploy, Serve
+from pipeline.contract.settings.stages import Deploy
 from pipeline.contract.signature import MAX_SCORES_BYTES, SCORE_BYTES, Generation, Signature
 from pipeline.system.errors import ConfigError
 
@@ -82,7 +82,7 @@ def _load_parts(config: Config) -> dict[str, Object]:
     nodes = training.node_component(deploy.gpus)
     if not deploy.by_kserve:
         return load_manifests("serve", [nodes, *network.components(deploy)])
-    parts = load_manifests("kserve", [nodes, *components(deploy)])
+    parts = load_manifests("kserve", [nodes, *(["knative"] if deploy.by_knative else [])])
     if deploy.storage_uri:
         parts["ServingRuntime"] = load_manifests("kserve", ["storage"])["ServingRuntime"]
     return parts
@@ -215,26 +215,15 @@ def _check_settings(config: Config) -> None:
         raise ConfigError("deploy.storage_uri: only KServe fetches bundles; set deploy.target=kserve")
     if deploy.storage_uri.startswith(_OCI):
         check_pinned(deploy.storage_uri.removeprefix(_OCI), "deploy.storage_uri")
-    _check_local_settings(config.serve)
+    if config.serve.shadow:  # a pod has only the bundle of its image
+        raise ConfigError("serve.shadow: is for the local service; leave it out: on a cluster a mesh mirrors requests")
     network.check_settings(deploy)
     check_host(config)
     check_canary(config)
 
 
-def _check_local_settings(serve: Serve) -> None:
-    """Refuse settings that need a second bundle: a pod has only the bundle of its image."""
-    if serve.shadow:
-        raise ConfigError("serve.shadow: is for the local service; leave it out: on a cluster a mesh mirrors requests")
-
-
 _KNATIVE_DEADLINE_SECONDS = 900  # as of a Deployment
 _KNATIVE_CONCURRENCY = 8  # requests in flight per pod, where `deploy.target_concurrency` is not set
-_MODEL_FOLDER = "/mnt/models"  # where KServe mounts the files of `storageUri`
-_COMMAND = ["python", "-m", "serve", _MODEL_FOLDER, "--host=0.0.0.0", "--port=8080", "--grpc-port=8081"]
-
-
-def components(deploy: Deploy) -> list[str]:
-    return ["knative"] if deploy.by_knative else []
 
 
 def set_replicas(service: Object, deploy: Deploy) -> None:
@@ -246,31 +235,19 @@ def set_replicas(service: Object, deploy: Deploy) -> None:
 
 
 def use_storage(parts: dict[str, Object], runtime: Object, deploy: Deploy, run: str) -> None:
-    """Move the predictor's container into the runtime; the bundle comes from its URI instead of the image.
+    """Move the predictor's container into the runtime, whose command serves the bundle from its URI.
 
     `{run}` in the URI, as for a bundle on the volume of the runs, is replaced by the run's name.
     """
-    service = parts["InferenceService"]
-    predictor = service["spec"]["predictor"]
+    predictor, spec = parts["InferenceService"]["spec"]["predictor"], runtime["spec"]
     (container,) = predictor.pop("containers")
-    runtime["spec"]["containers"] = [_runtime_container(container)]
+    spec["containers"] = [{**spec["containers"][0], **container}]
     predictor["model"] = {
-        "modelFormat": dict(_model_format(runtime)),
+        "modelFormat": dict(spec["supportedModelFormats"][0]),
         "runtime": runtime["metadata"]["name"],
         "storageUri": deploy.storage_uri.replace("{run}", run),
     }
     parts["ServingRuntime"] = runtime
-
-
-def _runtime_container(container: Object) -> Object:
-    """Add the command that serves the mounted bundle, after the image."""
-    head = {field: container[field] for field in ("name", "image", "imagePullPolicy")}
-    return {**head, "command": list(_COMMAND), **{field: container[field] for field in container if field not in head}}
-
-
-def _model_format(runtime: Object) -> dict[str, str]:
-    model_format: dict[str, str] = runtime["spec"]["supportedModelFormats"][0]
-    return model_format
 
 
 def with_canary(candidate: Object, config: Config) -> Object:

@@ -19,7 +19,7 @@ from k8s.objects.manifests import (
     MAX_JOB_NAME,
     MAX_JOBSET_NAME,
     MAX_LABEL,
-    check_image,
+    check_pinned,
     fit_name,
     identity_labels,
     load_manifests,
@@ -44,15 +44,13 @@ _JOBSET_RESTARTS = 3  # of all pods together; a single lost pod is replaced by i
 _TOLERATION = re.compile(r"^(?P<key>[^=:]+)(=(?P<value>[^:]*))?(:(?P<effect>\w+))?$")
 
 
-def training_objects(
-    config: Config, image: str, run_dir: str, name: str = "", *, standalone: bool = False
-) -> list[dict[str, Any]]:
+def training_objects(config: Config, run_dir: str, name: str = "", *, standalone: bool = False) -> list[dict[str, Any]]:
     """Return all objects in the order they are applied.
 
     `run_dir` is the path of the run directory in the pods, on the shared volume. `standalone` training creates the
     run itself; otherwise it exists, and another process keeps its records.
     """
-    parts = training_parts(config, image, run_dir, name)
+    parts = training_parts(config, run_dir, name)
     if standalone:
         trainer = parts["Job"]["spec"]["template"]["spec"]["containers"][0]
         rendezvous = _rendezvous(config.cluster, parts["Job"]["metadata"]["name"])
@@ -62,11 +60,16 @@ def training_objects(
     return [*volume_claims(config), *wrap_in_workload(parts, config)]
 
 
-def training_parts(config: Config, image: str, run_dir: str, name: str = "") -> dict[str, Object]:
+def check_training_image(config: Config) -> None:
+    if not config.train.image:
+        raise ConfigError("train.image is empty; name the image of the pods: `pipe package --train --push` makes it")
+    check_pinned(config.train.image, "train.image")
+
+
+def training_parts(config: Config, run_dir: str, name: str = "") -> dict[str, Object]:
     """Return the Indexed Job and its Service, before they are put into another controller's object."""
-    check_image(image)
     run_dir = _absolute_path(run_dir)
-    return _fill_parts(config, image, run_dir, name or job_name(config, run_dir))
+    return _fill_parts(config, run_dir, name or job_name(config, run_dir))
 
 
 def wrap_in_workload(parts: dict[str, Object], config: Config) -> list[dict[str, Any]]:
@@ -116,11 +119,11 @@ def _first_pod(cluster: Cluster, job: str) -> str:
     return f"{job}-0.{job}" if cluster.workload == "job" else f"{job}-node-0-0.{job}"
 
 
-def training_pod(config: Config, image: str, mount: str, gpus: int) -> Object:
+def training_pod(config: Config, mount: str, gpus: int) -> Object:
     """Return the pod spec of training, before node placement; the other steps' pods start from it too."""
     pod: Object = load_manifests("train", [node_component(gpus)])["Job"]["spec"]["template"]["spec"]
     for container in (*pod["initContainers"], *pod["containers"]):
-        container["image"] = image
+        container["image"] = config.train.image
     _fill_pod(pod, config, mount)
     return pod
 
@@ -129,7 +132,7 @@ def gpus_per_pod(train: Train) -> int:
     return _processes(train) if train.device == "cuda" else 0
 
 
-def _fill_parts(config: Config, image: str, run_dir: str, job: str) -> dict[str, Object]:
+def _fill_parts(config: Config, run_dir: str, job: str) -> dict[str, Object]:
     parts = load_manifests("train")
     del parts["PersistentVolumeClaim"]  # created once, not for each run
     labels = {**identity_labels(config.name, "training"), "app.kubernetes.io/instance": job}
@@ -137,7 +140,7 @@ def _fill_parts(config: Config, image: str, run_dir: str, job: str) -> dict[str,
         set_metadata(item, job, config.deploy.namespace, labels, {})
     parts["Service"]["spec"]["selector"]["app.kubernetes.io/instance"] = job
     runs_folder = str(PurePosixPath(run_dir).parent)  # the volume holds all runs
-    pod = training_pod(config, image, runs_folder, gpus_per_pod(config.train))
+    pod = training_pod(config, runs_folder, gpus_per_pod(config.train))
     trainer = pod["containers"][0]
     pod["initContainers"][0]["args"] = [_first_pod(config.cluster, job)]
     trainer["command"], trainer["args"] = ["python", "-m", "pipeline.training.node"], node_args(config, job, run_dir)
@@ -190,9 +193,9 @@ def config_text(config: Config) -> str:
     return json.dumps(values, sort_keys=True, separators=(",", ":"))
 
 
-def run_name(config: Config, image: str) -> str:
+def run_name(config: Config) -> str:
     """Name a run after image and configuration: a Job's pods cannot be changed, so other content needs another name."""
-    return f"train-{digest_bytes(f'{image} {config_text(config)}'.encode())[:12]}"
+    return f"train-{digest_bytes(f'{config.train.image} {config_text(config)}'.encode())[:12]}"
 
 
 def make_standalone(trainer: Object, config: Config, run_dir: str, processes: int, rendezvous: str) -> None:

@@ -451,8 +451,8 @@ def _watch(project: Project, config: Config, display: Display) -> contextlib.Abs
     from k8s.cluster.rollout_view import RolloutView, following
 
     headers = Access.from_settings(config.serve, project.root).headers()
-    connect = functools.partial(Cluster.connect, config.deploy.context)
-    view = RolloutView(connect, config.name, config.deploy.namespace, headers)
+    connect = functools.partial(Cluster.connect, config.deploy.context, config.deploy.namespace)
+    view = RolloutView(connect, config.name, headers)
     return following(view, display.panel, display.report)
 
 

@@ -253,7 +253,10 @@ def passed_gate(verdict: str) -> bool:
 def check_gate(verdict: str, owner: str) -> None:
     """Raise unless a model with this verdict may be deployed."""
     if not passed_gate(verdict):
-        raise GateError(f"{owner}: the gate's verdict is {verdict!r}; only pass, no-baseline or overridden is deployed")
+        raise GateError(
+            f"{owner}: the gate's verdict is {verdict!r}; only pass, no-baseline or overridden is deployed; "
+            "`pipe gate override RUN` overrides a verdict"
+        )
 
 
 class FileEntry(Frozen):

@@ -8,36 +8,35 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
+from pipeline.contract.settings.bundled import BundledLimits, BundledRuntime
 from pipeline.contract.settings.section import Frozen
 from pipeline.system.errors import ConfigError
 
 
-class Limits(Frozen):
-    max_batch_size: int
-    max_body_bytes: int
-    max_waiting: int = 1024
-    deadline_seconds: float = 0.0  # of requests that set none; 0: no deadline
-    max_cache_bytes: int = 256 << 20  # of a language model, for the key-value caches of all running generations
+class Limits(BundledLimits):
     axes: Mapping[str, int] = {}  # maximum size of each named axis, from the task
 
 
-class Runtime(Frozen):
-    """How the service runs the model, unless its options say otherwise."""
-
-    provider: Literal["auto", "cpu", "cuda", "tensorrt"]
-    threads: int
-    batch_rows: int = 32
-    batch_delay_ms: float = 0.0
+class Runtime(BundledRuntime):
+    batch_delay_ms: float = Field(0.0, ge=0, description="longest wait for more requests to merge, under load only")
 
 
-# Settings of the serve section that travel in the bundle.
-BUNDLED_SETTINGS = tuple(
-    name for name in (*Limits.model_fields, *Runtime.model_fields) if name not in ("axes", "batch_delay_ms")
-)
+# What the service has an option for.
+OPTIONS = {name: field for name, field in (Limits.model_fields | Runtime.model_fields).items() if name != "axes"}
+
+
+def parse_option(name: str, text: str) -> Any:
+    """Parse one of the options; empty, as a variable that is not set, it is None: the bundle's value."""
+    model = Limits if name in Limits.model_fields else Runtime
+    try:
+        return getattr(model.model_validate({name: text}), name) if text else None
+    except ValidationError as error:
+        message = error.errors()[0]["msg"]
+        raise ValueError(f"{text!r} is not valid: {message[:1].lower()}{message[1:]}") from None
 
 
 class Cache(Frozen):

@@ -11,8 +11,8 @@ from k8s import workflows
 from k8s.cluster.api import Connection, connect
 from k8s.cluster.rollout_status import JobResult
 from k8s.objects.jobs import PodUser, StepJob, step_job
-from k8s.objects.manifests import check_pinned, kubectl_name, write_documents, write_manifests
-from k8s.objects.training import run_name, training_objects, volume_claims
+from k8s.objects.manifests import kubectl_name, write_documents, write_manifests
+from k8s.objects.training import check_training_image, run_name, training_objects, volume_claims
 from k8s.step_runner import StepRunner
 from k8s.workflows import WorkflowTask
 from pipeline.contract.config import Config, override_config
@@ -174,23 +174,24 @@ def _no_tick() -> None:
 
 def render_training(project: Project, config: Config, directory: str) -> list[Path]:
     """Write the manifests that train this project on a cluster without `pipe run`."""
-    image = _training_image(config)
-    objects = training_objects(config, image, f"runs/{run_name(config, image)}", standalone=True)
+    check_training_image(config)
+    objects = training_objects(config, f"runs/{run_name(config)}", standalone=True)
     return list(write_manifests(objects, _target(project, directory, "train")))
 
 
 def render_workflow(project: Project, config: Config, engine: str, directory: str) -> list[Path]:
     """Write all steps as a workflow for an engine, and the claim for the volume of the runs."""
-    image, config = _training_image(config), override_config(config, _pod_overrides(config))
+    check_training_image(config)
+    config = override_config(config, _pod_overrides(config))
     target = _target(project, directory, engine)
     claims = volume_claims(config)
     files = {"claim.yaml": claims} if claims else {}
     if engine == "argo":
         tasks = workflow_tasks(config, workflows.ARGO_RUN)
-        files["workflow.yaml"] = [workflows.argo_workflow(config, tasks, image)]
+        files["workflow.yaml"] = [workflows.argo_workflow(config, tasks)]
     else:
         tasks = workflow_tasks(config, workflows.KFP_RUN)
-        files["pipeline.yaml"] = workflows.kfp_documents(config, tasks, image)
+        files["pipeline.yaml"] = workflows.kfp_documents(config, tasks)
     return write_documents(files, target)
 
 
@@ -222,15 +223,6 @@ def _pod_overrides(config: Config) -> list[str]:
     build = [] if config.package.builder not in ("auto", "none") else ["package.builder=none"]
     target = [] if config.deploy.on_cluster else ["deploy.target=kubernetes"]
     return [*target, "cluster.executor=local", *build]
-
-
-def _training_image(config: Config) -> str:
-    if not config.train.image:
-        raise ConfigError(
-            "train.image is empty; name the image of the training pods: `pipe package --train --push` makes one"
-        )
-    check_pinned(config.train.image, "train.image")
-    return config.train.image
 
 
 def _target(project: Project, directory: str, name: str) -> Path:

@@ -26,7 +26,7 @@ from pipeline.service.rollout import (
     shadow_bundle,
     start,
 )
-from pipeline.system.errors import BundleError, ClusterError, ConfigError
+from pipeline.system.errors import BundleError, ClusterError
 from pipeline.system.files import write_json
 
 
@@ -44,9 +44,7 @@ def deploy(run: Run, root: Path) -> None:
 
 
 def image_on_cluster(run: Run, config: Config, bundle: Bundle) -> str:
-    """Return the image of the pods; raise for settings that only a local service has."""
-    if config.serve.shadow:
-        raise ConfigError("serve.shadow: a pod on a cluster has only one bundle; this is for a local service")
+    """Return the image of the pods."""
     from k8s.objects.manifests import check_pinned  # slow to load
 
     _check_image(run, bundle)

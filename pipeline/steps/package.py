@@ -35,13 +35,13 @@ from k8s.images.cosign import attest_image, image_digests, image_statement, open
 from k8s.images.modelcar import ModelcarBase, bundle_annotations, write_modelcar
 from k8s.images.oci_layout import Layout
 from k8s.images.registry import BaseImage, Reference, Repository, find_login, parse_reference, resolve_base_image
-from pipeline.contract.bundle import Bundle, passed_gate
+from pipeline.contract.bundle import Bundle, check_gate
 from pipeline.contract.config import Config
 from pipeline.contract.run import Run, StepRecord, step_main
 from pipeline.contract.settings.stages import WHEELS_FOLDER, Package
 from pipeline.contract.signing import fingerprint
 from pipeline.history import Project, changed_outputs, load_history
-from pipeline.system.errors import BundleError, ConfigError, GateError, StageError
+from pipeline.system.errors import BundleError, ConfigError, StageError
 from pipeline.system.files import write_json
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ _IMAGES_FOLDER = "images"  # of the runs folder: training images
 
 def package(run: Run, root: Path) -> None:
     config, bundle = run.config, run.bundle()
-    check_verdict(bundle)
+    check_gate(bundle.manifest.verdict, str(bundle.path))
     image, partial = image_name(config, bundle), run.partial("package")
     _check_push(config)
     recipe = recipe_of(
@@ -76,16 +76,6 @@ def package(run: Run, root: Path) -> None:
     }
     run.bundle()  # raises where files were replaced while they were packaged
     write_json(partial / "image.json", record)
-
-
-def check_verdict(bundle: Bundle) -> None:
-    """Raise for a rejected model, even if its bundle was made by hand."""
-    verdict = bundle.manifest.verdict
-    if not passed_gate(verdict):
-        raise GateError(
-            f"{bundle.path}: its verdict is {verdict!r}; only pass, no-baseline or overridden is packaged; "
-            "`pipe gate override RUN` overrides a verdict"
-        )
 
 
 def image_name(config: Config, bundle: Bundle) -> str:

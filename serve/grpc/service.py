@@ -13,8 +13,8 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from pipeline.system.errors import InvalidPayload
-from serve.app import INTERNAL
 from serve.errors import (
+    INTERNAL,
     ClientDisconnected,
     MethodNotAllowed,
     RequestError,

@@ -130,8 +130,6 @@ class Prefill:
 
     def _first_cache(self) -> KVCache:
         graph = self.batch.graph
-        if not self._start:
-            return graph.empty_cache(self._pads.tolist())
         values = copy_blocks(graph.layers, self._blocks, self._pads, self._start)
         self._blocks = []  # their memory may be needed
         return graph.filled_cache(self._pads, values)

@@ -90,11 +90,6 @@ class KVCache:
         return np.maximum(np.arange(self.past, self.past + new) - self.pads[:, None], 0)
 
 
-def empty_cache(layers: Sequence[CacheLayer], pads: Sequence[int], device: str) -> KVCache:
-    values = (np.zeros((len(pads), layer.heads, 0, layer.width), layer.dtype) for layer in layers)
-    return KVCache(np.array(pads, np.int64), 0, tuple(to_device(value, device) for value in values))
-
-
 def gather(layers: Sequence[CacheLayer], parts: Sequence[tuple[KVCache, Sequence[int]]], device: str) -> KVCache:
     """Copy these rows of these caches into one cache: joining and leaving cost one copy together."""
     lengths = np.concatenate([cache.past - cache.pads[list(rows)] for cache, rows in parts])
@@ -129,7 +124,8 @@ class DecoderGraph:
         self._outputs = [layer.output for layer in self.layers]
 
     def empty_cache(self, pads: list[int]) -> KVCache:
-        return empty_cache(self.layers, pads, self._session.device)
+        values = [np.zeros((len(pads), layer.heads, 0, layer.width), layer.dtype) for layer in self.layers]
+        return self.filled_cache(np.array(pads, np.int64), values)
 
     def filled_cache(self, pads: Array, values: Sequence[Array]) -> KVCache:
         """Return a cache with these arrays, each [rows, heads, past, width]."""

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.signature import Signature
 from pipeline.system.errors import BundleError, InvalidPayload
 from serve.llm.engine import Engine, EngineLimits
 from serve.llm.kv_cache import DecoderGraph, KVCache
@@ -48,10 +47,10 @@ class TextGenerator:
     """Turns parsed requests into sequences and runs them."""
 
     def __init__(self, model: LanguageModel, bundle: Bundle, pool: Executor) -> None:
-        limits = bundle.signature.limits
+        limits, reason = bundle.signature.limits, model.unbatched_reason
         self.tokenizer, self._pool = model.tokenizer, pool
-        self.engine = Engine(model.graph, _engine_limits(bundle.signature, model.unbatched_reason), pool)
-        reason = model.unbatched_reason
+        rows = 1 if reason else bundle.signature.runtime.batch_rows
+        self.engine = Engine(model.graph, EngineLimits(rows, limits.max_waiting, limits.max_cache_bytes), pool)
         self.batching = f"one by one: {reason}" if reason else "together"  # shown in the model's metadata
         self._max_sequences = min(MAX_SEQUENCES, limits.max_batch_size)
 
@@ -114,15 +113,6 @@ class TextGenerator:
         vocabulary = self.tokenizer.vocabulary
         if wrong := [token for token in ids if not 0 <= token < vocabulary]:
             raise InvalidPayload(f"{field}: {wrong[0]} is not a token id; the model's are 0 to {vocabulary - 1}")
-
-
-def _engine_limits(signature: Signature, unbatched_reason: str) -> EngineLimits:
-    limits = signature.limits
-    return EngineLimits(
-        sequences=1 if unbatched_reason else signature.runtime.batch_rows,
-        waiting=limits.max_waiting,
-        cache_bytes=limits.max_cache_bytes,
-    )
 
 
 def load_language_model(bundle: Bundle, session: Session) -> LanguageModel:

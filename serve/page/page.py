@@ -27,6 +27,7 @@ from serve.monitoring.metrics import SUCCESS
 from serve.monitoring.snapshot import Snapshot, VersionSnapshot
 from serve.page.fields import form_fields
 from serve.page.html import Child, Html, el, flat, table
+from serve.protocol.examples import golden_row
 
 _HERE = Path(__file__).resolve().parent
 _ICON = (
@@ -313,16 +314,9 @@ def _examples(served: ModelVersion) -> tuple[dict[str, Any] | None, list[Any], l
         log.warning("the page shows no example: %s", error)
         return None, [], []
     instances = golden.instances
-    fields = form_fields(instances)
-    arrays = {name: array[:1] for name, array in golden.inputs.items()}
-    if sum(array.size for array in arrays.values()) > _MAX_EXAMPLE_BYTES // 4:
-        return fields, _fitting_examples(instances), []
-    specs = {spec.name: spec for spec in served.bundle.signature.inputs}
-    inputs = [
-        {"name": name, "shape": list(array.shape), "datatype": specs[name].datatype, "data": array.ravel().tolist()}
-        for name, array in arrays.items()
-    ]
-    return fields, _fitting_examples(instances), _fitting_examples([{"inputs": inputs}])
+    tensors = golden_row(golden, served.bundle.signature, _MAX_EXAMPLE_BYTES // 4)
+    requests = [{"inputs": tensors}] if tensors else []
+    return form_fields(instances), _fitting_examples(instances), _fitting_examples(requests)
 
 
 def _fitting_examples(examples: Sequence[Any]) -> list[Any]:

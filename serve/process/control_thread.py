@@ -19,25 +19,18 @@ class ControlThread:
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="control", daemon=True)
         self._thread.start()
-        self._listeners: list[Listener[Any]] = []
 
     async def listen(self, make_listener: Callable[[], Listener[Any]]) -> None:
         """Serve the listener that `make_listener` returns in the thread."""
         await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._listen(make_listener), self._loop))
 
     async def stop(self, grace_seconds: float) -> None:
-        """Let the listeners answer what they have received, and end the thread."""
-        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._stop(grace_seconds), self._loop))
+        """Let the listener answer what it has received, and end the thread."""
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._listener.stop(grace_seconds), self._loop))
         self._loop.call_soon_threadsafe(self._loop.stop)
         await asyncio.to_thread(self._thread.join)
         self._loop.close()
 
-    # In the thread
-
     async def _listen(self, make_listener: Callable[[], Listener[Any]]) -> None:
-        listener = make_listener()
-        await listener.start()
-        self._listeners.append(listener)
-
-    async def _stop(self, grace_seconds: float) -> None:
-        await asyncio.gather(*(listener.stop(grace_seconds) for listener in self._listeners))
+        self._listener = make_listener()
+        await self._listener.start()

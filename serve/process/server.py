@@ -9,6 +9,7 @@ import os
 import signal
 import socket
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 import uvloop
@@ -18,9 +19,8 @@ from serve.options import Options
 from serve.process.control_thread import ControlThread
 from serve.process.health import Health, Heartbeat
 from serve.process.service import GRACE_SECONDS, Port, Service
-from serve.process.sockets import Sockets, take_over_port
+from serve.process.sockets import take_over_port
 from serve.security import Security, reload_changed_files
-from serve.wire.http1 import Application
 from serve.wire.listeners import Http1Listener
 
 log = logging.getLogger(__name__)
@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 class Server(ABC):
     """Serves until a signal ends it: in this process, or in several."""
 
-    def __init__(self, options: Options, sockets: Sockets, security: Security) -> None:
-        """The sockets are bound already and not listening yet."""
+    def __init__(self, options: Options, sockets: Mapping[str, socket.socket], security: Security) -> None:
+        """The sockets, by the names of their ports, are bound already and not listening yet."""
         self.options, self.sockets, self.security = options, sockets, security
         self._public_requested, self._stop_requested = asyncio.Event(), asyncio.Event()
 
@@ -42,7 +42,7 @@ class Server(ABC):
     async def listen(self, port: Port, sock: socket.socket) -> None: ...
 
     @abstractmethod
-    async def listen_control(self, app: Application[Any], sock: socket.socket) -> None:
+    async def listen_health(self, health: Health, sock: socket.socket) -> None:
         """Listen where no load on the other ports delays an answer."""
 
     @abstractmethod
@@ -66,14 +66,13 @@ class Server(ABC):
     async def serve(self) -> None:
         asyncio.get_running_loop().set_exception_handler(log_loop_exception)
         self._handle_signals()
-        sockets, standby = self.sockets, self.sockets.standby
         await self.start()
-        if standby is not None and not self._stop_requested.is_set():
+        if (standby := self.sockets.get("standby")) is not None and not self._stop_requested.is_set():
             await self.listen("standby", standby)
             self._log("standby", url="http://{}:{}".format(*standby.getsockname()[:2]))
             await wait_for_first(self._public_requested, self._stop_requested)
         if self._stop_requested.is_set():
-            for sock in sockets.shared:
+            for sock in self._shared_sockets():
                 sock.close()
         else:
             await self._go_public()
@@ -83,17 +82,21 @@ class Server(ABC):
         self._log("stopped")
 
     async def _go_public(self) -> None:
-        sockets = self.sockets
-        if sockets.grpc is not None:
-            await self.listen("grpc", sockets.grpc)
-        await self.listen("http", sockets.public)
-        if sockets.health is not None:
-            await self.listen_control(Health(self.is_live, self.is_ready, self.status), sockets.health)
-        if sockets.standby is not None:  # there may be a predecessor
-            for sock in sockets.shared:
+        sockets, addresses = self.sockets, self.options.addresses
+        if "grpc" in sockets:
+            await self.listen("grpc", sockets["grpc"])
+        await self.listen("http", sockets["http"])
+        if "health" in sockets:
+            await self.listen_health(Health(self.is_live, self.is_ready, self.status), sockets["health"])
+        if "standby" in sockets:  # there may be a predecessor
+            for sock in self._shared_sockets():
                 take_over_port(sock)
-        url = f"{self.security.scheme}://{self.options.public}"
-        self._log("ready", url=url, grpc=str(self.options.grpc or "off"))
+        url = f"{self.security.scheme}://{addresses['http']}"
+        self._log("ready", url=url, grpc=str(addresses.get("grpc", "off")))
+
+    def _shared_sockets(self) -> list[socket.socket]:
+        """Return those on whose ports a successor may listen, too."""
+        return [sock for port, sock in self.sockets.items() if port != "standby"]
 
     def _log(self, state: str, **fields: Any) -> None:
         log.info(state, extra=log_fields(**fields, **self.identity(), pid=os.getpid()))
@@ -131,10 +134,10 @@ class SingleServer(Server):
     async def listen(self, port: Port, sock: socket.socket) -> None:
         await self._service.listen(port, sock)
 
-    async def listen_control(self, app: Application[Any], sock: socket.socket) -> None:
-        self._control = self._control or ControlThread()
+    async def listen_health(self, health: Health, sock: socket.socket) -> None:
+        self._control = ControlThread()
         headers = self._service.headers
-        await self._control.listen(functools.partial(Http1Listener, app, sock, headers, ConnectionLog()))
+        await self._control.listen(functools.partial(Http1Listener, health, sock, headers, ConnectionLog()))
 
     async def status(self) -> dict[str, Any]:
         return self._service.repository.status()

@@ -23,30 +23,8 @@ class Address:
     host: str
     port: int
 
-    @property
-    def url(self) -> str:
-        return f"http://{self}"
-
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-
-@dataclass(frozen=True)
-class Sockets:
-    """The sockets of a service: bound, and not listening yet."""
-
-    public: socket.socket
-    standby: socket.socket | None = None
-    grpc: socket.socket | None = None
-    health: socket.socket | None = None
-
-    def all(self) -> list[socket.socket]:
-        return [sock for sock in (self.public, self.standby, self.grpc, self.health) if sock is not None]
-
-    @property
-    def shared(self) -> list[socket.socket]:
-        """Return those on whose ports a successor may listen, too."""
-        return [sock for sock in (self.public, self.grpc, self.health) if sock is not None]
 
 
 def bind_socket(address: Address, *, share: bool) -> socket.socket:

@@ -39,13 +39,12 @@ from serve.models import LoadedModel
 from serve.monitoring.logs import ConnectionLog, LogLimit, log_fatal, log_fields, log_loop_exception
 from serve.monitoring.snapshot import Snapshot, merge
 from serve.options import Options
-from serve.process.health import STUCK_SECONDS, beat
+from serve.process.health import STUCK_SECONDS, Health, beat
 from serve.process.limits import divide
 from serve.process.server import Server, wait_for_first
 from serve.process.service import GRACE_SECONDS, Port, Service
 from serve.security import Security, reload_changed_files
 from serve.wire.accepting import ACCEPTED_PER_TURN, PAUSE_SECONDS, Acceptor, close_listener
-from serve.wire.http1 import Application
 from serve.wire.listeners import BACKLOG, Http1Listener, Listener
 
 _MAX_DEATHS, _DEATHS_SECONDS = 5, 60.0  # more in that time end the service: replacing would not help
@@ -222,7 +221,7 @@ class Supervisor(Server):
         self._acceptors: list[tuple[socket.socket, Port, Acceptor]] = []
         self._queue: deque[tuple[Port, socket.socket]] = deque()  # connections that no worker has taken yet
         self._is_paused = False
-        self._control: list[Listener[Any]] = []
+        self._health: Listener[Any] | None = None
         self._deaths: deque[float] = deque(maxlen=_MAX_DEATHS)
         self._retired: Snapshot | None = None  # counters of workers that died: no sum ever decreases
         self._status: int | None = None  # of a worker without which the service cannot go on
@@ -258,10 +257,9 @@ class Supervisor(Server):
         acceptor.start(BACKLOG)
         self._acceptors.append((sock, port, acceptor))
 
-    async def listen_control(self, app: Application[Any], sock: socket.socket) -> None:
-        listener = Http1Listener(app, sock, [("x-served-by", str(os.getpid()))], ConnectionLog())
-        await listener.start()
-        self._control.append(listener)
+    async def listen_health(self, health: Health, sock: socket.socket) -> None:
+        self._health = Http1Listener(health, sock, [("x-served-by", str(os.getpid()))], ConnectionLog())
+        await self._health.start()
 
     def is_live(self) -> bool:
         now = time.monotonic()
@@ -288,7 +286,8 @@ class Supervisor(Server):
                 if self._workers:
                     await self._all_ended.wait()
         self._kill_all()
-        await asyncio.gather(*(listener.stop(GRACE_SECONDS) for listener in self._control))
+        if self._health is not None:
+            await self._health.stop(GRACE_SECONDS)
 
     def _on_signal(self, number: int) -> None:
         if self._stop_requested.is_set():
@@ -391,19 +390,13 @@ class Supervisor(Server):
             own = {nothing, connections.fileno(), channel.fileno()}
             for file in open_files() - self._inherited - own:
                 os.dup2(nothing, file)  # what the supervisor closes must be closed; the number stays taken
-            for sock in self.sockets.all():
+            for sock in self.sockets.values():
                 sock.close()
             connections.setblocking(False)
             channel.setblocking(False)
             LogLimit.lines_per_second = divide(LogLimit.lines_per_second, self.options.workers)
             _held = channel.dup()  # its end reports that of the process, whose exit status is known then
-            sockets = self.sockets
-            pairs: tuple[tuple[Port, socket.socket | None], ...] = (
-                ("http", sockets.public),
-                ("grpc", sockets.grpc),
-                ("standby", sockets.standby),
-            )
-            ports = [port for port, sock in pairs if sock is not None]
+            ports = [port for port in _PORTS if port in self.sockets]
             worker = Worker(self._make_service(), connections, channel, partial(self._board.note, index))
             with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
                 runner.run(worker.serve(ports, self.security))
@@ -479,12 +472,13 @@ class Supervisor(Server):
                 worker.snapshot = await worker.channel.call("snapshot") or worker.snapshot
 
 
-def share_models(load: Load, options: Options, bundles: Sequence[Bundle]) -> list[LoadedModel] | None:
+def share_models(load: Load, bundles: Sequence[Bundle]) -> list[LoadedModel] | None:
     """Load the models for all workers, or return None if each has to: a device or threads do not survive a fork."""
     available = onnxruntime.get_available_providers()
     for bundle in bundles:
-        on_device = (options.provider or bundle.signature.runtime.provider) != "cpu" and not cuda_problem(available)
-        if on_device or options.intra_op_threads(bundle) != 1 or bundle.signature.generation is not None:
+        runtime = bundle.signature.runtime
+        on_device = runtime.provider != "cpu" and not cuda_problem(available)
+        if on_device or runtime.threads != 1 or bundle.signature.generation is not None:
             return None
     threads = count_threads()
     loaded = load()

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from pipeline.system.errors import InvalidPayload
-from serve.errors import NotFound, RequestError, Unauthorized
+from serve.errors import INTERNAL, NotFound, RequestError, Unauthorized
 
 PREFIX = "/openai/"
 Texts = str | list[str | int | list[int]]
@@ -49,8 +49,7 @@ def model(name: str, created: int) -> dict[str, Any]:
 def error_body(refusal: RequestError | None) -> dict[str, Any]:
     """Return an error in OpenAI's format; None is an internal error. A field that begins the message is `param`."""
     if refusal is None:
-        text = "internal error; the server's log has the details"
-        return {"error": {"message": text, "type": "server_error", "param": None, "code": "internal"}}
+        return {"error": {"message": INTERNAL, "type": "server_error", "param": None, "code": "internal"}}
     text = str(refusal)
     name, colon, _ = text.partition(": ")
     is_field = colon and refusal.status == HTTPStatus.BAD_REQUEST and name.isidentifier()

@@ -310,28 +310,25 @@ def _openai_schemas(by_kind: Mapping[str, Sequence[str]], schemas: RouteSchemas)
 
 
 def metadata(signature: Signature, name: str) -> Schema:
-    texts = {"type": "array", "items": {"type": "string"}}
     tensors = {
         "type": "array",
         "items": object_schema(
             {
-                "name": {"type": "string"},
+                "name": TEXT,
                 "datatype": {"enum": list(NUMPY_TYPES)},
                 "shape": {"type": "array", "items": {"type": "integer", "minimum": -1}},
-            },
-            required=["name", "datatype", "shape"],
+            }
         ),
     }
     return object_schema(
         {
             "name": {"const": name},
-            "versions": texts,
-            "platform": {"type": "string"},
+            "versions": {"type": "array", "items": TEXT},
+            "platform": TEXT,
             "inputs": {**tensors, "minItems": len(signature.inputs), "maxItems": len(signature.inputs)},
             "outputs": {**tensors, "minItems": len(signature.outputs), "maxItems": len(signature.outputs)},
-            "properties": {"type": "object", "additionalProperties": {"type": "string"}},
-        },
-        required=["name", "versions", "platform", "inputs", "outputs", "properties"],
+            "properties": {"type": "object", "additionalProperties": TEXT},
+        }
     )
 
 
@@ -365,7 +362,7 @@ def predict_request(signature: Signature) -> Schema:
 
 
 def predict_answer() -> Schema:
-    return object_schema({"predictions": {"type": "array", "items": {}}}, required=["predictions"])
+    return object_schema({"predictions": {"type": "array", "items": {}}})
 
 
 def infer_request(signature: Signature, name: str) -> Schema:
@@ -413,7 +410,7 @@ def infer_answer(signature: Signature, name: str, version: str) -> Schema:
         {
             "model_name": {"const": name},
             "model_version": {"const": version},
-            "id": {"type": "string"},
+            "id": TEXT,
             "outputs": {"type": "array", "items": {"anyOf": _output_tensors(signature)}},
         },
         required=["model_name", "model_version", "outputs"],
@@ -460,8 +457,7 @@ def _output_tensor(spec: TensorSpec) -> Schema:
             "shape": {**axes, "minItems": len(spec.shape), "maxItems": len(spec.shape)},
             "datatype": {"const": spec.datatype},
             "data": {"type": "array", "items": element},
-        },
-        required=["name", "shape", "datatype", "data"],
+        }
     )
 
 

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 Array = np.ndarray[Any, Any]
 
 
-def load_predictor(bundle: Bundle, provider: Provider | None, threads: int | None) -> Predictor:
+def load_predictor(bundle: Bundle, provider: Provider | None = None, threads: int | None = None) -> Predictor:
     """Raise whatever is wrong with the bundle here, before any request reaches it."""
     predictor = Predictor(bundle, Session(bundle, provider, threads))
     verify(bundle, predictor)

@@ -9,8 +9,8 @@ BREAKS: tuple[Break, ...] = (
     Break(
         "a bundle that the gate rejected is deployed",
         "k8s/deploy.py",
-        "    if not passed_gate(verdict):\n",
-        "    if not verdict:\n",
+        "    check_gate(bundle.manifest.verdict, str(bundle.path))\n    objects =",
+        "    objects =",
         "tests/k8s/test_deploy.py::test_a_rejected_bundle_is_neither_deployed_nor_previewed",
     ),
     Break(
@@ -37,8 +37,8 @@ BREAKS: tuple[Break, ...] = (
     Break(
         "a refused object leaves a version that is half applied",
         "k8s/cluster/cluster.py",
-        "in describe_changes(self.plan(objects, namespace))",
-        "in describe_changes(self.plan(objects[:1], namespace))",
+        "in describe_changes(self.plan(objects))",
+        "in describe_changes(self.plan(objects[:1]))",
         "tests/k8s/cluster/test_cluster.py::test_a_refused_object_leaves_nothing_half_applied",
     ),
     Break(
@@ -65,8 +65,8 @@ BREAKS: tuple[Break, ...] = (
     Break(
         "a change made with kubectl edit hides the drift",
         "k8s/cluster/drift.py",
-        "cluster.plan(objects, namespace, force=True)",
-        "cluster.plan(objects, namespace)",
+        "cluster.plan(objects, force=True)",
+        "cluster.plan(objects)",
         "tests/k8s/cluster/test_drift.py::test_drift_is_listed_field_by_field",
     ),
     # Canaries.
@@ -166,8 +166,8 @@ BREAKS: tuple[Break, ...] = (
     Break(
         "a training image by a movable tag is accepted",
         "k8s/objects/manifests.py",
-        'not _CONTENT_TAG.fullmatch(match["tag"])',
-        'not _CONTENT_TAG.match(match["tag"])',
+        "not _CONTENT_TAG.fullmatch(reference.tag)",
+        "not _CONTENT_TAG.match(reference.tag)",
         "tests/k8s/objects/test_manifests.py::test_a_movable_tag_is_refused_naming_the_setting",
     ),
     Break(
@@ -208,8 +208,8 @@ BREAKS: tuple[Break, ...] = (
     Break(
         "training with other settings gets the job of the first",
         "k8s/objects/training.py",
-        "digest_bytes(f'{image} {config_text(config)}'.encode())[:12]",
-        "digest_bytes(image.encode())[:12]",
+        "digest_bytes(f'{config.train.image} {config_text(config)}'.encode())[:12]",
+        "digest_bytes(config.train.image.encode())[:12]",
         "tests/k8s/objects/test_training.py::test_run_names_depend_on_what_is_trained",
     ),
     # Images.

@@ -566,8 +566,8 @@ BREAKS: tuple[Break, ...] = (
     Break(
         "a rejected model is packaged",
         "pipeline/steps/package.py",
-        "    if not passed_gate(verdict):\n",
-        "    if not verdict:\n",
+        "    check_gate(bundle.manifest.verdict, str(bundle.path))\n",
+        "",
         "tests/pipeline/steps/test_package.py::test_bundle_without_a_passing_verdict_is_refused",
     ),
     # Removing runs

@@ -6,6 +6,7 @@ import os
 import re
 import uuid
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ def proxy(kubeconfig: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.fixture
 def cluster(kubeconfig: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
-    cluster = Cluster.connect("")
+    cluster = Cluster.connect("", "default")
     yield cluster
     cluster.connection.pool.clear()
 
@@ -60,7 +61,13 @@ def place(cluster: Cluster, tmp_path: Path, bundles: Mapping[str, Bundle]) -> It
     """Create a namespace with the `restricted` Pod Security Standard, and delete it after the test."""
     name = f"pipe-test-{uuid.uuid4().hex[:8]}"
     labels = {f"pod-security.kubernetes.io/{mode}": "restricted" for mode in ("enforce", "warn")}
-    place = Place(cluster, name, tmp_path / "rendered", os.environ.get("PIPE_TEST_IMAGE", "twice"), bundles)
+    place = Place(
+        replace(cluster, namespace=name),
+        name,
+        tmp_path / "rendered",
+        os.environ.get("PIPE_TEST_IMAGE", "twice"),
+        bundles,
+    )
     body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name, "labels": labels}}
     place.create("/api/v1/namespaces", body)
     yield place

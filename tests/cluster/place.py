@@ -78,7 +78,7 @@ class Place:
 
     def pods(self, selector: str = SELECTOR) -> list[Object]:
         """Return the pods that are not being deleted."""
-        pods = self.cluster.select(selector, self.namespace)
+        pods = self.cluster.select(selector)
         return [pod for pod in pods if "deletionTimestamp" not in pod["metadata"]]
 
     def delete_pod(self, name: str, grace_seconds: int | None = None) -> None:
@@ -100,7 +100,7 @@ class Place:
         report(f"{count} pods are ready")
 
     def _available(self) -> int:
-        live = self.cluster.read(DEPLOYMENT, self.namespace)
+        live = self.cluster.read(DEPLOYMENT)
         return int(live["status"].get("availableReplicas", 0)) if live else 0
 
     def _headers(self) -> dict[str, str]:

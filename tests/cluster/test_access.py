@@ -37,7 +37,7 @@ def user(place: Place, kubeconfig: Path, tmp_path: Path, monkeypatch: pytest.Mon
         item["metadata"]["namespace"] = place.namespace
         for subject in item.get("subjects", []):
             subject["namespace"] = place.namespace
-    place.cluster.apply(objects, place.namespace, reports)
+    place.cluster.apply(objects, reports)
     request = {"apiVersion": "authentication.k8s.io/v1", "kind": "TokenRequest", "spec": {"expirationSeconds": 3600}}
     token = place.create("serviceaccounts/pipe/token", request)["status"]["token"]
     body = yaml.safe_load(kubeconfig.read_text())
@@ -73,11 +73,11 @@ def place_review(place: Place) -> Object:
 
 @pytest.mark.usefixtures("user")
 def test_forbidden_request_names_the_missing_rule(place: Place, reports: Reports) -> None:
-    cluster = Cluster.connect("")
+    cluster = Cluster.connect("", place.namespace)
     secret = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "keys"}}
     with pytest.raises(ResourceError, match=r'- apiGroups: \[""\]\n  resources: \["secrets"\]\n  verbs: \[get\]'):
-        cluster.read(secret, place.namespace)
-    cluster.apply([config_map("options")], place.namespace, reports)
+        cluster.read(secret)
+    cluster.apply([config_map("options")], reports)
     cluster.connection.pool.clear()
 
 

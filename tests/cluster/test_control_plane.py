@@ -8,6 +8,7 @@ import queue
 import socket
 import threading
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,9 +35,9 @@ def config_map(name: str, value: str = "1") -> Object:
 
 
 def test_apply_writes_plans_and_repeats(place: Place, reports: Reports) -> None:
-    place.cluster.apply([config_map("options")], place.namespace, reports)
-    place.cluster.apply([config_map("options", "2")], place.namespace, reports)
-    place.cluster.apply([config_map("options", "2")], place.namespace, reports)
+    place.cluster.apply([config_map("options")], reports)
+    place.cluster.apply([config_map("options", "2")], reports)
+    place.cluster.apply([config_map("options", "2")], reports)
     assert reports.lines == [
         "plan: configmap/options: new", "plan: configmap/options: data.KEY: 1 → 2", "plan: nothing changes",
     ]  # fmt: skip
@@ -44,20 +45,20 @@ def test_apply_writes_plans_and_repeats(place: Place, reports: Reports) -> None:
 
 def test_fields_of_others_are_kept(place: Place, reports: Reports) -> None:
     cluster, item = place.cluster, config_map("options")
-    cluster.apply([item], place.namespace, reports)
-    live = cluster.read(item, place.namespace)
+    cluster.apply([item], reports)
+    live = cluster.read(item)
     assert live is not None
     live["data"]["KEY"] = "edited"
     path = f"/api/v1/namespaces/{place.namespace}/configmaps/options"
     assert place.request("PUT", path, live).ok
     with pytest.raises(ConfigError, match=r"\.data\.KEY was set by .*--force-conflicts --field-manager=pipe"):
-        cluster.apply([item], place.namespace, reports)
-    assert (cluster.read(item, place.namespace) or {})["data"] == {"KEY": "edited"}
+        cluster.apply([item], reports)
+    assert (cluster.read(item) or {})["data"] == {"KEY": "edited"}
 
 
 def test_missing_namespace_is_named_with_its_fix(cluster: Cluster, reports: Reports) -> None:
     with pytest.raises(StageError, match="kubectl create namespace pipe-test-absent"):
-        cluster.apply([config_map("options")], "pipe-test-absent", reports)
+        replace(cluster, namespace="pipe-test-absent").apply([config_map("options")], reports)
 
 
 def test_only_one_deployment_holds_the_lease(place: Place, reports: Reports) -> None:
@@ -80,8 +81,8 @@ def test_quota_is_named_before_anything_is_applied(place: Place, reports: Report
     wait_until(lambda: place.request("PUT", f"{path}/status", created).ok or _is_refused(place, item), "the quota", 30)
     wait_until(lambda: _is_refused(place, item), "the quota to be enforced", 30)
     with pytest.raises(StageError, match=r"the quota of namespace .* is used up"):
-        place.cluster.apply([item], place.namespace, reports)
-    assert place.cluster.read(item, place.namespace) is None
+        place.cluster.apply([item], reports)
+    assert place.cluster.read(item) is None
 
 
 @pytest.mark.usefixtures("supported", "controllers")
@@ -144,8 +145,8 @@ def test_webhook_timeout_is_named_and_nothing_is_applied(
     try:
         wait_until(lambda: _is_refused(place, config_map("probe")), "the webhook to be called", 30)
         with pytest.raises(StageError, match=r'configmap/options: .*webhook "silent\.pipe\.test"'):
-            place.cluster.apply([config_map("options")], place.namespace, reports)
-        assert place.cluster.read(config_map("options"), place.namespace) is None
+            place.cluster.apply([config_map("options")], reports)
+        assert place.cluster.read(config_map("options")) is None
     finally:
         assert place.request("DELETE", f"{collection}/{place.namespace}").ok
 
@@ -159,20 +160,20 @@ def label_namespace(place: Place) -> None:
 
 def _is_refused(place: Place, item: Object) -> bool:
     try:
-        place.cluster.plan([item], place.namespace)
+        place.cluster.plan([item])
     except PipelineError:
         return True
     return False
 
 
 def test_apply_after_an_outage_completes_what_was_begun(place: Place, reports: Reports, proxy: TcpProxy) -> None:
-    cluster, items = Cluster.connect(""), [config_map(name) for name in ("a", "b")]
+    cluster, items = Cluster.connect("", place.namespace), [config_map(name) for name in ("a", "b")]
     reports.on["plan:"] = lambda: proxy.fail_for(OUTAGE_SECONDS)
     with pytest.raises(ResourceError, match=f"{cluster.connection.server}.* does not answer"):
-        cluster.apply(items, place.namespace, reports)
+        cluster.apply(items, reports)
     proxy.wait_until_up()
-    cluster.apply(items, place.namespace, reports)
-    assert all(place.cluster.read(item, place.namespace) for item in items)
+    cluster.apply(items, reports)
+    assert all(place.cluster.read(item) for item in items)
     cluster.connection.pool.clear()
 
 
@@ -190,11 +191,11 @@ def test_lease_outlives_a_short_outage(place: Place, reports: Reports, proxy: Tc
 
 def test_watch_sees_what_changed_during_an_outage(place: Place, reports: Reports, proxy: TcpProxy) -> None:
     connection, seen = connect(""), queue.SimpleQueue[Mapping[str, Object]]()
-    place.cluster.apply([config_map("before")], place.namespace, reports)
+    place.cluster.apply([config_map("before")], reports)
     watcher = Watcher(connection, CONFIG_MAP, place.namespace, "app=test", seen.put, reports)
     assert set(seen.get(timeout=30)) == {"before"}
     proxy.fail_for(OUTAGE_SECONDS)
-    place.cluster.apply([config_map("during")], place.namespace, reports)
+    place.cluster.apply([config_map("during")], reports)
     assert set(seen.get(timeout=OUTAGE_SECONDS + 30)) == {"before", "during"}
     assert watcher.error is None
     watcher.close()
@@ -206,4 +207,4 @@ def test_outage_before_the_dry_run_leaves_nothing(place: Place, reports: Reports
     reports.on["deploying to"] = lambda: proxy.fail_for(OUTAGE_SECONDS)
     with pytest.raises(ResourceError, match="does not answer"):
         place.deploy("stable", reports)
-    assert place.cluster.read(DEPLOYMENT, place.namespace) is None
+    assert place.cluster.read(DEPLOYMENT) is None

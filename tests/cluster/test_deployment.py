@@ -18,14 +18,14 @@ CANARY = {"canary_percent": 30, "auto": True, "observe_seconds": 10, "min_reques
 
 
 def serving_bundle(place: Place) -> str:
-    live = place.cluster.read(DEPLOYMENT, place.namespace)
+    live = place.cluster.read(DEPLOYMENT)
     assert live is not None
     return str(live["metadata"]["annotations"][BUNDLE_ANNOTATION])
 
 
 def has_canary(place: Place) -> bool:
     item = {**DEPLOYMENT, "metadata": {"name": canary_name(NAME)}}
-    return place.cluster.read(item, place.namespace) is not None
+    return place.cluster.read(item) is not None
 
 
 def test_deployment_answers_and_repeats_without_a_change(place: Place, reports: Reports) -> None:

@@ -91,7 +91,7 @@ def test_serving_objects_with_an_overlay_are_accepted(place: Place, tmp_path: Pa
 @pytest.mark.parametrize("standalone", [False, True])
 def test_training_objects_are_accepted(place: Place, workload: str, standalone: bool) -> None:
     config = training_config(place, workload)
-    check_accepted(place, training_objects(config, IMAGE, "/project/runs/run-1", standalone=standalone))
+    check_accepted(place, training_objects(config, "/project/runs/run-1", standalone=standalone))
 
 
 @pytest.mark.parametrize("step", ["prepare", "train", "evaluate", "export", "deploy"])

@@ -43,7 +43,7 @@ def test_canary_during_an_outage_ends_and_can_be_repeated(
     place.deploy("stable", reports)
     deploy_through_outage(place, reports, proxy, CANARY_PHASES[phase], CANARY, must_succeed=False)
     canary = {**DEPLOYMENT, "metadata": {"name": canary_name(NAME)}}
-    assert place.cluster.read(canary, place.namespace) is None
+    assert place.cluster.read(canary) is None
 
 
 def deploy_through_outage(
@@ -59,7 +59,7 @@ def deploy_through_outage(
         proxy.wait_until_up()
         place.deploy("candidate", reports, config)
         load.check()
-    live = place.cluster.read(DEPLOYMENT, place.namespace)
+    live = place.cluster.read(DEPLOYMENT)
     assert live is not None
     assert live["metadata"]["annotations"][BUNDLE_ANNOTATION] == place.bundles["candidate"].digest
 

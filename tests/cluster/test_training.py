@@ -35,13 +35,13 @@ def test_training_finishes_after_a_pod_was_killed(place: Place, reports: Reports
         "cluster.volume_claim=runs", "cluster.cpu=100m",
     ]  # fmt: skip
     config = Project(example_folder("starter"), place.folder / "runs").config(settings)
-    objects = training_objects(config, image, "/project/runs/run-1", standalone=True)
-    place.cluster.apply([claim(place.namespace), *objects], place.namespace, reports)
+    objects = training_objects(config, "/project/runs/run-1", standalone=True)
+    place.cluster.apply([claim(place.namespace), *objects], reports)
     job = objects[-1]
     selector = f"batch.kubernetes.io/job-name={job['metadata']['name']}"
 
     def status() -> dict[str, object]:
-        live = place.cluster.read(job, place.namespace)
+        live = place.cluster.read(job)
         assert live is not None
         assert not live["status"].get("failedIndexes"), live["status"]
         return dict(live["status"])

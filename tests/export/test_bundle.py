@@ -12,7 +12,8 @@ from export.bundle import check_requirements
 from export.golden import check_decoded
 from export.subject import ModelProperties
 from pipeline.contract.config import Config
-from pipeline.contract.signature import BUNDLED_SETTINGS, TensorSpec
+from pipeline.contract.settings.bundled import BUNDLED_SETTINGS
+from pipeline.contract.signature import TensorSpec
 from pipeline.system.errors import ConfigError
 from tests.serve.special_models import slow
 

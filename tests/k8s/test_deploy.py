@@ -216,9 +216,9 @@ def test_a_rejected_bundle_is_neither_deployed_nor_previewed(
 ) -> None:
     api.service = model
     rejected = replace(bundle, manifest=bundle.manifest.model_copy(update={"verdict": "fail"}))
-    with pytest.raises(GateError, match="its verdict is 'fail'"):
+    with pytest.raises(GateError, match="the gate's verdict is 'fail'"):
         run(bundle=rejected)
-    with pytest.raises(GateError, match="its verdict is 'fail'"):
+    with pytest.raises(GateError, match="the gate's verdict is 'fail'"):
         preview(configure(), rejected, "twice:1", print)
     assert (api.objects, (tmp_path / "out").exists()) == ({}, False)
 

@@ -114,7 +114,7 @@ def get_stuck(configure: Configure, bundle: Bundle, api: ApiServer, folder: Path
     api.add_pod("twice-crashed", deployment["metadata"]["labels"], {"phase": "Running", **status})
     api.unready_polls = 10**6
     with pytest.raises(StageError, match="twice-crashed: the container ended with Error, exit code 2"):
-        Cluster.connect("").wait([deployment], "default", 0.05, print)
+        Cluster.connect("", "default").wait([deployment], 0.05, print)
 
 
 def test_the_role_allows_exactly_what_is_called(

@@ -51,12 +51,18 @@ PLATFORM = {
 }
 
 
+def with_image(config: Config) -> Config:
+    return config.model_copy(update={"train": config.train.model_copy(update={"image": IMAGE})})
+
+
 def of_argo(config: Config) -> Object:
-    return workflows.argo_workflow(config, workflow_tasks(config, workflows.ARGO_RUN), IMAGE)
+    config = with_image(config)
+    return workflows.argo_workflow(config, workflow_tasks(config, workflows.ARGO_RUN))
 
 
 def of_kfp(config: Config) -> tuple[Object, Object]:
-    pipeline, platform = workflows.kfp_documents(config, workflow_tasks(config, workflows.KFP_RUN), IMAGE)
+    config = with_image(config)
+    pipeline, platform = workflows.kfp_documents(config, workflow_tasks(config, workflows.KFP_RUN))
     return pipeline, platform["platforms"]["kubernetes"]["deploymentSpec"]["executors"]
 
 
@@ -117,7 +123,7 @@ def test_kubeflow_pipelines_accepts_every_field(settings: dict[str, Any], config
 
 @pytest.mark.parametrize("step", STEPS)
 def test_every_step_runs_its_planned_command(step: str, configure: Configure) -> None:
-    config = configure(**RICH)
+    config = with_image(configure(**RICH))
     pipeline, _ = of_kfp(config)
     for run, container in (
         (workflows.ARGO_RUN, templates(of_argo(config))[step]["container"]),

@@ -17,12 +17,11 @@ import pytest
 from kserve.protocol.grpc import grpc_predict_v2_pb2 as pb
 from kserve.protocol.grpc.grpc_predict_v2_pb2_grpc import GRPCInferenceServiceStub
 
-from pipeline.contract.bundle import Bundle
-from pipeline.contract.signature import BUNDLED_SETTINGS
+from pipeline.contract.bundle import open_bundle
 from pipeline.service.process import send_request
 from pipeline.system.errors import ConfigError, InvalidPayload
 from serve.model_version import ModelVersion
-from serve.options import NamedBundle, Overrides, parse_options
+from serve.options import NamedBundle, parse_options
 from serve.process.sockets import Address
 from serve.runtime.batcher import BatchingOptions
 from serve.runtime.loading import load_predictor
@@ -217,17 +216,15 @@ def test_invalid_security_options_are_reported_at_once(
 
 def test_by_default_the_service_is_local_and_grpc_is_one_port_above() -> None:
     options = parse_options(["bundle"])
-    assert options.public == Address("127.0.0.1", 8080)
-    assert options.grpc == Address("127.0.0.1", 8081)
-    assert (options.standby, options.provider, options.threads) == (None, None, None)
+    assert options.addresses == {"http": Address("127.0.0.1", 8080), "grpc": Address("127.0.0.1", 8081)}
+    assert options.overrides == {}
     assert options.bundles == (NamedBundle("", Path("bundle").resolve()),)
     assert (options.canary, options.shadows) == (0.0, ())
 
 
 def test_grpc_can_be_switched_off_and_standby_is_always_local() -> None:
     options = parse_options(["bundle", "--host", "0.0.0.0", "--grpc-port", "-1", "--standby", "9000"])
-    assert options.grpc is None
-    assert options.standby == Address("127.0.0.1", 9000)
+    assert options.addresses == {"http": Address("0.0.0.0", 8080), "standby": Address("127.0.0.1", 9000)}
 
 
 @pytest.mark.parametrize(
@@ -302,21 +299,16 @@ def test_canary_and_shadow_options_are_parsed() -> None:
 
 def test_empty_option_leaves_the_bundles_value() -> None:
     words = ("threads", "max-batch-size", "max-body-bytes", "max-waiting", "deadline-seconds", "batch-rows")
-    options = parse_options(["bundle", *(f"--{word}=" for word in words)])
-    assert (options.threads, options.overrides) == (None, Overrides())
+    assert parse_options(["bundle", *(f"--{word}=" for word in words)]).overrides == {}
 
 
 MORE = ["--max-body-bytes", "5000", "--deadline-seconds", "0.5", "--max-cache-bytes", "9000"]
 OPTIONS = ["--max-batch-size", "2", "--max-waiting", "7", "--batch-rows", "4", "--batch-delay-ms", "1.5"]
 
 
-def test_every_bundled_setting_has_an_option() -> None:
-    elsewhere = {"provider", "threads"}  # fields of Options instead
-    assert {*Overrides.__dataclass_fields__} == {*BUNDLED_SETTINGS, "batch_delay_ms"} - elsewhere
-
-
-def test_options_override_the_bundles_settings(bundle: Bundle, pool: Executor) -> None:
-    found = parse_options(["b", *OPTIONS, *MORE]).overrides.apply(bundle)
+def test_options_override_the_bundles_settings(bundle_path: Path, pool: Executor) -> None:
+    bundle = open_bundle(bundle_path)
+    found = parse_options(["b", *OPTIONS, *MORE]).open(bundle_path)
     assert found.signature.limits.model_dump() == {
         "max_batch_size": 2,
         "max_body_bytes": 5000,
@@ -327,7 +319,7 @@ def test_options_override_the_bundles_settings(bundle: Bundle, pool: Executor) -
     }
     assert found.signature.runtime.threads == bundle.signature.runtime.threads
     assert found.digest == bundle.digest
-    served = ModelVersion("tiny", "1", load_predictor(found, "cpu", 1), pool)
+    served = ModelVersion("tiny", "1", load_predictor(found), pool)
     assert served.batcher.options == BatchingOptions(
         mergeable=True, max_rows=4, max_waiting=7, delay_seconds=0.0015, cpu_bound=True
     )
@@ -335,7 +327,4 @@ def test_options_override_the_bundles_settings(bundle: Bundle, pool: Executor) -
     assert served.default_timeout_seconds == 0.5
     with pytest.raises(InvalidPayload, match="limit of 2"):
         served.predictor.decode(bundle.golden().instances * 3)
-
-
-def test_without_options_the_bundle_is_unchanged(bundle: Bundle) -> None:
-    assert parse_options(["b"]).overrides.apply(bundle) is bundle
+    assert parse_options(["b"]).open(bundle_path) == bundle

@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeAlias
 from pydantic import Field, PrivateAttr, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from pipeline.contract.settings.bundled import BundledLimits, BundledRuntime
 from pipeline.contract.settings.cluster import ServingPods
 from pipeline.contract.settings.conflicts import find_conflict
 from pipeline.contract.settings.section import (
@@ -531,25 +532,9 @@ class Package(Section):
     )
 
 
-class Serve(Section):
+class Serve(BundledLimits, BundledRuntime):
     """The prediction service. Settings that concern the model itself travel in its bundle."""
 
-    provider: Literal["auto", "cpu", "cuda", "tensorrt"] = Field(
-        "auto", description="ONNX Runtime execution provider; `cuda` and `tensorrt` never fall back to CPU"
-    )
-    threads: Natural = Field(0, description="threads per inference; 0: ONNX Runtime's default")
-    max_batch_size: Positive = Field(1024, description="maximum instances per request")
-    max_body_bytes: Positive = Field(64 << 20, description="maximum size of a request body, also after decompression")
-    batch_rows: Positive = Field(
-        32, description="maximum instances of a batch merged from waiting requests; 1: no batching"
-    )
-    max_waiting: Positive = Field(1024, description="maximum waiting requests; further ones get 503 immediately")
-    deadline_seconds: float = Field(
-        0.0, ge=0, description="default deadline of requests that specify none; 0: no deadline"
-    )
-    max_cache_bytes: Positive = Field(
-        256 << 20, description="language models: memory for the key-value cache of all running generations"
-    )
     workers: Positive | Literal["auto"] = Field(
         1, description="processes that share the ports and the weights; `auto`: one per usable core"
     )

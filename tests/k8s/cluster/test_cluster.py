@@ -21,8 +21,8 @@ IMAGE = "twice:1"
 
 
 def fast_polling_cluster() -> Cluster:
-    cluster = Cluster.connect("")
-    return Cluster(cluster.connection, cluster.version, poll_seconds=0.01)
+    cluster = Cluster.connect("", "default")
+    return Cluster(cluster.connection, cluster.version, "default", poll_seconds=0.01)
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def kserve(configure: Configure, bundle: Bundle, api: ApiServer) -> list[dict[st
 @pytest.mark.usefixtures("no_cluster")
 def test_error_without_a_kubeconfig_names_the_variable_to_set() -> None:
     with pytest.raises(ResourceError, match="set KUBECONFIG"):
-        Cluster.connect("")
+        Cluster.connect("", "default")
 
 
 def test_unreachable_server_is_named(api: ApiServer, tmp_path: Path) -> None:
@@ -47,13 +47,13 @@ def test_unreachable_server_is_named(api: ApiServer, tmp_path: Path) -> None:
     server.close()
     server.write_kubeconfig(tmp_path / "kubeconfig")
     with pytest.raises(ResourceError, match=f"{server.url}.*does not answer"):
-        Cluster.connect("")
+        Cluster.connect("", "default")
 
 
 def test_wrong_credentials_are_reported_as_such(api: ApiServer, tmp_path: Path) -> None:
     api.write_kubeconfig(tmp_path / "kubeconfig", token="stolen")
     with pytest.raises(ResourceError, match="refuses our credentials \\(401\\): Unauthorized"):
-        Cluster.connect("")
+        Cluster.connect("", "default")
 
 
 @pytest.mark.parametrize("page", ["<!doctype html><title>Log in</title>", '["not", "ours"]'])
@@ -62,11 +62,11 @@ def test_a_login_page_in_place_of_the_api_server_is_named(page: str, api: ApiSer
     with pytest.raises(
         ResourceError, match=rf"{api.url} \(context small\): what answers is not a Kubernetes API server"
     ):
-        Cluster.connect("")
+        Cluster.connect("", "default")
 
 
 def test_apply_is_server_side_and_strict(api: ApiServer, objects: list[dict[str, Any]]) -> None:
-    applied = fast_polling_cluster().apply(objects, "default", print)
+    applied = fast_polling_cluster().apply(objects, print)
     assert applied[0] == "serviceaccount/twice"
     assert len([path for path in api.objects if "/replicasets/" not in path]) == len(objects) == len(applied)
     patches = [(query, kind) for method, _, query, kind in api.requests if method == "PATCH"]
@@ -77,28 +77,28 @@ def test_apply_is_server_side_and_strict(api: ApiServer, objects: list[dict[str,
 def test_a_refused_object_leaves_nothing_half_applied(api: ApiServer, objects: list[dict[str, Any]]) -> None:
     objects[-1]["spec"]["minAvialable"] = 1
     with pytest.raises(StageError, match=r"poddisruptionbudget/twice: the cluster refused it .*minAvialable"):
-        fast_polling_cluster().apply(objects, "default", print)
+        fast_polling_cluster().apply(objects, print)
     assert api.objects == {}
 
 
 def test_warnings_of_the_server_are_reported(api: ApiServer, objects: list[dict[str, Any]]) -> None:
     reports: list[str] = []
     api.warning = 'would violate PodSecurity, by \\"policy\\"'
-    fast_polling_cluster().apply(objects[:1], "default", reports.append)
+    fast_polling_cluster().apply(objects[:1], reports.append)
     assert reports[1:] == ['warning: serviceaccount/twice: would violate PodSecurity, by "policy"']
 
 
 def test_a_cluster_without_kserve_is_reported_with_the_fix(api: ApiServer, kserve: list[dict[str, Any]]) -> None:
     api.crds.clear()
     with pytest.raises(StageError, match=r"install KServe .*, or set deploy\.target=kubernetes"):
-        fast_polling_cluster().apply(kserve, "default", print)
+        fast_polling_cluster().apply(kserve, print)
 
 
 def test_waiting_ends_when_the_deployment_is_rolled_out(api: ApiServer, objects: list[dict[str, Any]]) -> None:
     reports: list[str] = []
     cluster = fast_polling_cluster()
-    cluster.apply(objects, "default", print)
-    cluster.wait(objects, "default", 10, reports.append)
+    cluster.apply(objects, print)
+    cluster.wait(objects, 10, reports.append)
     assert reports == [
         "deployment/twice: 0 of 2 updated replicas available",
         "deployment/twice: 2 replicas available",
@@ -111,18 +111,18 @@ def test_a_new_deployment_is_not_done_before_the_autoscaler_has_scaled_it(
     reports: list[str] = []
     api.unready_polls, api.unscaled_polls = 0, 2
     cluster = fast_polling_cluster()
-    cluster.apply(objects, "default", print)
-    cluster.wait(objects, "default", 10, reports.append)
+    cluster.apply(objects, print)
+    cluster.wait(objects, 10, reports.append)
     assert reports == ["deployment/twice: 1 of 2 replicas updated", "deployment/twice: 2 replicas available"]
 
 
 def test_waiting_survives_a_busy_api_server(api: ApiServer, objects: list[dict[str, Any]]) -> None:
     reports: list[str] = []
     cluster = fast_polling_cluster()
-    cluster.apply(objects, "default", print)
+    cluster.apply(objects, print)
     api.fail("GET", "/deployments/", status=503)
     api.fail("GET", "/deployments/", status=429)
-    cluster.wait(objects, "default", 10, reports.append)
+    cluster.wait(objects, 10, reports.append)
     assert reports[0] == "deployment/twice: the API server answers 503"
     assert reports[-1] == "deployment/twice: 2 replicas available"
 
@@ -130,8 +130,8 @@ def test_waiting_survives_a_busy_api_server(api: ApiServer, objects: list[dict[s
 def test_waiting_for_kserve_ends_with_its_ready_condition(api: ApiServer, kserve: list[dict[str, Any]]) -> None:
     reports: list[str] = []
     cluster = fast_polling_cluster()
-    cluster.apply(kserve, "default", print)
-    cluster.wait(kserve, "default", 10, reports.append)
+    cluster.apply(kserve, print)
+    cluster.wait(kserve, 10, reports.append)
     assert reports == ["inferenceservice/twice: Ready: pods start", "inferenceservice/twice: ready"]
 
 
@@ -143,9 +143,9 @@ def test_kserve_is_not_ready_while_its_deployment_runs_another_bundle(
     old = next(item for item in objects if item["kind"] == "Deployment")
     old["metadata"]["name"] = "twice-predictor"
     old["spec"]["template"]["metadata"]["annotations"]["pipe-road/bundle"] = "0" * 64
-    cluster.apply([*kserve, old], "default", print)
+    cluster.apply([*kserve, old], print)
     with pytest.raises(StageError, match="has not adopted the new version"):
-        cluster.wait(kserve, "default", 0.05, print)
+        cluster.wait(kserve, 0.05, print)
 
 
 WAITING = {"reason": "ImagePullBackOff", "message": 'Back-off pulling image "twice:1"'}
@@ -172,9 +172,9 @@ def test_a_stuck_roll_out_names_the_reason_of_its_pods(
     api.add_pod("twice-abc", labels, status)
     api.unready_polls = 10**6
     cluster = fast_polling_cluster()
-    cluster.apply(objects, "default", print)
+    cluster.apply(objects, print)
     with pytest.raises(StageError, match=f"twice-abc: {problem}"):
-        cluster.wait(objects, "default", 0.1, print)
+        cluster.wait(objects, 0.1, print)
 
 
 def test_the_last_lines_of_a_crashed_pod_are_reported(api: ApiServer, objects: list[dict[str, Any]]) -> None:
@@ -185,9 +185,9 @@ def test_the_last_lines_of_a_crashed_pod_are_reported(api: ApiServer, objects: l
     api.nodes.pods[path].log("cannot read model.onnx")
     api.unready_polls = 10**6
     cluster, reports = fast_polling_cluster(), list[str]()
-    cluster.apply(objects, "default", print)
+    cluster.apply(objects, print)
     with pytest.raises(StageError, match="did not get ready"):
-        cluster.wait(objects, "default", 0.05, reports.append)
+        cluster.wait(objects, 0.05, reports.append)
     assert reports[-2:] == ["the last lines of twice-abc:", "    cannot read model.onnx"]
     (query,) = (query for _, target, query, _ in api.requests if target == f"{path}/log")
     assert (query["container"], query["previous"]) == ("server", "true")
@@ -212,23 +212,23 @@ def test_image_whose_pull_takes_too_long_is_named(api: ApiServer, objects: list[
         api.add(event)
     api.unready_polls = 10**6
     cluster = fast_polling_cluster()
-    cluster.apply(objects, "default", print)
+    cluster.apply(objects, print)
     with pytest.raises(StageError, match=f'twice-abc: Pulling: Pulling image "{IMAGE}"'):
-        cluster.wait(objects, "default", 0.05, print)
+        cluster.wait(objects, 0.05, print)
 
 
 def test_an_exceeded_progress_deadline_ends_the_wait(api: ApiServer, objects: list[dict[str, Any]]) -> None:
     exceeded = {"type": "Progressing", "status": "False", "reason": "ProgressDeadlineExceeded", "message": "too slow"}
     api.statuses["Deployment"] = {"observedGeneration": 1, "conditions": [exceeded]}
     cluster = fast_polling_cluster()
-    cluster.apply(objects, "default", print)
+    cluster.apply(objects, print)
     with pytest.raises(StageError, match="too slow"):
-        cluster.wait(objects, "default", 600, print)
+        cluster.wait(objects, 600, print)
 
 
 def test_an_object_made_meanwhile_under_the_same_name_is_left(api: ApiServer, objects: list[dict[str, Any]]) -> None:
     cluster = fast_polling_cluster()
-    cluster.apply(objects, "default", print)
+    cluster.apply(objects, print)
     deployment = next(item for item in objects if item["kind"] == "Deployment")
     path = "/apis/apps/v1/namespaces/default/deployments/twice"
 
@@ -240,19 +240,19 @@ def test_an_object_made_meanwhile_under_the_same_name_is_left(api: ApiServer, ob
 
     api.faults.append(Fault(made_again))
     with pytest.raises(StageError, match="the UID in the precondition"):
-        cluster.delete(deployment, "default")
+        cluster.delete(deployment)
     assert path in api.objects
 
 
 def test_a_service_is_reached_through_the_api_server(api: ApiServer, objects: list[dict[str, Any]]) -> None:
     api.service = lambda path, body: (200, {"x-bundle-digest": "d"}, {"path": path, "body": body})
     cluster = fast_polling_cluster()
-    cluster.apply(objects, "default", print)
-    status, headers, raw = cluster.post("default", "twice", "http", "/v1/models/twice:predict", {"a": 1})
+    cluster.apply(objects, print)
+    status, headers, raw = cluster.send("services/twice:http", "/v1/models/twice:predict", {"a": 1})
     assert (status, headers["x-bundle-digest"]) == (200, "d")
     assert raw == b'{"path": "/v1/models/twice:predict", "body": {"a": 1}}'
-    assert cluster.get("default", "twice", "http", "/v2/health/ready")[0] == 200
-    assert cluster.get("default", "thrice", "http", "/")[0] == 404
+    assert cluster.send("services/twice:http", "/v2/health/ready")[0] == 200
+    assert cluster.send("services/thrice:http", "/")[0] == 404
 
 
 def test_the_kubernetes_client_is_imported_only_to_connect() -> None:
@@ -260,7 +260,7 @@ def test_the_kubernetes_client_is_imported_only_to_connect() -> None:
         "import sys; sys.modules['kubernetes'] = None\n"
         "import k8s.deploy, k8s.objects.training\n"
         "from k8s.cluster.cluster import Cluster\n"
-        "Cluster.connect('')\n"
+        "Cluster.connect('', 'default')\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert "the module `kubernetes` is not installed; to fix it: pip install 'pipe-road[cluster]'" in done.stderr

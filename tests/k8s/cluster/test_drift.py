@@ -53,7 +53,7 @@ def test_values_of_a_secret_are_hidden() -> None:
 @pytest.fixture
 def objects(api: ApiServer, configure: Configure, bundle: Bundle) -> list[dict[str, Any]]:
     objects = serving.serving_objects(configure(), bundle, "twice:1")
-    Cluster.connect("").apply(objects, "default", print)
+    Cluster.connect("", "default").apply(objects, print)
     return objects
 
 
@@ -62,7 +62,7 @@ def test_a_plan_lists_changes_and_changes_nothing(
 ) -> None:
     planned = serving.serving_objects(configure({"memory": "1Gi"}), bundle, "twice:2")
     before = api.objects[DEPLOYMENT]
-    lines = describe_changes(Cluster.connect("").plan(planned, "default"))
+    lines = describe_changes(Cluster.connect("", "default").plan(planned))
     place = "plan: deployment/twice: spec.template.spec.containers[server]"
     assert lines == [
         f"{place}.image: twice:1 → twice:2",
@@ -82,9 +82,9 @@ def edit(api: ApiServer) -> None:
 
 def test_fields_set_by_others_are_not_overwritten(api: ApiServer, objects: list[dict[str, Any]]) -> None:
     edit(api)
-    cluster = Cluster.connect("")
+    cluster = Cluster.connect("", "default")
     with pytest.raises(ConfigError, match=r"\.spec\.progressDeadlineSeconds was set by kubectl-edit"):
-        cluster.apply(objects, "default", print)
+        cluster.apply(objects, print)
     assert api.objects[DEPLOYMENT]["spec"]["progressDeadlineSeconds"] == 7
 
 

@@ -111,7 +111,7 @@ def test_a_canary_has_its_own_options_and_keys(cluster: ApiServer, roll_out: Cal
     share, keys = configuration(cluster, "twice-canary")
     assert share == "0.2"
     assert keys.startswith("sha256:")
-    delete_unused_configuration(Cluster.connect(""), "twice", "default", "", print, lambda: None)
+    delete_unused_configuration(Cluster.connect("", "default"), "twice", "", print, lambda: None)
     assert configuration(cluster, "twice-canary") == (share, keys), "they are in use as long as its Deployment exists"
     roll_out(0.2, "a")
     assert configuration(cluster, "twice") == (share, keys), "the evaluated canary gets all requests"
@@ -179,10 +179,10 @@ def test_nothing_is_deleted_once_another_deployment_has_started(
     cluster.store.delete("/apis/apps/v1/namespaces/default/deployments/twice")
     cluster.nodes.on_delete("/apis/apps/v1/namespaces/default/deployments/twice")
     reports: list[str] = []
-    delete_unused_configuration(Cluster.connect(""), "twice", "default", "", reports.append, lost)
+    delete_unused_configuration(Cluster.connect("", "default"), "twice", "", reports.append, lost)
     assert len(names(cluster, "ConfigMap")) == 1
     assert reports == ["warning: unused ConfigMaps and Secrets are left: another process took it"]
-    delete_unused_configuration(Cluster.connect(""), "twice", "default", "", reports.append, lambda: None)
+    delete_unused_configuration(Cluster.connect("", "default"), "twice", "", reports.append, lambda: None)
     assert names(cluster, "ConfigMap") == []
 
 

@@ -162,7 +162,7 @@ def test_a_deployment_checks_its_lease_before_it_applies(
 
     api.service, api.unready_polls, config = model, 0, configure()
     objects = serving_objects(config, bundle, "twice:1")
-    late = Deployer(config, bundle, objects, OPEN_ACCESS, Cluster.connect(""), print, lost, lambda: None)
+    late = Deployer(config, bundle, objects, OPEN_ACCESS, Cluster.connect("", "default"), print, lost, lambda: None)
     with pytest.raises(ResourceError, match="another process took it"):
         late.run()
     assert api.objects == {}

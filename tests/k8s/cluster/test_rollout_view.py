@@ -34,7 +34,7 @@ def add(api: ApiServer, name: str, bundle: str, status: Object, args: Sequence[s
 @pytest.fixture
 def view(api: ApiServer) -> RolloutView:
     ticks = iter(range(0, 1000, 5))
-    return RolloutView(lambda: Cluster.connect(""), "twice", "default", {}, clock=lambda: float(next(ticks)))
+    return RolloutView(lambda: Cluster.connect("", "default"), "twice", {}, clock=lambda: float(next(ticks)))
 
 
 def test_table_shows_pods_errors_and_latency_of_both_versions(api: ApiServer, view: RolloutView) -> None:
@@ -45,7 +45,7 @@ def test_table_shows_pods_errors_and_latency_of_both_versions(api: ApiServer, vi
 
     api.pod = respond
     assert table(view.read()) == ["no pods yet"]
-    view = RolloutView(view.connect, view.name, view.namespace, {}, view.clock)
+    view = RolloutView(view.connect, view.name, {}, view.clock)
     add(api, "twice-a", OLD, READY)
     assert table(view.read())[1].split() == ["live", "bundle", OLD[:12], "1", "of", "1", "ready"]
     add(api, "twice-b", NEW, STARTING)

@@ -19,7 +19,7 @@ from pipeline.system.errors import StageError
 
 
 def test_the_closure_follows_only_requested_extras() -> None:
-    plain, extended = lock_requirements(["httpx"]), lock_requirements(["httpx[http2]"])
+    plain, extended = lock_requirements(("httpx",)), lock_requirements(("httpx[http2]",))
     assert f"httpx=={version('httpx')}" in plain
     assert "hpack" not in " ".join(plain)
     assert set(plain) < set(extended)
@@ -41,12 +41,12 @@ def test_markers_are_evaluated_for_the_image(text: str, counts: bool) -> None:
 
 def test_a_missing_distribution_is_named() -> None:
     with pytest.raises(StageError, match="not-installed-anywhere, which is not installed"):
-        lock_requirements(["not-installed-anywhere"])
+        lock_requirements(("not-installed-anywhere",))
 
 
 def test_an_unsuitable_installed_version_is_named() -> None:
     with pytest.raises(StageError, match="the image needs numpy<1"):
-        lock_requirements(["numpy<1"])
+        lock_requirements(("numpy<1",))
 
 
 def names_of(accelerator: str, extra: str) -> dict[str, str]:
@@ -77,12 +77,12 @@ def test_either_installed_runtime_gives_the_version_of_both_images(
         return SimpleNamespace(version="1.99.0", requires=[])
 
     monkeypatch.setattr(contents, "distribution", pretend)
-    contents._dependency_closure.cache_clear()
+    contents.lock_requirements.cache_clear()
     try:
         assert names_of("cpu", "serve")["onnxruntime"] == "1.99.0"
         assert names_of("gpu", "serve")["onnxruntime-gpu[cuda,cudnn]"] == "1.99.0"
     finally:
-        contents._dependency_closure.cache_clear()
+        contents.lock_requirements.cache_clear()
 
 
 def test_extras_that_name_other_extras_are_expanded() -> None:

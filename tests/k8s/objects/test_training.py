@@ -77,7 +77,7 @@ TRAINS: tuple[dict[str, Any], ...] = (
 
 
 def objects(config: Any) -> dict[str, dict[str, Any]]:
-    return {item["kind"]: item for item in training.training_objects(config, "trainer:1", "/runs/first")}
+    return {item["kind"]: item for item in training.training_objects(config, "/runs/first")}
 
 
 def trainer(parts: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -226,20 +226,20 @@ def test_each_run_has_its_own_job_with_valid_pod_names(configure: Configure) -> 
 
 
 def test_a_relative_run_directory_becomes_absolute(configure: Configure) -> None:
-    parts = {item["kind"]: item for item in training.training_objects(configure(), "trainer:1", "runs/train")}
+    parts = {item["kind"]: item for item in training.training_objects(configure(), "runs/train")}
     assert trainer(parts)["args"][0] == "/runs/train"
 
 
 @pytest.mark.parametrize("run_dir", ["", "/", "/first", "/runs/../../etc"])
 def test_a_run_directory_outside_the_volume_is_refused(run_dir: str, configure: Configure) -> None:
     with pytest.raises(ConfigError, match="run directory"):
-        training.training_objects(configure(), "trainer:1", run_dir)
+        training.training_objects(configure(), run_dir)
 
 
 @pytest.mark.parametrize("workload", ["job", "jobset", "trainjob"])
 def test_standalone_training_puts_the_rendezvous_into_its_run(workload: str, configure: Configure) -> None:
     config = configure(train={"nodes": 3, "processes": 2}, cluster={"workload": workload})
-    made = training.training_objects(config, "trainer:1", "/runs/first", standalone=True)
+    made = training.training_objects(config, "/runs/first", standalone=True)
     check(made)
     for item in made:
         validate(item)
@@ -262,14 +262,14 @@ def test_standalone_training_puts_the_rendezvous_into_its_run(workload: str, con
 
 
 def test_run_names_depend_on_what_is_trained(configure: Configure) -> None:
-    first = training.run_name(configure(), "trainer:1")
-    assert first == training.run_name(configure(), "trainer:1")
+    first = training.run_name(configure())
+    assert first == training.run_name(configure())
     assert (
         len(
             {
                 first,
-                training.run_name(configure(), "trainer:2"),
-                training.run_name(configure({"cpu": "2"}), "trainer:1"),
+                training.run_name(configure(train={"image": "trainer:2"})),
+                training.run_name(configure({"cpu": "2"})),
             }
         )
         == 3

@@ -18,7 +18,7 @@ from pipeline.history import Project
 from pipeline.service.process import process_started, write_live
 from pipeline.service.rollout import process_stamp
 from pipeline.steps import deploy
-from pipeline.system.errors import BundleError, ConfigError
+from pipeline.system.errors import BundleError
 
 from ..conftest import NewRun, bundle_of
 from ..records import live_service
@@ -53,16 +53,6 @@ def test_manifests_that_were_only_rendered_promote_nothing(new_run: NewRun, monk
     monkeypatch.setattr(deploy, "_locally", lambda *_: {"live": False})
     deploy.deploy(run, run.path)
     assert read_registry(run.runs, "").names == {}
-
-
-def test_a_shadow_is_refused_for_a_cluster(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    words = {"deploy": {"target": "kubernetes"}, "serve": {"shadow": "run"}}
-    config = Config.model_validate({"name": "tiny", "task": "task.py:T", "codec": "codec.py:C", **words})
-    run = Run(new_run().path)
-    monkeypatch.setattr(Run, "config", config)
-    monkeypatch.setattr(Run, "bundle", lambda self, trust=None: bundle_of(self, "one"))
-    with pytest.raises(ConfigError, match=r"serve\.shadow: a pod on a cluster has only one bundle"):
-        deploy.deploy(run, run.path)
 
 
 def test_a_canary_is_no_champion_yet(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -339,7 +339,7 @@ def test_server_starts_from_the_packaged_source_alone(make_run: MakeRun) -> None
 
 @pytest.mark.parametrize("verdict", ["fail", "", "passed"])
 def test_bundle_without_a_passing_verdict_is_refused(verdict: str, make_run: MakeRun) -> None:
-    with pytest.raises(GateError, match="its verdict is"):
+    with pytest.raises(GateError, match="the gate's verdict is"):
         pack(make_run(verdict=verdict, package=NEVER))
 
 

@@ -129,7 +129,7 @@ def test_foreign_host_is_named_in_the_error() -> None:
 
 
 def test_an_ipv6_address_is_written_in_brackets() -> None:
-    assert Address("::1", 8080).url == "http://[::1]:8080"
+    assert str(Address("::1", 8080)) == "[::1]:8080"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems share ports by rules of their own")

@@ -17,7 +17,7 @@ import pytest
 from pipeline.contract.bundle import open_bundle
 from serve.monitoring.metrics import ModelMetrics, TokenMetrics, Tokens
 from serve.monitoring.snapshot import Snapshot, VersionSnapshot, merge
-from serve.options import Overrides, parse_options, usable_cores
+from serve.options import parse_options, usable_cores
 from serve.process import limits as process_limits
 from serve.process.limits import ProcessLimits
 from serve.shadow import Agreement
@@ -157,9 +157,10 @@ def test_services_with_other_worker_counts_take_over_without_a_gap(
 
 def test_limits_are_divided_among_workers(bundle_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bundle = open_bundle(bundle_path)
-    limits = Overrides().apply(bundle, workers=4).signature.limits
+    limits = parse_options(["b", "--workers", "4"]).open(bundle_path).signature.limits
     assert limits.max_waiting == bundle.signature.limits.max_waiting // 4
-    assert Overrides(max_waiting=2).apply(bundle, workers=4).signature.limits.max_waiting == 1
+    limits = parse_options(["b", "--workers", "4", "--max-waiting", "2"]).open(bundle_path).signature.limits
+    assert limits.max_waiting == 1
     monkeypatch.setattr(process_limits, "memory_limit", lambda: 1 << 30)
     monkeypatch.setattr(process_limits, "resident_memory", lambda: 0)
     whole, part, least = (asdict(ProcessLimits.of_each(workers)) for workers in (1, 4, 10_000))
@@ -173,11 +174,12 @@ def test_limits_are_divided_among_workers(bundle_path: Path, monkeypatch: pytest
 
 
 def test_threads_are_divided_among_workers(bundle_path: Path, tmp_path: Path) -> None:
-    bundle, cores = open_bundle(bundle_path), usable_cores()
-    options = parse_options([str(bundle_path), "--workers", "auto", "--threads", "0"])
+    cores = usable_cores()
+    options = parse_options(["b", "--workers", "auto", "--threads", "0"])
     assert options.workers == cores
-    assert cores == 1 or options.intra_op_threads(bundle) == 1
-    assert parse_options([str(bundle_path), "--workers", "2", "--threads", "3"]).intra_op_threads(bundle) == 3
+    assert cores == 1 or options.open(bundle_path).signature.runtime.threads == 1
+    options = parse_options(["b", "--workers", "2", "--threads", "3"])
+    assert options.open(bundle_path).signature.runtime.threads == 3
     quota = tmp_path / "cpu.max"
     quota.write_text("150000 100000\n")
     assert usable_cores(quota) == 1
