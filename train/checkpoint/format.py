@@ -18,25 +18,26 @@ from pipeline.system.errors import StageError
 from pipeline.system.files import digest_bytes
 from train.state import Progress
 
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
 }
-_TYPES = {name: kind for kind, name in _NAMES.items()}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 LENGTH_BYTES = 8  # size of the header's length, which comes before it
 _ALIGNMENT = 8  # of the data after the header: no element is wider
 
@@ -108,7 +109,7 @@ def parse_header(header: bytes) -> list[Span]:
 def _chunk(key: str, entry: Mapping[str, Any], parts: Mapping[str, Any]) -> Chunk:
     sizes = tuple(entry["shape"])
     name, shape, offsets = parts.get(key, (key, sizes, [0] * len(sizes)))
-    return Chunk(name, _TYPES[entry["dtype"]], tuple(shape), tuple(offsets), sizes)
+    return Chunk(name, DTYPES[entry["dtype"]], tuple(shape), tuple(offsets), sizes)
 
 
 def _spans(chunks: Iterable[Chunk], start: int) -> Iterator[Span]:

@@ -9,23 +9,14 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from pipeline.contract.task import transformers_model
 from pipeline.system.errors import DataError
+from train.checkpoint.format import DTYPES
 from train.pretrained.source import Duplicates, Entry, Source
 
 _LISTED = 8  # problems of each kind in the error; the log has all
-_FLOATS = {"F64", "F32", "F16", "BF16"}
-_INTEGERS = {
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 # What peft adds to the name of a layer that it wraps.
 _PEFT_NAMES = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.\w+)(?=\.|$)")
 
@@ -152,9 +143,7 @@ def _misfit(tensor: Tensor, source: Source) -> str:
 
 
 def _type_fits(dtype: str, tensor: Tensor) -> bool:
-    if tensor.is_floating_point():
-        return dtype in _FLOATS or dtype.startswith("F8")
-    return _INTEGERS.get(dtype) == tensor.dtype
+    return DTYPES[dtype].is_floating_point if tensor.is_floating_point() else DTYPES[dtype] == tensor.dtype
 
 
 def _location(entry: Entry, source: Source) -> str:

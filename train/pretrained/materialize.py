@@ -21,7 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 from pipeline.system.errors import ConfigError, DataError
 from pipeline.system.torch_private import local_box, parse_to
-from train.pretrained.source import BITS, Box, Entry, Source
+from train.checkpoint.format import DTYPES
+from train.pretrained.source import Box, Entry, Source
 
 BuildModel = Callable[[], nn.Module]
 
@@ -239,7 +240,7 @@ class TensorReader:
         self.bytes = 0  # read so far
 
     def __call__(self, entry: Entry, box: Box) -> Tensor:
-        self.bytes += math.prod(stop - start for start, stop in box) * BITS[entry.dtype] // 8
+        self.bytes += math.prod(stop - start for start, stop in box) * DTYPES[entry.dtype].itemsize
         try:
             if entry.file not in self._open:
                 self._open[entry.file] = safe_open(entry.file, framework="pt")
