@@ -10,18 +10,20 @@ from pipeline.data_checks.near_duplicates import Pair
 from pipeline.data_checks.profile import Feature, Histogram, Profile
 from pipeline.data_checks.rules import (
     CHAMPION,
+    MAX_NAMES,
     SPLITS,
     CheckResult,
     Difference,
     Reference,
+    by_column,
     check_champion_schema,
     check_missing,
     check_ranges,
     check_split_schema,
     differences,
-    join_names,
 )
 from pipeline.statistics.significance import holm
+from pipeline.system.wording import join_names
 
 DRIFT_PSI = 0.2  # population stability index; smaller differences are no drift
 DRIFT_P_VALUE = 0.01  # probability of any false alarm among all features of all splits (Holm)
@@ -132,10 +134,7 @@ def _check_drift(
     unit_severity = config.columns if pair.against == SPLITS else None
     yield from check_ranges(inputs, pair.before, pair.after, pair.where, config.drift, pair.against, unit_severity)
     for check, group in (("drift", inputs), ("labels", labels)):
-        by_column: dict[str, list[Feature]] = {}
-        for feature in group:
-            by_column.setdefault(feature.column, []).append(feature)
-        for column in by_column.values():
+        for column in by_column(group).values():
             yield from _check_column_drift(check, pair, column, config)
 
 
@@ -154,7 +153,7 @@ def _check_column_drift(
     if drifted:
         subject = "other labels" if check == "labels" else "other values"
         reference = "since the champion was trained" if pair.against == CHAMPION else "than in train"
-        names = f"in {join_names([feature.name for feature in drifted])}; " if len(drifted) > 1 else ""
+        names = f"in {join_names([feature.name for feature in drifted], MAX_NAMES)}; " if len(drifted) > 1 else ""
         detail = f"{subject} {reference} ({names}{detail}); {_FIXES[pair.against]}"
     elif difference.psi > DRIFT_PSI:
         detail += ", which is not significant for so few samples"

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.contract.results import finite_or_none
 from pipeline.contract.run import Run
 from pipeline.contract.settings.stages import Evaluate
 from pipeline.evaluate.rules import digits
@@ -120,19 +121,19 @@ def _lower_is_better(first: Run, second: Run) -> frozenset[str]:
 def _row(metric: Metric, config: Evaluate) -> dict[str, Any]:
     difference = metric.difference(config.confidence)
     values = metric.contributions()
-    finite = difference is not None and math.isfinite(float(values.sum()))
-    detectable = detectable_difference(values, config.confidence) if finite else math.inf
+    is_finite = difference is not None and math.isfinite(float(values.sum()))
+    detectable = detectable_difference(values, config.confidence) if is_finite else math.inf
     return {
         "metric": metric.name,
-        "candidate": _finite(metric.value("candidate")),
-        "baseline": _finite(metric.value("baseline")),
-        "difference": asdict(difference) if finite and difference is not None else None,
+        "candidate": finite_or_none(metric.value("candidate")),
+        "baseline": finite_or_none(metric.value("baseline")),
+        "difference": asdict(difference) if is_finite and difference is not None else None,
         "confidence": config.confidence,
-        "p_value": permutation_p_value(values) if finite else 1.0,
+        "p_value": permutation_p_value(values) if is_finite else 1.0,
         "mcnemar": _mcnemar(metric),
         "samples": metric.units,
         "unit": metric.unit,
-        "detectable": detectable if math.isfinite(detectable) else None,
+        "detectable": finite_or_none(detectable),
         "lower_is_better": metric.lower,
     }
 
@@ -146,10 +147,6 @@ def _mcnemar(metric: Metric) -> dict[str, Any] | None:
 def _read_metrics(run: Run) -> dict[str, Any]:
     metrics: dict[str, Any] = json.loads((run.output("evaluate") / "metrics.json").read_text())
     return metrics
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def _short(fingerprint: str) -> str:

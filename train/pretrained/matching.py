@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from pipeline.contract.task import transformers_model
 from pipeline.system.errors import DataError
+from pipeline.system.wording import join_names
 from train.checkpoint.format import DTYPES
 from train.pretrained.source import Duplicates, Entry, Source
 
@@ -170,8 +171,8 @@ def _disallowed(problems: Mapping[str, str], allow: Sequence[str]) -> dict[str, 
 
 
 def _list_some(problems: Mapping[str, str]) -> str:
-    text = ", ".join(f"{name} {problem}" for name, problem in list(problems.items())[:_LISTED])
-    return text + (f" and {len(problems) - _LISTED} more, all in the log" if len(problems) > _LISTED else "")
+    text = join_names([f"{name} {problem}" for name, problem in problems.items()], _LISTED)
+    return text + (", all in the log" if len(problems) > _LISTED else "")
 
 
 def _suggest_fix(kinds: Mapping[str, Mapping[str, str]], fitting: Iterable[str]) -> str:
