@@ -13,8 +13,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from pipeline.system.torch_private import foreach_copy_
 from train.checkpoint.format import Chunk, Layout, make_layout
-from train.parallel.base import local_shard
-from train.state import Shape
+from train.state import Shape, local_shard
 
 
 class CheckpointShard:

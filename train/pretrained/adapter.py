@@ -7,7 +7,7 @@ all later steps know only the task's own model; the adapter itself is kept as pe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from pipeline.contract.task import transformers_model
 from pipeline.system.errors import ConfigError, ResourceError
 from pipeline.system.files import sync_tree
 from train.pretrained.materialize import BuildModel, MetaModel
-from train.pretrained.qlora import require_bitsandbytes, restore_whole_weights
+from train.pretrained.qlora import adapter_layers, require_bitsandbytes, restore_whole_weights
 from train.pretrained.source import Initialized, RowNorms, Source
 
 if TYPE_CHECKING:
@@ -35,7 +35,9 @@ _PREFIX = "base_model.model."  # of names in peft's files
 
 
 def add_adapter(model: nn.Module, settings: Model) -> nn.Module:
-    """Add adapters to the transformer in a model and freeze its other weights; new heads are trained as well."""
+    """Add the adapters of the settings to the transformer in a model, which freezes its weights, but for new heads."""
+    if settings.adapter == "none":
+        return model
     try:
         from peft import inject_adapter_in_model
     except ImportError:
@@ -51,7 +53,7 @@ def add_adapter(model: nn.Module, settings: Model) -> nn.Module:
             "to fix it: add the adapters in the task, and leave model.adapter out"
         )
     transformer = located[1]
-    if next(_adapters(model), None) is not None:
+    if adapter_layers(model):
         raise ConfigError(
             f"model.adapter={settings.adapter}: the task adds adapters of peft by itself; "
             "to fix it: remove them from the task, or leave model.adapter out"
@@ -73,12 +75,6 @@ def _adapter_config(settings: Model, targets: list[str]) -> LoraConfig:
         target_modules=targets,
         use_dora=settings.adapter == "dora",
     )
-
-
-def _adapters(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer))
 
 
 def _heads(transformer: nn.Module) -> list[str]:
@@ -165,7 +161,7 @@ def merge_adapter(
     located = transformers_model(model)
     assert located is not None
     _write_adapter(located[1], settings, folder, root)
-    for name, layer in list(_adapters(model)):
+    for name, layer in adapter_layers(model):
         layer.merge(safe_merge=True)  # in a copy of the weights
         parent, _, own_name = name.rpartition(".")
         setattr(model.get_submodule(parent), own_name, layer.get_base_layer())

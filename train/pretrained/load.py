@@ -56,14 +56,13 @@ MakeModel: TypeAlias = Callable[[], tuple[nn.Module, Materializer | None]]  # No
 @contextlib.contextmanager
 def open_recorded_weights(
     run: Run, root: Path, build: BuildModel, group: ProcessGroup, resumes: bool
-) -> Iterator[MakeModel | None]:
-    """Yield a function that builds the model within the context; None if the task initializes its own.
+) -> Iterator[MakeModel]:
+    """Yield a function that builds the model within the context.
 
     A resumed run takes all weights from its checkpoint: the pretrained files may be gone by then.
     """
-    config = run.config
     with _open_whole_weights(run, root, build, group, resumes) as create_model:
-        if config.model.adapter == "qlora" and create_model:
+        if run.config.model.adapter == "qlora":
             yield partial(create_rounded, create_model, group.device)
         else:
             yield create_model
@@ -79,10 +78,10 @@ def create_rounded(create_model: MakeModel, device: torch.device) -> tuple[nn.Mo
 @contextlib.contextmanager
 def _open_whole_weights(
     run: Run, root: Path, build: BuildModel, group: ProcessGroup, resumes: bool
-) -> Iterator[MakeModel | None]:
+) -> Iterator[MakeModel]:
     config = run.config
     if not config.model.pretrained:
-        yield (lambda: (build(), None)) if config.model.adapter != "none" else None
+        yield lambda: (build(), None)
         return
     if resumes:
         yield partial(load_placeholder, build)

@@ -23,6 +23,7 @@ from pipeline.system.errors import ConfigError, DataError
 from pipeline.system.torch_private import local_box, parse_to
 from train.checkpoint.format import DTYPES
 from train.pretrained.source import Box, Entry, Source
+from train.state import local_shard
 
 BuildModel = Callable[[], nn.Module]
 
@@ -163,7 +164,7 @@ class Materializer:
         slots = list(_meta_slots(module, prefix, skip))
         meta_parameters = [getattr(owner, own_name) for owner, own_name, _ in slots]
         self.materialize(module, device, prefix, skip)
-        storages = [(name, _storage(getattr(owner, own_name))) for owner, own_name, name in slots]
+        storages = [(name, local_shard(getattr(owner, own_name)).untyped_storage()) for owner, own_name, name in slots]
         self._temporary |= {storage.data_ptr(): name for name, storage in storages}
         try:
             yield
@@ -216,11 +217,6 @@ class Materializer:
             shape=meta.shape,
             stride=meta.stride(),
         )
-
-
-def _storage(parameter: nn.Parameter | None) -> torch.UntypedStorage:
-    assert parameter is not None
-    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).untyped_storage()
 
 
 def _meta_slots(model: nn.Module, prefix: str, skip: Collection[int]) -> Iterator[Slot]:
