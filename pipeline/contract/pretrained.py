@@ -59,7 +59,7 @@ def open_pretrained(folder: Path) -> Pretrained:
     """Open a folder laid out as on the hub, or a run, whose trained weights are then the pretrained ones."""
     if not folder.is_dir():
         raise ConfigError(f"model.pretrained: no folder {folder}; it must hold config.json and {WEIGHT_FILE}")
-    own_run = Pretrained(folder, {}, {}).is_run
+    own_run = (folder / "run.json").is_file()
     small_folder = folder / "prepare" / "files" if own_run else folder
     weights_folder = folder / "train" if own_run else folder
     small_files = {
@@ -74,7 +74,10 @@ def open_pretrained(folder: Path) -> Pretrained:
     pretrained = Pretrained(folder, small_files, {name: weights_folder / name for name in names})
     for name, path in pretrained.files.items():
         _refuse_escape(name, path, small_folder if name in small_files else weights_folder)
-    _refuse_unknown(pretrained)
+    if not isinstance(pretrained.config().get("model_type"), str):
+        raise ConfigError(
+            f"{small_files['config.json']}: has no model_type, so it does not describe a model of transformers"
+        )
     return pretrained
 
 
@@ -83,13 +86,6 @@ def read_config(path: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise DataError(f"{path}: must hold a mapping, found {type(config).__name__}")
     return config
-
-
-def _refuse_unknown(pretrained: Pretrained) -> None:
-    if not isinstance(pretrained.config().get("model_type"), str):
-        raise ConfigError(
-            f"{pretrained.small['config.json']}: has no model_type, so it does not describe a model of transformers"
-        )
 
 
 def _weight_names(folder: Path) -> list[str]:
