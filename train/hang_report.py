@@ -86,9 +86,9 @@ def culprits(reports: Sequence[ProcessReport], silent: Collection[int], timeout_
     """
     if _any_progress(reports, silent, timeout_seconds):
         return []
-    keys = [(report.rank not in silent, report.activity, report.step, PHASES.index(report.phase)) for report in reports]
     if silent:
         return [report for report in reports if report.rank in silent]
+    keys = [(report.activity, report.step, PHASES.index(report.phase)) for report in reports]
     furthest_behind = [report for report, key in zip(reports, keys, strict=True) if key == min(keys)]
     return furthest_behind if len(furthest_behind) < len(reports) else []
 

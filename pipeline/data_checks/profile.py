@@ -281,18 +281,15 @@ class SchemaBuilder:
     """Collects types, shapes and missing values of the columns of one split."""
 
     def __init__(self) -> None:
-        self._columns: dict[str, ColumnSummary] = {}
+        self.columns: dict[str, ColumnSummary] = {}
 
     def add(self, batch: Mapping[str, Tensor]) -> None:
         for name, column in batch.items():
-            previous, missing = self._columns.get(name), count_missing(column)
-            self._columns[name] = ColumnSummary(
+            previous, missing = self.columns.get(name), count_missing(column)
+            self.columns[name] = ColumnSummary(
                 dtype=str(column.dtype).removeprefix("torch."),
                 shape=tuple(column.shape[1:]),
                 values=column.numel() + (previous.values if previous else 0),
                 missing=missing + (previous.missing if previous else 0),
                 nan=(int(torch.isnan(column).sum()) if missing else 0) + (previous.nan if previous else 0),
             )
-
-    def columns(self) -> dict[str, ColumnSummary]:
-        return self._columns

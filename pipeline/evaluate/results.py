@@ -152,14 +152,11 @@ class Results:
             single=metric.difference(config.confidence) if number > 1 else None,
         )
 
-    @cached_property
-    def labels(self) -> Columns:
-        return {name.removeprefix(SLICE): self.columns[name] for name in self.columns if name.startswith(SLICE)}
-
     def slices(self, config: Evaluate) -> tuple[Slice, ...]:
         """Compare slices by the decisive metric; one without a value per sample cannot be compared by slice."""
         classes = self.classes if config.class_slices else None
-        groups = list(slice_groups(self.labels, self.columns.get(ACTUAL), classes))
+        labels = {name.removeprefix(SLICE): self.columns[name] for name in self.columns if name.startswith(SLICE)}
+        groups = list(slice_groups(labels, self.columns.get(ACTUAL), classes))
         values = self.metrics[config.metric].slices
         if values is None:
             reason = f"{config.metric} has no value per sample; not evaluated"

@@ -116,18 +116,21 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Stacked:
-    """Tensors of one shape along a new first axis, such as experts that files have one by one."""
-
+class _Combined:
     parts: tuple[Source, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (len(self.parts), *self.parts[0].shape)
 
     @cached_property
     def entries(self) -> Sequence[Entry]:
         return [entry for part in self.parts for entry in part.entries]
+
+
+@dataclass(frozen=True)
+class Stacked(_Combined):
+    """Tensors of one shape along a new first axis, such as experts that files have one by one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.parts), *self.parts[0].shape)
 
     def fill(self, box: Box, out: Tensor, read: Read) -> None:
         start, stop = box[0]
@@ -136,10 +139,9 @@ class Stacked:
 
 
 @dataclass(frozen=True)
-class Concatenated:
+class Concatenated(_Combined):
     """Tensors one after the other along an existing axis."""
 
-    parts: tuple[Source, ...]
     axis: int
 
     @property
@@ -147,10 +149,6 @@ class Concatenated:
         shape = list(self.parts[0].shape)
         shape[self.axis] = sum(part.shape[self.axis] for part in self.parts)
         return tuple(shape)
-
-    @cached_property
-    def entries(self) -> Sequence[Entry]:
-        return [entry for part in self.parts for entry in part.entries]
 
     def fill(self, box: Box, out: Tensor, read: Read) -> None:
         start, stop = box[self.axis]
@@ -198,18 +196,12 @@ class Dequantized:
 
 
 @dataclass(frozen=True)
-class Duplicates:
+class Duplicates(_Combined):
     """One weight of the model that files have several times, such as tied embeddings; all must be equal."""
-
-    parts: tuple[Source, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.parts[0].shape
-
-    @cached_property
-    def entries(self) -> Sequence[Entry]:
-        return [entry for part in self.parts for entry in part.entries]
 
     def fill(self, box: Box, out: Tensor, read: Read) -> None:
         self.parts[0].fill(box, out, read)
