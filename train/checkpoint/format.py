@@ -6,10 +6,11 @@ and SHA-256 of every file; a checkpoint without it is incomplete.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -75,26 +76,25 @@ class Span:
 class Layout:
     header: bytes
     spans: tuple[Span, ...]
-    bytes: int = field(default=0)  # of the whole file
+    bytes: int  # of the whole file
 
 
 def make_layout(chunks: Iterable[Chunk]) -> Layout:
     """Order the chunks, wide elements first: so all are aligned without gaps, which the format does not allow."""
     ordered = sorted(chunks, key=lambda chunk: (-chunk.dtype.itemsize, chunk.key))
+    offsets = list(itertools.accumulate((chunk.bytes for chunk in ordered), initial=0))
     entries: dict[str, Any] = {}
     parts: dict[str, Any] = {}
-    offset = 0
-    for chunk in ordered:
-        end = offset + chunk.bytes
-        entries[chunk.key] = {"dtype": _NAMES[chunk.dtype], "shape": chunk.sizes, "data_offsets": (offset, end)}
+    for chunk, limits in zip(ordered, itertools.pairwise(offsets), strict=True):
+        entries[chunk.key] = {"dtype": _NAMES[chunk.dtype], "shape": chunk.sizes, "data_offsets": limits}
         if chunk.key != chunk.name:
             parts[chunk.key] = (chunk.name, chunk.shape, chunk.offsets)
-        offset = end
     metadata = {"format": "pt", **({"chunks": json.dumps(parts)} if parts else {})}  # values must be strings
     text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     header = len(text).to_bytes(LENGTH_BYTES, "little") + text
-    return Layout(header, tuple(_spans(ordered, len(header))), len(header) + offset)
+    spans = tuple(Span(chunk, len(header) + start) for chunk, start in zip(ordered, offsets[:-1], strict=True))
+    return Layout(header, spans, len(header) + offsets[-1])
 
 
 def parse_header(header: bytes) -> list[Span]:
@@ -110,12 +110,6 @@ def _chunk(key: str, entry: Mapping[str, Any], parts: Mapping[str, Any]) -> Chun
     sizes = tuple(entry["shape"])
     name, shape, offsets = parts.get(key, (key, sizes, [0] * len(sizes)))
     return Chunk(name, DTYPES[entry["dtype"]], tuple(shape), tuple(offsets), sizes)
-
-
-def _spans(chunks: Iterable[Chunk], start: int) -> Iterator[Span]:
-    for chunk in chunks:
-        yield Span(chunk, start)
-        start += chunk.bytes
 
 
 MANIFEST_NAME = "manifest.json"

@@ -30,10 +30,6 @@ class CheckpointShard:
             for span in layout.spans
         ]
 
-    @property
-    def bytes(self) -> int:
-        return len(self._memory)
-
     def fits(self, tensors: Mapping[str, Tensor]) -> bool:
         """Return whether a state has the shapes and types that the shard was planned for."""
         return self._shapes == tensor_shapes(tensors)

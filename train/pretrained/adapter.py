@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -24,9 +24,6 @@ from train.pretrained.materialize import BuildModel, MetaModel
 from train.pretrained.qlora import adapter_layers, require_bitsandbytes, restore_whole_weights
 from train.pretrained.source import Initialized, RowNorms, Source
 
-if TYPE_CHECKING:
-    from peft import LoraConfig
-
 ADAPTER_FOLDER = "adapter"  # in the folder of the train step
 ADAPTER_WEIGHTS = "*.lora_*"
 _HEADS = ("score", "classifier", "qa_outputs")  # new layers of transformers' models, which are trained as well
@@ -39,7 +36,7 @@ def add_adapter(model: nn.Module, settings: Model) -> nn.Module:
     if settings.adapter == "none":
         return model
     try:
-        from peft import inject_adapter_in_model
+        from peft import LoraConfig, inject_adapter_in_model
     except ImportError:
         raise ResourceError(
             f"model.adapter={settings.adapter}: `peft` is not installed; to fix it: `pip install pipe-road[deepseek]`"
@@ -60,21 +57,12 @@ def add_adapter(model: nn.Module, settings: Model) -> nn.Module:
         )
     targets = list(settings.targets) or _linear_layers(transformer)
     _check_targets(transformer, settings.adapter, targets)
-    inject_adapter_in_model(_adapter_config(settings, targets), transformer)
+    use_dora = settings.adapter == "dora"
+    config = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=targets, use_dora=use_dora)
+    inject_adapter_in_model(config, transformer)
     for head in _heads(transformer):
         transformer.get_submodule(head).requires_grad_(True)
     return model
-
-
-def _adapter_config(settings: Model, targets: list[str]) -> LoraConfig:
-    from peft import LoraConfig
-
-    return LoraConfig(
-        r=settings.rank,
-        lora_alpha=settings.alpha,
-        target_modules=targets,
-        use_dora=settings.adapter == "dora",
-    )
 
 
 def _heads(transformer: nn.Module) -> list[str]:

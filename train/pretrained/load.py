@@ -140,7 +140,9 @@ def match_weights(build: BuildModel, pretrained: Pretrained, allow: tuple[str, .
     config = pretrained.config()
     meta = _build_meta_model(build, pretrained)
     located = transformers_model(meta.model)
-    offers = available_weights(_entries(pretrained.weights), config, located[1] if located else None)
+    offers = _with_scales(_entries(pretrained.weights), config)
+    if located:
+        offers = _convert(offers, located[1])
     matching = match(meta.model, offers, config)
     matching.require(allow)
     return meta, matching
@@ -222,14 +224,6 @@ def _file_states(pretrained: Pretrained) -> list[tuple[int, ...]]:
 
 _SCALE = "_scale_inv"
 _EIGHT_BITS = ("F8_E4M3", "F8_E5M2")
-
-
-def available_weights(
-    entries: Mapping[str, Entry], config: Mapping[str, Any], model: nn.Module | None
-) -> dict[str, Source]:
-    """Return the source of each weight by its name in a model of transformers or, without one, in the files."""
-    sources = _with_scales(entries, config)
-    return sources if model is None else _convert(sources, model)
 
 
 def _with_scales(entries: Mapping[str, Entry], config: Mapping[str, Any]) -> dict[str, Source]:

@@ -56,9 +56,9 @@ class Matching:
 def match(model: nn.Module, offers: Mapping[str, Source], config: Mapping[str, Any]) -> Matching:
     """Match a model, whose parameters may be on the meta device, with the weights that files offer."""
     matching, used_names = Matching(), set[str]()
-    names = _names_by_tensor(model)
-    model_prefix, file_prefix = _alignment(model, [alias(name) for group in names.values() for name in group], offers)
-    for group, tensor in ((group, _get_tensor(model, group[0])) for group in names.values()):
+    named_tensors = _tensors(model)
+    model_prefix, file_prefix = _alignment(model, [alias(name) for group, _ in named_tensors for name in group], offers)
+    for group, tensor in named_tensors:
         names_in_files = {
             file_prefix + alias(name)[len(model_prefix) :] for name in group if alias(name).startswith(model_prefix)
         }
@@ -91,19 +91,13 @@ def alias(name: str) -> str:
     return _PEFT_NAMES.sub("", name)
 
 
-def _names_by_tensor(model: nn.Module) -> dict[int, list[str]]:
-    """Return the names of each tensor; tied weights have several."""
-    names: dict[int, list[str]] = {}
+def _tensors(model: nn.Module) -> list[tuple[list[str], Tensor]]:
+    """Return each tensor with its names; tied weights have several."""
+    tensors: dict[int, tuple[list[str], Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor):
-            names.setdefault(id(tensor), []).append(name)
-    return names
-
-
-def _get_tensor(model: nn.Module, name: str) -> Tensor:
-    path, _, own_name = name.rpartition(".")
-    tensor: Tensor = getattr(model.get_submodule(path), own_name)
-    return tensor
+            tensors.setdefault(id(tensor), ([], tensor))[0].append(name)
+    return list(tensors.values())
 
 
 def _alignment(model: nn.Module, names: Sequence[str], offers: Mapping[str, Source]) -> tuple[str, str]:
