@@ -31,6 +31,7 @@ from pipeline.history import Project, data_file_digests, installed_versions
 from pipeline.system.errors import ConfigError
 from pipeline.system.files import digest_mapping
 from pipeline.system.sources import project_code, third_party_imports
+from pipeline.system.wording import join_names
 
 SCHEMA = "2"  # version of the keys; increase it to make every step run again
 CLUSTER_STEPS = ("prepare", "train", "evaluate", "export")  # the others need this machine's builder and kubeconfig
@@ -214,8 +215,7 @@ def decide_step(
         return run(explain_change(parts, past))
     run_id, record = reusable
     if changed := changed_files(run_id, record):
-        rest = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-        return run(f"the output {step}/{changed[0]}{rest} of run {run_id} changed on disk")
+        return run(f"the output {step}/{join_names(changed, 1)} of run {run_id} changed on disk")
     return Decision(step, "reuse", f"unchanged since {record.reused_from or run_id}", key, parts, source=run_id)
 
 
@@ -239,7 +239,7 @@ def describe_changes(before: Mapping[str, str], after: Mapping[str, str], most: 
     # With other data, the champion to compare it with is another one: only worth naming if nothing else changed.
     names = [name for name in names if not name.startswith(f"{_CHAMPION}:")] or names
     changes = [_describe_change(name, before.get(name), after.get(name)) for name in names]
-    return ", ".join(changes[:most]) + (f" and {len(changes) - most} more" if len(changes) > most else "")
+    return join_names(changes, most)
 
 
 def _is_change(name: str, before: str | None, after: str | None) -> bool:

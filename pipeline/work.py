@@ -14,7 +14,7 @@ from pipeline.history import History, Project, changed_outputs
 from pipeline.override import outputs_with_override
 from pipeline.plan import START, Decision, decide_step, key_parts
 from pipeline.system.errors import ConfigError
-from pipeline.system.wording import seconds
+from pipeline.system.wording import join_names, seconds
 from pipeline.tracking.process import Tracking
 from pipeline.user.readers import changed_read_files
 
@@ -74,8 +74,7 @@ class Work:
         changed = changed_read_files(self.project.root, run.output("prepare"))
         if not changed:
             return decision
-        more = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-        return replace(decision, action="run", reason=f"{changed[0]}{more} changed", source="")
+        return replace(decision, action="run", reason=f"{join_names(changed, 1)} changed", source="")
 
     def reused_record(self, decision: Decision) -> tuple[Run, StepRecord]:
         return next((run, body.steps[decision.name]) for run, body in self.history if run.id == decision.source)

@@ -11,7 +11,6 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +83,10 @@ def train(run: Run, root: Path) -> None:
         if group.rank.first:
             _check_matches_prepare(run, splits)
         splits[0] = splits[0].first(config.max_samples)
-        make_model = partial(_make_model, task, run)
+
+        def make_model() -> nn.Module:
+            return add_adapter(build_model(task, run), run.config.model)
+
         probed = _longest_first(splits[0], prepared)
         storage = make_storage(config.checkpoints, run.partial("train"), run.id)
         batch_size = decide_batch_size(task, config, group, probed, run.partial("train"), make_model, storage)
@@ -105,11 +107,6 @@ def train(run: Run, root: Path) -> None:
             check_decoder(task, located[1], run.config.export, ())
         check_metrics(task, trainer.strategy, splits[1], group, run.config.evaluate)
         _fit(trainer, run, root, group, store, saved, make_model)
-
-
-def _make_model(task: Task, run: Run) -> nn.Module:
-    model, settings = build_model(task, run), run.config.model
-    return model if settings.adapter == "none" else add_adapter(model, settings)
 
 
 def _longest_first(samples: Samples, prepared: Path) -> Samples:

@@ -13,14 +13,14 @@ import json
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeline.contract.data import Samples
 from pipeline.contract.settings.stages import Train
@@ -33,10 +33,10 @@ from train.device.memory import LiveBytes, available_bytes, model_tensors
 from train.device.memory_format import choose_input_formats
 from train.optim import Precision, make_optimizer, seed_step
 from train.parallel.base import Objective
+from train.pretrained.materialize import BuildModel
 from train.process_group import ProcessGroup
 
 BATCH_SIZE_FILE = "batch_size.json"
-ModelFactory = Callable[[], nn.Module]
 _SAME_SPEED = 0.03  # of two speeds this close, the smaller batch wins: it gives more steps per epoch
 _PATIENCE = 2  # doublings without a gain, after which no larger batch is timed
 
@@ -60,7 +60,7 @@ def decide_batch_size(
     group: ProcessGroup,
     samples: Samples,
     directory: Path,
-    make: ModelFactory | None = None,
+    make: BuildModel | None = None,
     checkpoints: Storage | None = None,
 ) -> int:
     """Return the configured batch size, the one this run has chosen before, or the result of measurements."""
@@ -79,7 +79,7 @@ def decide_batch_size(
 
 
 def find_batch_size(
-    task: Task, config: Train, group: ProcessGroup, samples: Samples, make: ModelFactory | None = None
+    task: Task, config: Train, group: ProcessGroup, samples: Samples, make: BuildModel | None = None
 ) -> BatchSizeChoice:
     """Measure the same sizes in the same order on all processes, and compare the results.
 
@@ -176,7 +176,7 @@ class StepProbe:
     """Runs single steps without waiting for other processes, so that one that runs out of memory blocks none."""
 
     def __init__(
-        self, task: Task, config: Train, samples: Samples, group: ProcessGroup, make: ModelFactory | None = None
+        self, task: Task, config: Train, samples: Samples, group: ProcessGroup, make: BuildModel | None = None
     ) -> None:
         seed_step(config.seed, -1, 0)
         self.model = (make or task.model)().to(group.device).train()

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from pipeline.system.torch_private import in_backward
 from train.parallel.base import Strategy
+from train.parallel.experts import expert_count
 from train.process_group import ProcessGroup
 
 _MAX_LOGGED_EXPERTS = 1024  # with more, loads of single experts would make log lines too long
@@ -46,7 +47,7 @@ class ExpertBalance:
     def __init__(self, strategy: Strategy, group: ProcessGroup) -> None:
         self._strategy, self._group = strategy, group
         modules = [module for module in strategy.module.modules() if is_router(module)]
-        sizes = [_expert_count(module) + _SUMS for module in modules]
+        sizes = [expert_count(module) + _SUMS for module in modules]
         self._step = torch.zeros(sum(sizes), dtype=torch.float64, device=group.device)
         self._window = torch.zeros_like(self._step)  # since the last line of the log
         pairs = zip(modules, torch.split(self._step, sizes), strict=True)
@@ -119,7 +120,7 @@ def load_summary(layers: list[list[float]]) -> dict[str, Any]:
 
 
 def _counting_hook(router: Router, strategy: Strategy) -> Callable[..., None]:
-    experts = torch.arange(_expert_count(router.module), device=router.counts.device)
+    experts = torch.arange(expert_count(router.module), device=router.counts.device)
     max_entropy = math.log(max(len(experts), 2))
 
     def hook(module: nn.Module, _: Any, output: Any) -> None:
@@ -143,7 +144,3 @@ def _normalize(scores: Tensor) -> Tensor:
 def _is_backward() -> bool:
     """Return whether activation checkpointing recomputes a layer that was counted before."""
     return not torch.compiler.is_compiling() and in_backward()
-
-
-def _expert_count(module: nn.Module) -> int:
-    return int(module.num_experts)  # type: ignore[arg-type]

@@ -36,7 +36,6 @@ _KERNEL_STATES = {
 _HANG_SHARE = 0.8  # of the timeout: reports of other processes are a little old
 _COLLECTIVES = ("/torch/distributed/", "/horovod/torch/")
 _TRAIN_FOLDER = Path(__file__).parent
-_CHECKPOINT_FOLDERS = ("/train/checkpoint/",)
 _ADVICE = "If this only takes long, raise train.timeout_seconds; else fix the cause, then: pipe run --resume"
 MISMATCH_ADVICE = (
     "To fix it: let every process call the same ones in the same order, with tensors of the same shape; conditions "
@@ -87,9 +86,9 @@ def culprits(reports: Sequence[ProcessReport], silent: Collection[int], timeout_
     """
     if _any_progress(reports, silent, timeout_seconds):
         return []
-    keys = [(report.rank not in silent, report.activity, report.step, PHASES.index(report.phase)) for report in reports]
     if silent:
         return [report for report in reports if report.rank in silent]
+    keys = [(report.activity, report.step, PHASES.index(report.phase)) for report in reports]
     furthest_behind = [report for report, key in zip(reports, keys, strict=True) if key == min(keys)]
     return furthest_behind if len(furthest_behind) < len(reports) else []
 
@@ -142,7 +141,7 @@ def locate(frame: FrameType | None, root: Path) -> tuple[Activity, str]:
 def is_checkpointing(frame: FrameType | None) -> bool:
     """Return whether a thread writes a checkpoint, or takes part in its collectives."""
     while frame is not None:
-        if any(package in Path(frame.f_code.co_filename).as_posix() for package in _CHECKPOINT_FOLDERS):
+        if "/train/checkpoint/" in Path(frame.f_code.co_filename).as_posix():
             return True
         frame = frame.f_back
     return False

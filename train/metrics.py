@@ -85,15 +85,6 @@ _RSS_UNIT = 1 if sys.platform == "darwin" else 1024  # unit of getrusage
 
 
 @dataclass(frozen=True)
-class Totals:
-    """This process's running totals at one moment."""
-
-    waited_seconds: float
-    sent_bytes: int
-    exposed_seconds: float
-
-
-@dataclass(frozen=True)
 class Measurement:
     is_nonfinite: bool  # a loss of some process was not finite
     values: dict[str, Any]
@@ -121,36 +112,37 @@ class StepMeter:
     def measure(self, window: StepWindow) -> Measurement:
         """Return the values since the last restart; all take part. Shares of time are means over the processes."""
         seconds = max(time.perf_counter() - window.started, 1e-9)
-        before, now = self._before, self._read()
-        exposed = (now.exposed_seconds - before.exposed_seconds) / seconds
+        waited, sent, exposed = (now - before for now, before in zip(self._read(), self._before, strict=True))
         memory = [0.0] * self._group.size  # one entry per process, so that a sum collects all
         memory[self._group.rank.rank] = peak_memory_bytes(self._group.device) / 2**20
         is_nonfinite = window.first_nonfinite()[0] is not None
-        total = self._group.total([is_nonfinite, window.loss(), exposed, *memory])
+        total = self._group.total([is_nonfinite, window.loss(), exposed / seconds, *memory])
         values = {
             "loss": total[1] / window.samples,
             "grad_norm": float(window.norms[-1]),
             "samples_per_second": window.samples / seconds,
             "mfu": self._flops.utilization(window.samples / seconds) if self._flops else None,
             "step_seconds": seconds / window.steps,
-            "data_wait_share": (now.waited_seconds - before.waited_seconds) / seconds,
-            "sent_bytes_per_step": (now.sent_bytes - before.sent_bytes) / window.steps,
+            "data_wait_share": waited / seconds,
+            "sent_bytes_per_step": sent / window.steps,
             "communication_share": total[2] / self._group.size if self._measures_waiting() else None,
             "memory_mb": max(total[3:]),
             "gpu_utilization": gpu_utilization(self._group.device),
             **self._precision.metrics(),
         }
-        return Measurement(bool(total[0]), {name: value for name, value in values.items() if _is_finite(value)})
+        finite = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
+        return Measurement(bool(total[0]), finite)
 
     def _measures_waiting(self) -> bool:
         """Return False for tensor and pipeline parallelism: there, processes also wait within a pass."""
         is_alone = self._group.model_size == 1 and not self._strategy.collective_forward
         return is_alone and self._strategy.traffic.exposed_seconds > 0
 
-    def _read(self) -> Totals:
+    def _read(self) -> tuple[float, int, float]:
+        """Return running totals of this process: seconds it waited for data, bytes it sent, exposed seconds."""
         self._strategy.stopwatch.collect()
         traffic = self._strategy.traffic
-        return Totals(self._loader.waited_seconds, traffic.sent_bytes, traffic.exposed_seconds)
+        return self._loader.waited_seconds, traffic.sent_bytes, traffic.exposed_seconds
 
 
 def peak_memory_bytes(device: torch.device) -> int:
@@ -168,10 +160,6 @@ def gpu_utilization(device: torch.device) -> float | None:
         return torch.cuda.utilization(device) / 100
     except Exception:  # NVML fails on MIG slices and without rights, with errors of its own
         return None
-
-
-def _is_finite(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
 
 
 @dataclass

@@ -15,7 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -69,8 +70,8 @@ class ParameterServerTrainer(Trainer):
         with store, preemption_handler(self._group, self._weights_server.next_sync_step, progress.step) as preemption:
             while progress.step < self.total_steps and not self._is_stale(progress):
                 steps = range(progress.step, self._next_validation(progress.step))
-                with self._hand_out(server, links, steps) as source:
-                    self._compute_steps(source)
+                with self._hand_out(server, links, steps) as exchange:
+                    self._compute_steps(exchange)
                 progress = self._validate(replace(progress, step=steps.stop), log)
                 self._save(progress, store)
                 if preemption.due_at_barrier(progress.step) and progress.step < self.total_steps:
@@ -79,27 +80,27 @@ class ParameterServerTrainer(Trainer):
         return progress
 
     @contextlib.contextmanager
-    def _hand_out(self, server: Server, links: list[WorkerLink], steps: range) -> Iterator[StepSource]:
+    def _hand_out(self, server: Server, links: list[WorkerLink], steps: range) -> Iterator[Exchange]:
         """Hand out steps up to a validation; on the first process it closes when all workers have finished."""
         if not self._group.rank.first:
-            yield links[0]
+            yield links[0].exchange
             return
         self._sent_before, self._line_started = self._weights_server.traffic.sent_bytes, time.perf_counter()
         server.open(steps)
         threads = [threading.Thread(target=link.serve, args=(server,), daemon=True) for link in links]
         for thread in threads:
             thread.start()
-        yield LocalLink(server)
+        yield partial(server.exchange, 0)
         for thread in threads:
             thread.join()  # ends by itself: every wait in it has a timeout
         server.check()
 
-    def _compute_steps(self, source: StepSource) -> None:
-        work = source.exchange(None)
+    def _compute_steps(self, exchange: Exchange) -> None:
+        work = exchange(None)
         while work is not None:
             result = self._compute(work)
             self.heartbeat.at(work.step, "exchange of weights")
-            work = source.exchange(result)
+            work = exchange(result)
             if self._ledger and work is not None and work.step == result.step:  # too old, so it was not applied
                 self._ledger.discard(result.step)
 
@@ -172,6 +173,9 @@ class Result:
     loss: float  # mean over the samples
     norm: float
     gradient: Tensor
+
+
+Exchange = Callable[[Result | None], Work | None]  # takes a result and returns the next step
 
 
 @dataclass
@@ -255,22 +259,6 @@ class Server:
 
 
 _HEADER_SIZE = 6  # numbers before a tensor: whether one follows, and all fields of `Work` or `Result` but the tensor
-
-
-class StepSource(Protocol):
-    """Takes a result and returns the next step."""
-
-    def exchange(self, result: Result | None) -> Work | None: ...
-
-
-class LocalLink:
-    """The link of the first process, which holds the server."""
-
-    def __init__(self, server: Server) -> None:
-        self._server = server
-
-    def exchange(self, result: Result | None) -> Work | None:
-        return self._server.exchange(0, result)
 
 
 class WorkerLink:

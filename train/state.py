@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 Value = TypeVar("Value")
 Shape = tuple[torch.Size, torch.dtype]
@@ -45,6 +46,11 @@ def add_prefix(prefix: str, tensors: Mapping[str, Value]) -> dict[str, Value]:
 
 def strip_prefix(prefix: str, tensors: Mapping[str, Value]) -> dict[str, Value]:
     return {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """Return the shard in this process's memory as a plain tensor that shares it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

@@ -7,8 +7,9 @@ badly).
 
 from __future__ import annotations
 
+import bisect
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -88,20 +89,11 @@ def _slice_sums(
     return sums
 
 
-def validation_batches(indices: range, largest: int, size: int) -> Iterator[range]:
-    """Yield batches of a slice; as many on every process, the last ones empty where a slice is smaller."""
-    for start in range(0, largest, size):
-        yield indices[start : start + size]
-
-
-def _batches(cuts: Sequence[int], parts: range, group: ProcessGroup, size: int) -> Iterator[range]:
-    if isinstance(cuts, range):
-        yield from validation_batches(parts, -(-(len(cuts) - 1) // group.data_size), size)
-        return
+def _batches(cuts: Sequence[int], parts: range, group: ProcessGroup, size: int) -> list[range]:
+    """Return batches of a slice; as many on every process, the last ones empty where a slice is smaller."""
     batches = group_batches(cuts, parts, size)
     copies = (Rank(copy, world_size=group.data_size).slice_of(len(cuts) - 1) for copy in range(group.data_size))
-    yield from batches
-    yield from [range(0)] * (max(len(group_batches(cuts, copy, size)) for copy in copies) - len(batches))
+    return batches + [range(0)] * (max(len(group_batches(cuts, copy, size)) for copy in copies) - len(batches))
 
 
 def group_batches(cuts: Sequence[int], parts: range, size: int) -> list[range]:
@@ -109,9 +101,7 @@ def group_batches(cuts: Sequence[int], parts: range, size: int) -> list[range]:
     batches = []
     start = parts.start
     while start < parts.stop:
-        stop = start + 1
-        while stop < parts.stop and cuts[stop + 1] - cuts[start] <= size:
-            stop += 1
+        stop = max(start + 1, bisect.bisect_right(cuts, cuts[start] + size, start, parts.stop + 1) - 1)
         batches.append(range(cuts[start], cuts[stop]))
         start = stop
     return batches
@@ -168,9 +158,9 @@ def check_metrics(task: Task, strategy: Strategy, samples: Samples, group: Proce
     strategy.model.eval()
     outputs = strategy.predict(batch)
     strategy.model.train()
-    metrics = task.metrics(outputs, batch) if outputs is not None else None
-    if metrics is None:
+    if outputs is None:
         return
+    metrics = task.metrics(outputs, batch)
     names = [*metrics, *(name for name in builtin_metrics(task) if name not in metrics)]
     if unknown := sorted({config.metric, *config.metric_limits} - set(names)):
         raise ConfigError(

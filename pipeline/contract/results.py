@@ -141,6 +141,11 @@ def is_number(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def finite_or_none(value: float) -> float | None:
+    """Return a number for JSON, which has no NaN and no infinity."""
+    return float(value) if math.isfinite(value) else None
+
+
 def mapping(value: object) -> Body:
     return value if isinstance(value, dict) else {}
 

@@ -45,7 +45,7 @@ def recorded_champion(registry: Registry, runs: Path, run: Run) -> Entry | None:
 def champion_profile(entry: Entry, runs: Path) -> Profile | None:
     from pipeline.data_checks.profile import read_profile
 
-    path, body = _run_directory(entry, runs) / "prepare" / "profile.json", _read_run(entry, runs)
+    path, body = runs / entry.run / "prepare" / "profile.json", _read_run(entry, runs)
     record = body.steps.get("prepare") if body else None
     recorded = record.outputs.get(path.name) if record else None
     if recorded is not None and path.is_file() and (actual := digest_file(path)) != recorded:
@@ -74,17 +74,12 @@ def _past_champions(registry: Registry) -> Iterator[Entry]:
 
 
 def _read_run(entry: Entry, runs: Path) -> RunFile | None:
-    directory = _run_directory(entry, runs)
-    if not (directory / "run.json").is_file():
+    if not (runs / entry.run / "run.json").is_file():
         return None
     try:
-        return Run(directory).read()
+        return Run(runs / entry.run).read()
     except PipelineError:  # damaged; commands that need the run report it
         return None
-
-
-def _run_directory(entry: Entry, runs: Path) -> Path:
-    return runs / entry.run
 
 
 def _without_champion(parts: Mapping[str, str]) -> dict[str, str]:

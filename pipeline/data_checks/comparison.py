@@ -10,18 +10,20 @@ from pipeline.data_checks.near_duplicates import Pair
 from pipeline.data_checks.profile import Feature, Histogram, Profile
 from pipeline.data_checks.rules import (
     CHAMPION,
+    MAX_NAMES,
     SPLITS,
     CheckResult,
     Difference,
     Reference,
+    by_column,
     check_champion_schema,
     check_missing,
     check_ranges,
     check_split_schema,
     differences,
-    join_names,
 )
 from pipeline.statistics.significance import holm
+from pipeline.system.wording import join_names
 
 DRIFT_PSI = 0.2  # population stability index; smaller differences are no drift
 DRIFT_P_VALUE = 0.01  # probability of any false alarm among all features of all splits (Holm)
@@ -59,20 +61,9 @@ def compare_profiles(
         *check_split_schema(columns, flexible, config.columns),
         *check_missing(columns, profile.features, config.missing_share, config.missing),
     ]
-    pairs = _compare(
-        [
-            (
-                split,
-                SPLITS,
-                profile.features,
-                _histograms(profile.features, "train"),
-                _histograms(profile.features, split),
-            )
-            for split in profile.columns
-            if split != "train"
-        ]
-    )
-    results += [result for pair in pairs for result in _check_drift(pair, profile, profile.features, config)]
+    features, others = profile.features, [split for split in profile.columns if split != "train"]
+    for pair in _compare([(split, SPLITS, features, _histograms(features, split)) for split in others]):
+        results += _check_drift(pair, profile, features, config)
     if champion is not None:
         champion_profile, our_histograms = champion
         features = tuple(
@@ -81,7 +72,7 @@ def compare_profiles(
             if feature.column not in ignored and _same_shape(feature.column, champion_profile, profile)
         )
         results += check_champion_schema(champion_profile, profile, ignored, flexible, config.columns)
-        for pair in _compare([("train", CHAMPION, features, _histograms(features, "train"), our_histograms)]):
+        for pair in _compare([("train", CHAMPION, features, our_histograms)]):
             results += _check_drift(pair, champion_profile, features, config)
     return [result for result in results if result.severity != "off"]
 
@@ -111,16 +102,18 @@ def _histograms(features: Sequence[Feature], split: str) -> dict[str, Histogram]
     return {feature.name: feature.splits[split] for feature in features if split in feature.splits}
 
 
-_Sides = tuple[str, Reference, tuple[Feature, ...], Mapping[str, Histogram], Mapping[str, Histogram]]
-
-
-def _compare(sides: Sequence[_Sides]) -> list[SplitComparison]:
-    """Compute differences with p-values corrected over all features of all pairs."""
-    by_pair = [differences(features, before, after) for _, _, features, before, after in sides]
+def _compare(
+    sides: Sequence[tuple[str, Reference, tuple[Feature, ...], Mapping[str, Histogram]]],
+) -> list[SplitComparison]:
+    """Compute differences to the training data, with p-values corrected over all features of all pairs."""
+    trained = [_histograms(features, "train") for _, _, features, _ in sides]
+    by_pair = [
+        differences(features, before, after) for (_, _, features, after), before in zip(sides, trained, strict=True)
+    ]
     adjusted = iter(holm([difference.p for by_feature in by_pair for difference in by_feature.values()]))
     return [
         SplitComparison(split, against, before, after, by_feature, {name: next(adjusted) for name in by_feature})
-        for (split, against, _, before, after), by_feature in zip(sides, by_pair, strict=True)
+        for (split, against, _, after), before, by_feature in zip(sides, trained, by_pair, strict=True)
     ]
 
 
@@ -132,10 +125,7 @@ def _check_drift(
     unit_severity = config.columns if pair.against == SPLITS else None
     yield from check_ranges(inputs, pair.before, pair.after, pair.where, config.drift, pair.against, unit_severity)
     for check, group in (("drift", inputs), ("labels", labels)):
-        by_column: dict[str, list[Feature]] = {}
-        for feature in group:
-            by_column.setdefault(feature.column, []).append(feature)
-        for column in by_column.values():
+        for column in by_column(group).values():
             yield from _check_column_drift(check, pair, column, config)
 
 
@@ -154,7 +144,7 @@ def _check_column_drift(
     if drifted:
         subject = "other labels" if check == "labels" else "other values"
         reference = "since the champion was trained" if pair.against == CHAMPION else "than in train"
-        names = f"in {join_names([feature.name for feature in drifted])}; " if len(drifted) > 1 else ""
+        names = f"in {join_names([feature.name for feature in drifted], MAX_NAMES)}; " if len(drifted) > 1 else ""
         detail = f"{subject} {reference} ({names}{detail}); {_FIXES[pair.against]}"
     elif difference.psi > DRIFT_PSI:
         detail += ", which is not significant for so few samples"

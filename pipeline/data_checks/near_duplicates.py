@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from pipeline.data_checks.profile import Floats, Integers, as_floats, as_ids, feature_kind
+from pipeline.system.wording import join_names
 
 Codes: TypeAlias = np.ndarray[Any, np.dtype[np.uint32]]  # sample × table
 Digests: TypeAlias = np.ndarray[Any, np.dtype[np.bytes_]]
@@ -162,7 +163,7 @@ class FeatureSpace:
 
 
 def group_name(columns: Sequence[str]) -> str:
-    return columns[0] + (f" and {len(columns) - 1} more" if len(columns) > 1 else "")
+    return join_names(columns, 1)
 
 
 def find_spaces(

@@ -17,6 +17,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor
 
+from pipeline.contract.results import finite_or_none
 from pipeline.contract.settings.section import Frozen
 from pipeline.system.files import write_json
 
@@ -237,12 +238,12 @@ class _FeatureCounts:
 
     def histogram(self) -> Histogram:
         empty = np.zeros(len(self.feature.edges or self.feature.ids) + 1, dtype=np.int64)
-        facts: dict[str, float | None] = {"low": _finite(self.low), "high": _finite(self.high)}
+        facts: dict[str, float | None] = {"low": finite_or_none(self.low), "high": finite_or_none(self.high)}
         if self.finite:
             mean = self.total / self.finite
             with np.errstate(over="ignore", invalid="ignore"):
                 deviation = np.sqrt(max(0.0, np.float64(self.square) / self.finite - np.float64(mean) ** 2))
-            facts |= {"mean": _finite(self.shift + mean), "spread": _finite(float(deviation))}
+            facts |= {"mean": finite_or_none(self.shift + mean), "spread": finite_or_none(float(deviation))}
         squares = tuple((empty + self.squares).tolist()) if self.feature.kind == "ids" else ()
         return Histogram(samples=self.samples, bins=tuple((empty + self.bins).tolist()), squares=squares, **facts)
 
@@ -280,22 +281,15 @@ class SchemaBuilder:
     """Collects types, shapes and missing values of the columns of one split."""
 
     def __init__(self) -> None:
-        self._columns: dict[str, ColumnSummary] = {}
+        self.columns: dict[str, ColumnSummary] = {}
 
     def add(self, batch: Mapping[str, Tensor]) -> None:
         for name, column in batch.items():
-            previous, missing = self._columns.get(name), count_missing(column)
-            self._columns[name] = ColumnSummary(
+            previous, missing = self.columns.get(name), count_missing(column)
+            self.columns[name] = ColumnSummary(
                 dtype=str(column.dtype).removeprefix("torch."),
                 shape=tuple(column.shape[1:]),
                 values=column.numel() + (previous.values if previous else 0),
                 missing=missing + (previous.missing if previous else 0),
                 nan=(int(torch.isnan(column).sum()) if missing else 0) + (previous.nan if previous else 0),
             )
-
-    def columns(self) -> dict[str, ColumnSummary]:
-        return self._columns
-
-
-def _finite(value: float) -> float | None:
-    return float(value) if np.isfinite(value) else None

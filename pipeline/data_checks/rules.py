@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from pipeline.data_checks.profile import ColumnSummary, Feature, Floats, Histogram, Profile
+from pipeline.system.wording import join_names
 
 Counts: TypeAlias = np.ndarray[Any, Any]
 
@@ -115,7 +116,7 @@ Severity: TypeAlias = Literal["error", "warn", "off"]
 Level: TypeAlias = Literal["ok", "warn", "error"]
 Reference: TypeAlias = Literal["splits", "champion"]
 
-_MAX_NAMES = 5
+MAX_NAMES = 5  # in a message
 
 SPLITS: Reference = "splits"
 CHAMPION: Reference = "champion"
@@ -146,11 +147,6 @@ class CheckResult:
         return f"{self.where}: {self.detail}"
 
 
-def join_names(names: Sequence[str]) -> str:
-    """Join the first few names."""
-    return ", ".join(names[:_MAX_NAMES]) + (f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else "")
-
-
 def round_value(value: float | None) -> float | None:
     """Round to six digits, and replace infinity by a large number."""
     return None if value is None else float(f"{min(value, 1e300):.6g}")
@@ -166,7 +162,7 @@ def check_missing(
     columns: Mapping[str, Mapping[str, ColumnSummary]], features: Sequence[Feature], share: float, severity: Severity
 ) -> Iterator[CheckResult]:
     """Yield a result per column of a split with missing numbers, or one if nothing is missing."""
-    parts = _by_column(features)
+    parts = by_column(features)
     rows = [
         (
             split,
@@ -192,11 +188,11 @@ def check_missing(
         yield CheckResult("missing", "all splits", severity, True, f"{detail} NaN or infinite", worst, share)
 
 
-def _by_column(features: Sequence[Feature]) -> dict[str, list[Feature]]:
-    by_column: dict[str, list[Feature]] = {}
+def by_column(features: Sequence[Feature]) -> dict[str, list[Feature]]:
+    columns: dict[str, list[Feature]] = {}
     for feature in features:
-        by_column.setdefault(feature.column, []).append(feature)
-    return by_column
+        columns.setdefault(feature.column, []).append(feature)
+    return columns
 
 
 def _missing_fractions(features: Sequence[Feature], split: str) -> Iterator[tuple[float, str]]:
@@ -273,8 +269,8 @@ def _schema_difference(expected: ColumnSummary, actual: ColumnSummary, flexible:
 def _class_difference(champion_classes: tuple[str, ...], our_classes: tuple[str, ...]) -> str:
     added = [name for name in our_classes if name not in champion_classes]
     removed = [name for name in champion_classes if name not in our_classes]
-    changes = [f"new {join_names(added)}"] if added else []
-    changes += [f"removed {join_names(removed)}"] if removed else []
+    changes = [f"new {join_names(added, MAX_NAMES)}"] if added else []
+    changes += [f"removed {join_names(removed, MAX_NAMES)}"] if removed else []
     difference = "; ".join(changes) or "another order, so every index means another class"
     return f"the classes are not the champion's ({difference})"
 
@@ -308,7 +304,7 @@ def check_ranges(
         )
         if outside:
             a, b, share = before[outside[0]], after[outside[0]], fractions[outside[0]]
-            also = f" (also {join_names(outside[1:])})" if len(outside) > 1 else ""
+            also = f" (also {join_names(outside[1:], MAX_NAMES)})" if len(outside) > 1 else ""
             which = (
                 "former values are outside the latter" if outside[0] in left else "latter values are outside the former"
             )

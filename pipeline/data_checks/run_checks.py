@@ -49,6 +49,7 @@ from pipeline.data_checks.scan import (
 )
 from pipeline.system.errors import ConfigError, DataError
 from pipeline.system.files import write_json
+from pipeline.system.wording import join_names
 
 _MAX_PAIRS = 100  # near-duplicates that are written; all are counted
 _MAX_PRINTED = 5  # results on the terminal; all are written
@@ -82,8 +83,7 @@ def check_data(run: Run, task: Task, splits: Mapping[str, Samples]) -> CheckedDa
     profile = _build_profile(task, plan, summaries)
     champion_data = (champion_scan, summaries["train"].champion_histograms) if champion_scan else None
     near_duplicates = {
-        space.name: _find_near_duplicates(space, plan, summaries, splits, NEAR_DUPLICATE_DISTANCE)
-        for space in plan.spaces
+        space.name: _find_near_duplicates(space, plan, summaries, splits) for space in plan.spaces
     } | _find_row_copies(plan, summaries)
     copy_notes = _add_picture_copies(near_duplicates, plan, summaries, splits)
     results = [
@@ -110,19 +110,18 @@ def _have_equal_shapes(task: Task, splits: Mapping[str, Samples]) -> bool:
 def write_checks(data: CheckedData, directory: Path, lower: Collection[str] = ()) -> None:
     """Write files apart from data.json, whose digest identifies the data and must not depend on limits or champions."""
     write_profile(directory / "profile.json", data.profile)
-    pairs = [pair.row(column) for column, pairs in data.near_duplicates.items() for pair in pairs]
+    pairs = [(column, pair) for column, pairs in data.near_duplicates.items() for pair in pairs]
     champion = {"bundle": data.champion.bundle, "run": data.champion.run} if data.champion else None
     body = {
         "checks": [result.row() for result in data.results],
         "near_duplicate_count": len(pairs),
-        "near_duplicates": pairs[:_MAX_PAIRS],
+        "near_duplicates": [pair.row(column) for column, pair in pairs[:_MAX_PAIRS]],
         "champion": champion,
         "notes": list(data.notes),
         "lower_is_better": sorted(lower),  # metrics of the task, for `pipe tune`
     }
     write_json(directory / "checks.json", body)
-    listed = [pair for pairs in data.near_duplicates.values() for pair in pairs]
-    copies = {pair.b[1] for pair in listed if pair.a[0] == "train" and pair.b[0] == "test"}
+    copies = {pair.b[1] for _, pair in pairs if pair.a[0] == "train" and pair.b[0] == "test"}
     write_json(directory / NEAR_COPIES, {"test": sorted(copies)})
 
 
@@ -170,7 +169,6 @@ def _find_near_duplicates(
     plan: ScanPlan,
     summaries: Mapping[str, SplitSummary],
     splits: Mapping[str, Samples],
-    limit: float,
 ) -> list[Pair]:
     search = CandidateSearch(
         {split: summary.codes[space.name] for split, summary in summaries.items()},
@@ -185,8 +183,8 @@ def _find_near_duplicates(
     if isinstance(space, TextColumn):
         rows = search.candidates(count_different_tables, space.max_difference)
     else:
-        rows = search.candidates(count_different_bits, space.max_difference(plan.pilot, limit))
-    return search.confirm(rows, distances, limit)
+        rows = search.candidates(count_different_bits, space.max_difference(plan.pilot, NEAR_DUPLICATE_DISTANCE))
+    return search.confirm(rows, distances, NEAR_DUPLICATE_DISTANCE)
 
 
 def check_time_order(splits: Mapping[str, Samples], column: str, severity: Severity) -> Iterator[CheckResult]:
@@ -287,8 +285,7 @@ def _constant_feature_notes(profile: Profile) -> list[str]:
         train = feature.splits.get("train")
         if feature.kind == "numbers" and train and train.samples > 1 and train.low == train.high is not None:
             constant.append(feature.name)
-    more = f" and {len(constant) - 10} more" if len(constant) > 10 else ""
-    return [f"constant in train: {', '.join(constant[:10])}{more}"] if constant else []
+    return [f"constant in train: {join_names(constant, 10)}"] if constant else []
 
 
 def _champion_notes(missing: str, champion: Entry | None, champion_scan: Profile | None) -> list[str]:

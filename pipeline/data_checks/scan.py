@@ -131,7 +131,7 @@ def scan_split(task: Task, samples: Samples, plan: ScanPlan, champion_features: 
         fingerprint=fingerprint.hexdigest(),
         classes=_class_counts(task, counts),
         digests=np.concatenate(digests),
-        columns=schema.columns(),
+        columns=schema.columns,
         histograms=histograms.histograms(),
         champion_histograms=champion_histograms.histograms(),
         codes={name: np.concatenate(parts) for name, parts in codes.items()},

@@ -35,7 +35,7 @@ class Calibration:
         return {
             "ece": self.ece,
             "brier": self.brier,
-            "intervals": {"ece": _bounds(self.ece_interval), "brier": _bounds(self.brier_interval)},
+            "intervals": {"ece": interval_bounds(self.ece_interval), "brier": interval_bounds(self.brier_interval)},
             "bins": [
                 {
                     "low": bin_.low,
@@ -58,7 +58,7 @@ def measure_calibration(config: Evaluate, probabilities: Array, actual: Array) -
     return Calibration(expected_calibration_error(bins), ece, float(scores.mean()), brier, bins)
 
 
-def _bounds(interval: Interval | None) -> list[float] | None:
+def interval_bounds(interval: Interval | None) -> list[float] | None:
     return None if interval is None else [interval.low, interval.high]
 
 

@@ -9,14 +9,14 @@ import numpy as np
 import scipy  # type: ignore[import-untyped]
 
 from pipeline.contract.settings.stages import Evaluate
-from pipeline.evaluate.slices import MIN_SLICE_SAMPLES, Slice
+from pipeline.evaluate.slices import MAX_NAMES, MIN_SLICE_SAMPLES, Slice
 from pipeline.statistics.aggregates import Mean
 from pipeline.statistics.metrics import Metric
 from pipeline.statistics.scores import ACTUAL, BASELINE, CANDIDATE, PREDICTED, QUERY, Array, Columns
+from pipeline.system.wording import join_names
 
 _LEVEL = 0.025  # one-sided, at which a baseline counts as better than chance
 _MIN_WRONG = 3  # samples of a slice that are all wrong
-_MAX_NAMES = 8
 _MAX_REPEATED = 0.05  # share of the test samples
 
 
@@ -68,7 +68,7 @@ def find_doubts(
         if _MIN_WRONG <= slice_.samples < MIN_SLICE_SAMPLES and slice_.candidate == 0.0 and _is_share(decisive)
     ]
     if wrong:
-        yield f"every sample is wrong in {_join(wrong)}, which is too small to be judged"
+        yield f"every sample is wrong in {join_names(wrong, MAX_NAMES)}, which is too small to be judged"
 
 
 def _dead_classes(predicted: Array, actual: Array, classes: Sequence[str]) -> Iterator[str]:
@@ -76,7 +76,7 @@ def _dead_classes(predicted: Array, actual: Array, classes: Sequence[str]) -> It
     answered = np.bincount(predicted, minlength=len(classes))
     dead = [str(name) for name, true, found in zip(classes, occurring, answered, strict=True) if true and not found]
     if dead:
-        yield f"never predicted: {_join(dead)}"
+        yield f"never predicted: {join_names(dead, MAX_NAMES)}"
 
 
 def _is_constant(values: Array) -> bool:
@@ -86,8 +86,3 @@ def _is_constant(values: Array) -> bool:
 def _is_share(statistic: object) -> bool:
     """Return True for a metric of right and wrong answers, where 0 means that all are wrong."""
     return isinstance(statistic, Mean) and bool(np.isin(statistic.column, (0.0, 1.0)).all())
-
-
-def _join(names: Sequence[str]) -> str:
-    more = len(names) - _MAX_NAMES
-    return ", ".join(names[:_MAX_NAMES]) + (f" and {more} more" if more > 0 else "")

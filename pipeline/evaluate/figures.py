@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.contract.results import finite_or_none
 from pipeline.statistics.metrics import query_metrics
 from pipeline.statistics.scores import (
     ACTUAL,
@@ -120,9 +121,9 @@ def _deciles(actual: Array, predicted: Array, baseline: Array | None) -> list[di
             "low": float(actual[part[0]]),
             "high": float(actual[part[-1]]),
             "samples": len(part),
-            "mae": _mean(np.abs(predicted[part] - actual[part])),
-            "bias": _mean(predicted[part] - actual[part]),
-            "baseline_mae": None if baseline is None else _mean(np.abs(baseline[part] - actual[part])),
+            "mae": finite_or_none(np.abs(predicted[part] - actual[part]).mean()),
+            "bias": finite_or_none((predicted[part] - actual[part]).mean()),
+            "baseline_mae": None if baseline is None else finite_or_none(np.abs(baseline[part] - actual[part]).mean()),
         }
         for part in groups
     ]
@@ -148,7 +149,7 @@ def _ranking_body(columns: Columns) -> dict[str, Any]:
             {
                 "query": int(ids[i]),
                 "ndcg": float(candidate[i]),
-                "baseline": float(ndcg[BASELINE][i]) if BASELINE in ndcg and np.isfinite(ndcg[BASELINE][i]) else None,
+                "baseline": finite_or_none(ndcg[BASELINE][i]) if BASELINE in ndcg else None,
                 "items": int(items[i]),
                 "relevant": int(relevant[i]),
                 "first_relevant_rank": int(first_ranks[i]),
@@ -174,8 +175,3 @@ def _first_relevant_ranks(place: Array, scores: Array, relevance: Array) -> Arra
     np.maximum.at(best, place[relevance > 0], scores[relevance > 0])
     ranks: Array = np.bincount(place, weights=(scores >= best[place]) & (relevance <= 0)).astype(int) + 1
     return ranks
-
-
-def _mean(values: Array) -> float | None:
-    mean = float(values.mean())
-    return mean if np.isfinite(mean) else None

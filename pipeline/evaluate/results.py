@@ -10,8 +10,9 @@ from typing import Any, Literal
 
 import numpy as np
 
+from pipeline.contract.results import finite_or_none
 from pipeline.contract.settings.stages import Evaluate
-from pipeline.evaluate.calibration import Calibration, brier_gain, measure_calibration
+from pipeline.evaluate.calibration import Calibration, brier_gain, interval_bounds, measure_calibration
 from pipeline.evaluate.codec_check import CodecCheck
 from pipeline.evaluate.compared_data import DataChange
 from pipeline.evaluate.doubts import chance_reason, find_doubts
@@ -151,14 +152,11 @@ class Results:
             single=metric.difference(config.confidence) if number > 1 else None,
         )
 
-    @cached_property
-    def labels(self) -> Columns:
-        return {name.removeprefix(SLICE): self.columns[name] for name in self.columns if name.startswith(SLICE)}
-
     def slices(self, config: Evaluate) -> tuple[Slice, ...]:
         """Compare slices by the decisive metric; one without a value per sample cannot be compared by slice."""
         classes = self.classes if config.class_slices else None
-        groups = list(slice_groups(self.labels, self.columns.get(ACTUAL), classes))
+        labels = {name.removeprefix(SLICE): self.columns[name] for name in self.columns if name.startswith(SLICE)}
+        groups = list(slice_groups(labels, self.columns.get(ACTUAL), classes))
         values = self.metrics[config.metric].slices
         if values is None:
             reason = f"{config.metric} has no value per sample; not evaluated"
@@ -259,7 +257,7 @@ def _near_duplicates_body(measurements: Measurements) -> dict[str, Any] | None:
     rest = measurements.without_copies
     sides = {} if rest is None else {"candidate": rest.candidate, "baseline": rest.baseline}
     values = {
-        side: {name: value if math.isfinite(value) else None for name, value in metrics.items()}
+        side: {name: finite_or_none(value) for name, value in metrics.items()}
         for side, metrics in sides.items()
         if metrics is not None
     }
@@ -284,14 +282,12 @@ def _calibration_body(measurements: Measurements) -> dict[str, Any] | None:
 def _intervals(config: Evaluate, results: Results) -> dict[str, Any]:
     """Return the intervals of every metric and of its difference, where positive is better."""
     metrics, level = results.metrics, config.confidence
-
-    def bounds(interval: Interval | None) -> list[float] | None:
-        return None if interval is None else [interval.low, interval.high]
-
     body: dict[str, Any] = {"confidence": level}
-    body["candidate"] = {name: bounds(metric.interval("candidate", level)) for name, metric in metrics.items()}
+    body["candidate"] = {name: interval_bounds(metric.interval("candidate", level)) for name, metric in metrics.items()}
     if results.kind is not None:
-        body["baseline"] = {name: bounds(metric.interval("baseline", level)) for name, metric in metrics.items()}
+        body["baseline"] = {
+            name: interval_bounds(metric.interval("baseline", level)) for name, metric in metrics.items()
+        }
         differences = {name: metric.difference(level) for name, metric in metrics.items()}
         body["difference"] = {
             name: None if difference is None else asdict(difference) for name, difference in differences.items()
@@ -300,8 +296,7 @@ def _intervals(config: Evaluate, results: Results) -> dict[str, Any]:
 
 
 def _finite(metrics: Mapping[str, Metric], values: Mapping[str, float]) -> dict[str, float | None]:
-    complete = {name: values.get(name, math.nan) for name in metrics}
-    return {name: value if math.isfinite(value) else None for name, value in complete.items()}
+    return {name: finite_or_none(values.get(name, math.nan)) for name in metrics}
 
 
 Body = Mapping[str, Any]

@@ -6,7 +6,6 @@ Pictures become small PNG files, which are encoded here without Pillow.
 from __future__ import annotations
 
 import base64
-import math
 import struct
 import zlib
 from collections.abc import Iterable, Mapping
@@ -15,6 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from torch import Tensor
 
+from pipeline.contract.results import finite_or_none
 from pipeline.contract.task import Boxes, Embedding, TaggedText
 from pipeline.statistics.scores import Array
 from pipeline.system.errors import DataError
@@ -96,7 +96,7 @@ def _cell(value: Any) -> str | float | None:
 def _finite(value: float) -> float | None:
     if isinstance(value, int | np.integer):
         return int(value)
-    return float(value) if math.isfinite(value) else None
+    return finite_or_none(value)
 
 
 def array_part(name: str, values: Array, scale: Range | None = None, side: int = 0, curves: bool = True) -> Part:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pipeline.contract.results import finite_or_none
 from pipeline.contract.settings.stages import Evaluate
 from pipeline.contract.task import HasSlices, Task
 from pipeline.evaluate.rules import GateRule, digits
@@ -26,6 +27,7 @@ from pipeline.statistics.scores import (
 )
 from pipeline.statistics.significance import RESAMPLES, bonferroni_confidence, decrease_p_value, holm
 from pipeline.system.errors import ConfigError, DataError
+from pipeline.system.wording import join_names
 
 if TYPE_CHECKING:
     from pipeline.contract.task import Batch
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
 
 CLASS = "class"  # name of the slices by true class
 MIN_SLICE_SAMPLES = 30  # smaller slices are not evaluated
+MAX_NAMES = 8  # of slices in a message
 _DRAWS_PER_SLICE = 20  # divided by the level: with fewer, no corrected p-value could be below it
 
 
@@ -130,11 +133,11 @@ def slice_rule(config: Evaluate, slices: Sequence[Slice]) -> GateRule | None:
 def slice_warnings(slices: Sequence[Slice]) -> Iterator[str]:
     """Yield a line for each reason why slices were not evaluated."""
     if empty := [slice_.slice for slice_ in slices if not slice_.samples]:
-        yield f"the test set has no sample of {_join_names(empty)}"
+        yield f"the test set has no sample of {join_names(empty, MAX_NAMES)}"
     small_slices = [slice_ for slice_ in slices if 0 < slice_.samples < MIN_SLICE_SAMPLES]
     if small_slices:
         names = [f"{slice_.slice} ({slice_.samples})" for slice_ in small_slices]
-        yield f"too few samples to evaluate: {_join_names(names)}; {MIN_SLICE_SAMPLES} are needed"
+        yield f"too few samples to evaluate: {join_names(names, MAX_NAMES)}; {MIN_SLICE_SAMPLES} are needed"
 
 
 def _measure_slice(config: Evaluate, group: Group, candidate: Floats, baseline: Floats | None, better: int) -> Slice:
@@ -172,12 +175,7 @@ def _decide_slice(config: Evaluate, slice_: Slice, change: float, interval: Inte
 def _mean(values: Floats) -> float | None:
     if not len(values):
         return None
-    value = float(values.mean())
-    return value if math.isfinite(value) else None
-
-
-def _join_names(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+    return finite_or_none(values.mean())
 
 
 _MAX_LABELS = 1000

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from pipeline.contract.data import Samples
+from pipeline.contract.results import finite_or_none
 from pipeline.contract.run import Run
 from pipeline.contract.task import SHARED_FOLDER, Embedding, HasShow, HasText, Task
 from pipeline.evaluate.results import Results
@@ -166,9 +167,9 @@ def _sample_body(results: Results, index: int, metric: str) -> dict[str, Any]:
     values, compared = results.candidate.get(metric), (results.baseline or {}).get(metric)
     return {
         "index": index,
-        "value": None if values is None else _finite(values[index]),
-        "baseline": None if compared is None else _finite(compared[index]),
-        "metrics": {name: _finite(column[index]) for name, column in sorted(results.candidate.items())},
+        "value": None if values is None else finite_or_none(values[index]),
+        "baseline": None if compared is None else finite_or_none(compared[index]),
+        "metrics": {name: finite_or_none(column[index]) for name, column in sorted(results.candidate.items())},
         "actual": _answer(results, ACTUAL, index),
         "predicted": _answer(results, CANDIDATE + PREDICTED, index),
         "baseline_predicted": _answer(results, BASELINE + PREDICTED, index),
@@ -181,10 +182,6 @@ def _answer(results: Results, column: str, index: int) -> str | None:
         return None
     value = results.columns[column][index]
     return f"{float(value):.5g}" if results.classes is None else str(results.classes[int(value)])
-
-
-def _finite(value: float) -> float | None:
-    return float(value) if math.isfinite(value) else None
 
 
 def _texts(read: ReadText, batch: Batch, count: int) -> list[str]:

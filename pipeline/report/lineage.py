@@ -67,25 +67,21 @@ def reproduce(facts: Facts) -> Body:
 
 def configuration(facts: Facts) -> Body:
     return {
-        "changed": list(changed_settings(facts.file.config)),
+        "changed": list(changed_settings(Config, facts.file.config)),
         "overrides": facts.file.continued,
         "whole": json.dumps(facts.file.config, indent=2, sort_keys=True, default=str),
     }
 
 
-def changed_settings(config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
-    """Yield settings that differ from the default, with value and default; settings of other versions count too."""
-    yield from _changed_settings(Config, config, "")
-
-
-def _changed_settings(
-    kind: type[Section] | None, values: Mapping[str, Any], prefix: str
+def changed_settings(
+    kind: type[Section] | None, values: Mapping[str, Any], prefix: str = ""
 ) -> Iterator[tuple[str, str, str]]:
+    """Yield settings that differ from the default, with value and default; settings of other versions count too."""
     for name, value in values.items():
         field = kind.model_fields.get(name) if kind else None
         section = field.annotation if field else None
         if isinstance(section, type) and issubclass(section, Section) and isinstance(value, Mapping):
-            yield from _changed_settings(section, value, f"{prefix}{name}.")
+            yield from changed_settings(section, value, f"{prefix}{name}.")
             continue
         default = None
         if field is not None and not field.is_required():

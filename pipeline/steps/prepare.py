@@ -174,8 +174,7 @@ def _check_pretrained(pretrained: Pretrained, task: Task, run: Run) -> tuple[str
         config.model.allow_mismatch,
     )
     check_tokenizer(directory / SHARED_FOLDER, skeleton.model)
-    if config.model.adapter != "none":
-        add_adapter(skeleton.model, config.model)
+    add_adapter(skeleton.model, config.model)
     digest = record(pretrained, directory)
     if match.left_out:
         print(f"left out: {len(match.left_out)} weights that this kind of model does not use, as {match.left_out[0]}")

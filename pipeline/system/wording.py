@@ -78,6 +78,11 @@ def short(digest: str) -> str:
     return digest.rpartition(":")[2][:12]
 
 
+def join_names(names: Sequence[str], most: int) -> str:
+    """Join the first names, and count the rest."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
+
+
 def align(rows: Sequence[Sequence[str]], texts: int | None = None) -> list[str]:
     """Return the rows of a table as lines of aligned columns; those after the first `texts` are numbers.
 

@@ -57,7 +57,9 @@ def study_parts(config: Config, project: Project) -> dict[str, str]:
         for name, value in parts.items()
         if name.removeprefix("config:") not in space and name != CHAMPION_PART
     }
-    parts |= {f"config:tune.space.{key}": _json(axis.model_dump(exclude_defaults=True)) for key, axis in space.items()}
+    parts |= {
+        f"config:tune.space.{key}": json.dumps(axis.model_dump(exclude_defaults=True)) for key, axis in space.items()
+    }
     return parts | {"config:tune.metric": tuned_metric(config)}
 
 
@@ -143,7 +145,3 @@ def _variants(config: Config) -> list[Config]:
         if axis := config.tune.space.get(key):
             variants += [override_config(config, [f"{key}={choice}"], "tune.space") for choice in axis.choices]
     return variants
-
-
-def _json(values: Mapping[str, object]) -> str:
-    return json.dumps(values)

@@ -251,7 +251,6 @@ def _types(annotation: Any) -> Iterator[Any]:
 State: TypeAlias = Literal["done", "pruned", "refused", "failed", "running", "unfinished"]
 STARTUP_TRIALS = 5  # that must finish before the median pruner starts
 WARMUP_EPOCHS = 1  # of a trial before it may be pruned
-_SEED = 0
 # The sampler treats pruned trials as bad ones and ignores failed ones.
 _OPTUNA_STATES = {"pruned": TrialState.PRUNED, "refused": TrialState.PRUNED, "failed": TrialState.FAIL}
 
@@ -320,7 +319,7 @@ class Study:
                 return None
             lock = try_lock(self._lock(len(trials)))
             assert lock, "only this method starts trials"
-            self._study.sampler = make_sampler(_SEED, len(trials))
+            self._study.sampler = make_sampler(len(trials))
             return self._make_claim(self._study.ask(), lock)
 
     def record_result(self, claim: Claim, result: TrialResult) -> None:
@@ -366,7 +365,7 @@ class Study:
 
     def _reopen(self, number: int) -> optuna.Trial:
         """Reopen an unfinished trial; settings that it lacks are sampled when it is claimed."""
-        self._study.sampler = make_sampler(_SEED, number)
+        self._study.sampler = make_sampler(number)
         study_id = self._storage.get_study_id_from_name(self.name)
         return optuna.Trial(self._study, self._storage.get_trial_id_from_study_id_trial_number(study_id, number))
 
@@ -383,9 +382,9 @@ def make_pruner(tune: Tune) -> BasePruner:
     return NopPruner()
 
 
-def make_sampler(seed: int, number: int) -> optuna.samplers.BaseSampler:
+def make_sampler(number: int) -> optuna.samplers.BaseSampler:
     """Return a sampler with a seed per trial, so that workers differ and a resumed search samples the same values."""
-    digest = hashlib.sha256(f"{seed}/{number}".encode()).digest()[:4]
+    digest = hashlib.sha256(f"0/{number}".encode()).digest()[:4]
     return optuna.samplers.TPESampler(seed=int.from_bytes(digest, "big"))
 
 

@@ -114,7 +114,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Bundle:
     schema = SchemaBuilder()
     data = {"x": torch.tensor([[1.0, np.nan]]), "code": torch.tensor([0]), "full": torch.tensor([np.inf])}
     schema.add(data)
-    columns = {name: summary.model_dump() for name, summary in schema.columns().items()}
+    columns = {name: summary.model_dump() for name, summary in schema.columns.items()}
     write_json(run.output("prepare") / "profile.json", {"columns": {"train": columns}})
     torch.manual_seed(0)
     save_weights(nn.Linear(4, 1).state_dict(), run.output("train") / "model.safetensors")

@@ -222,12 +222,6 @@ def test_probe_uses_the_model_that_will_be_trained() -> None:
     assert StepProbe(task, Train(), samples, ALONE, lambda: model).model is model  # type: ignore[arg-type]
 
 
-def test_a_step_is_timed() -> None:
-    seconds = trial(Wide()).seconds(8, passes=2)
-    assert seconds is not None
-    assert seconds > 0
-
-
 @pytest.mark.parametrize(
     "error",
     [torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("DefaultCPUAllocator: can't allocate memory: 9 bytes")],

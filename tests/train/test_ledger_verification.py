@@ -163,10 +163,6 @@ def write(path: Path, received: list[LedgerLine], end: str = "") -> Path:
     return path
 
 
-def test_ledger_line_round_trips(tmp_path: Path) -> None:
-    assert read_lines(write(tmp_path / "ledger.jsonl", lines())) == lines()
-
-
 def test_half_a_line_is_allowed_only_while_training(tmp_path: Path) -> None:
     path = write(tmp_path / "ledger.jsonl", lines(3), end='{"step": 4, "epo')
     assert read_lines(path, growing=True) == lines(3)

@@ -102,13 +102,6 @@ def test_groups_of_a_mesh_wait_as_long_as_all_processes() -> None:
     assert run_distributed(_timeouts, 2) == [[4321.0, 4321.0]] * 2
 
 
-def test_single_process_needs_no_collectives() -> None:
-    group = ProcessGroup(Rank(), torch.device("cpu"))
-    assert group.total([1.0, 2.5]) == [1.0, 2.5]
-    assert group.gather("x") == ["x"]
-    assert group.share(7) == 7
-
-
 @pytest.mark.parametrize(
     ("error", "lost"),
     [

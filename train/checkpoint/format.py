@@ -6,10 +6,11 @@ and SHA-256 of every file; a checkpoint without it is incomplete.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -18,25 +19,26 @@ from pipeline.system.errors import StageError
 from pipeline.system.files import digest_bytes
 from train.state import Progress
 
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
 }
-_TYPES = {name: kind for kind, name in _NAMES.items()}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 LENGTH_BYTES = 8  # size of the header's length, which comes before it
 _ALIGNMENT = 8  # of the data after the header: no element is wider
 
@@ -74,26 +76,25 @@ class Span:
 class Layout:
     header: bytes
     spans: tuple[Span, ...]
-    bytes: int = field(default=0)  # of the whole file
+    bytes: int  # of the whole file
 
 
 def make_layout(chunks: Iterable[Chunk]) -> Layout:
     """Order the chunks, wide elements first: so all are aligned without gaps, which the format does not allow."""
     ordered = sorted(chunks, key=lambda chunk: (-chunk.dtype.itemsize, chunk.key))
+    offsets = list(itertools.accumulate((chunk.bytes for chunk in ordered), initial=0))
     entries: dict[str, Any] = {}
     parts: dict[str, Any] = {}
-    offset = 0
-    for chunk in ordered:
-        end = offset + chunk.bytes
-        entries[chunk.key] = {"dtype": _NAMES[chunk.dtype], "shape": chunk.sizes, "data_offsets": (offset, end)}
+    for chunk, limits in zip(ordered, itertools.pairwise(offsets), strict=True):
+        entries[chunk.key] = {"dtype": _NAMES[chunk.dtype], "shape": chunk.sizes, "data_offsets": limits}
         if chunk.key != chunk.name:
             parts[chunk.key] = (chunk.name, chunk.shape, chunk.offsets)
-        offset = end
     metadata = {"format": "pt", **({"chunks": json.dumps(parts)} if parts else {})}  # values must be strings
     text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     header = len(text).to_bytes(LENGTH_BYTES, "little") + text
-    return Layout(header, tuple(_spans(ordered, len(header))), len(header) + offset)
+    spans = tuple(Span(chunk, len(header) + start) for chunk, start in zip(ordered, offsets[:-1], strict=True))
+    return Layout(header, spans, len(header) + offsets[-1])
 
 
 def parse_header(header: bytes) -> list[Span]:
@@ -108,13 +109,7 @@ def parse_header(header: bytes) -> list[Span]:
 def _chunk(key: str, entry: Mapping[str, Any], parts: Mapping[str, Any]) -> Chunk:
     sizes = tuple(entry["shape"])
     name, shape, offsets = parts.get(key, (key, sizes, [0] * len(sizes)))
-    return Chunk(name, _TYPES[entry["dtype"]], tuple(shape), tuple(offsets), sizes)
-
-
-def _spans(chunks: Iterable[Chunk], start: int) -> Iterator[Span]:
-    for chunk in chunks:
-        yield Span(chunk, start)
-        start += chunk.bytes
+    return Chunk(name, DTYPES[entry["dtype"]], tuple(shape), tuple(offsets), sizes)
 
 
 MANIFEST_NAME = "manifest.json"

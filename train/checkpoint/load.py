@@ -113,20 +113,8 @@ class SavedCheckpoint:
     """An intact checkpoint: its progress, and its tensors by name."""
 
     def __init__(self, storage: Storage, manifest: Manifest) -> None:
-        self._manifest = manifest
+        self.progress, self.scaler, self.world_size = manifest.progress, manifest.scaler, manifest.world_size
         self._reader = CheckpointReader(storage, manifest.progress.step, [file.name for file in manifest.files])
-
-    @property
-    def progress(self) -> Progress:
-        return self._manifest.progress
-
-    @property
-    def scaler(self) -> Mapping[str, Any]:
-        return self._manifest.scaler
-
-    @property
-    def world_size(self) -> int:
-        return self._manifest.world_size
 
     def shapes(self, prefix: str) -> dict[str, tuple[torch.Size, torch.dtype]]:
         """Return sizes and types of the tensors with this prefix, by the rest of the name."""

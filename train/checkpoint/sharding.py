@@ -13,9 +13,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from pipeline.system.torch_private import foreach_copy_
 from train.checkpoint.format import Chunk, Layout, make_layout
-from train.parallel.base import local_shard
-
-Shape = tuple[torch.Size, torch.dtype]
+from train.state import Shape, local_shard
 
 
 class CheckpointShard:
@@ -31,10 +29,6 @@ class CheckpointShard:
             self._memory[span.start : span.start + span.chunk.bytes].view(span.chunk.dtype).view(span.chunk.sizes)
             for span in layout.spans
         ]
-
-    @property
-    def bytes(self) -> int:
-        return len(self._memory)
 
     def fits(self, tensors: Mapping[str, Tensor]) -> bool:
         """Return whether a state has the shapes and types that the shard was planned for."""

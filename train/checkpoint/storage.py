@@ -28,8 +28,11 @@ Action = Callable[[], None]
 class Storage(Protocol):
     """Several processes write the files of a checkpoint; `commit` completes it."""
 
+    _token: str = ""
+
     def begin(self, token: str) -> None:
         """Prepare for the first `write`; `token` distinguishes this attempt at training from all others."""
+        self._token = token
 
     def write(self, step: int, name: str, data: memoryview) -> FileRecord: ...
 
@@ -59,15 +62,11 @@ class Storage(Protocol):
 _REMOVED = ".removed"
 
 
-class LocalStorage:
+class LocalStorage(Storage):
     """`step-00000100/{manifest.json, 0.safetensors, …}`; `.step-00000100.TOKEN` until it is complete."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._token = ""
-
-    def begin(self, token: str) -> None:
-        self._token = token
 
     def write(self, step: int, name: str, data: memoryview) -> FileRecord:
         folder = self._temporary_folder(step)
@@ -140,7 +139,7 @@ def _halves(file: BinaryIO, data: memoryview) -> Iterator[memoryview]:
     yield data[middle:]
 
 
-class RemoteStorage:
+class RemoteStorage(Storage):
     """`step-00000100/{manifest.json, TOKEN-0.safetensors, …}`: different attempts write files of different names."""
 
     def __init__(self, url: str) -> None:
@@ -150,10 +149,6 @@ class RemoteStorage:
             self._files, self._path = url_to_fs(url)
         except (ImportError, ValueError) as error:
             raise ConfigError(f"train.checkpoints={url}: {error}; to fix it: use another URL, or a folder") from error
-        self._token = ""
-
-    def begin(self, token: str) -> None:
-        self._token = token
 
     def write(self, step: int, name: str, data: memoryview) -> FileRecord:
         name, middle = f"{self._token}-{name}", len(data) // 2
@@ -179,15 +174,13 @@ class RemoteStorage:
         return sorted(step for step, complete in self._folders().items() if complete)
 
     def manifest(self, step: int) -> bytes:
-        raw: bytes = self._files.cat_file(f"{self._step_folder(step)}/{MANIFEST_NAME}")
-        return raw
+        return self._cat(step, MANIFEST_NAME)
 
     def read(self, step: int, name: str) -> Tensor:
-        return torch.frombuffer(bytearray(self._files.cat_file(f"{self._step_folder(step)}/{name}")), dtype=torch.uint8)
+        return torch.frombuffer(bytearray(self._cat(step, name)), dtype=torch.uint8)
 
     def read_range(self, step: int, name: str, start: int, count: int) -> bytes:
-        raw: bytes = self._files.cat_file(f"{self._step_folder(step)}/{name}", start=start, end=start + count)
-        return raw
+        return self._cat(step, name, start, start + count)
 
     def remove(self, step: int) -> None:
         """Remove the manifest first: from then on the checkpoint is incomplete."""
@@ -204,6 +197,10 @@ class RemoteStorage:
         names = [path.rstrip("/").rpartition("/")[2] for path in self._list(self._path)]
         steps = [int(name[5:]) for name in names if name.startswith("step-")]
         return {step: self._files.exists(f"{self._step_folder(step)}/{MANIFEST_NAME}") for step in steps}
+
+    def _cat(self, step: int, name: str, start: int | None = None, end: int | None = None) -> bytes:
+        raw: bytes = self._files.cat_file(f"{self._step_folder(step)}/{name}", start=start, end=end)
+        return raw
 
     def _list(self, path: str) -> list[str]:
         self._files.invalidate_cache()  # other processes write there, too

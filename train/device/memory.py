@@ -44,7 +44,7 @@ from pipeline.system.torch_private import (
 from train.device.accelerator import choose_precision
 from train.optim import Precision, make_optimizer
 from train.parallel import make_strategy
-from train.parallel.base import MicroBatch, Objective, Strategy, local_shard
+from train.parallel.base import MicroBatch, Objective, Strategy
 from train.parallel.blocks import recompute_blocks
 from train.parallel.ddp import DDPStrategy
 from train.pretrained.adapter import add_adapter
@@ -52,6 +52,7 @@ from train.pretrained.materialize import BuildModel, Materializer, MetaModel
 from train.pretrained.qlora import round_base_layers
 from train.pretrained.source import Box, Entry, Read
 from train.process_group import ProcessGroup, choose_device
+from train.state import local_shard
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -316,7 +317,7 @@ def plan_memory(request: Request, root: Path) -> dict[str, Any]:
 
 def _build_model(task: Task, config: Config, files: Path) -> nn.Module:
     model = require_adapt(task, config.task).adapt(files) if config.model.pretrained else task.model()
-    return model if config.model.adapter == "none" else add_adapter(model, config.model)
+    return add_adapter(model, config.model)
 
 
 def longest_first(task: Task, samples: Samples, most: int) -> Samples:

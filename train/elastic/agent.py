@@ -258,9 +258,7 @@ def _spec(options: argparse.Namespace) -> WorkerSpec:
         local_world_size=options.processes,
         entrypoint=sys.executable,
         args=("-m", "train", str(options.run)),
-        rdzv_handler=create_handler(
-            store, LocalClockBackend(backend, _RENDEZVOUS_TIMES["last_call_timeout"]), parameters
-        ),
+        rdzv_handler=create_handler(store, backend, parameters),
         max_restarts=_UNLIMITED_RESTARTS,
         local_addr=options.address,
     )

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from pipeline.contract.data import forward
 from pipeline.contract.settings.stages import Train
@@ -27,7 +26,7 @@ from train.device.memory_format import Formats, convert_inputs
 from train.optim import Precision
 from train.process_group import ProcessGroup
 from train.profiling import phase
-from train.state import Progress, State, add_prefix, allocate_optimizer_state, optimizer_tensors
+from train.state import Progress, State, add_prefix, allocate_optimizer_state, local_shard, optimizer_tensors
 
 if TYPE_CHECKING:
     from pipeline.contract.task import Outputs
@@ -278,11 +277,6 @@ class Objective:
     def backward(self, loss: Tensor) -> None:
         with phase("backward"):
             self.precision.backward(loss)
-
-
-def local_shard(tensor: Tensor) -> Tensor:
-    """Return the shard in this process's memory as a plain tensor that shares it."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def local_gradients(parameters: Iterable[nn.Parameter]) -> list[Tensor]:

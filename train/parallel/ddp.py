@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipeline.system.errors import ConfigError
+from pipeline.system.wording import join_names
 from train.device.compilation import compile_whole
 from train.parallel.base import MicroBatch, Strategy
 from train.state import restored_buffers
@@ -106,10 +107,9 @@ class DDPStrategy(Strategy):
 
 def describe_unreached(names: Sequence[str]) -> str:
     """Return the log line about parameters that the loss of the first batch does not depend on."""
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     count = "1 trained parameter" if len(names) == 1 else f"{len(names)} trained parameters"
     return (
-        f"warning: the loss of the first batch does not depend on {count}: {', '.join(names[:_MOST_NAMES])}{more}; "
+        f"warning: the loss of the first batch does not depend on {count}: {join_names(names, _MOST_NAMES)}; "
         "without a gradient they stay as they are"
     )
 

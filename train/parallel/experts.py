@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from pipeline.system.errors import ConfigError
+from train.state import local_shard
 
 _eager: Callable[..., Any] = torch.compiler.disable  # it has no types; token counts differ at each step
 _ARGUMENTS = ("hidden_states", "top_k_index", "top_k_weights")  # of forward(), as transformers name them
@@ -115,8 +116,7 @@ class _Dispatch:
 
         Their gradient is divided, since it already has the tokens of all `expert` processes, and is averaged later.
         """
-        rows = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        return divide_gradient(rows, self._expert)
+        return divide_gradient(local_shard(parameter), self._expert)
 
 
 def _has_experts(module: nn.Module) -> bool:

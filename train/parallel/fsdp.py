@@ -24,13 +24,13 @@ from train.parallel.base import (
     average_gradients,
     clip_gradients,
     local_gradients,
-    local_shard,
 )
 from train.parallel.ddp import has_only_running_statistics
 from train.parallel.pipeline_split import TemporaryWeights, has_trained_parameters, units
 from train.parallel.tensor_parallel import split_experts, split_layers
 from train.pretrained.materialize import Materializer
 from train.process_group import ProcessGroup
+from train.state import local_shard
 
 if TYPE_CHECKING:
     from pipeline.contract.task import Outputs

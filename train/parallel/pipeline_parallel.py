@@ -188,11 +188,8 @@ class PipelineStrategy(Strategy):
 
     def _try(self, count: int) -> Outputs:
         """Make a forward pass of the whole model, as validation does, but with gradients."""
-        return self.objective.outputs(self.model, self._example(count))
-
-    def _example(self, count: int) -> dict[str, Tensor]:
         batch = self._samples.batch([i % len(self._samples) for i in range(count)])
-        return {name: column.to(self.group.device) for name, column in batch.items()}
+        return self.objective.outputs(self.model, {name: c.to(self.group.device) for name, c in batch.items()})
 
     @torch.no_grad()
     def _check(self, recorded: DryRun) -> None:

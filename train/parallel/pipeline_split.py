@@ -339,16 +339,13 @@ def _tensor_names(unit: Unit) -> list[str]:
     return [f"{unit.name}.{name}" for name in unit.module.state_dict(keep_vars=True)]
 
 
-CPU = torch.device("cpu")
-
-
 class TemporaryWeights:
     """Weights of a pretrained model for passes before it is split: one block's at a time, as they are not kept.
 
     A model that has its weights already needs nothing.
     """
 
-    def __init__(self, materializer: Materializer | None = None, device: torch.device = CPU) -> None:
+    def __init__(self, materializer: Materializer | None, device: torch.device) -> None:
         self._materializer, self._device = materializer, device
 
     def of_module(self, module: nn.Module, name: str) -> contextlib.AbstractContextManager[None]:

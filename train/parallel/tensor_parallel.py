@@ -8,6 +8,7 @@ must agree.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,11 +30,8 @@ Run = Callable[[], Any]  # a forward pass of the whole model on a few samples
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def split_layers(
-    model: nn.Module, task: Task, mesh: DeviceMesh, run: Run, weights: TemporaryWeights | None = None
-) -> None:
+def split_layers(model: nn.Module, task: Task, mesh: DeviceMesh, run: Run, weights: TemporaryWeights) -> None:
     """Split the model in place; its outputs stay the same, and every process has its part of the layers."""
-    weights = weights or TemporaryWeights()
     model.eval()
     if isinstance(task, HasParallelize):
         with torch.no_grad():
@@ -51,23 +49,17 @@ def split_layers(
 
 def _split_by_names(model: nn.Module, mesh: DeviceMesh, run: Run, weights: TemporaryWeights) -> None:
     pairs = find_pairs(model, mesh.size())
-    with weights.during_forward(model):
-        arguments_by_module = dict(_record_arguments(model, [pair.owner for pair in pairs], run))
-    whole_modules = {name: copy.deepcopy(model.get_submodule(name)) for name in arguments_by_module}
-    for pair in pairs:
-        split_head_counts(model, pair, mesh.size())
-    layers = [(name, True) for pair in pairs for name in pair.columns] + [(pair.row, False) for pair in pairs]
-    styles: dict[str, ParallelStyle] = {}
-    for name, by_outputs in layers:
-        styles |= parallel_styles(name, model.get_submodule(name), by_outputs=by_outputs)
-    parallelize_module(model, mesh, styles)
-    for owner in {pair.owner: model.get_submodule(pair.owner) for pair in pairs}.values():
-        if latent_column_layers(owner):
-            sum_rotary_gradient(owner, mesh)
-    for name, arguments in arguments_by_module.items():
-        split_module = model.get_submodule(name)
-        with weights.of_module(split_module, name), weights.of_module(whole_modules[name], name):
-            _compare(name, split_module, whole_modules[name], arguments)
+    with _compared(model, [pair.owner for pair in pairs], run, weights, "tensor_parallel"):
+        for pair in pairs:
+            split_head_counts(model, pair, mesh.size())
+        layers = [(name, True) for pair in pairs for name in pair.columns] + [(pair.row, False) for pair in pairs]
+        styles: dict[str, ParallelStyle] = {}
+        for name, by_outputs in layers:
+            styles |= parallel_styles(name, model.get_submodule(name), by_outputs=by_outputs)
+        parallelize_module(model, mesh, styles)
+        for owner in {pair.owner: model.get_submodule(pair.owner) for pair in pairs}.values():
+            if latent_column_layers(owner):
+                sum_rotary_gradient(owner, mesh)
 
 
 def split_experts(model: nn.Module, mesh: DeviceMesh, run: Run, weights: TemporaryWeights) -> list[nn.Module]:
@@ -75,23 +67,26 @@ def split_experts(model: nn.Module, mesh: DeviceMesh, run: Run, weights: Tempora
     layers = find_experts(model)
     check_experts(layers, mesh.size(0), mesh.size(1))
     model.eval()
+    with _compared(model, list(layers), run, weights, "expert_parallel" if mesh.size(0) > 1 else "tensor_parallel"):
+        for module in layers.values():
+            shard_experts(module, mesh)
+    model.train()
+    return list(layers.values())
+
+
+@contextlib.contextmanager
+def _compared(
+    model: nn.Module, owners: Sequence[str], run: Run, weights: TemporaryWeights, setting: str
+) -> Iterator[None]:
+    """Compare the modules that are split within the context with what they were before, one of each kind."""
     with weights.during_forward(model):
-        arguments_by_module = dict(_record_arguments(model, list(layers), run))
+        arguments_by_module = dict(_record_arguments(model, owners, run))
     whole_modules = {name: copy.deepcopy(model.get_submodule(name)) for name in arguments_by_module}
-    for module in layers.values():
-        shard_experts(module, mesh)
+    yield
     for name, arguments in arguments_by_module.items():
         split_module = model.get_submodule(name)
         with weights.of_module(split_module, name), weights.of_module(whole_modules[name], name):
-            _compare(
-                name,
-                split_module,
-                whole_modules[name],
-                arguments,
-                "expert_parallel" if mesh.size(0) > 1 else "tensor_parallel",
-            )
-    model.train()
-    return list(layers.values())
+            _compare(name, split_module, whole_modules[name], arguments, setting)
 
 
 def _record_arguments(model: nn.Module, owners: Sequence[str], run: Run) -> Iterator[tuple[str, Arguments]]:
@@ -122,9 +117,7 @@ def _module_kind(module: nn.Module) -> tuple[Any, ...]:
     return (type(module), *((name, parameter.shape) for name, parameter in module.named_parameters()))
 
 
-def _compare(
-    name: str, split: nn.Module, whole: nn.Module, arguments: Arguments, setting: str = "tensor_parallel"
-) -> None:
+def _compare(name: str, split: nn.Module, whole: nn.Module, arguments: Arguments, setting: str) -> None:
     """Check that all gradients agree; then the outputs agree, and so does all between the split layers."""
     expected = _gradients(whole, arguments)
     try:

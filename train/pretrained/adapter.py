@@ -7,9 +7,9 @@ all later steps know only the task's own model; the adapter itself is kept as pe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -21,11 +21,8 @@ from pipeline.contract.task import transformers_model
 from pipeline.system.errors import ConfigError, ResourceError
 from pipeline.system.files import sync_tree
 from train.pretrained.materialize import BuildModel, MetaModel
-from train.pretrained.qlora import require_bitsandbytes, restore_whole_weights
+from train.pretrained.qlora import adapter_layers, require_bitsandbytes, restore_whole_weights
 from train.pretrained.source import Initialized, RowNorms, Source
-
-if TYPE_CHECKING:
-    from peft import LoraConfig
 
 ADAPTER_FOLDER = "adapter"  # in the folder of the train step
 ADAPTER_WEIGHTS = "*.lora_*"
@@ -35,9 +32,11 @@ _PREFIX = "base_model.model."  # of names in peft's files
 
 
 def add_adapter(model: nn.Module, settings: Model) -> nn.Module:
-    """Add adapters to the transformer in a model and freeze its other weights; new heads are trained as well."""
+    """Add the adapters of the settings to the transformer in a model, which freezes its weights, but for new heads."""
+    if settings.adapter == "none":
+        return model
     try:
-        from peft import inject_adapter_in_model
+        from peft import LoraConfig, inject_adapter_in_model
     except ImportError:
         raise ResourceError(
             f"model.adapter={settings.adapter}: `peft` is not installed; to fix it: `pip install pipe-road[deepseek]`"
@@ -51,34 +50,19 @@ def add_adapter(model: nn.Module, settings: Model) -> nn.Module:
             "to fix it: add the adapters in the task, and leave model.adapter out"
         )
     transformer = located[1]
-    if next(_adapters(model), None) is not None:
+    if adapter_layers(model):
         raise ConfigError(
             f"model.adapter={settings.adapter}: the task adds adapters of peft by itself; "
             "to fix it: remove them from the task, or leave model.adapter out"
         )
     targets = list(settings.targets) or _linear_layers(transformer)
     _check_targets(transformer, settings.adapter, targets)
-    inject_adapter_in_model(_adapter_config(settings, targets), transformer)
+    use_dora = settings.adapter == "dora"
+    config = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=targets, use_dora=use_dora)
+    inject_adapter_in_model(config, transformer)
     for head in _heads(transformer):
         transformer.get_submodule(head).requires_grad_(True)
     return model
-
-
-def _adapter_config(settings: Model, targets: list[str]) -> LoraConfig:
-    from peft import LoraConfig
-
-    return LoraConfig(
-        r=settings.rank,
-        lora_alpha=settings.alpha,
-        target_modules=targets,
-        use_dora=settings.adapter == "dora",
-    )
-
-
-def _adapters(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    return ((name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer))
 
 
 def _heads(transformer: nn.Module) -> list[str]:
@@ -165,7 +149,7 @@ def merge_adapter(
     located = transformers_model(model)
     assert located is not None
     _write_adapter(located[1], settings, folder, root)
-    for name, layer in list(_adapters(model)):
+    for name, layer in adapter_layers(model):
         layer.merge(safe_merge=True)  # in a copy of the weights
         parent, _, own_name = name.rpartition(".")
         setattr(model.get_submodule(parent), own_name, layer.get_base_layer())

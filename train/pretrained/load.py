@@ -56,14 +56,13 @@ MakeModel: TypeAlias = Callable[[], tuple[nn.Module, Materializer | None]]  # No
 @contextlib.contextmanager
 def open_recorded_weights(
     run: Run, root: Path, build: BuildModel, group: ProcessGroup, resumes: bool
-) -> Iterator[MakeModel | None]:
-    """Yield a function that builds the model within the context; None if the task initializes its own.
+) -> Iterator[MakeModel]:
+    """Yield a function that builds the model within the context.
 
     A resumed run takes all weights from its checkpoint: the pretrained files may be gone by then.
     """
-    config = run.config
     with _open_whole_weights(run, root, build, group, resumes) as create_model:
-        if config.model.adapter == "qlora" and create_model:
+        if run.config.model.adapter == "qlora":
             yield partial(create_rounded, create_model, group.device)
         else:
             yield create_model
@@ -79,10 +78,10 @@ def create_rounded(create_model: MakeModel, device: torch.device) -> tuple[nn.Mo
 @contextlib.contextmanager
 def _open_whole_weights(
     run: Run, root: Path, build: BuildModel, group: ProcessGroup, resumes: bool
-) -> Iterator[MakeModel | None]:
+) -> Iterator[MakeModel]:
     config = run.config
     if not config.model.pretrained:
-        yield (lambda: (build(), None)) if config.model.adapter != "none" else None
+        yield lambda: (build(), None)
         return
     if resumes:
         yield partial(load_placeholder, build)
@@ -141,7 +140,9 @@ def match_weights(build: BuildModel, pretrained: Pretrained, allow: tuple[str, .
     config = pretrained.config()
     meta = _build_meta_model(build, pretrained)
     located = transformers_model(meta.model)
-    offers = available_weights(_entries(pretrained.weights), config, located[1] if located else None)
+    offers = _with_scales(_entries(pretrained.weights), config)
+    if located:
+        offers = _convert(offers, located[1])
     matching = match(meta.model, offers, config)
     matching.require(allow)
     return meta, matching
@@ -223,14 +224,6 @@ def _file_states(pretrained: Pretrained) -> list[tuple[int, ...]]:
 
 _SCALE = "_scale_inv"
 _EIGHT_BITS = ("F8_E4M3", "F8_E5M2")
-
-
-def available_weights(
-    entries: Mapping[str, Entry], config: Mapping[str, Any], model: nn.Module | None
-) -> dict[str, Source]:
-    """Return the source of each weight by its name in a model of transformers or, without one, in the files."""
-    sources = _with_scales(entries, config)
-    return sources if model is None else _convert(sources, model)
 
 
 def _with_scales(entries: Mapping[str, Entry], config: Mapping[str, Any]) -> dict[str, Source]:

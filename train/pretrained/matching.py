@@ -9,23 +9,15 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from pipeline.contract.task import transformers_model
 from pipeline.system.errors import DataError
+from pipeline.system.wording import join_names
+from train.checkpoint.format import DTYPES
 from train.pretrained.source import Duplicates, Entry, Source
 
 _LISTED = 8  # problems of each kind in the error; the log has all
-_FLOATS = {"F64", "F32", "F16", "BF16"}
-_INTEGERS = {
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 # What peft adds to the name of a layer that it wraps.
 _PEFT_NAMES = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.\w+)(?=\.|$)")
 
@@ -64,9 +56,9 @@ class Matching:
 def match(model: nn.Module, offers: Mapping[str, Source], config: Mapping[str, Any]) -> Matching:
     """Match a model, whose parameters may be on the meta device, with the weights that files offer."""
     matching, used_names = Matching(), set[str]()
-    names = _names_by_tensor(model)
-    model_prefix, file_prefix = _alignment(model, [alias(name) for group in names.values() for name in group], offers)
-    for group, tensor in ((group, _get_tensor(model, group[0])) for group in names.values()):
+    named_tensors = _tensors(model)
+    model_prefix, file_prefix = _alignment(model, [alias(name) for group, _ in named_tensors for name in group], offers)
+    for group, tensor in named_tensors:
         names_in_files = {
             file_prefix + alias(name)[len(model_prefix) :] for name in group if alias(name).startswith(model_prefix)
         }
@@ -99,19 +91,13 @@ def alias(name: str) -> str:
     return _PEFT_NAMES.sub("", name)
 
 
-def _names_by_tensor(model: nn.Module) -> dict[int, list[str]]:
-    """Return the names of each tensor; tied weights have several."""
-    names: dict[int, list[str]] = {}
+def _tensors(model: nn.Module) -> list[tuple[list[str], Tensor]]:
+    """Return each tensor with its names; tied weights have several."""
+    tensors: dict[int, tuple[list[str], Tensor]] = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         if isinstance(tensor, Tensor):
-            names.setdefault(id(tensor), []).append(name)
-    return names
-
-
-def _get_tensor(model: nn.Module, name: str) -> Tensor:
-    path, _, own_name = name.rpartition(".")
-    tensor: Tensor = getattr(model.get_submodule(path), own_name)
-    return tensor
+            tensors.setdefault(id(tensor), ([], tensor))[0].append(name)
+    return list(tensors.values())
 
 
 def _alignment(model: nn.Module, names: Sequence[str], offers: Mapping[str, Source]) -> tuple[str, str]:
@@ -146,15 +132,10 @@ def _misfit(tensor: Tensor, source: Source) -> str:
             )
     expected = str(tensor.dtype).removeprefix("torch.")
     for entry in source.entries:
-        if not _type_fits(entry.dtype, tensor):
+        kind = DTYPES[entry.dtype]
+        if not (kind.is_floating_point if tensor.is_floating_point() else kind == tensor.dtype):
             return f"is of type {entry.dtype} in {_location(entry, source)}, and {expected} in the model"
     return ""
-
-
-def _type_fits(dtype: str, tensor: Tensor) -> bool:
-    if tensor.is_floating_point():
-        return dtype in _FLOATS or dtype.startswith("F8")
-    return _INTEGERS.get(dtype) == tensor.dtype
 
 
 def _location(entry: Entry, source: Source) -> str:
@@ -181,8 +162,8 @@ def _disallowed(problems: Mapping[str, str], allow: Sequence[str]) -> dict[str, 
 
 
 def _list_some(problems: Mapping[str, str]) -> str:
-    text = ", ".join(f"{name} {problem}" for name, problem in list(problems.items())[:_LISTED])
-    return text + (f" and {len(problems) - _LISTED} more, all in the log" if len(problems) > _LISTED else "")
+    text = join_names([f"{name} {problem}" for name, problem in problems.items()], _LISTED)
+    return text + (", all in the log" if len(problems) > _LISTED else "")
 
 
 def _suggest_fix(kinds: Mapping[str, Mapping[str, str]], fitting: Iterable[str]) -> str:

@@ -21,7 +21,9 @@ from torch.overrides import TorchFunctionMode
 
 from pipeline.system.errors import ConfigError, DataError
 from pipeline.system.torch_private import local_box, parse_to
-from train.pretrained.source import BITS, Box, Entry, Source
+from train.checkpoint.format import DTYPES
+from train.pretrained.source import Box, Entry, Source
+from train.state import local_shard
 
 BuildModel = Callable[[], nn.Module]
 
@@ -162,7 +164,7 @@ class Materializer:
         slots = list(_meta_slots(module, prefix, skip))
         meta_parameters = [getattr(owner, own_name) for owner, own_name, _ in slots]
         self.materialize(module, device, prefix, skip)
-        storages = [(name, _storage(getattr(owner, own_name))) for owner, own_name, name in slots]
+        storages = [(name, local_shard(getattr(owner, own_name)).untyped_storage()) for owner, own_name, name in slots]
         self._temporary |= {storage.data_ptr(): name for name, storage in storages}
         try:
             yield
@@ -217,11 +219,6 @@ class Materializer:
         )
 
 
-def _storage(parameter: nn.Parameter | None) -> torch.UntypedStorage:
-    assert parameter is not None
-    return (parameter.to_local() if isinstance(parameter, DTensor) else parameter).untyped_storage()
-
-
 def _meta_slots(model: nn.Module, prefix: str, skip: Collection[int]) -> Iterator[Slot]:
     for path, module in model.named_modules():
         if id(module) in skip:
@@ -239,7 +236,7 @@ class TensorReader:
         self.bytes = 0  # read so far
 
     def __call__(self, entry: Entry, box: Box) -> Tensor:
-        self.bytes += math.prod(stop - start for start, stop in box) * BITS[entry.dtype] // 8
+        self.bytes += math.prod(stop - start for start, stop in box) * DTYPES[entry.dtype].itemsize
         try:
             if entry.file not in self._open:
                 self._open[entry.file] = safe_open(entry.file, framework="pt")

@@ -9,7 +9,7 @@ T. Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", NeurIPS 202
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -62,7 +62,7 @@ class FourBitLinear(nn.Module):
 
 def round_base_layers(model: nn.Module, materializer: Materializer | None, device: torch.device) -> None:
     """Read and round the layers below the adapters, one after the other: no two have whole weights at a time."""
-    for name, adapter in _base_layers(model):
+    for name, adapter in adapter_layers(model):
         layer = adapter.base_layer
         if materializer:
             materializer.materialize(layer, device, f"{name}.base_layer.")
@@ -84,7 +84,7 @@ def restore_whole_weights(weights: Mapping[str, Tensor], model: nn.Module) -> di
     return whole
 
 
-def _base_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+def adapter_layers(model: nn.Module) -> list[tuple[str, Any]]:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    yield from [(name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)]

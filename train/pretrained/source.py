@@ -18,27 +18,9 @@ import torch
 from torch import Tensor
 
 from pipeline.system.errors import DataError
+from train.checkpoint.format import DTYPES, LENGTH_BYTES
 
-_LENGTH_BYTES = 8
 _MAX_HEADER_BYTES = 100_000_000  # as in the format's own reader
-BITS = {
-    "F64": 64,
-    "F32": 32,
-    "F16": 16,
-    "BF16": 16,
-    "F8_E4M3": 8,
-    "F8_E5M2": 8,
-    "F8_E8M0": 8,
-    "I64": 64,
-    "I32": 32,
-    "I16": 16,
-    "I8": 8,
-    "U64": 64,
-    "U32": 32,
-    "U16": 16,
-    "U8": 8,
-    "BOOL": 8,
-}
 
 
 @dataclass(frozen=True)
@@ -52,21 +34,21 @@ class Entry:
 
     @property
     def bytes(self) -> int:
-        return math.prod(self.shape) * BITS[self.dtype] // 8
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
 
 
 def read_header(path: Path) -> dict[str, Entry]:
     """Return every tensor of a file; raises an error if the file is not complete."""
     size = path.stat().st_size
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        if size < _LENGTH_BYTES or length > _MAX_HEADER_BYTES:
+        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+        if size < LENGTH_BYTES or length > _MAX_HEADER_BYTES:
             raise DataError(f"{path}: no safetensors file: {size} bytes, and no valid header length in the first 8")
         header = file.read(length)
     if len(header) < length:
         raise DataError(f"{path}: truncated: its header has {length} bytes, the file {size}; fetch it again")
     entries, data = _entries(path, header)
-    if size != (expected := _LENGTH_BYTES + length + data):
+    if size != (expected := LENGTH_BYTES + length + data):
         problem = "truncated" if size < expected else "too long"
         raise DataError(f"{path}: {problem}: {expected} bytes expected by its header, {size} found; fetch it again")
     return entries
@@ -89,8 +71,8 @@ def _entries(path: Path, header: bytes) -> tuple[dict[str, Entry], int]:
 
 
 def _check(entry: Entry, size: int) -> None:
-    if entry.dtype not in BITS:
-        raise DataError(f"{entry.file}: {entry.name} is of type {entry.dtype}; supported types: {', '.join(BITS)}")
+    if entry.dtype not in DTYPES:
+        raise DataError(f"{entry.file}: {entry.name} is of type {entry.dtype}; supported types: {', '.join(DTYPES)}")
     if size != entry.bytes:
         raise DataError(
             f"{entry.file}: {entry.name} of {entry.dtype} {list(entry.shape)} needs {entry.bytes} bytes, but has {size}"
@@ -134,18 +116,21 @@ class Whole:
 
 
 @dataclass(frozen=True)
-class Stacked:
-    """Tensors of one shape along a new first axis, such as experts that files have one by one."""
-
+class _Combined:
     parts: tuple[Source, ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (len(self.parts), *self.parts[0].shape)
 
     @cached_property
     def entries(self) -> Sequence[Entry]:
         return [entry for part in self.parts for entry in part.entries]
+
+
+@dataclass(frozen=True)
+class Stacked(_Combined):
+    """Tensors of one shape along a new first axis, such as experts that files have one by one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (len(self.parts), *self.parts[0].shape)
 
     def fill(self, box: Box, out: Tensor, read: Read) -> None:
         start, stop = box[0]
@@ -154,10 +139,9 @@ class Stacked:
 
 
 @dataclass(frozen=True)
-class Concatenated:
+class Concatenated(_Combined):
     """Tensors one after the other along an existing axis."""
 
-    parts: tuple[Source, ...]
     axis: int
 
     @property
@@ -165,10 +149,6 @@ class Concatenated:
         shape = list(self.parts[0].shape)
         shape[self.axis] = sum(part.shape[self.axis] for part in self.parts)
         return tuple(shape)
-
-    @cached_property
-    def entries(self) -> Sequence[Entry]:
-        return [entry for part in self.parts for entry in part.entries]
 
     def fill(self, box: Box, out: Tensor, read: Read) -> None:
         start, stop = box[self.axis]
@@ -216,18 +196,12 @@ class Dequantized:
 
 
 @dataclass(frozen=True)
-class Duplicates:
+class Duplicates(_Combined):
     """One weight of the model that files have several times, such as tied embeddings; all must be equal."""
-
-    parts: tuple[Source, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
         return self.parts[0].shape
-
-    @cached_property
-    def entries(self) -> Sequence[Entry]:
-        return [entry for part in self.parts for entry in part.entries]
 
     def fill(self, box: Box, out: Tensor, read: Read) -> None:
         self.parts[0].fill(box, out, read)

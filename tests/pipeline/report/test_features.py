@@ -29,7 +29,7 @@ def add_profile(run: Run, shift: float = 0.0, **columns: torch.Tensor) -> None:
         schema, histograms = SchemaBuilder(), HistogramBuilder(features)
         schema.add(batch)
         histograms.add(batch)
-        schemas[split], splits[split] = schema.columns(), histograms.histograms()
+        schemas[split], splits[split] = schema.columns, histograms.histograms()
     by_feature = {feature.name: {split: splits[split][feature.name] for split in splits} for feature in features}
     filled = tuple(feature.model_copy(update={"splits": by_feature[feature.name]}) for feature in features)
     inputs = tuple(name for name in train if name != "class label")

@@ -12,10 +12,9 @@ from torch.distributed.tensor import DTensor
 
 from pipeline.contract.pretrained import open_pretrained
 from train.optim import seed_step
-from train.parallel.base import local_shard
 from train.pretrained.load import PretrainedModel, load_from_files
 from train.process_group import ProcessGroup
-from train.state import Progress
+from train.state import Progress, local_shard
 from train.trainer import Trainer
 
 from ..distributed import trainer

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from pipeline.system.errors import ConfigError, DataError
 from pipeline.system.processes import Rank
 from train.checkpoint.store import CheckpointStore
-from train.parallel.deterministic import DeterministicAllReduce, DeterministicStrategy, covering_nodes, halves, tree_sum
+from train.parallel.deterministic import DeterministicAllReduce, DeterministicStrategy, covering_nodes, tree_sum
 from train.process_group import ProcessGroup
 from train.state import Progress
 
@@ -341,11 +341,3 @@ def test_left_half_is_summed_before_the_right_one_starts() -> None:
 
     tree_sum(range(4), lookup, add)
     assert order == ["shard 0", "shard 1", "0 and 1", "shard 2", "shard 3", "2 and 3", "01 and 23"]
-
-
-@pytest.mark.parametrize("count", range(2, 20))
-def test_halves_cover_the_node(count: int) -> None:
-    left, right = halves(range(3, 3 + count))
-    assert [*left, *right] == list(range(3, 3 + count))
-    assert left
-    assert right

@@ -113,6 +113,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from pipeline.system.errors import ConfigError
 from task import Attention, Tiny
+from train.parallel.pipeline_split import TemporaryWeights
 from train.parallel.tensor_parallel import split_layers
 
 class FixedWidth(Attention):
@@ -140,7 +141,7 @@ for kind in (Attention, FixedWidth, FixedHeads, NormOfHeads):
     model = nn.ModuleDict({"mine": kind()})
     x = torch.randn(2, 6, 16)
     try:
-        split_layers(model, Tiny(), mesh, lambda: model["mine"](x))
+        split_layers(model, Tiny(), mesh, lambda: model["mine"](x), TemporaryWeights(None, x.device))
         result = "split"
     except ConfigError as error:
         result = str(error)

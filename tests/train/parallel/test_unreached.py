@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from pipeline.system.errors import ConfigError
 from train.checkpoint.store import CheckpointStore
-from train.parallel.base import local_shard
 from train.parallel.ddp import DDPStrategy, describe_unreached
 from train.process_group import ProcessGroup
-from train.state import Progress
+from train.state import Progress, local_shard
 
 from ..conftest import equal
 from ..distributed import Wave, run_distributed, trainer, weights

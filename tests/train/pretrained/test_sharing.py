@@ -15,12 +15,11 @@ from pipeline.contract.pretrained import open_pretrained
 from pipeline.system.processes import Rank
 from train.checkpoint.store import CheckpointStore
 from train.optim import seed_step
-from train.parallel.base import local_shard
 from train.parallel.pipeline_split import TemporaryWeights
 from train.parallel.placeholder import Placeholder
 from train.pretrained.load import PretrainedModel, load_from_files
 from train.process_group import ProcessGroup
-from train.state import Progress
+from train.state import Progress, local_shard
 
 from ..distributed import Wave, run_distributed, trainer
 from .folders import Tower, tower_state, write_folder
