@@ -15,11 +15,11 @@ from typing import Any
 
 from serve.errors import INTERNAL, Busy, DeadlineExceeded, Headers, NotFound, TooLarge
 from serve.kinds import TEXT_ROUTES, TEXT_SCHEMAS, text_handlers
-from serve.load_shedding import Rests, admit
+from serve.load_shedding import Pauses, admit
 from serve.memory import MemoryBudget
 from serve.model_version import ModelVersion, Payload
 from serve.models import ModelRepository
-from serve.monitoring.logs import refusals
+from serve.monitoring.logs import refusals as refusal_log
 from serve.monitoring.prometheus import exposition
 from serve.monitoring.request_log import RequestLog
 from serve.page import page
@@ -67,8 +67,8 @@ class App:
     ) -> None:
         self.repository, self.requests, self.keys, self.page = repository, requests, keys, page
         self.budget = budget or MemoryBudget()
-        self._rests = Rests()
-        repository.on_readiness(self._rests.end_all)  # when the service drains
+        self._pauses = Pauses()
+        repository.on_readiness(self._pauses.end_all)  # when the service drains
         self._refusals = 0  # written at once, in this turn of the event loop
         self._handlers: dict[str, Handler] = {
             "root": self._root,
@@ -97,13 +97,13 @@ class App:
         try:
             path, method = request.path, request.method
             if self.keys is not None and not needs_no_key(path, method):
-                self.keys.admit(request.headers)
+                self.keys.check(request.headers)
             route = find_route(path, method)
             if (protocol := PROTOCOLS.get(route.kind)) is not None:
                 request.protocol = protocol
-                in_flight.count += 1
+                in_flight.count += 1  # until RequestLog.finish
             handler = self._handlers.get(route.kind)
-            if handler is not None:  # all routes but those of predictions
+            if handler is not None:  # all routes but predict and infer
                 return self._answer(request, route, handler(request, route))
             version = self.repository.find_version(route.model, route.version)
             request.model_version = version
@@ -121,7 +121,7 @@ class App:
             request.status = response.status
             request.respond_now(response.status, self._headers(request, route, response.headers), response.body)
             if isinstance(error, Busy | DeadlineExceeded) and not self.repository.draining:
-                self._rests.add(request.rest())
+                self._pauses.add(request.pause())
             self.requests.finish(request)
             return None
         version.unstarted += 1
@@ -153,7 +153,7 @@ class App:
                 async with asyncio.timeout(_LINGER_SECONDS):
                     await request.discard_body()
             except TimeoutError:
-                if refusals.allows():
+                if refusal_log.allows():
                     log.info("a client did not stop sending a body that was refused; closing its connection")
         finally:
             if request.held_bytes:

@@ -47,7 +47,7 @@ def check_capacity(batcher: Batcher, deadline: float, arriving: int = 0) -> None
         raise DeadlineExceeded("the deadline passed before the request was queued; it was not computed")
     limit, waiting = batcher.options.max_waiting, batcher.waiting + arriving
     if waiting >= limit:
-        batcher.remove_abandoned(now)
+        batcher.remove_obsolete_if_due(now)
         if (waiting := batcher.waiting + arriving) >= limit:
             seconds = batcher.expected_seconds(now, arriving)
             raise Busy(f"{waiting} requests wait already; try again in a moment", seconds)
@@ -57,11 +57,11 @@ def check_capacity(batcher: Batcher, deadline: float, arriving: int = 0) -> None
             raise Busy(f"the requests before it take about {seconds:.2g} s, longer than its deadline", seconds)
 
 
-_REST_SECONDS = 0.05
-_RESTS_ENDED = 64  # in that time: so many refusals take a twentieth of it
+_PAUSE_SECONDS = 0.05
+_PAUSES_ENDED = 64  # in that time: so many refusals take a twentieth of it
 
 
-class Rests:
+class Pauses:
     """Pauses of the clients that were refused for lack of capacity.
 
     Many that ask again at once would take all the time with their refusals. What a paused client sends stays in the
@@ -77,15 +77,15 @@ class Rests:
         self._ends.append(end)
         if not self._is_due:
             self._is_due = True
-            asyncio.get_running_loop().call_later(_REST_SECONDS, self._end_some)
+            asyncio.get_running_loop().call_later(_PAUSE_SECONDS, self._end_some)
 
     def end_all(self) -> None:
         while self._ends:
             self._ends.popleft()()
 
     def _end_some(self) -> None:
-        for _ in range(min(_RESTS_ENDED, len(self._ends))):
+        for _ in range(min(_PAUSES_ENDED, len(self._ends))):
             self._ends.popleft()()
         self._is_due = bool(self._ends)
         if self._is_due:
-            asyncio.get_running_loop().call_later(_REST_SECONDS, self._end_some)
+            asyncio.get_running_loop().call_later(_PAUSE_SECONDS, self._end_some)

@@ -86,7 +86,7 @@ class ModelVersion:
         self.generator = None if model is None else model.open(bundle, pool)
         # Requests that are admitted and not in the queue of the batcher yet:
         self.unstarted = 0  # no task has begun with them
-        self.decoding = 0  # their codec runs in a thread, or waits for one
+        self.decoding = 0  # their codec runs, or waits for a thread
         self._decode_pace, self._encode_pace = RunTimeEstimate(), RunTimeEstimate()
 
     @property
@@ -105,8 +105,8 @@ class ModelVersion:
         predictor, clock = self.predictor, time.monotonic
         request.model_version, request.decode_started_at = self, clock()
         size = request.size.bit_length()
-        on_loop = payload.is_quick and predictor.text_signature is None  # else the codec runs, which is user code
-        if on_loop:
+        skips_codec = payload.is_quick and predictor.text_signature is None
+        if skips_codec:
             parts, output_names = payload.decode(predictor)
         else:
             self.decoding += 1
@@ -126,7 +126,7 @@ class ModelVersion:
             outputs.append(await self.batcher.outputs(part.arrays, output_names, request, is_only=alone))
             started_at = started_at or request.run_started_at  # set by the batcher
         request.run_started_at, request.run_ended_at = started_at, clock()
-        if on_loop and payload.is_quick:
+        if skips_codec and payload.is_quick:
             answer = payload.encode(predictor, outputs, self.version)
         else:
             args = (predictor, outputs, self.version)

@@ -52,13 +52,13 @@ class RequestContext(IncomingRequest):
 
     protocol = ""  # "v1", "v2", "openai" or "grpc" once the request is known to be a prediction
     size = 0  # bytes of the decompressed body
-    held_bytes = 0  # of the body, counted in the memory budget of bodies
+    held_bytes = 0  # of the body and the answer, counted in the memory budget
     timeout_seconds = math.inf  # that the client gave in its headers
     deadline = math.inf
     model_version: AnsweringVersion | None = None
     status: int | str = "aborted"  # an HTTP status or the name of a gRPC code; "aborted": no answer began
 
-    # When each phase ended; 0 where it was not reached.
+    # When phases began and ended; 0: not reached.
     decode_started_at = decoded_at = run_started_at = run_ended_at = encoded_at = ended_at = 0.0
 
     # Set while the request is in the queue of a batcher.
@@ -67,7 +67,7 @@ class RequestContext(IncomingRequest):
     rows: int
     batch_key: tuple[Any, ...]
     queued_at: float
-    answer: asyncio.Future[dict[str, Array]]
+    outputs: asyncio.Future[dict[str, Array]]
 
     def phases(self) -> Sequence[tuple[str, float, float]]:
         """Return name, start and end of each phase that began; one without an end was interrupted by a failure."""

@@ -36,7 +36,7 @@ class ApiKeys:
         """Read the file again; one with an error changes nothing."""
         self._hashes = parse_keys(self.path)
 
-    def admit(self, headers: Mapping[bytes, bytes]) -> None:
+    def check(self, headers: Mapping[bytes, bytes]) -> None:
         """Raise Unauthorized unless a known key came with the request."""
         browser = b"text/html" in headers.get(b"accept", b"")
         if (key := presented_key(headers)) is None:

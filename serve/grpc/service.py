@@ -120,7 +120,7 @@ class Calls:
         stream.state = RpcCall(head, stream)
         try:
             if self._keys is not None and (head.method is None or head.method.needs_key):
-                self._keys.admit(head.headers)
+                self._keys.check(head.headers)
             if head.error is not None:
                 raise head.error()
             if head.method is not None and head.method.stream is not None:

@@ -38,7 +38,7 @@ def batch_key(arrays: Arrays, output_names: tuple[str, ...]) -> tuple[Key, int]:
 
 
 def input_size(batch: Sequence[RequestContext]) -> int:
-    """Return the elements of the inputs, as a power of two."""
+    """Return the bit length of the number of elements of the inputs."""
     return sum([array.size for item in batch for array in item.inputs.values()]).bit_length()
 
 
@@ -137,7 +137,7 @@ class Batcher:
                 raise computed
             return computed
         answer: asyncio.Future[dict[str, Array]] = asyncio.get_running_loop().create_future()
-        request.answer = answer
+        request.outputs = answer
         lane = self._lanes.get(key)
         if lane is None:
             lane = self._lanes[key] = Lane()
@@ -242,12 +242,12 @@ class Batcher:
         if len(batch) > 1:
             self._merged_at = time.monotonic()
         for item, answer in zip(batch, answers, strict=True):
-            if item.answer.done():
+            if item.outputs.done():
                 continue
             if isinstance(answer, BaseException):
-                item.answer.set_exception(answer)
+                item.outputs.set_exception(answer)
             else:
-                item.answer.set_result(answer)
+                item.outputs.set_result(answer)
 
     def _compute(self, batch: list[RequestContext]) -> Sequence[dict[str, Array] | BaseException]:
         """Return for each request its outputs or the exception it causes."""
@@ -284,7 +284,7 @@ class Batcher:
         waiting = (item.deadline for lane in self._lanes.values() for item in lane.items)
         self._set_deadline_timer(min(waiting, default=math.inf))
 
-    def remove_abandoned(self, now: float) -> None:
+    def remove_obsolete_if_due(self, now: float) -> None:
         """Make room in a full queue, unless that was done a moment ago."""
         if now - self._cleaned_at > _CLEANUP_SECONDS:
             self._remove_obsolete(now)
@@ -304,16 +304,18 @@ class Batcher:
 
 def reject_obsolete(item: RequestContext, now: float, done_at: float = -math.inf) -> bool:
     """Reject a request that nothing waits for any more, or that would be late if it was done at `done_at`."""
-    if item.answer.done():
+    if item.outputs.done():
         return True
     if item.is_disconnected():
-        item.answer.set_exception(ClientDisconnected("the client disconnected before its request was computed"))
+        item.outputs.set_exception(ClientDisconnected("the client disconnected before its request was computed"))
         return True
     if now >= item.deadline:
-        item.answer.set_exception(DeadlineExceeded("the deadline passed while the request waited; it was not computed"))
+        item.outputs.set_exception(
+            DeadlineExceeded("the deadline passed while the request waited; it was not computed")
+        )
         return True
     if done_at > item.deadline:
-        item.answer.set_exception(Busy("the requests before it took so long that its deadline cannot be met"))
+        item.outputs.set_exception(Busy("the requests before it took so long that its deadline cannot be met"))
         return True
     return False
 
@@ -349,7 +351,7 @@ class RunTimeEstimate:
         return not self.is_quick(size) or self._cpu_timed.get(size, 0) > 0
 
     def record(self, size: int, rows: int, seconds: float, cpu_seconds: float | None = math.inf) -> None:
-        """`cpu_seconds`: CPU time of the run's thread, for runs that only compute; None if it was not read."""
+        """`cpu_seconds`: CPU time of the run's thread; None: not read; infinity: the wall time alone counts."""
         if cpu_seconds is None and seconds >= _QUICK_SECONDS:
             # Either another process had its turn or the values made it slow: the CPU time of the next runs decides.
             self._cpu_timed[size] = _DISTRUSTED_RUNS

@@ -161,10 +161,10 @@ class Request(IncomingRequest):
         self.started = self.answered = True
         self._connection.transport.write(head if self.method == "HEAD" else head + body)
 
-    def rest(self) -> Callable[[], None]:
+    def pause(self) -> Callable[[], None]:
         """Read no further request of this client for now; return what ends that."""
-        self._connection.rest()
-        return self._connection.end_rest
+        self._connection.pause()
+        return self._connection.end_pause
 
     def start_stream(self, status: int, headers: Iterable[Header]) -> None:
         """Begin a response of unknown length; HTTP/1.0 has no chunks, there it ends with the connection."""
@@ -291,18 +291,18 @@ class Connection(asyncio.Protocol):
         self._refusal = b""  # sent when the requests before it are answered; nothing more is read
         self._url, self._head_is_open = b"", False
         self._headers: list[Header] = []
-        self._rested_at = 0.0  # since when the next request may have waited in the kernel
+        self._paused_at = 0.0  # since when the next request may have waited in the kernel
         self._head_bytes = 0  # of an unfinished head, without the slice in which it began
         self._useful = False  # the last slice contained the end of a head or a part of a body
         self._overhead_bytes = 0  # since something useful was parsed
         self._body_pieces = 0  # in the last slice
         self._skipped_framing: bytes | None = None  # of the body that the parser skips behind a request to upgrade
-        self._received = False  # anything at all
+        self._has_received = False  # anything at all
         self._due = 0.0  # on the loop's clock: by then the client must have sent what we wait for
         self._replays = False  # the parser gets the framing of that body, which is no new request
         self._held_bytes = 0  # as accounted in the limits
         self.backpressure, self._write_timeout = WriteBackpressure(), WriteTimeout()
-        self._ending = self._read_paused = self._half_closed = self._turn_is_due = self._is_resting = False
+        self._ending = self._read_paused = self._half_closed = self._turn_is_due = self._is_in_pause = False
 
     # Called by the transport
 
@@ -338,7 +338,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._refusal or self.transport.is_closing():
             return
-        self._received = True
+        self._has_received = True
         if self._data:
             self._data, self._parsed = self._data[self._parsed :] + data, 0
         elif self._queue or len(data) > SLICE_BYTES:
@@ -403,7 +403,7 @@ class Connection(asyncio.Protocol):
                 cost += self._parse_slice()
         if self._queue or self._data or self._reading is not None or self._head_is_open or self._held_bytes:
             self._account_received()
-        if self._read_paused and not self._is_resting and self._is_waiting_for_client():
+        if self._read_paused and not self._is_in_pause and self._is_waiting_for_client():
             self._resume_reading()
 
     def _go_on_later(self) -> None:
@@ -440,7 +440,10 @@ class Connection(asyncio.Protocol):
         return cost + _SLICE_COST + _PIECE_COST * self._body_pieces
 
     def _parse(self, data: bytes | memoryview) -> int:
-        """Parse these bytes, or those up to the end of a request to upgrade; return how many that were."""
+        """Parse these bytes, or those up to the end of a request to upgrade; return how many that were.
+
+        The parser's callbacks put each complete head into the queue.
+        """
         was_open, parsed = self._head_is_open, len(data)
         try:
             try:
@@ -550,8 +553,8 @@ class Connection(asyncio.Protocol):
             framing = [b"%b: %b\r\n" % pair for pair in headers if pair[0] in _FRAMING_HEADERS]
             if framing:
                 self._skipped_framing = b"".join(framing) + (b"" if request.keep_alive else _CLOSE)
-        if self._rested_at:
-            request.received_at, self._rested_at = self._rested_at, 0.0
+        if self._paused_at:
+            request.received_at, self._paused_at = self._paused_at, 0.0
         self._reading = request
         self._queue.append(request)
 
@@ -643,23 +646,23 @@ class Connection(asyncio.Protocol):
             self._read_paused = True
             self.transport.pause_reading()
 
-    def rest(self) -> None:
-        """Leave what the client sends next in the kernel, until `end_rest`."""
-        self._is_resting = True
-        self._rested_at = time.monotonic()
+    def pause(self) -> None:
+        """Leave what the client sends next in the kernel, until `end_pause`."""
+        self._is_in_pause = True
+        self._paused_at = time.monotonic()
         self.pause_reading()
 
-    def end_rest(self) -> None:
-        self._is_resting = False
+    def end_pause(self) -> None:
+        self._is_in_pause = False
         if not self.transport.is_closing():
-            # Two turns later, what was sent in the rest has been read.
-            self.loop.call_soon(self.loop.call_soon, self._forget_rest, self._rested_at)
+            # Two turns later, what was sent during the pause has been read.
+            self.loop.call_soon(self.loop.call_soon, self._forget_pause, self._paused_at)
             self._go_on()
 
-    def _forget_rest(self, rested_at: float) -> None:
-        """What comes now was sent after that rest; the next one may have begun meanwhile."""
-        if self._rested_at == rested_at:
-            self._rested_at = 0.0
+    def _forget_pause(self, paused_at: float) -> None:
+        """What comes now was sent after that pause; the next one may have begun meanwhile."""
+        if self._paused_at == paused_at:
+            self._paused_at = 0.0
 
     def _resume_reading(self) -> None:
         if self._read_paused and not self.transport.is_closing():
@@ -730,7 +733,7 @@ class Connection(asyncio.Protocol):
     @property
     def awaits_request(self) -> bool:
         """True while the head of the connection's first request, or of any begun one, has not come whole."""
-        return self._head_is_open or not self._received
+        return self._head_is_open or not self._has_received
 
     @property
     def is_idle(self) -> bool:

@@ -31,7 +31,7 @@ def file(tmp_path: Path) -> Path:
     ],
 )
 def test_valid_key_is_accepted_in_every_header(file: Path, headers: dict[bytes, bytes]) -> None:
-    ApiKeys(file).admit(headers)
+    ApiKeys(file).check(headers)
 
 
 @pytest.mark.parametrize(
@@ -52,14 +52,14 @@ def test_valid_key_is_accepted_in_every_header(file: Path, headers: dict[bytes, 
 )
 def test_other_credentials_are_refused(file: Path, headers: dict[bytes, bytes]) -> None:
     with pytest.raises(Unauthorized) as caught:
-        ApiKeys(file).admit(headers)
+        ApiKeys(file).check(headers)
     assert caught.value.headers[0] == (b"www-authenticate", b'Bearer realm="pipe", charset="UTF-8"')
     assert FIRST not in str(caught.value)
 
 
 def test_browser_gets_a_basic_authentication_challenge(file: Path) -> None:
     with pytest.raises(Unauthorized) as caught:
-        ApiKeys(file).admit({b"accept": b"text/html,*/*;q=0.8"})
+        ApiKeys(file).check({b"accept": b"text/html,*/*;q=0.8"})
     assert caught.value.headers[0][1].startswith(b"Basic ")
 
 
@@ -73,13 +73,13 @@ def test_changed_file_is_reloaded_and_an_invalid_one_ignored(file: Path) -> None
     keys = ApiKeys(file)
     file.write_text("third-key-0123456789\n")
     keys.reload()
-    keys.admit({b"x-api-key": b"third-key-0123456789"})
+    keys.check({b"x-api-key": b"third-key-0123456789"})
     with pytest.raises(Unauthorized):
-        keys.admit({b"x-api-key": FIRST.encode()})
+        keys.check({b"x-api-key": FIRST.encode()})
     file.write_text("")
     with pytest.raises(ConfigError):
         keys.reload()
-    keys.admit({b"x-api-key": b"third-key-0123456789"})
+    keys.check({b"x-api-key": b"third-key-0123456789"})
 
 
 @pytest.mark.parametrize(

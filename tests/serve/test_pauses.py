@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from serve import load_shedding
-from serve.load_shedding import Rests
+from serve.load_shedding import Pauses
 from serve.monitoring.logs import ConnectionLog
 from serve.wire.http1 import Request
 from serve.wire.listeners import Http1Listener
@@ -31,7 +31,7 @@ class Refusing:
     def begin(self, request: Request) -> None:
         self.seen.append(request)
         request.respond_now(503, (), b"")
-        self.ends.append(request.rest())
+        self.ends.append(request.pause())
 
 
 def test_paused_client_is_not_read_and_its_request_counts_as_old() -> None:
@@ -44,21 +44,21 @@ def test_paused_client_is_not_read_and_its_request_counts_as_old() -> None:
             reader, writer = await asyncio.open_connection(*sock.getsockname())
             writer.write(REQUEST)
             await reader.readuntil(b"\r\n\r\n")
-            rested_at = time.monotonic()
+            paused_at = time.monotonic()
             writer.write(REQUEST)
             other_reader, other_writer = await asyncio.open_connection(*sock.getsockname())
             other_writer.write(REQUEST)
             await other_reader.readuntil(b"\r\n\r\n")
-            assert len(app.seen) == 2, "that of the resting client is not read"
+            assert len(app.seen) == 2, "that of the paused client is not read"
             app.ends[0]()
             await reader.readuntil(b"\r\n\r\n")
-            assert app.seen[0].received_at <= app.seen[2].received_at <= rested_at
-            rested_at = time.monotonic()  # paused again, as soon as the request after the first pause was read
+            assert app.seen[0].received_at <= app.seen[2].received_at <= paused_at
+            paused_at = time.monotonic()  # paused again, as soon as the request after the first pause was read
             writer.write(REQUEST)
             await asyncio.sleep(0.02)
             app.ends[2]()
             await reader.readuntil(b"\r\n\r\n")
-            assert app.seen[3].received_at <= rested_at
+            assert app.seen[3].received_at <= paused_at
             writer.close()
             other_writer.close()
             app.ends[1]()  # gone
@@ -69,19 +69,19 @@ def test_paused_client_is_not_read_and_its_request_counts_as_old() -> None:
 
 
 def test_limited_number_of_pauses_ends_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(load_shedding, "_REST_SECONDS", 0.01)
-    monkeypatch.setattr(load_shedding, "_RESTS_ENDED", 2)
+    monkeypatch.setattr(load_shedding, "_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(load_shedding, "_PAUSES_ENDED", 2)
 
     async def run() -> None:
-        rests, ended = Rests(), list[int]()
+        pauses, ended = Pauses(), list[int]()
         for number in range(5):
-            rests.add(partial(ended.append, number))
+            pauses.add(partial(ended.append, number))
         counts = set()
         while len(ended) < 4:
             await asyncio.sleep(0)
             counts.add(len(ended))
         assert counts == {0, 2, 4}
-        rests.end_all()
+        pauses.end_all()
         assert ended == [0, 1, 2, 3, 4]
 
     asyncio.run(asyncio.wait_for(run(), 30))
