@@ -247,7 +247,7 @@ def _begin(project: Project, overrides: list[str], request: RunRequest, yes: boo
 
 
 def _ask_before_training(project: Project, config: Config, request: RunRequest) -> None:
-    """Ask before a model that took long to train is replaced; the plan's line names the duration without a terminal."""
+    """Ask on a terminal before a model that took long to train is replaced; elsewhere the plan names the duration."""
     work = Work(project, config, request, load_history(project.runs))
     if last_training_seconds(work.history) < LONG_TRAINING_SECONDS:
         return
