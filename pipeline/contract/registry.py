@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from pydantic import ValidationError
 
@@ -164,36 +164,38 @@ def count_comparison(runs: Path, url: str, fingerprint: str, key: str, run: str)
 
 
 def _read_comparisons(store: RegistryStore, folder: str) -> dict[int, Comparison]:
-    names = sorted(name for name in store.names(folder) if _CHANGE.fullmatch(name))
-    comparisons = {}
-    for name, raw in zip(names, store.read([f"{folder}/{name}" for name in names]), strict=True):
-        try:
-            comparisons[int(name[:-5])] = Comparison.model_validate_json(raw)
-        except ValidationError as error:
-            raise PipelineError(
-                f"{store.where}/{folder}/{name}: damaged ({error.errors()[0]['msg']}); restore it from a copy"
-            ) from error
-    return comparisons
+    files = _read_numbered(store, folder)
+    return {number: _parse(Comparison, raw, f"{store.where}/{path}") for number, path, raw in files}
+
+
+def _read_numbered(store: RegistryStore, folder: str = "") -> Iterator[tuple[int, str, bytes]]:
+    """Return number, path and content of the numbered files of a folder, in order."""
+    names = sorted((name for name in store.names(folder) if _CHANGE.fullmatch(name)), key=lambda name: int(name[:-5]))
+    paths = [f"{folder}/{name}".removeprefix("/") for name in names]
+    return zip((int(name[:-5]) for name in names), paths, store.read(paths), strict=True)
+
+
+Parsed = TypeVar("Parsed", bound=Frozen)
+
+
+def _parse(kind: type[Parsed], raw: bytes, location: str) -> Parsed:
+    try:
+        return kind.model_validate_json(raw)
+    except ValidationError as error:
+        raise PipelineError(f"{location}: damaged ({error.errors()[0]['msg']}); restore it from a copy") from error
 
 
 def _history(store: RegistryStore) -> tuple[tuple[Change, ...], str]:
     """Return all changes, after checking that each refers to the previous one, and the digest of the last one."""
     changes: list[Change] = []
     digest = ""  # that the first change refers to
-    names = sorted((name for name in store.names() if _CHANGE.fullmatch(name)), key=lambda name: int(name[:-5]))
-    for number, name in enumerate(names, start=1):
-        if int(name[:-5]) != number:
-            raise PipelineError(f"{store.where}: change {number:06d}.json is missing; restore it from a copy")
-    for name, raw in zip(names, store.read(names), strict=True):
-        try:
-            change = Change.model_validate_json(raw)
-        except ValidationError as error:
-            raise PipelineError(
-                f"{store.where}/{name}: damaged ({error.errors()[0]['msg']}); restore it from a copy"
-            ) from error
+    for number, path, raw in _read_numbered(store):
+        if number != len(changes) + 1:
+            raise PipelineError(f"{store.where}: change {len(changes) + 1:06d}.json is missing; restore it from a copy")
+        change = _parse(Change, raw, f"{store.where}/{path}")
         if change.before != digest:
             raise PipelineError(
-                f"{store.where}/{name}: does not follow from the change before it, so one of the two was altered; "
+                f"{store.where}/{path}: does not follow from the change before it, so one of the two was altered; "
                 "restore them from a copy"
             )
         changes.append(change)
@@ -359,7 +361,7 @@ class FolderStore:
         except FileNotFoundError:  # nothing has been written yet
             return []
         except OSError as error:  # an empty result would hide the champion from the gate
-            raise _unreadable(self.where, error) from error
+            raise _failure(f"read {self.where} of the registry", error) from error
 
     def read(self, names: Sequence[str]) -> list[bytes]:
         contents = []
@@ -367,7 +369,7 @@ class FolderStore:
             try:
                 contents.append((self.path / name).read_bytes())
             except OSError as error:
-                raise _unreadable(f"{self.where}/{name}", error) from error
+                raise _failure(f"read {self.where}/{name} of the registry", error) from error
         return contents
 
     def has(self, name: str) -> bool:
@@ -390,7 +392,7 @@ class FolderStore:
                     os.unlink(temporary)
             sync_directory(path.parent)
         except OSError as error:
-            raise _unwritable(self.where, error) from error
+            raise _failure(f"write the registry {self.where}", error) from error
         return is_new
 
     def upload(self, source: Path, name: str) -> None:
@@ -401,7 +403,7 @@ class FolderStore:
             shutil.copyfile(source, aside)
             os.replace(aside, target)
         except OSError as error:
-            raise _unwritable(self.where, error) from error
+            raise _failure(f"write the registry {self.where}", error) from error
 
     def download(self, name: str, target: Path) -> None:
         shutil.copyfile(self.path / name, target)
@@ -429,18 +431,9 @@ def _rename_exclusively(aside: Path, path: Path) -> bool:
         return True
 
 
-def _unwritable(location: str, error: OSError) -> ResourceError:
+def _failure(action: str, error: OSError) -> ResourceError:
     reason = os.strerror(error.errno).lower() if error.errno else str(error)
-    return ResourceError(
-        f"cannot write the registry {location}: {reason}; to fix it: correct that and run the command again"
-    )
-
-
-def _unreadable(location: str, error: OSError) -> ResourceError:
-    reason = os.strerror(error.errno).lower() if error.errno else str(error)
-    return ResourceError(
-        f"cannot read {location} of the registry: {reason}; to fix it: correct that and run the command again"
-    )
+    return ResourceError(f"cannot {action}: {reason}; to fix it: correct that and run the command again")
 
 
 class ObjectStore:
@@ -509,10 +502,8 @@ class ObjectStore:
     def _check_exclusive_create(self) -> None:
         """Check the file system and this store itself: some S3-compatible stores ignore the condition."""
         protocols = self._files.protocol
-        known_protocols = (
-            set(_EXCLUSIVE) & {protocols} if isinstance(protocols, str) else set(_EXCLUSIVE) & set(protocols)
-        )
-        if not known_protocols or (self._create(_TEST_OBJECT, b"") and self._create(_TEST_OBJECT, b"")):
+        names = {protocols} if isinstance(protocols, str) else set(protocols)
+        if names.isdisjoint(_EXCLUSIVE) or (self._create(_TEST_OBJECT, b"") and self._create(_TEST_OBJECT, b"")):
             raise ConfigError(
                 f"registry={self.where}: it can be read, but concurrent writers could overwrite each other, because "
                 "it cannot create an object only if it does not exist; use a folder, or a bucket of s3://, gs:// or az://"
