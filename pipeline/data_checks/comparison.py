@@ -61,20 +61,9 @@ def compare_profiles(
         *check_split_schema(columns, flexible, config.columns),
         *check_missing(columns, profile.features, config.missing_share, config.missing),
     ]
-    pairs = _compare(
-        [
-            (
-                split,
-                SPLITS,
-                profile.features,
-                _histograms(profile.features, "train"),
-                _histograms(profile.features, split),
-            )
-            for split in profile.columns
-            if split != "train"
-        ]
-    )
-    results += [result for pair in pairs for result in _check_drift(pair, profile, profile.features, config)]
+    features, others = profile.features, [split for split in profile.columns if split != "train"]
+    for pair in _compare([(split, SPLITS, features, _histograms(features, split)) for split in others]):
+        results += _check_drift(pair, profile, features, config)
     if champion is not None:
         champion_profile, our_histograms = champion
         features = tuple(
@@ -83,7 +72,7 @@ def compare_profiles(
             if feature.column not in ignored and _same_shape(feature.column, champion_profile, profile)
         )
         results += check_champion_schema(champion_profile, profile, ignored, flexible, config.columns)
-        for pair in _compare([("train", CHAMPION, features, _histograms(features, "train"), our_histograms)]):
+        for pair in _compare([("train", CHAMPION, features, our_histograms)]):
             results += _check_drift(pair, champion_profile, features, config)
     return [result for result in results if result.severity != "off"]
 
@@ -113,16 +102,18 @@ def _histograms(features: Sequence[Feature], split: str) -> dict[str, Histogram]
     return {feature.name: feature.splits[split] for feature in features if split in feature.splits}
 
 
-_Sides = tuple[str, Reference, tuple[Feature, ...], Mapping[str, Histogram], Mapping[str, Histogram]]
-
-
-def _compare(sides: Sequence[_Sides]) -> list[SplitComparison]:
-    """Compute differences with p-values corrected over all features of all pairs."""
-    by_pair = [differences(features, before, after) for _, _, features, before, after in sides]
+def _compare(
+    sides: Sequence[tuple[str, Reference, tuple[Feature, ...], Mapping[str, Histogram]]],
+) -> list[SplitComparison]:
+    """Compute differences to the training data, with p-values corrected over all features of all pairs."""
+    trained = [_histograms(features, "train") for _, _, features, _ in sides]
+    by_pair = [
+        differences(features, before, after) for (_, _, features, after), before in zip(sides, trained, strict=True)
+    ]
     adjusted = iter(holm([difference.p for by_feature in by_pair for difference in by_feature.values()]))
     return [
         SplitComparison(split, against, before, after, by_feature, {name: next(adjusted) for name in by_feature})
-        for (split, against, _, before, after), by_feature in zip(sides, by_pair, strict=True)
+        for (split, against, _, after), before, by_feature in zip(sides, trained, by_pair, strict=True)
     ]
 
 

@@ -110,19 +110,18 @@ def _have_equal_shapes(task: Task, splits: Mapping[str, Samples]) -> bool:
 def write_checks(data: CheckedData, directory: Path, lower: Collection[str] = ()) -> None:
     """Write files apart from data.json, whose digest identifies the data and must not depend on limits or champions."""
     write_profile(directory / "profile.json", data.profile)
-    pairs = [pair.row(column) for column, pairs in data.near_duplicates.items() for pair in pairs]
+    pairs = [(column, pair) for column, pairs in data.near_duplicates.items() for pair in pairs]
     champion = {"bundle": data.champion.bundle, "run": data.champion.run} if data.champion else None
     body = {
         "checks": [result.row() for result in data.results],
         "near_duplicate_count": len(pairs),
-        "near_duplicates": pairs[:_MAX_PAIRS],
+        "near_duplicates": [pair.row(column) for column, pair in pairs[:_MAX_PAIRS]],
         "champion": champion,
         "notes": list(data.notes),
         "lower_is_better": sorted(lower),  # metrics of the task, for `pipe tune`
     }
     write_json(directory / "checks.json", body)
-    listed = [pair for pairs in data.near_duplicates.values() for pair in pairs]
-    copies = {pair.b[1] for pair in listed if pair.a[0] == "train" and pair.b[0] == "test"}
+    copies = {pair.b[1] for _, pair in pairs if pair.a[0] == "train" and pair.b[0] == "test"}
     write_json(directory / NEAR_COPIES, {"test": sorted(copies)})
 
 
