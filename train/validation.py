@@ -158,9 +158,9 @@ def check_metrics(task: Task, strategy: Strategy, samples: Samples, group: Proce
     strategy.model.eval()
     outputs = strategy.predict(batch)
     strategy.model.train()
-    metrics = task.metrics(outputs, batch) if outputs is not None else None
-    if metrics is None:
+    if outputs is None:
         return
+    metrics = task.metrics(outputs, batch)
     names = [*metrics, *(name for name in builtin_metrics(task) if name not in metrics)]
     if unknown := sorted({config.metric, *config.metric_limits} - set(names)):
         raise ConfigError(

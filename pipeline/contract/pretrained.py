@@ -52,7 +52,11 @@ class Pretrained:
         return (self.folder / "run.json").is_file()
 
     def config(self) -> dict[str, Any]:
-        return read_config(self.small["config.json"])
+        path = self.small["config.json"]
+        config = _read_json(path)
+        if not isinstance(config, dict):
+            raise DataError(f"{path}: must hold a mapping, found {type(config).__name__}")
+        return config
 
 
 def open_pretrained(folder: Path) -> Pretrained:
@@ -79,13 +83,6 @@ def open_pretrained(folder: Path) -> Pretrained:
             f"{small_files['config.json']}: has no model_type, so it does not describe a model of transformers"
         )
     return pretrained
-
-
-def read_config(path: Path) -> dict[str, Any]:
-    config = _read_json(path)
-    if not isinstance(config, dict):
-        raise DataError(f"{path}: must hold a mapping, found {type(config).__name__}")
-    return config
 
 
 def _weight_names(folder: Path) -> list[str]:
@@ -167,7 +164,8 @@ def locate_pretrained(model: Model, root: Path, commit: str = "", files: Iterabl
     identifier, revision = hub_id(model, root)
     if not identifier:
         folder = root / Path(model.pretrained).expanduser()
-        return choose_run(folder, model.pretrained, run).path if is_project(folder) else folder
+        is_project = (folder / "pipe.yaml").is_file()
+        return choose_run(folder, model.pretrained, run).path if is_project else folder
     if commit:
         cached = _fetch(identifier, commit, local=True)
         if cached and all((cached / name).is_file() for name in files):
@@ -238,10 +236,6 @@ def _fetch(identifier: str, revision: str, local: bool) -> Path | None:
 
 
 _PASSED = ("pass", "no-baseline")  # an overridden run must be named by its folder
-
-
-def is_project(folder: Path) -> bool:
-    return (folder / "pipe.yaml").is_file()
 
 
 def choose_run(project: Path, name: str, recorded: str = "") -> Run:

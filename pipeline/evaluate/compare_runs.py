@@ -24,16 +24,17 @@ from pipeline.system.files import digest_file
 def compare_runs(first: Run, second: Run, config: Evaluate) -> dict[str, Any]:
     """Compare every metric that both runs have, `first` minus `second`."""
     first_columns, second_columns = read_predictions(first), read_predictions(second)
-    fingerprints = [str(_read_metrics(run).get("test_fingerprint", "")) for run in (first, second)]
+    bodies = [_read_metrics(run) for run in (first, second)]
+    fingerprints = [str(body.get("test_fingerprint", "")) for body in bodies]
     if fingerprints[0] != fingerprints[1] or not fingerprints[0]:
         raise DataError(
             f"runs {first.id} and {second.id} were evaluated on different test data (fingerprints "
             f"{_short(fingerprints[0])} and {_short(fingerprints[1])}), so their samples cannot be paired; to fix it: "
             "evaluate both on the same data"
         )
-    classes = _read_metrics(first).get("classes")
-    columns = _pair_columns(first_columns, second_columns, classes == _read_metrics(second).get("classes"))
-    metrics = compute_metrics(columns, classes, compared=True, lower=_lower_is_better(first, second))
+    classes = bodies[0].get("classes")
+    columns = _pair_columns(first_columns, second_columns, classes == bodies[1].get("classes"))
+    metrics = compute_metrics(columns, classes, compared=True, lower=_lower_is_better(*bodies))
     rows = [_row(metric, config) for metric in metrics.values() if metric.candidate and metric.baseline]
     for row, adjusted in zip(rows, holm([row["p_value"] for row in rows]), strict=True):
         row["adjusted_p"] = adjusted
@@ -109,10 +110,9 @@ def _pair_columns(first: Columns, second: Columns, same_classes: bool) -> Column
     return {name: columns[name] for name in [*ordered, *sorted(columns.keys() - set(ordered))]}
 
 
-def _lower_is_better(first: Run, second: Run) -> frozenset[str]:
-    names = [frozenset(_read_metrics(run).get("lower_is_better") or ()) for run in (first, second)]
-    candidates = [_read_metrics(run).get("candidate") or {} for run in (first, second)]
-    shared = candidates[0].keys() & candidates[1].keys()
+def _lower_is_better(first: Mapping[str, Any], second: Mapping[str, Any]) -> frozenset[str]:
+    names = [frozenset(body.get("lower_is_better") or ()) for body in (first, second)]
+    shared = (first.get("candidate") or {}).keys() & (second.get("candidate") or {}).keys()
     if differing := sorted((names[0] ^ names[1]) & shared):
         raise DataError(f"{differing[0]} is better lower in one run and higher in the other: the task changed")
     return names[0]

@@ -8,13 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 from pipeline.contract.settings.stages import Evaluate
 from pipeline.statistics.intervals import Interval
 from pipeline.statistics.significance import confidence_text, repeated_confidence
 
-_NONE: Mapping[str, str] = MappingProxyType({})
 _SMALL = 1e-3
 
 
@@ -60,7 +58,7 @@ def finite_rule(candidate: Mapping[str, float]) -> GateRule:
 
 
 def requirement_rules(
-    config: Evaluate, candidate: Mapping[str, float], lower: Collection[str] = (), undefined: Mapping[str, str] = _NONE
+    config: Evaluate, candidate: Mapping[str, float], lower: Collection[str], undefined: Mapping[str, str]
 ) -> Iterator[GateRule]:
     """Yield a rule per required metric; the limit is an upper one where lower is better."""
     for name, limit in sorted(config.metric_limits.items()):
