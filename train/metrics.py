@@ -130,7 +130,8 @@ class StepMeter:
             "gpu_utilization": gpu_utilization(self._group.device),
             **self._precision.metrics(),
         }
-        return Measurement(bool(total[0]), {name: value for name, value in values.items() if _is_finite(value)})
+        finite = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
+        return Measurement(bool(total[0]), finite)
 
     def _measures_waiting(self) -> bool:
         """Return False for tensor and pipeline parallelism: there, processes also wait within a pass."""
@@ -159,10 +160,6 @@ def gpu_utilization(device: torch.device) -> float | None:
         return torch.cuda.utilization(device) / 100
     except Exception:  # NVML fails on MIG slices and without rights, with errors of its own
         return None
-
-
-def _is_finite(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
 
 
 @dataclass

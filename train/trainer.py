@@ -153,7 +153,9 @@ class Trainer:
             self._step(progress.step)
             progress = replace(progress, step=progress.step + 1)
             if progress.step == first_step:
-                self._end_first_step(progress.step)
+                check_optimizer_state(self._optimizer)
+                if self.attempt:
+                    self.attempt.step_done(first_step)
             run_chaos_hook("step")
             validates = progress.step == self._next_validation(progress.step - 1)
             if validates or progress.step % self.config.log_every == 0:
@@ -161,7 +163,8 @@ class Trainer:
             if validates:
                 progress = self._validate(progress, log)
             evicted = self._preemption.is_due(progress.step) and progress.step < self.total_steps
-            if evicted or validates or _is_multiple(self.config.checkpoint_every, progress.step):
+            every = self.config.checkpoint_every
+            if evicted or validates or (every and progress.step % every == 0):
                 self._save(progress, store)
             if evicted:
                 store.wait()
@@ -169,11 +172,6 @@ class Trainer:
         if tracer:
             tracer.end(progress.step)
         return progress
-
-    def _end_first_step(self, step: int) -> None:
-        check_optimizer_state(self._optimizer)
-        if self.attempt:
-            self.attempt.step_done(step)
 
     def _next_validation(self, step: int) -> int:
         """Return the first step after `step` that is followed by validation and a checkpoint."""
@@ -360,10 +358,6 @@ def _tokens_per_sample(config: Train, samples: Samples) -> int:
             "texts into rows (`pipeline.pack_texts`), or set train.max_steps instead"
         )
     return ids.shape[1]
-
-
-def _is_multiple(steps: int, step: int) -> bool:
-    return steps > 0 and step % steps == 0
 
 
 def update_best(progress: Progress, validation: dict[str, float]) -> Progress:

@@ -132,13 +132,10 @@ def _misfit(tensor: Tensor, source: Source) -> str:
             )
     expected = str(tensor.dtype).removeprefix("torch.")
     for entry in source.entries:
-        if not _type_fits(entry.dtype, tensor):
+        kind = DTYPES[entry.dtype]
+        if not (kind.is_floating_point if tensor.is_floating_point() else kind == tensor.dtype):
             return f"is of type {entry.dtype} in {_location(entry, source)}, and {expected} in the model"
     return ""
-
-
-def _type_fits(dtype: str, tensor: Tensor) -> bool:
-    return DTYPES[dtype].is_floating_point if tensor.is_floating_point() else DTYPES[dtype] == tensor.dtype
 
 
 def _location(entry: Entry, source: Source) -> str:
