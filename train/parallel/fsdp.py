@@ -135,7 +135,8 @@ class FSDPStrategy(Strategy):
 
     def _shard(self) -> None:
         """Shard each repeated block by itself, so that only one at a time is unsharded; the rest with the root."""
-        fp32_policy, cast_policy = self._policies()
+        fp32_policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # gradients are always added up in fp32
+        cast_policy = replace(fp32_policy, param_dtype=self.objective.precision.cast_by_model())
         blocks = [unit.module for unit in units(self.model) if unit.repeated and has_trained_parameters(unit.module)]
         self._refuse_shared_weights(blocks)
         if cast_policy.param_dtype:  # running statistics stay in fp32, and a batch norm needs its weights in their type
@@ -172,11 +173,6 @@ class FSDPStrategy(Strategy):
                         f"train.strategy=fsdp: {name} of {type(block).__name__} is shared by two blocks, which are "
                         "sharded one by one; use train.strategy=ddp"
                     )
-
-    def _policies(self) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
-        """Return policies without and with a cast of gathered weights; gradients are always added up in fp32."""
-        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-        return policy, replace(policy, param_dtype=self.objective.precision.cast_by_model())
 
     def _compute_traffic(self, blocks: list[nn.Module]) -> None:
         """Compute the bytes this process sends: its shards for every gathering, and whole gradients once."""
