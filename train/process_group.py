@@ -12,7 +12,7 @@ import re
 import secrets
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import DistError, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -202,11 +202,11 @@ class ProcessGroup:
         """Return the first process's value."""
         return self.gather(value)[0]
 
-    def sync_buffers(self, model: nn.Module) -> None:
-        """Copy the first process's running statistics to all: they are the ones saved."""
+    def broadcast(self, tensors: Iterable[Tensor]) -> None:
+        """Copy the first process's tensors to all, in place."""
         if self.size > 1:
-            for buffer in model.buffers():
-                dist.broadcast(buffer, 0)
+            for tensor in tensors:
+                dist.broadcast(tensor.detach(), 0)
 
 
 @contextlib.contextmanager

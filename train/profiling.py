@@ -62,7 +62,7 @@ class StepTracer:
         body = gzip.compress(json.dumps(_export(profiler)).encode(), compresslevel=1)
         parts = self._group.collect((socket.gethostname(), self._sample_clocks(), body))
         if self._group.rank.first:
-            self._write([_timeline(*part) for part in parts])
+            self._write([Timeline(host, clocks, *json.loads(gzip.decompress(part))) for host, clocks, part in parts])
 
     def _write(self, timelines: list[Timeline]) -> None:
         events = merge_timelines(timelines, self._steps.start - 1)  # the profiler also counts its warm-up step
@@ -101,17 +101,13 @@ def _profiler(device: torch.device, steps: int) -> profile:
     return profile(activities=activities, schedule=schedule(wait=0, warmup=1, active=steps, repeat=1), acc_events=True)
 
 
-def _export(profiler: profile) -> dict[str, Any]:
+def _export(profiler: profile) -> tuple[int, list[Event]]:
+    """Return the origin of the events' times, and the events."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         body: dict[str, Any] = json.loads(path.read_text())
-    return {"base_ns": body.get("baseTimeNanoseconds", 0), "events": body["traceEvents"]}
-
-
-def _timeline(host: str, moments_ns: tuple[int, ...], body: bytes) -> Timeline:
-    trace = json.loads(gzip.decompress(body))
-    return Timeline(host, moments_ns, trace["base_ns"], trace["events"])
+    return body.get("baseTimeNanoseconds", 0), body["traceEvents"]
 
 
 Event: TypeAlias = dict[str, Any]

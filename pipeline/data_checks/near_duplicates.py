@@ -304,21 +304,17 @@ Hashes: TypeAlias = np.ndarray[Any, np.dtype[np.uint32]]
 class TextColumn:
     """A column of token ids."""
 
-    column: str
+    name: str
     neighbor_distance: float  # median Jaccard distance of a training text to the nearest other one
 
     max_difference: ClassVar[int] = TABLES - 1  # tables in which candidates may differ
 
     @property
-    def name(self) -> str:
-        return self.column
-
-    @property
     def columns(self) -> tuple[str, ...]:
-        return (self.column,)
+        return (self.name,)
 
     def codes(self, batch: Mapping[str, Tensor]) -> Codes:
-        minima = _minhashes(shingle_hashes(as_ids(batch[self.column]))).astype(np.uint64)
+        minima = _minhashes(shingle_hashes(as_ids(batch[self.name]))).astype(np.uint64)
         bands = minima.reshape(-1, TABLES, _HASHES_PER_TABLE)
         multipliers = np.array(
             [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93], np.uint64
@@ -328,7 +324,7 @@ class TextColumn:
 
     def distances(self, a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> Floats:
         """Return Jaccard distances of pairs relative to that of neighbors."""
-        sides = [shingle_hashes(as_ids(batch[self.column])) for batch in (a, b)]
+        sides = [shingle_hashes(as_ids(batch[self.name])) for batch in (a, b)]
         return np.array([1 - jaccard(x, y) for x, y in zip(*sides, strict=True)]) / self.neighbor_distance
 
 

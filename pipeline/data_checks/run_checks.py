@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -65,7 +65,7 @@ class CheckedData:
     results: Sequence[CheckResult]
     near_duplicates: Mapping[str, Sequence[Pair]]  # by column
     champion: Entry | None
-    notes: Sequence[str] = field(default_factory=tuple)
+    notes: Sequence[str]
 
 
 def check_data(run: Run, task: Task, splits: Mapping[str, Samples]) -> CheckedData:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pipeline.contract.codec import Arrays, Codec, encode_method
-from pipeline.contract.data import Samples
+from pipeline.contract.data import Samples, name_outputs
 from pipeline.contract.run import describe
 from pipeline.contract.task import (
     Classifier,
@@ -126,7 +126,7 @@ class _Encode:
     def faults(self, batch: Batch) -> Iterator[str]:
         inputs = {name: batch[name].numpy() for name in self._task.inputs}
         predicted = self._predict(batch)
-        outputs = _as_arrays(_by_name(self._task, predicted))
+        outputs = _as_arrays(name_outputs(self._task, predicted))
         count = len(next(iter(inputs.values())))
         predictions = list(self._encode(outputs, inputs))
         if len(predictions) != count:
@@ -155,7 +155,7 @@ class _Encode:
 
     def _run(self, arrays: Arrays) -> Arrays:
         batch = {name: torch.from_numpy(np.asarray(arrays[name])) for name in self._task.inputs}
-        return _as_arrays(_by_name(self._task, self._predict(batch)))
+        return _as_arrays(name_outputs(self._task, self._predict(batch)))
 
     def _wrong_answers(self, outputs: Outputs, predictions: Sequence[Any]) -> Iterator[str]:
         """Compare the answers that predictions contain with predicted()."""
@@ -181,10 +181,6 @@ def _describe_answer(task: Task, expected: Any) -> str:
     if isinstance(task, Classifier):
         return str(task.classes[int(expected)])
     return str(expected)[:80] if np.ndim(expected) else f"{float(expected):.4g}"
-
-
-def _by_name(task: Task, outputs: Outputs) -> Mapping[str, Tensor]:
-    return {task.outputs[0]: outputs} if isinstance(outputs, Tensor) else outputs
 
 
 def _as_arrays(outputs: Mapping[str, Tensor]) -> dict[str, Array]:

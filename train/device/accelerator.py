@@ -24,8 +24,11 @@ HALF_TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 def configure_accelerator(config: Train, device: torch.device) -> None:
     """Apply the settings of a GPU to this process."""
     if device.type == "cuda":
-        set_matmul_precision(config)
-        torch.backends.cudnn.benchmark = not config.deterministic
+        torch.set_float32_matmul_precision(config.matmul_precision)
+        cudnn: Any = torch.backends.cudnn  # published without these types
+        convolutions = "ieee" if config.matmul_precision == "highest" else "tf32"
+        cudnn.conv.fp32_precision = cudnn.rnn.fp32_precision = convolutions
+        cudnn.benchmark = not config.deterministic
         if config.deterministic:
             make_attention_deterministic()
 
@@ -42,14 +45,6 @@ def choose_precision(setting: Setting, device: torch.device) -> Kind:
     if setting != "auto":
         return setting
     return "bf16" if device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
-
-
-def set_matmul_precision(config: Train) -> None:
-    """Set the precision of products and convolutions of fp32 numbers."""
-    torch.set_float32_matmul_precision(config.matmul_precision)
-    convolutions = "ieee" if config.matmul_precision == "highest" else "tf32"
-    cudnn: Any = torch.backends.cudnn  # published without these types
-    cudnn.conv.fp32_precision = cudnn.rnn.fp32_precision = convolutions
 
 
 def make_attention_deterministic() -> None:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.contract.data import forward
+from pipeline.contract.data import Samples, forward
 from pipeline.contract.settings.stages import Train
 from pipeline.contract.task import Task
 from pipeline.system.torch_private import after_backward, apply_to_tensors, foreach_copy_, foreach_mul_, foreach_norm
@@ -31,6 +31,7 @@ from train.state import Progress, State, add_prefix, allocate_optimizer_state, l
 if TYPE_CHECKING:
     from pipeline.contract.task import Outputs
     from train.checkpoint.load import SavedCheckpoint
+    from train.pretrained.materialize import Materializer
 
 
 _CLIP_EPSILON = 1e-6  # torch adds it to the norm, so that below the limit it would multiply by one
@@ -54,7 +55,17 @@ class Strategy:
     collective_forward = False  # a forward pass of one process needs those of the others
     counts_samples = True  # no other process counts the samples of the current pass
 
-    def __init__(self, model: nn.Module, objective: Objective, group: ProcessGroup, config: Train) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective,
+        group: ProcessGroup,
+        config: Train,
+        samples: Samples | None = None,
+        materializer: Materializer | None = None,
+    ) -> None:
+        """`samples` and `materializer` are for strategies that split the model before it has its weights."""
+        self._samples, self._materializer = samples, materializer
         self.model = move_to_device(model, group.device)  # the optimizer updates its parameters
         self.objective, self.group, self.config = objective, group, config
         self.traffic = Traffic()
@@ -115,7 +126,7 @@ class Strategy:
 
     def sync_weights(self) -> None:
         """Give every process the weights that are validated and saved."""
-        self.group.sync_buffers(self.model)
+        self.group.broadcast(self.model.buffers())  # running statistics are saved from the first process
 
     def predict(self, batch: Mapping[str, Tensor]) -> Outputs | None:
         """Return outputs for validation; None where another process returns them for this one."""

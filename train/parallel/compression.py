@@ -23,6 +23,7 @@ from torch.futures import Future
 from pipeline.contract.settings.stages import Train
 from train.parallel.base import MicroBatch, Stopwatch, Traffic
 from train.parallel.ddp import DDPStrategy
+from train.state import strip_prefix
 
 
 class CompressedDDPStrategy(DDPStrategy):
@@ -317,5 +318,4 @@ def _add_prefix(prefix: str, tensors: Mapping[int, Tensor]) -> dict[str, Tensor]
 
 
 def _by_bucket(prefix: str, tensors: Mapping[str, Tensor], device: torch.device) -> dict[int, Tensor]:
-    start = f"{prefix}."
-    return {int(name.removeprefix(start)): t.to(device) for name, t in tensors.items() if name.startswith(start)}
+    return {int(index): tensor.to(device) for index, tensor in strip_prefix(f"{prefix}.", tensors).items()}

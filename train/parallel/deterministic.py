@@ -17,11 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeline.contract.settings.stages import Train
 from pipeline.system.errors import ConfigError
 from pipeline.system.processes import Rank
 from pipeline.system.torch_private import foreach_add_, foreach_copy_
-from train.parallel.base import MicroBatch, Objective, Strategy
+from train.parallel.base import MicroBatch, Strategy
 from train.parallel.ddp import BufferSnapshot, has_only_running_statistics
 from train.process_group import ProcessGroup
 
@@ -35,19 +34,14 @@ class DeterministicStrategy(Strategy):
     buffers after shard 0 are kept, as those of rank 0 are in DDP.
     """
 
-    def __init__(self, model: nn.Module, objective: Objective, group: ProcessGroup, config: Train) -> None:
-        self._shard_count = config.elastic_shards
-        if group.size > self._shard_count:
-            raise ConfigError(
-                f"train.elastic_shards={self._shard_count}: {group.size} processes leave some without work; "
-                f"set train.elastic_shards={group.size}, which gives other bits, or use fewer processes"
-            )
-        super().__init__(model, objective, group, config)
-
     def wrap_model(self) -> nn.Module:
-        if self.group.size > 1:
-            for tensor in (*self.model.parameters(), *self.model.buffers()):
-                dist.broadcast(tensor.detach(), 0)
+        self._shard_count = self.config.elastic_shards
+        if self.group.size > self._shard_count:
+            raise ConfigError(
+                f"train.elastic_shards={self._shard_count}: {self.group.size} processes leave some without work; "
+                f"set train.elastic_shards={self.group.size}, which gives other bits, or use fewer processes"
+            )
+        self.group.broadcast((*self.model.parameters(), *self.model.buffers()))
         self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._dtype = functools.reduce(torch.promote_types, [p.dtype for p in self._trained], torch.float32)
         width = sum(parameter.numel() for parameter in self._trained) + len(self._trained) + self._shard_count
@@ -74,7 +68,7 @@ class DeterministicStrategy(Strategy):
         if self.group.rank.first:
             self._buffers_after_shard_0.restore()
         if self._sync_buffers:
-            self.group.sync_buffers(self.model)
+            self.group.broadcast(self.model.buffers())
         own_losses = torch.stack([loss for partial in sums for loss in partial.losses])
         losses = own_losses if self.group.size == 1 else self._reduce(sums)
         if self.group.size == 1:

@@ -13,13 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from pipeline.contract.data import Samples, forward
-from pipeline.contract.settings.stages import Train
+from pipeline.contract.data import forward
 from pipeline.system.errors import ConfigError
 from pipeline.system.torch_private import BatchNormBase
 from train.parallel.base import (
     MicroBatch,
-    Objective,
     Strategy,
     average_gradients,
     clip_gradients,
@@ -28,8 +26,6 @@ from train.parallel.base import (
 from train.parallel.ddp import has_only_running_statistics
 from train.parallel.pipeline_split import TemporaryWeights, has_trained_parameters, units
 from train.parallel.tensor_parallel import split_experts, split_layers
-from train.pretrained.materialize import Materializer
-from train.process_group import ProcessGroup
 from train.state import local_shard
 
 if TYPE_CHECKING:
@@ -45,21 +41,9 @@ class FSDPStrategy(Strategy):
 
     copies: DeviceMesh
 
-    def __init__(
-        self,
-        model: nn.Module,
-        objective: Objective,
-        group: ProcessGroup,
-        config: Train,
-        samples: Samples | None = None,
-        materializer: Materializer | None = None,
-    ) -> None:
-        self._samples, self._materializer = samples, materializer
-        # Passes need other processes' weights or experts. (Processes of one tensor group compute the same batch.)
-        self.collective_forward = config.strategy == "fsdp" or config.expert_parallel > 1
-        super().__init__(model, objective, group, config)
-
     def wrap_model(self) -> nn.Module:
+        # Passes need other processes' weights or experts. (Processes of one tensor group compute the same batch.)
+        self.collective_forward = self.config.strategy == "fsdp" or self.config.expert_parallel > 1
         shape = (self.group.data_size, self.group.model_size)
         self.mesh = self.group.mesh(shape, ("data", "tensor"))
         self._is_first_of_tensor_group = self.mesh.get_local_rank("tensor") == 0  # all of the group compute the same
@@ -76,7 +60,7 @@ class FSDPStrategy(Strategy):
 
     def backward(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
         if self._sync_buffers:
-            self.group.sync_buffers(self.model)
+            self.group.broadcast(self.model.buffers())
         if self.collective_forward:
             micro_batches = _pad(micro_batches, self.config.accumulate)
         total = super().backward(self._track_counting(micro_batches))
@@ -151,7 +135,8 @@ class FSDPStrategy(Strategy):
 
     def _shard(self) -> None:
         """Shard each repeated block by itself, so that only one at a time is unsharded; the rest with the root."""
-        fp32_policy, cast_policy = self._policies()
+        fp32_policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # gradients are always added up in fp32
+        cast_policy = replace(fp32_policy, param_dtype=self.objective.precision.cast_by_model())
         blocks = [unit.module for unit in units(self.model) if unit.repeated and has_trained_parameters(unit.module)]
         self._refuse_shared_weights(blocks)
         if cast_policy.param_dtype:  # running statistics stay in fp32, and a batch norm needs its weights in their type
@@ -188,11 +173,6 @@ class FSDPStrategy(Strategy):
                         f"train.strategy=fsdp: {name} of {type(block).__name__} is shared by two blocks, which are "
                         "sharded one by one; use train.strategy=ddp"
                     )
-
-    def _policies(self) -> tuple[MixedPrecisionPolicy, MixedPrecisionPolicy]:
-        """Return policies without and with a cast of gathered weights; gradients are always added up in fp32."""
-        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-        return policy, replace(policy, param_dtype=self.objective.precision.cast_by_model())
 
     def _compute_traffic(self, blocks: list[nn.Module]) -> None:
         """Compute the bytes this process sends: its shards for every gathering, and whole gradients once."""

@@ -38,8 +38,7 @@ class LocalSGDStrategy(Strategy):
     OUTER_MOMENTUM = 0.9
 
     def wrap_model(self) -> nn.Module:
-        for tensor in (*self.model.parameters(), *self.model.buffers()):
-            dist.broadcast(tensor.detach(), 0)
+        self.group.broadcast((*self.model.parameters(), *self.model.buffers()))
         self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         outer_settings = (self.OUTER_LR, self.OUTER_MOMENTUM) if self.config.strategy == "diloco" else (1.0, 0.0)
         self._outer = OuterOptimizer(self._trained, *outer_settings, self.traffic, self.stopwatch)

@@ -47,8 +47,7 @@ class ParameterServerStrategy(Strategy):
 
     def sync_weights(self) -> None:
         """Give all processes the server's weights, and the mean of the running statistics."""
-        for parameter in self.model.parameters():
-            dist.broadcast(parameter.detach(), 0)
+        self.group.broadcast(self.model.parameters())
         running = [buffer for buffer in self.copy.buffers() if buffer.is_floating_point()]
         total = self.group.total([self._passes])[0]
         if running and total:

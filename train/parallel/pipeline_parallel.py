@@ -12,8 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from pipeline.contract.data import Samples
-from pipeline.contract.settings.stages import Train
 from pipeline.contract.task import HasParallelize
 from pipeline.system.errors import ConfigError
 from train.parallel.base import MicroBatch, Objective, Strategy, average_gradients, clip_gradients
@@ -33,7 +31,6 @@ from train.parallel.pipeline_split import (
     has_trained_parameters,
     units,
 )
-from train.pretrained.materialize import Materializer
 from train.process_group import ProcessGroup
 from train.state import Progress, State, add_prefix, allocate_optimizer_state
 
@@ -46,21 +43,8 @@ _OPTIMIZER = "optimizer."  # prefix of the optimizer's state in a checkpoint
 
 
 class PipelineStrategy(Strategy):
-    def __init__(
-        self,
-        model: nn.Module,
-        objective: Objective,
-        group: ProcessGroup,
-        config: Train,
-        samples: Samples | None,
-        materializer: Materializer | None = None,
-    ) -> None:
-        assert samples is not None
-        self._samples, self._materializer = samples, materializer
-        self._schedules: dict[tuple[int, int], PipelineScheduleSingle] = {}
-        super().__init__(model, objective, group, config)
-
     def wrap_model(self) -> nn.Module:
+        self._schedules: dict[tuple[int, int], PipelineScheduleSingle] = {}
         shape = (self.group.data_size, self.group.model_size)
         self.mesh = self.group.mesh(shape, ("data", "pipeline"))
         self.model.eval()
@@ -188,6 +172,7 @@ class PipelineStrategy(Strategy):
 
     def _try(self, count: int) -> Outputs:
         """Make a forward pass of the whole model, as validation does, but with gradients."""
+        assert self._samples is not None
         batch = self._samples.batch([i % len(self._samples) for i in range(count)])
         return self.objective.outputs(self.model, {name: c.to(self.group.device) for name, c in batch.items()})
 
