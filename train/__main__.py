@@ -84,12 +84,12 @@ def train(run: Run, root: Path) -> None:
             _check_matches_prepare(run, splits)
         splits[0] = splits[0].first(config.max_samples)
 
-        def make_model() -> nn.Module:
+        def build() -> nn.Module:
             return add_adapter(build_model(task, run), run.config.model)
 
         probed = _longest_first(splits[0], prepared)
         storage = make_storage(config.checkpoints, run.partial("train"), run.id)
-        batch_size = decide_batch_size(task, config, group, probed, run.partial("train"), make_model, storage)
+        batch_size = decide_batch_size(task, config, group, probed, run.partial("train"), build, storage)
         order = read_order(prepared, batch_size, config.seed, config.max_samples)
         identity = _identity(run, len(splits[0]), batch_size)
         store = CheckpointStore(storage, config.keep_checkpoints, identity, group, config.timeout_seconds)
@@ -101,12 +101,12 @@ def train(run: Run, root: Path) -> None:
                 "to fix it: choose an earlier one (`pipe run --continue RUN@STEP`), or train from the beginning"
             )
         trainer_class = ParameterServerTrainer if config.strategy == "parameter_server" and group.size > 1 else Trainer
-        with open_recorded_weights(run, root, make_model, group, resumes=saved is not None) as create_model:
+        with open_recorded_weights(run, root, build, group, resumes=saved is not None) as create_model:
             trainer = trainer_class(task, run.config, group, splits[0], splits[1], batch_size, create_model, order)
         if isinstance(task, Generates) and (located := transformers_model(trainer.strategy.model)):
             check_decoder(task, located[1], run.config.export, ())
         check_metrics(task, trainer.strategy, splits[1], group, run.config.evaluate)
-        _fit(trainer, run, root, group, store, saved, make_model)
+        _fit(trainer, run, root, group, store, saved, build)
 
 
 def _longest_first(samples: Samples, prepared: Path) -> Samples:
@@ -136,7 +136,7 @@ def _fit(
     group: ProcessGroup,
     store: CheckpointStore,
     saved: SavedCheckpoint | None,
-    make_model: BuildModel,
+    build: BuildModel,
 ) -> None:
     directory = run.partial("train")
     progress = resume(trainer, saved, group)
@@ -149,7 +149,7 @@ def _fit(
     tune_malloc()
     freeze_garbage_collector()
     started = time.perf_counter()
-    first_step = progress.step
+    steps_before = progress.step
     try:
         progress = trainer.fit(progress, store, log, _tracer(trainer, group, directory, progress.step), ledger)
     finally:
@@ -159,9 +159,9 @@ def _fit(
     if group.rank.first:
         weights: Mapping[str, Tensor] = store.load(progress.best_step).read_all("weights.")
         if run.config.model.adapter != "none":  # later steps know only the model without adapters
-            weights = merge_adapter(make_model, weights, run.config.model, directory / ADAPTER_FOLDER, root)
+            weights = merge_adapter(build, weights, run.config.model, directory / ADAPTER_FOLDER, root)
         save_weights(weights, directory / "model.safetensors", progress.best_step)
-        summary = summarize(trainer, group, progress, first_step, time.perf_counter() - started)
+        summary = summarize(trainer, group, progress, steps_before, time.perf_counter() - started)
         attempts = read_attempts(run.path)
         summary |= {"restarts": attempts.restarts, "seconds_lost": attempts.seconds_lost}
         summary["memory_bytes" if group.device.type == "cuda" else "resident_bytes"] = memory
@@ -190,10 +190,10 @@ def _check_matches_prepare(run: Run, splits: list[Samples]) -> None:
 
 
 def summarize(
-    trainer: Trainer, group: ProcessGroup, progress: Progress, first_step: int, seconds: float
+    trainer: Trainer, group: ProcessGroup, progress: Progress, steps_before: int, seconds: float
 ) -> dict[str, Any]:
     """Return the summary; `seconds` and speed are of the steps since the last resume."""
-    epochs = (progress.step - first_step) / trainer.order.steps_per_epoch
+    epochs = (progress.step - steps_before) / trainer.order.steps_per_epoch
     samples_per_second = epochs * trainer.order.samples / seconds
     return {
         "steps": progress.step,

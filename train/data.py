@@ -32,7 +32,7 @@ from train.optim import sample_rng
 from train.process_group import ProcessGroup
 from train.sample_checksums import SampleChecksums, batch_checksums
 
-_PREFETCH = 2  # batches each worker has ready or under way
+_BATCHES_PER_WORKER = 2  # ready or under way
 
 Batch = dict[str, Tensor]
 
@@ -55,7 +55,7 @@ class LoaderWorkers:
             sampler=cast("Sampler[Any]", requests),
             batch_size=None,
             num_workers=count,
-            prefetch_factor=_PREFETCH,
+            prefetch_factor=_BATCHES_PER_WORKER,
             collate_fn=_identity,
             pin_memory=pinned,
             worker_init_fn=parent_watch.start,

@@ -262,7 +262,7 @@ def set_determinism(config: Train) -> None:
 
 
 def seed_step(seed: int, step: int, slice_number: int) -> None:
-    """Seed every generator that a task may use, before a step; step -1 creates the model."""
+    """Seed every generator that a task may use, before a slice of a step; step -1 creates the model."""
     value = _seed_value(seed, step, slice_number)
     _seed_python(value)
     if step < 0:

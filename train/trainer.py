@@ -35,7 +35,7 @@ from train.optim import Precision, check_optimizer_state, learning_rate, make_op
 from train.parallel import make_strategy
 from train.parallel.base import MicroBatch, Objective, Strategy
 from train.parallel.blocks import compile_blocks, recompute_blocks
-from train.pretrained.load import MakeModel
+from train.pretrained.load import CreateModel
 from train.process_group import ProcessGroup
 from train.profiling import StepTracer, phase
 from train.state import Progress
@@ -60,7 +60,7 @@ class Trainer:
         train: Samples,
         validation: Samples,
         batch_size: int,
-        create_model: MakeModel | None = None,
+        create_model: CreateModel | None = None,
         order: BatchOrder | None = None,
     ) -> None:
         self._task, self._group, self.config = task, group, config.train
@@ -68,7 +68,7 @@ class Trainer:
         self._validation, self._validation_cuts = whole_groups(task, validation)
         self.order = order or BatchOrder(len(train), batch_size, self.config.seed)
         self.total_steps = count_steps(self.config, self.order, _tokens_per_sample(self.config, train))
-        self._slices = slices = _count_slices(self.config, group, self.order)
+        self._slice_count = slices = _count_slices(self.config, group, self.order)
         if self.config.compile:
             check_compiler(self.config, group.device)
             keep_compile_cache()
@@ -180,12 +180,12 @@ class Trainer:
 
     def _step(self, step: int) -> None:
         """Run one global batch: forward and backward over this process's slice, exchange, update."""
-        loss = self.strategy.backward(self._micro_batches(step))
+        loss = self.strategy.compute_gradient(self._micro_batches(step))
         if self._loader.prefetches:
             self._load_ahead(step)
         self.heartbeat.at(step, "update")
         with phase("update"):
-            self._update(step, loss * self.order.size(step))  # of a mean, the sum
+            self._update(step, loss * self.order.size(step))  # this slice's part of the summed loss
         self._balance.observe(len(self.order.cuts(step)) - 1)
 
     def _update(self, step: int, loss: Tensor) -> None:
@@ -206,7 +206,8 @@ class Trainer:
     def _micro_batches(self, step: int) -> Iterator[MicroBatch]:
         """Yield the micro-batches of this process's slices.
 
-        Each is loaded, and random numbers are seeded for its slice, when the strategy takes it.
+        Random numbers are seeded for its slice when the strategy takes one. Each is loaded then, too; with a task's
+        loss weights, all are loaded first.
         """
         requests = self._requests(step)
         for i, (request, batch, fraction) in enumerate(self._load_weighted(step, requests)):
@@ -228,7 +229,7 @@ class Trainer:
             return
         batches = [self._load(request) for request in requests]  # all of them, since their weights are divided by a sum
         weights = [loss_weight(self._weighted, batch.columns) for batch in batches]
-        by_slice = torch.zeros(self._slices, dtype=torch.float64, device=self._group.device)
+        by_slice = torch.zeros(self._slice_count, dtype=torch.float64, device=self._group.device)
         for request, weight in zip(requests, weights, strict=True):
             by_slice[request.slice] += weight
         if self.strategy.lockstep:
@@ -254,11 +255,11 @@ class Trainer:
             self._loader.prefetch(request for later_step in later for request in self._requests(later_step))
 
     def _requests(self, step: int) -> list[LoadRequest]:
-        indices, allowed, epoch = self.order.batch(step), self.order.cuts(step), self.order.epoch_of(step)
+        indices, places, epoch = self.order.batch(step), self.order.cuts(step), self.order.epoch_of(step)
         requests = []
-        for number, units in self._balance.slices(len(allowed) - 1).items():  # samples, or groups that stay whole
+        for number, units in self._balance.slices(len(places) - 1).items():  # samples, or groups that stay whole
             count = min(self.config.accumulate, len(units))
-            cuts = [allowed[units.start + len(units) * i // count] for i in range(count + 1)]
+            cuts = [places[units.start + len(units) * i // count] for i in range(count + 1)]
             requests += [LoadRequest(step, i, indices[cuts[i] : cuts[i + 1]], number, epoch) for i in range(count)]
         return requests
 
@@ -285,6 +286,7 @@ class Trainer:
             raise DataError(not_finite_message(quantity, window_start + min(bad_steps) + 1, ranks))
 
     def _log(self, step: int, log: MetricsLog | None) -> None:
+        """Write a line about the steps since the last one; `step` counts from 1."""
         self.heartbeat.at(step - 1, "update")
         self._check_finite(step)
         measured, expert_metrics = self._meter.measure(self._window), self.expert_balance.metrics()
@@ -427,7 +429,7 @@ class BatchBalance:
         return {self._group.data_rank: self.slice_of(count)} if self._auto else self._strategy.slices(count)
 
     def observe(self, count: int) -> None:
-        """Record a step with a global batch of `count` samples; every few steps the processes exchange their speeds."""
+        """Record a step with a global batch of `count` samples, or groups; every few steps the processes exchange their speeds."""
         if not self._auto:
             return
         if self._steps == 0:

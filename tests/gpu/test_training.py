@@ -121,7 +121,7 @@ def gradient(strategy_type: type[Strategy], group: ProcessGroup, accumulate: int
     ]
     strategy.warm_up(lambda: micro_batches)  # wraps the model in DDP
     strategy.module.eval()
-    strategy.backward(micro_batches)
+    strategy.compute_gradient(micro_batches)
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
 
 

@@ -77,7 +77,7 @@ def measure_flops(
     peaks = group.gather(peak_flops(name, precision, config.matmul_precision))
     if None in peaks:
         return None
-    batch = next(iter(micro_batches())).batch
+    batch = next(iter(micro_batches())).columns
     return ModelFlops(count_flops(strategy, batch), sum(peaks))
 
 

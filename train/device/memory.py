@@ -151,7 +151,7 @@ def estimate_memory(task: Task, config: Config, group: ProcessGroup, build: Buil
             for i in range(passes)
         ]
         for _ in range(2):
-            strategy.backward(micro_batches)
+            strategy.compute_gradient(micro_batches)
             optimizer.step()
             gradients = clear_gradients(strategy.model, keep=has_buckets)
             strategy.after_update(train.sync_every - 1)

@@ -41,7 +41,7 @@ _CLIP_EPSILON = 1e-6  # torch adds it to the norm, so that below the limit it wo
 class MicroBatch:
     """One micro-batch of this process's slice of a global batch."""
 
-    batch: Mapping[str, Tensor]
+    columns: Mapping[str, Tensor]
     count: int  # samples in it
     fraction: float | Tensor  # what its loss counts for in the mean of the global batch
     last: bool  # the last one of this step
@@ -76,6 +76,7 @@ class Strategy:
         self._parameters = list(self.model.parameters())  # collecting them at every step would take time
 
     def wrap_model(self) -> nn.Module:
+        """Return the module that training calls; what needs the first batch is left to `warm_up`."""
         return compile_whole(self.model, self.config)
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -92,16 +93,17 @@ class Strategy:
         """
         return {self.group.data_rank: self.group.slice_of(count)}
 
-    def backward(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
+    def compute_gradient(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
         """Put the gradient of the global batch's mean loss into the parameters; return this slice's part of it."""
         total = torch.zeros((), dtype=torch.float64, device=self.group.device)
         self.stopwatch.start()
         for micro_batch in micro_batches:
             with self.gradient_sync(micro_batch.last):
-                loss = self.objective.loss(self.module, micro_batch.batch)
+                loss = self.objective.loss(self.module, micro_batch.columns)
                 if micro_batch.last and self.group.size > 1:
                     self.stopwatch.expect_last_backward(loss)
-                self.objective.backward(loss * micro_batch.fraction * self.group.data_size)  # processes are averaged
+                # The exchange averages gradients over the processes:
+                self.objective.backward(loss * micro_batch.fraction * self.group.data_size)
             total += loss.detach().double() * micro_batch.fraction
         self.stopwatch.stop()
         return total

@@ -58,7 +58,7 @@ class DDPStrategy(Strategy):
         first_batch = replace(next(iter(micro_batches())), last=True)
         with restored_buffers(self.model):
             for _ in range(2):  # buckets are reordered at the second forward pass
-                self.backward([first_batch])
+                self.compute_gradient([first_batch])
         self.model.zero_grad(set_to_none=True)
         self.traffic.sent_bytes = 0
 
@@ -81,14 +81,14 @@ class DDPStrategy(Strategy):
         The random numbers of the pass do not matter: `micro_batches` seeds the generators again.
         """
         with restored_buffers(self.model):
-            self.objective.backward(self.objective.loss(self.model, next(iter(micro_batches())).batch))
+            self.objective.backward(self.objective.loss(self.model, next(iter(micro_batches())).columns))
         missing = [name for name, p in self.model.named_parameters() if p.requires_grad and p.grad is None]
         self.model.zero_grad(set_to_none=True)
         return missing
 
-    def backward(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
+    def compute_gradient(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
         try:
-            return super().backward(micro_batches)
+            return super().compute_gradient(micro_batches)
         except RuntimeError as error:
             if _UNFINISHED not in str(error):
                 raise

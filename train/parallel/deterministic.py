@@ -57,7 +57,7 @@ class DeterministicStrategy(Strategy):
         own_shards = self.group.slice_of(self._shard_count)
         return {shard: Rank(shard, world_size=self._shard_count).slice_of(count) for shard in own_shards}
 
-    def backward(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
+    def compute_gradient(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
         shard_sums = self._compute_shards(micro_batches)
 
         def next_shard(node: range) -> PartialSum | None:
@@ -81,7 +81,7 @@ class DeterministicStrategy(Strategy):
             self._buffers_before.restore()
             total = torch.zeros((), dtype=torch.float64, device=self.group.device)
             for micro_batch in shard_batches:
-                loss = self.objective.loss(self.module, micro_batch.batch)
+                loss = self.objective.loss(self.module, micro_batch.columns)
                 self.objective.backward(loss * micro_batch.fraction)
                 total += loss.detach().double() * micro_batch.fraction
             if shard == 0:

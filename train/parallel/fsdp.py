@@ -58,12 +58,12 @@ class FSDPStrategy(Strategy):
             self._materializer.materialize(self.model, self.group.device)
         return super().wrap_model()
 
-    def backward(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
+    def compute_gradient(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
         if self._sync_buffers:
             self.group.broadcast(self.model.buffers())
         if self.collective_forward:
             micro_batches = _pad(micro_batches, self.config.accumulate)
-        total = super().backward(self._track_counting(micro_batches))
+        total = super().compute_gradient(self._track_counting(micro_batches))
         if self.config.strategy != "fsdp":
             with self.stopwatch.waiting():
                 self._average()

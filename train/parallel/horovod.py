@@ -49,8 +49,8 @@ class HorovodStrategy(Strategy):
         distributed: torch.optim.Optimizer = horovod_optimizer
         return distributed
 
-    def backward(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
-        total = super().backward(micro_batches)
+    def compute_gradient(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
+        total = super().compute_gradient(micro_batches)
         with self.stopwatch.waiting(), self._explain_lost_contact():
             self._optimizer.synchronize()
         self.traffic.sent_bytes += self._exchanged_bytes

@@ -62,7 +62,7 @@ class PipelineStrategy(Strategy):
         self.model.train()
         return self.model
 
-    def backward(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
+    def compute_gradient(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
         """Run micro-batches of one size through the pipeline together; sizes differ by one sample at most."""
         torch.manual_seed(torch.initial_seed() + self._stage.index)  # dropout differs between stages
         sizes: dict[int, list[MicroBatch]] = {}
@@ -208,8 +208,8 @@ class _StageModule(nn.Module):
     def forward(self, *received: Tensor) -> Any:
         batch = next(self._micro_batches)
         if not self._stage.is_last:
-            return self._stage.run(received, batch.count, lambda: self._objective.outputs(self._model, batch.batch))
-        result = self._stage.run(received, batch.count, lambda: self._objective.loss(self._model, batch.batch))
+            return self._stage.run(received, batch.count, lambda: self._objective.outputs(self._model, batch.columns))
+        result = self._stage.run(received, batch.count, lambda: self._objective.loss(self._model, batch.columns))
         self._total += result.detach().double() * batch.fraction
         return (result.float() * batch.fraction * self._group.data_size)[None]  # copies are averaged
 

@@ -50,13 +50,13 @@ class PretrainedModel(NamedTuple):
     materializer: Materializer
 
 
-MakeModel: TypeAlias = Callable[[], tuple[nn.Module, Materializer | None]]  # None: the model has its weights
+CreateModel: TypeAlias = Callable[[], tuple[nn.Module, Materializer | None]]  # None: the model has its weights
 
 
 @contextlib.contextmanager
 def open_recorded_weights(
     run: Run, root: Path, build: BuildModel, group: ProcessGroup, resumes: bool
-) -> Iterator[MakeModel]:
+) -> Iterator[CreateModel]:
     """Yield a function that builds the model within the context.
 
     A resumed run takes all weights from its checkpoint: the pretrained files may be gone by then.
@@ -68,7 +68,7 @@ def open_recorded_weights(
             yield create_model
 
 
-def create_rounded(create_model: MakeModel, device: torch.device) -> tuple[nn.Module, Materializer | None]:
+def create_rounded(create_model: CreateModel, device: torch.device) -> tuple[nn.Module, Materializer | None]:
     """Create a model whose weights below the adapters are rounded to 4 bits."""
     model, materializer = create_model()
     round_base_layers(model, materializer, device)
@@ -78,7 +78,7 @@ def create_rounded(create_model: MakeModel, device: torch.device) -> tuple[nn.Mo
 @contextlib.contextmanager
 def _open_whole_weights(
     run: Run, root: Path, build: BuildModel, group: ProcessGroup, resumes: bool
-) -> Iterator[MakeModel]:
+) -> Iterator[CreateModel]:
     config = run.config
     if not config.model.pretrained:
         yield lambda: (build(), None)

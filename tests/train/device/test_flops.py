@@ -21,7 +21,7 @@ PER_SAMPLE = 6 * sum(LAYERS) - 2 * LAYERS[0]
 
 
 def batch(made: Trainer) -> Any:
-    return next(iter(made._micro_batches(0))).batch
+    return next(iter(made._micro_batches(0))).columns
 
 
 def test_peak_flops_follow_from_gpu_name_and_precision() -> None:

@@ -57,7 +57,7 @@ def exact(size: float = 1.0) -> Tensor:
     """Return the gradient of a single process on the samples of both."""
     alone = model()
     for micro_batch in (*micro_batches(0, size), *micro_batches(1, size)):
-        (Task().loss(alone(micro_batch.batch["x"]), dict(micro_batch.batch)) * micro_batch.fraction).backward()  # type: ignore[no-untyped-call]
+        (Task().loss(alone(micro_batch.columns["x"]), dict(micro_batch.columns)) * micro_batch.fraction).backward()  # type: ignore[no-untyped-call]
     return flat(alone)
 
 
@@ -79,7 +79,7 @@ def gradients_of_both(
         total = torch.zeros(NUMBERS)
         for _ in range(steps):
             strategy.model.zero_grad(set_to_none=True)
-            strategy.backward(micro_batches(group.rank.rank, size))
+            strategy.compute_gradient(micro_batches(group.rank.rank, size))
             total += flat(strategy.model)
         collected.append((total, strategy.traffic.sent_bytes // steps))
     return collected
@@ -121,7 +121,7 @@ def fp16_collectives(group: ProcessGroup) -> list[str]:
         return all_reduce(tensor, *arguments, **settings)
 
     with patch.object(dist, "all_reduce", record):
-        strategy.backward(micro_batches(group.rank.rank))
+        strategy.compute_gradient(micro_batches(group.rank.rank))
     return begun
 
 
@@ -188,7 +188,7 @@ def scaled_gradients(group: ProcessGroup, kinds: tuple[str, ...]) -> list[list[T
                 if i == len(sizes) - 1:
                     scaler.load_state_dict({**scaler.state_dict(), "scale": scale})
                 strategy.model.zero_grad(set_to_none=True)
-                strategy.backward(micro_batches(group.rank.rank, size if group.rank.rank == 1 else 1.0))
+                strategy.compute_gradient(micro_batches(group.rank.rank, size if group.rank.rank == 1 else 1.0))
                 assert flat(strategy.model).isfinite().all() == math.isfinite(size), "all processes see an overflow"
             collected[-1].append(flat(strategy.model) / scale)
     return collected

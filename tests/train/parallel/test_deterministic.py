@@ -133,7 +133,7 @@ def weights_after_steps(group: ProcessGroup, steps: int, task: Any = None, **set
 
 def gradients(group: ProcessGroup, shards: int) -> dict[str, Tensor]:
     fresh = trainer(group, Smooth(), **{**SETTINGS, "elastic_shards": shards})
-    fresh.strategy.backward(fresh._micro_batches(0))
+    fresh.strategy.compute_gradient(fresh._micro_batches(0))
     named = fresh.strategy.model.named_parameters()
     return {name: parameter.grad.clone() for name, parameter in named if parameter.grad is not None}
 

@@ -73,7 +73,7 @@ task = load_task("task.py:Tiny", Path.cwd())
 strategy = make_strategy(task.model(), Objective(task, Precision("fp32", group.device)), group, config)
 optimizer = make_optimizer(strategy.model, Train(weight_decay=0))
 batch = {name: torch.as_tensor(column)[:4] for name, column in task.data("train").items()}
-strategy.backward([MicroBatch(batch, 4, 0.5, True)])
+strategy.compute_gradient([MicroBatch(batch, 4, 0.5, True)])
 optimizer.step()
 tensors = [p for p in strategy.model.parameters()]
 tensors += [p.grad for p in tensors] + [t for state in optimizer.state.values() for t in state.values() if t.ndim]
