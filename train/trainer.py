@@ -429,7 +429,7 @@ class BatchBalance:
         return {self._group.data_rank: self.slice_of(count)} if self._auto else self._strategy.slices(count)
 
     def observe(self, count: int) -> None:
-        """Record a step with a global batch of `count` samples, or groups; every few steps the processes exchange their speeds."""
+        """Record a step with a batch of `count` samples or groups; every few steps the processes exchange speeds."""
         if not self._auto:
             return
         if self._steps == 0:
