@@ -269,7 +269,7 @@ class Steps:
 def steps(monkeypatch: pytest.MonkeyPatch) -> Steps:
     replaced = Steps()
     monkeypatch.setattr("pipeline.executors.executor.LocalExecutor.execute", lambda *arguments: replaced(*arguments))
-    monkeypatch.setattr("pipeline.run.serve_training", lambda *_: contextlib.nullcontext({}))
+    monkeypatch.setattr("pipeline.run.start_fork_server", lambda *_: contextlib.nullcontext({}))
     return replaced
 
 
