@@ -152,7 +152,7 @@ def _add_bundled(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(
             f"--{name.replace('_', '-')}",
             type=_with_reason(partial(parse_option, name)),
-            choices=get_args(setting.annotation) or None,
+            metavar="|".join(get_args(setting.annotation)) or None,
             help=f"{setting.description} (default, or empty: that of the bundle)",
         )
 

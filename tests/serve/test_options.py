@@ -298,7 +298,7 @@ def test_canary_and_shadow_options_are_parsed() -> None:
 
 
 def test_empty_option_leaves_the_bundles_value() -> None:
-    words = ("threads", "max-batch-size", "max-body-bytes", "max-waiting", "deadline-seconds", "batch-rows")
+    words = ("provider", "threads", "max-batch-size", "max-body-bytes", "max-waiting", "deadline-seconds", "batch-rows")
     assert parse_options(["bundle", *(f"--{word}=" for word in words)]).overrides == {}
 
 
