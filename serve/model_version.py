@@ -39,7 +39,7 @@ class Payload(Protocol):
 
     @property
     def is_quick(self) -> bool:
-        """True if decoding, and then encoding, takes so little time that it may happen on the event loop."""
+        """True if decoding, and then encoding, is known to be quick enough for the event loop without measuring it."""
         ...
 
     @property

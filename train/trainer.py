@@ -206,8 +206,8 @@ class Trainer:
     def _micro_batches(self, step: int) -> Iterator[MicroBatch]:
         """Yield the micro-batches of this process's slices.
 
-        Random numbers are seeded for its slice when the strategy takes one. Each is loaded then, too; with a task's
-        loss weights, all are loaded first.
+        Random numbers are seeded before the first micro-batch of each slice. Each micro-batch is loaded when the
+        strategy takes it; with a task's loss weights, all are loaded first.
         """
         requests = self._requests(step)
         for i, (request, batch, fraction) in enumerate(self._load_weighted(step, requests)):
@@ -266,16 +266,16 @@ class Trainer:
     def _check_finite(self, step: int) -> None:
         """Raise when a loss or gradient since the last check was not finite; `step` counts from 1."""
         window, first = self._window, self._checked_steps
-        loss, norm = window.first_nonfinite(first)
+        bad_loss, bad_norm = window.first_nonfinite(first)  # steps of the window
         self._checked_steps = window.steps
         if not self.strategy.lockstep:
             steps: list[int | None] = [None] * self._group.size
-            steps[self._group.rank.rank] = loss if loss is not None else norm
-            self._raise_not_finite("loss" if loss is not None else "gradient", steps, step - window.steps)
-        elif norm is not None:  # all processes have the same gradient, so all get here
-            self._raise_not_finite("loss", self._group.gather(loss), step - window.steps)
+            steps[self._group.rank.rank] = bad_loss if bad_loss is not None else bad_norm
+            self._raise_not_finite("loss" if bad_loss is not None else "gradient", steps, step - window.steps)
+        elif bad_norm is not None:  # all processes have the same gradient, so all get here
+            self._raise_not_finite("loss", self._group.gather(bad_loss), step - window.steps)
             if not self._precision.forgives_overflow:
-                self._raise_not_finite("gradient", [norm] * self._group.size, step - window.steps)
+                self._raise_not_finite("gradient", [bad_norm] * self._group.size, step - window.steps)
             self._precision.overflows += window.overflows(first)
 
     def _raise_not_finite(self, quantity: str, by_rank: list[int | None], window_start: int) -> None:
