@@ -14,13 +14,20 @@ from .place import Place, wait_until
 _NAME = "load"
 _MAX_SECONDS = 1800
 _MORE_REQUESTS = 100  # before the test begins, and after it
-# Every response must be right. Each thread connects anew for each request.
+# Every response must be right. Each thread connects anew for each request. The name of the Service is looked up once:
+# the cluster's name server fails on a busy machine, and its address stays the same.
 _PROGRAM = """
-import json, sys, threading, time, urllib.request
+import json, socket, sys, threading, time, urllib.request
 counts, lock, errors = {"requests": 0, "failed": 0}, threading.Lock(), []
-url, seconds = sys.argv[1], float(sys.argv[2])
+host, path, seconds = sys.argv[1], sys.argv[2], float(sys.argv[3])
 body = json.dumps({"instances": [[1, 2]]}).encode()
 end = time.monotonic() + seconds
+url = ""
+while not url:
+    try:
+        url = f"http://{socket.gethostbyname(host)}:8080{path}"
+    except OSError:
+        time.sleep(1)
 
 def send():
     while time.monotonic() < end:
@@ -78,11 +85,17 @@ def send_load(place: Place) -> Iterator[Load]:
 
 
 def load_pod(place: Place) -> Object:
-    url = f"http://{NAME}.{place.namespace}:8080/v1/models/{NAME}:predict"
     container = {
         "name": "load",
         "image": place.image_of("stable"),
-        "command": ["python", "-c", _PROGRAM, url, str(_MAX_SECONDS)],
+        "command": [
+            "python",
+            "-c",
+            _PROGRAM,
+            f"{NAME}.{place.namespace}",
+            f"/v1/models/{NAME}:predict",
+            str(_MAX_SECONDS),
+        ],
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
     }
     security = {"runAsNonRoot": True, "runAsUser": 10001, "seccompProfile": {"type": "RuntimeDefault"}}
