@@ -133,7 +133,7 @@ def test_openai_service_answers_from_int4_weights(
     tokenizer(tmp_path / "files")
     config = parse_config({"name": "talk", "task": "t.py:T", "codec": "talk_codec.py:Codec"}, source="test")
     kind: Any = comparison.exporter
-    properties = replace(kind.properties, variant="int4", error=comparison.rounding(entry))
+    properties = replace(kind.properties, variant="int4", rounding=comparison.rounding(entry))
     fill_bundle(bundle, kind, config, Sources(tmp_path, tmp_path / "files"), properties)
     (bundle / "card.md").write_text("# talk\n")
     ancestors = Ancestors(code="c", data="d", checkpoint="k", verdict="v", onnx=digest_file(bundle / "model.onnx"))
