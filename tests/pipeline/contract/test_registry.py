@@ -7,8 +7,10 @@ import secrets
 import signal
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 from pipeline.contract import registry
 from pipeline.contract.registry import (
@@ -181,8 +183,15 @@ def test_concurrent_processes_lose_no_change(runs: Path, links: bool, monkeypatc
     assert left == ([] if links else [".lock"])
 
 
-def test_concurrent_threads_lose_no_change_of_a_store(runs: Path) -> None:
-    word = f"memory://{secrets.token_hex(4)}"
+def test_concurrent_threads_lose_no_change_of_a_store(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    word, one_request, create = f"memory://{secrets.token_hex(4)}", threading.Lock(), MemoryFileSystem.pipe_file
+
+    def create_exclusively(*arguments: Any, **options: Any) -> None:
+        """Look and write in one request, as stores of objects do; fsspec's memory does so in two."""
+        with one_request:
+            create(*arguments, **options)
+
+    monkeypatch.setattr(MemoryFileSystem, "pipe_file", create_exclusively)
     writers = [threading.Thread(target=_write, args=(runs, word, who)) for who in range(WRITERS)]
     for writer in writers:
         writer.start()
