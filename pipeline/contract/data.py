@@ -494,6 +494,11 @@ def _as_column(split: str, name: str, value: Any) -> Tensor:
     try:
         column = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
+        if isinstance(value, list | tuple | np.ndarray) and len(value) and isinstance(value[0], str):
+            raise DataError(
+                f"data({split!r}): column `{name}` has texts, as {str(value[0])!r}; a model takes numbers: give the "
+                "index of a class in `classes`, or the tokens of a text"
+            ) from error
         if isinstance(value, list | tuple | np.ndarray) and (message := _difference([{name: row} for row in value])):
             raise DataError(f"data({split!r}): {message}") from error
         raise DataError(f"data({split!r}): column `{name}` is not an array of numbers: {error}") from error
