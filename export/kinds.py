@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 from torch import nn
 
 from export.conversion.shapes import max_axis_sizes
@@ -11,10 +13,13 @@ from export.subject import ModelExporter, Subject
 from pipeline.contract.task import Generates, Task
 from pipeline.system.errors import StageError
 
+_TALKATIVE = ("torch.onnx", "torch.fx", "onnx_ir", "onnxscript")  # they log every node that they leave alone
 _POSITIONS = "max_position_embeddings"
 
 
 def open_exporter(subject: Subject) -> ModelExporter:
+    for name in _TALKATIVE:
+        logging.getLogger(name).setLevel(logging.ERROR)
     check_mode(subject.model)
     check_positions(subject.task, subject.model)
     return LanguageExporter(subject) if isinstance(subject.task, Generates) else OrdinaryExporter(subject)

@@ -80,6 +80,7 @@ __all__ = [
 ]
 
 _MODULES = {
+    "api": ("Bundle",),
     "contract.codec": ("Arrays", "Codec"),
     "contract.data": (
         "PackedRows",

@@ -56,7 +56,7 @@ class Session:
         self._session, self.fallback = _open(bundle, requested, threads)
         if self.fallback:
             where = log_fields(provider=self.provider, requested=requested)
-            log.warning("requested provider is unavailable: %s", self.fallback, extra=where)
+            log.info("the model runs on the CPU: %s", self.fallback, extra=where)
         self._device = "cuda" if self.provider in (CUDA, TENSORRT) and can_bind(self._session) else ""
         self._bfloat16 = bfloat16.uses_bfloat16(self._session)
         # On a GPU, ONNX Runtime has streams, handles and captured graphs for each thread that runs a session, so that
