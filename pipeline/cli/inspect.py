@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
@@ -55,8 +55,7 @@ def status(
     studies = count_trials(project.runs, history)
     live, clusters = read_live(project.runs), read_cluster_status(project)
     service, service_lines = _service(live) if live else (None, ["no service is live"])
-    columns = ("run", "age", "state", "model", "verdict", "metric")
-    lines = [table([{name: row[name] for name in columns} for row in runs]), "", *map(_restart_line, restarts)]
+    lines = [table([_shown(row) for row in runs]), "", *map(_restart_line, restarts)]
     lines += [f"run {run.id}: {problem}" for run, problem in problems]
     lines += [f"run {override['run']} went past the gate: {override['text']}" for override in overrides]
     lines += [f"study {study['study']}: runs of {study['runs']} trials; see `pipe tune status`" for study in studies]
@@ -78,23 +77,31 @@ def _run_row(run: Run, body: RunFile, problems: Problems) -> dict[str, Any]:
     )
     missing = next((step for step in body.wanted if step not in steps), "")
     training = body.steps.get("train")
-    model = "-" if training is None or not training.complete else "reused" if training.reused_from else "trained"
+    model = None if training is None or not training.complete else "reused" if training.reused_from else "trained"
     row = {
         "run": run.id,
-        "age": age(datetime.now(UTC) - datetime.fromisoformat(body.created).astimezone(UTC)),
+        "age": round((datetime.now(UTC) - datetime.fromisoformat(body.created).astimezone(UTC)).total_seconds()),
         "state": unfinished or (f"before {missing}" if missing else "done"),
         "model": model,
-        "verdict": "-",
-        "metric": "-",
+        "verdict": None,
+        "metric": None,
+        "value": None,
     }
     try:
         if evaluation := read_evaluation(run):
-            name, metrics = evaluation.metric, evaluation.metrics
-            row["verdict"] = evaluation.verdict
-            row["metric"] = f"{name} {metrics[name]:.4g}" if name in metrics else name
+            values = evaluation.verdict, evaluation.metric, evaluation.metrics.get(evaluation.metric)
+            row |= zip(("verdict", "metric", "value"), values, strict=True)
     except PipelineError as error:
         problems.append((run, str(error)))
     return {**row, "steps": steps}
+
+
+def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the cells of a run's row in the terminal; ages are seconds."""
+    value = "" if row["value"] is None else f" {row['value']:.4g}"
+    metric = row["metric"] and f"{row['metric']}{value}"
+    cells = {name: row[name] for name in ("run", "age", "state", "model", "verdict")}
+    return {**cells, "age": age(timedelta(seconds=row["age"])), "metric": metric}
 
 
 def _restarts(project: Project, names: list[str]) -> list[dict[str, Any]]:

@@ -39,6 +39,15 @@ def test_status_shows_the_steps_of_each_run(pipe: Pipe, run: Run) -> None:
     done = pipe("status", "-o", "json")
     row = json.loads(done.stdout)["runs"][0]
     assert (row["state"], row["model"], row["steps"]) == ("before prepare", "trained", {"train": "done"})
+    assert (row["verdict"], row["metric"], row["value"]) == (None, None, None)
+    assert 0 <= row["age"] < 3600, "in seconds"
+    run.output("evaluate").mkdir()
+    (run.output("evaluate") / "verdict.json").write_text('{"verdict": "pass", "metric": "accuracy"}')
+    (run.output("evaluate") / "metrics.json").write_text('{"candidate": {"accuracy": 0.98765432}}')
+    write_record(run, StepRecord(step="evaluate", status="done", key="k", parts={}))
+    row = json.loads(pipe("status", "-o", "json").stdout)["runs"][0]
+    assert (row["verdict"], row["metric"], row["value"]) == ("pass", "accuracy", 0.98765432)
+    assert "accuracy 0.9877" in pipe("status").stdout
     assert done.stderr == ""
     assert run.id in pipe("status").stdout
     assert "no service is live" in pipe("status").stdout
