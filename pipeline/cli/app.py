@@ -76,9 +76,12 @@ def complete_logs(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def complete_words(incomplete: str) -> list[str]:
-    """Complete steps, and settings as `section.name=`."""
-    from pipeline.contract.config import setting_names  # slow to load
+    """Complete steps, settings as `section.name=`, and their values where there are few."""
+    from pipeline.contract.config import setting_choices, setting_names  # slow to load
 
+    name, is_setting, _ = incomplete.partition("=")
+    if is_setting:
+        return [word for choice in setting_choices(name) if (word := f"{name}={choice}").startswith(incomplete)]
     words = ["all", *STEPS, *(f"{name}=" for name in setting_names())]
     return [word for word in words if word.startswith(incomplete)]
 

@@ -8,7 +8,8 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import UnionType
@@ -49,16 +50,17 @@ from pipeline.system.errors import ConfigError
 from pipeline.tune.record import needed_runs
 from pipeline.work import RunRequest
 
-_HEAD = """# `pipe.yaml`
-
-Any key can be overridden on the command line, as in `pipe run all train.epochs=3`. An unknown setting is an error.
-"""
+_OF_CLUSTERS = ("cluster", "rollout", "deploy")  # `pipe explain` alone only names them
 
 
 def reference() -> str:
+    """Describe all settings but those of clusters."""
     sections = _sections()
     top_level = {name: field for name, field in Config.model_fields.items() if name not in sections}
-    return "\n".join([_HEAD, _table(top_level), *(_describe_section(name, kind) for name, kind in sections.items())])
+    shown = (_describe_section(name, kind) for name, kind in sections.items() if name not in _OF_CLUSTERS)
+    head = "Settings of pipe.yaml; `pipe run all train.epochs=3` overrides one.\n"
+    more = f"For clusters and roll-outs: {', '.join(f'`pipe explain {name}`' for name in _OF_CLUSTERS)}"
+    return "\n".join([head, _list_settings("", top_level), *shown, more])
 
 
 def _sections() -> dict[str, type[Section]]:
@@ -66,7 +68,24 @@ def _sections() -> dict[str, type[Section]]:
 
 
 def _describe_section(name: str, kind: type[Section]) -> str:
-    return f"## `{name}`\n\n{(kind.__doc__ or '').strip()}\n\n{_table(kind.model_fields)}"
+    title = _wrap(f"{name}: {kind.__doc__ or ''}", "")
+    return f"{title}\n\n{_list_settings(f'{name}.', kind.model_fields)}"
+
+
+def _list_settings(section: str, fields: Mapping[str, FieldInfo]) -> str:
+    lines = []
+    for name, field in fields.items():
+        default = "required" if field.is_required() else f"default {_plain(field.default)}"
+        lines += [
+            _wrap(f"{section}{name}: {_type(field.annotation)}; {default}", ""),
+            _wrap(str(field.description), "    "),
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _wrap(text: str, indent: str) -> str:
+    width = max(60, shutil.get_terminal_size().columns - 1)
+    return textwrap.fill(text, width, initial_indent=indent, subsequent_indent="    ", break_on_hyphens=False)
 
 
 def describe_setting(name: str) -> dict[str, str]:
@@ -77,19 +96,11 @@ def describe_setting(name: str) -> dict[str, str]:
     if kind is not None:
         field = kind.model_fields.get(key)
     if field is None or (kind is None and key):
-        near = difflib.get_close_matches(name, setting_names(), n=1)
+        same = [other for other in setting_names() if other.partition(".")[2] == name]
+        near = same[:1] or difflib.get_close_matches(name, setting_names(), n=1)
         raise ConfigError(f"no setting {name!r}{f'; did you mean {near[0]}?' if near else ''}")
     default = "required" if field.is_required() else _plain(field.default)
-    kind_name = _type(field.annotation).replace("\\", "").replace("`", "")
-    return {"setting": name, "type": kind_name, "default": default, "meaning": str(field.description)}
-
-
-def _table(fields: dict[str, FieldInfo]) -> str:
-    lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
-    for name, field in fields.items():
-        default = "required" if field.is_required() else f"`{_plain(field.default)}`"
-        lines.append(f"| `{name}` | {_type(field.annotation)} | {default} | {field.description} |")
-    return "\n".join(lines) + "\n"
+    return {"setting": name, "type": _type(field.annotation), "default": default, "meaning": str(field.description)}
 
 
 def _section(field: FieldInfo) -> type[Section] | None:
@@ -101,11 +112,11 @@ def _type(annotation: Any) -> str:
     """Return the text of a type: the choices of a `Literal`, and a type without the wrapper of its limits."""
     kind, parts = get_origin(annotation), get_args(annotation)
     if kind is Literal:
-        return " \\| ".join(f"`{choice}`" for choice in parts)
+        return " | ".join(map(str, parts))
     if kind is Annotated:
         return _type(parts[0])
     if kind in (Union, UnionType):
-        return " \\| ".join(map(_type, parts))
+        return " | ".join(map(_type, parts))
     if kind is not None:
         return "list" if kind is tuple else "mapping"
     return str(annotation.__name__)
@@ -119,10 +130,19 @@ def _plain(value: Any) -> str:
     return '""' if value == "" else str(value)
 
 
-TEMPLATES = (
-    "tabular", "images", "text", "transformer", "embedding", "ranking", "image-to-image", "sequence",
-    "sft", "lora", "dpo",
-)  # fmt: skip
+TEMPLATES = {
+    "tabular": "a number from rows with texts and missing values",
+    "images": "a class from a PNG or JPEG",
+    "text": "a class from a text",
+    "transformer": "the same by LoRA on pretrained weights",
+    "embedding": "vectors of texts, for search",
+    "ranking": "the order of a query's items",
+    "image-to-image": "a picture from a picture",
+    "sequence": "a tag for each word",
+    "sft": "a chat model, finetuned on conversations",
+    "lora": "the same with adapters",
+    "dpo": "a chat model, finetuned on preferences",
+}
 _PROJECT_FILES = ("task.py", "codec.py", "pipe.yaml")
 _DATA_SCRIPT = "make_data.py"  # of templates
 
@@ -133,7 +153,9 @@ def complete_templates(incomplete: str) -> list[str]:
 
 @app.command()
 def init(
-    folder: Annotated[Path, typer.Argument(help="Folder of the project; its name becomes the model's name.")],
+    folder: Annotated[
+        Path | None, typer.Argument(help="Folder of the project; its name becomes the model's name.")
+    ] = None,
     template: Annotated[
         str,
         typer.Option("--template", help=f"Kind of model: {', '.join(TEMPLATES)}.", autocompletion=complete_templates),
@@ -144,9 +166,15 @@ def init(
             "--from", metavar="PATH", help="Training script, or folder of sentence-transformers, to start from."
         ),
     ] = None,
+    list_: Annotated[bool, typer.Option("--list", help="Only list the templates.")] = False,
     output: OutputOption = Output.text,
 ) -> None:
     """Start a project: task.py, codec.py and pipe.yaml, in a new folder or beside other files."""
+    if list_:
+        rows = [{"template": name, "model": model} for name, model in TEMPLATES.items()]
+        return emit(output, rows, table(rows))
+    if folder is None:
+        raise ConfigError("name a folder, as in `pipe init my-model`; `pipe init --list` lists templates")
     if template and script:
         raise ConfigError("give --template or --from, not both")
     if template and template not in TEMPLATES:
@@ -157,12 +185,10 @@ def init(
     value = {"folder": str(folder), "name": name}
     if script and script.is_dir():
         _write_from_folder(script, folder, name)
-        emit(output, value, f"{folder}: from {script}; `pipe -C {folder} run all` publishes it as it is")
-        return
+        return emit(output, value, f"{folder}: from {script}; `pipe -C {folder} run all` publishes it as it is")
     if script:
         next_steps = _write_from_script(script, folder, name)
-        emit(output, {**value, "next": next_steps}, "\n".join([f"{folder}: from {script}", *next_steps]))
-        return
+        return emit(output, {**value, "next": next_steps}, "\n".join([f"{folder}: from {script}", *next_steps]))
     is_new = not folder.is_dir() or not any(folder.iterdir())
     _copy_example(
         f"templates/{template}" if template else "starter", folder, () if is_new else (*_PROJECT_FILES, _DATA_SCRIPT)
@@ -171,7 +197,7 @@ def init(
     settings = folder / "pipe.yaml"
     settings.write_text(re.sub(r"(?m)^name: .*$", f"name: {name}", settings.read_text(), count=1))
     files = f"task.py and codec.py{', and replace data/' if (folder / _DATA_SCRIPT).is_file() else ''}"
-    emit(output, value, f"{folder}: edit {files}; `pipe -C {folder} run all` already runs it as it is")
+    return emit(output, value, f"{folder}: edit {files}; `pipe -C {folder} run all` already runs it as it is")
 
 
 def _make_data(folder: Path) -> None:
@@ -261,7 +287,7 @@ def explain(
     ] = "",
     output: OutputOption = Output.text,
 ) -> None:
-    """Print what a setting means and what it runs again; without one, describe all."""
+    """Print what a setting means and what it runs again; without one, describe those that need no cluster."""
     if not setting:
         return emit(output, [describe_setting(name) for name in setting_names()], reference().rstrip())
     if section := _sections().get(setting):

@@ -6,7 +6,7 @@ import copy
 import difflib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from pydantic import Field, ValidationError, model_validator
@@ -88,6 +88,18 @@ def setting_names() -> list[str]:
         is_section = isinstance(section, type) and issubclass(section, Section)
         names += [f"{name}.{key}" for key in section.model_fields] if is_section else [name]  # type: ignore[union-attr]
     return names
+
+
+def setting_choices(name: str) -> list[str]:
+    """Return the values of a setting that has only few; empty for another."""
+    section, _, key = name.partition(".")
+    kind = Config.model_fields[section].annotation if section in Config.model_fields else None
+    fields = kind.model_fields if isinstance(kind, type) and issubclass(kind, Section) else Config.model_fields
+    field = fields.get(key or section)
+    annotation: Any = field.annotation if field else None
+    parts = [annotation, *get_args(annotation)] if get_origin(annotation) is not Literal else [annotation]
+    choices = [str(choice) for part in parts if get_origin(part) is Literal for choice in get_args(part)]
+    return choices + (["true", "false"] if bool in parts else [])
 
 
 def load_config(path: Path, overrides: Iterable[str] = ()) -> Config:

@@ -107,19 +107,35 @@ def test_gc_keeps_the_newest_runs_the_champion_and_what_is_live(pipe: Pipe, star
     assert pipe("gc", "--keep", "2").stdout == "nothing to remove\n"
 
 
-def test_every_setting_is_in_the_reference_with_its_description() -> None:
-    lines = reference().splitlines()
+def test_templates_are_listed_with_what_their_models_do(pipe: Pipe) -> None:
+    rows = json.loads(pipe("init", "--list", "-o", "json").stdout)
+    assert [row["template"] for row in rows] == list(TEMPLATES)
+    assert "a tag for each word" in pipe("init", "--list").stdout
+    assert "`pipe init --list` lists templates" in pipe("init", expect=2).stderr
+
+
+def test_every_setting_is_described(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = reference()
+    assert max(map(len, text.splitlines())) < 100
+    for section in ("cluster", "rollout", "deploy"):
+        assert f"\n{section}." not in text and f"`pipe explain {section}`" in text
+        text += pipe("explain", section).stdout
+    words = " ".join(text.split())
     for section, field in Config.model_fields.items():
         kind = field.annotation
-        known = kind.model_fields if isinstance(kind, type) and issubclass(kind, Section) else {section: field}
+        known = {section: field}
+        if isinstance(kind, type) and issubclass(kind, Section):
+            known = {f"{section}.{key}": inner for key, inner in kind.model_fields.items()}
         for name, inner in known.items():
-            assert any(line.startswith(f"| `{name}` |") and line.endswith(f"| {inner.description} |") for line in lines)
+            assert f" {name}: " in words and " ".join(str(inner.description).split()) in words, name
 
 
-def test_types_and_defaults_are_written_as_in_yaml() -> None:
-    text = reference()
-    assert "| `precision` | `auto` \\| `fp32` \\| `bf16` \\| `fp16` | `auto` |" in text
-    assert "| `deterministic` | bool | `true` |" in text
-    assert "| `batch_sizes` | list | `[1, 2, 7, 256]` |" in text
-    assert '| `rendezvous` | str | `""` |' in text
-    assert "| `name` | str | required |" in text
+def test_types_and_defaults_are_written_as_in_yaml(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = reference().splitlines()
+    assert "train.precision: auto | fp32 | bf16 | fp16; default auto" in lines
+    assert "train.deterministic: bool; default true" in lines
+    assert "export.batch_sizes: list; default [1, 2, 7, 256]" in lines
+    assert 'train.rendezvous: str; default ""' in lines
+    assert "name: str; required" in lines
