@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -96,8 +96,6 @@ def _open_exporter(run: Run, root: Path, weights: Path) -> ModelExporter:
     shutil.rmtree(bundle, ignore_errors=True)
     bundle.mkdir(parents=True)
     logging.getLogger().setLevel(logging.WARNING)  # a quantizer of ONNX Runtime sets INFO when it is imported
-    for name in ("torch.onnx", "onnx_ir"):  # they log every missing optional package
-        logging.getLogger(name).setLevel(logging.ERROR)
     task = open_task(run, root)
     check_prompting(task, files)
     check_export(task, config.export)
@@ -211,5 +209,9 @@ def _ancestors(run: Run, root: Path, weights: Path, bundle: Path) -> Ancestors:
     )
 
 
+def main(argv: Sequence[str]) -> int:
+    return step_main("export", export, argv)
+
+
 if __name__ == "__main__":
-    sys.exit(step_main("export", export, sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

@@ -33,8 +33,15 @@ from pipeline.system.files import digest_mapping
 from pipeline.system.sources import project_code, third_party_imports
 from pipeline.system.wording import join_names
 
+CHECK = "check"  # the step that tries the pipeline with an untrained model; no step reads its output
 SCHEMA = "2"  # version of the keys; increase it to make every step run again
-CLUSTER_STEPS = ("prepare", "train", "evaluate", "export")  # the others need this machine's builder and kubeconfig
+CLUSTER_STEPS = (
+    CHECK,
+    "prepare",
+    "train",
+    "evaluate",
+    "export",
+)  # the others need this machine's builder and kubeconfig
 UNKNOWN = "?"  # digest of an input that an earlier step has yet to write
 RESTARTED_FLAG = "--again"  # argument of the train step after its process was killed
 
@@ -73,30 +80,49 @@ class StepKind:
     version: int  # raised by hand when the step's code starts to compute something else
     settings: tuple[str, ...]  # sections or single settings
     inputs: tuple[str, ...] = ()  # files of earlier steps
+    after: frozenset[str] = frozenset()  # steps that must have passed, whose output it does not read
     packages: tuple[str, ...] = ()  # distributions whose release matters
     user_code: bool = True
     unused: frozenset[str] = frozenset()  # members of task and codec that the step never uses
+    named: frozenset[str] = frozenset()  # those of which it only looks whether they exist
     cached: bool = True
 
     @property
     def upstream(self) -> set[str]:
-        return {path.partition("/")[0] for path in self.inputs}
+        return {path.partition("/")[0] for path in self.inputs} | self.after
+
+    def user_files(self, config: Config) -> tuple[str, ...]:
+        """Return the references of the classes that the step loads."""
+        return (config.task, config.codec) if "codec" in self.settings else (config.task,)
 
 
-_JUDGED = frozenset({"example", "instances", "answer", "encode"})
+_COMPUTED = frozenset({"model", "adapt", "loss", "loss_weight", "metrics", "optimizer", "parallelize"})
+_JUDGED = frozenset({"example", "instances", "answer"})
 _REPORTED = _JUDGED | {"text", "show", "slices", "baseline", "prompting", "language_model"}
-_PREDICTED = frozenset({"predicted", "actual", "probabilities", "queries"})
+JUDGING = frozenset({"metrics"})  # by which a trial of `pipe tune` is judged
+_PREDICTED = frozenset({"predicted", "probabilities", "queries"})
 
 STEP_KINDS = {
     kind.name: kind
     for kind in (
         StepKind(
+            CHECK,
+            "pipeline.steps.check",
+            version=1,
+            settings=(
+                *("task", "codec", "model", "export", "train.optimizer"),
+                *("evaluate.metric", "evaluate.require", "evaluate.slices"),
+            ),
+            packages=("torch", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu", "numpy"),
+        ),
+        StepKind(
             "prepare",
             "pipeline.steps.prepare",
-            version=3,
-            settings=("task", "codec", "prepare", "model"),
+            version=4,
+            settings=("task", "prepare", "model.pretrained"),
             packages=("torch", "numpy"),
-            unused=_REPORTED | {"parallelize"},
+            unused=_REPORTED | _COMPUTED,
+            named=_PREDICTED,
         ),
         StepKind(
             "train",
@@ -107,8 +133,9 @@ STEP_KINDS = {
                 *(f"model.{name}" for name in ("adapter", "rank", "alpha", "targets")),
             ),
             inputs=("prepare/data.json",),
+            after=frozenset({CHECK}),
             packages=("torch", "numpy"),
-            unused=_REPORTED | _PREDICTED | {"directions"},
+            unused=_REPORTED | _PREDICTED | {"actual", "metrics", "directions"},
         ),
         StepKind(
             "evaluate",
@@ -180,6 +207,8 @@ def select_steps(names: Sequence[str], start: str | None, until: str | None) -> 
         selected &= set(STEPS[STEPS.index(start) :])
     if until:
         selected &= set(STEPS[: STEPS.index(until) + 1])
+    if "prepare" in selected:
+        selected.add(CHECK)
     if not selected:
         raise ConfigError("these options leave no step to run")
     return tuple(step for step in STEPS if step in selected)
@@ -209,7 +238,8 @@ def decide_step(
         return run("forced")
     unfinished = [name.removeprefix("input:").partition("/")[0] for name, value in parts.items() if value == UNKNOWN]
     if unfinished:
-        return run(f"after {', '.join(dict.fromkeys(unfinished))}")
+        steps = join_names(list(dict.fromkeys(unfinished)), len(STEPS))
+        return run(f"only if the output of {steps} changes" if _may_be_current(parts, past) else f"after {steps}")
     reusable = next(((run_id, record) for run_id, record in past if record.is_current(key) and record.complete), None)
     if reusable is None:
         return run(explain_change(parts, past))
@@ -217,6 +247,13 @@ def decide_step(
     if changed := changed_files(run_id, record):
         return run(f"the output {step}/{join_names(changed, 1)} of run {run_id} changed on disk")
     return Decision(step, "reuse", f"unchanged since {record.reused_from or run_id}", key, parts, source=run_id)
+
+
+def _may_be_current(parts: Mapping[str, str], past: Past) -> bool:
+    """Return whether outputs exist that are current as far as is known before the earlier steps have run."""
+    known = {name: value for name, value in parts.items() if value != UNKNOWN}
+    complete = (record.current_parts for _, record in past if record.complete)
+    return any(before.keys() == parts.keys() and known.items() <= before.items() for before in complete)
 
 
 def digest_key(parts: Mapping[str, str]) -> str:
@@ -264,19 +301,30 @@ def _describe_change(name: str, before: str | None, after: str | None) -> str:
     return f"{subject} changed"
 
 
-def key_parts(step: str, config: Config, project: Project, outputs: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
-    """Return the named parts of a step's key; `outputs` has the digests of earlier steps' files, where they exist."""
+def key_parts(
+    step: str,
+    config: Config,
+    project: Project,
+    outputs: Mapping[str, Mapping[str, str]],
+    used: frozenset[str] = frozenset(),
+) -> dict[str, str]:
+    """Return the named parts of a step's key; `outputs` has the digests of earlier steps' files, where they exist.
+
+    `used` are members of the task that count although the step itself does not depend on them.
+    """
     kind = STEP_KINDS[step]
     parts = config_parts(step, config) | input_parts(step, outputs)
     parts[f"step:{step}"] = str(kind.version)
     parts |= _releases(kind.packages)
     parts["version:python"] = ".".join(platform.python_version_tuple()[:2])
     if kind.user_code:
-        parts |= _add_prefix("source", project_code(project.root, (config.task, config.codec), kind.unused))
+        files = project_code(project.root, kind.user_files(config), kind.unused - used, kind.named)
+        parts |= _add_prefix("source", files)
         parts |= _releases(_imported_distributions(project, config))
-    if step == "prepare":
+    if step in (CHECK, "prepare"):
         parts |= _add_prefix("pretrained", pretrained_parts(config, project.root, project.runs))
         parts |= _add_prefix("file", data_file_digests(project.root, config.prepare.files))
+    if step == "prepare":
         champion = comparable_champion(read_registry(project.runs, config.registry), project.runs, parts)
         parts[CHAMPION_PART] = champion.bundle if champion else NO_CHAMPION
     if step == "evaluate":

@@ -10,7 +10,7 @@ from pipeline.contract.run import Acceptance, Run, RunFile, StepRecord
 from pipeline.data_checks.champion import CHAMPION_PART
 from pipeline.history import Project, changed_outputs, is_locked, load_history, lock_owner, now, write_record, write_run
 from pipeline.override import outputs_with_override
-from pipeline.plan import STEP_KINDS, UNKNOWN, describe_changes, digest_key
+from pipeline.plan import CHECK, STEP_KINDS, UNKNOWN, describe_changes, digest_key
 from pipeline.system.errors import ConfigError, ResourceError
 from pipeline.user.readers import changed_read_files
 from pipeline.work import Work
@@ -84,7 +84,7 @@ def accept_outputs(work: Work, named: Sequence[str]) -> list[tuple[str, Run, str
     Return each accepted step, its run and what changed.
     """
     accepted = []
-    for name in work.request.steps:
+    for name in (name for name in work.request.steps if name != CHECK):  # it takes seconds, and no step reads it
         step = work.decide(name)
         if not named and not any(name in body.steps and body.steps[name].complete for _, body in work.history):
             break

@@ -6,6 +6,8 @@ import contextlib
 import itertools
 import os
 import shutil
+import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -17,10 +19,20 @@ from pipeline.contract.config import Config
 from pipeline.contract.run import Run, StepRecord, own_identity
 from pipeline.display import Display, count_processes
 from pipeline.executors.executor import choose_executor, needs_other_machines, runs_on_cluster
-from pipeline.executors.local import count_gpus, prepare_log, read_log_end, training_environment, training_server
+from pipeline.executors.local import (
+    FORKED_STEPS,
+    LocalLauncher,
+    count_gpus,
+    fork_server,
+    prepare_log,
+    read_log_end,
+    step_environment,
+    training_environment,
+)
 from pipeline.failures import find_failure
 from pipeline.history import (
     Project,
+    begin_run,
     create_run,
     is_locked,
     link_outputs,
@@ -32,7 +44,7 @@ from pipeline.history import (
     write_record,
 )
 from pipeline.override import copy_override, outputs_with_override, reuse_override
-from pipeline.plan import Decision, processes_per_node, run_argument, step_command
+from pipeline.plan import CHECK, Decision, processes_per_node, run_argument, step_command
 from pipeline.resume import (
     check_changes,
     describe_kept_settings,
@@ -51,6 +63,7 @@ from pipeline.work import RunRequest, Work
 # What a terminal shows of the steps that have no metrics.
 _ACTIVITIES = {
     "prepare": "reading and checking the data",
+    "check": "trying the whole pipeline with an untrained model",
     "evaluate": "scoring the model and the baseline",
     "export": "converting to ONNX and comparing with PyTorch",
     "package": "making the image",
@@ -103,7 +116,7 @@ def _check_training(work: Work) -> None:
 
 def _run_steps(work: Work, run: Run, display: Display) -> None:
     request, tracked = work.request, track_run(work.project.root, run, display.report)
-    with tracked as work.tracking, contextlib.ExitStack() as until_trained:
+    with tracked as work.tracking, contextlib.ExitStack() as until_exported:
         for name in request.steps:
             decision = work.decide(name)
             earlier = run.read().steps.get(name)
@@ -114,29 +127,26 @@ def _run_steps(work: Work, run: Run, display: Display) -> None:
                 record = _reuse_step(work, run, decision)
                 display.report(f"{name}: reused, {decision.reason}")
             else:
-                if name in ("prepare", "train") and "train" in request.steps and not work.fork_server:
+                if name in (CHECK, "prepare", "train") and "train" in request.steps and not work.fork_server:
                     server = start_fork_server(work.project.root, work.config, request.cores)
-                    work.fork_server = until_trained.enter_context(server)
+                    work.fork_server = until_exported.enter_context(server)
                 changes_service = (
                     lock_service(run.runs, display.report) if name == "deploy" else contextlib.nullcontext()
                 )
                 with changes_service:
                     record = run_step(work, run, decision, display)
             work.outputs[name] = outputs_with_override(run, record)
-            if name == "train":
-                until_trained.close()
+            if name == "export":
+                until_exported.close()
 
 
 def start_fork_server(root: Path, config: Config, cores: int) -> contextlib.AbstractContextManager[Mapping[str, str]]:
-    """Start a fork server for training on this machine, unless one runs; yield the environment variable that names it.
-
-    It imports what training needs while the data are prepared.
-    """
+    """Start a fork server for the steps on this machine, unless one runs; yield the variable that names it."""
     environment = training_environment(config.train, cores)
     is_elsewhere = runs_on_cluster("train", config) or not uses_agent(config.train)
     if is_elsewhere or has_server({**os.environ, **environment}):
         return contextlib.nullcontext({})
-    return training_server(root, environment, config)
+    return fork_server(root, environment, config, FORKED_STEPS)
 
 
 def _reuse_step(work: Work, run: Run, decision: Decision) -> StepRecord:
@@ -204,6 +214,18 @@ def run_step(work: Work, run: Run, decision: Decision, display: Display) -> Step
         return _finish_step(work, run, record, failure, display)
     finally:
         display.clear()  # also where the outputs cannot be recorded
+
+
+def check_pipeline(project: Project, config: Config) -> None:
+    """Run the check step in a folder that is then removed; raise what it finds."""
+    with tempfile.TemporaryDirectory(prefix="pipe-") as folder:
+        run = begin_run(Run(Path(folder) / "plan"), config, (CHECK,))
+        argv, log = step_command(CHECK, config, str(run.path)), run.log(CHECK)
+        status = LocalLauncher(project.root, lambda: None).launch(argv, log, step_environment(1, os.cpu_count() or 1))
+        text = log.read_text()
+        if failure := find_failure(run, CHECK, status, text):
+            raise failure
+        print(text, end="", file=sys.stderr)
 
 
 def describe_activity(step: str, config: Config) -> str:

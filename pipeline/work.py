@@ -12,7 +12,7 @@ from pipeline.contract.run import Run, StepRecord
 from pipeline.executors.executor import check_config
 from pipeline.history import History, Project, changed_outputs
 from pipeline.override import outputs_with_override
-from pipeline.plan import START, Decision, decide_step, key_parts
+from pipeline.plan import JUDGING, START, Decision, decide_step, key_parts
 from pipeline.system.errors import ConfigError
 from pipeline.system.wording import join_names, seconds
 from pipeline.tracking.process import Tracking
@@ -47,13 +47,14 @@ class Work:
     outputs: dict[str, dict[str, str]] = field(default_factory=dict)
     key_config: Config | None = None  # configuration of the steps' keys, where it is not `config`
     tracking: Tracking | None = None  # while its steps run
-    fork_server: Mapping[str, str] = field(default_factory=dict)  # the variable that names that of training
+    fork_server: Mapping[str, str] = field(default_factory=dict)  # the variable that names it
     _changed: dict[tuple[str, str], list[str]] = field(default_factory=dict)  # so that each file is hashed only once
 
     def parts(self, step: str, outputs: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
         """Return the parts of a step's key."""
         start = self.request.starting_point
-        parts = key_parts(step, self.key_config or self.config, self.project, outputs)
+        used = JUDGING if self.request.study else frozenset[str]()
+        parts = key_parts(step, self.key_config or self.config, self.project, outputs, used)
         return {**parts, START: str(start)} if step == "train" and start else parts
 
     def decide(self, step: str) -> Decision:

@@ -18,18 +18,13 @@ import numpy as np
 from torch import Tensor, nn
 
 from pipeline.contract.data import Samples, check_columns, fingerprint, open_split, sample_digests
-from pipeline.contract.prompting import check_decoder, check_prompting
 from pipeline.contract.restarts import read_attempts
 from pipeline.contract.run import Run, step_main
 from pipeline.contract.task import (
-    SHARED_FOLDER,
-    Generates,
     Task,
     build_model,
-    check_export,
     open_task,
     save_weights,
-    transformers_model,
 )
 from pipeline.system.errors import DataError, StageError
 from pipeline.system.files import digest_parts, write_json
@@ -55,7 +50,6 @@ from train.profiling import FIRST_TRACED_STEP, TRACED_STEPS, StepTracer, traced_
 from train.sample_checksums import read_checksums, this_machine
 from train.state import Progress
 from train.trainer import Trainer
-from train.validation import check_metrics
 from train.watchdog import run_watchdog
 
 
@@ -76,8 +70,6 @@ def train(run: Run, root: Path) -> None:
             install_chaos_hook(ChaosHook(Path(folder), group))
         task = open_task(run, root)
         prepared = run.output("prepare")
-        check_export(task, run.config.export)  # these are no part of prepare's key, so prepare may be an older one
-        check_prompting(task, prepared / SHARED_FOLDER)
         splits = [open_split(task, name, prepared) for name in ("train", "validation")]
         check_splits(task, splits, group)
         if group.rank.first:
@@ -103,9 +95,6 @@ def train(run: Run, root: Path) -> None:
         trainer_class = ParameterServerTrainer if config.strategy == "parameter_server" and group.size > 1 else Trainer
         with open_recorded_weights(run, root, build, group, resumes=saved is not None) as create_model:
             trainer = trainer_class(task, run.config, group, splits[0], splits[1], batch_size, create_model, order)
-        if isinstance(task, Generates) and (located := transformers_model(trainer.strategy.model)):
-            check_decoder(task, located[1], run.config.export, ())
-        check_metrics(task, trainer.strategy, splits[1], group, run.config.evaluate)
         _fit(trainer, run, root, group, store, saved, build)
 
 

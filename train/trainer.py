@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pipeline.contract.config import Config
-from pipeline.contract.data import Samples, check_call
+from pipeline.contract.data import Samples
 from pipeline.contract.settings.stages import Train
 from pipeline.contract.task import HasLossWeight, Task
 from pipeline.system.errors import ConfigError, DataError
@@ -39,7 +39,7 @@ from train.pretrained.load import CreateModel
 from train.process_group import ProcessGroup
 from train.profiling import StepTracer, phase
 from train.state import Progress
-from train.validation import IDS, check_loss_weight, check_texts, loss_weight, validate, whole_groups
+from train.validation import IDS, check_texts, loss_weight, validate, whole_groups
 
 if TYPE_CHECKING:
     from train.checkpoint.load import SavedCheckpoint
@@ -78,9 +78,7 @@ class Trainer:
         seed_step(self.config.seed, -1, 0)  # the same weights on every process
         self._precision = Precision(self.config.precision, group.device)
         model, materializer = create_model() if create_model else (task.model(), None)
-        check_call(task, model)
         check_texts(task, model, (train, validation))
-        check_loss_weight(task, train)
         if self.config.compile == "blocks":
             compile_blocks(model, self._any_size)
         if self.config.recompute == "blocks":

@@ -94,6 +94,11 @@ class VariantEvaluation:
         timings = self._measure_times([result for result in results if result.deviation is not None])
         return [self._with_result(replace(result, timing=timings.get(result.name))) for result in results]
 
+    def make_all(self) -> None:
+        """Make all variants without judging them, and raise what stands in the way."""
+        for name in self.config.export.built_variants:
+            self._make(name, self.folder / name / self.path.name)
+
     def rounding(self, entry: VariantResult) -> float:
         """Return the largest difference expected on other processors; fp32 needs only the tolerances of the export."""
         if entry.deviation is None or entry.name == FP32:

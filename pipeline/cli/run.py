@@ -36,14 +36,13 @@ from pipeline.contract.run import STEPS, Run
 from pipeline.contract.settings.access import Access
 from pipeline.display import Display
 from pipeline.history import Project, find_run, load_history, lock_run, lock_runs, lock_service
-from pipeline.plan import Decision, select_steps, with_upstream
+from pipeline.plan import CHECK, Decision, select_steps, with_upstream
 from pipeline.plan_memory import describe_memory, plan_memory
 from pipeline.redeploy import deployment_config, find_deployable, redeploy
 from pipeline.resume import accept_outputs, latest_unfinished
-from pipeline.run import resume_run, run_pipeline
+from pipeline.run import check_pipeline, resume_run, run_pipeline
 from pipeline.service.process import read_live
 from pipeline.system.errors import ConfigError, Interrupted, ResourceError
-from pipeline.system.sources import is_mentioned
 from pipeline.work import LONG_TRAINING_SECONDS, OnChanges, RunRequest, Work, last_training_seconds
 
 
@@ -93,6 +92,9 @@ def plan(
     render: Annotated[
         str, typer.Option("--render", metavar="[DIR]", help="With --workflow: folder to write it to.")
     ] = "",
+    check: Annotated[
+        bool, typer.Option("--check", help="Also send an untrained model through everything, and write nothing.")
+    ] = False,
     exit_code: Annotated[bool, typer.Option("--exit-code", help="Exit with 4 when something would run.")] = False,
     output: OutputOption = Output.text,
 ) -> None:
@@ -123,8 +125,8 @@ def plan(
             values[-1]["changes"] = changes
             texts.append(text)
     emit(output, values, "\n".join(texts))
-    if any(step.action == "run" for step in steps if step.name in ("prepare", "train", "export")):
-        _check_export(config, project, steps[0])
+    if check:
+        check_pipeline(project, config)
     if exit_code and (changes or any(step.action == "run" and step.name != "deploy" for step in steps)):
         raise typer.Exit(4)
     return None
@@ -139,22 +141,6 @@ def _plan_memory(project: Project, config: Config, steps: Sequence[Decision]) ->
         print(f"note: the memory of training cannot be estimated: {reason}", file=sys.stderr)
         return {}
     return memory
-
-
-def _check_export(config: Config, project: Project, prepare: Decision) -> None:
-    """Reject an export that cannot work; only language models and few settings need the task, which is slow to load."""
-    if not (config.export.depends_on_task or is_mentioned("language_model", project.root, config.task)):
-        return
-    from pipeline.contract.task import SHARED_FOLDER
-    from pipeline.steps.prepare import check_planned_export
-
-    prepared = (
-        find_run(project.runs, prepare.source).output("prepare") / SHARED_FOLDER if prepare.action == "reuse" else None
-    )
-    with contextlib.redirect_stdout(sys.stderr), contextlib.chdir(project.root):  # the user's code may print and read
-        reason = check_planned_export(config, project.root.resolve(), prepared and prepared.resolve())
-    if reason:
-        print(f"note: only prepare can check whether this model can be exported: {reason}", file=sys.stderr)
 
 
 def _write_workflow(project: Project, config: Config, engine: Engine, directory: str, output: Output) -> None:
@@ -221,7 +207,7 @@ def make_request(names: list[str], start: str | None, until: str | None, force: 
     forced_steps = frozenset(STEPS if "all" in (force or []) else force or [])
     if unknown := sorted(forced_steps - set(STEPS)):
         raise ConfigError(f"--force {unknown[0]}: no such step; there are {', '.join(STEPS)}, and all")
-    skipped_steps = frozenset(STEPS[: STEPS.index(start)]) if start else frozenset()
+    skipped_steps = frozenset(STEPS[: STEPS.index(start)]) - {CHECK} if start else frozenset()
     return RunRequest(selected, forced_steps, skipped_steps & set(selected))
 
 

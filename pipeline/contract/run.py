@@ -57,7 +57,7 @@ def created(run: Run) -> datetime:
         return datetime.fromtimestamp((run.path / "run.json").stat().st_mtime, UTC)
 
 
-STEPS = ("prepare", "train", "evaluate", "export", "package", "deploy")
+STEPS = ("check", "prepare", "train", "evaluate", "export", "package", "deploy")
 
 
 class Acceptance(Frozen):

@@ -1,6 +1,6 @@
 """The task protocol that a user implements in `task.py`, and loading of such classes and of their trained weights.
 
-A task may share files, such as a tokenizer, with its codec: prepare creates them once and records their digests in
+A task may share files, such as a tokenizer, with its codec: prepare creates them and records their digests in
 data.json, and every later step checks them. This module needs torch only if the task does.
 """
 
@@ -210,10 +210,10 @@ class HasFiles(Protocol):
     """A task whose model, data and codec share files, such as a tokenizer; they are in `prepare/files/` of the run."""
 
     def make_files(self, folder: Path) -> None:
-        """Write the files; called once, in prepare. A pretrained model's other files exist there already."""
+        """Write the files; called in check and in prepare. A pretrained model's other files exist there already."""
 
     def use_files(self, folder: Path) -> None:
-        """Load the files; called in every step right after the task is created, in prepare after `make_files`."""
+        """Load the files; called in every step, right after the task is created or `make_files` was called."""
 
 
 @runtime_checkable

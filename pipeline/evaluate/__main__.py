@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -70,7 +70,7 @@ def evaluate(run: Run, root: Path) -> None:
     baseline = find_baseline(task, samples, run, checkpoint)
     with process_group(rank, config.train.timeout_seconds):
         shard = shard_range(rank, len(samples), config.evaluate.batch_size)
-        columns = gather(rank, _predict(task, candidate, baseline, samples, shard, config.evaluate))
+        columns = gather(rank, score_samples(task, candidate, baseline, samples, shard, config.evaluate))
     if columns is None:
         return
     # The other processes are done, so reading the whole split again delays none of them.
@@ -98,7 +98,7 @@ def _load_candidate(task: Task, weights: Path, run: Run, rank: Rank) -> Predicto
     return candidate_predictor(load_weights(build_model(task, run), weights, device), task, device)
 
 
-def _predict(
+def score_samples(
     task: Task, candidate: Predictor, baseline: Baseline | None, samples: Samples, shard: range, config: Evaluate
 ) -> Columns:
     """Score candidate and baseline in one pass: each batch is read once."""
@@ -224,5 +224,9 @@ def choose_device(setting: str, rank: Rank) -> torch.device:
     return torch.device("cuda", rank.local_rank % torch.cuda.device_count())
 
 
+def main(argv: Sequence[str]) -> int:
+    return step_main("evaluate", evaluate, argv)
+
+
 if __name__ == "__main__":
-    sys.exit(step_main("evaluate", evaluate, sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

@@ -6,6 +6,7 @@ metrics, which are computed from the data's columns, stay as they are.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -96,6 +97,8 @@ def check_codec(task: Task, codec: Codec, reference: str, samples: Samples, pred
         decoded = _check_decode(task, codec, samples, batch, encode)
     except InvalidPayload as error:
         return CodecCheck((f"decode() refuses an instance of the task: {error}",), ())
+    except InvalidCodec as error:
+        return CodecCheck((str(error),), ())
     except Exception as error:  # the user's code may raise anything
         return CodecCheck((f"it raises {describe(error, Path.cwd())}",), ())
     notes = (*decoded.notes, *([] if encode.compared else [_NO_ANSWER]))
@@ -106,6 +109,10 @@ def check_codec(task: Task, codec: Codec, reference: str, samples: Samples, pred
         notes=notes,
         encoded=encode.compared,
     )
+
+
+class InvalidCodec(Exception):
+    """What a codec returned cannot be compared."""
 
 
 _NO_INSTANCES = "decode() is not compared with the data; to have it checked: add instances(batch) to the task"
@@ -128,7 +135,10 @@ class _Encode:
         predicted = self._predict(batch)
         outputs = _as_arrays(name_outputs(self._task, predicted))
         count = len(next(iter(inputs.values())))
-        predictions = list(self._encode(outputs, inputs))
+        predictions = self._encode(outputs, inputs)
+        if reason := _not_plain(predictions):
+            yield f"encode() must return a list of plain JSON values, one for each sample; {reason}"
+            return
         if len(predictions) != count:
             yield f"encode() gives {len(predictions)} predictions for {count} samples"
             return
@@ -232,7 +242,7 @@ def _check_decode(task: Task, codec: Codec, samples: Samples, batch: Batch, enco
     instances = list(task.example()) if isinstance(task, HasExample) else []
     if not instances:
         return CodecCheck((), (), (_NO_INSTANCES,))
-    decoded = codec.decode(instances)
+    decoded = _decode(task, codec, instances)
     faults = _alone_faults(codec, instances, decoded, encode)
     found, altered = _find_in_data(task, decoded, samples)
     if altered:
@@ -244,6 +254,26 @@ def _check_decode(task: Task, codec: Codec, samples: Samples, batch: Batch, enco
     return CodecCheck(tuple(faults), (), (note,))
 
 
+def _decode(task: Task, codec: Codec, instances: Sequence[Any]) -> Arrays:
+    decoded = codec.decode(instances)
+    if not isinstance(decoded, Mapping):
+        raise InvalidCodec(f"decode() gives a {type(decoded).__name__}, not a mapping of input names to arrays")
+    if missing := [name for name in task.inputs if name not in decoded]:
+        raise InvalidCodec(f"decode() gives no array `{missing[0]}`, which the model takes")
+    return decoded
+
+
+def _not_plain(predictions: Any) -> str:
+    """Return what JSON does not have; empty for a list of plain values."""
+    if not isinstance(predictions, list | tuple):
+        return f"found a {type(predictions).__name__}"
+    try:
+        json.dumps(predictions)
+    except (TypeError, ValueError) as error:
+        return f"{error}; to fix it: convert arrays and numbers of numpy by .tolist()"
+    return ""
+
+
 def _check_instances(task: Task, codec: Codec, batch: Batch, encode: _Encode, instances: Sequence[Any]) -> CodecCheck:
     """Compare what decode() makes of the test samples with the data's columns."""
     columns = {name: batch[name].numpy() for name in task.inputs}
@@ -253,7 +283,7 @@ def _check_instances(task: Task, codec: Codec, batch: Batch, encode: _Encode, in
     if not rows:
         return CodecCheck((), (), (f"instances(batch) returns None for all of {count} samples",))
     instances, columns = [instances[i] for i in rows], {name: column[rows] for name, column in columns.items()}
-    decoded = codec.decode(instances)
+    decoded = _decode(task, codec, instances)
     faults = _alone_faults(codec, instances, decoded, encode)
     if isinstance(task, Generates):
         faults += _part_faults(task, codec, instances, columns)

@@ -10,8 +10,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,8 +23,10 @@ from pipeline.plan import RESTARTED_FLAG, Decision, processes_per_node
 from pipeline.system.files import unwritable
 from pipeline.system.fork_server import (
     ADDRESS_VARIABLE,
+    THREADS_VARIABLE,
     Process,
     can_serve,
+    has_server,
     server_address,
     server_command,
     start_module,
@@ -102,13 +104,17 @@ def child_process(
         _wait_for_children(parent_end)
 
 
+_TRAINING = ("train.elastic.agent", "train.preload")
+FORKED_STEPS = ("pipeline.steps.check", "pipeline.evaluate", "export")  # steps that spend seconds on imports
 _NO_CUDA = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # a process that has called CUDA must not fork
 _FORK_SAFE = {"PIL", "pandas", "scipy", "sklearn", "torchvision", "transformers"}  # may be imported before a fork
 
 
 @contextlib.contextmanager
-def training_server(root: Path, env: Mapping[str, str], config: Config) -> Iterator[dict[str, str]]:
-    """Run a fork server for training with this environment, where that is possible; yield the variable that names it.
+def fork_server(
+    root: Path, env: Mapping[str, str], config: Config, steps: Sequence[str] = ()
+) -> Iterator[dict[str, str]]:
+    """Run a fork server for training and these steps, where that is possible; yield the variable that names it.
 
     It also imports what the user's code does, as far as that is known to be harmless.
     """
@@ -118,7 +124,8 @@ def training_server(root: Path, env: Mapping[str, str], config: Config) -> Itera
         if not can_serve() or not _listen(listener, path):
             yield {}
             return
-        argv = server_command(listener, "train.elastic.agent", [*sorted(packages), "train.preload"])
+        modules = (*steps, *_TRAINING)
+        argv = server_command(listener, [*sorted(packages), modules[0]], modules[1:])
         with child_process(argv, root, {**env, **_NO_CUDA}, subprocess.DEVNULL, files=(listener.fileno(),)):
             listener.close()
             yield {ADDRESS_VARIABLE: server_address(path, {**os.environ, **env})}
@@ -247,9 +254,12 @@ class LocalExecutor:
     def execute(self, run: Run, record: StepRecord, tick: Callable[[], None]) -> int:
         """Run the process; start training again if its node was killed, as the node does with its workers."""
         train, log, launcher = run.config.train, run.log(record.step), LocalLauncher(self._root, tick)
+        environment = {**training_environment(train, self._cores), **self._server}
+        if record.argv[2] in FORKED_STEPS and has_server({**os.environ, **environment}):
+            environment[THREADS_VARIABLE] = str(count_cores(self._cores))
+            return replace(launcher, forks=True).launch(record.argv, log, environment)
         if record.step != "train":
             return launcher.launch(record.argv, log, step_environment(1, count_cores(self._cores)))
-        environment = {**training_environment(train, self._cores), **self._server}
         status = launcher.launch(record.argv, log, environment)
         while status == -signal.SIGKILL:
             host = socket.gethostname()

@@ -24,11 +24,13 @@ import sys
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn, Protocol
 
 from pipeline.system.files import digest_mapping
 
 ADDRESS_VARIABLE = "PIPE_FORK_SERVER"  # the server's socket, and what it has in common with the processes it starts
+THREADS_VARIABLE = "PIPE_THREADS"  # for a process that may use more threads of torch than its server
 _READ_BY_LIBRARIES = ("PYTHON", "LD_", "OMP_", "MKL_", "OPENBLAS_")  # as they are loaded
 _START_SECONDS = 30.0  # the server may still be importing
 _STATUS_SECONDS = 15.0  # a stopped server does not report the end of a process, one that imports does so late
@@ -242,10 +244,12 @@ def _run(argv: Sequence[str], root: str, env: Mapping[str, str], files: Sequence
         os.dup2(file, number)
         os.close(file)
     _rename(argv)
+    if (torch := sys.modules.get("torch")) and THREADS_VARIABLE in env:
+        torch.set_num_threads(int(env[THREADS_VARIABLE]))
     if numpy := sys.modules.get("numpy"):
         numpy.random.seed()  # otherwise the same in all processes
     _, _, module, *arguments = argv
-    imported = importlib.import_module(f"{module}.__main__" if _is_package(module) else module)
+    imported = _import(module)
     sys.argv = [str(imported.__file__), *arguments]
     return int(imported.main(arguments))
 
@@ -257,13 +261,15 @@ def _rename(argv: Sequence[str]) -> None:
     ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
 
 
-def _is_package(module: str) -> bool:
-    return hasattr(importlib.import_module(module), "__path__")
+def _import(name: str) -> ModuleType:
+    """Import a module; of a package, what `python -m` runs."""
+    module = importlib.import_module(name)
+    return importlib.import_module(f"{name}.__main__") if hasattr(module, "__path__") else module
 
 
-def server_command(listener: socket.socket, first: str, others: Sequence[str]) -> tuple[str, ...]:
-    """Return the command of a server that imports modules, and serves what waits already after the first one."""
-    return ("python", "-m", __name__, str(listener.fileno()), first, ",".join(others), " " * _LONGEST_COMMAND)
+def server_command(listener: socket.socket, first: Sequence[str], others: Sequence[str]) -> tuple[str, ...]:
+    """Return the command of a server that imports modules, and serves what waits already after the first ones."""
+    return ("python", "-m", __name__, str(listener.fileno()), *map(",".join, (first, others)), " " * _LONGEST_COMMAND)
 
 
 def can_serve() -> bool:
@@ -276,11 +282,11 @@ def main(argv: Sequence[str]) -> None:
     with socket.socket(fileno=int(number)) as listener:
         server = ForkServer(listener)
         gc.disable()  # nearly all that imports create stays, so that collections only take time
-        importlib.import_module(first)
-        server.serve(waits=False)
-        for name in others.split(","):
-            with contextlib.suppress(Exception):  # then it is missing or broken where it is used, too
-                importlib.import_module(name)
+        for names in (first, others):
+            for name in names.split(","):
+                with contextlib.suppress(Exception):  # then it is missing or broken where it is used, too
+                    _import(name)
+            server.serve(waits=False)
         gc.freeze()  # otherwise the collector of each process would copy all pages
         server.serve()
 

@@ -1,7 +1,8 @@
 """Find the source files that a step's result depends on, and compute their digests.
 
 The files are those that the code imports, and what these import. For provenance, every byte of them counts. For the key
-of a step, comments, docstrings and formatting do not count, nor do methods of task and codec that the step never calls.
+of a step, comments, docstrings and formatting do not count, nor do methods of task and codec that the step never calls,
+nor functions, classes and constants that only these use.
 """
 
 from __future__ import annotations
@@ -63,11 +64,6 @@ def _search_folders(root: Path, references: Iterable[str]) -> list[Path]:
             raise ConfigError(f"{reference}: {file} has no class {name}")
         folders.append(path.parent)
     return list(dict.fromkeys(folders))
-
-
-def is_mentioned(name: str, root: Path, *references: str) -> bool:
-    """Return whether the user's files contain a name; a cheap question before a task is loaded."""
-    return any(name.encode() in path.read_bytes() for path in project_files(root, references))
 
 
 _MODULES_OF_READERS = {"read_dataset": "datasets", "read_images": "PIL", "read_table": "pyarrow"}
@@ -254,26 +250,42 @@ _REFLECTION = {
     "__dict__",
     "__getattr__",
     "__getattribute__",
+    "__init_subclass__",
+    "__subclasses__",
 }
 
 
-def project_code(root: Path, references: Sequence[str], unused: Set[str] = frozenset()) -> dict[str, str]:
-    """Return a digest of each of the user's files; `unused` are methods that the step never calls."""
+def project_code(
+    root: Path, references: Sequence[str], unused: Set[str] = frozenset(), named: Set[str] = frozenset()
+) -> dict[str, str]:
+    """Return a digest of each of the user's files.
+
+    `unused` are members that the step never uses; of those in `named`, it only looks whether they exist.
+    """
     base = root.resolve()
     sources = {path.relative_to(base).as_posix(): path.read_bytes() for path in project_files(root, references)}
-    return dict(_code_digests(tuple(sources.items()), tuple(references), frozenset(unused)))
+    return dict(_code_digests(tuple(sources.items()), tuple(references), frozenset(unused), frozenset(named)))
 
 
 @functools.cache  # by content: `pipe run` decides every step three times
 def _code_digests(
-    sources: tuple[tuple[str, bytes], ...], references: tuple[str, ...], unused: frozenset[str]
+    sources: tuple[tuple[str, bytes], ...], references: tuple[str, ...], unused: frozenset[str], named: frozenset[str]
 ) -> dict[str, str]:
     if any(_reads_source(source, name) for name, source in sources):
         return {name: digest_bytes(source) for name, source in sources}
     trees = {name: parse_source(source, name) for name, source in sources}
-    for reference in references:
-        file, _, name = reference.partition(":")
-        _remove_unused_methods(trees[Path(file).as_posix()], name, unused, trees.values())
+    kinds = [
+        node
+        for file, _, name in (reference.partition(":") for reference in references)
+        for node in trees[Path(file).as_posix()].body
+        if isinstance(node, ast.ClassDef) and node.name == name
+    ]
+    removed = _unused_nodes(kinds, trees.values(), unused | named)
+    for kind in kinds:
+        left = (node if node not in removed else ast.Global([_member(node)]) for node in kind.body)
+        kind.body = [node for node in left if not isinstance(node, ast.Global) or node.names[0] in named]
+    for tree in trees.values():
+        tree.body = [node for node in tree.body if node not in removed]
     return {name: _digest(tree) for name, tree in trees.items()}
 
 
@@ -300,26 +312,24 @@ def _reads_source(source: bytes, file: str) -> bool:
     return any(isinstance(node, ast.Name) and node.id == "__file__" for call in calls for node in ast.walk(call))
 
 
-def _remove_unused_methods(tree: ast.Module, name: str, unused: Set[str], trees: Collection[ast.Module]) -> None:
-    """Remove methods and literal attributes from a class where nothing else in the user's code can use them."""
-    definitions = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
-    if len(definitions) != 1 or not _is_plain_class(definitions[0], tree):
-        return
-    (kind,) = definitions
-    removed = [node for node in kind.body if _member(node) in unused]
+def _unused_nodes(kinds: Sequence[ast.ClassDef], trees: Collection[ast.Module], unused: Set[str]) -> list[ast.stmt]:
+    """Return the members of these classes, and the definitions at the top of files, that nothing else can use."""
+    plain = [kind for tree in trees for kind in kinds if kind in tree.body and _is_plain_class(kind, tree)]
+    removed = [node for kind in plain for node in kind.body if _member(node) in unused]
+    removed += [node for tree in trees for node in tree.body if node not in kinds and _member(node)]
     while removed:
-        mentioned = {name for tree in trees for node in _walk_without(tree, removed) for name in _names(node)}
+        mentioned = {name for tree in trees for node in _walk_without(tree, removed) for name in _mentions(node)}
         if mentioned & _REFLECTION:
-            return
+            return []
         used = [node for node in removed if _member(node) in mentioned]
         if not used:
             break
         removed = [node for node in removed if node not in used]
-    kind.body = [node for node in kind.body if node not in removed]
+    return removed
 
 
 def _member(node: ast.stmt) -> str:
-    """Return the name of a method or attribute whose definition runs no other code; empty for anything else."""
+    """Return the name of a definition that runs no other code; empty for anything else."""
     match node:
         case ast.FunctionDef(name=name) if _is_plain_method(node):
             return name
@@ -327,7 +337,24 @@ def _member(node: ast.stmt) -> str:
             ast.Assign(targets=[ast.Name(id=name)], value=value) | ast.AnnAssign(target=ast.Name(id=name), value=value)
         ):
             return name if value is not None and _is_literal(value) else ""
+        case ast.ClassDef(name=name, decorator_list=[], keywords=[], bases=bases, body=body):
+            is_plain = all(isinstance(base, ast.Name | ast.Attribute) for base in bases) and all(map(_is_inert, body))
+            return name if is_plain else ""
     return ""
+
+
+def _is_inert(node: ast.stmt) -> bool:
+    """Return whether a statement in the body of a class runs no code."""
+    is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    is_field = isinstance(node, ast.AnnAssign) and node.value is None and isinstance(node.annotation, ast.Name)
+    return is_text or is_field or isinstance(node, ast.Pass) or bool(_member(node))
+
+
+def _mentions(node: ast.AST) -> set[str]:
+    """Return the names that a node uses; an import alone does not use what it names."""
+    if isinstance(node, ast.ImportFrom):
+        return {alias.name for alias in node.names if alias.asname or alias.name in _REFLECTION}
+    return _names(node)
 
 
 def _is_literal(value: ast.expr) -> bool:
@@ -373,6 +400,7 @@ def _is_plain_class(kind: ast.ClassDef, tree: ast.Module) -> bool:
     }
     stored = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
     is_replaced = any(node.id == kind.name for node in stored)
+    is_replaced |= sum(isinstance(node, ast.ClassDef) and node.name == kind.name for node in tree.body) > 1
     has_other_bases = any(not isinstance(base, ast.Name) or base.id not in ours for base in kind.bases)
     return not (kind.decorator_list or kind.keywords or has_other_bases or is_replaced)
 

@@ -46,10 +46,10 @@ from pipeline.executors.local import (
     LocalLauncher,
     child_process,
     count_gpus,
+    fork_server,
     prepare_log,
     read_log_end,
     step_environment,
-    training_server,
 )
 from pipeline.failures import MEMORY_HINT, find_killed_process
 from pipeline.history import installed_versions
@@ -197,7 +197,7 @@ class TrainingNode:
         """Run a fork server for the agent, unless `pipe` runs one and it has not been killed."""
         if uses_agent(self.train) and not has_server(self.env):
             server.close()
-            self.env |= server.enter_context(training_server(self.root, self.env, self.run.config))
+            self.env |= server.enter_context(fork_server(self.root, self.env, self.run.config))
 
     def _leave(self, keeps_store: bool) -> None:
         """Take no further part, because a GPU is gone; the machine with the store keeps it for the others."""

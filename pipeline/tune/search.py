@@ -34,7 +34,7 @@ from pipeline.contract.settings.stages import Axis, Tune
 from pipeline.display import Display
 from pipeline.executors.local import child_process, count_gpus
 from pipeline.history import FileLock, Project, exclusive_lock, load_history, lock_runs, try_lock
-from pipeline.plan import STEP_KINDS, describe_changes, with_upstream
+from pipeline.plan import CHECK, STEP_KINDS, describe_changes, with_upstream
 from pipeline.run import run_pipeline
 from pipeline.system.errors import ConfigError, ConflictError, Interrupted, StageError, read_error
 from pipeline.system.fork_server import Process
@@ -141,13 +141,13 @@ def _record_study(request: SearchRequest, display: Display) -> None:
 
 
 def _prepare_data(request: SearchRequest, study: str, display: Display) -> Run:
-    """Run prepare once for all trials, so that a broken task is reported once; return the run that has it."""
-    steps = ("prepare",)
+    """Run the steps before training once for all trials; return the run that has the data."""
+    steps = (CHECK, "prepare")
     work = Work(request.project, request.config, RunRequest(steps), load_history(request.project.runs))
-    (step,) = work.preview()
-    if step.action == "run":
+    decisions = work.preview()
+    if any(decision.action == "run" for decision in decisions):
         return run_pipeline(request.project, request.config, RunRequest(steps, study=study), display)
-    return work.reused_record(step)[0]
+    return work.reused_record(decisions[-1])[0]
 
 
 def _run_workers(request: SearchRequest, study: Study) -> None:
@@ -226,7 +226,7 @@ def _check(config: Config, key: str, value: bool | int | float | str | None) -> 
 
 def _check_affects_training(key: str) -> None:
     """Reject settings that training does not depend on: every trial would have the same value."""
-    settings = {setting for step in TRIAL_STEPS for setting in STEP_KINDS[step].settings}
+    settings = {setting for step in TRIAL_STEPS if step != CHECK for setting in STEP_KINDS[step].settings}
     if not {key, key.partition(".")[0]} & settings:
         raise ConfigError(
             f"tune.space.{key}: training does not depend on it, so all trials would be equal; "

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.contract.run import all_runs
+from pipeline.contract.run import STEPS, all_runs
 
 from .project_folder import HELD_AFTER, ProjectFolder, until_held
 
@@ -58,13 +58,12 @@ def test_resume_ignores_a_comment_and_another_champion(interrupted: ProjectFolde
 
 def test_accepted_outputs_are_reused(copied: ProjectFolder) -> None:
     copied.replace("task.py", "functional.cross_entropy(", "1 * functional.cross_entropy(")
-    assert copied.plan()["train"] == ("run", "after prepare")
+    assert copied.plan()["train"] == ("run", "task.py changed")
     assert copied.pipe("run", "--from", "evaluate", expect=2).stderr.endswith("has to run: task.py changed\n")
     accepted = json.loads(copied.pipe("accept", "-o", "json").stdout)
-    assert [row["step"] for row in accepted] == ["prepare", "train", "evaluate", "export"]
-    assert {step: action for step, (action, _) in copied.plan().items() if step != "deploy"} == dict.fromkeys(
-        ("prepare", "train", "evaluate", "export", "package"), "reuse"
-    )
+    assert [row["step"] for row in accepted] == ["train", "evaluate", "export"]
+    actions = {step: action for step, (action, _) in copied.plan().items()}
+    assert actions == {**dict.fromkeys(STEPS, "reuse"), "check": "run", "deploy": "run"}, "a check takes seconds"
     copied.pipe("report")
     assert "train: task.py changed, accepted by " in (copied.latest.path / "report.html").read_text()
     assert copied.pipe("accept").stdout == "nothing to accept: every step is current\n"

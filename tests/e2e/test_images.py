@@ -13,6 +13,7 @@ def test_modelcar_is_made_from_an_existing_bundle_only(copied: ProjectFolder) ->
     record = json.loads(copied.pipe("package", "--modelcar", "-o", "json").stdout)
     run = Run(copied.runs / record["run"])
     assert {name: step.reused_from for name, step in run.read().steps.items()} == {
+        "check": before.id,
         "prepare": before.id,
         "train": before.id,
         "evaluate": before.id,

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.contract.run import all_runs
+from pipeline.plan import CLUSTER_STEPS
 
 from ..k8s.api_server import ApiServer
 from ..k8s.mock_pods import MockPod
@@ -106,9 +107,7 @@ def test_resume_after_a_killed_pipe_follows_the_running_job(api: ApiServer, proj
     done = project.pipe("run", "--resume")
     assert "was started before; following it" in done.stderr
     records = project.latest.read().steps
-    assert {name: record.status for name, record in records.items()} == dict.fromkeys(
-        ("prepare", "train", "evaluate", "export"), "done"
-    )
+    assert {name: record.status for name, record in records.items()} == dict.fromkeys(CLUSTER_STEPS, "done")
     trained = [query for method, path, query, _ in api.requests if method == "PATCH" and "-train-" in path]
     assert sum("dryRun" not in query for query in trained) == 2, "one Service and one Job in all"
 

@@ -88,7 +88,7 @@ def test_change_of_an_imported_module_reruns_dependent_steps(copied: ProjectFold
     copied.pipe("run", "prepare")
     assert copied.latest.read().steps["prepare"].reason == "points.py changed"
     rows = json.loads(copied.pipe("compare", before.id, "-o", "json").stdout)["differences"]
-    assert {"step": "prepare", "part": "source:points.py"}.items() <= next(
+    assert {"step": "check", "part": "source:points.py"}.items() <= next(
         row for row in rows if row["part"].startswith("source")
     ).items()
 

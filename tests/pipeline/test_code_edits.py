@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pipeline.contract.config import parse_config
 from pipeline.plan import STEP_KINDS
 from pipeline.system.sources import project_code
 
@@ -118,6 +119,11 @@ HARMLESS: dict[str, Edit] = {
         return [{"side": int(row.argmax()), "at": point.tolist()} for row, point in rows]""",
     ),
     "encode() edited in a call": codec("row.argmax()", "row.argmax(axis=-1)"),
+    "metrics() edited": task(".float()}", ".float() * 2}"),  # the best checkpoint is that of the lowest loss
+    "predicted(), which metrics() calls": task(".argmax(1)", ".argmin(1)"),
+    "decode(), which the task does not call": codec("np.float32", "np.float16"),
+    "a function that nothing calls": task("def scaled(x):", "def shown(x): ...\n\n\ndef scaled(x):"),
+    "a function that only slices() calls": task('"high" if y > 5 else "low"', "height(y)"),
     "a type hint of example()": task("    def example(self):", "    def example(self) -> list:"),
 }
 HARMFUL: dict[str, Edit] = {
@@ -126,13 +132,14 @@ HARMFUL: dict[str, Edit] = {
     "a layer": task("torch.nn.ReLU()", "torch.nn.Tanh()"),
     "the data": task("rand(100, 2", "rand(200, 2"),
     "the loss": task('batch["side"])\n\n    def metrics', 'batch["side"], reduction="sum")\n\n    def metrics'),
-    "metrics(), which chooses the best checkpoint": task(".float()}", ".float() * 2}"),
-    "predicted(), which metrics() calls": task(".argmax(1)", ".argmin(1)"),
     "the order of statements": task("WIDTH = 8  # of the hidden layer\n", "WIDTH = 8\nWIDTH = 8\n"),
     "the order of inputs": task('inputs = ("point",)', 'inputs = ("point", "other")'),
     "classes": task('("left", "right")', '("right", "left")'),
     "an import": task("import torch\n", "import torch\ntorch.manual_seed(3)\n"),
-    "decode(), which the task may use": codec("np.float32", "np.float16"),
+    "decode(), which data() calls": lambda task, codec: (
+        task.replace("        points = torch.rand", "        PointCodec().decode([])\n        points = torch.rand"),
+        codec.replace("np.float32", "np.float16"),
+    ),
     "a default": task("def scaled(x):", "def scaled(x, y=1):"),
     "a decorator": task("def scaled(x):", "@torch.no_grad()\ndef scaled(x):"),
     "example() with a default that is called at once": task("def example(self):", "def example(self, x=print()):"),
@@ -156,7 +163,13 @@ def weights_code(folder: Path, edit: Edit = lambda task, codec: (task, codec)) -
     texts = edit(TASK, CODEC)
     for name, text in zip(("task.py", "codec.py"), texts, strict=True):
         (folder / name).write_text(text)
-    return project_code(folder, ("task.py:Sides", "codec.py:PointCodec"), STEP_KINDS["train"].unused)
+    return step_code(folder, "train")
+
+
+def step_code(folder: Path, step: str) -> dict[str, str]:
+    kind = STEP_KINDS[step]
+    config = parse_config({"name": "x", "task": "task.py:Sides", "codec": "codec.py:PointCodec"}, source="test")
+    return project_code(folder, kind.user_files(config), kind.unused, kind.named)
 
 
 @pytest.mark.parametrize("edit", HARMLESS.values(), ids=HARMLESS)
@@ -196,8 +209,10 @@ def test_method_that_other_code_may_call_counts(tmp_path: Path, call: str) -> No
 
 
 def test_methods_called_by_used_ones_count(tmp_path: Path) -> None:
-    """text() is called by metrics(), and slices() by text(), so that both can change the weights."""
-    called = TASK.replace('        return {"accuracy"', '        self.text(batch)\n        return {"accuracy"')
+    """text() is called by loss(), and slices() by text(), so that both can change the weights."""
+    called = TASK.replace(
+        "        return torch.nn.functional", "        self.text(batch)\n        return torch.nn.functional"
+    )
     called = called.replace('        return [f"point', '        self.slices(batch)\n        return [f"point')
     digest = weights_code(tmp_path, lambda task, codec: (called, codec))
     assert weights_code(tmp_path, lambda task, codec: (called.replace("y > 5", "y > 6"), codec)) != digest
@@ -218,18 +233,33 @@ def test_every_byte_of_code_that_reads_its_source_counts(tmp_path: Path, reader:
 
 def test_steps_differ_in_what_they_call(tmp_path: Path) -> None:
     def steps(edit: Edit) -> set[str]:
-        def code(step: str) -> dict[str, str]:
-            return project_code(tmp_path, ("task.py:Sides", "codec.py:PointCodec"), STEP_KINDS[step].unused)
-
         kinds = [name for name, kind in STEP_KINDS.items() if kind.user_code]
         weights_code(tmp_path)
-        before = {step: code(step) for step in kinds}
+        before = {step: step_code(tmp_path, step) for step in kinds}
         weights_code(tmp_path, edit)
-        return {step for step in kinds if code(step) != before[step]}
+        return {step for step in kinds if step_code(tmp_path, step) != before[step]}
 
-    assert steps(HARMLESS["slices() edited"]) == {"evaluate"}
-    assert steps(HARMLESS["text() edited"]) == {"evaluate"}
-    assert steps(HARMLESS["example() edited"]) == {"evaluate", "export"}
-    assert steps(HARMLESS["encode() edited"]) == {"evaluate", "export"}
+    assert steps(HARMLESS["slices() edited"]) == {"check", "evaluate"}
+    assert steps(HARMLESS["text() edited"]) == {"check", "evaluate"}
+    assert steps(HARMLESS["example() edited"]) == {"check", "evaluate", "export"}
+    assert steps(HARMLESS["encode() edited"]) == {"check", "evaluate", "export"}
+    assert steps(HARMLESS["metrics() edited"]) == {"check", "evaluate", "export"}
+    assert steps(HARMLESS["predicted(), which metrics() calls"]) == {"check", "evaluate", "export"}
     assert steps(HARMLESS["a comment changed"]) == set()
-    assert steps(HARMFUL["a layer"]) == {"prepare", "train", "evaluate", "export"}
+    assert steps(HARMFUL["a layer"]) == {"check", "train", "evaluate", "export"}
+    assert steps(HARMFUL["the loss"]) == {"check", "train", "evaluate", "export"}
+    assert steps(HARMFUL["the data"]) == {"check", "prepare", "train", "evaluate", "export"}
+    assert steps(HARMLESS["actual() edited"]) == {"check", "prepare", "evaluate", "export"}
+
+
+def test_only_the_existence_of_a_member_may_count(tmp_path: Path) -> None:
+    """With predicted() the task is a classifier, whose classes prepare counts; what it returns does not matter."""
+
+    def code(edit: Edit) -> dict[str, str]:
+        weights_code(tmp_path, edit)
+        return step_code(tmp_path, "prepare")
+
+    removed = task(TASK[TASK.index("    def predicted") : TASK.index("    def actual")], "")
+    unchanged = code(lambda task, codec: (task, codec))
+    assert code(HARMLESS["predicted(), which metrics() calls"]) == unchanged
+    assert code(removed) != unchanged

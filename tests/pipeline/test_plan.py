@@ -13,6 +13,7 @@ from pipeline.contract.run import STEPS, StepRecord
 from pipeline.contract.settings.stages import Train
 from pipeline.history import Project
 from pipeline.plan import (
+    CLUSTER_STEPS,
     SCHEMA,
     STEP_KINDS,
     Decision,
@@ -50,9 +51,9 @@ def before(config: Config, project: Project) -> Parts:
 def test_module_imported_by_the_task_is_in_its_keys(
     config: Config, project: Project, folder: Path, before: Parts
 ) -> None:
-    (folder / "shapes.py").write_text("def size():\n    return 3\n")
+    (folder / "shapes.py").write_text("def size():\n    return 3\n\n\nSIZE = size()\n")
     found = changed(before, all_parts(config, project))
-    assert found == {step: {"source:shapes.py"} for step in ("prepare", "train", "evaluate", "export")}
+    assert found == {step: {"source:shapes.py"} for step in CLUSTER_STEPS}
 
 
 def test_file_that_is_not_imported_is_in_no_key(config: Config, project: Project, folder: Path, before: Parts) -> None:
@@ -64,8 +65,8 @@ def test_file_that_is_not_imported_is_in_no_key(config: Config, project: Project
 @pytest.mark.parametrize(
     ("package", "steps"),
     [
-        ("onnxscript", ["export"]),
-        ("scikit-learn", ["prepare", "train", "evaluate", "export"]),
+        ("onnxscript", ["check", "export"]),
+        ("scikit-learn", [*CLUSTER_STEPS]),
     ],  # which the task imports
 )
 def test_package_version_is_in_the_keys_of_steps_that_use_it(
@@ -91,7 +92,7 @@ def test_either_package_of_onnx_runtime_gives_the_same_key(
     real = metadata.version
     monkeypatch.setattr(metadata, "version", pretend)
     after = all_parts(config, project)
-    assert changed(before, after) == {step: {"version:onnxruntime"} for step in ("export", "package")}
+    assert changed(before, after) == {step: {"version:onnxruntime"} for step in ("check", "export", "package")}
     assert after["export"]["version:onnxruntime"] == "1.99"
 
 
@@ -144,12 +145,14 @@ def test_champion_is_in_the_key_of_evaluate_only(
     assert after["evaluate"]["baseline:champion"] == ("theirs" if counts else "the task's own")
 
 
-def test_a_declared_data_file_counts_for_prepare(config: Config, project: Project, folder: Path) -> None:
+def test_a_declared_data_file_counts_for_the_steps_that_read_data_first(
+    config: Config, project: Project, folder: Path
+) -> None:
     config = override_config(config, ["prepare.files=['*.csv']"])
     (folder / "points.csv").write_text("1,2\n")
     before = all_parts(config, project)
     (folder / "points.csv").write_text("1,3\n")
-    assert changed(before, all_parts(config, project)) == {"prepare": {"file:points.csv"}}
+    assert changed(before, all_parts(config, project)) == {key: {"file:points.csv"} for key in ("check", "prepare")}
 
 
 def test_a_folder_of_data_files_means_all_files_in_it(config: Config, project: Project, folder: Path) -> None:
@@ -174,16 +177,17 @@ def weights_of(folder: Path, config: Config) -> Config:
     return override_config(config, ["model.pretrained=weights"])
 
 
-def test_pretrained_files_are_in_the_key_of_prepare(config: Config, project: Project, folder: Path) -> None:
+def test_pretrained_files_are_in_the_keys_of_check_and_prepare(config: Config, project: Project, folder: Path) -> None:
     """Later steps depend on them through the outputs of prepare."""
     begun = weights_of(folder, config)
     before = all_parts(begun, project)
     assert changed(before, all_parts(begun, project)) == {}
     (folder / "weights" / "model.safetensors").write_bytes(b"SOME weights")
-    assert changed(before, all_parts(begun, project)) == {"prepare": {"pretrained:model.safetensors"}}
+    first = {key: {"pretrained:model.safetensors"} for key in ("check", "prepare")}
+    assert changed(before, all_parts(begun, project)) == first
     (folder / "weights" / "tokenizer.json").write_text("{}")
     assert changed(before, all_parts(begun, project)) == {
-        "prepare": {"pretrained:model.safetensors", "pretrained:tokenizer.json"}
+        step: {"pretrained:model.safetensors", "pretrained:tokenizer.json"} for step in ("check", "prepare")
     }
 
 
@@ -207,12 +211,12 @@ def test_unchanged_weights_are_not_read_again(
     assert read == [folder / "weights" / "config.json"]
 
 
-def test_allow_mismatch_is_in_the_keys_of_prepare_and_train(config: Config, project: Project, folder: Path) -> None:
+def test_allow_mismatch_is_in_the_keys_of_check_and_train(config: Config, project: Project, folder: Path) -> None:
     begun = weights_of(folder, config)
     found = changed(
         all_parts(begun, project), all_parts(override_config(begun, ["model.allow_mismatch=[a.*]"]), project)
     )
-    assert found == {"prepare": {"config:model.allow_mismatch"}, "train": {"config:model.allow_mismatch"}}
+    assert found == {"check": {"config:model.allow_mismatch"}, "train": {"config:model.allow_mismatch"}}
     assert changed(all_parts(config, project), all_parts(config, project)) == {}
 
 
@@ -251,7 +255,7 @@ def decided(
     [
         (([], None, None), STEPS),
         ((["all"], None, None), STEPS),
-        ((["export", "prepare"], None, None), ("prepare", "export")),
+        ((["export", "prepare"], None, None), ("check", "prepare", "export")),
         (([], "train", "export"), ("train", "evaluate", "export")),
     ],
 )
@@ -262,9 +266,9 @@ def test_steps_are_selected_in_the_order_of_the_pipeline(words: tuple[Any, Any, 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (([], "trian", None), "no step 'trian'; there are prepare, train, "),
-        ((["trian"], None, None), "no step 'trian'; there are prepare, train, "),
-        (([], None, "trian"), "no step 'trian'; there are prepare, train, "),
+        (([], "trian", None), "no step 'trian'; there are check, prepare, train, "),
+        ((["trian"], None, None), "no step 'trian'; there are check, prepare, train, "),
+        (([], None, "trian"), "no step 'trian'; there are check, prepare, train, "),
         ((["prepare"], "train", None), "leave no step"),
     ],
 )
@@ -274,8 +278,8 @@ def test_an_unknown_or_empty_selection_is_a_mistake(words: tuple[Any, Any, Any],
 
 
 def test_step_includes_its_prerequisites() -> None:
-    assert with_upstream(["evaluate"]) == ("prepare", "train", "evaluate")
-    assert with_upstream(["package"]) == ("prepare", "train", "evaluate", "export", "package")
+    assert with_upstream(["evaluate"]) == ("check", "prepare", "train", "evaluate")
+    assert with_upstream(["package"]) == STEPS[:-1]
     assert with_upstream(["prepare"]) == ("prepare",)
 
 
@@ -310,8 +314,11 @@ def test_a_forced_step_runs_though_nothing_changed() -> None:
 
 
 def test_step_with_an_unknown_input_runs_after_the_step_before() -> None:
-    step = decided({**PARTS, "input:prepare/data.json": "?"}, ("first", done(PARTS)))
+    unknown = {**PARTS, "input:prepare/data.json": "?"}
+    step = decided({**unknown, "config:train.lr": "0.1"}, ("first", done(PARTS)))
     assert (step.action, step.reason) == ("run", "after prepare")
+    step = decided(unknown, ("first", done(PARTS)))
+    assert (step.action, step.reason) == ("run", "only if the output of prepare changes")
 
 
 def test_damaged_outputs_are_not_reused() -> None:

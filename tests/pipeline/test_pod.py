@@ -87,7 +87,7 @@ def test_command_that_the_image_does_not_expect_is_refused(tiny: Project) -> Non
 def test_step_with_missing_inputs_does_not_run_earlier_steps(tiny: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tiny.root)
     run = tiny.runs / "wf-1"
-    with pytest.raises(ConfigError, match="but prepare has to run: never run"):
+    with pytest.raises(ConfigError, match="but check has to run: never run"):
         run_in_pod("train", Run(run), ("python", "-m", "pipeline.training.node", str(run)), config_text(tiny))
     assert not (run / "prepare").exists()
 
@@ -128,7 +128,8 @@ def test_secondary_pod_waits_for_the_first_one_to_begin(tiny: Project) -> None:
         run.path.mkdir(parents=True)
         (run.path / "run.json").write_text("{}")
         assert process.poll() is None
-        run.output("prepare").mkdir()
+        for step in ("check", "prepare"):
+            run.output(step).mkdir()
         out, _ = process.communicate(timeout=300)
     assert (process.returncode, out) == (0, "takes part\n")
 

@@ -299,7 +299,7 @@ def test_a_training_is_not_resumed_with_other_code(
     project: Project, folder: Path, config: Config, steps: Steps
 ) -> None:
     run = interrupted_training(project, config, steps)
-    (folder / "task.py").write_text((folder / "task.py").read_text() + "\n\nmore = 1\n")
+    (folder / "task.py").write_text((folder / "task.py").read_text() + "\n\nmore = len('x')\n")
     with pytest.raises(ConfigError, match=rf"since the training of run {run.id} began, this changed: task\.py changed"):
         resume_run(project, run, TRAINED, QUIET)
     assert steps.ran == ["prepare", "train"], "nothing ran again before the question"
@@ -310,7 +310,7 @@ def test_checkpoints_are_kept_until_the_new_training_is_complete(
     project: Project, folder: Path, config: Config, steps: Steps
 ) -> None:
     run = interrupted_training(project, config, steps)
-    (folder / "task.py").write_text((folder / "task.py").read_text() + "\n\nmore = 1\n")
+    (folder / "task.py").write_text((folder / "task.py").read_text() + "\n\nmore = len('x')\n")
     request = replace(TRAINED, on_changes="restart")
     steps.ends["train"] = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from pipeline.executors.local import LocalLauncher, training_server
+from pipeline.executors.local import LocalLauncher, fork_server
 from pipeline.training.launchers import launch_command
 from tests.quick import quick
 
@@ -30,7 +30,7 @@ def test_input_in_training_fails_with_its_line(project: Project, forks: bool) ->
 
     env = {**os.environ, **ENVIRONMENT}
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(training_server(project.root, env, run.config)) if forks else {}
+        server = stack.enter_context(fork_server(project.root, env, run.config)) if forks else {}
         assert bool(server) is forks
         launcher = LocalLauncher(project.root, tick, grace_seconds=0, forks=forks)
         assert launcher.launch(argv, project.root / "log", {**ENVIRONMENT, **server}) != 0

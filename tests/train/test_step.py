@@ -127,23 +127,6 @@ def test_attempt_numbers_continue_although_their_record_is_lost(
     assert capsys.readouterr().err == ""
 
 
-MISTAKES = {
-    '"farness"': "the gate needs the metric closeness, but the task has farness",
-    '"closeness"': "directions of the task: metrics() returns no farness (it returns closeness)",
-}
-
-
-@pytest.mark.parametrize("metric", MISTAKES)
-def test_a_missing_metric_stops_before_training(project: Project, metric: str) -> None:
-    run = project.run()
-    project.replace('"closeness"', metric)
-    project.replace("    def loss(", '    directions = {"farness": "lower"}\n\n    def loss(')
-    done = project.train(run)
-    assert done.returncode == 2
-    assert MISTAKES[metric] in str(failure(run))
-    assert not (run.partial("train") / "checkpoints").exists()
-
-
 def test_a_metric_that_is_not_a_number_is_left_to_the_gate(project: Project) -> None:
     project.replace('-(outputs - batch["target"]).abs()[:, 0]', '(outputs * float("nan"))[:, 0]')
     run = project.run()

@@ -7,6 +7,7 @@ import pytest
 from k8s.cluster.rollout_status import JobResult, job_progress, job_result, unrecoverable_problems
 from k8s.objects.jobs import PodUser, StepJob, step_job
 from pipeline.contract.config import override_config
+from pipeline.contract.run import STEPS
 from pipeline.system.errors import ConfigError
 
 from ..admission import validation_causes
@@ -27,7 +28,7 @@ def pod_of(found: StepJob) -> dict[str, Any]:
     return spec
 
 
-@pytest.mark.parametrize("step", ["prepare", "train", "evaluate", "export", "package", "deploy"])
+@pytest.mark.parametrize("step", STEPS)
 def test_the_objects_of_every_step_are_valid(step: str, configure: Configure) -> None:
     for item in worked(configure, step).objects:
         validate(item)

@@ -37,8 +37,8 @@ def complaint(pipe: Pipe, *words: str) -> str:
         ("plan train.epoch=3", "unknown setting `train.epoch`; did you mean `train.epochs`?"),
         ("run task=task.py:Other", "task.py has no class Other"),
         ("run train.nodes=2", "train.nodes=2 needs train.rendezvous=HOST:PORT"),
-        ("run trian", "no step 'trian'; there are prepare, train, evaluate"),
-        ("plan --from trian", "no step 'trian'; there are prepare, train, evaluate"),
+        ("run trian", "no step 'trian'; there are check, prepare, train, evaluate"),
+        ("plan --from trian", "no step 'trian'; there are check, prepare, train, evaluate"),
         ("run --force trian", "--force trian: no such step"),
         ("run --resume", "nothing to resume"),
         ("deploy", "has a bundle yet"),
@@ -64,7 +64,8 @@ def test_project_files_with_names_of_other_modules_are_errors(pipe: Pipe, starte
 
 def test_a_plan_states_what_would_run_and_changes_nothing(pipe: Pipe, starter: Path) -> None:
     rows = json.loads(pipe("plan", "-o", "json").stdout)
-    assert [(row["name"], row["action"], row["reason"]) for row in rows[:3]] == [
+    assert [(row["name"], row["action"], row["reason"]) for row in rows[:4]] == [
+        ("check", "run", "never run"),
         ("prepare", "run", "never run"),
         ("train", "run", "after prepare"),
         ("evaluate", "run", "after prepare, train"),
@@ -98,7 +99,7 @@ def test_plan_works_without_a_memory_estimate(pipe_with_estimate: Pipe, starter:
 
 def test_plan_of_a_step_includes_its_prerequisites_and_has_an_exit_code(pipe: Pipe) -> None:
     rows = json.loads(pipe("plan", "evaluate", "--exit-code", "-o", "json", expect=4).stdout)
-    assert [row["name"] for row in rows] == ["prepare", "train", "evaluate"]
+    assert [row["name"] for row in rows] == ["check", "prepare", "train", "evaluate"]
     pipe("plan", expect=0)
 
 

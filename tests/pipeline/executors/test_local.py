@@ -17,11 +17,11 @@ from pipeline.contract.config import parse_config
 from pipeline.executors.local import (
     LocalLauncher,
     count_gpus,
+    fork_server,
     pod_environment,
     prepare_log,
     read_log_end,
     step_environment,
-    training_server,
     with_this_python,
 )
 from pipeline.system.errors import ResourceError
@@ -248,5 +248,5 @@ def test_no_fork_server_if_its_socket_cannot_be_created(tmp_path: Path, monkeypa
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     config = parse_config({"name": "x", "task": "task.py:T", "codec": "task.py:T"}, source="test")
-    with training_server(tmp_path, {}, config) as variables:
+    with fork_server(tmp_path, {}, config) as variables:
         assert variables == {}

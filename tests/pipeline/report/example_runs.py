@@ -22,11 +22,11 @@ def make_run(runs: Path, reached: int = len(STEPS), **changes: Any) -> Run:
     """A digits run whose first `reached` steps are done."""
     run = Run(runs / "20260102-030405-abcd")
     run.path.mkdir(parents=True)
-    writers = (write_prepare, write_train, write_evaluate, write_export, write_package, write_deploy)
+    writers = (write_check, write_prepare, write_train, write_evaluate, write_export, write_package, write_deploy)
     for name, write in list(zip(STEPS, writers, strict=True))[:reached]:
         run.output(name).mkdir()
         write(run)
-    seconds = (1.1, 14.2, 2.6, 5.9, 0.4, 3.3)
+    seconds = (0.9, 1.1, 14.2, 2.6, 5.9, 0.4, 3.3)
     records = {
         name: StepRecord(step=name, status="done", key="k", parts={}, seconds=duration)
         for name, duration in list(zip(STEPS, seconds, strict=True))[:reached]
@@ -43,6 +43,10 @@ def make_run(runs: Path, reached: int = len(STEPS), **changes: Any) -> Run:
     }
     write_atomic(run.path / "run.json", RunFile(**(values | changes)).model_dump_json())
     return run
+
+
+def write_check(run: Run) -> None:
+    write_json(run.output("check") / "check.json", {"seconds": {"data()": 0.01}})
 
 
 def write_prepare(run: Run) -> None:
@@ -159,7 +163,7 @@ def write_deploy(run: Run) -> None:
 
 def make_other_run(runs: Path, lr: float = 0.001, name: str = "20260101-010101-ef01") -> Run:
     """A second run on the same test set, with another learning rate and worse results."""
-    run = make_run(runs / "other", reached=3)
+    run = make_run(runs / "other", reached=4)
     path = run.path.rename(runs / name)
     other = Run(path)
     file = other.read()

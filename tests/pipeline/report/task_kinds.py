@@ -167,7 +167,9 @@ KINDS = {kind.__name__.lower(): kind for kind in (Houses, Search, Gallery, Serie
 def make_kind(runs: Path, name: str) -> Run:
     """A run whose evaluate step has the results of this task."""
     task: Any = KINDS[name]()
-    run = make_run(runs, reached=len(STEPS) - 3, config={"name": name, "task": "task.py:T", "codec": "codec.py:C"})
+    run = make_run(
+        runs, reached=STEPS.index("evaluate") + 1, config={"name": name, "task": "task.py:T", "codec": "codec.py:C"}
+    )
     samples = Samples("test", task.data("test"))
     batch = samples.batch(range(len(samples)))
     columns = {f"candidate.{key}": value for key, value in score_batch(task, task.predict, batch).items()}

@@ -83,7 +83,7 @@ def test_differing_part_is_listed_once_for_all_steps(two: tuple[Run, Run]) -> No
     (run.path / "run.json").write_text(body.model_copy(update={"steps": steps}).model_dump_json())
     text = page(run, other)
     assert text.count("config:train.lr") == 1
-    assert "<td><code>0.5</code></td><td><code>0.001</code></td><td>prepare, train, evaluate</td>" in text
+    assert "<td><code>0.5</code></td><td><code>0.001</code></td><td>check, prepare, train, evaluate</td>" in text
     assert "1 source file of pipe itself differs" in text
     assert f"pipe compare {other.id} {run.id}" in text
 

@@ -68,7 +68,7 @@ def test_report_shows_the_main_numbers(tmp_path: Path) -> None:
 
 
 def test_rejected_run_shows_the_reason(tmp_path: Path) -> None:
-    run = make_run(tmp_path, reached=3)
+    run = make_run(tmp_path, reached=4)
     file = run.read()
     reason = "candidate rejected: accuracy 0.9 is 0.05 below the required 0.95"
     rejected = file.steps["evaluate"].model_copy(update={"status": "rejected", "reason": reason})

@@ -134,7 +134,7 @@ def test_variants_show_the_shipped_one_and_the_first_wrong_node(page: str) -> No
 
 
 def test_latency_of_the_file_is_shown_before_deployment(tmp_path: Path) -> None:
-    run = make_run(tmp_path, reached=4)
+    run = make_run(tmp_path, reached=5)
     add_optional_files(run)
     shown = section(report(run), "Service and latency")
     assert "the fp16 file itself took" in shown
@@ -165,7 +165,7 @@ def test_settings_that_differ_from_the_default_are_listed(tmp_path: Path) -> Non
 
 
 def test_only_an_override_of_this_verdict_is_shown(tmp_path: Path) -> None:
-    run = make_run(tmp_path, reached=3)
+    run = make_run(tmp_path, reached=4)
     path = run.output("evaluate") / "verdict.json"
     change(path, verdict="fail")
     override = {"at": "2026-01-03", "by": "anna", "reason": "only a dry run", "verdict": "f" * 64}

@@ -1,21 +1,16 @@
-"""Plan and prepare name what cannot be exported of a language model, before any training."""
+"""The check step names what cannot be exported of a language model, before any training."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from pipeline.cli import app
-from pipeline.contract.config import parse_config
 from pipeline.contract.run import Run
-from pipeline.steps.prepare import check_planned_export, prepare
+from pipeline.steps.check import check
 from pipeline.system.errors import ConfigError, DataError
 
-from ...plans import fixed_memory_estimate
 from ..records import write_run_file
 
 TASK = """
@@ -59,21 +54,21 @@ def write_project(root: Path, **parts: Any) -> Path:
     return root
 
 
-def planned(root: Path, **export: Any) -> str:
-    body = {"name": "x", "task": "task.py:Task", "codec": "codec.py:C", "export": export}
-    return check_planned_export(parse_config(body, source="test"), root, None)
+@pytest.fixture(autouse=True)
+def _only_what_is_known_without_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.steps.check._MOST_WEIGHTS", 0)
 
 
-def new_run(root: Path) -> Run:
+def checked(root: Path, **export: Any) -> None:
+    (root / "codec.py").write_text("class C:\n    def decode(self, x): ...\n    def encode(self, y): ...\n")
     run = Run(root / "run")
-    run.partial("prepare").mkdir(parents=True)
-    return write_run_file(run, "prepare", task="task.py:Task", prepare={"leaks": "warn"})
+    run.partial("check").mkdir(parents=True, exist_ok=True)
+    check(write_run_file(run, "check", task="task.py:Task", export=export), root)
 
 
-def test_a_language_model_that_can_be_exported_passes(tmp_path: Path) -> None:
-    root = write_project(tmp_path)
-    assert planned(root, formats=["onnx", "genai"], variants=["fp32", "int4"]) == ""
-    prepare(new_run(root), root)
+def test_a_language_model_that_can_be_exported_passes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    checked(write_project(tmp_path), formats=["onnx", "genai"], variants=["fp32", "int4"])
+    assert "weights is not tried before it is trained; its data and settings were checked" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -89,18 +84,14 @@ def test_a_language_model_that_can_be_exported_passes(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_plan_and_prepare_refuse_what_cannot_be_exported(parts: dict[str, str], message: str, tmp_path: Path) -> None:
-    root = write_project(tmp_path, **parts)
+def test_what_cannot_be_exported_is_refused(parts: dict[str, str], message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
-        planned(root)
-    with pytest.raises(ConfigError, match=message):
-        prepare(new_run(root), root)
+        checked(write_project(tmp_path, **parts))
 
 
-def test_rows_that_are_longer_than_the_model_are_refused_by_prepare(tmp_path: Path) -> None:
-    root = write_project(tmp_path, length=41)
-    with pytest.raises(DataError, match=r"validation data's `input_ids` has shape \[1, 41\], .* of 40 positions"):
-        prepare(new_run(root), root)
+def test_rows_that_are_longer_than_the_model_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"a text has 41 positions, but the model has 40"):
+        checked(write_project(tmp_path, length=41))
 
 
 def test_a_model_that_computes_with_its_weights_is_built_in_memory(tmp_path: Path) -> None:
@@ -114,7 +105,7 @@ def test_a_model_that_computes_with_its_weights_is_built_in_memory(tmp_path: Pat
             "        return model\n",
         )
     )
-    assert planned(root) == ""
+    checked(root)
 
 
 def test_copied_causal_model_is_checked(tmp_path: Path) -> None:
@@ -122,29 +113,11 @@ def test_copied_causal_model_is_checked(tmp_path: Path) -> None:
     copies = "\n    def language_model(self, model):\n        plain = self.model()\n"
     copies += "        plain.load_state_dict(model.state_dict())\n        return plain\n"
     root = write_project(tmp_path, part=f"\n{copies}")
-    assert planned(root) == ""
-    prepare(new_run(root), root)
+    checked(root)
 
 
-def test_plan_reports_what_only_prepare_can_check(tmp_path: Path) -> None:
-    root = write_project(tmp_path)
-    task = root / "task.py"
-    task.write_text(f"import a_package_that_is_not_here\n{task.read_text()}")
-    assert "No module named 'a_package_that_is_not_here'" in planned(root)
-    body = {"name": "x", "task": "task.py:Task", "codec": "codec.py:C", "model": {"pretrained": "a/model"}}
-    task.write_text(TASK.format(**DEFAULTS))
-    (root / "other.py").write_text(task.read_text())
-    config = parse_config({**body, "task": "other.py:Task"}, source="test")
-    assert check_planned_export(config, root, None) == "a/model has not been fetched"
-
-
-def test_the_plan_of_a_latent_model_refuses_genai(tmp_path: Path) -> None:
+def test_genai_is_refused_for_a_latent_model(tmp_path: Path) -> None:
     root = write_project(tmp_path, kind="DeepseekV3", settings=LATENT)
-    (root / "codec.py").write_text("class C:\n    def decode(self, x): ...\n    def encode(self, y): ...\n")
-    (root / "pipe.yaml").write_text("name: x\ntask: task.py:Task\ncodec: codec.py:C\n")
-    command = ["-C", str(root), "plan", "-o", "json"]
-    with fixed_memory_estimate():
-        accepted = CliRunner().invoke(app, command, catch_exceptions=False)
-        assert json.loads(accepted.stdout)[0]["name"] == "prepare"
-        with pytest.raises(ConfigError, match=r"export\.formats: onnxruntime-genai reads caches of keys and values"):
-            CliRunner().invoke(app, [*command, "export.formats=[onnx,genai]"], catch_exceptions=False)
+    checked(root)
+    with pytest.raises(ConfigError, match=r"export\.formats: onnxruntime-genai reads caches of keys and values"):
+        checked(root, formats=["onnx", "genai"])

@@ -99,6 +99,13 @@ def test_sample_in_two_splits_stops_the_pipeline(root: Path, capsys: pytest.Capt
     assert report(run)["duplicates"] == [{"a": place("validation", 5), "b": place("test", 0)}]
 
 
+def test_random_splits_are_named_as_the_cause_of_a_leak(root: Path) -> None:
+    edit(root, "class Prepared:", "CALLS = []\n\n\nclass Prepared:")
+    edit(root, "        x = np.arange(start", "        CALLS.append(split)\n        x = np.arange(start := len(CALLS)")
+    with pytest.raises(DataError, match=r"data\('train'\): differs each time it is called, .* a fixed seed"):
+        prepare(new_run(root), root)
+
+
 def test_leak_with_another_label_counts_and_may_be_a_warning(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     edit(root, '"test": 20', '"test": 12')
     edit(root, "        return {", '        label = label + (split == "test")\n        return {')
@@ -135,6 +142,7 @@ def test_each_duplicate_is_paired_with_its_first_place() -> None:
         ("[0, 1, 1, 0, 1, 0]", "[0, 1, 1, 0, 1, 3]", "label 3 is outside the 3 classes"),
         ("[0, 1, 1, 0, 1, 0]", "[0, 1, 1, 0, 1, -1]", "label -1 is outside the 3 classes"),
         ("[0, 1, 1, 0, 1, 0]", "[0, 1, np.nan, 0, 1, 0]", "labels are float64, not integers, and 1 of 6 are miss"),
+        ("[0, 1, 1, 0, 1, 0]", "['cat'] * 6", "column `label` has texts, as 'cat'; a model takes numbers"),
         ('{"x": x', '{"picture": x', "no column x, which the task names as an input"),
     ],
 )
@@ -156,23 +164,6 @@ FILES = """
 """
 
 
-@pytest.mark.parametrize(
-    ("axes", "longest", "message"),
-    [
-        (("batch", 2), {}, "`axes` has 2 for axis 1 of `x`, which is 4 in the test data"),
-        (("batch", "time"), {"time": 3}, "axis `time` is 4 long in the test data, beyond the 3 that `longest` allows"),
-    ],
-)
-def test_axes_that_contradict_the_data_stop_before_training(
-    root: Path, axes: tuple[str | int, ...], longest: dict[str, int], message: str
-) -> None:
-    edit(root, "[:, None]", "[:, None] * np.ones(4, np.float32)")
-    edit(root, "    classes", f"    axes, longest = {{'x': {axes}}}, {longest}\n    classes")
-    with pytest.raises(DataError) as caught:
-        prepare(new_run(root), root)
-    assert message in str(caught.value)
-
-
 def test_shared_files_are_made_and_recorded_by_digest(root: Path) -> None:
     (root / "prepared_task.py").write_text(TASK.replace("x = np", "assert self.words; x = np") + FILES)
     run = new_run(root)
@@ -189,37 +180,11 @@ def test_a_link_among_the_shared_files_is_refused(root: Path) -> None:
         prepare(new_run(root), root)
 
 
-@pytest.mark.parametrize("declared", [False, True])
-def test_undeclared_metric_named_like_an_error_is_a_warning(
-    declared: bool, root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    edit(root, "batch): ...\n    def predicted", 'batch): return {"mae": outputs}\n    def predicted')
-    if declared:
-        edit(root, "    inputs =", '    directions = {"mae": "lower"}\n    inputs =')
+def test_metrics_where_lower_is_better_are_recorded(root: Path) -> None:
+    edit(root, "    inputs =", '    directions = {"mae": "lower"}\n    inputs =')
     run = new_run(root)
     prepare(run, root)
-    question = 'metrics() returns `mae`, where higher is better; to fix it: set directions = {"mae": "lower"}'
-    assert (question in capsys.readouterr().err) is not declared
-    found = json.loads((run.partial("prepare") / "checks.json").read_text())["lower_is_better"]
-    assert found == (["mae"] if declared else [])
-
-
-@pytest.mark.parametrize(
-    ("member", "warned"),
-    [
-        ("def slice(self, batch): ...", True),
-        ("def slices(self, batch): ...", False),
-        ("def _slice(self, batch): ...", False),
-        ("direction = {'error': 'lower'}", True),
-        ("texts = ['a']", False),
-    ],
-)
-def test_misspelt_optional_method_is_a_warning(
-    root: Path, capsys: pytest.CaptureFixture[str], member: str, warned: bool
-) -> None:
-    edit(root, "    def predicted", f"    {member}\n    def predicted")
-    prepare(new_run(root), root)
-    assert ("of the task; did you mean `" in capsys.readouterr().err) == warned
+    assert json.loads((run.partial("prepare") / "checks.json").read_text())["lower_is_better"] == ["mae"]
 
 
 def forget(root: Path) -> None:

@@ -75,7 +75,7 @@ def running_server(root: Path) -> Iterator[tuple[subprocess.Popen[bytes], dict[s
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(path))
         listener.listen()
-        argv = [sys.executable, *server_command(listener, "numpy", ["missing", "work"])[1:]]
+        argv = [sys.executable, *server_command(listener, ["numpy"], ["missing", "work"])[1:]]
         server = subprocess.Popen(argv, env=env, stdin=subprocess.PIPE, pass_fds=[listener.fileno()])
     with server:
         try:

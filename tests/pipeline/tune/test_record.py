@@ -44,7 +44,7 @@ def trial_run(project: Project, config: Config, study: str, number: int, status:
         ({}, ["train.lr=0.5", "train.batch_size=2"], True),  # searched, so the configured values are ignored
         ({}, ["serve.threads=2", "evaluate.margin=0.5"], True),
         ({}, ["train.epochs=3"], False),
-        ({}, ["codec=task.py:SideCodec"], False),
+        ({}, ["codec=task.py:SideCodec"], True),
         ({"metric": "log_likelihood"}, [], False),
         ({"space": {**SPACE, "train.lr": {"low": 0.002, "high": 0.1}}}, [], False),
         ({"space": {"train.lr": SPACE["train.lr"]}}, [], False),
@@ -64,7 +64,7 @@ def test_sources_of_every_searched_task_identify_the_study(project: Project, mak
     before = study_parts(config, project)
     for name in ("points.py", "wide.py"):
         with (project.root / name).open("a") as file:
-            file.write("\nEXTRA = 1\n")
+            file.write("\nEXTRA = len('x')\n")
     after = study_parts(config, project)
     assert {name for name in before if before[name] != after[name]} == {"source:points.py", "source:wide.py"}
 

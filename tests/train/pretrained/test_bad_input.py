@@ -1,4 +1,4 @@
-"""Mistakes with pretrained weights: prepare names the file and what it expected."""
+"""Mistakes with pretrained weights: the check step names the file and what it expected."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pipeline.contract.run import Run, RunFile
-from pipeline.steps.prepare import prepare
+from pipeline.steps.check import check
 from pipeline.system.errors import PipelineError
 
 from .official import write_official
@@ -61,13 +61,19 @@ def project(tmp_path: Path, official: Path) -> Path:
     return tmp_path
 
 
-def run_prepare(root: Path) -> None:
+@pytest.fixture(autouse=True)
+def _only_what_is_known_without_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipeline.steps.check._MOST_WEIGHTS", 0)
+
+
+def run_check(root: Path) -> None:
     run = Run(root / "runs" / "one")
-    run.partial("prepare").mkdir(parents=True)
+    run.partial("check").mkdir(parents=True)
+    (root / "codec.py").write_text("class C:\n    def decode(self, x): ...\n    def encode(self, y): ...\n")
     config = {"name": "x", "task": "task.py:Language", "codec": "codec.py:C", "model": {"pretrained": "llama"}}
-    file = RunFile(id="one", created="2026-01-01", wanted=("prepare",), config=config, environment={})
+    file = RunFile(id="one", created="2026-01-01", wanted=("check",), config=config, environment={})
     (run.path / "run.json").write_text(file.model_dump_json())
-    prepare(run, root)
+    check(run, root)
 
 
 def shard(root: Path) -> Path:
@@ -116,8 +122,8 @@ MISTAKES: dict[str, tuple[Callable[[Path], None], str]] = {
 
 
 def test_correct_folder_is_accepted(project: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    run_prepare(project)
-    assert "pretrained: llama" in capsys.readouterr().out
+    run_check(project)
+    assert "its data and settings were checked" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -125,5 +131,5 @@ def test_mistake_is_reported_with_its_file(project: Path, name: str, capsys: pyt
     make_mistake, message = MISTAKES[name]
     make_mistake(project)
     with pytest.raises(PipelineError, match=message):
-        run_prepare(project)
+        run_check(project)
     assert "Traceback" not in "".join(capsys.readouterr())

@@ -122,10 +122,10 @@ def test_prepare_copies_small_files_and_records_digests(project: PretrainedProje
     assert report["files"]["config.json"] == recorded["files"]["config.json"]["sha256"]
 
 
-def test_mismatch_stops_the_pipeline_in_prepare(project: PretrainedProject) -> None:
+def test_mismatch_stops_the_pipeline_before_training(project: PretrainedProject) -> None:
     run = project.run(allow_mismatch=["3.*"])
-    project.step("pipeline.steps.prepare", run)
-    error = read_error(run.partial("prepare"))
+    project.step("pipeline.steps.check", run)
+    error = read_error(run.partial("check"))
     assert isinstance(error, DataError)
     assert "missing: 2.bias [1], in no file" in str(error)
 
@@ -199,5 +199,5 @@ def test_task_without_adapt_is_refused(project: PretrainedProject) -> None:
     path = project.root / "task.py"
     path.write_text(path.read_text().replace("def adapt", "def other"))
     run = project.run()
-    project.step("pipeline.steps.prepare", run)
-    assert "task.py:Tiny: has no method adapt(folder)" in str(read_error(run.partial("prepare")))
+    project.step("pipeline.steps.check", run)
+    assert "task.py:Tiny: has no method adapt(folder)" in str(read_error(run.partial("check")))
