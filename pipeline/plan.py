@@ -63,6 +63,7 @@ _PART_KINDS = (
     "file",
     "pretrained",
     "start",
+    "judged",
     "version",
     "step",
     "baseline",
@@ -99,7 +100,7 @@ class StepKind:
 _COMPUTED = frozenset({"model", "adapt", "loss", "loss_weight", "metrics", "optimizer", "parallelize"})
 _JUDGED = frozenset({"example", "instances", "answer"})
 _REPORTED = _JUDGED | {"text", "show", "slices", "baseline", "prompting", "language_model"}
-JUDGING = frozenset({"metrics"})  # by which a trial of `pipe tune` is judged
+JUDGED = "judged:metrics()"  # the code by which a trial of `pipe tune` is judged, beside the key of train
 _PREDICTED = frozenset({"predicted", "probabilities", "queries"})
 
 STEP_KINDS = {
@@ -251,13 +252,13 @@ def decide_step(
 
 def _may_be_current(parts: Mapping[str, str], past: Past) -> bool:
     """Return whether outputs exist that are current as far as is known before the earlier steps have run."""
-    known = {name: value for name, value in parts.items() if value != UNKNOWN}
+    known = {name: value for name, value in parts.items() if value != UNKNOWN and name != JUDGED}
     complete = (record.current_parts for _, record in past if record.complete)
     return any(before.keys() == parts.keys() and known.items() <= before.items() for before in complete)
 
 
 def digest_key(parts: Mapping[str, str]) -> str:
-    return digest_mapping({**parts, "schema": SCHEMA})
+    return digest_mapping({**{name: value for name, value in parts.items() if name != JUDGED}, "schema": SCHEMA})
 
 
 def explain_change(parts: Mapping[str, str], past: Past) -> str:
@@ -301,26 +302,20 @@ def _describe_change(name: str, before: str | None, after: str | None) -> str:
     return f"{subject} changed"
 
 
-def key_parts(
-    step: str,
-    config: Config,
-    project: Project,
-    outputs: Mapping[str, Mapping[str, str]],
-    used: frozenset[str] = frozenset(),
-) -> dict[str, str]:
-    """Return the named parts of a step's key; `outputs` has the digests of earlier steps' files, where they exist.
-
-    `used` are members of the task that count although the step itself does not depend on them.
-    """
+def key_parts(step: str, config: Config, project: Project, outputs: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """Return the named parts of a step's key; `outputs` has the digests of earlier steps' files, where they exist."""
     kind = STEP_KINDS[step]
     parts = config_parts(step, config) | input_parts(step, outputs)
     parts[f"step:{step}"] = str(kind.version)
     parts |= _releases(kind.packages)
     parts["version:python"] = ".".join(platform.python_version_tuple()[:2])
     if kind.user_code:
-        files = project_code(project.root, kind.user_files(config), kind.unused - used, kind.named)
+        files = project_code(project.root, kind.user_files(config), kind.unused, kind.named)
         parts |= _add_prefix("source", files)
         parts |= _releases(_imported_distributions(project, config))
+    if step == "train":
+        files = project_code(project.root, kind.user_files(config), kind.unused - {"metrics", *_PREDICTED})
+        parts[JUDGED] = digest_mapping(files)
     if step in (CHECK, "prepare"):
         parts |= _add_prefix("pretrained", pretrained_parts(config, project.root, project.runs))
         parts |= _add_prefix("file", data_file_digests(project.root, config.prepare.files))

@@ -12,7 +12,7 @@ from pipeline.contract.run import Run, StepRecord
 from pipeline.executors.executor import check_config
 from pipeline.history import History, Project, changed_outputs
 from pipeline.override import outputs_with_override
-from pipeline.plan import JUDGING, START, Decision, decide_step, key_parts
+from pipeline.plan import JUDGED, START, Decision, decide_step, key_parts
 from pipeline.system.errors import ConfigError
 from pipeline.system.wording import join_names, seconds
 from pipeline.tracking.process import Tracking
@@ -53,8 +53,7 @@ class Work:
     def parts(self, step: str, outputs: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
         """Return the parts of a step's key."""
         start = self.request.starting_point
-        used = JUDGING if self.request.study else frozenset[str]()
-        parts = key_parts(step, self.key_config or self.config, self.project, outputs, used)
+        parts = key_parts(step, self.key_config or self.config, self.project, outputs)
         return {**parts, START: str(start)} if step == "train" and start else parts
 
     def decide(self, step: str) -> Decision:
@@ -63,6 +62,8 @@ class Work:
         decision = decide_step(step, parts, past, step in self.request.force, self._changed_outputs)
         if step == "prepare" and decision.action == "reuse":
             decision = self._check_read_files(decision)
+        if step == "train" and decision.action == "reuse" and self.request.study:
+            decision = self._check_judged(decision)
         if step == "train" and decision.action == "run":
             decision = replace(decision, reason=decision.reason + _last_duration(self.history))
         if decision.action == "run" and step in self.request.reuse_only:
@@ -76,6 +77,13 @@ class Work:
         if not changed:
             return decision
         return replace(decision, action="run", reason=f"{join_names(changed, 1)} changed", source="")
+
+    def _check_judged(self, decision: Decision) -> Decision:
+        """Train a trial again where its validation would have other metrics; the key of training has none of them."""
+        _, record = self.reused_record(decision)
+        if record.current_parts.get(JUDGED) == decision.parts[JUDGED]:
+            return decision
+        return replace(decision, action="run", reason="metrics() changed", source="")
 
     def reused_record(self, decision: Decision) -> tuple[Run, StepRecord]:
         return next((run, body.steps[decision.name]) for run, body in self.history if run.id == decision.source)

@@ -12,7 +12,7 @@ from pipeline.contract.run import Run, RunFile
 from pipeline.contract.settings.section import Frozen
 from pipeline.data_checks.champion import CHAMPION_PART
 from pipeline.history import History, Project, now
-from pipeline.plan import JUDGING, key_parts
+from pipeline.plan import key_parts
 from pipeline.system.errors import PipelineError
 from pipeline.system.files import digest_mapping, write_atomic
 
@@ -51,7 +51,7 @@ def study_parts(config: Config, project: Project) -> dict[str, str]:
     parts: dict[str, str] = {}
     for variant in _variants(config):
         for step in ("prepare", "train"):
-            parts |= key_parts(step, variant, project, {}, JUDGING)
+            parts |= key_parts(step, variant, project, {})
     parts = {
         name: value
         for name, value in parts.items()

@@ -194,6 +194,7 @@ def test_every_step_runs_in_the_training_image(containers: Containers, project: 
 
 
 STEPS = {
+    "check": "pipeline.steps.check",
     "prepare": "pipeline.steps.prepare",
     "train": "pipeline.training.node",
     "evaluate": "pipeline.evaluate",

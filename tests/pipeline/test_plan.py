@@ -14,6 +14,7 @@ from pipeline.contract.settings.stages import Train
 from pipeline.history import Project
 from pipeline.plan import (
     CLUSTER_STEPS,
+    JUDGED,
     SCHEMA,
     STEP_KINDS,
     Decision,
@@ -40,7 +41,8 @@ def all_parts(config: Config, project: Project) -> Parts:
 def changed(before: Parts, after: Parts) -> dict[str, set[str]]:
     """Return the names of the parts that differ, by step."""
     differing = {step: before[step].items() ^ after[step].items() for step in STEPS}
-    return {step: {name for name, _ in items} for step, items in differing.items() if items}
+    names = {step: {name for name, _ in items} - {JUDGED} for step, items in differing.items()}
+    return {step: found for step, found in names.items() if found}
 
 
 @pytest.fixture

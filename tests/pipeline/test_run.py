@@ -14,7 +14,7 @@ from pipeline.display import Display
 from pipeline.executors.local import LocalExecutor
 from pipeline.failures import find_failure
 from pipeline.history import Project, create_run, link_outputs, load_history, lock_run, publish_step, write_record
-from pipeline.plan import key_parts
+from pipeline.plan import JUDGED, Decision, digest_key, key_parts
 from pipeline.redeploy import deployment_config, find_deployable, redeploy
 from pipeline.resume import (
     accept_outputs,
@@ -104,6 +104,21 @@ def test_preview_uses_reused_outputs_only_while_it_runs(project: Project, config
     work = Work(project, config, RunRequest(("prepare", "train")), load_history(project.runs))
     assert [(step.name, step.action) for step in work.preview()] == [("prepare", "reuse"), ("train", "run")]
     assert work.outputs == {}
+
+
+def test_trial_is_trained_again_where_its_validation_would_have_other_metrics(
+    project: Project, config: Config, new_run: NewRun
+) -> None:
+    def decided(study: str = "") -> Decision:
+        history, outputs = load_history(project.runs), {"prepare": {"data.json": "d"}}
+        return Work(project, config, replace(TRAINED, study=study), history, outputs).decide("train")
+
+    run, parts = recorded(new_run(), "train"), decided().parts
+    update = {"key": digest_key(parts), "parts": {**parts, JUDGED: "other"}}
+    write_record(run, run.read().steps["train"].model_copy(update=update))
+    assert decided().action == "reuse"
+    trial = decided(study="one")
+    assert (trial.action, trial.reason) == ("run", "metrics() changed")
 
 
 def test_from_a_step_with_missing_outputs_before_it_is_refused(project: Project, config: Config) -> None:
