@@ -95,7 +95,7 @@ class VariantEvaluation:
         return [self._with_result(replace(result, timing=timings.get(result.name))) for result in results]
 
     def make_all(self) -> None:
-        """Make all variants without judging them, and raise what stands in the way."""
+        """Make all variants without judging them; raise why one cannot be made."""
         for name in self.config.export.built_variants:
             self._make(name, self.folder / name / self.path.name)
 
