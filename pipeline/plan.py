@@ -35,13 +35,8 @@ from pipeline.system.wording import join_names
 
 CHECK = "check"  # the step that tries the pipeline with an untrained model; no step reads its output
 SCHEMA = "2"  # version of the keys; increase it to make every step run again
-CLUSTER_STEPS = (
-    CHECK,
-    "prepare",
-    "train",
-    "evaluate",
-    "export",
-)  # the others need this machine's builder and kubeconfig
+# The others need the builder and the kubeconfig of this machine.
+CLUSTER_STEPS = (CHECK, "prepare", "train", "evaluate", "export")
 UNKNOWN = "?"  # digest of an input that an earlier step has yet to write
 RESTARTED_FLAG = "--again"  # argument of the train step after its process was killed
 
