@@ -20,7 +20,7 @@ from pipeline.contract.run import Run, StepRecord, own_identity
 from pipeline.display import Display, count_processes
 from pipeline.executors.executor import choose_executor, needs_other_machines, runs_on_cluster
 from pipeline.executors.local import (
-    FORKED_STEPS,
+    OF_ALL_STEPS,
     LocalLauncher,
     count_gpus,
     fork_server,
@@ -146,7 +146,7 @@ def start_fork_server(root: Path, config: Config, cores: int) -> contextlib.Abst
     is_elsewhere = runs_on_cluster("train", config) or not uses_agent(config.train)
     if is_elsewhere or has_server({**os.environ, **environment}):
         return contextlib.nullcontext({})
-    return fork_server(root, environment, config, FORKED_STEPS)
+    return fork_server(root, environment, config, OF_ALL_STEPS)
 
 
 def _reuse_step(work: Work, run: Run, decision: Decision) -> StepRecord:

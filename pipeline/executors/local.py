@@ -104,19 +104,21 @@ def child_process(
         _wait_for_children(parent_end)
 
 
-_TRAINING = ("train.elastic.agent", "train.preload")
-FORKED_STEPS = ("pipeline.steps.check", "pipeline.evaluate", "export")  # steps that spend seconds on imports
+FORKED_STEPS = ("pipeline.steps.check", "pipeline.evaluate", "export")  # they spend seconds on imports
+_OF_TRAINING = ("train.elastic.agent", "train.preload")
+OF_ALL_STEPS = ("onnxscript", "train.preload", "train.elastic.agent")  # not onnxruntime, which starts a thread
 _NO_CUDA = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # a process that has called CUDA must not fork
 _FORK_SAFE = {"PIL", "pandas", "scipy", "sklearn", "torchvision", "transformers"}  # may be imported before a fork
 
 
 @contextlib.contextmanager
 def fork_server(
-    root: Path, env: Mapping[str, str], config: Config, steps: Sequence[str] = ()
+    root: Path, env: Mapping[str, str], config: Config, modules: Sequence[str] = _OF_TRAINING
 ) -> Iterator[dict[str, str]]:
-    """Run a fork server for training and these steps, where that is possible; yield the variable that names it.
+    """Run a fork server with these modules, where that is possible; yield the variable that names it.
 
-    It also imports what the user's code does, as far as that is known to be harmless.
+    It serves before it has imported the last of them. It also imports what the user's code does, as far as that is
+    known to be harmless.
     """
     packages = _FORK_SAFE.intersection(third_party_imports(root, config.task, config.codec))
     with tempfile.TemporaryDirectory(prefix="pipe-") as folder, socket.socket(socket.AF_UNIX) as listener:
@@ -124,8 +126,7 @@ def fork_server(
         if not can_serve() or not _listen(listener, path):
             yield {}
             return
-        modules = (*steps, *_TRAINING)
-        argv = server_command(listener, [*sorted(packages), modules[0]], modules[1:])
+        argv = server_command(listener, [*sorted(packages), *modules[:-1]], modules[-1:])
         with child_process(argv, root, {**env, **_NO_CUDA}, subprocess.DEVNULL, files=(listener.fileno(),)):
             listener.close()
             yield {ADDRESS_VARIABLE: server_address(path, {**os.environ, **env})}
