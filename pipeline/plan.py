@@ -269,8 +269,8 @@ def describe_changes(before: Mapping[str, str], after: Mapping[str, str], most: 
     parts = before.keys() | after.keys()
     names = sorted(name for name in parts if _is_change(name, before.get(name), after.get(name)))
     names.sort(key=_kind_order)
-    # With other data, the champion to compare it with is another one: only worth naming if nothing else changed.
-    names = [name for name in names if not name.startswith(f"{_CHAMPION}:")] or names
+    # With other data, the champion is another one, and with other code metrics(): named if nothing else changed.
+    names = [name for name in names if not name.startswith(f"{_CHAMPION}:") and name != JUDGED] or names
     changes = [_describe_change(name, before.get(name), after.get(name)) for name in names]
     return join_names(changes, most)
 
