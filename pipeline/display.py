@@ -123,7 +123,8 @@ class Display:
         if error.keeps_output:
             return
         is_about_data = isinstance(error, DataError) and self._step == "prepare"  # a setting may accept such data
-        if isinstance(error, ConfigError) or is_about_data:  # a resumed run keeps its own settings
+        is_early = is_about_data or self._step == "check"
+        if isinstance(error, ConfigError) or is_early:  # a resumed run keeps its own settings
             print("to continue after fixing it: pipe run all (finished steps are reused)", file=sys.stderr)
         else:
             hint = " (if code changed: with --accept-changes)" if self._step == "train" else ""

@@ -1,1 +1,1 @@
-"""Steps that run in a process of their own: prepare, package, deploy."""
+"""Steps that run in a process of their own: check, prepare, package, deploy."""

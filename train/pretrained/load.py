@@ -136,7 +136,7 @@ def load_placeholder(build: BuildModel) -> PretrainedModel:
 
 
 def match_weights(build: BuildModel, pretrained: Pretrained, allow: tuple[str, ...]) -> tuple[MetaModel, Matching]:
-    """Match the model with the files, of which only headers are read; `prepare` does it before training starts."""
+    """Match the model with the files, of which only headers are read; the check step does it before training starts."""
     config = pretrained.config()
     meta = _build_meta_model(build, pretrained)
     located = transformers_model(meta.model)
