@@ -80,7 +80,11 @@ def _signature(
         outputs=_labelled(outputs, classes),
         codec=codec,
         requires=requires,
-        limits=Limits(**config.serve.model_dump(include=set(Limits.model_fields)), axes=properties.axes),
+        limits=Limits(
+            **config.serve.model_dump(include=set(Limits.model_fields)),
+            axes=properties.axes,
+            shortest=properties.shortest,
+        ),
         runtime=Runtime(**config.serve.model_dump(include=set(Runtime.model_fields))),
         generation=properties.generation,
         variant=properties.variant,

@@ -6,11 +6,10 @@ import logging
 
 from torch import nn
 
-from export.conversion.shapes import max_axis_sizes
 from export.llm.kind import LanguageExporter
 from export.ordinary import OrdinaryExporter
 from export.subject import ModelExporter, Subject
-from pipeline.contract.task import Generates, Task
+from pipeline.contract.task import Generates, Task, max_axis_sizes
 from pipeline.system.errors import StageError
 
 _TALKATIVE = ("torch.onnx", "torch.fx", "onnx_ir", "onnxscript")  # they log every node that they leave alone

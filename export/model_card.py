@@ -78,7 +78,10 @@ def _tensors(signature: Signature) -> Iterator[str]:
 def _limits(facts: Facts, signature: Signature) -> Iterator[str]:
     limits = signature.limits
     yield f"- At most {limits.max_batch_size} instances and {limits.max_body_bytes} bytes a request."
-    yield from (f"- Axis `{axis}`: at most {size}." for axis, size in sorted(limits.axes.items()))
+    for axis, size in sorted(limits.axes.items()):
+        yield f"- Axis `{axis}`: " + (
+            f"{limits.shortest[axis]} to {size}." if axis in limits.shortest else f"at most {size}."
+        )
     if signature.padding:
         yield f"- {signature.padding[:1].upper()}{_cell(signature.padding[1:])}."
     if signature.generation is not None:

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from export.checks.cases import evaluated_outputs, random_batch, sample_cases, shape_cases, to_feed, torch_outputs
+from export.checks.cases import (
+    Attempts,
+    evaluated_outputs,
+    random_batch,
+    sample_cases,
+    shape_cases,
+    to_feed,
+    torch_outputs,
+)
 from export.checks.everywhere import compare_everywhere
 from export.checks.parity import compare_test_set
 from export.checks.service_sizes import ServedSizes, SizeComparison
@@ -19,7 +28,13 @@ from export.compare import Array, Arrays, Case, Graph, Rows, compare, compare_ki
 from export.conversion.names import name_output_axes
 from export.conversion.optimize import Written, write_optimized
 from export.conversion.padding import PaddingEffect, measure_padding
-from export.conversion.shapes import check_dynamic_axes, max_axis_sizes, measure_shapes, untraced_batches
+from export.conversion.shapes import (
+    MODEL_ERRORS,
+    check_dynamic_axes,
+    measure_shapes,
+    run_model,
+    untraced_batches,
+)
 from export.conversion.to_onnx import ExportResult, convert, export_input, tensor_specs
 from export.conversion.trace import ExportInput
 from export.golden import GoldenInputs, sample_inputs
@@ -33,7 +48,7 @@ from export.variants.samples import SampleComparison
 from pipeline.contract.config import Config
 from pipeline.contract.data import example_batch
 from pipeline.contract.signature import Signature
-from pipeline.contract.task import HasAxes, declared_axes
+from pipeline.contract.task import HasAxes, declared_axes, max_axis_sizes
 from pipeline.system.errors import StageError
 
 
@@ -45,7 +60,9 @@ class OrdinaryExporter:
 
     def __init__(self, subject: Subject) -> None:
         self.subject = subject
-        self.properties = ModelProperties(axes=max_axis_sizes(subject.task))
+        self.properties = ModelProperties(
+            axes=max_axis_sizes(subject.task), shortest=getattr(subject.task, "shortest", {})
+        )
 
     def export_input(self) -> ExportInput:
         subject = self.subject
@@ -62,7 +79,7 @@ class OrdinaryExporter:
         return result
 
     def phases(self, result: ExportResult) -> Iterator[Report]:
-        subject, left_out, without_shapes = self.subject, list[str](), list[str]()
+        subject, attempts = self.subject, Attempts()
         task, model, test, config, path = subject.task, subject.model, subject.test, subject.config, subject.path
         check_dynamic_axes(tensor_specs(path)[0], task)  # report a fixed axis here, before other sizes fail on it
         reference = torch_outputs(task, model, test, max(config.batch_sizes))
@@ -70,37 +87,37 @@ class OrdinaryExporter:
         graph = open_graph(path)
         rows = compare_test_set(graph, task, test, reference, config, subject.limits)
         test_set_seconds = time.perf_counter() - started
-        shapes = self._shapes(without_shapes) if isinstance(task, HasAxes) else []
+        shapes = self._shapes(attempts) if isinstance(task, HasAxes) else []
         yield Report(rows, [asdict(compare(graph, _without_rows(case), config, scales)) for case in shapes])
-        cases = [*sample_cases(task, model, test, config, left_out), *shapes]
+        cases = [*sample_cases(task, model, test, config, attempts), *shapes]
         everywhere = compare_everywhere(cases, path, config, scales)
         weights = compare_weights(path, result.source.module)
-        yield everywhere + Report(left_out=[*left_out, *without_shapes], weights=weights)
+        yield everywhere + Report(attempts=attempts, weights=weights)
         if subject.served is not None:
-            yield self._compare_beyond(subject.served, reference, scales, test_set_seconds)
+            yield self._compare_beyond(subject.served, reference, scales, test_set_seconds, attempts)
 
-    def _shapes(self, left_out: list[str]) -> list[Case]:
+    def _shapes(self, attempts: Attempts) -> list[Case]:
         """Return cases of shapes that were not traced: two at least, or nothing shows that axes are dynamic."""
-        shapes = list(shape_cases(self.subject.task, self.subject.model, self.subject.test, left_out))
-        for sentence in left_out:
-            print(f"not compared at {sentence.partition(', ')[2]}")
+        shapes = list(shape_cases(self.subject.task, self.subject.model, self.subject.test, attempts))
         if len({_without_rows(case).text for case in shapes}) < 2:
             raise StageError(
                 "fewer than two shapes other than the traced one could be compared; add longer samples to the test data"
+                + (f" ({attempts.text})" if attempts.failures else "")
             )
         return shapes
 
-    def _compare_beyond(self, served: ServedSizes, reference: Arrays, scales: Scales, seconds: float) -> Report:
+    def _compare_beyond(
+        self, served: ServedSizes, reference: Arrays, scales: Scales, seconds: float, attempts: Attempts
+    ) -> Report:
         """Compare at the sizes of the service and on inputs that the test set lacks, each in about `seconds`."""
         task, test, config, path = self.subject.task, self.subject.test, self.subject.config, self.subject.path
         graph = open_graph(path, spinning=False)
         sizes = SizeComparison(task, test, reference, config, served, scales)
         sizes.first(graph, seconds)
-        left_out = list[str]()
-        unseen = UnseenInputs(task, self.subject.model, test).cases(seconds, left_out)
+        unseen = UnseenInputs(task, self.subject.model, test).cases(seconds, attempts)
         rows = compare_kinds(graph, unseen, lambda _: config, DEFAULT_PLACE, scales)
         sizes.again(open_graph(path, spinning=False))
-        return Report(coverage=[*sizes.rows(), *rows], left_out=[*sizes.left_out, *left_out])
+        return Report(coverage=[*sizes.rows(), *rows], left_out=sizes.left_out)
 
     def last_check(self) -> LastCheck:
         """Measure whether padding changes torch's outputs."""
@@ -122,7 +139,8 @@ class OrdinaryExporter:
             batches += [untraced.batch for untraced in untraced_batches(task, test)]
         batches += [random_batch(task, test, rows, rows) for rows in (1, 7)]
         for batch in batches:
-            yield to_feed(task, batch)
+            with suppress(*MODEL_ERRORS):
+                yield to_feed(task, run_model(task, self.subject.model, batch, test)[0])
 
     def write_format(self, name: str, folder: Path) -> tuple[Path, Rows]:
         return {"pt2": write_pt2, "savedmodel": write_saved_model}[name](self, folder)
@@ -130,9 +148,9 @@ class OrdinaryExporter:
     def compare_format(self, run_feeds: RunFeeds) -> Rows:
         """Compare on the whole test set at every size, and on the other inputs the bundle's file was compared on."""
         task, model, test, config = self.subject.task, self.subject.model, self.subject.test, self.subject.config
-        cases = list(sample_cases(task, model, test, config, []))
+        cases = list(sample_cases(task, model, test, config, Attempts()))
         if isinstance(task, HasAxes):
-            cases += shape_cases(task, model, test, [])
+            cases += shape_cases(task, model, test, Attempts())
         batches = (batch for size in config.batch_sizes for batch in test.batches(range(len(test)), size))
         outputs = iter(run_feeds([*(to_feed(task, batch) for batch in batches), *(case.feed for case in cases)]))
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from export.checks.cases import Attempts
 from export.checks.weights_check import WeightsComparison
 from export.compare import Rows, is_different, require_equal
 from pipeline.contract.settings.stages import Export
@@ -29,6 +30,7 @@ class Report:
     shapes: Rows = field(default_factory=list)  # that were never traced
     coverage: Rows = field(default_factory=list)  # wherever else a service may run the file
     left_out: Sequence[str] = ()  # what could not be compared
+    attempts: Attempts = field(default_factory=Attempts)  # the cases of all parts
     weights: WeightsComparison = field(default_factory=WeightsComparison)
     nondeterminism: str = ""  # why torch's own outputs cannot be compared with a file
     cause: str = ""  # the first wrong node, or the module that was traced differently
@@ -42,6 +44,7 @@ class Report:
             shapes=[*self.shapes, *part.shapes],
             coverage=[*self.coverage, *part.coverage],
             left_out=[*self.left_out, *part.left_out],
+            attempts=part.attempts if part.attempts.count else self.attempts,
             weights=self.weights if part.weights == WeightsComparison() else part.weights,
         )
 
@@ -76,5 +79,5 @@ class Report:
             **self.file,
             "coverage": self.coverage,
             "weights": {**asdict(self.weights), "text": self.weights.text},
-            "left_out": list(self.left_out),
+            "left_out": [*self.left_out, *self.attempts.left_out, *filter(None, [self.attempts.text])],
         }

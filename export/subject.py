@@ -48,6 +48,7 @@ class ModelProperties:
     """Properties of the model that its graph does not hold."""
 
     axes: Mapping[str, int] = field(default_factory=dict)  # maximum size of each named axis
+    shortest: Mapping[str, int] = field(default_factory=dict)  # minimum sizes that the task gives
     generation: Generation | None = None
     variant: str = "fp32"
     rounding: float = 0.0  # tolerance for processors that round this variant differently

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -12,7 +14,7 @@ from torch import Tensor, nn
 
 from export.compare import Array, Arrays, Case, has_missing
 from export.conversion.padding import MASK
-from export.conversion.shapes import untraced_batches
+from export.conversion.shapes import MODEL_ERRORS, run_model, untraced_batches
 from pipeline.contract.data import Samples, forward, name_outputs
 from pipeline.contract.settings.stages import Export
 from pipeline.contract.task import Task
@@ -21,6 +23,26 @@ Batch = Mapping[str, Tensor]
 Inputs = Iterable[tuple[str, str, Batch]]  # the kind, the text and the batch of a case
 REAL, RANDOM, SHAPES = "real samples", "random inputs", "shapes"
 _VALUE_SAMPLES = 256  # samples from whose values random inputs are drawn
+
+
+@dataclass
+class Attempts:
+    """The cases that were tried, and those that could not be compared."""
+
+    count: int = 0
+    failures: list[str] = field(default_factory=list)  # cases on which the model itself fails, with its words
+    left_out: list[str] = field(default_factory=list)  # for other reasons
+    advice: str = ""
+
+    @property
+    def text(self) -> str:
+        """Return how many cases the model itself fails on; empty if there are none."""
+        if not self.failures:
+            return ""
+        return (
+            f"{len(self.failures)} of {self.count} cases were not compared, because the model itself fails on them, "
+            f"first on {self.failures[0]}{self.advice}"
+        )
 
 
 @torch.no_grad()
@@ -45,28 +67,30 @@ def to_feed(task: Task, batch: Batch) -> Arrays:
 
 
 def make_cases(
-    task: Task, model: nn.Module, inputs: Inputs, left_out: list[str], seconds: float = np.inf
+    task: Task, model: nn.Module, inputs: Inputs, samples: Samples, attempts: Attempts, seconds: float = np.inf
 ) -> Iterator[Case]:
     """Yield cases, as many as `seconds` allow, but one at least; note those for which torch fails or returns NaN."""
     end, count = time.perf_counter() + seconds, 0
     for kind, text, batch in inputs:
         if count and time.perf_counter() > end:
-            left_out.append(f"further {kind}: they would take longer than the test set")
+            attempts.left_out.append(f"further {kind}: they would take longer than the test set")
             return
+        attempts.count += 1
         try:
-            case = Case(kind, text, to_feed(task, batch), evaluated_outputs(task, model, batch))
-        except (RuntimeError, IndexError, ValueError) as error:
-            left_out.append(f"{text}: {_failure(error)}")
+            accepted, outputs = run_model(task, model, batch, samples)
+        except MODEL_ERRORS as error:
+            attempts.failures.append(f"{text} ({' '.join(str(error).split())[:160]})")
             continue
+        case = Case(kind, text, to_feed(task, accepted), named_arrays(task, outputs))
         has_nan = any(np.isnan(array).any() for array in case.expected.values())
         if kind != REAL and has_nan and not has_missing(case.feed):
-            left_out.append(f"{text}: torch itself returns NaN")
+            attempts.failures.append(f"{text} (it returns NaN)")
             continue
         count += 1
         yield case
 
 
-def sample_cases(task: Task, model: nn.Module, samples: Samples, config: Export, left_out: list[str]) -> Iterator[Case]:
+def sample_cases(task: Task, model: nn.Module, samples: Samples, config: Export, attempts: Attempts) -> Iterator[Case]:
     """Yield test samples and random inputs in a batch of each size."""
 
     def inputs() -> Inputs:
@@ -75,29 +99,32 @@ def sample_cases(task: Task, model: nn.Module, samples: Samples, config: Export,
             yield REAL, f"batch {len(rows)} of test samples", samples.batch(rows)
             yield RANDOM, f"batch {size} of random inputs", random_batch(task, samples, size, size)
 
-    return make_cases(task, model, inputs(), left_out)
+    return make_cases(task, model, inputs(), samples, attempts)
 
 
-def shape_cases(task: Task, model: nn.Module, samples: Samples, left_out: list[str]) -> Iterator[Case]:
+def shape_cases(task: Task, model: nn.Module, samples: Samples, attempts: Attempts) -> Iterator[Case]:
     """Yield lengths, batch sizes and paddings that were not traced; note those for which torch fails."""
+    failed, compared = list[Mapping[str, int]](), list[Mapping[str, int]]()
     for untraced in untraced_batches(task, samples):
         text = f"batch {untraced.rows}, {untraced.text}"
+        attempts.count += 1
         try:
-            expected = evaluated_outputs(task, model, untraced.batch)
-        except RuntimeError as error:  # a window that is longer than the text
-            left_out.append(f"{text}: {_failure(error)}")
+            batch, outputs = run_model(task, model, untraced.batch, samples)
+        except MODEL_ERRORS as error:
+            attempts.failures.append(f"{text} ({' '.join(str(error).split())[:160]})")
+            failed.append(untraced.sizes)
             continue
-        mask = untraced.token_mask
-        yield Case(SHAPES, text, to_feed(task, untraced.batch), expected, _position_masks(expected, mask))
+        compared.append(untraced.sizes)
+        expected = named_arrays(task, outputs)
+        yield Case(SHAPES, text, to_feed(task, batch), expected, _position_masks(expected, untraced.token_mask))
+    least = {axis: min(sizes[axis] for sizes in compared) for axis in failed[0]} if failed and compared else {}
+    if bounds := {axis: size for axis, size in least.items() if all(sizes[axis] < size for sizes in failed)}:
+        attempts.advice = f"; if no shorter inputs are to be served, set `shortest = {json.dumps(bounds)}` in the task"
 
 
 def _position_masks(outputs: Arrays, mask: Array | None) -> dict[str, Array]:
     """Return the mask of tokens for each output that has one value per position."""
     return {} if mask is None else {name: mask for name, array in outputs.items() if array.shape[:2] == mask.shape}
-
-
-def _failure(error: Exception) -> str:
-    return f"torch itself fails ({' '.join(str(error).split())[:160]})"
 
 
 def random_batch(task: Task, samples: Samples, rows: int, seed: int) -> dict[str, Tensor]:

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from export.checks.cases import Batch, Inputs, make_cases
+from export.checks.cases import Attempts, Batch, Inputs, make_cases
 from export.compare import Case
 from export.conversion.padding import MASK
-from export.conversion.shapes import max_axis_sizes
+from export.conversion.shapes import named_axes
 from pipeline.contract.data import Samples, forward, is_stream, open_split
-from pipeline.contract.task import Task, input_axes
+from pipeline.contract.task import BATCH, Task, exceeded_limit, input_axes
 
 _SPLITS = ("train", "validation")
 _BATCH = 64
@@ -51,11 +51,11 @@ class UnseenInputs:
     model: nn.Module
     test: Samples
 
-    def cases(self, seconds: float, left_out: list[str]) -> Iterator[Case]:
+    def cases(self, seconds: float, attempts: Attempts) -> Iterator[Case]:
         """Yield at least one case of each kind, and as many as fit into its share of `seconds`."""
         share, pool = max(seconds, _MIN_SECONDS) / 4, [self.test.batch(_spread(len(self.test), _BATCH))]
-        for inputs in self._inputs(pool, left_out):
-            yield from make_cases(self.task, self.model, inputs, left_out, share)
+        for inputs in self._inputs(pool, attempts.left_out):
+            yield from make_cases(self.task, self.model, inputs, self.test, attempts, share)
 
     def _inputs(self, pool: list[dict[str, Tensor]], left_out: list[str]) -> Iterator[Inputs]:
         for split in _SPLITS:
@@ -65,13 +65,13 @@ class UnseenInputs:
             yield self._every_id(vocabulary)
 
     def _split_inputs(self, split: str, pool: list[dict[str, Tensor]], left_out: list[str]) -> Inputs:
-        samples, longest = _open_few(self.task, split), max_axis_sizes(self.task)
+        samples = _open_few(self.task, split)
         indices = _spread(len(samples), _MAX_SAMPLES)
         steps = max(1, len(indices) // _BATCH)
         for start in range(steps):  # so that each batch is spread over the whole split
             batch = samples.batch(indices[start::steps])
-            if too_long := _too_long(self.task, batch, longest):
-                left_out.append(f"{split} samples: {too_long}")
+            if outside := _size_outside(self.task, batch):
+                left_out.append(f"{split} samples: {outside}")
                 continue
             pool.append(batch)
             yield f"{split} samples", f"batch {len(indices[start::steps])} of {split} samples", batch
@@ -159,11 +159,11 @@ def _open_few(task: Task, split: str) -> Samples:
     return Samples(split, items, collate)
 
 
-def _too_long(task: Task, batch: Batch, longest: Mapping[str, int]) -> str:
+def _size_outside(task: Task, batch: Batch) -> str:
     for name, axes in input_axes(task).items():
-        for position, axis in enumerate(axes):
-            if isinstance(axis, str) and batch[name].shape[position] > longest.get(axis, np.inf):
-                return f"axis `{axis}` is {batch[name].shape[position]} long, beyond `longest`, {longest[axis]}"
+        for position, axis in named_axes(axes).items():
+            if axis != BATCH and (limit := exceeded_limit(task, axis, batch[name].shape[position])):
+                return f"axis `{axis}` is {batch[name].shape[position]} long, {limit}"
     return ""
 
 

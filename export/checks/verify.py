@@ -26,6 +26,8 @@ def write_and_compare(exporter: ModelExporter) -> Report:
         print(f"export.optimize={optimization.requested} is not used: {optimization.reason}")
     lowered, report = (fit_runtime(path), verify_file(exporter, written.result)) if verified is None else verified
     remove_plain(path)
+    if report.attempts.failures:
+        print(report.attempts.text)
     return replace(report, file=_file_facts(path, optimization, lowered))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,13 +12,14 @@ from torch import Tensor, nn
 
 from export.conversion.names import MeasuredShapes
 from export.conversion.padding import MASK, Padding, find_padding
-from pipeline.contract.data import Samples, axis_sizes, example_batch, name_outputs, standard_attention
+from pipeline.contract.data import Samples, axis_sizes, example_batch, forward, name_outputs
 from pipeline.contract.signature import TensorSpec
-from pipeline.contract.task import BATCH, HasAxes, Task, input_axes
+from pipeline.contract.task import BATCH, HasAxes, Task, input_axes, shortest_sizes
 from pipeline.system.errors import StageError
 
 _MAX_SEARCHED = 256  # samples that show how the data are padded
 _MAX_COMPARED_LENGTH = 4096  # positions; longer axes are not compared at their full length
+MODEL_ERRORS = (RuntimeError, IndexError, ValueError)  # such as a window that is longer than the text
 
 
 def named_axes(axes: Sequence[int | str]) -> dict[int, str]:
@@ -44,18 +46,15 @@ class UntracedBatch:
         return self.batch[MASK].numpy() == 1 if MASK in self.batch else None
 
 
-def max_axis_sizes(task: Task) -> dict[str, int]:
-    return dict(task.longest) if isinstance(task, HasAxes) else {}
-
-
 def untraced_batches(task: Task, samples: Samples) -> Iterator[UntracedBatch]:
     """Yield batches of other lengths and sizes than traced, with padding on the left, on the right, and without."""
     traced = axis_sizes(task, example_batch(task, samples))
     assert isinstance(task, HasAxes)
-    axes = [name for name in traced if name != BATCH]
-    lengths = {name: _untraced_lengths(traced[name], task.longest[name]) for name in axes}
+    lengths = {
+        name: _untraced_lengths(traced[name], size, task.longest[name]) for name, size in shortest_sizes(task).items()
+    }
     first = samples.batch(range(min(_MAX_SEARCHED, len(samples))))
-    found = {axis: find_padding(task, {name: first[name] for name in task.inputs}, axis) for axis in axes}
+    found = {axis: find_padding(task, {name: first[name] for name in task.inputs}, axis) for axis in lengths}
     paddings = {axis: padding for axis, padding in found.items() if isinstance(padding, Padding)}
     for index in range(max(len(sizes_of_axis) for sizes_of_axis in lengths.values())):
         sizes = {name: sizes_of_axis[index % len(sizes_of_axis)] for name, sizes_of_axis in lengths.items()}
@@ -74,7 +73,33 @@ def untraced_batches(task: Task, samples: Samples) -> Iterator[UntracedBatch]:
 
 
 @torch.no_grad()
-@standard_attention()
+def run_model(task: Task, model: nn.Module, batch: Mapping[str, Tensor], samples: Samples) -> tuple[Any, Any]:
+    """Return a batch that the model accepts, and its outputs.
+
+    Where the model fails, integers may index an axis that was cut.
+    """
+    try:
+        return batch, forward(model, task, batch)
+    except MODEL_ERRORS:
+        first = samples.batch(range(min(_MAX_SEARCHED, len(samples))))
+        kinds = {name: first[name] for name in task.inputs if not first[name].dtype.is_floating_point}
+        indices = [name for name, column in kinds.items() if column.numel() and column.max() > 1]  # others are masks
+        for size in sorted(_sizes(task, batch), reverse=True) if indices else ():
+            wrapped = {name: torch.where(batch[name] < size, batch[name], batch[name] % size) for name in indices}
+            with suppress(*MODEL_ERRORS):
+                return {**batch, **wrapped}, forward(model, task, {**batch, **wrapped})
+        raise
+
+
+def _sizes(task: Task, batch: Mapping[str, Tensor]) -> set[int]:
+    return {
+        batch[name].shape[position]
+        for name, axes in input_axes(task).items()
+        for position, axis in named_axes(axes).items()
+        if axis != BATCH
+    }
+
+
 def measure_shapes(task: Task, model: nn.Module, samples: Samples) -> list[MeasuredShapes]:
     """Return the shapes of torch's outputs as traced and at other sizes, where torch can compute them."""
     traced = example_batch(task, samples)
@@ -86,11 +111,9 @@ def measure_shapes(task: Task, model: nn.Module, samples: Samples) -> list[Measu
         sizes = {BATCH: len(batch[task.inputs[0]])}
         for name, axes in input_axes(task).items():
             sizes |= {axis: batch[name].shape[position] for position, axis in named_axes(axes).items()}
-        try:
-            outputs = name_outputs(task, model(*(batch[name] for name in task.inputs)))
-        except (RuntimeError, IndexError, ValueError):  # a window that is longer than the text
-            continue
-        measured.append(MeasuredShapes(sizes, {name: tuple(value.shape) for name, value in outputs.items()}))
+        with suppress(*MODEL_ERRORS):
+            outputs = name_outputs(task, run_model(task, model, batch, samples)[1])
+            measured.append(MeasuredShapes(sizes, {name: tuple(value.shape) for name, value in outputs.items()}))
     return measured
 
 
@@ -105,9 +128,12 @@ def check_dynamic_axes(specs: tuple[TensorSpec, ...], task: Task) -> None:
                 )
 
 
-def _untraced_lengths(traced: int, longest: int) -> list[int]:
-    candidates = (min(longest, _MAX_COMPARED_LENGTH), 1, 2, traced // 2, traced - 1, traced + 1)
-    return list(dict.fromkeys(size for size in candidates if 0 < size <= longest and size != traced)) or [traced]
+def _untraced_lengths(traced: int, shortest: int, longest: int) -> list[int]:
+    most = min(longest, max(shortest, _MAX_COMPARED_LENGTH))
+    candidates = (most, shortest, shortest + 1, traced // 2, traced - 1, traced + 1)
+    return list(dict.fromkeys(size for size in candidates if shortest <= size <= longest and size != traced)) or [
+        traced
+    ]
 
 
 def _resize(column: Tensor, axes: Sequence[int | str], sizes: Mapping[str, int]) -> Tensor:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, Subset, default_collate
 
-from pipeline.contract.task import HasAxes, HasCollate, input_axes
+from pipeline.contract.task import HasCollate, exceeded_limit, input_axes, max_axis_sizes
 from pipeline.system.errors import ConfigError, DataError
 from pipeline.system.files import digest_bytes
 
@@ -343,12 +343,9 @@ def axis_sizes(task: Task, batch: Mapping[str, Tensor]) -> dict[str, int]:
                 raise DataError(f"axis `{axis}` is {size} long in `{name}`, and {sizes[axis]} in another input")
             if size < 2:
                 raise DataError(f"axis `{axis}` of `{name}` is {size} long in the test data; show one of 2 at least")
-    longest = task.longest if isinstance(task, HasAxes) else {}
-    if too_long := sorted(axis for axis in longest if sizes[axis] > longest[axis]):
-        axis = too_long[0]
-        raise DataError(
-            f"axis `{axis}` is {sizes[axis]} long in the test data, beyond the {longest[axis]} that `longest` allows"
-        )
+    for axis in max_axis_sizes(task):
+        if limit := exceeded_limit(task, axis, sizes[axis]):
+            raise DataError(f"axis `{axis}` is {sizes[axis]} long in the test data, {limit}")
     if len(set(sizes.values())) != len(sizes):
         sizes_text = ", ".join(f"{axis} {size}" for axis, size in sizes.items())
         raise DataError(

@@ -19,6 +19,7 @@ from pipeline.system.errors import ConfigError
 
 class Limits(BundledLimits):
     axes: Mapping[str, int] = {}  # maximum size of each named axis, from the task
+    shortest: Mapping[str, int] = {}  # minimum size of named axes; 1 for the others
 
 
 class Runtime(BundledRuntime):
@@ -26,7 +27,11 @@ class Runtime(BundledRuntime):
 
 
 # What the service has an option for.
-OPTIONS = {name: field for name, field in (Limits.model_fields | Runtime.model_fields).items() if name != "axes"}
+OPTIONS = {
+    name: field
+    for name, field in (Limits.model_fields | Runtime.model_fields).items()
+    if name not in ("axes", "shortest")
+}
 
 
 def parse_option(name: str, text: str) -> Any:

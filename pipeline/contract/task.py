@@ -233,7 +233,8 @@ class HasAxes(Protocol):
     # Input → its axes, the batch first: `{"input_ids": ("batch", "sequence")}`. Equal names are equal sizes;
     # numbers, and axes left out at the end, are fixed. Outputs may be named as well: the export checks their axes.
     axes: Mapping[str, Sequence[str | int]]
-    longest: Mapping[str, int]  # the maximum size of each name of an input: `{"sequence": 512}`
+    # The maximum size of each name of an input: `{"sequence": 512}`. A task may have their minimum sizes as `shortest`.
+    longest: Mapping[str, int]
 
 
 @runtime_checkable
@@ -406,8 +407,16 @@ def _check_savedmodel_names(task: Task) -> None:
 def _check_axes(reference: str, task: Task) -> None:
     if isinstance(task, HasAxes):
         declared_axes(task, reference)
-    elif present := [name for name in ("axes", "longest") if hasattr(task, name)]:
-        missing = "longest" if present == ["axes"] else "axes"
+        shortest: Any = getattr(task, "shortest", {})
+        if not isinstance(shortest, Mapping) or not all(
+            isinstance(size, int) and 0 < size < task.longest.get(axis, 0) for axis, size in shortest.items()
+        ):
+            raise ConfigError(
+                f"{reference}: `shortest` must give names of `longest` a size from 1 to below their longest; found "
+                f"{shortest}"
+            )
+    elif present := [name for name in ("axes", "longest", "shortest") if hasattr(task, name)]:
+        missing = "longest" if "axes" in present else "axes"
         raise ConfigError(f"{reference}: has `{present[0]}` without `{missing}`; a task with dynamic axes needs both")
 
 
@@ -451,8 +460,25 @@ def input_axes(task: Task) -> dict[str, tuple[str | int, ...]]:
     return {name: axes[name] for name in task.inputs}
 
 
+def max_axis_sizes(task: Task) -> dict[str, int]:
+    return dict(task.longest) if isinstance(task, HasAxes) else {}
+
+
+def shortest_sizes(task: Task) -> dict[str, int]:
+    """Return the minimum size of each named axis besides the batch."""
+    return {**dict.fromkeys(max_axis_sizes(task), 1), **getattr(task, "shortest", {})}
+
+
+def exceeded_limit(task: Task, axis: str, size: int) -> str:
+    """Return which limit of a named axis a size is beyond; empty if it is within both."""
+    shortest, longest = shortest_sizes(task)[axis], max_axis_sizes(task)[axis]
+    if size > longest:
+        return f"beyond the {longest} that `longest` allows"
+    return f"below the {shortest} that `shortest` allows" if size < shortest else ""
+
+
 _SIMILARITY = 0.85
-_OPTIONAL_ATTRIBUTES = {"directions", "classes", "axes", "longest"}
+_OPTIONAL_ATTRIBUTES = {"directions", "classes", "axes", "longest", "shortest"}
 _OPTIONAL_METHODS = {
     *("predicted", "actual", "queries", "probabilities", "slices", "baseline", "example", "text", "show", "collate"),
     *("instances", "answer"),

@@ -490,7 +490,7 @@ def _bounds(axis: int | str, place: int, limits: Limits) -> tuple[int, Any]:
         return axis, axis
     if place == 0:
         return 1, limits.max_batch_size
-    return (1, limits.axes[axis]) if axis in limits.axes else (0, None)
+    return (limits.shortest.get(axis, 1), limits.axes[axis]) if axis in limits.axes else (0, None)
 
 
 def _array(items: Schema, size: tuple[int, int | None]) -> Schema:

@@ -60,8 +60,11 @@ def check_shape(shape: Sequence[int], spec: TensorSpec, limits: Limits) -> None:
         if shape[0] > limits.max_batch_size:
             raise InvalidPayload(f"{spec.name}: a batch of {shape[0]} exceeds the limit of {limits.max_batch_size}")
     for axis, size in zip(spec.shape, shape, strict=True) if limits.axes else ():
-        if isinstance(axis, str) and axis in limits.axes and not 0 < size <= limits.axes[axis]:
-            raise InvalidPayload(f"{spec.name}: axis {axis!r} is {size}; it may be 1 to {limits.axes[axis]} long")
+        if not isinstance(axis, str) or axis not in limits.axes:
+            continue
+        shortest, longest = limits.shortest.get(axis, 1), limits.axes[axis]
+        if not shortest <= size <= longest:
+            raise InvalidPayload(f"{spec.name}: axis {axis!r} is {size}; it may be {shortest} to {longest} long")
 
 
 def check_arrays(arrays: Mapping[str, Array], signature: Signature) -> None:

@@ -76,7 +76,8 @@ def profile_options(signature: Signature) -> dict[str, str]:
     largest = {**limits.axes, **dict.fromkeys(batches, max(rows, limits.max_batch_size))}
     if not specs or any(axis not in largest for spec in specs for axis in spec.shape if isinstance(axis, str)):
         return {}
-    sizes = {"min": dict.fromkeys(largest, 1), "opt": largest | dict.fromkeys(batches, rows), "max": largest}
+    smallest = {**dict.fromkeys(largest, 1), **limits.shortest}
+    sizes = {"min": smallest, "opt": largest | dict.fromkeys(batches, rows), "max": largest}
     return {
         f"trt_profile_{name}_shapes": ",".join(_shape(spec, axes) for spec in specs) for name, axes in sizes.items()
     }

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from export.__main__ import export
 from export.bundle import columns_with_nan
-from export.checks.cases import random_batch, sample_cases
+from export.checks.cases import Attempts, random_batch, sample_cases
 from export.checks.everywhere import compare_everywhere
 from export.checks.nondeterminism import find_nondeterminism
 from export.checks.parity import compare_outputs
@@ -176,7 +176,7 @@ def test_nan_equals_nan_where_a_number_was_missing(exported: Exporter) -> None:
     found = made.test_set_rows()
     require_equal(found, made.config)
     assert all(row["max_abs_error"] == row["max_rel_error"] == 0 for row in found)
-    cases = list(sample_cases(made.task, made.model, made.test, made.config, []))
+    cases = list(sample_cases(made.task, made.model, made.test, made.config, Attempts()))
     rows = compare_everywhere(cases, made.path, made.config).coverage
     require_equal(rows, made.config)
     assert {row["inputs"] for row in rows} == {"real samples", "random inputs"}

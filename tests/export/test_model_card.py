@@ -56,6 +56,12 @@ def test_card_states_the_effect_of_padding() -> None:
     assert "\n- Padding changes answers: 7 of 9.\n" in render_card(Facts(FILE), signature, ANCESTORS)
 
 
+def test_card_has_both_limits_of_an_axis() -> None:
+    limits = SIGNATURE.limits.model_copy(update={"axes": {"days": 120, "rows": 9}, "shortest": {"days": 28}})
+    card = render_card(Facts(FILE), SIGNATURE.model_copy(update={"limits": limits}), ANCESTORS)
+    assert "\n- Axis `days`: 28 to 120.\n- Axis `rows`: at most 9.\n" in card
+
+
 def test_card_lists_accepted_changes() -> None:
     acceptance = Acceptance(key="k", parts={}, changes="task.py changed", by="ann", at="2026-01-02")
     train = StepRecord(step="train", status="done", key="k", parts={}, accepted=(acceptance,))

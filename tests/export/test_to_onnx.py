@@ -6,6 +6,7 @@ The operator for experts is compared with the product of each row and its expert
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -141,6 +142,10 @@ def test_traced_batch_size_differs_from_other_axes(length: int) -> None:
         ({"axes": {"input_ids": ("batch", "x", "x")}}, "`axes` of input_ids"),
         ({"longest": {}}, "`longest` must give the maximum of each of sequence"),
         ({"longest": {"sequence": 4}}, "axis `sequence` is 6 long in the test data, beyond the 4 that `longest`"),
+        (
+            {"shortest": {"sequence": 7}, "longest": {"sequence": 9}},
+            "axis `sequence` is 6 long in the test data, below the 7 that `shortest` allows",
+        ),
         ({"columns": columns(1)}, "axis `sequence` of `input_ids` is 1 long in the test data"),
         (
             {"columns": {**columns(), "attention_mask": np.ones((COUNT, 5))}},
@@ -182,14 +187,26 @@ class Windowed(Bag):
         return super().forward(input_ids, attention_mask) * scale[:, None]
 
 
-@pytest.mark.long
-def test_lengths_that_torch_refuses_are_reported(exported: Exporter, capsys: pytest.CaptureFixture[str]) -> None:
-    made = exported(Texts(Windowed(), columns()))
-    found = made.shape_rows()
-    require_equal(found, made.config)
-    assert not [one for one in found if " 1, padding" in one["worst"] or " 2, padding" in one["worst"]]
-    output = capsys.readouterr().out
-    assert "not compared at sequence 1, padding: none: torch itself fails" in output
+@pytest.mark.parametrize("shortest", [{}, {"sequence": 3}])
+def test_lengths_that_torch_refuses_are_reported_once(
+    tmp_path: Path, shortest: dict[str, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    task: Any = Texts(Windowed(), columns())
+    task.shortest = shortest
+    exporter = open_model(task, tmp_path / "model.onnx")
+    report = write_and_compare(exporter)
+    report.require(Export())
+    assert not [row for row in report.shapes if " 1, padding" in row["worst"] or " 2, padding" in row["worst"]]
+    assert exporter.properties.shortest == shortest
+    sentences = [text for text in report.record()["left_out"] if "model itself fails" in text]
+    assert [sentence in capsys.readouterr().out for sentence in sentences] == [True] * (not shortest)
+    for sentence in sentences:
+        assert re.match(
+            r"2 of \d+ cases were not compared, .*, first on batch 2, sequence 1, padding: none \(", sentence
+        )
+        assert sentence.endswith(
+            '; if no shorter inputs are to be served, set `shortest = {"sequence": 3}` in the task'
+        )
 
 
 class Wide(Bag):

@@ -235,6 +235,14 @@ def test_an_import_from_a_former_internal_module_names_the_public_api(tmp_path: 
             "`axes` of x: write the names of its axes, `batch` first",
         ),
         ("axes = {'x': ('batch', 'a', 'a')}; longest = {'a': 3}", "`axes` of x"),
+        ("shortest = {'time': 3}", "has `shortest` without `axes`"),
+        *(
+            (
+                f"axes = {{'x': ('batch', 'time')}}; longest = {{'time': 3}}; shortest = {shortest}",
+                "`shortest` must give",
+            )
+            for shortest in ({"times": 2}, {"time": 3}, {"time": 0}, {"time": 1.5}, 2)
+        ),
         ("axes = {'x': ('batch', 'time')}; longest = {}", "`longest` must give the maximum of each of time"),
     ],
 )

@@ -124,10 +124,10 @@ def test_request_rejected_by_the_service_is_invalid(path: str, value: Any) -> No
         jsonschema.validate(_with(path, value), openapi.infer_request(_signature(IMAGE, TOKENS), "tiny"))
 
 
-@pytest.mark.parametrize(("length", "fits"), [(3, True), (2, False)])
-def test_named_axis_is_limited(length: int, fits: bool) -> None:
+@pytest.mark.parametrize(("shortest", "longest", "fits"), [(1, 3, True), (1, 2, False), (3, 4, True), (4, 5, False)])
+def test_named_axis_is_limited(shortest: int, longest: int, fits: bool) -> None:
     signature = _signature(IMAGE, TOKENS)
-    limits = signature.limits.model_copy(update={"axes": {"length": length}})
+    limits = signature.limits.model_copy(update={"axes": {"length": longest}, "shortest": {"length": shortest}})
     schema = openapi.infer_request(signature.model_copy(update={"limits": limits}), "tiny")
     assert jsonschema.Draft202012Validator(schema).is_valid(REQUEST) is fits
 

@@ -39,13 +39,17 @@ def test_largest_batch_is_accepted() -> None:
     check_shape((4, 2), IMAGE, LIMITS)
 
 
-@pytest.mark.parametrize(("length", "fits"), [(0, False), (1, True), (3, True), (4, False)])
-def test_named_axis_beyond_its_limit_is_rejected(length: int, fits: bool) -> None:
-    limits = LIMITS.model_copy(update={"axes": {"length": 3}})
+@pytest.mark.parametrize(
+    ("length", "shortest", "fits"),
+    [(0, 1, False), (1, 1, True), (3, 1, True), (4, 1, False), (1, 2, False), (2, 2, True), (4, 2, False)],
+)
+def test_named_axis_beyond_its_limits_is_rejected(length: int, shortest: int, fits: bool) -> None:
+    shortest_sizes = {"length": shortest} if shortest > 1 else {}
+    limits = LIMITS.model_copy(update={"axes": {"length": 3}, "shortest": shortest_sizes})
     if fits:
         check_shape((2, length), TEXT, limits)
         return
-    with pytest.raises(InvalidPayload, match=f"tokens: axis 'length' is {length}; it may be 1 to 3 long"):
+    with pytest.raises(InvalidPayload, match=f"tokens: axis 'length' is {length}; it may be {shortest} to 3 long"):
         check_shape((2, length), TEXT, limits)
 
 

@@ -23,12 +23,14 @@ from serve.runtime.tensorrt import TENSORRT, engine_cache, profile_options, requ
 DEVICE = "NVIDIA L4 sm89 onnxruntime 1.31.1 tensorrt 101601"
 
 
-def _signature(*shapes: tuple[int | str, ...], rows: int = 32, axes: Mapping[str, int] | None = None) -> Signature:
+def _signature(
+    *shapes: tuple[int | str, ...], rows: int = 32, axes: Mapping[str, int] | None = None, **limits: Any
+) -> Signature:
     return Signature(
         inputs=tuple(TensorSpec(name=f"x{i}", datatype="FP32", shape=shape) for i, shape in enumerate(shapes)),
         outputs=(TensorSpec(name="y", datatype="FP32", shape=("batch",)),),
         codec="",
-        limits=Limits(max_batch_size=64, max_body_bytes=1, axes=axes or {}),
+        limits=Limits(max_batch_size=64, max_body_bytes=1, axes=axes or {}, **limits),
         runtime=Runtime(provider="tensorrt", threads=0, batch_rows=rows),
     )
 
@@ -41,6 +43,10 @@ def _signature(*shapes: tuple[int | str, ...], rows: int = 32, axes: Mapping[str
         (
             _signature(("batch", "length"), ("batch", 2, "length"), axes={"length": 128}),
             ("x0:1x1,x1:1x2x1", "x0:32x128,x1:32x2x128", "x0:64x128,x1:64x2x128"),
+        ),
+        (
+            _signature(("batch", "length"), axes={"length": 128}, shortest={"length": 28}),
+            ("x0:1x28", "x0:32x128", "x0:64x128"),
         ),
         (_signature(("batch", 3), (5,)), ("x0:1x3", "x0:32x3", "x0:64x3")),
         (_signature((4, 3)), None),
