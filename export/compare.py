@@ -47,6 +47,26 @@ def _select(array: Array, mask: Array | None) -> Array:
     return array if mask is None or array.shape[: mask.ndim] != mask.shape else array[mask]
 
 
+@dataclass
+class Attempts:
+    """The cases that were tried, and those that could not be compared."""
+
+    count: int = 0
+    failures: list[str] = field(default_factory=list)  # cases on which the model itself fails, with its words
+    left_out: list[str] = field(default_factory=list)  # for other reasons
+    advice: str = ""
+
+    @property
+    def text(self) -> str:
+        """Return how many cases the model itself fails on; empty if there are none."""
+        if not self.failures:
+            return ""
+        return (
+            f"{len(self.failures)} of {self.count} cases were not compared, because the model itself fails on them, "
+            f"first on {self.failures[0]}{self.advice}"
+        )
+
+
 @dataclass(frozen=True)
 class Comparison:
     """The outputs of a graph compared with torch's: for one case, several of a kind, or the whole test set."""

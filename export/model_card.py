@@ -78,10 +78,8 @@ def _tensors(signature: Signature) -> Iterator[str]:
 def _limits(facts: Facts, signature: Signature) -> Iterator[str]:
     limits = signature.limits
     yield f"- At most {limits.max_batch_size} instances and {limits.max_body_bytes} bytes a request."
-    for axis, size in sorted(limits.axes.items()):
-        yield f"- Axis `{axis}`: " + (
-            f"{limits.shortest[axis]} to {size}." if axis in limits.shortest else f"at most {size}."
-        )
+    bounds = ((axis, limits.shortest.get(axis, 1), size) for axis, size in sorted(limits.axes.items()))
+    yield from (f"- Axis `{axis}`: {shortest} to {longest}." for axis, shortest, longest in bounds)
     if signature.padding:
         yield f"- {signature.padding[:1].upper()}{_cell(signature.padding[1:])}."
     if signature.generation is not None:

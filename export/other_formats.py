@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from export.compare import Arrays, Rows
-from export.conversion.trace import ExportInput, trace
+from export.conversion.trace import ExportInput, find_python_length, trace
 from export.subject import ModelExporter
 from pipeline.system.errors import StageError
 from pipeline.system.files import digest_tree
@@ -92,9 +92,7 @@ def write_pt2(exporter: ModelExporter, folder: Path) -> tuple[Path, Rows]:
     source = exporter.export_input()
     result = trace(source)
     if result.program is None:
-        raise StageError(
-            f"torch.export alone does not manage this model{f': {result.limits}' if result.limits else ''}"
-        )
+        raise StageError(f"torch.export alone does not manage this model{find_python_length(source)}")
     result.program.example_inputs = None  # samples of the data must not be in the file
     for node in result.program.graph.nodes:
         node.meta.pop("stack_trace", None)  # of the machine that made it

@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from export.checks.cases import Attempts
 from export.checks.weights_check import WeightsComparison
-from export.compare import Rows, is_different, require_equal
+from export.compare import Attempts, Rows, is_different, require_equal
 from pipeline.contract.settings.stages import Export
 from pipeline.system.errors import StageError
 

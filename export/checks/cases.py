@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from export.compare import Array, Arrays, Case, has_missing
+from export.compare import Array, Arrays, Attempts, Case, has_missing
 from export.conversion.padding import MASK
 from export.conversion.shapes import MODEL_ERRORS, run_model, untraced_batches
 from pipeline.contract.data import Samples, forward, name_outputs
@@ -23,26 +22,6 @@ Batch = Mapping[str, Tensor]
 Inputs = Iterable[tuple[str, str, Batch]]  # the kind, the text and the batch of a case
 REAL, RANDOM, SHAPES = "real samples", "random inputs", "shapes"
 _VALUE_SAMPLES = 256  # samples from whose values random inputs are drawn
-
-
-@dataclass
-class Attempts:
-    """The cases that were tried, and those that could not be compared."""
-
-    count: int = 0
-    failures: list[str] = field(default_factory=list)  # cases on which the model itself fails, with its words
-    left_out: list[str] = field(default_factory=list)  # for other reasons
-    advice: str = ""
-
-    @property
-    def text(self) -> str:
-        """Return how many cases the model itself fails on; empty if there are none."""
-        if not self.failures:
-            return ""
-        return (
-            f"{len(self.failures)} of {self.count} cases were not compared, because the model itself fails on them, "
-            f"first on {self.failures[0]}{self.advice}"
-        )
 
 
 @torch.no_grad()

@@ -23,8 +23,9 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Interpreter, Node
 
+from export.conversion.shapes import MODEL_ERRORS
 from export.conversion.to_onnx import ExportResult
-from export.conversion.trace import describe_module, module_name, source_location
+from export.conversion.trace import describe_module, find_python_length, module_name, source_location
 from export.tolerance import absolute_tolerance
 from pipeline.contract.settings.stages import Export
 from pipeline.system.errors import StageError
@@ -336,17 +337,15 @@ class Step:
 
 def explain_difference(written: ExportResult, path: Path, feeds: Iterable[Feed], config: Export) -> str:
     """Explain the first difference that a feed shows; empty if none does, or if torch kept no trace."""
-    if written.program is None:
-        return written.limits
-    for feed in feeds:
+    for feed in feeds if written.program is not None else ():
         try:
             explanation = _explain_for_feed(written, path, feed, config)
-        except (RuntimeError, AssertionError, StageError) as error:  # a shape that torch or the file itself refuses
+        except (*MODEL_ERRORS, AssertionError, StageError) as error:  # a shape that torch or the file itself refuses
             print(f"where the file is wrong is not looked for at {_shapes(feed)}: {' '.join(str(error).split())[:160]}")
             continue
         if explanation:
-            return "; ".join(filter(None, (explanation, written.limits)))
-    return written.limits
+            return explanation
+    return _compared_length(written)
 
 
 def _explain_for_feed(written: ExportResult, path: Path, feed: Feed, config: Export) -> str:
@@ -409,9 +408,14 @@ def _explain_trace(written: ExportResult, steps: Mapping[str, Step], feed: Feed,
             return (
                 "the file is what torch traced, but the trace is not the model: it answers otherwise in "
                 f"{f'`{module}`' if module else 'the model itself'}, off by {error:.3g}, so that python code goes "
-                "another way while it is traced"
-            )
+                "another way while it is traced; " + _compared_length(written)
+            ).removesuffix("; ")
     return ""
+
+
+def _compared_length(written: ExportResult) -> str:
+    line = find_python_length(written.source)
+    return f"the model compares a length in python{line}; write it with torch.where" if line else ""
 
 
 @torch.no_grad()

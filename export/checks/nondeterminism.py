@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from export.checks.cases import evaluated_outputs, to_feed
 from export.compare import Array, Arrays, rows_with
+from export.conversion.trace import find_operator
 from export.tolerance import allowed_error, is_within
 from pipeline.contract.data import Samples
 from pipeline.contract.settings.stages import Export
@@ -16,6 +19,7 @@ from pipeline.contract.task import Task
 
 _REPEATED_SAMPLES = 4  # samples that are run twice, and one by one
 _BATCH = 64
+_RANDOM, _ITEM = torch.Tag.nondeterministic_seeded, torch.ops.aten._local_scalar_dense.default
 
 
 def find_nondeterminism(task: Task, model: nn.Module, test: Samples, config: Export) -> str:
@@ -24,8 +28,8 @@ def find_nondeterminism(task: Task, model: nn.Module, test: Samples, config: Exp
     second = _outputs(task, model, test, range(min(_REPEATED_SAMPLES, len(test))))
     if changed := _quote_names(name for name in first if not np.array_equal(first[name], second[name], equal_nan=True)):
         return (
-            f"torch returns different values of {changed} for the same input; look for functional dropout without "
-            "training=self.training, or noise in a router"
+            f"torch returns different values of {changed} for the same input{_find(task, model, test, _RANDOM)}; "
+            "look for functional dropout without training=self.training, noise in a router, or Python's `random`"
         )
     return _nan_outputs(task, model, test) or _depends_on_batch(task, model, test, config, first)
 
@@ -53,10 +57,16 @@ def _depends_on_batch(task: Task, model: nn.Module, test: Samples, config: Expor
     if not changed:
         return ""
     return (
-        f"torch's {_quote_names(changed)} for a sample depends on the other samples in the batch, and a service "
+        f"torch's {_quote_names(changed)} for a sample depends on the other samples in the batch"
+        f"{_find(task, model, test, _ITEM)}, and a service "
         "batches requests of different clients; compute nothing along the first axis, and no Python number (as "
         "by .item()) from the whole batch"
     )
+
+
+def _find(task: Task, model: nn.Module, test: Samples, wanted: Any) -> str:
+    batch = test.batch(range(min(_REPEATED_SAMPLES, len(test))))
+    return find_operator(model, [batch[name] for name in task.inputs], wanted).rstrip()
 
 
 def _is_close(single: Sequence[Array], batched: Array, config: Export) -> bool:

@@ -12,12 +12,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from export.checks.cases import Attempts, Batch, Inputs, make_cases
-from export.compare import Case
+from export.checks.cases import Batch, Inputs, make_cases
+from export.compare import Attempts, Case
 from export.conversion.padding import MASK
-from export.conversion.shapes import named_axes
-from pipeline.contract.data import Samples, forward, is_stream, open_split
-from pipeline.contract.task import BATCH, Task, exceeded_limit, input_axes
+from pipeline.contract.data import Samples, exceeded_limit, forward, is_stream, open_split
+from pipeline.contract.task import Task
 
 _SPLITS = ("train", "validation")
 _BATCH = 64
@@ -70,8 +69,8 @@ class UnseenInputs:
         steps = max(1, len(indices) // _BATCH)
         for start in range(steps):  # so that each batch is spread over the whole split
             batch = samples.batch(indices[start::steps])
-            if outside := _size_outside(self.task, batch):
-                left_out.append(f"{split} samples: {outside}")
+            if limit := exceeded_limit(self.task, batch):
+                left_out.append(f"{split} samples: {limit}")
                 continue
             pool.append(batch)
             yield f"{split} samples", f"batch {len(indices[start::steps])} of {split} samples", batch
@@ -159,14 +158,6 @@ def _open_few(task: Task, split: str) -> Samples:
     return Samples(split, items, collate)
 
 
-def _size_outside(task: Task, batch: Batch) -> str:
-    for name, axes in input_axes(task).items():
-        for position, axis in named_axes(axes).items():
-            if axis != BATCH and (limit := exceeded_limit(task, axis, batch[name].shape[position])):
-                return f"axis `{axis}` is {batch[name].shape[position]} long, {limit}"
-    return ""
-
-
 def _join(batches: list[dict[str, Tensor]], task: Task) -> dict[str, list[Tensor]]:
     return {name: [batch[name] for batch in batches] for name in task.inputs}
 
@@ -176,13 +167,10 @@ def _draw(
 ) -> Tensor:
     """Return random values in the shape of `real`, of the range that was seen; ids of the whole vocabulary."""
     sizes = {vocabulary.column: vocabulary.size for vocabulary in vocabularies if vocabulary.name == name}
-    if real.ndim != 2 or None in sizes:
+    is_mixed = any(column.shape[1:] != real.shape[1:] for column in seen)
+    if real.ndim != 2 or None in sizes or is_mixed or real.shape[1] > _MAX_COLUMNS:
         values = np.concatenate([column.numpy().ravel() for column in seen])
-        drawn = _draw_range(values, tuple(real.shape), sizes.get(None), generator)
-        return torch.from_numpy(drawn).to(real.dtype)
-    if any(column.shape[1:] != real.shape[1:] for column in seen) or real.shape[1] > _MAX_COLUMNS:
-        values = np.concatenate([column.numpy().ravel() for column in seen])
-        return torch.from_numpy(_draw_range(values, tuple(real.shape), None, generator)).to(real.dtype)
+        return torch.from_numpy(_draw_range(values, tuple(real.shape), sizes.get(None), generator)).to(real.dtype)
     columns = [
         _draw_range(
             np.concatenate([each[:, index].numpy() for each in seen]), (len(real),), sizes.get(index), generator

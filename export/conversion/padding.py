@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from export.tolerance import allowed_error, is_within, measure_scale
-from pipeline.contract.data import Samples, open_split
+from pipeline.contract.data import Samples, exceeded_limit, open_split
 from pipeline.contract.settings.stages import Export
-from pipeline.contract.task import HasCollate, Task, input_axes, shortest_sizes
+from pipeline.contract.task import HasCollate, Task, input_axes
 
 Array = np.ndarray[Any, Any]
 Outputs = Callable[[Mapping[str, Tensor]], Mapping[str, Array]]  # of torch, by name
@@ -163,16 +163,13 @@ def _first_columns(task: Task, samples: Samples) -> dict[str, Tensor]:
 
 def _cut_samples(task: Task, columns: Mapping[str, Tensor], found: Mapping[str, Padding]) -> Pairs:
     groups: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    shortest = shortest_sizes(task)
     for index, lengths in enumerate(zip(*(padding.lengths.tolist() for padding in found.values()), strict=True)):
         groups[lengths].append(index)
     for lengths, indices in groups.items():
         sizes = dict(zip(found, lengths, strict=True))
         padded = {name: column[indices] for name, column in columns.items()}
         single = {name: _trim(padded[name], axes, sizes, found, name) for name, axes in input_axes(task).items()}
-        if any(size < shortest[axis] for axis, size in sizes.items()) or all(
-            single[name].shape == padded[name].shape for name in single
-        ):
+        if exceeded_limit(task, single) or all(single[name].shape == padded[name].shape for name in single):
             continue
         for start in range(0, len(indices), _ROWS):
             rows = slice(start, start + _ROWS)
@@ -268,18 +265,17 @@ def _collated_pairs(
     """Compare what collate() returns for a sample by itself with its row in the batch of all."""
     source = open_split(task, samples.split)
     count = len(_first_columns(task, samples)[task.inputs[0]])
-    axes_by_input, shortest = input_axes(task), shortest_sizes(task)
+    axes_by_input = input_axes(task)
     text: dict[str, str] = {}
     sides: dict[str, Side] = {}
     pairs = []
     for index in range(count):
-        single, padded, is_short = source.batch([index]), samples.batch([index]), False
+        single, padded = source.batch([index]), samples.batch([index])
         for name, axes in axes_by_input.items():
-            is_short |= any(single[name].shape[place] < shortest[axis] for place, axis in _dynamic(axes).items())
             for position, axis in _dynamic(axes).items():
                 if (side := _side(single[name], padded[name], position)) is not None:
                     text[axis], sides[axis] = f"collate() on the {side}", side
-        if not is_short and any(single[name].shape != padded[name].shape for name in task.inputs):
+        if not exceeded_limit(task, single) and any(single[name].shape != padded[name].shape for name in task.inputs):
             pairs.append(([index], single, padded))
     for axis in {axis for axes in axes_by_input.values() for axis in _dynamic(axes).values()} - text.keys():
         unknown[axis] = "all test samples have one length, or collate() changes more than their ends"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from export.conversion.names import MeasuredShapes
 from export.conversion.padding import MASK, Padding, find_padding
-from pipeline.contract.data import Samples, axis_sizes, example_batch, forward, name_outputs
+from pipeline.contract.data import Samples, axis_sizes, example_batch, forward, name_outputs, named_sizes
 from pipeline.contract.signature import TensorSpec
 from pipeline.contract.task import BATCH, HasAxes, Task, input_axes, shortest_sizes
 from pipeline.system.errors import StageError
@@ -50,9 +50,8 @@ def untraced_batches(task: Task, samples: Samples) -> Iterator[UntracedBatch]:
     """Yield batches of other lengths and sizes than traced, with padding on the left, on the right, and without."""
     traced = axis_sizes(task, example_batch(task, samples))
     assert isinstance(task, HasAxes)
-    lengths = {
-        name: _untraced_lengths(traced[name], size, task.longest[name]) for name, size in shortest_sizes(task).items()
-    }
+    shortest = shortest_sizes(task)
+    lengths = {axis: _untraced_lengths(traced[axis], shortest[axis], task.longest[axis]) for axis in shortest}
     first = samples.batch(range(min(_MAX_SEARCHED, len(samples))))
     found = {axis: find_padding(task, {name: first[name] for name in task.inputs}, axis) for axis in lengths}
     paddings = {axis: padding for axis, padding in found.items() if isinstance(padding, Padding)}
@@ -74,30 +73,19 @@ def untraced_batches(task: Task, samples: Samples) -> Iterator[UntracedBatch]:
 
 @torch.no_grad()
 def run_model(task: Task, model: nn.Module, batch: Mapping[str, Tensor], samples: Samples) -> tuple[Any, Any]:
-    """Return a batch that the model accepts, and its outputs.
-
-    Where the model fails, integers may index an axis that was cut.
-    """
+    """Return a batch that the model accepts, and its outputs: integers may index an axis that was cut."""
     try:
         return batch, forward(model, task, batch)
     except MODEL_ERRORS:
         first = samples.batch(range(min(_MAX_SEARCHED, len(samples))))
         kinds = {name: first[name] for name in task.inputs if not first[name].dtype.is_floating_point}
         indices = [name for name, column in kinds.items() if column.numel() and column.max() > 1]  # others are masks
-        for size in sorted(_sizes(task, batch), reverse=True) if indices else ():
+        sizes = {size for axis, size in named_sizes(task, batch).items() if axis != BATCH and indices}
+        for size in sorted(sizes, reverse=True):
             wrapped = {name: torch.where(batch[name] < size, batch[name], batch[name] % size) for name in indices}
             with suppress(*MODEL_ERRORS):
                 return {**batch, **wrapped}, forward(model, task, {**batch, **wrapped})
         raise
-
-
-def _sizes(task: Task, batch: Mapping[str, Tensor]) -> set[int]:
-    return {
-        batch[name].shape[position]
-        for name, axes in input_axes(task).items()
-        for position, axis in named_axes(axes).items()
-        if axis != BATCH
-    }
 
 
 def measure_shapes(task: Task, model: nn.Module, samples: Samples) -> list[MeasuredShapes]:
@@ -108,9 +96,7 @@ def measure_shapes(task: Task, model: nn.Module, samples: Samples) -> list[Measu
         batches += [untraced.batch for untraced in untraced_batches(task, samples) if untraced.padding == "none"]
     measured = []
     for batch in batches:
-        sizes = {BATCH: len(batch[task.inputs[0]])}
-        for name, axes in input_axes(task).items():
-            sizes |= {axis: batch[name].shape[position] for position, axis in named_axes(axes).items()}
+        sizes = {BATCH: len(batch[task.inputs[0]]), **named_sizes(task, batch)}
         with suppress(*MODEL_ERRORS):
             outputs = name_outputs(task, run_model(task, model, batch, samples)[1])
             measured.append(MeasuredShapes(sizes, {name: tuple(value.shape) for name, value in outputs.items()}))
@@ -131,9 +117,8 @@ def check_dynamic_axes(specs: tuple[TensorSpec, ...], task: Task) -> None:
 def _untraced_lengths(traced: int, shortest: int, longest: int) -> list[int]:
     most = min(longest, max(shortest, _MAX_COMPARED_LENGTH))
     candidates = (most, shortest, shortest + 1, traced // 2, traced - 1, traced + 1)
-    return list(dict.fromkeys(size for size in candidates if shortest <= size <= longest and size != traced)) or [
-        traced
-    ]
+    sizes = (size for size in candidates if shortest <= size <= longest and size != traced)
+    return list(dict.fromkeys(sizes)) or [traced]
 
 
 def _resize(column: Tensor, axes: Sequence[int | str], sizes: Mapping[str, int]) -> Tensor:

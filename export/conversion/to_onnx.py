@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from export.conversion.names import name_tensors
 from export.conversion.shapes import named_axes
-from export.conversion.trace import ExportInput, Trace, describe_module, inspect, recurrent_shapes, source_location
+from export.conversion.trace import ExportInput, explain_failure, inspect, recurrent_shapes
 from export.conversion.translations import grouped_experts, translations
 from pipeline.contract.bundle import check_external_data_files
 from pipeline.contract.data import axis_sizes, name_outputs, standard_attention
@@ -47,7 +46,6 @@ class ExportResult:
 
     source: ExportInput
     program: torch.export.ExportedProgram | None  # its values have the names of the file's tensors, but for `renamed`
-    limits: str  # sizes for which alone the trace holds
     renamed: Mapping[str, str] = field(default_factory=dict)  # name in the program → name in the file
 
 
@@ -82,12 +80,12 @@ def write_onnx(source: ExportInput, config: Export, path: Path) -> ExportResult:
                 custom_translation_table=translations(),
             )
         except torch.onnx.errors.OnnxExporterError as error:
-            raise StageError(_missing_operator(error, traced) or _export_failure(error, traced)) from error
+            raise StageError(explain_failure(source, error)) from error
     assert program is not None
     weights = sum(tensor.numel() * tensor.element_size() for tensor in source.module.state_dict().values())
     external = weights > _MAX_INLINE_BYTES
     program.save(path, external_data=external)
-    return ExportResult(source, program.exported_program, traced.limits, _finish_file(path, source))
+    return ExportResult(source, program.exported_program, _finish_file(path, source))
 
 
 def _finish_file(path: Path, source: ExportInput) -> dict[str, str]:
@@ -169,30 +167,6 @@ def _strip_graph(graph: onnx.GraphProto | onnx.FunctionProto) -> None:
             attribute.doc_string = ""
             for inner in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
                 _strip_graph(inner)
-
-
-def _missing_operator(error: BaseException, result: Trace) -> str:
-    """Return which operator has no translation and where it is called; empty for other errors."""
-    match = re.search(r"No ONNX function found for <OpOverload\(op='([^']+)', overload='([^']+)'\)>", str(error))
-    if not match:
-        return ""
-    nodes = result.program.graph.nodes if result.program is not None else ()
-    calls = [node for node in nodes if str(node.target) == f"{match[1]}.{match[2]}"]
-    location = f" in {describe_module(calls[0])}{source_location(calls[0])}" if calls else ""
-    return (
-        f"the model calls {match[1].replace('.', '::', 1)}{location}, which has no form in ONNX; write it with torch's "
-        "other operators"
-    )
-
-
-def _export_failure(error: BaseException, result: Trace) -> str:
-    return f"the model does not export to ONNX: {_first_cause(error)}" + (f"; {result.limits}" if result.limits else "")
-
-
-def _first_cause(error: BaseException) -> str:
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return " ".join(str(error).split())[:400]
 
 
 _DATATYPES: dict[int, Any] = {

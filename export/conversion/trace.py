@@ -1,6 +1,6 @@
 """Trace the model with torch.export and find what an ONNX graph cannot express.
 
-Reports, with a way to fix each: lengths the trace fixed, state that changes with every call, functional dropout, and
+Reports, with a way to fix each: lengths that Python reads, state that changes with every call, functional dropout, and
 values that the graph would keep as constants.
 """
 
@@ -23,6 +23,7 @@ from pipeline.contract.data import standard_attention
 from pipeline.system.errors import StageError
 from pipeline.system.torch_private import (
     OpOverload,
+    SymNode,
     TorchDispatchMode,
     decompositions,
     forget_dispatch,
@@ -50,25 +51,23 @@ class Trace:
     """The result of tracing; `program` is None if torch.export failed, and torch.onnx tries other ways."""
 
     program: torch.export.ExportedProgram | None
-    limits: str  # the sizes to which torch's guards limit the trace
     is_final: bool = False  # torch.onnx would trace the model in the same way, or in a worse one
 
 
 def trace(source: ExportInput) -> Trace:
     """Trace with torch.export; refuse a Python branch on data and an operator without a fake implementation."""
     with suppress(Exception), sizes_without_special_cases():  # as torch.onnx does; other errors are reported without it
-        return Trace(_export_program(source, strict=False), "", is_final=True)
+        return Trace(_export_program(source, strict=False), is_final=True)
     try:
-        return Trace(_export_program(source, strict=False), "")
+        return Trace(_export_program(source, strict=False))
     except Exception as error:  # torch raises its own types and any that the model raises
         _refuse_packing(source, error)
         _refuse_branch(error)
         _refuse_unknown_operator(error)
-        limits = _limits(str(error))
     try:  # from the bytecode of forward: when it runs, Python makes `len(x)` a number that is the same for all batches
-        return Trace(_export_program(source, strict=True), "", is_final=True)
+        return Trace(_export_program(source, strict=True), is_final=True)
     except Exception:  # the first error was the better one
-        return Trace(None, limits)
+        return Trace(None)
 
 
 def _export_program(source: ExportInput, strict: bool) -> torch.export.ExportedProgram:
@@ -146,23 +145,52 @@ def source_location(node: torch.fx.Node) -> str:
     return f", {Path(user_lines[-1][0]).name} line {user_lines[-1][1]}" if user_lines else ""
 
 
-class _PackingFinder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Finds the user's line that packs sequences."""
+class _OperatorFinder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Finds the user's first line that calls one of some operators."""
 
-    line = ""
+    def __init__(self, wanted: set[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.line: str = ""
+        self._wanted = wanted
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._pack_padded_sequence.default:
+        if not self.line and self._wanted.intersection((func, *func.tags)):
             self.line = _describe_line(traceback.extract_stack()) or " "
         return func(*args, **(kwargs or {}))
 
 
+def find_operator(module: nn.Module, arguments: Sequence[Any], *wanted: Any) -> str:
+    """Return the user's line that calls one of the operators, given by themselves or by a tag; empty without a call."""
+    with torch.no_grad(), _OperatorFinder(set(wanted)) as finder:
+        module(*copy.deepcopy(arguments))
+    return finder.line
+
+
+def find_python_length(source: ExportInput) -> str:
+    """Return the user's line at which Python compares a length, or counts to it; empty if there is none."""
+    lines, count, decide = list[str](), SymNode.guard_int, SymNode.guard_bool
+
+    def note_count(*arguments: Any) -> int:
+        lines.append(_describe_line(traceback.extract_stack()))
+        return count(*arguments)
+
+    def note_decision(*arguments: Any) -> bool:
+        lines.append(_describe_line(traceback.extract_stack()[-4:-3]))  # torch itself compares lengths, too
+        return decide(*arguments)
+
+    try:
+        SymNode.guard_int, SymNode.guard_bool = note_count, note_decision  # type: ignore[assignment, method-assign]
+        with suppress(Exception):
+            _export_program(source, strict=False)
+    finally:
+        SymNode.guard_int, SymNode.guard_bool = count, decide  # type: ignore[method-assign]
+    return next(filter(None, lines), "")
+
+
 def _refuse_packing(source: ExportInput, error: BaseException) -> None:
-    with _PackingFinder() as finder:  # type: ignore[no-untyped-call]
-        source.module(*copy.deepcopy(source.arguments))
-    if finder.line:
+    if line := find_operator(source.module, source.arguments, torch.ops.aten._pack_padded_sequence.default):
         raise StageError(
-            f"the model packs sequences by their lengths{finder.line.rstrip()}, and a graph cannot do that; give the "
+            f"the model packs sequences by their lengths{line.rstrip()}, and a graph cannot do that; give the "
             "layer the padded texts, and a second layer for the other direction the texts reversed within their lengths"
         ) from error
 
@@ -212,13 +240,23 @@ def _refuse_unknown_operator(error: BaseException) -> None:
         ) from error
 
 
-def _limits(text: str) -> str:
-    """Return the limits that torch's guards found for axes, from its suggested fix."""
-    matches = re.findall(r"(\w+) = Dim\('\w+', ([^)]*)\)|^\s*(\w+) = (\d+)\s*$", text, flags=re.MULTILINE)
-    limits = [f"`{name or fixed}` {f'= {size}' if size else bounds}" for name, bounds, fixed, size in matches]
-    if not limits:
-        return ""
-    return f"torch's guards limit the trace to {', '.join(limits)}: the model compares a length in Python"
+def explain_failure(source: ExportInput, error: BaseException) -> str:
+    """Return why torch.onnx did not write the model: which line it cannot translate, or torch's own words."""
+    match = re.search(r"No ONNX function found for <OpOverload\(op='([^.']+)\.([^']+)'", str(error))
+    if match:
+        frames = (frame for cause in _chain(error) for frame, _ in traceback.walk_tb(cause.__traceback__))
+        calls = (node for frame in frames if isinstance(node := frame.f_locals.get("node"), torch.fx.Node))
+        location = next((f" in {describe_module(node)}{source_location(node)}" for node in calls), "")
+        operator = f"{match[1]}::{match[2]}{location}"
+        return f"the model calls {operator}, which has no form in ONNX; write it with torch's other operators"
+    if line := find_python_length(source):
+        return (
+            f"the model counts to a length in python{line}, and a graph would count as for the traced input; compute "
+            "all at once, or with nn.GRU, nn.LSTM or nn.RNN"
+        )
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return f"the model does not export to ONNX: {' '.join(str(error).split())[:400]}"
 
 
 def _is_users(file: str) -> bool:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, Subset, default_collate
 
-from pipeline.contract.task import HasCollate, exceeded_limit, input_axes, max_axis_sizes
+from pipeline.contract.task import BATCH, HasCollate, input_axes, max_axis_sizes, shortest_sizes
 from pipeline.system.errors import ConfigError, DataError
 from pipeline.system.files import digest_bytes
 
@@ -343,9 +343,8 @@ def axis_sizes(task: Task, batch: Mapping[str, Tensor]) -> dict[str, int]:
                 raise DataError(f"axis `{axis}` is {size} long in `{name}`, and {sizes[axis]} in another input")
             if size < 2:
                 raise DataError(f"axis `{axis}` of `{name}` is {size} long in the test data; show one of 2 at least")
-    for axis in max_axis_sizes(task):
-        if limit := exceeded_limit(task, axis, sizes[axis]):
-            raise DataError(f"axis `{axis}` is {sizes[axis]} long in the test data, {limit}")
+    if limit := exceeded_limit(task, batch):
+        raise DataError(f"test data: {limit}")
     if len(set(sizes.values())) != len(sizes):
         sizes_text = ", ".join(f"{axis} {size}" for axis, size in sizes.items())
         raise DataError(
@@ -355,15 +354,25 @@ def axis_sizes(task: Task, batch: Mapping[str, Tensor]) -> dict[str, int]:
     return sizes
 
 
+def named_sizes(task: Task, batch: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the size of each axis that the task names."""
+    axes = [(name, *place) for name, axes_of_input in input_axes(task).items() for place in enumerate(axes_of_input)]
+    return {axis: batch[name].shape[position] for name, position, axis in axes if isinstance(axis, str)}
+
+
+def exceeded_limit(task: Task, batch: Mapping[str, Tensor]) -> str:
+    """Return which axis of a batch is longer or shorter than the task allows; empty if none is."""
+    sizes, shortest = named_sizes(task, batch), shortest_sizes(task)
+    for axis, longest in max_axis_sizes(task).items():
+        if not shortest[axis] <= sizes[axis] <= longest:
+            return f"axis `{axis}` is {sizes[axis]} long; `shortest` and `longest` allow {shortest[axis]} to {longest}"
+    return ""
+
+
 def example_batch(task: Task, samples: Samples) -> dict[str, Tensor]:
     """Return a batch to trace with, whose size differs from that of every other dynamic axis."""
     sample = samples.batch([0])
-    used_sizes = {
-        sample[name].shape[position]
-        for name, axes in input_axes(task).items()
-        for position, axis in enumerate(axes)
-        if isinstance(axis, str) and 0 < position < sample[name].ndim
-    }
+    used_sizes = {size for axis, size in named_sizes(task, sample).items() if axis != BATCH}
     rows = next(count for count in range(3, 4 + len(used_sizes)) if count not in used_sizes)
     return samples.batch([index % len(samples) for index in range(rows)])
 

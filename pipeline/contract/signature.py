@@ -27,11 +27,7 @@ class Runtime(BundledRuntime):
 
 
 # What the service has an option for.
-OPTIONS = {
-    name: field
-    for name, field in (Limits.model_fields | Runtime.model_fields).items()
-    if name not in ("axes", "shortest")
-}
+OPTIONS = BundledLimits.model_fields | Runtime.model_fields
 
 
 def parse_option(name: str, text: str) -> Any:

@@ -469,14 +469,6 @@ def shortest_sizes(task: Task) -> dict[str, int]:
     return {**dict.fromkeys(max_axis_sizes(task), 1), **getattr(task, "shortest", {})}
 
 
-def exceeded_limit(task: Task, axis: str, size: int) -> str:
-    """Return which limit of a named axis a size is beyond; empty if it is within both."""
-    shortest, longest = shortest_sizes(task)[axis], max_axis_sizes(task)[axis]
-    if size > longest:
-        return f"beyond the {longest} that `longest` allows"
-    return f"below the {shortest} that `shortest` allows" if size < shortest else ""
-
-
 _SIMILARITY = 0.85
 _OPTIONAL_ATTRIBUTES = {"directions", "classes", "axes", "longest", "shortest"}
 _OPTIONAL_METHODS = {

@@ -19,6 +19,7 @@ from torch._ops import OpOverload as OpOverload  # the targets of nodes in an ex
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode  # documented under this name only
 from torch.autograd import Variable
+from torch.fx.experimental.sym_node import SymNode as SymNode  # a size while it is traced
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode  # documented under this name only

@@ -14,9 +14,9 @@ from onnx import helper, numpy_helper
 from torch import Tensor, nn
 
 from export import sessions
-from export.checks.cases import Attempts, random_batch, sample_cases
+from export.checks.cases import random_batch, sample_cases
 from export.checks.everywhere import compare_everywhere
-from export.compare import Case
+from export.compare import Attempts, Case
 from export.report import Report
 from export.sessions import CPU, CUDA, RuntimeSetup, runtime_setups
 from pipeline.contract.data import open_split

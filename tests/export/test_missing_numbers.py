@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from export.__main__ import export
 from export.bundle import columns_with_nan
-from export.checks.cases import Attempts, random_batch, sample_cases
+from export.checks.cases import random_batch, sample_cases
 from export.checks.everywhere import compare_everywhere
 from export.checks.nondeterminism import find_nondeterminism
 from export.checks.parity import compare_outputs
-from export.compare import require_equal
+from export.compare import Attempts, require_equal
 from export.golden import choose_samples
 from pipeline.contract.bundle import Bundle, open_bundle
 from pipeline.contract.data import Samples, open_split

@@ -59,7 +59,7 @@ def test_card_states_the_effect_of_padding() -> None:
 def test_card_has_both_limits_of_an_axis() -> None:
     limits = SIGNATURE.limits.model_copy(update={"axes": {"days": 120, "rows": 9}, "shortest": {"days": 28}})
     card = render_card(Facts(FILE), SIGNATURE.model_copy(update={"limits": limits}), ANCESTORS)
-    assert "\n- Axis `days`: 28 to 120.\n- Axis `rows`: at most 9.\n" in card
+    assert "\n- Axis `days`: 28 to 120.\n- Axis `rows`: 1 to 9.\n" in card
 
 
 def test_card_lists_accepted_changes() -> None:

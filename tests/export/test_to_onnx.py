@@ -141,10 +141,10 @@ def test_traced_batch_size_differs_from_other_axes(length: int) -> None:
         ),
         ({"axes": {"input_ids": ("batch", "x", "x")}}, "`axes` of input_ids"),
         ({"longest": {}}, "`longest` must give the maximum of each of sequence"),
-        ({"longest": {"sequence": 4}}, "axis `sequence` is 6 long in the test data, beyond the 4 that `longest`"),
+        ({"longest": {"sequence": 4}}, "test data: axis `sequence` is 6 long; `shortest` and `longest` allow 1 to 4"),
         (
             {"shortest": {"sequence": 7}, "longest": {"sequence": 9}},
-            "axis `sequence` is 6 long in the test data, below the 7 that `shortest` allows",
+            "test data: axis `sequence` is 6 long; `shortest` and `longest` allow 7 to 9",
         ),
         ({"columns": columns(1)}, "axis `sequence` of `input_ids` is 1 long in the test data"),
         (

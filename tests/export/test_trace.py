@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -11,12 +12,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812  (torch's own word for it)
 from torch import Tensor, nn
 
+from export.checks.verify import write_and_compare
 from export.conversion.to_onnx import export_input
 from export.conversion.trace import inspect, numeric_attributes, source_location
 from export.llm import decoder
+from pipeline.contract.settings.stages import Export
 from pipeline.system.errors import StageError
 
-from .conftest import Exporter, Small, linear, pairs
+from .conftest import Exporter, Small, linear, open_model, pairs
 from .recurrent import Tagger, Tags
 
 
@@ -167,6 +170,58 @@ def test_behaviour_that_a_graph_cannot_have_is_named_with_its_fix(
     assert [part for part in parts if part not in output] == [], output
     assert "\n" not in output
     capfd.readouterr()  # torch prints the graph up to a branch
+
+
+class CountingSteps(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        steps = [self.head(row) for row in x]
+        return torch.stack(steps)
+
+
+class Distances(Plain):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cdist(x, x)
+
+
+@pytest.mark.parametrize(
+    ("net", "message"),
+    [
+        (CountingSteps, r"counts to a length in python \(test_trace\.py line \d+: `steps = \[.*`\), and a graph"),
+        (
+            Distances,
+            r"calls aten::_cdist_forward in the model's own forward, test_trace\.py line \d+, which has no form",
+        ),
+    ],
+)
+def test_failure_of_the_exporter_is_named_with_its_line(net: type[nn.Module], message: str, exported: Exporter) -> None:
+    with pytest.raises(StageError, match=message):
+        exported(Small(net().eval(), pairs()))
+
+
+class Noisy(Plain):
+    def answer(self, found: Tensor) -> Tensor:
+        return found + torch.rand_like(found)
+
+
+class Scaled(Plain):
+    def answer(self, found: Tensor) -> Tensor:
+        return found * found.max().item()
+
+
+@pytest.mark.parametrize(
+    ("net", "message"),
+    [
+        (Noisy, r"same input \(test_trace\.py line \d+: `return found \+ torch\.rand_like\(found\)`\); look for"),
+        (
+            Scaled,
+            r"in the batch \(test_trace\.py line \d+: `return found \* found\.max\(\)\.item\(\)`\), and a service",
+        ),
+    ],
+)
+def test_line_that_makes_outputs_irreproducible_is_named(net: type[nn.Module], message: str, tmp_path: Path) -> None:
+    report = write_and_compare(open_model(Small(net(), pairs()), tmp_path / "model.onnx"))
+    with pytest.raises(StageError, match=message):
+        report.require(Export())
 
 
 class Harmless(Plain):

@@ -169,7 +169,7 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {  # name → old, new, message
         "        return self.head(hidden)",
         "        return self.head(hidden) * x[0, 0].item()",
         "no Python number",
-        "def forward",
+        "x[0, 0].item()",
     ),
     "forward takes a batch": (
         "x):\n        hidden",
@@ -194,7 +194,7 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {  # name → old, new, message
     "longest": (
         '("logits",)',
         '("logits",)\n    axes = {"x": ("batch", "time")}\n    longest = {"time": 3}',
-        "axis `time` is 4 long in the test data, beyond the 3",
+        "axis `time` is 4 long; `shortest` and `longest` allow 1 to 3",
         "longest =",
     ),
     "model": ("return Net()", "return Netz()", "NameError: name 'Netz' is not defined", "Netz()"),
