@@ -21,7 +21,7 @@ from export.conversion.optimize import Written, write_optimized
 from export.conversion.padding import PaddingEffect, measure_padding
 from export.conversion.shapes import check_dynamic_axes, measure_shapes, untraced_batches
 from export.conversion.to_onnx import ExportResult, convert, export_input, tensor_specs
-from export.conversion.trace import ExportInput
+from export.conversion.trace import ExportInput, find_python_length
 from export.golden import GoldenInputs, sample_inputs
 from export.other_formats import write_pt2, write_saved_model
 from export.report import LastCheck, Report
@@ -64,7 +64,10 @@ class OrdinaryExporter:
     def phases(self, result: ExportResult) -> Iterator[Report]:
         subject, attempts = self.subject, Attempts()
         task, model, test, config, path = subject.task, subject.model, subject.test, subject.config, subject.path
-        check_dynamic_axes(tensor_specs(path)[0], task)  # report a fixed axis here, before other sizes fail on it
+        try:  # report a fixed axis here, before other sizes fail on it
+            check_dynamic_axes(tensor_specs(path)[0], task)
+        except StageError as error:
+            raise StageError(f"{error}{find_python_length(result.source)}") from error
         reference = torch_outputs(task, model, test, max(config.batch_sizes))
         scales, started = measure_scales(reference), time.perf_counter()
         graph = open_graph(path)

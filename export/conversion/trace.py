@@ -161,7 +161,8 @@ class _OperatorFinder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def find_operator(module: nn.Module, arguments: Sequence[Any], *wanted: Any) -> str:
     """Return the user's line that calls one of the operators, given by themselves or by a tag; empty without a call."""
-    with torch.no_grad(), _OperatorFinder(set(wanted)) as finder:
+    finder = _OperatorFinder(set(wanted))
+    with torch.no_grad(), finder:
         module(*copy.deepcopy(arguments))
     return finder.line
 

@@ -66,11 +66,12 @@ def test_bundled_settings_of_the_service_are_in_the_signature(tmp_path: Path) ->
     assert words.keys() == set(BUNDLED_SETTINGS)
     config = Config.model_validate({"name": "tiny", "task": "task.py:T", "codec": "codec.py:C", "serve": words})
     signature = bundle._signature(
-        slow(tmp_path / "bundle"), config, ModelProperties(axes={"sequence": 9}), "Codec", (), ()
+        slow(tmp_path / "bundle"), config, ModelProperties({"sequence": 9}, {"sequence": 2}), "Codec", (), ()
     )
     assert signature.limits.model_dump() | signature.runtime.model_dump() == {
         **words,
         "axes": {"sequence": 9},
+        "shortest": {"sequence": 2},
         "batch_delay_ms": 0,
     }
 

@@ -294,8 +294,7 @@ def test_length_compared_in_python_is_named(tmp_path: Any) -> None:
     task: Any = Small(layers(Short()), pairs())
     report = write_and_compare(open_model(task, tmp_path / "model.onnx"))
     with pytest.raises(
-        StageError,
-        match=r"compares a length in python \(test_fault_search\.py line \d+: `return x if x\.shape\[0\] > 5 else x \* 2`\)",
+        StageError, match=r"compares a length in python \(test_fault_search\.py line \d+: `return x if x\."
     ):
         report.require(Export())
     assert np.isfinite([one["max_abs_error"] for one in report.test_set + report.shapes]).all()

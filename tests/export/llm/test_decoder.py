@@ -210,7 +210,7 @@ def test_bundle_answers_golden_requests_with_past_and_prompts(bundle: Bundle) ->
 def test_card_states_the_longest_text(bundle: Bundle) -> None:
     file = RunFile(id="one", created="2026-01-01", wanted=(), config={"name": "talk"}, environment={})
     text = render_card(Facts(file), bundle.signature, bundle.manifest.ancestors)
-    assert f"Axis `total`: at most {POSITIONS}." in text
+    assert f"Axis `total`: 1 to {POSITIONS}." in text
     assert "A language model: it continues prompts" in text
 
 
