@@ -257,7 +257,8 @@ def explain_failure(source: ExportInput, error: BaseException) -> str:
         )
     while error.__cause__ is not None:
         error = error.__cause__
-    return f"the model does not export to ONNX: {' '.join(str(error).split())[:400]}"
+    reason = " ".join(str(error).split())[:400]
+    return f"the model does not export to ONNX (docs/model-does-not-export.md): {reason}"
 
 
 def _is_users(file: str) -> bool:

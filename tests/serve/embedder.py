@@ -43,7 +43,7 @@ def vector(text: str) -> Any:
     return total / np.linalg.norm(total)
 
 
-def build(path: Path) -> Path:
+def build(path: Path, shortest: int = 1) -> Path:
     nodes = [
         helper.make_node("Gather", ["weight", "input_ids"], ["tokens"]),
         helper.make_node("Cast", ["attention_mask"], ["mask"], to=TensorProto.FLOAT),
@@ -61,7 +61,7 @@ def build(path: Path) -> Path:
     graph = helper.make_graph(nodes, "embed", inputs, outputs, weights)
     specs = [TensorSpec(name=name, datatype="INT64", shape=("batch", "length")) for name in names]
     vectors = TensorSpec(name="vectors", datatype="FP32", shape=("batch", SIZE))
-    limits = Limits(max_batch_size=4, max_body_bytes=100_000, axes={"length": 20})
+    limits = Limits(max_batch_size=4, max_body_bytes=100_000, axes={"length": 20}, shortest={"length": shortest})
     ids = np.array([list(b"hello"), list(b"world")])
     golden = np.stack([vector("hello"), vector("world")])
     arrays = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
