@@ -75,17 +75,14 @@ def _signature(
 ) -> Signature:
     inputs, outputs = tensor_specs(bundle / "model.onnx")
     missing = {spec.name for spec in inputs if spec.datatype in FLOATS} & properties.missing
+    limits, runtime = (config.serve.model_dump(include=set(kind.model_fields)) for kind in (Limits, Runtime))
     return Signature(
         inputs=tuple(spec.model_copy(update={"allows_missing": spec.name in missing}) for spec in inputs),
         outputs=_labelled(outputs, classes),
         codec=codec,
         requires=requires,
-        limits=Limits(
-            **config.serve.model_dump(include=set(Limits.model_fields)),
-            axes=properties.axes,
-            shortest=properties.shortest,
-        ),
-        runtime=Runtime(**config.serve.model_dump(include=set(Runtime.model_fields))),
+        limits=Limits(**limits, axes=properties.axes, shortest=properties.shortest),
+        runtime=Runtime(**runtime),
         generation=properties.generation,
         variant=properties.variant,
         padding=properties.padding,

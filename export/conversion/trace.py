@@ -148,13 +148,15 @@ def source_location(node: torch.fx.Node) -> str:
 class _OperatorFinder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Finds the user's first line that calls one of some operators."""
 
+    supports_higher_order_operators = True  # such as torch.cond
+
     def __init__(self, wanted: set[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.line: str = ""
         self._wanted = wanted
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.line and self._wanted.intersection((func, *func.tags)):
+        if not self.line and self._wanted.intersection((func, *getattr(func, "tags", ()))):
             self.line = _describe_line(traceback.extract_stack()) or " "
         return func(*args, **(kwargs or {}))
 

@@ -192,6 +192,7 @@ def test_operator_of_torch_itself_is_named_with_the_line_that_calls_it(exported:
 
 class Noisy(Plain):
     def answer(self, found: Tensor) -> Tensor:
+        found = torch.cond(found.sum() > 0, torch.sin, torch.cos, (found,))
         return found + torch.rand_like(found)
 
 
