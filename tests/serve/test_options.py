@@ -316,6 +316,7 @@ def test_options_override_the_bundles_settings(bundle_path: Path, pool: Executor
         "deadline_seconds": 0.5,
         "max_cache_bytes": 9000,
         "axes": {},
+        "shortest": {},
     }
     assert found.signature.runtime.threads == bundle.signature.runtime.threads
     assert found.digest == bundle.digest
