@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from pipeline.history import open_run
     from pipeline.system.errors import ConfigError, DataError, InvalidPayload, PipelineError
     from pipeline.user.cross_entropy import linear_cross_entropy, log_probs_in_training
+    from pipeline.user.loops import generate, repeat
     from pipeline.user.post_training import (
         IGNORED,
         answer_log_probs,
@@ -63,6 +64,7 @@ __all__ = [
     "cut_texts",
     "dpo_loss",
     "fill_rows",
+    "generate",
     "linear_cross_entropy",
     "log_probs_in_training",
     "mask_between_texts",
@@ -75,6 +77,7 @@ __all__ = [
     "read_shards",
     "read_table",
     "read_token_shards",
+    "repeat",
     "token_log_probs",
     "write_token_shards",
 ]
@@ -97,6 +100,7 @@ _MODULES = {
     "history": ("open_run",),
     "system.errors": ("ConfigError", "DataError", "InvalidPayload", "PipelineError"),
     "user.cross_entropy": ("linear_cross_entropy", "log_probs_in_training"),
+    "user.loops": ("generate", "repeat"),
     "user.post_training": (
         "IGNORED",
         "answer_log_probs",

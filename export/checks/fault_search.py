@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Interpreter, Node
 
+from export.conversion.names import input_names
 from export.conversion.shapes import MODEL_ERRORS
 from export.conversion.to_onnx import ExportResult
 from export.conversion.trace import describe_module, find_python_length, module_name, source_location
@@ -120,18 +121,6 @@ class Graph:
         part.graph.initializer.extend(tensor for name, tensor in self.weights.items() if name in names_needed)
         part.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)  # ONNX Runtime finds their types
         return part
-
-
-def input_names(node: onnx.NodeProto) -> Iterable[str]:
-    """Yield the names that a node reads, also those that its branches read from outside."""
-    yield from (name for name in node.input if name)
-    for attribute in node.attribute:
-        graphs = [*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])]
-        for graph in graphs:
-            local_names = {value.name for value in (*graph.input, *graph.initializer)}
-            for child in graph.node:
-                yield from (name for name in input_names(child) if name not in local_names)
-                local_names.update(child.output)
 
 
 Array = np.ndarray[Any, Any]

@@ -8,7 +8,7 @@ sizes that were not traced.
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,6 +63,18 @@ def _rename(graph: onnx.GraphProto, names: Mapping[str, str]) -> None:
     for node in graph.node:
         for tensors in (node.input, node.output):
             tensors[:] = [names.get(name, name) for name in tensors]
+
+
+def input_names(node: onnx.NodeProto) -> Iterable[str]:
+    """Yield the names that a node reads, also those that its branches read from outside."""
+    yield from (name for name in node.input if name)
+    for attribute in node.attribute:
+        graphs = [*attribute.graphs, *([attribute.g] if attribute.HasField("g") else [])]
+        for graph in graphs:
+            local_names = {value.name for value in (*graph.input, *graph.initializer)}
+            for child in graph.node:
+                yield from (name for name in input_names(child) if name not in local_names)
+                local_names.update(child.output)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import onnx
 import torch
 from torch import Tensor, nn
 
+from export.conversion.loops import fold_loops
 from export.conversion.names import name_tensors
 from export.conversion.shapes import named_axes
 from export.conversion.trace import ExportInput, explain_failure, inspect, recurrent_shapes
@@ -85,16 +86,13 @@ def write_onnx(source: ExportInput, config: Export, path: Path) -> ExportResult:
     weights = sum(tensor.numel() * tensor.element_size() for tensor in source.module.state_dict().values())
     external = weights > _MAX_INLINE_BYTES
     program.save(path, external_data=external)
-    return ExportResult(source, program.exported_program, _finish_file(path, source))
-
-
-def _finish_file(path: Path, source: ExportInput) -> dict[str, str]:
-    """Strip the file and name its tensors; return the new names of those that the exporter called otherwise."""
     model = onnx.load(path, load_external_data=False)
     _strip_model(model)
-    names = name_tensors(model, source.inputs, source.outputs)
+    has_loops = fold_loops(model)
+    renamed = name_tensors(model, source.inputs, source.outputs)
     path.write_bytes(model.SerializeToString(deterministic=True))
-    return names
+    # The trace has one step of a loop only.
+    return ExportResult(source, None if has_loops else program.exported_program, renamed)
 
 
 def save_stripped(model: onnx.ModelProto, path: Path, external: bool) -> None:

@@ -20,7 +20,7 @@ import onnx
 import torch
 from onnx import helper, numpy_helper
 
-from export.checks.fault_search import input_names
+from export.conversion.names import input_names
 from export.compare import Array
 from export.sessions import open_session
 from export.variants.quantize import (

@@ -20,7 +20,7 @@ from onnxruntime.quantization.shape_inference import quant_pre_process
 from onnxruntime.transformers.float16 import DEFAULT_OP_BLOCK_LIST, convert_float_to_float16
 from torch import Tensor
 
-from export.checks.fault_search import input_names
+from export.conversion.names import input_names
 from export.conversion.names import name_tensors, set_output_axes
 from export.conversion.shapes import untraced_batches
 from export.conversion.to_onnx import save_stripped, tensor_specs
