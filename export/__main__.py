@@ -50,7 +50,15 @@ from pipeline.contract.data import check_columns, open_split
 from pipeline.contract.prompting import check_prompting
 from pipeline.contract.results import read_facts
 from pipeline.contract.run import Run, step_main
-from pipeline.contract.task import SHARED_FOLDER, build_model, check_export, load_weights, open_task
+from pipeline.contract.task import (
+    SHARED_FOLDER,
+    build_model,
+    check_export,
+    load_weights,
+    open_task,
+    served_model,
+    serving_form,
+)
 from pipeline.system.errors import GateError, StageError
 from pipeline.system.files import digest_file, write_json
 from pipeline.system.sources import code_digest
@@ -96,12 +104,12 @@ def _open_exporter(run: Run, root: Path, weights: Path) -> ModelExporter:
     shutil.rmtree(bundle, ignore_errors=True)
     bundle.mkdir(parents=True)
     logging.getLogger().setLevel(logging.WARNING)  # a quantizer of ONNX Runtime sets INFO when it is imported
-    task = open_task(run, root)
+    task = serving_form(open_task(run, root))
     check_prompting(task, files)
     check_export(task, config.export)
     test = open_split(task, "test").collated()
     check_columns(task, test)
-    model = load_weights(build_model(task, run), weights)
+    model = served_model(task, load_weights(build_model(task, run), weights))
     served, path = ServedSizes.from_settings(config.serve), bundle / "model.onnx"
     return open_exporter(Subject(task, model, test, config.export, path, served, config.evaluate.require, files))
 

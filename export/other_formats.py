@@ -93,6 +93,8 @@ def write_pt2(exporter: ModelExporter, folder: Path) -> tuple[Path, Rows]:
     result = trace(source)
     if result.program is None:
         raise StageError(f"torch.export alone does not manage this model{find_python_length(source)}")
+    if any(str(node.target).startswith("onnx_symbolic") for node in result.program.graph.nodes):
+        raise StageError("a loop of pipeline.repeat has no form in torch's format; leave pt2 out of export.formats")
     result.program.example_inputs = None  # samples of the data must not be in the file
     for node in result.program.graph.nodes:
         node.meta.pop("stack_trace", None)  # of the machine that made it

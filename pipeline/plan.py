@@ -97,6 +97,7 @@ _JUDGED = frozenset({"example", "instances", "answer"})
 _REPORTED = _JUDGED | {"text", "show", "slices", "baseline", "prompting", "language_model"}
 JUDGED = "judged:metrics()"  # the code by which a trial of `pipe tune` is judged, beside the key of train
 _PREDICTED = frozenset({"predicted", "probabilities", "queries"})
+_SERVED = frozenset({"export_model", "serving_inputs", "serving_outputs"})
 
 STEP_KINDS = {
     kind.name: kind
@@ -118,7 +119,7 @@ STEP_KINDS = {
             settings=("task", "prepare", "model.pretrained"),
             packages=("torch", "numpy"),
             unused=_REPORTED | _COMPUTED,
-            named=_PREDICTED,
+            named=_PREDICTED | {"export_model"},
         ),
         StepKind(
             "train",
@@ -132,6 +133,7 @@ STEP_KINDS = {
             after=frozenset({CHECK}),
             packages=("torch", "numpy"),
             unused=_REPORTED | _PREDICTED | {"actual", "metrics", "directions"},
+            named=_SERVED,
         ),
         StepKind(
             "evaluate",

@@ -18,7 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.contract.data import Samples
-from pipeline.contract.task import HasLossWeight, HasProbabilities, HasSampleGroups, Task, transformers_model
+from pipeline.contract.task import (
+    HasLossWeight,
+    HasProbabilities,
+    HasSampleGroups,
+    HasServing,
+    Task,
+    transformers_model,
+)
 from pipeline.statistics.metrics import builtin_metrics, check_directions, lower_is_better
 from pipeline.system.errors import ConfigError, DataError
 from pipeline.system.files import TOKENIZER_FILE, tokenizer_ids
@@ -121,7 +128,8 @@ def _batch_sums(task: Task, precision: Precision, outputs: Outputs, batch: Batch
     weight = float(loss_weight(task, batch)) if isinstance(task, HasLossWeight) else count
     with precision.autocast():
         sums = {"loss": float(task.loss(outputs, batch)) * weight, _WEIGHT: weight}
-    for name, values in task.metrics(outputs, batch).items():
+    metrics = {} if isinstance(task, HasServing) else task.metrics(outputs, batch)  # of what is served
+    for name, values in metrics.items():
         if values.shape != (count,):
             raise DataError(f"metrics(): {name} must have one value per sample, but has shape {tuple(values.shape)}")
         sums[name] = float(values.double().sum())
@@ -154,6 +162,8 @@ def check_loss_weight(task: Task, samples: Samples) -> None:
 @torch.no_grad()
 def check_metrics(task: Task, strategy: Strategy, samples: Samples, group: ProcessGroup, config: Evaluate) -> None:
     """Check with two samples that the gate's metrics exist, before hours of training."""
+    if isinstance(task, HasServing):
+        return
     batch = {name: column.to(group.device) for name, column in samples.batch(samples.ends).items()}
     strategy.model.eval()
     outputs = strategy.predict(batch)

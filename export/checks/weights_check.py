@@ -17,6 +17,7 @@ import torch
 from onnx import numpy_helper
 from torch import Tensor, nn
 
+from export.conversion.names import nested_graphs
 from pipeline.system.torch_private import BatchNormBase
 
 Array = np.ndarray[Any, Any]
@@ -55,7 +56,7 @@ class WeightsComparison:
 def compare_weights(path: Path, module: nn.Module) -> WeightsComparison:
     """Compare the file with a model's parameters and buffers."""
     model = onnx.load(path, load_external_data=False)
-    tensors = {tensor.name: tensor for graph in _graphs(model.graph) for tensor in graph.initializer}
+    tensors = {tensor.name: tensor for graph in nested_graphs(model.graph) for tensor in graph.initializer}
     state = {name: value for name, value in module.state_dict().items() if not name.endswith(_UNUSED)}
     equal, missing, different, matched = 0, list[str](), list[str](), dict[str, str]()
     for name, value in state.items():
@@ -112,15 +113,6 @@ def _norm_tensors(name: str, norm: str) -> tuple[str, ...]:
     """Return the tensors of a batch norm that a joined weight or bias holds."""
     parts = ("weight", "running_var") if name.endswith(".weight") else ("bias", "running_mean")
     return tuple(f"{norm}.{part}" for part in parts)
-
-
-def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """Yield a graph and the graphs inside its nodes."""
-    yield graph
-    for node in graph.node:
-        for attribute in node.attribute:
-            for inner in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
-                yield from _graphs(inner)
 
 
 def _to_array(tensor: Tensor) -> Array | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 
-from export.conversion.names import input_names
+from export.conversion.names import input_names, nested_nodes
 from pipeline.system.errors import StageError
 from pipeline.user.loops import BEGIN, END
 
@@ -18,6 +18,9 @@ def fold_loops(model: ModelProto) -> bool:
         _fold(graph, begin, end)
         found = True
     if found:
+        read = {name for node in nested_nodes(graph) for name in node.input} | {value.name for value in graph.output}
+        for tensor in [tensor for tensor in graph.initializer if tensor.name not in read]:
+            graph.initializer.remove(tensor)  # the first number of a step, which a `Loop` counts itself
         opsets = [opset for opset in model.opset_import if opset.domain != BEGIN.partition(":")[0]]
         del model.opset_import[:]
         model.opset_import.extend(opsets)
@@ -43,12 +46,13 @@ def _fold(graph: GraphProto, begin: NodeProto, end: NodeProto) -> None:
             needed.update(input_names(node))
     inside = [node for node in graph.node if node not in (begin, end) and changing & needed & {*node.output}]
     outside = [node for node in graph.node if node not in (begin, end) and node not in inside]
-    if escaped := changing & ({name for node in outside for name in input_names(node)} | {v.name for v in graph.output}):
+    read_outside = {name for node in outside for name in input_names(node)} | {value.name for value in graph.output}
+    if escaped := changing & read_outside:
         raise StageError(
             f"`{min(escaped)}` is computed in a step of repeat() and used behind it; return it as a part of the state"
         )
-    place = next(index for index, node in enumerate(outside) if {*end.output} & {*input_names(node)})
-    outside.insert(place, _loop(graph, begin, inside, end))
+    readers = (index for index, node in enumerate(outside) if {*end.output} & {*input_names(node)})
+    outside.insert(next(readers, len(outside)), _loop(graph, begin, inside, end))
     del graph.node[:]
     graph.node.extend(outside)
 

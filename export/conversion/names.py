@@ -29,27 +29,31 @@ def name_tensors(model: onnx.ModelProto, inputs: Sequence[str], outputs: Sequenc
     for value, name in zip(graph.output, outputs, strict=True):
         assert value.name not in names, "the exporter copies what it returns twice, and inputs that it returns"
         names[value.name] = name
-    taken = {name for part in _graphs(graph) for name in _tensor_names(part)} | set(names.values())
+    taken = {name for part in nested_graphs(graph) for name in _tensor_names(part)} | set(names.values())
     for name in sorted(set(names.values()) & taken - names.keys()):
         new_name = name
         while new_name in taken:
             new_name += "_"
-        if any(name in _tensor_names(part) for part in _graphs(graph)):
+        if any(name in _tensor_names(part) for part in nested_graphs(graph)):
             names[name] = new_name
             taken.add(new_name)
     names = {old: new for old, new in names.items() if old != new}
-    for part in _graphs(graph):
+    for part in nested_graphs(graph):
         _rename(part, names)
     return names
 
 
-def _graphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """Yield the graph and those inside its nodes, which see its tensors."""
+def nested_graphs(graph: Any) -> Iterator[Any]:
+    """Yield a graph or function, and the graphs in its nodes, which see its tensors: the body of a `Loop`."""
     yield graph
     for node in graph.node:
         for attribute in node.attribute:
-            for inner in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
-                yield from _graphs(inner)
+            for inner in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
+                yield from nested_graphs(inner)
+
+
+def nested_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
+    return (node for inner in nested_graphs(graph) for node in inner.node)
 
 
 def _tensor_names(graph: onnx.GraphProto) -> set[str]:

@@ -22,6 +22,7 @@ from google.protobuf.message import DecodeError
 from onnx import ModelProto, helper, numpy_helper, version_converter
 from torch import nn
 
+from export.conversion.names import nested_graphs
 from export.conversion.to_onnx import ExportResult, check_external_data, strip_file
 from pipeline.contract.settings.stages import Export
 from pipeline.system.errors import StageError
@@ -252,13 +253,9 @@ def check_random(path: Path) -> None:
 
 def _scopes(model: onnx.ModelProto) -> Iterator[tuple[Any, Any]]:
     """Yield the nodes and the stored tensors of the graph, of the graphs inside its nodes, and of functions."""
-    graphs = [model.graph]
-    bodies: list[tuple[Any, Any]] = [(function.node, ()) for function in model.functions]
-    while graphs or bodies:
-        nodes, tensors = bodies.pop() if bodies else (graphs[-1].node, graphs.pop().initializer)
-        for attribute in (attribute for node in nodes for attribute in node.attribute):
-            graphs += [attribute.g, *attribute.graphs] if attribute.HasField("g") else attribute.graphs
-        yield nodes, tensors
+    for part in (model.graph, *model.functions):
+        for inner in nested_graphs(part):
+            yield inner.node, getattr(inner, "initializer", ())
 
 
 def _is_true(tensor: onnx.TensorProto) -> bool:

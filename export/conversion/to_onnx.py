@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from export.conversion.loops import fold_loops
-from export.conversion.names import name_tensors
+from export.conversion.names import name_tensors, nested_graphs
 from export.conversion.shapes import named_axes
 from export.conversion.trace import ExportInput, explain_failure, inspect, recurrent_shapes
 from export.conversion.translations import grouped_experts, translations
@@ -147,24 +147,16 @@ def _strip_model(model: onnx.ModelProto) -> None:
     """Drop source paths and stack traces: they name the machine and make equal models differ."""
     model.doc_string = ""
     del model.metadata_props[:]
-    for function in model.functions:
-        _strip_graph(function)
-    _strip_graph(model.graph)
-
-
-def _strip_graph(graph: onnx.GraphProto | onnx.FunctionProto) -> None:
-    """Strip a graph and the graphs inside its nodes: branches of an `If`, bodies of a `Loop`."""
-    values = [*graph.value_info]
-    if isinstance(graph, onnx.GraphProto):
-        values += [*graph.input, *graph.output, *graph.initializer]
-    for part in (graph, *graph.node, *values):
-        part.doc_string = ""
-        del part.metadata_props[:]
-    for node in graph.node:
-        for attribute in node.attribute:
-            attribute.doc_string = ""
-            for inner in (attribute.g, *attribute.graphs) if attribute.HasField("g") else attribute.graphs:
-                _strip_graph(inner)
+    for outer in (model.graph, *model.functions):
+        for graph in nested_graphs(outer):
+            values = [*graph.value_info]
+            if isinstance(graph, onnx.GraphProto):
+                values += [*graph.input, *graph.output, *graph.initializer]
+            for part in (graph, *graph.node, *values):
+                part.doc_string = ""
+                del part.metadata_props[:]
+            for attribute in (attribute for node in graph.node for attribute in node.attribute):
+                attribute.doc_string = ""
 
 
 _DATATYPES: dict[int, Any] = {

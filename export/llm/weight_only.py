@@ -20,8 +20,8 @@ import onnx
 import torch
 from onnx import helper, numpy_helper
 
-from export.conversion.names import input_names
 from export.compare import Array
+from export.conversion.names import input_names, nested_nodes
 from export.sessions import open_session
 from export.variants.quantize import (
     CONVERTERS,
@@ -30,7 +30,6 @@ from export.variants.quantize import (
     VariantInputs,
     copy_model,
     float_weights,
-    nested_nodes,
     write_variant,
 )
 from pipeline.system.errors import StageError

@@ -20,8 +20,7 @@ from onnxruntime.quantization.shape_inference import quant_pre_process
 from onnxruntime.transformers.float16 import DEFAULT_OP_BLOCK_LIST, convert_float_to_float16
 from torch import Tensor
 
-from export.conversion.names import input_names
-from export.conversion.names import name_tensors, set_output_axes
+from export.conversion.names import input_names, name_tensors, nested_graphs, nested_nodes, set_output_axes
 from export.conversion.shapes import untraced_batches
 from export.conversion.to_onnx import save_stripped, tensor_specs
 from pipeline.contract.data import Samples, check_columns, open_split
@@ -166,8 +165,10 @@ def fp16(material: VariantInputs, path: Path) -> str:
     half = convert_float_to_float16(
         model, keep_io_types=True, op_block_list=blocked, node_block_list=_name_exact_nodes(model.graph)
     )
+    _move_casts(half.graph)
     _join_casts(half.graph)
-    if not any(tensor.data_type == onnx.TensorProto.FLOAT16 for tensor in _initializers(half.graph)):
+    stored = (tensor for graph in nested_graphs(half.graph) for tensor in graph.initializer)
+    if not any(tensor.data_type == onnx.TensorProto.FLOAT16 for tensor in stored):
         raise StageError(
             f"no operator with weights has a form in fp16 ({', '.join(unsupported)}): there is nothing to convert"
         )
@@ -279,6 +280,16 @@ def _name_exact_nodes(graph: onnx.GraphProto) -> list[str]:
     return list(names)
 
 
+def _move_casts(graph: onnx.GraphProto) -> None:
+    """Move casts of values in the body of a loop, which the converter puts outside, into the body."""
+    for inner in list(nested_graphs(graph))[1:]:
+        local = {value.name for value in inner.input} | {name for node in inner.node for name in node.output}
+        moved = [node for node in graph.node if node.op_type == "Cast" and node.input[0] in local]
+        inner.node.extend(moved)
+        for node in moved:
+            graph.node.remove(node)
+
+
 def _join_casts(graph: onnx.GraphProto) -> None:
     """Remove casts to fp16 and back between nodes in fp32; the converter also repeats a cast for every reader."""
     floats = {
@@ -355,8 +366,13 @@ def write_variant(model: onnx.ModelProto, material: VariantInputs, path: Path) -
     save_stripped(model, path, material.external)
 
 
-def sort_nodes(graph: onnx.GraphProto) -> None:
+def sort_nodes(whole: onnx.GraphProto) -> None:
     """Put every node after those it reads from; converters ignore what the body of a loop reads from outside."""
+    for graph in nested_graphs(whole):  # which enters the nodes of a graph after it is sorted
+        _sort_nodes(graph)
+
+
+def _sort_nodes(graph: onnx.GraphProto) -> None:
     makers = {name: index for index, node in enumerate(graph.node) for name in node.output if name}
     inputs = [sorted({makers[name] for name in input_names(node) if name in makers}) for node in graph.node]
     order: dict[int, None] = {}
@@ -374,36 +390,13 @@ def sort_nodes(graph: onnx.GraphProto) -> None:
     copies = [onnx.NodeProto.FromString(node.SerializeToString()) for node in nodes]
     del graph.node[:]
     graph.node.extend(copies)
-    for inner in subgraphs(graph):
-        sort_nodes(inner)
 
 
 def float_weights(graph: onnx.GraphProto) -> Iterator[tuple[str, np.ndarray[Any, Any]]]:
-    for tensor in _initializers(graph):
+    for tensor in (tensor for inner in nested_graphs(graph) for tensor in inner.initializer):
         if tensor.data_type == onnx.TensorProto.FLOAT:
             yield tensor.name, onnx.numpy_helper.to_array(tensor)
 
 
-def _initializers(graph: onnx.GraphProto) -> Iterator[onnx.TensorProto]:
-    yield from graph.initializer
-    for inner in subgraphs(graph):
-        yield from _initializers(inner)
-
-
 def _rows(feed: Feed) -> int:
     return len(next(iter(feed.values())))
-
-
-def nested_nodes(graph: onnx.GraphProto) -> Iterator[onnx.NodeProto]:
-    yield from graph.node
-    for inner in subgraphs(graph):
-        yield from nested_nodes(inner)
-
-
-def subgraphs(graph: onnx.GraphProto) -> Iterator[onnx.GraphProto]:
-    """Yield the branches of an `If` and the bodies of a `Loop`."""
-    for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.type == onnx.AttributeProto.GRAPH:
-                yield attribute.g
-            yield from attribute.graphs

@@ -138,6 +138,7 @@ TEMPLATES = {
     "embedding": "vectors of texts, for search",
     "ranking": "the order of a query's items",
     "image-to-image": "a picture from a picture",
+    "speech": "the text of a recording",
     "sequence": "a tag for each word",
     "sft": "a chat model, finetuned on conversations",
     "lora": "the same with adapters",

@@ -6,6 +6,7 @@ data.json, and every later step checks them. This module needs torch only if the
 
 from __future__ import annotations
 
+import copy
 import difflib
 import inspect
 import json
@@ -238,6 +239,20 @@ class HasAxes(Protocol):
 
 
 @runtime_checkable
+class HasServing(Protocol):
+    """A task whose model is served in another form than it is trained, such as a decoder that generates a text.
+
+    Only loss() gets what the model returns in training; what is served is evaluated, exported and compared.
+    """
+
+    serving_inputs: Sequence[str]  # as `inputs`, of the served form; batches have these columns too
+    serving_outputs: Sequence[str]
+
+    def export_model(self, model: nn.Module) -> nn.Module:
+        """Return the module that is served, which contains `model` or parts of it."""
+
+
+@runtime_checkable
 class Generates(Protocol):
     """A language model: its bundle contains a decoder with a cache, and the service completes prompts."""
 
@@ -332,8 +347,10 @@ def load_task(reference: str, root: Path) -> Task:
         if not _are_names(getattr(task, attribute, None)):
             raise ConfigError(f'{reference}: set `{attribute} = ("name", ...)`, the names of the model\'s {attribute}')
     _check_directions(reference, getattr(task, "directions", {}))
-    _check_names(reference, task)
-    _check_axes(reference, task)
+    _check_serving(reference, task)
+    for form in (task, serving_form(task)):
+        _check_names(reference, form)
+    _check_axes(reference, serving_form(task))
     methods = [name for name in ("make_files", "use_files") if callable(getattr(task, name, None))]
     if len(methods) == 1:
         other = "use_files" if methods == ["make_files"] else "make_files"
@@ -341,6 +358,32 @@ def load_task(reference: str, root: Path) -> Task:
             f"{reference}: has {methods[0]}(folder) without {other}(folder); a task needs both or neither"
         )
     return task
+
+
+def serving_form(task: Task) -> Task:
+    """Return a task with the inputs and outputs of what is served."""
+    if not isinstance(task, HasServing):
+        return task
+    form = copy.copy(task)
+    form.inputs, form.outputs = task.serving_inputs, task.serving_outputs
+    return form
+
+
+def served_model(task: Task, model: nn.Module) -> nn.Module:
+    return task.export_model(model).eval() if isinstance(task, HasServing) else model
+
+
+def _check_serving(reference: str, task: Task) -> None:
+    names = ("export_model", "serving_inputs", "serving_outputs")
+    if missing := [name for name in names if not hasattr(task, name)]:
+        if len(missing) < len(names):
+            raise ConfigError(f"{reference}: has no `{missing[0]}`; what is served needs {', '.join(names)}")
+        return
+    if isinstance(task, Generates):
+        raise ConfigError(f"{reference}: export_model() is not for language models, whose decoder is exported as it is")
+    for name in names[1:]:
+        if not _are_names(getattr(task, name)):
+            raise ConfigError(f'{reference}: set `{name} = ("name", ...)`, the names of what is served')
 
 
 def misspelled_members(task: Task) -> str:
@@ -470,12 +513,12 @@ def shortest_sizes(task: Task) -> dict[str, int]:
 
 
 _SIMILARITY = 0.85
-_OPTIONAL_ATTRIBUTES = {"directions", "classes", "axes", "longest", "shortest"}
+_OPTIONAL_ATTRIBUTES = {"directions", "classes", "axes", "longest", "shortest", "serving_inputs", "serving_outputs"}
 _OPTIONAL_METHODS = {
     *("predicted", "actual", "queries", "probabilities", "slices", "baseline", "example", "text", "show", "collate"),
     *("instances", "answer"),
     *("sample_lengths", "sample_groups", "sample_weights", "adapt", "make_files", "use_files", "language_model"),
-    *("prompting", "parallelize", "loss_weight", "optimizer"),
+    *("prompting", "parallelize", "loss_weight", "optimizer", "export_model"),
 }
 _METHODS = {
     "model": "model()",

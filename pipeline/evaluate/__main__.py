@@ -25,7 +25,16 @@ from pipeline.contract.registry import count_comparison
 from pipeline.contract.results import CHAMPION, FIGURES, WORST
 from pipeline.contract.run import Run, step_main
 from pipeline.contract.settings.stages import Evaluate
-from pipeline.contract.task import SHARED_FOLDER, Classifier, Task, build_model, load_weights, open_task
+from pipeline.contract.task import (
+    SHARED_FOLDER,
+    Classifier,
+    Task,
+    build_model,
+    load_weights,
+    open_task,
+    served_model,
+    serving_form,
+)
 from pipeline.evaluate.baseline import Baseline, find_baseline
 from pipeline.evaluate.codec_check import CodecCheck, check_codec
 from pipeline.evaluate.compared_data import (
@@ -63,7 +72,7 @@ def evaluate(run: Run, root: Path) -> None:
     if not weights.is_file():
         raise StageError(f"{weights}: no trained weights; run the train step first")
     checkpoint = digest_file(weights)
-    task = open_task(run, root)
+    task = serving_form(open_task(run, root))
     samples = open_split(task, "test")
     check_columns(task, samples)
     candidate = _load_candidate(task, weights, run, rank)
@@ -95,7 +104,8 @@ def evaluate(run: Run, root: Path) -> None:
 
 def _load_candidate(task: Task, weights: Path, run: Run, rank: Rank) -> Predictor:
     device = choose_device(run.config.train.device, rank)
-    return candidate_predictor(load_weights(build_model(task, run), weights, device), task, device)
+    model = served_model(task, load_weights(build_model(task, run), weights)).to(device)
+    return candidate_predictor(model, task, device)
 
 
 def score_samples(

@@ -46,6 +46,8 @@ from pipeline.contract.task import (
     make_shared_files,
     misspelled_members,
     require_adapt,
+    served_model,
+    serving_form,
 )
 from pipeline.evaluate.__main__ import score_samples
 from pipeline.evaluate.baseline import find_baseline
@@ -111,6 +113,11 @@ def try_pipeline(run: Run, root: Path, folder: Path) -> dict[str, Any]:
         print(f"a model of {weights:,} weights is not tried before it is trained; its data and settings were checked")
         return facts
     model = _train(trial, facts)
+    with parts("export_model()"):
+        model, task = served_model(task, model), serving_form(task)
+        trial = replace(trial, task=task)
+        check_call(task, model)
+        check_columns(task, trial.splits["test"])
     predict = candidate_predictor(model, task, _CPU)
     _evaluate(trial, predict, facts)
     with parts("codec"):

@@ -29,6 +29,7 @@ from pipeline.contract.task import (
     Task,
     load_task,
     make_shared_files,
+    serving_form,
     shared_file_digests,
 )
 from pipeline.data_checks.near_duplicates import Digests
@@ -54,6 +55,7 @@ def prepare(run: Run, root: Path) -> None:
     if pretrained:
         copy_small_files(pretrained, files)
     make_shared_files(task, files)
+    task = serving_form(task)
     pretrained_part = {PRETRAINED_KEY: _record_pretrained(pretrained, run)} if pretrained else {}
     splits = {name: open_split(task, name) for name in SPLITS}
     for samples in splits.values():

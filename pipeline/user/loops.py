@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipeline.system.errors import DataError
 
-Step = Callable[..., Sequence[Tensor]]
+Step = Callable[..., Tensor | Sequence[Tensor]]
 
 # Nodes around the trace of a step, with the same attribute `loop`. The first begins with the number of the step, the
 # second with whether there is another one.
@@ -39,8 +39,8 @@ def repeat(
                 break
         return values
     loop = next(_loops)
-    number, *values = _mark(BEGIN, (number, *values), loop)
-    results = _take_step(step, number, tuple(values))
+    number, *marked = _mark(BEGIN, (number, *values), loop)
+    results = _take_step(step, number, tuple(marked))
     goes_on = torch.ones((), dtype=torch.bool) if until is None else until(*results).logical_not()
     return _mark(END, (goes_on, *results), loop, times)[1:]
 
@@ -50,13 +50,13 @@ def _mark(name: str, values: Sequence[Tensor], loop: int, times: int = 0) -> tup
     from torch.onnx.ops import symbolic_multi_out  # slow to import
 
     types, shapes = [value.dtype for value in values], [value.shape for value in values]
-    attributes = {"loop": loop, "times": times}
+    attributes: dict[str, Any] = {"loop": loop, "times": times}
     return tuple(symbolic_multi_out(name, values, attributes, dtypes=types, shapes=shapes, version=1))
 
 
 def _take_step(step: Step, number: Tensor, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    results: Any = step(number, *state)
-    results = (results,) if isinstance(results, Tensor) else tuple(results)
+    result = step(number, *state)
+    results = (result,) if isinstance(result, Tensor) else tuple(result)
     before, after = ([(list(value.shape), value.dtype) for value in values] for values in (state, results))
     if before != after:
         raise DataError(f"repeat(): a step must keep the shape and type of each value; {before} became {after}")
@@ -81,25 +81,24 @@ def generate(
     """
     samples, device = memory[0].shape[0], memory[0].device
     memory = [value.repeat_interleave(beams, 0) for value in memory]
-    places, first_beam = torch.arange(longest + 1, device=device), torch.arange(beams, device=device) == 0
+    places, beam = torch.arange(longest + 1, device=device), torch.arange(beams, device=device)
+    first_row = beams * torch.arange(samples, device=device).unsqueeze(1)
 
-    def step(i: Tensor, tokens: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+    def step(i: Tensor, tokens: Tensor, sums: Tensor, ended: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         logits = decode(tokens, *memory).index_select(1, i.reshape(1)).squeeze(1)
-        ended = tokens.index_select(1, i.reshape(1)) == end
-        is_end = torch.arange(logits.shape[1], device=device) == end
-        after_end = torch.where(is_end, 0.0, -torch.inf).to(logits.dtype)
-        totals = sums.reshape(-1, 1) + torch.where(ended, after_end, logits.log_softmax(1))
-        best, chosen = totals.reshape(-1, beams * logits.shape[1]).topk(beams)
-        rows = chosen // logits.shape[1] + beams * torch.arange(samples, device=device).unsqueeze(1)
-        following = torch.where(places == i + 1, (chosen % logits.shape[1]).reshape(-1, 1), tokens[rows.reshape(-1)])
-        return following, best
+        size = logits.shape[1]
+        after_end = torch.where(torch.arange(size, device=device) == end, 0.0, -torch.inf).to(logits.dtype)
+        gains = torch.where(ended.unsqueeze(1), after_end, logits.log_softmax(1))
+        sums, chosen = (sums.reshape(-1, 1) + gains).reshape(-1, beams * size).topk(beams)
+        rows, token = (chosen // size + first_row).reshape(-1), (chosen % size).reshape(-1)
+        return torch.where(places == i + 1, token.unsqueeze(1), tokens[rows]), sums, ended[rows] | (token == end)
 
     tokens = torch.where(places == 0, begin, end).expand(samples * beams, -1)
-    sums = torch.where(first_beam, 0.0, -torch.inf).expand(samples, -1)
-    tokens, sums = repeat(step, (tokens, sums), longest, lambda tokens, _: (tokens == end).any(1).all())
+    sums = torch.where(beam == 0, 0.0, -torch.inf).expand(samples, -1)  # the beams differ from the second token on
+    state = tokens, sums, torch.zeros_like(tokens[:, 0], dtype=torch.bool)
+    tokens, sums, _ = repeat(step, state, longest, until=lambda *state: state[2].all())
     written = tokens.reshape(-1, beams, longest + 1)[:, :, 1:]
-    lengths = ((written != end).sum(2) + 1).clamp(max=longest)
-    scores = sums / lengths**length_penalty
+    scores = sums / ((written != end).sum(2) + 1).clamp(max=longest) ** length_penalty
     best = scores.argmax(1, keepdim=True)
     chosen = written.gather(1, best.unsqueeze(2).expand(-1, 1, longest)).squeeze(1)
     return chosen, scores.gather(1, best).squeeze(1)

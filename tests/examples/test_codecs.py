@@ -23,7 +23,7 @@ from pipeline.contract.codec import encode_method, load_codec
 from pipeline.contract.config import load_config
 from pipeline.contract.data import forward, open_split
 from pipeline.contract.pretrained import copy_small_files, find_pretrained
-from pipeline.contract.task import load_class, load_task, make_shared_files
+from pipeline.contract.task import load_class, load_task, make_shared_files, served_model, serving_form
 from pipeline.evaluate.codec_check import CodecCheck, check_codec
 from pipeline.system.sources import SOURCE_ROOT
 
@@ -57,6 +57,7 @@ DAMAGES: dict[str, tuple[Damage, ...]] = {
     "images": (changed("class", other("circle", "square", "triangle")),),
     "text": (changed("class", other("bad", "good")),),
     "transformer": (changed("class", other("bad", "good")),),
+    "speech": (changed("text", lambda text: f"{text} one"),),
     "sequence": (
         changed("tags", lambda tags: [other(*TAGS)(tag) for tag in tags]),
         changed("tags", lambda tags: [*tags[1:], *tags[:1]]),
@@ -69,7 +70,7 @@ DAMAGES: dict[str, tuple[Damage, ...]] = {
 
 def check(task: Any, codec: Any, build: Callable[[], Any]) -> CodecCheck:
     torch.manual_seed(0)
-    model = build().eval()
+    model, task = served_model(task, build().eval()), serving_form(task)
     return check_codec(
         task, codec, "codec.py:Codec", open_split(task, "test"), lambda batch: forward(model, task, batch)
     )

@@ -24,10 +24,13 @@ def test_every_template_has_a_folder() -> None:
     assert sorted(folders) == sorted(TEMPLATES)
 
 
-# Those of language models differ in little, and take 15 to 35 s.
+# Those of language models differ in little, and take 15 to 35 s, as speech does.
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.long) if name in ("dpo", "lora", "sft") else name for name in TEMPLATES],
+    [
+        pytest.param(name, marks=pytest.mark.long) if name in ("dpo", "lora", "sft", "speech") else name
+        for name in TEMPLATES
+    ],
 )
 def test_template_can_be_planned_and_its_parts_fit(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "My project"

@@ -252,6 +252,24 @@ def test_steps_differ_in_what_they_call(tmp_path: Path) -> None:
     assert steps(HARMLESS["actual() edited"]) == {"check", "prepare", "evaluate", "export"}
 
 
+def test_what_is_served_does_not_retrain(tmp_path: Path) -> None:
+    """Training only looks whether there is a served form, whose outputs metrics() then gets."""
+    serving = """
+    serving_inputs, serving_outputs = ("point",), ("side",)
+
+    def export_model(self, model):
+        return Served(model, 0.5)
+"""
+    served = f"{TASK}{serving}\n\nclass Served(torch.nn.Module): ...\n"
+
+    def code(text: str) -> dict[str, str]:
+        return weights_code(tmp_path, lambda _, codec: (text, codec))
+
+    assert code(served.replace("0.5", "0.7")) == code(served)
+    assert code(served.replace("(torch.nn.Module): ...", "(torch.nn.Module): width = 3")) == code(served)
+    assert code(TASK) != code(served)
+
+
 def test_only_the_existence_of_a_member_may_count(tmp_path: Path) -> None:
     """With predicted() the task is a classifier, whose classes prepare counts; what it returns does not matter."""
 

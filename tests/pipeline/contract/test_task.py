@@ -223,6 +223,12 @@ def test_an_import_from_a_former_internal_module_names_the_public_api(tmp_path: 
     ("lines", "message"),
     [
         ("outputs = ('y', 'x')", "`x` is an input and an output, and in ONNX one name is one tensor"),
+        ("serving_inputs = ('x',)", "has no `export_model`; what is served needs export_model, serving_inputs"),
+        (
+            "serving_inputs = 'x'; serving_outputs = ('z',); export_model = print",
+            'set `serving_inputs = ("name", ...)`, the names of what is served',
+        ),
+        ("serving_inputs = ('x',); serving_outputs = ('x',); export_model = print", "`x` is an input and an output"),
         ("axes = {'x': ('batch', 'time')}", "has `axes` without `longest`"),
         ("longest = {'time': 3}", "has `longest` without `axes`"),
         ("axes = ('batch', 'time'); longest = {'time': 3}", "write `axes` as {"),

@@ -327,6 +327,68 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {  # name → old, new, message
 }
 
 
+SERVED = """
+class Served(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        return self.net(x, torch.zeros_like(x[:, 0])), x.sum(1)
+
+
+class Task:
+    serving_inputs = ("x",)
+    serving_outputs = ("scores", "total")
+
+    def export_model(self, model):
+        return Served(model)
+"""
+
+
+@pytest.fixture
+def served(root: Path) -> Path:
+    """A model that in training gets the label, and that is served with an output more."""
+    edit(root / "task.py", "def forward(self, x):", "def forward(self, x, label):")
+    edit(root / "task.py", "return self.head(hidden)", "return self.head(hidden) + label[:, None] * 0.01")
+    edit(root / "task.py", "class Task:", SERVED.strip())
+    edit(root / "task.py", 'inputs = ("x",)\n    outputs', 'inputs = ("x", "label")\n    outputs')
+    text = (root / "task.py").read_text()
+    start = text.index("    def metrics")
+    metrics = text[start:].replace("outputs.", 'outputs["scores"].').replace("torch.zeros(len(batch", "ZEROS(len(batch")
+    metrics = metrics.replace(
+        'ZEROS(len(batch["x"]), 3)', '{"scores": torch.zeros(len(batch["x"]), 3), "total": batch["x"]}'
+    )
+    (root / "task.py").write_text(text[:start] + metrics)
+    edit(root / "codec.py", '"logits"', '"scores"')
+    return root
+
+
+def test_served_form_of_a_model_is_what_is_tried(served: Path) -> None:
+    run = new_run(served, evaluate={"metric": "accuracy"})
+    check(run, served)
+    seen = json.loads((run.partial("check") / "check.json").read_text())
+    assert seen["validation"].keys() == {"loss"}
+    assert "accuracy" in seen["metrics"]
+    assert seen["golden_requests"] == 1
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message", "line"),
+    [
+        ("def forward(self, x):\n        return", "def forward(self, x, y):\n        return", "does not take them", ""),
+        (", x.sum(1)", "", "must return the tensors named in `outputs` \\(scores, total\\)", ""),
+        ("return Served(model)", "return Served(net)", "NameError: name 'net' is not defined", "return Served(net)"),
+        ('serving_inputs = ("x",)', 'serving_inputs = ("y",)', "no column y", ""),
+    ],
+)
+def test_mistake_in_the_served_form_is_one_sentence(
+    served: Path, old: str, new: str, message: str, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edit(served / "task.py", old, new)
+    assert_found(served, "task.py", message, line, monkeypatch)
+
+
 @pytest.mark.parametrize("name", MISTAKES)
 def test_mistake_in_the_task_is_one_sentence_with_a_line(
     root: Path, name: str, monkeypatch: pytest.MonkeyPatch
