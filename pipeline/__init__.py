@@ -20,13 +20,13 @@ if TYPE_CHECKING:
         one_text_per_row,
         pack_texts,
     )
+    from pipeline.contract.loops import generate, repeat
     from pipeline.contract.run import Run
     from pipeline.contract.signature import Drawing, Prompting
     from pipeline.contract.task import Batch, Boxes, Embedding, Outputs, Split, TaggedText, Task
     from pipeline.history import open_run
     from pipeline.system.errors import ConfigError, DataError, InvalidPayload, PipelineError
     from pipeline.user.cross_entropy import linear_cross_entropy, log_probs_in_training
-    from pipeline.user.loops import generate, repeat
     from pipeline.user.post_training import (
         IGNORED,
         answer_log_probs,
@@ -94,13 +94,13 @@ _MODULES = {
         "one_text_per_row",
         "pack_texts",
     ),
+    "contract.loops": ("generate", "repeat"),
     "contract.run": ("Run",),
     "contract.signature": ("Drawing", "Prompting"),
     "contract.task": ("Batch", "Boxes", "Embedding", "Outputs", "Split", "TaggedText", "Task"),
     "history": ("open_run",),
     "system.errors": ("ConfigError", "DataError", "InvalidPayload", "PipelineError"),
     "user.cross_entropy": ("linear_cross_entropy", "log_probs_in_training"),
-    "user.loops": ("generate", "repeat"),
     "user.post_training": (
         "IGNORED",
         "answer_log_probs",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 
 from export.conversion.names import input_names, nested_nodes
+from pipeline.contract.loops import BEGIN, END
 from pipeline.system.errors import StageError
-from pipeline.user.loops import BEGIN, END
 
 
 def fold_loops(model: ModelProto) -> bool:

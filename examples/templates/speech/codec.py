@@ -19,7 +19,7 @@ LONGEST = 128  # frames of a recording: about two seconds
 
 
 class Codec:
-    """An instance is {"b64": a .wav file}, mono of 16 bits at 8 kHz; a prediction is what was said, and its score."""
+    """An instance is {"b64": a .wav file}, mono of 16 bits at 8 kHz; a prediction has the words and a score."""
 
     media_types = ("audio/wav",)
 

@@ -1,4 +1,4 @@
-"""Write down what is said: an encoder of sound and a decoder of words. Replace data/ and model()."""
+"""Write down spoken words: an encoder of sound and a decoder of words. Replace data/ and model()."""
 
 from __future__ import annotations
 
@@ -96,8 +96,8 @@ class Task:
 
     # All other methods get what is served.
     def metrics(self, outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        said, heard = batch["words"].tolist(), outputs["tokens"].tolist()
-        errors = [_edits(_written(a), _written(b)) / len(_written(a)) for a, b in zip(said, heard, strict=True)]
+        spoken, written = batch["words"].tolist(), outputs["tokens"].tolist()
+        errors = [_edits(_written(a), _written(b)) / len(_written(a)) for a, b in zip(spoken, written, strict=True)]
         return {"word_errors": torch.tensor(errors)}
 
     def predicted(self, outputs: dict[str, Tensor]) -> Tensor:
@@ -106,7 +106,9 @@ class Task:
     # Optional: what the report shows of a sample.
     def show(self, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> list[dict[str, Any]]:
         rows = zip(batch["sound"], batch["words"].tolist(), outputs["tokens"].tolist(), strict=True)
-        return [{"sound": sound.T, "said": _text(said), "heard": _text(heard)} for sound, said, heard in rows]
+        return [
+            {"sound": sound.T, "spoken": _text(spoken), "written": _text(written)} for sound, spoken, written in rows
+        ]
 
     # Optional: test samples as a client would send them, and the answer in a prediction. With these two, the gate
     # compares the codec with the test data.
@@ -130,19 +132,19 @@ def _text(tokens: list[int]) -> str:
     return " ".join(WORDS[token] for token in _written(tokens))
 
 
-def _edits(said: list[int], heard: list[int]) -> int:
+def _edits(spoken: list[int], written: list[int]) -> int:
     """Return the smallest number of words to insert, leave out or replace."""
-    costs = list(range(len(heard) + 1))
-    for i, word in enumerate(said):
+    costs = list(range(len(written) + 1))
+    for i, word in enumerate(spoken):
         before, costs[0] = costs[0], i + 1
-        for j, other in enumerate(heard):
+        for j, other in enumerate(written):
             before, costs[j + 1] = costs[j + 1], min(before + (word != other), costs[j] + 1, costs[j + 1] + 1)
     return costs[-1]
 
 
 @cache
 def _recordings(split: str) -> list[tuple[dict[str, str], list[str]]]:
-    """Return recordings as a client would send them, and what is said."""
+    """Return recordings as a client would send them, and what is spoken."""
     rows = read_jsonl(f"data/{split}.jsonl")
     return [
         ({"b64": base64.b64encode((Path("data") / row["audio"]).read_bytes()).decode()}, row["words"]) for row in rows
