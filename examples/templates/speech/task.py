@@ -44,9 +44,9 @@ class Net(nn.Module):
     def decode(self, tokens: Tensor, memory: Tensor, is_padding: Tensor) -> Tensor:
         """Return scores of the word behind each of the tokens."""
         length = tokens.shape[1]
-        written = self.words(tokens) + self.places[:length]
+        hidden = self.words(tokens) + self.places[:length]
         later = torch.ones(length, length, dtype=torch.bool, device=tokens.device).triu(1)
-        hidden = self.decoder(written, memory, later, memory_key_padding_mask=is_padding, tgt_is_causal=True)
+        hidden = self.decoder(hidden, memory, later, memory_key_padding_mask=is_padding, tgt_is_causal=True)
         scores: Tensor = self.head(hidden)
         return scores
 
@@ -96,8 +96,10 @@ class Task:
 
     # All other methods get what is served.
     def metrics(self, outputs: dict[str, Tensor], batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        spoken, written = batch["words"].tolist(), outputs["tokens"].tolist()
-        errors = [_edits(_written(a), _written(b)) / len(_written(a)) for a, b in zip(spoken, written, strict=True)]
+        errors = [
+            _edits(_to_end(spoken), _to_end(written)) / len(_to_end(spoken))
+            for spoken, written in zip(batch["words"].tolist(), outputs["tokens"].tolist(), strict=True)
+        ]
         return {"word_errors": torch.tensor(errors)}
 
     def predicted(self, outputs: dict[str, Tensor]) -> Tensor:
@@ -106,9 +108,7 @@ class Task:
     # Optional: what the report shows of a sample.
     def show(self, batch: dict[str, Tensor], outputs: dict[str, Tensor]) -> list[dict[str, Any]]:
         rows = zip(batch["sound"], batch["words"].tolist(), outputs["tokens"].tolist(), strict=True)
-        return [
-            {"sound": sound.T, "spoken": _text(spoken), "written": _text(written)} for sound, spoken, written in rows
-        ]
+        return [{"sound": sound.T, "spoken": _text(right), "written": _text(found)} for sound, right, found in rows]
 
     # Optional: test samples as a client would send them, and the answer in a prediction. With these two, the gate
     # compares the codec with the test data.
@@ -124,12 +124,12 @@ class Task:
         return [instance for instance, _ in _recordings("test")[:2]]
 
 
-def _written(tokens: list[int]) -> list[int]:
+def _to_end(tokens: list[int]) -> list[int]:
     return tokens[: tokens.index(END)] if END in tokens else tokens
 
 
 def _text(tokens: list[int]) -> str:
-    return " ".join(WORDS[token] for token in _written(tokens))
+    return " ".join(WORDS[token] for token in _to_end(tokens))
 
 
 def _edits(spoken: list[int], written: list[int]) -> int:
