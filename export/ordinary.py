@@ -148,7 +148,8 @@ class OrdinaryExporter:
 
     def open_variants(self, config: Config) -> SampleComparison:
         subject = self.subject
-        return SampleComparison(subject.task, subject.model, subject.test, subject.path, config.export.batch_sizes)
+        sizes, named = config.export.batch_sizes, config.evaluate.named_metrics
+        return SampleComparison(subject.task, subject.model, subject.test, subject.path, sizes, named)
 
     def complete(self, properties: ModelProperties, files: Path) -> ModelProperties:  # noqa: ARG002
         return properties

@@ -1,8 +1,7 @@
 """Validation after each epoch, exact for any number of processes, and checks of the task before training.
 
-Each sample counts once. Before training, the metrics that the gate needs must exist, and texts must fit a model of
-transformers: ids within its embedding (beyond it a kernel fails), positions that it has (beyond them it answers
-badly).
+Each sample counts once. Before training, texts must fit a model of transformers: ids within its embedding (beyond it a
+kernel fails), positions that it has (beyond them it answers badly).
 """
 
 from __future__ import annotations
@@ -18,16 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.contract.data import Samples
-from pipeline.contract.task import (
-    HasLossWeight,
-    HasProbabilities,
-    HasSampleGroups,
-    HasServing,
-    Task,
-    transformers_model,
-)
-from pipeline.statistics.metrics import builtin_metrics, check_directions, lower_is_better
-from pipeline.system.errors import ConfigError, DataError
+from pipeline.contract.task import HasLossWeight, HasSampleGroups, HasServing, Task, transformers_model
+from pipeline.system.errors import DataError
 from pipeline.system.files import TOKENIZER_FILE, tokenizer_ids
 from pipeline.system.processes import Rank
 from train.batch_order import check_order_values
@@ -36,7 +27,6 @@ from train.parallel.base import Strategy
 from train.process_group import ProcessGroup
 
 if TYPE_CHECKING:
-    from pipeline.contract.settings.stages import Evaluate
     from pipeline.contract.task import Batch, Outputs
 
 
@@ -157,34 +147,6 @@ def check_loss_weight(task: Task, samples: Samples) -> None:
     weight = loss_weight(task, samples.batch(samples.ends))
     if weight.ndim or not 0 <= weight.item() < math.inf:
         raise DataError(f"loss_weight(): must return one finite number for a batch, not below 0; returned {weight}")
-
-
-@torch.no_grad()
-def check_metrics(task: Task, strategy: Strategy, samples: Samples, group: ProcessGroup, config: Evaluate) -> None:
-    """Check with two samples that the gate's metrics exist, before hours of training."""
-    if isinstance(task, HasServing):
-        return
-    batch = {name: column.to(group.device) for name, column in samples.batch(samples.ends).items()}
-    strategy.model.eval()
-    outputs = strategy.predict(batch)
-    strategy.model.train()
-    if outputs is None:
-        return
-    metrics = task.metrics(outputs, batch)
-    names = [*metrics, *(name for name in builtin_metrics(task) if name not in metrics)]
-    if unknown := sorted({config.metric, *config.metric_limits} - set(names)):
-        raise ConfigError(
-            f"the gate needs the metric {unknown[0]}, but the task has {', '.join(names)}; to fix it, set "
-            "evaluate.metric and evaluate.require to these, or give the task the methods that other metrics need"
-        )
-    if unknown := sorted(lower_is_better(task) - metrics.keys()):
-        text = f"metrics() returns no {unknown[0]} (it returns {', '.join(metrics)})"
-        raise ConfigError(f"directions of the task: {text}")
-    if config.calibration_limits and not isinstance(task, HasProbabilities):
-        limits = ", ".join(config.calibration_limits)
-        raise ConfigError(f"evaluate.require: {limits} needs a classifier whose task has probabilities(outputs)")
-    if group.rank.first and (warning := check_directions(task, list(metrics))):
-        print(f"warning: {warning}", flush=True)
 
 
 IDS, POSITIONS = "input_ids", "position_ids"  # columns, as transformers name them

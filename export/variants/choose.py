@@ -25,7 +25,6 @@ from export.variants.judge import (
     OwnMeasure,
     VariantComparison,
     budget_faults,
-    check_metric,
     evaluate_variant,
     find_faults,
 )
@@ -89,7 +88,6 @@ class VariantEvaluation:
         if is_only_sized and not self.exporter.measures_fp32_alone:
             entry = VariantResult(FP32, self.path)
             return [replace(entry, faults=tuple(budget_faults(self.config.export.budget, entry.bytes, None)))]
-        check_metric(self.exporter.subject.task, self._comparison.columns, self.config.evaluate.metric)
         results = [self._entry(name) for name in self.config.export.built_variants]
         timings = self._measure_times([result for result in results if result.deviation is not None])
         return [self._with_result(replace(result, timing=timings.get(result.name))) for result in results]

@@ -6,7 +6,7 @@ The numbers are from `samples.py`, or from the kind of the model.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,7 +20,6 @@ from pipeline.contract.task import Classifier, Task
 from pipeline.statistics.intervals import Interval
 from pipeline.statistics.metrics import (
     Metric,
-    builtin_metrics,
     calibration_metrics,
     compute_metrics,
     lower_is_better,
@@ -29,12 +28,11 @@ from pipeline.statistics.scores import (
     ACTUAL,
     BASELINE,
     CANDIDATE,
-    PREDICTED,
-    PROBABILITIES,
+    LEVELS,
     QUERY,
     Columns,
 )
-from pipeline.system.errors import ConfigError, StageError
+from pipeline.system.errors import StageError
 
 Array = np.ndarray[Any, Any]
 _ALL_WRONG = float(np.finfo(np.float64).max)  # stands for infinity, which JSON does not have
@@ -112,26 +110,15 @@ class VariantComparison(Protocol):
         """Return the inputs with which a wrong node is searched."""
 
 
-def check_metric(task: Task, columns: Columns, metric: str) -> None:
-    """Check that a file can be judged by `evaluate.metric`."""
-    own = [name for name in columns if name not in (PREDICTED, PROBABILITIES, ACTUAL, QUERY)]
-    names = [*own, *(name for name in builtin_metrics(task) if name not in own)]
-    if metric not in names:
-        raise ConfigError(
-            f"evaluate.metric: the task has no metric {metric} (it has {', '.join(names)}), so that its exported "
-            "file cannot be compared"
-        )
-
-
-def compare_scores(task: Task, scores: Columns, reference: Columns) -> dict[str, Metric]:
+def compare_scores(task: Task, scores: Columns, reference: Columns, named: Collection[str] = ()) -> dict[str, Metric]:
     """Return the gate's metrics of a file, with the reference's scores as the baseline."""
     columns = {
         **{CANDIDATE + name: values for name, values in scores.items()},
         **{BASELINE + name: reference[name] for name in scores},
-        **{name: reference[name] for name in (ACTUAL, QUERY) if name in reference},
+        **{name: reference[name] for name in (ACTUAL, QUERY, LEVELS) if name in reference},
     }
     classes = task.classes if isinstance(task, Classifier) else None
-    metrics = compute_metrics(columns, classes, compared=True, lower=lower_is_better(task))
+    metrics = compute_metrics(columns, classes, True, lower_is_better(task), named)
     return {**metrics, **{metric.name: metric for metric in calibration_metrics(columns, compared=True)}}
 
 

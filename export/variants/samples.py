@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -41,6 +41,7 @@ class SampleComparison:
     test: Samples
     path: Path  # the file that was verified at all batch sizes and shapes
     batch_sizes: Sequence[int]
+    named: Collection[str] = ()  # metrics that decide
 
     @cached_property
     def _outputs(self) -> Arrays:
@@ -85,7 +86,7 @@ class SampleComparison:
         outputs = self._run(open_graph(path), size)
         deviation = measure_deviation(self._outputs, outputs, self.scale)
         scores = self._score(self._all_samples(), outputs)
-        return BatchSizeResult(size, deviation, compare_scores(self.task, scores, self.columns))
+        return BatchSizeResult(size, deviation, compare_scores(self.task, scores, self.columns, self.named))
 
     def _untraced_deviations(self, path: Path) -> list[Deviation]:
         """Return the deviations at untraced lengths and paddings, if the task has dynamic axes."""

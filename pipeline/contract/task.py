@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import difflib
 import inspect
+import itertools
 import json
 import os
 import stat
@@ -288,13 +289,16 @@ class Classifier(Protocol):
 
 @runtime_checkable
 class Regressor(Protocol):
-    """A regressor, which has no `classes`: adds mae, rmse, r2 and spearman."""
+    """A regressor, which has no `classes`: adds mae, rmse, r2 and spearman.
+
+    With [samples, horizons] it is a forecast, which has mae, rmse and r2 over all horizons and of each.
+    """
 
     def predicted(self, outputs: Outputs) -> Tensor:
-        """Return the predicted number per sample."""
+        """Return the predicted number per sample, or one for each horizon."""
 
     def actual(self, batch: Batch) -> Tensor:
-        """Return the true number per sample."""
+        """Return the true number per sample, or one for each horizon."""
 
 
 @runtime_checkable
@@ -317,6 +321,16 @@ class HasProbabilities(Protocol):
 
     def probabilities(self, outputs: Outputs) -> Tensor:
         """Return [samples, classes]: values between 0 and 1 that add up to 1 per row."""
+
+
+@runtime_checkable
+class HasQuantiles(Protocol):
+    """A forecast with quantiles: adds pinball and coverage_error."""
+
+    quantiles: Sequence[float]  # rising levels between 0 and 1, as (0.1, 0.5, 0.9)
+
+    def predicted_quantiles(self, outputs: Outputs) -> Tensor:
+        """Return [samples, horizons, quantiles]."""
 
 
 @runtime_checkable
@@ -351,6 +365,7 @@ def load_task(reference: str, root: Path) -> Task:
     for form in (task, serving_form(task)):
         _check_names(reference, form)
     _check_axes(reference, serving_form(task))
+    _check_quantiles(reference, task)
     methods = [name for name in ("make_files", "use_files") if callable(getattr(task, name, None))]
     if len(methods) == 1:
         other = "use_files" if methods == ["make_files"] else "make_files"
@@ -404,6 +419,20 @@ def _check_directions(reference: str, directions: object) -> None:
         raise ConfigError(
             f'{reference}: write `directions` as {{"metric": "lower"}}, with "higher" or "lower" for each'
         )
+
+
+def _check_quantiles(reference: str, task: Task) -> None:
+    present = [name for name in ("quantiles", "predicted_quantiles") if hasattr(task, name)]
+    if len(present) == 1:
+        raise ConfigError(
+            f"{reference}: has {present[0]}; a task needs both `quantiles` and predicted_quantiles(outputs)"
+        )
+    levels = getattr(task, "quantiles", (0.5,))
+    is_list = isinstance(levels, list | tuple) and all(isinstance(level, float) for level in levels)
+    if not is_list or not levels or not all(a < b for a, b in itertools.pairwise((0.0, *levels, 1.0))):
+        raise ConfigError(f"{reference}: write `quantiles` as (0.1, 0.5, 0.9): rising numbers between 0 and 1")
+    if present and (not isinstance(task, Regressor) or isinstance(task, Classifier | Ranker)):
+        raise ConfigError(f"{reference}: `quantiles` are for forecasts: predicted() and actual() without `classes`")
 
 
 def _are_names(value: object) -> bool:
@@ -513,10 +542,12 @@ def shortest_sizes(task: Task) -> dict[str, int]:
 
 
 _SIMILARITY = 0.85
-_OPTIONAL_ATTRIBUTES = {"directions", "classes", "axes", "longest", "shortest", "serving_inputs", "serving_outputs"}
+_OPTIONAL_ATTRIBUTES = {
+    *("directions", "classes", "axes", "longest", "shortest", "quantiles", "serving_inputs", "serving_outputs"),
+}
 _OPTIONAL_METHODS = {
     *("predicted", "actual", "queries", "probabilities", "slices", "baseline", "example", "text", "show", "collate"),
-    *("instances", "answer"),
+    *("instances", "answer", "predicted_quantiles"),
     *("sample_lengths", "sample_groups", "sample_weights", "adapt", "make_files", "use_files", "language_model"),
     *("prompting", "parallelize", "loss_weight", "optimizer", "export_model"),
 }

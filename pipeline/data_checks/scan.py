@@ -172,7 +172,7 @@ def with_label(task: Task, batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the batch with the label of each sample, if the task has actual()."""
     if isinstance(task, Classifier):
         return {**batch, LABEL: task.actual(batch).reshape(-1)}
-    return {**batch, VALUE: task.actual(batch).reshape(-1)} if isinstance(task, Regressor) else dict(batch)
+    return {**batch, VALUE: task.actual(batch)} if isinstance(task, Regressor) else dict(batch)
 
 
 def _columns_to_check(task: Task, pilot: Mapping[str, Tensor], ignored: Sequence[str]) -> list[str]:

@@ -85,7 +85,7 @@ def evaluate(run: Run, root: Path) -> None:
     # The other processes are done, so reading the whole split again delays none of them.
     data = _verify_test_data(run, samples)
     codec = _check_codec(run, root, task, samples, candidate)
-    results = _results(task, columns, baseline, data, run.runs)
+    results = _results(task, columns, baseline, data, run)
     copies = read_near_copies(run.output("prepare"))
     results = replace(results, codec=codec, copies=copies, repeated=data.repeated, training=_lost_best(run))
     verdict = _decide_and_write(run, results, data, checkpoint)
@@ -140,13 +140,14 @@ def _verify_test_data(run: Run, samples: Samples) -> DataOfTest:
     return data
 
 
-def _results(task: Task, columns: Columns, baseline: Baseline | None, data: DataOfTest, runs: Path) -> Results:
+def _results(task: Task, columns: Columns, baseline: Baseline | None, data: DataOfTest, run: Run) -> Results:
+    named = run.config.evaluate.named_metrics
     classes = task.classes if isinstance(task, Classifier) else None
     kind, bundle = (None, None) if baseline is None else (baseline.kind, baseline.bundle)
     change = None
     if baseline is not None and baseline.champion is not None:
-        change = compare_with_champion(data, baseline.test_set, runs / baseline.champion["run"])
-    return Results(columns, kind, bundle, classes, lower_is_better(task), change)
+        change = compare_with_champion(data, baseline.test_set, run.runs / baseline.champion["run"])
+    return Results(columns, kind, bundle, classes, lower_is_better(task), change, named=named)
 
 
 def _lost_best(run: Run) -> str:

@@ -34,7 +34,7 @@ def compare_runs(first: Run, second: Run, config: Evaluate) -> dict[str, Any]:
         )
     classes = bodies[0].get("classes")
     columns = _pair_columns(first_columns, second_columns, classes == bodies[1].get("classes"))
-    metrics = compute_metrics(columns, classes, compared=True, lower=_lower_is_better(*bodies))
+    metrics = compute_metrics(columns, classes, True, _lower_is_better(*bodies), config.named_metrics)
     rows = [_row(metric, config) for metric in metrics.values() if metric.candidate and metric.baseline]
     for row, adjusted in zip(rows, holm([row["p_value"] for row in rows]), strict=True):
         row["adjusted_p"] = adjusted

@@ -25,6 +25,8 @@ def chance_reason(columns: Columns, classes: Sequence[str] | None) -> str:
     predicted, actual = columns.get(BASELINE + PREDICTED), columns.get(ACTUAL)
     if predicted is None or actual is None or QUERY in columns:
         return ""
+    if (predicted == predicted[0]).all() and predicted.ndim > 1:
+        return "the baseline predicts the same for every sample"
     if (predicted == predicted[0]).all():
         constant = predicted[0] if classes is None else classes[int(predicted[0])]
         return f"the baseline always predicts {constant if classes is not None else f'{constant:.4g}'}"

@@ -20,13 +20,25 @@ from pipeline.evaluate.gate import Measurements, Verdict
 from pipeline.evaluate.rules import Comparison, samples_needed
 from pipeline.evaluate.slices import Slice, compare_slices, slice_groups
 from pipeline.statistics.intervals import Interval
-from pipeline.statistics.metrics import Metric, class_metrics, compute_metrics, confusion, metric_values
+from pipeline.statistics.metrics import (
+    Metric,
+    class_metrics,
+    compute_metrics,
+    confusion,
+    count_horizons,
+    coverage,
+    metric_values,
+    metrics_at,
+)
 from pipeline.statistics.scores import (
     ACTUAL,
     BASELINE,
     CANDIDATE,
+    LEVELS,
+    OUTPUTS,
     PREDICTED,
     PROBABILITIES,
+    QUANTILES,
     QUERY,
     SLICE,
     Array,
@@ -42,6 +54,8 @@ from pipeline.statistics.significance import (
 )
 from pipeline.system.errors import ConfigError, DataError
 
+_OWNERS: tuple[Literal["candidate", "baseline"], ...] = ("candidate", "baseline")
+
 
 @dataclass(frozen=True)
 class Results:
@@ -54,6 +68,7 @@ class Results:
     codec: CodecCheck | None = None
     copies: tuple[int, ...] = ()  # test samples with a near copy in the training data
     repeated: int = 0  # test samples that equal an earlier one
+    named: frozenset[str] = frozenset()  # metrics that decide
     training: str = ""  # what the verdict must say of the training
 
     @cached_property
@@ -67,7 +82,7 @@ class Results:
 
     @cached_property
     def metrics(self) -> dict[str, Metric]:
-        return compute_metrics(self.columns, self.classes, self.kind is not None, self.lower)
+        return compute_metrics(self.columns, self.classes, self.kind is not None, self.lower, self.named)
 
     @property
     def samples(self) -> int:
@@ -82,8 +97,12 @@ class Results:
         required = {"evaluate.metric": [config.metric], "evaluate.require": config.metric_limits}
         for setting, names in required.items():
             if missing := sorted(set(names) - self.metrics.keys()):
-                known = ", ".join(self.metrics)
-                raise ConfigError(f"{setting}: the task has no metric {missing[0]} (it has {known})")
+                known, last = ", ".join(self.metrics), count_horizons(self.columns)
+                known += f", also for each horizon, as mae_1 to mae_{last}" if last else ""
+                raise ConfigError(
+                    f"{setting}: the task has no metric {missing[0]} (it has {known}); to fix it: name one of these, "
+                    "or give the task the methods that other metrics need"
+                )
         if config.calibration_limits and CANDIDATE + PROBABILITIES not in self.columns:
             names = ", ".join(config.calibration_limits)
             raise ConfigError(f"evaluate.require: {names} needs a classifier whose task has probabilities(outputs)")
@@ -190,7 +209,7 @@ class Results:
         own_columns = {
             name.removeprefix(prefix): values for name, values in self.columns.items() if name.startswith(prefix)
         }
-        return {name: values for name, values in own_columns.items() if name not in (PREDICTED, PROBABILITIES)}
+        return {name: values for name, values in own_columns.items() if name not in OUTPUTS}
 
 
 def metrics_body(config: Evaluate, results: Results, test_fingerprint: str) -> dict[str, Any]:
@@ -212,7 +231,21 @@ def metrics_body(config: Evaluate, results: Results, test_fingerprint: str) -> d
         classes = [str(name) for name in results.classes]
         matrix: Array = confusion(results.columns[ACTUAL], results.columns[CANDIDATE + PREDICTED], len(classes))
         body |= {"classes": classes, "per_class": class_metrics(matrix, classes), "confusion": matrix.tolist()}
-    return body
+    return body | _horizons_body(results) if count_horizons(results.columns) else body
+
+
+def _horizons_body(results: Results) -> dict[str, Any]:
+    """Return the metrics of each horizon, and for each level the share of true values at or below the quantile."""
+    columns, compared, owners = results.columns, results.kind is not None, _OWNERS[: 2 if results.kind else 1]
+    metrics = [metrics_at(columns, 1 + i, compared) for i in range(count_horizons(columns))]
+    values = {
+        name: {owner: [finite_or_none(at[name].value(owner)) for at in metrics] for owner in owners}
+        for name in metrics[0]
+    }
+    if LEVELS not in columns:
+        return {"horizons": values}
+    shares = {name: coverage(columns[f"{name}.{QUANTILES}"], columns[ACTUAL]).mean(axis=0).tolist() for name in owners}
+    return {"horizons": values, "coverage": {"level": columns[LEVELS][0].tolist(), **shares}}
 
 
 def verdict_body(

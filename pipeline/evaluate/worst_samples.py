@@ -177,8 +177,8 @@ def _sample_body(results: Results, index: int, metric: str) -> dict[str, Any]:
 
 
 def _answer(results: Results, column: str, index: int) -> str | None:
-    """Return the name of a class, or the number of a regression task."""
-    if column not in results.columns:
+    """Return the name of a class, or the number of a regression task; forecasts are drawn in a section of their own."""
+    if column not in results.columns or results.columns[column].ndim > 1:
         return None
     value = results.columns[column][index]
     return f"{float(value):.5g}" if results.classes is None else str(results.classes[int(value)])

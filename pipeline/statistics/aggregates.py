@@ -1,4 +1,4 @@
-"""Metrics as functions of weighted samples: means, RMSE, R², Spearman's correlation, AUC, calibration error.
+"""Metrics as functions of weighted samples: means, RMSE, R², Spearman's correlation, AUC, calibration errors.
 
 Each knows the influence of every sample on its value, which its confidence interval needs.
 """
@@ -131,17 +131,26 @@ class RootMean(_OfSquares):
 
 @dataclass(frozen=True)
 class ExplainedVariance(_OfSquares):
-    """Explained fraction of the variance of the labels (R²); undefined if all labels are equal."""
+    """Explained fraction of the variance of the labels (R²); undefined if all labels are equal.
+
+    Of forecasts, errors and variances are means over the horizons, each with its own mean.
+    """
 
     actual: Floats
 
+    @property
+    def _centred(self) -> Floats:
+        centred: Floats = self.actual - self.actual.mean(axis=0, dtype=np.float64).astype(self.actual.dtype)
+        return centred.reshape(self.units, -1)
+
     def values(self, weights: Floats) -> Floats:
-        total, centred = weights.sum(axis=1), self.actual - self.actual.mean()
-        variance = weights @ centred**2 / total - (weights @ centred / total) ** 2
+        total, centred = weights.sum(axis=1), self._centred
+        means = weights.astype(centred.dtype) @ centred / total[:, None]
+        variance = weights @ mean_by_sample(centred**2) / total - mean_by_sample(means**2)
         return 1 - _ratio(weights @ self.squares / total, np.where(variance > _rounding_error(centred), variance, 0.0))
 
     def influence(self) -> Floats:
-        deviations = (self.actual - self.actual.mean()) ** 2
+        deviations = mean_by_sample(self._centred**2)
         variance, error = float(deviations.mean()), float(self.squares.mean())
         lifts: Floats = -(self.squares - error) / variance + error * (deviations - variance) / variance**2
         return lifts
@@ -299,12 +308,11 @@ class Average(Statistic):
         return lifts
 
 
-class CalibrationError(Statistic):
-    """ECE: the gap between stated and true in each bin of equal width, weighed by samples."""
+class _SumOfGaps(Statistic):
+    """Sum over columns of the size of their mean: gaps between stated and true."""
 
-    def __init__(self, confidence: Floats, is_right: Floats) -> None:
-        self._bin_index = np.minimum((confidence * _BINS).astype(np.int64), _BINS - 1)
-        self._gaps = confidence - is_right
+    def __init__(self, gaps: Floats) -> None:
+        self._gaps = gaps
 
     @property
     def units(self) -> int:
@@ -315,22 +323,38 @@ class CalibrationError(Statistic):
         return 0.0, 1.0
 
     def features(self) -> Floats:
-        return self._gaps[:, None]
-
-    @cached_property
-    def _by_bin(self) -> Floats:
-        gaps = np.zeros((self.units, _BINS))
-        gaps[np.arange(self.units), self._bin_index] = self._gaps
-        return gaps
+        return self._gaps
 
     def values(self, weights: Floats) -> Floats:
-        errors: Floats = np.abs(weights @ self._by_bin).sum(axis=1) / weights.sum(axis=1)
+        errors: Floats = np.abs(weights @ self._gaps).sum(axis=1) / weights.sum(axis=1)
         return errors
 
     def influence(self) -> Floats:
-        signs = np.sign(self._by_bin.sum(axis=0))[self._bin_index]
-        lifts: Floats = signs * self._gaps - float((signs * self._gaps).mean())
+        values = self._gaps @ np.sign(self._gaps.sum(axis=0))
+        lifts: Floats = values - values.mean()
         return lifts
+
+
+class CalibrationError(_SumOfGaps):
+    """ECE: the gap between stated and true in each bin of equal width, weighed by samples."""
+
+    def __init__(self, confidence: Floats, is_right: Floats) -> None:
+        super().__init__(np.zeros((len(confidence), _BINS)))
+        bin_index = np.minimum((confidence * _BINS).astype(np.int64), _BINS - 1)
+        self._gaps[np.arange(self.units), bin_index] = confidence - is_right
+
+
+class CoverageError(_SumOfGaps):
+    """Mean gap between the level of each quantile and the share of true values at or below it."""
+
+    def __init__(self, shares: Floats, levels: Floats) -> None:
+        super().__init__((shares - levels) / len(levels))
+
+
+def mean_by_sample(values: Floats) -> Floats:
+    """Return one number per sample: of a forecast, the mean over its horizons."""
+    means: Floats = values if values.ndim == 1 else values.mean(axis=1, dtype=np.float64)
+    return means
 
 
 def _ratio(part: Floats, whole: Floats) -> Floats:

@@ -1,6 +1,7 @@
-"""Metrics of a test set: means of the task's own metrics, and built-in ones for classifiers, regression and ranking.
+"""Metrics of a test set: means of the task's own, and built-in ones of classifiers, regression, forecasts and ranking.
 
-Ranking metrics (ndcg, mrr, auc) are computed per query, vectorized over all queries.
+Ranking metrics (ndcg, mrr, auc) are computed per query, vectorized over all queries. Metrics of one horizon of a
+forecast, as `mae_7`, have intervals only where they are named, because there may be thousands.
 """
 
 from __future__ import annotations
@@ -8,16 +9,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
-from pipeline.contract.task import Classifier, HasDirections, HasProbabilities, Ranker, Regressor, Task
+from pipeline.contract.task import HasDirections, Task
 from pipeline.statistics.aggregates import (
     Auc,
     Average,
     CalibrationError,
+    CoverageError,
     ExplainedVariance,
     Floats,
     Mean,
@@ -25,18 +27,32 @@ from pipeline.statistics.aggregates import (
     Spearman,
     Statistic,
     contributions,
+    mean_by_sample,
 )
 from pipeline.statistics.intervals import Interval, difference_interval, metric_interval
-from pipeline.statistics.scores import ACTUAL, BASELINE, CANDIDATE, PREDICTED, PROBABILITIES, QUERY, Array
+from pipeline.statistics.scores import (
+    ACTUAL,
+    BASELINE,
+    CANDIDATE,
+    LEVELS,
+    OUTPUTS,
+    PREDICTED,
+    PROBABILITIES,
+    QUANTILES,
+    QUERY,
+    Array,
+)
 from pipeline.statistics.significance import brier_scores, confidences_and_hits
+from pipeline.system.errors import DataError
 
 BRIER_RANGE = (0.0, 2.0)
 _REGRESSION, _RANKING = ("mae", "rmse", "r2", "spearman"), ("ndcg", "mrr", "auc")
-_LOWER_IS_BETTER = ("mae", "rmse")
+_LOWER_IS_BETTER = ("mae", "rmse", "pinball", "coverage_error")
+_FORECAST = ("mae", "rmse", "r2", "pinball", "coverage_error")
 # Words in the names of metrics where lower usually is better.
 _ERROR_WORDS = (
     *("loss", "error", "err", "mae", "mse", "rmse", "mape", "rmsle", "nll", "wer", "cer", "perplexity"),
-    *("brier", "distance", "deviation", "regret"),
+    *("brier", "distance", "deviation", "regret", "pinball"),
 )
 _NEGATED = ("neg", "negative", "minus")
 _MAX_AUC_CLASSES = 20  # for auc, which sorts the test set once per class
@@ -97,15 +113,6 @@ class Metric:
         return contributions(self.candidate, self.baseline, self.better)
 
 
-def builtin_metrics(task: Task) -> tuple[str, ...]:
-    """Return the names of the metrics that follow from the methods of a task, beside those of its metrics()."""
-    if isinstance(task, Classifier):
-        return ("auc",) if isinstance(task, HasProbabilities) and len(task.classes) <= _MAX_AUC_CLASSES else ()
-    if isinstance(task, Ranker):
-        return _RANKING
-    return _REGRESSION if isinstance(task, Regressor) else ()
-
-
 def lower_is_better(task: Task) -> frozenset[str]:
     """Return the task's own metrics for which it declares that lower is better."""
     directions = task.directions if isinstance(task, HasDirections) else {}
@@ -126,16 +133,38 @@ def check_directions(task: Task, names: Collection[str]) -> str:
 
 
 def compute_metrics(
-    columns: Mapping[str, Array], classes: Sequence[str] | None, compared: bool, lower: Collection[str] = ()
+    columns: Mapping[str, Array],
+    classes: Sequence[str] | None,
+    compared: bool,
+    lower: Collection[str] = (),
+    named: Collection[str] = (),
 ) -> dict[str, Metric]:
     """Return the metrics of the task, then the built-in ones; a task's metric replaces a built-in one of that name.
 
-    `lower`: metrics of the task where lower is better.
+    `lower`: metrics of the task where lower is better. `named`: metrics that are needed, also those of one horizon.
     """
     metrics = {metric.name: metric for metric in _task_metrics(columns, compared, lower)}
     for metric in _builtin_metrics(columns, classes, compared):
         metrics.setdefault(metric.name, metric)
+    for name in sorted({*named} - metrics.keys()):
+        kind, _, horizon = name.rpartition("_")
+        if horizon.isdecimal() and 0 < int(horizon) <= count_horizons(columns):
+            at_horizon = metrics_at(columns, int(horizon), compared)
+            metrics |= {name: replace(at_horizon[kind], name=name)} if kind in at_horizon else {}
     return metrics
+
+
+def count_horizons(columns: Mapping[str, Array]) -> int:
+    """Return the number of horizons of a forecast, 0 for other tasks."""
+    predicted = columns.get(CANDIDATE + PREDICTED, np.empty(0))
+    return predicted.shape[1] if predicted.ndim > 1 else 0
+
+
+def metrics_at(columns: Mapping[str, Array], horizon: int, compared: bool) -> dict[str, Metric]:
+    """Return the metrics of one horizon of a forecast, the first one is 1."""
+    names = [name for name in columns if name.endswith((PREDICTED, QUANTILES)) or name == ACTUAL]
+    part = {**columns, **{name: columns[name][:, horizon - 1 : horizon] for name in names}}
+    return {metric.name: metric for metric in _builtin_metrics(part, None, compared) if metric.name in _FORECAST[:4]}
 
 
 def calibration_metrics(columns: Mapping[str, Array], compared: bool) -> Iterator[Metric]:
@@ -152,7 +181,7 @@ def calibration_metrics(columns: Mapping[str, Array], compared: bool) -> Iterato
 def _task_metrics(columns: Mapping[str, Array], compared: bool, lower: Collection[str]) -> Iterator[Metric]:
     for name in columns:
         metric = name.removeprefix(CANDIDATE)
-        if metric == name or metric in (PREDICTED, PROBABILITIES):
+        if metric == name or metric in OUTPUTS:
             continue
         values = [columns[owner + metric] for owner in ((CANDIDATE, BASELINE) if compared else (CANDIDATE,))]
         is_lower = metric in lower
@@ -170,20 +199,53 @@ def _builtin_metrics(columns: Mapping[str, Array], classes: Sequence[str] | None
         return
     if CANDIDATE + PREDICTED not in columns:
         return
-    predicted = [columns[owner + PREDICTED] for owner in owners]
-    if not all(np.isfinite(values).all() for values in predicted):
-        names = _RANKING if QUERY in columns else _REGRESSION
-        broken = [Mean(np.where(np.isfinite(values), 0.0, math.nan)) for values in predicted]
+    predicted, actual = [columns[owner + PREDICTED] for owner in owners], columns[ACTUAL]
+    _check_horizons(predicted, actual)
+    quantiles = [columns[owner + QUANTILES] for owner in owners if owner + QUANTILES in columns]
+    finite = [np.isfinite(values).reshape(len(values), -1).all(axis=1) for values in (*predicted, *quantiles)]
+    if not all(values.all() for values in finite):
+        forecast = _FORECAST if quantiles else _FORECAST[:3]
+        names = _RANKING if QUERY in columns else _REGRESSION if actual.ndim == 1 else forecast
+        sides = [np.logical_and.reduce(finite[i :: len(owners)]) for i in range(len(owners))]
+        broken = [Mean(np.where(values, 0.0, math.nan)) for values in sides]
         yield from (Metric(name, *_pair(broken), lower=name in _LOWER_IS_BETTER) for name in names)
     elif QUERY in columns:
-        yield from _ranking_metrics(columns[QUERY], predicted, columns[ACTUAL])
+        yield from _ranking_metrics(columns[QUERY], predicted, actual)
     else:
-        yield from _regression_metrics(predicted, columns[ACTUAL])
+        yield from _regression_metrics(predicted, actual)
+        if quantiles:
+            yield from _quantile_metrics(quantiles, actual, columns[LEVELS][0])
+
+
+def _check_horizons(predicted: list[Array], actual: Array) -> None:
+    for values, method in zip(predicted, ("predicted()", "baseline(): predicted()"), strict=False):
+        if values.shape != actual.shape:
+            counts = ["one number" if x.ndim == 1 else f"{x.shape[1]} horizons" for x in (values, actual)]
+            raise DataError(
+                f"{method} returns {counts[0]} per sample, and actual() {counts[1]}; to fix it: return one number per "
+                "sample from both, or (samples, horizons)"
+            )
+
+
+def _quantile_metrics(quantiles: list[Array], actual: Array, levels: Array) -> Iterator[Metric]:
+    losses = [np.zeros(len(actual)) for _ in quantiles]
+    for values, loss in zip(quantiles, losses, strict=True):
+        for i, level in enumerate(levels.tolist()):
+            error = actual - values[:, :, i]
+            loss += mean_by_sample(np.maximum(level * error, (level - 1) * error)) / len(levels)
+    yield Metric("pinball", *_pair([Mean(loss) for loss in losses]), slices=_slices([-x for x in losses]), lower=True)
+    errors = [CoverageError(coverage(values, actual), levels) for values in quantiles]
+    yield Metric("coverage_error", *_pair(errors), lower=True)
+
+
+def coverage(quantiles: Array, actual: Array) -> Floats:
+    """Return for each sample and level the share of its true values that are at or below the quantile."""
+    return np.stack([(actual <= quantiles[:, :, i]).mean(axis=1) for i in range(quantiles.shape[2])], axis=1)
 
 
 def _regression_metrics(predicted: list[Array], actual: Array) -> Iterator[Metric]:
-    absolute = [np.abs(values - actual) for values in predicted]
-    squares = [error**2 for error in absolute]
+    absolute = [mean_by_sample(np.abs(values - actual)) for values in predicted]
+    squares = [mean_by_sample((values - actual) ** 2) for values in predicted]
     by_absolute = _slices([-error for error in absolute])
     yield Metric("mae", *_pair([Mean(error) for error in absolute]), slices=by_absolute, lower=True)
     yield Metric(
@@ -192,10 +254,13 @@ def _regression_metrics(predicted: list[Array], actual: Array) -> Iterator[Metri
     if _constant(actual):
         reason = "all true values are equal"
         yield Metric("r2", None, None, why=reason)
-        yield Metric("spearman", None, None, why=reason)
+        if actual.ndim == 1:
+            yield Metric("spearman", None, None, why=reason)
         return
-    explained = [1 - error / actual.var() for error in squares]
+    explained = [1 - error / actual.var(axis=0, dtype=np.float64).mean() for error in squares]
     yield Metric("r2", *_pair([ExplainedVariance(error, actual) for error in squares]), slices=_slices(explained))
+    if actual.ndim > 1:
+        return
     names = ("candidate", "baseline")
     constant = next((name for name, values in zip(names, predicted, strict=False) if _constant(values)), None)
     if constant is None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.contract.data import forward
-from pipeline.contract.task import Classifier, HasProbabilities, Ranker, Regressor, Task
+from pipeline.contract.task import Classifier, HasProbabilities, HasQuantiles, Ranker, Regressor, Task
 from pipeline.system.errors import DataError
 
 if TYPE_CHECKING:
@@ -24,9 +24,11 @@ Array: TypeAlias = np.ndarray[Any, Any]
 Columns: TypeAlias = dict[str, Array]
 
 CANDIDATE, BASELINE = "candidate.", "baseline."  # prefixes of the columns of each model
-PREDICTED = "predicted"  # class index, number or score; next to one column per metric
+PREDICTED = "predicted"  # class index, number, score or number per horizon; next to one column per metric
 PROBABILITIES = "probabilities"  # one row per sample
-ACTUAL, QUERY, SLICE = "actual", "query", "slice."  # columns that describe the samples
+QUANTILES = "quantiles"  # a row per horizon of each sample
+OUTPUTS = (PREDICTED, PROBABILITIES, QUANTILES)
+ACTUAL, QUERY, LEVELS, SLICE = "actual", "query", "levels", "slice."  # columns that describe the samples
 
 _SUM_TOLERANCE = 1e-3  # of the probabilities of a sample
 
@@ -51,12 +53,13 @@ def score_batch(task: Task, predict: Predictor, batch: Batch) -> Columns:
     if not isinstance(values, Mapping) or not values:
         raise DataError("metrics(): must return a mapping of metric names to one value per sample")
     metrics = {name: _check_metric(name, value, count) for name, value in values.items()}
-    if reserved := sorted({PREDICTED, PROBABILITIES} & metrics.keys()):
+    if reserved := sorted({*OUTPUTS} & metrics.keys()):
         raise DataError(f"metrics(): {reserved[0]!r} is a reserved name; to fix it: give the metric another name")
-    return metrics | _task_outputs(task, outputs, count)
+    return metrics | task_outputs(task, outputs, count)
 
 
-def _task_outputs(task: Task, outputs: Outputs, count: int) -> Columns:
+def task_outputs(task: Task, outputs: Outputs, count: int) -> Columns:
+    """Return what the task reads from the model's outputs besides its metrics."""
     if isinstance(task, Classifier):
         columns = {PREDICTED: check_classes(task, "predicted", task.predicted(outputs), count)}
         if isinstance(task, HasProbabilities):
@@ -64,23 +67,43 @@ def _task_outputs(task: Task, outputs: Outputs, count: int) -> Columns:
         return columns
     if isinstance(task, HasProbabilities):
         raise DataError("probabilities(): needs `classes`, predicted() and actual() too")
-    if isinstance(task, Regressor):
-        return {PREDICTED: check_numbers("predicted", task.predicted(outputs), count)}
-    return {}
+    if not isinstance(task, Regressor):
+        return {}
+    columns = {PREDICTED: _check_numbers(task, "predicted", task.predicted(outputs), count)}
+    if isinstance(task, HasQuantiles):
+        if columns[PREDICTED].ndim == 1:
+            raise DataError("predicted_quantiles(): needs predicted() and actual() of shape (samples, horizons)")
+        value, shape = task.predicted_quantiles(outputs), (*columns[PREDICTED].shape, len(task.quantiles))
+        if not isinstance(value, Tensor) or tuple(value.shape) != shape:
+            raise DataError(f"predicted_quantiles(): must have shape {shape}, not {_describe(value)}")
+        columns[QUANTILES] = _as_floats(value)
+    return columns
 
 
-def check_numbers(method: str, value: object, count: int) -> Array:
-    """Check what predicted() or actual() of a task without classes returned."""
-    if not isinstance(value, Tensor) or tuple(value.shape) != (count,):
-        actual = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise DataError(f"{method}(): must be one number per sample, shape ({count},), not {actual}")
-    return value.detach().cpu().to(torch.float64).numpy()
+def _check_numbers(task: Regressor, method: str, value: object, count: int) -> Array:
+    """Check what predicted() or actual() of a task without classes returned; a ranker has no horizons."""
+    shape = tuple(value.shape) if isinstance(value, Tensor) else ()
+    is_forecast = len(shape) == 2 and shape[1] > 0 and not isinstance(task, Ranker)
+    if not isinstance(value, Tensor) or shape[:1] != (count,) or len(shape) != 1 + is_forecast:
+        text = "" if isinstance(task, Ranker) else f", or one for each horizon, shape ({count}, horizons)"
+        raise DataError(f"{method}(): must be one number per sample, shape ({count},){text}, not {_describe(value)}")
+    return _as_floats(value)
+
+
+def _as_floats(value: Tensor) -> Array:
+    """Return numbers in 64 bits, those of forecasts in the bits that they have."""
+    kind = torch.promote_types(value.dtype, torch.float32) if value.ndim > 1 else torch.float64
+    return value.detach().cpu().to(kind).numpy()
+
+
+def _describe(value: object) -> str:
+    return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
 
 
 def _probabilities(value: object, count: int, classes: int) -> Array:
     if not isinstance(value, Tensor) or tuple(value.shape) != (count, classes):
-        actual = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise DataError(f"probabilities(): must have shape ({count}, {classes}), a row per sample, not {actual}")
+        text = f"must have shape ({count}, {classes}), a row per sample, not {_describe(value)}"
+        raise DataError(f"probabilities(): {text}")
     rows = value.detach().cpu().to(torch.float32).numpy()
     valid = np.isfinite(rows).all() and (rows >= 0).all() and (np.abs(rows.sum(axis=1) - 1) <= _SUM_TOLERANCE).all()
     if not valid:
@@ -105,9 +128,11 @@ def actual_columns(task: Task, batch: Batch, count: int) -> Columns:
         return {ACTUAL: check_classes(task, "actual", task.actual(batch), count)}
     if not isinstance(task, Regressor):
         return {}
-    actual = check_numbers("actual", task.actual(batch), count)
+    actual = _check_numbers(task, "actual", task.actual(batch), count)
     if not np.isfinite(actual).all():
         raise DataError("actual(): a label of the test data is not a finite number")
+    if isinstance(task, HasQuantiles):
+        return {ACTUAL: actual, LEVELS: np.tile(np.asarray(task.quantiles, np.float64), (count, 1))}
     if not isinstance(task, Ranker):
         return {ACTUAL: actual}
     if (actual < 0).any():
@@ -137,6 +162,6 @@ def join_parts(parts: list[Columns]) -> Columns:
 
 def _check_metric(name: str, value: object, count: int) -> Array:
     if not isinstance(value, Tensor) or tuple(value.shape) != (count,):
-        actual = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-        raise DataError(f"metrics(): {name} must be a tensor of one value per sample, shape ({count},), not {actual}")
+        text = f"must be a tensor of one value per sample, shape ({count},), not {_describe(value)}"
+        raise DataError(f"metrics(): {name} {text}")
     return value.detach().cpu().to(torch.float64).numpy()

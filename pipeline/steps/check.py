@@ -55,7 +55,7 @@ from pipeline.evaluate.codec_check import check_codec
 from pipeline.evaluate.results import Results, metrics_body
 from pipeline.evaluate.slices import check_slice_labels
 from pipeline.evaluate.worst_samples import worst_body
-from pipeline.statistics.metrics import lower_is_better
+from pipeline.statistics.metrics import check_directions, lower_is_better
 from pipeline.statistics.scores import candidate_predictor
 from pipeline.system.errors import ConfigError, DataError, PipelineError
 from pipeline.system.files import digest_file, write_json
@@ -68,7 +68,7 @@ from train.pretrained.adapter import add_adapter
 from train.pretrained.load import match_weights
 from train.pretrained.materialize import MetaModel
 from train.process_group import ProcessGroup
-from train.validation import check_loss_weight, check_metrics, check_texts, check_tokenizer, validate
+from train.validation import check_loss_weight, check_texts, check_tokenizer, validate
 
 if TYPE_CHECKING:
     from pipeline.contract.task import Batch, Predictor
@@ -274,7 +274,6 @@ def _train(trial: Trial, facts: dict[str, Any]) -> nn.Module:
         optimizer.step()
         check_optimizer_state(optimizer)
     with parts("metrics()"):
-        check_metrics(task, strategy, validation, group, config.evaluate)
         facts |= {"loss": float(loss.detach()), "validation": validate(task, strategy, validation, group, _ROWS)}
     return model.eval() if config.model.adapter == "none" else trial.build().eval()
 
@@ -298,7 +297,9 @@ def _evaluate(trial: Trial, predict: Predictor, facts: dict[str, Any]) -> None:
         columns = score_samples(task, predict, baseline, samples, range(len(samples)), config)
         kind, bundle = (None, None) if baseline is None else (baseline.kind, baseline.bundle)
         classes = task.classes if isinstance(task, Classifier) else None
-        results = Results(columns, kind, bundle, classes, lower_is_better(task))
+        results = Results(columns, kind, bundle, classes, lower_is_better(task), named=config.named_metrics)
+        if warning := check_directions(task, list(results.candidate)):
+            print(f"warning: {warning}")
         results.check(config)
         check_slice_labels(columns)
         facts["metrics"] = sorted(metrics_body(config, results, "")["candidate"])

@@ -368,6 +368,11 @@ class Evaluate(Section):
         return {name: limit for name, limit in self.require.items() if name not in _CALIBRATION}
 
     @property
+    def named_metrics(self) -> frozenset[str]:
+        """Return the metrics that decide, without those of calibration."""
+        return frozenset({self.metric, *self.metric_limits})
+
+    @property
     def calibration_limits(self) -> dict[str, float]:
         return {name: limit for name, limit in self.require.items() if name in _CALIBRATION}
 
