@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.contract.results import finite_or_none
-from pipeline.statistics.metrics import query_metrics
+from pipeline.statistics.metrics import count_horizons, query_metrics
 from pipeline.statistics.scores import (
     ACTUAL,
     BASELINE,
@@ -35,6 +35,8 @@ def figures_body(columns: Columns, classes: Sequence[str] | None) -> dict[str, A
         curves = list(_classification_curves(columns, classes))
         return {"classification": {"classes": list(classes), "curves": curves}} if curves else {}
     if classes is not None:
+        return {}
+    if count_horizons(columns):  # drawn from metrics.json
         return {}
     if QUERY in columns:
         return {"ranking": _ranking_body(columns)}

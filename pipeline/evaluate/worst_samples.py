@@ -21,7 +21,8 @@ from pipeline.contract.run import Run
 from pipeline.contract.task import SHARED_FOLDER, Embedding, HasShow, HasText, Task
 from pipeline.evaluate.results import Results
 from pipeline.evaluate.sample_parts import Part, array_part, row_part, shown_parts, text_part
-from pipeline.statistics.scores import ACTUAL, BASELINE, CANDIDATE, PREDICTED, Array, Columns
+from pipeline.statistics.metrics import count_horizons
+from pipeline.statistics.scores import ACTUAL, BASELINE, CANDIDATE, LEVELS, PREDICTED, QUANTILES, Array, Columns
 from pipeline.system.errors import DataError
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
 
 WORST_SAMPLES = 12
-TYPICAL_SAMPLES = 4  # of a task with show()
+TYPICAL_SAMPLES = 4  # of a forecast or a task with show()
 _MAX_INPUTS = 4  # of a sample
 _MAX_SEARCHED = 2000  # samples among which the nearest embeddings are searched
 _NEIGHBORS = 5
@@ -45,15 +46,29 @@ def worst_body(
     values = _sample_values(results)
     metric = metric if metric in values else next(iter(results.candidate))
     indices, note = worst_indices(values, metric, WORST_SAMPLES), ""
-    if isinstance(task, HasShow):
+    if isinstance(task, HasShow) or count_horizons(results.columns):
         indices += typical_indices(values, metric)
+    if isinstance(task, HasShow):
         shown = _show(task, samples, indices, predict)
         parts = [shown_parts(row) for row in shown]
         _add_neighbors(parts, shown, indices, lambda others: _show(task, samples, others, predict), len(samples))
     else:
         parts, note = _inputs(run, task, samples.batch(indices), results.columns.get(ACTUAL, np.empty(0)), indices)
+    if count_horizons(results.columns):
+        parts = [[*_forecast_parts(results.columns, index), *row] for index, row in zip(indices, parts, strict=True)]
     bodies = [{**_sample_body(results, index, metric), "shown": row} for index, row in zip(indices, parts, strict=True)]
     return {"metric": metric, "note": note, "samples": bodies[:WORST_SAMPLES], "typical": bodies[WORST_SAMPLES:]}
+
+
+def _forecast_parts(columns: Columns, index: int) -> list[Part]:
+    """Return the true values of a sample, the forecast, and the band between its outer quantiles."""
+    names = {"actual": ACTUAL, "predicted": CANDIDATE + PREDICTED}
+    parts = [array_part(name, columns[column][index]) for name, column in names.items()]
+    if LEVELS in columns:
+        name = f"quantiles {columns[LEVELS][0, 0]:g} to {columns[LEVELS][0, -1]:g}"
+        low, high = (array_part(name, columns[CANDIDATE + QUANTILES][index, :, end]) for end in (0, -1))
+        parts.append({**low, "upper": high["values"]})
+    return parts
 
 
 def _sample_values(results: Results) -> Columns:
@@ -177,7 +192,7 @@ def _sample_body(results: Results, index: int, metric: str) -> dict[str, Any]:
 
 
 def _answer(results: Results, column: str, index: int) -> str | None:
-    """Return the name of a class, or the number of a regression task; forecasts are drawn in a section of their own."""
+    """Return the name of a class, or the number of a regression task; forecasts are drawn."""
     if column not in results.columns or results.columns[column].ndim > 1:
         return None
     value = results.columns[column][index]

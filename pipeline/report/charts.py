@@ -118,9 +118,13 @@ class Series:
 
 
 def line_chart(
-    title: str, series: Sequence[Series], y_title: str, mark: tuple[float, str] | None = None
+    title: str,
+    series: Sequence[Series],
+    y_title: str,
+    mark: tuple[float, str] | None = None,
+    x_title: str = "optimizer step",
 ) -> Chart | None:
-    """Draw curves over the optimizer step; `mark` is a labelled vertical line. None if there are no points."""
+    """Draw curves by step or horizon; `mark` is a labelled vertical line. None if there are no points."""
     lines = [replace(line, points=thin(line.points)) for line in series if line.points]
     if not lines:
         return None
@@ -128,12 +132,12 @@ def line_chart(
     named = sorted(lines, key=lambda line: line.place)
     bottom_up = sorted(lines, key=lambda line: -line.place)  # the first run is drawn last
     shapes = [
-        *plot.frame("optimizer step", y_title, whole=True),
+        *plot.frame(x_title, y_title, whole=True),
         *(_mark(plot, *mark) if mark else ()),
         *(shape for line in bottom_up for shape in _curve(line, plot)),
     ]
     ends = "; ".join(f"{line.name} ends at {number(line.points[-1][1])}" for line in named)
-    text = f"{title}: {', '.join(line.name for line in named)} by optimizer step. {ends}."
+    text = f"{title}: {', '.join(line.name for line in named)} by {x_title}. {ends}."
     legend = [(line.name, line.kind) for line in named] if len(named) > 1 else []
     return plot.chart(title, text, shapes, legend=legend)
 

@@ -113,6 +113,7 @@ def _sections(
     yield Section("Speed and time", "train", "speed.html", partial(training.speed, runs))
     yield section("Experts", "train", "experts.html", training.experts)
     yield section("Predicted against actual", "evaluate", "regression.html", predictions.regression)
+    yield section("Error by horizon", "evaluate", "forecast.html", predictions.forecast)
     yield section("NDCG by query", "evaluate", "ranking.html", predictions.ranking)
     curves = "classification_curves.html"
     yield Section("ROC and precision-recall", "evaluate", curves, partial(classification.curves, runs))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipeline.contract.results import Body, Facts, is_number, mappings
-from pipeline.report.charts import Axis, Chart, Circle, Line, Shape, make_plot
+from pipeline.report.charts import Axis, Chart, Circle, Line, Series, Shape, line_chart, make_plot
 from pipeline.system.wording import number
 
 _HEIGHT = 320
@@ -29,6 +29,22 @@ def regression(facts: Facts) -> Body | None:
         "largest": largest or 1.0,
         "has_baseline": any(is_number(row.get("baseline_mae")) for row in deciles),
     }
+
+
+def forecast(facts: Facts) -> Body | None:
+    """Draw the error by horizon, and list which share of the true values is at or below each quantile."""
+    horizons, shares = facts.metrics.get("horizons"), facts.metrics.get("coverage") or {}
+    if not isinstance(horizons, dict):
+        return None
+    metric = "pinball" if "pinball" in horizons else "mae"
+    by_model = {name: horizons[metric][name] for name in _MODELS if name in horizons[metric]}
+    series = [
+        Series(name, [(i + 1, value) for i, value in enumerate(values) if is_number(value)], _MODELS[name])
+        for name, values in by_model.items()
+    ]
+    names = [name for name in ("level", *_MODELS) if name in shares]
+    rows = [list(map(number, row)) for row in zip(*(shares[name] for name in names), strict=True)]
+    return {"chart": line_chart("Error by horizon", series, metric, x_title="horizon"), "names": names, "rows": rows}
 
 
 def ranking(facts: Facts) -> Body | None:

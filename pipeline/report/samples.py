@@ -186,19 +186,27 @@ def _score(box: Body) -> str:
 
 def _curves_chart(curves: Sequence[Body], all_curves: Sequence[Body]) -> Chart:
     """Draw curves; all curves of a sample have one vertical scale."""
-    numbers = [value for curve in all_curves for value in curve["values"] if is_number(value)]
+    numbers = [v for curve in all_curves for v in (*curve["values"], *curve.get("upper", ())) if is_number(v)]
     low, high = min(numbers), max(numbers)
     pad = (high - low) * 0.05 or abs(high) * 0.1 or 1.0
     count = len(curves[0]["values"])
     plot = make_plot((0, max(count - 1, 1)), (low - pad, high + pad), _CURVE_WIDTH, _CURVE_HEIGHT)
     paths = [
-        Path(_path(curve["values"], plot), f"curve {style}") for curve, style in zip(curves, _STYLES, strict=False)
+        _band(curve, plot, style) if "upper" in curve else Path(_path(curve["values"], plot), f"curve {style}")
+        for curve, style in zip(curves, _STYLES, strict=False)
     ]
     own = [value for curve in curves for value in curve["values"] if is_number(value)]
     name = ", ".join(str(curve.get("name", "")) for curve in curves)
     text = f"{count} points, from {number(min(own))} to {number(max(own))}"
     shapes = [*plot.frame("position", "value", whole=True), *paths]
     return plot.chart(name, text, shapes, "curve-part")
+
+
+def _band(curve: Body, plot: Plot, style: str) -> Path:
+    """Return the area between a curve and its upper one."""
+    rows = [row for row in enumerate(zip(curve["values"], curve["upper"], strict=True)) if all(map(is_number, row[1]))]
+    edge = [(x, low) for x, (low, _) in rows] + [(x, high) for x, (_, high) in reversed(rows)]
+    return plot.path(edge, f"band {style}")
 
 
 def _path(values: Sequence[float | None], plot: Plot) -> str:

@@ -211,7 +211,10 @@ def test_slices_with_a_label_per_sample_are_rejected() -> None:
     ("more", "message"),
     [
         ({"actual": lambda batch: torch.full((3,), torch.nan)}, "not a finite number"),
-        ({"actual": lambda batch: torch.zeros(3, 1)}, r"one number per sample, shape \(3,\), not shape \(3, 1\)"),
+        (
+            {"actual": lambda batch: torch.zeros(3, 1, 1)},
+            r"one number per sample, shape \(3,\), .* not shape \(3, 1, 1\)",
+        ),
         ({"actual": lambda batch: -torch.ones(3), "queries": lambda batch: torch.zeros(3)}, "must be 0 or more"),
         ({"queries": lambda batch: torch.zeros(3)}, "one integer per sample"),
     ],

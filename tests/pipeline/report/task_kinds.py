@@ -61,6 +61,35 @@ class Houses:
         return [{"house": dict(zip((*names, "district"), (*r[:3], self.districts[r[3]]), strict=True))} for r in rows]
 
 
+class Weeks:
+    """A forecast with quantiles; the baseline errs more at later horizons."""
+
+    inputs, outputs, metric, quantiles = ("week",), ("forecast",), "pinball", (0.1, 0.5, 0.9)
+
+    def data(self, split: str) -> dict[str, Any]:
+        random = np.random.default_rng(0)
+        future = 10 + np.sin(np.arange(14) / 2 + random.random((300, 1)) * 6) + random.normal(0, 0.3, (300, 14))
+        return {"week": np.arange(300.0), "future": future.astype(np.float32)}
+
+    def predict(self, batch: Batch) -> Tensor:
+        return batch["future"][:, :, None] + torch.tensor([-0.5, 0.1, 0.4])
+
+    def baseline(self) -> Any:
+        return lambda batch: self.predict(batch) + torch.arange(14)[:, None] / 10
+
+    def metrics(self, outputs: Tensor, batch: Batch) -> dict[str, Tensor]:
+        return {"width": outputs[:, :, 2].mean(dim=1) - outputs[:, :, 0].mean(dim=1)}
+
+    def predicted(self, outputs: Tensor) -> Tensor:
+        return outputs[:, :, 1]
+
+    def predicted_quantiles(self, outputs: Tensor) -> Tensor:
+        return outputs
+
+    def actual(self, batch: Batch) -> Tensor:
+        return batch["future"]
+
+
 class Search:
     """A ranker."""
 
@@ -161,7 +190,7 @@ class Series(Gallery):
         }
 
 
-KINDS = {kind.__name__.lower(): kind for kind in (Houses, Search, Gallery, Series)}
+KINDS = {kind.__name__.lower(): kind for kind in (Houses, Weeks, Search, Gallery, Series)}
 
 
 def make_kind(runs: Path, name: str) -> Run:

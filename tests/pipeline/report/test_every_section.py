@@ -44,7 +44,7 @@ ENUMERATIONS = {"kind", "png", "model", "level", "verdict"}  # keys whose values
 NAMES = {"per_class", "metrics"}  # keys of mappings from names that users chose
 # Sections that show only numbers where the run has no texts for them.
 WITHOUT_TEXTS = {"Verdict", "Speed and time", "Predicted against actual", "NDCG by query", "ONNX parity"}
-WITHOUT_TEXTS |= {"Package", "Service and latency"}
+WITHOUT_TEXTS |= {"Package", "Service and latency", "Error by horizon"}
 
 
 def copied(run: Run, folder: Path) -> Run:

@@ -19,10 +19,10 @@ from .task_kinds import KINDS
 def test_page_has_the_sections_of_its_task(pages: dict[str, str], name: str) -> None:
     for title in ("Confusion matrix", "Per class", "Calibration", "Slices", "Variants", "Experts"):
         assert f"<h2>{title}" not in pages[name]
-    figures = {"Predicted against actual": "houses", "NDCG by query": "search"}
+    figures = {"Predicted against actual": "houses", "Error by horizon": "weeks", "NDCG by query": "search"}
     assert [title for title in figures if f"<h2>{title}" in pages[name]] == [t for t, n in figures.items() if n == name]
     assert section(pages[name], "Worst samples").count("<b>Sample ") == 12
-    has_show = hasattr(KINDS[name], "show")
+    has_show = hasattr(KINDS[name], "show") or name == "weeks"
     assert ("<h2>Typical samples" in pages[name]) == has_show
     assert not has_show or section(pages[name], "Typical samples").count("<b>Sample ") == 4
 
@@ -38,6 +38,23 @@ def test_regressor_shows_errors_and_original_columns(pages: dict[str, str]) -> N
     assert worst.count("<dt>district</dt>") == 12
     assert re.search(r"<dt>built</dt><dd>(18|19|20)\d\d</dd>", worst), "a year has no separator"
     assert "features" not in worst, "what the model gets is not shown"
+
+
+def test_forecast_shows_errors_by_horizon_coverage_and_bands(pages: dict[str, str]) -> None:
+    shown = section(pages["weeks"], "Error by horizon")
+    assert "candidate, baseline by horizon." in shown
+    assert re.search(r'<path d="M76.0 [0-9.L ]+" class="curve two">', shown)
+    cells = re.findall(
+        r'<th scope="row">([0-9.]+)</th><td class="number">(\d+)</td><td class="number">([0-9.]+)', shown
+    )
+    assert [cell[:2] for cell in cells] == [("0.1", "0"), ("0.5", "1"), ("0.9", "1")]
+    assert 0.5 < float(cells[0][2]) < 1, "the baseline is too high at later horizons"
+    for title, cards in (("Worst samples", 12), ("Typical samples", 4)):
+        samples = section(pages["weeks"], title)
+        bands = re.findall(r'<path d="M([0-9. L]+)" class="band three">', samples)
+        assert [len(band.split("L")) for band in bands] == [28] * cards
+        assert samples.count('class="curve one"') == samples.count('class="curve two"') == cards
+        assert samples.count("quantiles 0.1 to 0.9") >= cards
 
 
 def test_ranker_lists_its_worst_queries(pages: dict[str, str]) -> None:

@@ -41,7 +41,7 @@ def test_metrics_of_all_and_of_single_horizons_agree_with_scikit_learn() -> None
     assert [name for name, metric in metrics.items() if not metric.lower] == ["r2", "r2_4"]
     for owner in ("candidate", "baseline"):
         actual, predicted, quantiles = columns["actual"], columns[f"{owner}.predicted"], columns[f"{owner}.quantiles"]
-        values = {name: metric.value(owner) for name, metric in metrics.items()}  # type: ignore[arg-type]
+        values = {name: metric.value(owner) for name, metric in metrics.items()}
         deviations = (actual - actual.mean(axis=0)) ** 2
         expected = {
             "mae": mean_absolute_error(actual, predicted),
@@ -57,7 +57,7 @@ def test_metrics_of_all_and_of_single_horizons_agree_with_scikit_learn() -> None
             "rmse_3": root_mean_squared_error(actual[:, 2], predicted[:, 2]),
         }
         assert values == pytest.approx(expected, abs=1e-12)
-        assert metrics_at(columns, 3, True)["rmse"].value(owner) == pytest.approx(expected["rmse_3"])  # type: ignore[arg-type]
+        assert metrics_at(columns, 3, True)["rmse"].value(owner) == pytest.approx(expected["rmse_3"])
 
 
 @pytest.mark.parametrize("name", ["mae", "rmse", "r2", "pinball", "coverage_error", "rmse_4"])
