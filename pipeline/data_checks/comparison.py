@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from pipeline.contract.settings.stages import Prepare
 from pipeline.data_checks.near_duplicates import Pair
-from pipeline.data_checks.profile import Feature, Histogram, Profile
+from pipeline.data_checks.profile import Feature, Histogram, Periods, Profile
 from pipeline.data_checks.rules import (
     CHAMPION,
     MAX_NAMES,
@@ -21,12 +21,18 @@ from pipeline.data_checks.rules import (
     check_ranges,
     check_split_schema,
     differences,
+    leaves_range,
 )
 from pipeline.statistics.significance import holm
 from pipeline.system.wording import join_names
 
 DRIFT_PSI = 0.2  # population stability index; smaller differences are no drift
 DRIFT_P_VALUE = 0.01  # probability of any false alarm among all features of all splits (Holm)
+_EXPLAINED = 2.0  # times the drift within the training data
+_AFTER_TRAINING = (
+    "that is more than twice the drift within train over as long a time; to fix it: look for what changed since, such "
+    "as a source or a unit; if the change is real, set prepare.drift=off"
+)
 _FIXES = {
     SPLITS: "to fix it: split at random or by group; if the splits are meant to differ, set prepare.drift=off",
     CHAMPION: "to fix it: check that source and preparation are the same; if the change is real, set prepare.drift=off",
@@ -43,6 +49,8 @@ class SplitComparison:
     after: Mapping[str, Histogram]
     differences: Mapping[str, Difference]
     adjusted_p: Mapping[str, float]  # corrected for all features of all pairs
+    periods: Periods | None = None  # of the training data, if the splits are by time
+    explained: Mapping[str, float] = field(default_factory=dict)  # PSI between these periods
 
 
 def compare_profiles(
@@ -50,8 +58,14 @@ def compare_profiles(
     flexible: bool,
     config: Prepare,
     champion: tuple[Profile, Mapping[str, Histogram]] | None,
+    periods: Mapping[str, Periods] | None = None,
 ) -> list[CheckResult]:
-    """Run all checks except near-duplicates; `champion` is its profile and our training split over its features."""
+    """Run all checks except near-duplicates; `champion` is its profile and our training split over its features.
+
+    Data that is split by time drifts from training to test by itself. `periods` are therefore two parts of the training
+    data, as far from each other as training and a split: its first samples and its last ones. Only a drift with a PSI
+    of more than twice that between the two is reported, and a range only if it is not left between them, too.
+    """
     ignored = set(config.ignore)
     columns = {
         split: {name: column for name, column in summaries.items() if name not in ignored}
@@ -61,8 +75,13 @@ def compare_profiles(
         *check_split_schema(columns, flexible, config.columns),
         *check_missing(columns, profile.features, config.missing_share, config.missing),
     ]
-    features, others = profile.features, [split for split in profile.columns if split != "train"]
+    features = tuple(feature for feature in profile.features if feature.column != config.time_column)
+    others = [split for split in profile.columns if split != "train"]
     for pair in _compare([(split, SPLITS, features, _histograms(features, split)) for split in others]):
+        if periods:
+            inner = differences(features, *periods[pair.where])
+            explained = {name: difference.psi for name, difference in inner.items()}
+            pair = replace(pair, periods=periods[pair.where], explained=explained)
         results += _check_drift(pair, profile, features, config)
     if champion is not None:
         champion_profile, our_histograms = champion
@@ -123,7 +142,8 @@ def _check_drift(
     inputs = tuple(feature for feature in features if feature.column in profile.inputs)
     labels = tuple(feature for feature in features if feature.column not in profile.inputs)
     unit_severity = config.columns if pair.against == SPLITS else None
-    yield from check_ranges(inputs, pair.before, pair.after, pair.where, config.drift, pair.against, unit_severity)
+    strange = tuple(each for each in inputs if pair.periods is None or not leaves_range(each, *pair.periods))
+    yield from check_ranges(strange, pair.before, pair.after, pair.where, config.drift, pair.against, unit_severity)
     for check, group in (("drift", inputs), ("labels", labels)):
         for column in by_column(group).values():
             yield from _check_column_drift(check, pair, column, config)
@@ -145,7 +165,10 @@ def _check_column_drift(
         subject = "other labels" if check == "labels" else "other values"
         reference = "since the champion was trained" if pair.against == CHAMPION else "than in train"
         names = f"in {join_names([feature.name for feature in drifted], MAX_NAMES)}; " if len(drifted) > 1 else ""
-        detail = f"{subject} {reference} ({names}{detail}); {_FIXES[pair.against]}"
+        fix = _FIXES[pair.against] if pair.periods is None else _AFTER_TRAINING
+        detail = f"{subject} {reference} ({names}{detail}); {fix}"
+    elif pair.adjusted_p[worst.name] < DRIFT_P_VALUE < DRIFT_PSI < difference.psi:
+        detail += ", which time explains"
     elif difference.psi > DRIFT_PSI:
         detail += ", which is not significant for so few samples"
     location = f"{pair.where}.{worst.name if len(drifted) == 1 else worst.column}"
@@ -153,5 +176,8 @@ def _check_column_drift(
 
 
 def _has_drifted(pair: SplitComparison, name: str) -> bool:
-    """Whether the difference is large and significant."""
-    return pair.differences[name].psi > DRIFT_PSI and pair.adjusted_p[name] < DRIFT_P_VALUE
+    """Whether the difference is large and significant, and not explained by time."""
+    return (
+        pair.differences[name].psi > max(DRIFT_PSI, _EXPLAINED * pair.explained.get(name, 0.0))
+        and pair.adjusted_p[name] < DRIFT_P_VALUE
+    )

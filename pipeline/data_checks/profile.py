@@ -145,6 +145,9 @@ class Profile(Frozen):
     features: tuple[Feature, ...]
 
 
+Periods: TypeAlias = tuple[Mapping[str, Histogram], Mapping[str, Histogram]]  # an earlier and a later part
+
+
 def write_profile(path: Path, profile: Profile) -> None:
     write_json(path, profile.model_dump(mode="json"))
 

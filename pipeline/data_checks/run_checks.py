@@ -35,7 +35,7 @@ from pipeline.data_checks.near_duplicates import (
     group_name,
     small_pictures,
 )
-from pipeline.data_checks.profile import Floats, Integers, Profile, write_profile
+from pipeline.data_checks.profile import Floats, Integers, Periods, Profile, write_profile
 from pipeline.data_checks.rules import CheckResult, Severity
 from pipeline.data_checks.scan import (
     ScanPlan,
@@ -44,6 +44,7 @@ from pipeline.data_checks.scan import (
     load_rows,
     plan_scan,
     random_samples,
+    read_histograms,
     scan_split,
     with_label,
 )
@@ -75,6 +76,7 @@ def check_data(run: Run, task: Task, splits: Mapping[str, Samples]) -> CheckedDa
     champion_scan = champion_profile(champion, run.runs) if champion else None
     is_flexible = isinstance(task, HasAxes | HasCollate)
     is_comparable = is_flexible or _have_equal_shapes(task, splits)  # if not, `columns` reports it
+    times = read_times(splits, config.time_column)
     plan = plan_scan(task, splits["train"], config.ignore, config.near_duplicates != "off" and is_comparable)
     features = champion_scan.features if champion_scan else ()
     summaries = {
@@ -87,10 +89,12 @@ def check_data(run: Run, task: Task, splits: Mapping[str, Samples]) -> CheckedDa
     } | _find_row_copies(plan, summaries)
     copy_notes = _add_picture_copies(near_duplicates, plan, summaries, splits)
     results = [
-        *compare_profiles(profile, is_flexible, config, champion_data),
+        *compare_profiles(
+            profile, is_flexible, config, champion_data, _read_periods(task, splits["train"], plan, times)
+        ),
         *check_near_duplicates(near_duplicates, config),
         *_check_labels(task, plan, summaries, splits["test"], config),
-        *check_time_order(splits, config.time_column, config.leaks),
+        *check_time_order(times, config.time_column, config.leaks),
     ]
     missing = missing_champion_note(registry, run.runs)
     notes = [
@@ -187,20 +191,36 @@ def _find_near_duplicates(
     return search.confirm(rows, distances, NEAR_DUPLICATE_DISTANCE)
 
 
-def check_time_order(splits: Mapping[str, Samples], column: str, severity: Severity) -> Iterator[CheckResult]:
+def check_time_order(times: Mapping[str, Floats], column: str, severity: Severity) -> Iterator[CheckResult]:
     """Yield a failure for each split with samples from before the newest training sample."""
-    if not column:
-        return
-    newest = float(np.nanmax(_read_times(splits["train"], column)))
-    for split in (name for name in splits if name != "train"):
-        times = _read_times(splits[split], column)
-        early = int((times < newest).sum())
+    for split in (name for name in times if name != "train"):
+        newest = float(np.nanmax(times["train"]))
+        early = int((times[split] < newest).sum())
         if early:
             detail = (
-                f"{early} of {len(times)} samples are earlier than the newest training sample ({newest:.10g}); to fix "
-                "it: split by time, so that training ends before the others begin, or set prepare.leaks=warn"
+                f"{early} of {len(times[split])} samples are earlier than the newest training sample ({newest:.10g}); "
+                "to fix it: split by time, so that training ends before the others begin, or set prepare.leaks=warn"
             )
             yield CheckResult("time_order", f"{split}.{column}", severity, False, detail, float(early), 0.0)
+
+
+def read_times(splits: Mapping[str, Samples], column: str) -> dict[str, Floats]:
+    """Return the times of the samples of each split; empty without a column of them."""
+    return {name: _read_times(samples, column) for name, samples in splits.items() if column}
+
+
+def _read_periods(task: Task, train: Samples, plan: ScanPlan, times: Mapping[str, Floats]) -> dict[str, Periods]:
+    """Return for each split the first and the last training samples, with the split's distance between their centers.
+
+    The last ones are as many as the split has, each part at least a quarter of all where they are too few for that.
+    """
+    order, count = np.argsort(times.get("train", ()), kind="stable"), len(train)
+    periods = {}
+    for split in (name for name in times if name != "train"):
+        later = sum(int((times[name] <= times[split].max()).sum()) for name in times if name != "train")
+        first, last = order[: max(count - 2 * later, count // 4)], order[-min(len(times[split]), count // 4 or 1) :]
+        periods[split] = read_histograms(task, train, first, plan), read_histograms(task, train, last, plan)
+    return periods
 
 
 def _read_times(samples: Samples, column: str) -> Floats:

@@ -162,6 +162,15 @@ def load_rows(samples: Samples, indices: Integers, columns: Sequence[str], rows:
         yield {name: batch[name] for name in columns}
 
 
+def read_histograms(task: Task, samples: Samples, indices: Integers, plan: ScanPlan) -> Mapping[str, Histogram]:
+    """Return the histograms of some samples, of at most a few thousand of them."""
+    builder, count = HistogramBuilder(plan.features), min(len(indices), _PILOT_SAMPLES)
+    indices = np.sort(indices[np.linspace(0, len(indices) - 1, count).astype(np.int64)])
+    for start in range(0, count, plan.rows):
+        builder.add(with_label(task, samples.batch(indices[start : start + plan.rows])))
+    return builder.histograms()
+
+
 def random_samples(samples: Samples, count: int) -> dict[str, Tensor]:
     """Return a fixed random choice of samples, in order, as the split may be sorted."""
     chosen = np.random.Generator(np.random.PCG64(0)).choice(len(samples), count, replace=False)

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from pipeline.contract.config import Config, override_config
 from pipeline.contract.data import Samples
@@ -22,7 +21,8 @@ from pipeline.data_checks.champion import (
     missing_champion_note,
     recorded_champion,
 )
-from pipeline.data_checks.run_checks import check_time_order, write_checks
+from pipeline.data_checks.rules import CheckResult
+from pipeline.data_checks.run_checks import check_time_order, read_times, write_checks
 from pipeline.history import Project
 from pipeline.plan import key_parts
 from pipeline.system.errors import BundleError, ConfigError
@@ -170,24 +170,62 @@ def test_splits_of_unequal_widths_are_reported(check: Check) -> None:
     assert [result.where for result in alarms_of(data, "schema")] == ["validation.x", "test.x"]
 
 
-def _splits(**first: int) -> dict[str, Samples]:
-    return {
-        name: Samples(name, {"x": torch.zeros(10, 2), "day": torch.arange(start, start + 10)})
-        for name, start in first.items()
-    }
+def _times(**first: int) -> dict[str, Any]:
+    return {name: np.arange(start, start + 10.0) for name, start in first.items()}
 
 
 def test_splits_in_time_order_pass_and_no_column_means_no_check() -> None:
-    assert list(check_time_order(_splits(train=0, validation=10, test=20), "day", "error")) == []
-    assert list(check_time_order(_splits(train=5, validation=0, test=0), "", "error")) == []
+    assert list(check_time_order(_times(train=0, validation=10, test=20), "day", "error")) == []
+    assert read_times({"train": Samples("train", {"day": np.arange(3)})}, "") == {}
+    assert list(check_time_order({}, "", "error")) == []
 
 
 def test_test_samples_before_the_end_of_training_are_counted() -> None:
-    (result,) = check_time_order(_splits(train=5, validation=15, test=10), "day", "error")
+    (result,) = check_time_order(_times(train=5, validation=15, test=10), "day", "error")
     assert (result.level, result.value) == ("error", 4.0)
     assert "test.day: 4 of 10 samples are earlier than the newest training sample (14)" in result.sentence()
 
 
 def test_an_unknown_column_is_an_error_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"data\('train'\) has no column week \(x, day\)"):
-        list(check_time_order(_splits(train=0, test=0), "week", "error"))
+        read_times({"train": Samples("train", {"x": np.zeros(3), "day": np.arange(3)})}, "week")
+
+
+def _series(days: slice, trend: float, change: float = 0.0) -> dict[str, Any]:
+    """Return days of twelve series with a season, a trend, and a change of level after day 600."""
+    day = np.arange(1000)
+    noise = np.random.default_rng(0).standard_normal((12, 1000))
+    x = np.sin(2 * np.pi * day / 7) + trend * day / 1000 + 3 * (np.arange(12) % 3)[:, None] + noise
+    x += change * (day >= 600)
+    chosen = day[days].tolist()
+    rows = np.stack([x[:, d - 3 : d].ravel() for d in chosen]).reshape(len(chosen) * 12, 3)
+    return {"x": rows.astype(np.float32), "y": x[:, chosen].T.ravel(), "day": np.repeat(chosen, 12).astype(float)}
+
+
+def _check_by_time(check: Check, trend: float, change: float = 0.0, **settings: Any) -> list[CheckResult]:
+    train, validation, test = (
+        _series(days, trend, change) for days in (slice(3, 600), slice(600, 700), slice(700, 900))
+    )
+    found = check(train, test, validation, inputs=["x"], near_duplicates="off", **settings)
+    return [result for result in found.results if result.level != "ok"]
+
+
+@pytest.mark.parametrize("trend", [0.0, 4.0, 40.0])
+def test_a_trend_is_no_drift_where_splits_are_by_time(check: Check, trend: float) -> None:
+    assert _check_by_time(check, trend, time_column="day") == []
+    without = {result.where.split("[")[0] for result in _check_by_time(check, trend)}
+    assert without >= ({"test.x", "test.y"} if trend else {"test.day"})
+
+
+@pytest.mark.parametrize("trend", [0.0, 4.0])
+def test_a_break_after_training_is_drift_also_where_splits_are_by_time(check: Check, trend: float) -> None:
+    found = _check_by_time(check, trend, change=8.0, time_column="day")
+    assert {result.where for result in found} >= {"validation.x", "test.x", "validation.y", "test.y"}
+    drift = [result.detail for result in found if result.check in ("drift", "labels")]
+    assert all("than in train" in detail and "twice the drift within train" in detail for detail in drift)
+    assert not any("at random" in result.detail for result in found)
+
+
+def test_a_range_that_changes_after_training_is_reported_where_splits_are_by_time(check: Check) -> None:
+    found = _check_by_time(check, trend=0.0, change=100.0, time_column="day")
+    assert {result.check for result in found} == {"range", "drift", "labels"}

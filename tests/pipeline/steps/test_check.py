@@ -227,7 +227,7 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {  # name → old, new, message
     "metric of the gate": (
         '{"accuracy":',
         '{"accuracies":',
-        "the gate needs the metric accuracy, but the task has accuracies",
+        r"the task has no metric accuracy \(it has accuracies, auc\); to fix it",
         "",
     ),
     "directions": (
@@ -398,6 +398,64 @@ def test_mistake_in_the_task_is_one_sentence_with_a_line(
     assert_found(root, "task.py", message, line, monkeypatch)
 
 
+def forecast(root: Path) -> None:
+    """Make the task one that forecasts three horizons."""
+    task = root / "task.py"
+    edit(task, '    classes = ("low", "middle", "high")\n', "    quantiles = (0.2, 0.8)\n")
+    edit(task, "return outputs.argmax(1)", "return outputs")
+    edit(task, 'return batch["label"]\n', 'return batch["x"][:, :3]\n')
+    edit(task, "def probabilities(self, outputs):", "def predicted_quantiles(self, outputs):")
+    edit(task, "return outputs.softmax(1)", "return torch.stack([outputs - 1, outputs + 1], dim=2)")
+    edit(root / "codec.py", CODEC[CODEC.index("        return [(") :], '        return outputs["logits"].tolist()\n')
+
+
+def test_forecast_of_several_horizons_goes_through(root: Path) -> None:
+    forecast(root)
+    edit(
+        root / "task.py", "def example(", "def answer(self, prediction):\n        return prediction\n\n    def example("
+    )
+    run = new_run(root, evaluate={"metric": "pinball", "require": {"mae_3": 9, "coverage_error": 1}})
+    check(run, root)
+    seen = json.loads((run.partial("check") / "check.json").read_text())
+    assert seen["metrics"] == ["accuracy", "coverage_error", "mae", "mae_3", "pinball", "r2", "rmse"]
+    assert seen["codec"][0] == "codec compared with the test data: decode() on 16 samples and encode() on 16 samples"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message", "line"),
+    [
+        (
+            'batch["x"][:, :3]',
+            'batch["x"][:, 0]',
+            r"predicted\(\) returns 3 horizons .* actual\(\) one number",
+            "predicted",
+        ),
+        (
+            "return outputs\n",
+            "return outputs[:, 0]\n",
+            r"predicted_quantiles\(\): needs predicted",
+            "predicted_quantiles",
+        ),
+        ("outputs + 1], dim=2", "outputs + 1], dim=1", r"must have shape \(16, 3, 2\), not", "predicted_quantiles"),
+        ("(0.2, 0.8)", "(0.8, 0.2)", r"write `quantiles` as .* rising", ""),
+        ("quantiles = (0.2, 0.8)", "levels = (0.2, 0.8)", r"has predicted_quantiles; a task needs both", ""),
+        ("def actual(", "def truth(", "`quantiles` are for forecasts", ""),
+    ],
+)
+def test_mistake_in_a_forecast_is_one_sentence_with_a_line(
+    root: Path, old: str, new: str, message: str, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forecast(root)
+    edit(root / "task.py", old, new)
+    assert_found(root, "task.py", message, line and f"def {line}(", monkeypatch, metric="pinball")
+
+
+def test_metric_of_a_horizon_that_is_not_there_is_named(root: Path) -> None:
+    forecast(root)
+    with pytest.raises(PipelineError, match=r"no metric mae_4 \(it has .*, also for each horizon, as mae_1 to mae_3\)"):
+        check(new_run(root, evaluate={"metric": "mae_4"}), root)
+
+
 CODEC_MISTAKES = {
     "no input": ('{"x":', '{"tokens":', "decode.* gives no array `x`", "def decode"),
     "array": (
@@ -451,10 +509,12 @@ def test_mistake_in_the_codec_is_one_sentence_with_a_line(
     assert_found(root, "codec.py", message, line, monkeypatch)
 
 
-def assert_found(root: Path, file: str, message: str, line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def assert_found(
+    root: Path, file: str, message: str, line: str, monkeypatch: pytest.MonkeyPatch, metric: str = "accuracy"
+) -> None:
     monkeypatch.chdir(root)
     with pytest.raises(PipelineError, match=message) as caught:
-        check(new_run(root, evaluate={"metric": "accuracy"}), root)
+        check(new_run(root, evaluate={"metric": metric}), root)
     text = str(caught.value)
     print(text)
     assert "\n" not in text
