@@ -137,6 +137,7 @@ TEMPLATES = {
     "transformer": "the same by LoRA on pretrained weights",
     "embedding": "vectors of texts, for search",
     "ranking": "the order of a query's items",
+    "forecast": "the next days of a series, with quantiles",
     "image-to-image": "a picture from a picture",
     "speech": "the text of a recording",
     "sequence": "a tag for each word",

@@ -30,8 +30,8 @@ DRIFT_PSI = 0.2  # population stability index; smaller differences are no drift
 DRIFT_P_VALUE = 0.01  # probability of any false alarm among all features of all splits (Holm)
 _EXPLAINED = 2.0  # times the drift within the training data
 _AFTER_TRAINING = (
-    "that is more than twice the drift within train over as long a time; to fix it: look for what changed since, such "
-    "as a source or a unit; if the change is real, set prepare.drift=off"
+    "that is more than twice what time explains, by the drift within train; to fix it: look for what changed since, "
+    "such as a source or a unit; if the change is real, set prepare.drift=off"
 )
 _FIXES = {
     SPLITS: "to fix it: split at random or by group; if the splits are meant to differ, set prepare.drift=off",
@@ -50,7 +50,7 @@ class SplitComparison:
     differences: Mapping[str, Difference]
     adjusted_p: Mapping[str, float]  # corrected for all features of all pairs
     periods: Periods | None = None  # of the training data, if the splits are by time
-    explained: Mapping[str, float] = field(default_factory=dict)  # PSI between these periods
+    explained: Mapping[str, float] = field(default_factory=dict)  # PSI that follows from these periods
 
 
 def compare_profiles(
@@ -62,9 +62,10 @@ def compare_profiles(
 ) -> list[CheckResult]:
     """Run all checks except near-duplicates; `champion` is its profile and our training split over its features.
 
-    Data that is split by time drifts from training to test by itself. `periods` are therefore two parts of the training
-    data, as far from each other as training and a split: its first samples and its last ones. Only a drift with a PSI
-    of more than twice that between the two is reported, and a range only if it is not left between them, too.
+    Data that is split by time drifts from training to test by itself. `periods` have therefore for each split the first
+    and the last part of the training data. The PSI between these two, times the square of how much farther the split
+    is from training, as that of a shift grows, is what time explains: only more than twice that is reported. A range
+    is reported only if the last part does not leave that of the first.
     """
     ignored = set(config.ignore)
     columns = {
@@ -79,9 +80,10 @@ def compare_profiles(
     others = [split for split in profile.columns if split != "train"]
     for pair in _compare([(split, SPLITS, features, _histograms(features, split)) for split in others]):
         if periods:
-            inner = differences(features, *periods[pair.where])
-            explained = {name: difference.psi for name, difference in inner.items()}
-            pair = replace(pair, periods=periods[pair.where], explained=explained)
+            first, last, farther = pair_of_periods = periods[pair.where]
+            inner = differences(features, first, last)
+            explained = {name: difference.psi * farther**2 for name, difference in inner.items()}
+            pair = replace(pair, periods=pair_of_periods, explained=explained)
         results += _check_drift(pair, profile, features, config)
     if champion is not None:
         champion_profile, our_histograms = champion
@@ -142,7 +144,7 @@ def _check_drift(
     inputs = tuple(feature for feature in features if feature.column in profile.inputs)
     labels = tuple(feature for feature in features if feature.column not in profile.inputs)
     unit_severity = config.columns if pair.against == SPLITS else None
-    strange = tuple(each for each in inputs if pair.periods is None or not leaves_range(each, *pair.periods))
+    strange = tuple(each for each in inputs if pair.periods is None or not leaves_range(each, *pair.periods[:2]))
     yield from check_ranges(strange, pair.before, pair.after, pair.where, config.drift, pair.against, unit_severity)
     for check, group in (("drift", inputs), ("labels", labels)):
         for column in by_column(group).values():

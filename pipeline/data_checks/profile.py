@@ -145,7 +145,8 @@ class Profile(Frozen):
     features: tuple[Feature, ...]
 
 
-Periods: TypeAlias = tuple[Mapping[str, Histogram], Mapping[str, Histogram]]  # an earlier and a later part
+# Two parts of the training data, and how much farther in time a split is from all of it than they are from each other.
+Periods: TypeAlias = tuple[Mapping[str, Histogram], Mapping[str, Histogram], float]
 
 
 def write_profile(path: Path, profile: Profile) -> None:

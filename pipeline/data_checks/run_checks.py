@@ -210,16 +210,16 @@ def read_times(splits: Mapping[str, Samples], column: str) -> dict[str, Floats]:
 
 
 def _read_periods(task: Task, train: Samples, plan: ScanPlan, times: Mapping[str, Floats]) -> dict[str, Periods]:
-    """Return for each split the first and the last training samples, with the split's distance between their centers.
-
-    The last ones are as many as the split has, each part at least a quarter of all where they are too few for that.
-    """
-    order, count = np.argsort(times.get("train", ()), kind="stable"), len(train)
-    periods = {}
+    """Return for each split the first quarter of the training data and its last part, about as long as the split."""
+    known, count, periods = times.get("train", np.empty(0)), len(train), {}
+    order = np.argsort(known, kind="stable")
     for split in (name for name in times if name != "train"):
-        later = sum(int((times[name] <= times[split].max()).sum()) for name in times if name != "train")
-        first, last = order[: max(count - 2 * later, count // 4)], order[-min(len(times[split]), count // 4 or 1) :]
-        periods[split] = read_histograms(task, train, first, plan), read_histograms(task, train, last, plan)
+        length = min(max(len(times[split]), count // 10), count // 4) or 1
+        first, last = order[: count // 4 or 1], order[-length:]
+        distance = float(np.mean(known[last]) - np.mean(known[first]))
+        farther = float(np.mean(times[split]) - np.mean(known)) / distance if distance else 1.0
+        histograms = [read_histograms(task, train, part, plan) for part in (first, last)]
+        periods[split] = (histograms[0], histograms[1], max(1.0, farther))
     return periods
 
 

@@ -222,7 +222,10 @@ def test_a_break_after_training_is_drift_also_where_splits_are_by_time(check: Ch
     found = _check_by_time(check, trend, change=8.0, time_column="day")
     assert {result.where for result in found} >= {"validation.x", "test.x", "validation.y", "test.y"}
     drift = [result.detail for result in found if result.check in ("drift", "labels")]
-    assert all("than in train" in detail and "twice the drift within train" in detail for detail in drift)
+    assert all(
+        "than in train" in detail and "twice what time explains, by the drift within train" in detail
+        for detail in drift
+    )
     assert not any("at random" in result.detail for result in found)
 
 
