@@ -289,10 +289,7 @@ class Classifier(Protocol):
 
 @runtime_checkable
 class Regressor(Protocol):
-    """A regressor, which has no `classes`: adds mae, rmse, r2 and spearman.
-
-    With [samples, horizons] it is a forecast, which has mae, rmse and r2 over all horizons and of each.
-    """
+    """A regressor or forecast, which has no `classes`: adds mae, rmse, r2 and, without horizons, spearman."""
 
     def predicted(self, outputs: Outputs) -> Tensor:
         """Return the predicted number per sample, or one for each horizon."""
@@ -422,14 +419,13 @@ def _check_directions(reference: str, directions: object) -> None:
 
 
 def _check_quantiles(reference: str, task: Task) -> None:
-    present = [name for name in ("quantiles", "predicted_quantiles") if hasattr(task, name)]
-    if len(present) == 1:
+    if len(present := [name for name in ("quantiles", "predicted_quantiles") if hasattr(task, name)]) == 1:
         raise ConfigError(
-            f"{reference}: has {present[0]}; a task needs both `quantiles` and predicted_quantiles(outputs)"
+            f"{reference}: has {present[0]}; a task needs `quantiles` and predicted_quantiles(), or neither"
         )
     levels = getattr(task, "quantiles", (0.5,))
-    is_list = isinstance(levels, list | tuple) and all(isinstance(level, float) for level in levels)
-    if not is_list or not levels or not all(a < b for a, b in itertools.pairwise((0.0, *levels, 1.0))):
+    is_list = isinstance(levels, list | tuple) and levels and all(isinstance(level, float) for level in levels)
+    if not is_list or not all(a < b for a, b in itertools.pairwise((0.0, *levels, 1.0))):
         raise ConfigError(f"{reference}: write `quantiles` as (0.1, 0.5, 0.9): rising numbers between 0 and 1")
     if present and (not isinstance(task, Regressor) or isinstance(task, Classifier | Ranker)):
         raise ConfigError(f"{reference}: `quantiles` are for forecasts: predicted() and actual() without `classes`")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from pipeline.contract.settings.stages import Prepare
 from pipeline.data_checks.near_duplicates import Pair
-from pipeline.data_checks.profile import Feature, Histogram, Periods, Profile
+from pipeline.data_checks.profile import Feature, Histogram, Profile
 from pipeline.data_checks.rules import (
     CHAMPION,
     MAX_NAMES,
@@ -21,14 +21,13 @@ from pipeline.data_checks.rules import (
     check_ranges,
     check_split_schema,
     differences,
-    leaves_range,
 )
 from pipeline.statistics.significance import holm
 from pipeline.system.wording import join_names
 
 DRIFT_PSI = 0.2  # population stability index; smaller differences are no drift
 DRIFT_P_VALUE = 0.01  # probability of any false alarm among all features of all splits (Holm)
-_EXPLAINED = 2.0  # times the drift within the training data
+_UNEXPLAINED = 2.0  # times what time explains
 _AFTER_TRAINING = (
     "that is more than twice what time explains, by the drift within train; to fix it: look for what changed since, "
     "such as a source or a unit; if the change is real, set prepare.drift=off"
@@ -49,8 +48,12 @@ class SplitComparison:
     after: Mapping[str, Histogram]
     differences: Mapping[str, Difference]
     adjusted_p: Mapping[str, float]  # corrected for all features of all pairs
-    periods: Periods | None = None  # of the training data, if the splits are by time
-    explained: Mapping[str, float] = field(default_factory=dict)  # PSI that follows from these periods
+    explained: Mapping[str, float] = field(default_factory=dict)  # PSI that is due to time, if the splits are by time
+
+    def is_explained(self, name: str) -> bool:
+        """Whether time explains at least half of a difference."""
+        limit = _UNEXPLAINED * self.explained.get(name, 0.0)
+        return limit > 0 and name in self.differences and self.differences[name].psi <= limit
 
 
 def compare_profiles(
@@ -58,14 +61,11 @@ def compare_profiles(
     flexible: bool,
     config: Prepare,
     champion: tuple[Profile, Mapping[str, Histogram]] | None,
-    periods: Mapping[str, Periods] | None = None,
+    explained: Mapping[str, Mapping[str, float]],
 ) -> list[CheckResult]:
     """Run all checks except near-duplicates; `champion` is its profile and our training split over its features.
 
-    Data that is split by time drifts from training to test by itself. `periods` have therefore for each split the first
-    and the last part of the training data. The PSI between these two, times the square of how much farther the split
-    is from training, as that of a shift grows, is what time explains: only more than twice that is reported. A range
-    is reported only if the last part does not leave that of the first.
+    `explained`: for splits by time, the PSI of each split's features that the time between it and training explains.
     """
     ignored = set(config.ignore)
     columns = {
@@ -79,12 +79,7 @@ def compare_profiles(
     features = tuple(feature for feature in profile.features if feature.column != config.time_column)
     others = [split for split in profile.columns if split != "train"]
     for pair in _compare([(split, SPLITS, features, _histograms(features, split)) for split in others]):
-        if periods:
-            first, last, farther = pair_of_periods = periods[pair.where]
-            inner = differences(features, first, last)
-            explained = {name: difference.psi * farther**2 for name, difference in inner.items()}
-            pair = replace(pair, periods=pair_of_periods, explained=explained)
-        results += _check_drift(pair, profile, features, config)
+        results += _check_drift(replace(pair, explained=explained.get(pair.where, {})), profile, features, config)
     if champion is not None:
         champion_profile, our_histograms = champion
         features = tuple(
@@ -144,8 +139,8 @@ def _check_drift(
     inputs = tuple(feature for feature in features if feature.column in profile.inputs)
     labels = tuple(feature for feature in features if feature.column not in profile.inputs)
     unit_severity = config.columns if pair.against == SPLITS else None
-    strange = tuple(each for each in inputs if pair.periods is None or not leaves_range(each, *pair.periods[:2]))
-    yield from check_ranges(strange, pair.before, pair.after, pair.where, config.drift, pair.against, unit_severity)
+    ranges = tuple(feature for feature in inputs if not pair.is_explained(feature.name))
+    yield from check_ranges(ranges, pair.before, pair.after, pair.where, config.drift, pair.against, unit_severity)
     for check, group in (("drift", inputs), ("labels", labels)):
         for column in by_column(group).values():
             yield from _check_column_drift(check, pair, column, config)
@@ -167,19 +162,19 @@ def _check_column_drift(
         subject = "other labels" if check == "labels" else "other values"
         reference = "since the champion was trained" if pair.against == CHAMPION else "than in train"
         names = f"in {join_names([feature.name for feature in drifted], MAX_NAMES)}; " if len(drifted) > 1 else ""
-        fix = _FIXES[pair.against] if pair.periods is None else _AFTER_TRAINING
+        fix = _AFTER_TRAINING if pair.explained else _FIXES[pair.against]
         detail = f"{subject} {reference} ({names}{detail}); {fix}"
-    elif pair.adjusted_p[worst.name] < DRIFT_P_VALUE < DRIFT_PSI < difference.psi:
-        detail += ", which time explains"
     elif difference.psi > DRIFT_PSI:
-        detail += ", which is not significant for so few samples"
+        detail += (
+            ", which time explains"
+            if pair.is_explained(worst.name)
+            else ", which is not significant for so few samples"
+        )
     location = f"{pair.where}.{worst.name if len(drifted) == 1 else worst.column}"
     yield CheckResult(check, location, config.drift, not drifted, detail, difference.psi, DRIFT_PSI, pair.against)
 
 
 def _has_drifted(pair: SplitComparison, name: str) -> bool:
-    """Whether the difference is large and significant, and not explained by time."""
-    return (
-        pair.differences[name].psi > max(DRIFT_PSI, _EXPLAINED * pair.explained.get(name, 0.0))
-        and pair.adjusted_p[name] < DRIFT_P_VALUE
-    )
+    """Whether the difference is large and significant, and not explained."""
+    is_large = pair.differences[name].psi > DRIFT_PSI and pair.adjusted_p[name] < DRIFT_P_VALUE
+    return is_large and not pair.is_explained(name)

@@ -145,10 +145,6 @@ class Profile(Frozen):
     features: tuple[Feature, ...]
 
 
-# Two parts of the training data, and how much farther in time a split is from all of it than they are from each other.
-Periods: TypeAlias = tuple[Mapping[str, Histogram], Mapping[str, Histogram], float]
-
-
 def write_profile(path: Path, profile: Profile) -> None:
     write_json(path, profile.model_dump(mode="json"))
 

@@ -323,14 +323,6 @@ def check_ranges(
         yield CheckResult("range", where, severity, True, detail, worst, _MAX_OUTSIDE, against)
 
 
-def leaves_range(feature: Feature, before: Mapping[str, Histogram], after: Mapping[str, Histogram]) -> bool:
-    """Whether most of the values of one side are outside the range of the other."""
-    a, b = before.get(feature.name), after.get(feature.name)
-    if a is None or b is None or not any(a.bins) or not any(b.bins):
-        return False
-    return max(_fraction_left(feature, a, b), _fraction_left(feature, b, a)) > _MAX_OUTSIDE
-
-
 def _is_other_unit(before: Histogram, after: Histogram) -> bool:
     """Whether one factor explains mean and spread; a trend, such as time in later data, changes only one of them."""
     if min(sum(before.bins), sum(after.bins)) < _MIN_UNIT_VALUES or not before.spread or not after.spread:

@@ -35,8 +35,8 @@ from pipeline.data_checks.near_duplicates import (
     group_name,
     small_pictures,
 )
-from pipeline.data_checks.profile import Floats, Integers, Periods, Profile, write_profile
-from pipeline.data_checks.rules import CheckResult, Severity
+from pipeline.data_checks.profile import Floats, Integers, Profile, write_profile
+from pipeline.data_checks.rules import CheckResult, Severity, differences
 from pipeline.data_checks.scan import (
     ScanPlan,
     SimilaritySpace,
@@ -90,7 +90,7 @@ def check_data(run: Run, task: Task, splits: Mapping[str, Samples]) -> CheckedDa
     copy_notes = _add_picture_copies(near_duplicates, plan, summaries, splits)
     results = [
         *compare_profiles(
-            profile, is_flexible, config, champion_data, _read_periods(task, splits["train"], plan, times)
+            profile, is_flexible, config, champion_data, _explain_drift(task, splits["train"], plan, times)
         ),
         *check_near_duplicates(near_duplicates, config),
         *_check_labels(task, plan, summaries, splits["test"], config),
@@ -209,18 +209,27 @@ def read_times(splits: Mapping[str, Samples], column: str) -> dict[str, Floats]:
     return {name: _read_times(samples, column) for name, samples in splits.items() if column}
 
 
-def _read_periods(task: Task, train: Samples, plan: ScanPlan, times: Mapping[str, Floats]) -> dict[str, Periods]:
-    """Return for each split the first quarter of the training data and its last part, about as long as the split."""
-    known, count, periods = times.get("train", np.empty(0)), len(train), {}
-    order = np.argsort(known, kind="stable")
+def _explain_drift(
+    task: Task, train: Samples, plan: ScanPlan, times: Mapping[str, Floats]
+) -> dict[str, dict[str, float]]:
+    """Return for each split the PSI of its features that time explains; empty if the splits are not by time.
+
+    Data drifts from training to test by itself if it is split by time. How fast, is seen within the training data:
+    between its first quarter and its last samples, about as many as the split has. As the PSI of a shift grows with its
+    square, it is multiplied by the square of how much farther the split is from training than these two are apart.
+    """
+    explained: dict[str, dict[str, float]] = {}
     for split in (name for name in times if name != "train"):
-        length = min(max(len(times[split]), count // 10), count // 4) or 1
-        first, last = order[: count // 4 or 1], order[-length:]
-        distance = float(np.mean(known[last]) - np.mean(known[first]))
-        farther = float(np.mean(times[split]) - np.mean(known)) / distance if distance else 1.0
-        histograms = [read_histograms(task, train, part, plan) for part in (first, last)]
-        periods[split] = (histograms[0], histograms[1], max(1.0, farther))
-    return periods
+        known, count = times["train"], len(train)
+        order = np.argsort(known, kind="stable")
+        last = order[-max(1, min(max(len(times[split]), count // 10), count // 4)) :]
+        first = order[: max(1, count // 4)]
+        apart = float(np.mean(known[last]) - np.mean(known[first])) or 1.0
+        farther = max(1.0, float(np.mean(times[split]) - np.mean(known)) / apart)
+        before, after = (read_histograms(task, train, part, plan) for part in (first, last))
+        drift = differences(plan.features, before, after)
+        explained[split] = {name: difference.psi * farther**2 for name, difference in drift.items()}
+    return explained
 
 
 def _read_times(samples: Samples, column: str) -> Floats:

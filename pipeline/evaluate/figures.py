@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.contract.results import finite_or_none
-from pipeline.statistics.metrics import count_horizons, query_metrics
+from pipeline.statistics.metrics import query_metrics
 from pipeline.statistics.scores import (
     ACTUAL,
     BASELINE,
@@ -36,7 +36,7 @@ def figures_body(columns: Columns, classes: Sequence[str] | None) -> dict[str, A
         return {"classification": {"classes": list(classes), "curves": curves}} if curves else {}
     if classes is not None:
         return {}
-    if count_horizons(columns):  # drawn from metrics.json
+    if columns[ACTUAL].ndim > 1:  # drawn from metrics.json
         return {}
     if QUERY in columns:
         return {"ranking": _ranking_body(columns)}

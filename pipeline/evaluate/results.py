@@ -20,25 +20,14 @@ from pipeline.evaluate.gate import Measurements, Verdict
 from pipeline.evaluate.rules import Comparison, samples_needed
 from pipeline.evaluate.slices import Slice, compare_slices, slice_groups
 from pipeline.statistics.intervals import Interval
-from pipeline.statistics.metrics import (
-    Metric,
-    class_metrics,
-    compute_metrics,
-    confusion,
-    count_horizons,
-    coverage,
-    metric_values,
-    metrics_at,
-)
+from pipeline.statistics.metrics import Metric, by_horizon, class_metrics, compute_metrics, confusion, metric_values
 from pipeline.statistics.scores import (
     ACTUAL,
     BASELINE,
     CANDIDATE,
-    LEVELS,
     OUTPUTS,
     PREDICTED,
     PROBABILITIES,
-    QUANTILES,
     QUERY,
     SLICE,
     Array,
@@ -53,8 +42,6 @@ from pipeline.statistics.significance import (
     repeated_confidence,
 )
 from pipeline.system.errors import ConfigError, DataError
-
-_OWNERS: tuple[Literal["candidate", "baseline"], ...] = ("candidate", "baseline")
 
 
 @dataclass(frozen=True)
@@ -97,8 +84,8 @@ class Results:
         required = {"evaluate.metric": [config.metric], "evaluate.require": config.metric_limits}
         for setting, names in required.items():
             if missing := sorted(set(names) - self.metrics.keys()):
-                known, last = ", ".join(self.metrics), count_horizons(self.columns)
-                known += f", also for each horizon, as mae_1 to mae_{last}" if last else ""
+                known, shape = ", ".join(self.metrics), self.columns.get(ACTUAL, np.empty(0)).shape
+                known += f", also for each horizon, as mae_1 to mae_{shape[1]}" if len(shape) > 1 else ""
                 raise ConfigError(
                     f"{setting}: the task has no metric {missing[0]} (it has {known}); to fix it: name one of these, "
                     "or give the task the methods that other metrics need"
@@ -231,21 +218,7 @@ def metrics_body(config: Evaluate, results: Results, test_fingerprint: str) -> d
         classes = [str(name) for name in results.classes]
         matrix: Array = confusion(results.columns[ACTUAL], results.columns[CANDIDATE + PREDICTED], len(classes))
         body |= {"classes": classes, "per_class": class_metrics(matrix, classes), "confusion": matrix.tolist()}
-    return body | _horizons_body(results) if count_horizons(results.columns) else body
-
-
-def _horizons_body(results: Results) -> dict[str, Any]:
-    """Return the metrics of each horizon, and for each level the share of true values at or below the quantile."""
-    columns, compared, owners = results.columns, results.kind is not None, _OWNERS[: 2 if results.kind else 1]
-    metrics = [metrics_at(columns, 1 + i, compared) for i in range(count_horizons(columns))]
-    values = {
-        name: {owner: [finite_or_none(at[name].value(owner)) for at in metrics] for owner in owners}
-        for name in metrics[0]
-    }
-    if LEVELS not in columns:
-        return {"horizons": values}
-    shares = {name: coverage(columns[f"{name}.{QUANTILES}"], columns[ACTUAL]).mean(axis=0).tolist() for name in owners}
-    return {"horizons": values, "coverage": {"level": columns[LEVELS][0].tolist(), **shares}}
+    return body | by_horizon(results.columns, results.kind is not None)
 
 
 def verdict_body(

@@ -21,7 +21,6 @@ from pipeline.contract.run import Run
 from pipeline.contract.task import SHARED_FOLDER, Embedding, HasShow, HasText, Task
 from pipeline.evaluate.results import Results
 from pipeline.evaluate.sample_parts import Part, array_part, row_part, shown_parts, text_part
-from pipeline.statistics.metrics import count_horizons
 from pipeline.statistics.scores import ACTUAL, BASELINE, CANDIDATE, LEVELS, PREDICTED, QUANTILES, Array, Columns
 from pipeline.system.errors import DataError
 
@@ -46,7 +45,8 @@ def worst_body(
     values = _sample_values(results)
     metric = metric if metric in values else next(iter(results.candidate))
     indices, note = worst_indices(values, metric, WORST_SAMPLES), ""
-    if isinstance(task, HasShow) or count_horizons(results.columns):
+    is_forecast = results.columns.get(ACTUAL, np.empty(0)).ndim > 1
+    if isinstance(task, HasShow) or is_forecast:
         indices += typical_indices(values, metric)
     if isinstance(task, HasShow):
         shown = _show(task, samples, indices, predict)
@@ -54,7 +54,7 @@ def worst_body(
         _add_neighbors(parts, shown, indices, lambda others: _show(task, samples, others, predict), len(samples))
     else:
         parts, note = _inputs(run, task, samples.batch(indices), results.columns.get(ACTUAL, np.empty(0)), indices)
-    if count_horizons(results.columns):
+    if is_forecast:
         parts = [[*_forecast_parts(results.columns, index), *row] for index, row in zip(indices, parts, strict=True)]
     bodies = [{**_sample_body(results, index, metric), "shown": row} for index, row in zip(indices, parts, strict=True)]
     return {"metric": metric, "note": note, "samples": bodies[:WORST_SAMPLES], "typical": bodies[WORST_SAMPLES:]}

@@ -147,7 +147,7 @@ class ExplainedVariance(_OfSquares):
         total, centred = weights.sum(axis=1), self._centred
         means = weights.astype(centred.dtype) @ centred / total[:, None]
         variance = weights @ mean_by_sample(centred**2) / total - mean_by_sample(means**2)
-        return 1 - _ratio(weights @ self.squares / total, np.where(variance > _rounding_error(centred), variance, 0.0))
+        return 1 - ratio(weights @ self.squares / total, np.where(variance > _rounding_error(centred), variance, 0.0))
 
     def influence(self) -> Floats:
         deviations = mean_by_sample(self._centred**2)
@@ -203,7 +203,7 @@ class Spearman(Statistic):
         v = (self._y.below(weights) / total)[:, self._y.group] - 0.5
         joint, x_squares, y_squares = ((weights * a * b).sum(axis=1) for a, b in ((u, v), (u, u), (v, v)))
         product = x_squares * y_squares
-        return _ratio(joint, np.sqrt(np.where(product > 1e-18 * total[:, 0] ** 2, product, 0.0)))
+        return ratio(joint, np.sqrt(np.where(product > 1e-18 * total[:, 0] ** 2, product, 0.0)))
 
     def influence(self) -> Floats:
         return self._influence
@@ -261,7 +261,7 @@ class Auc(Statistic):
         positive = self._ranks.sums(weights * self._positive)
         below = self._ranks.below(weights * (1 - self._positive))
         pairs = (weights @ self._positive) * (weights @ (1 - self._positive))
-        return _ratio((positive * below).sum(axis=1), pairs)
+        return ratio((positive * below).sum(axis=1), pairs)
 
     def influence(self) -> Floats:
         return self._influence
@@ -301,7 +301,7 @@ class Average(Statistic):
     def values(self, weights: Floats) -> Floats:
         values = np.stack([part.values(weights) for part in self.parts])
         is_known = np.isfinite(values)
-        return _ratio(np.where(is_known, values, 0.0).sum(axis=0), is_known.sum(axis=0).astype(np.float64))
+        return ratio(np.where(is_known, values, 0.0).sum(axis=0), is_known.sum(axis=0).astype(np.float64))
 
     def influence(self) -> Floats:
         lifts: Floats = np.mean([part.influence() for part in self.parts], axis=0)
@@ -357,7 +357,7 @@ def mean_by_sample(values: Floats) -> Floats:
     return means
 
 
-def _ratio(part: Floats, whole: Floats) -> Floats:
+def ratio(part: np.ndarray[Any, Any], whole: np.ndarray[Any, Any]) -> Floats:
     ratios: Floats = np.divide(part, whole, out=np.full(len(part), math.nan), where=whole > 0)
     return ratios
 

@@ -10,10 +10,11 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
+from pipeline.contract.results import finite_or_none
 from pipeline.contract.task import HasDirections, Task
 from pipeline.statistics.aggregates import (
     Auc,
@@ -28,6 +29,7 @@ from pipeline.statistics.aggregates import (
     Statistic,
     contributions,
     mean_by_sample,
+    ratio,
 )
 from pipeline.statistics.intervals import Interval, difference_interval, metric_interval
 from pipeline.statistics.scores import (
@@ -45,6 +47,7 @@ from pipeline.statistics.scores import (
 from pipeline.statistics.significance import brier_scores, confidences_and_hits
 from pipeline.system.errors import DataError
 
+_Value = TypeVar("_Value")
 BRIER_RANGE = (0.0, 2.0)
 _REGRESSION, _RANKING = ("mae", "rmse", "r2", "spearman"), ("ndcg", "mrr", "auc")
 _LOWER_IS_BETTER = ("mae", "rmse", "pinball", "coverage_error")
@@ -148,22 +151,33 @@ def compute_metrics(
         metrics.setdefault(metric.name, metric)
     for name in sorted({*named} - metrics.keys()):
         kind, _, horizon = name.rpartition("_")
-        if horizon.isdecimal() and 0 < int(horizon) <= count_horizons(columns):
-            at_horizon = metrics_at(columns, int(horizon), compared)
+        is_known = kind in _FORECAST and ACTUAL in columns and columns[ACTUAL].ndim > 1 and horizon.isdecimal()
+        if is_known and 0 < int(horizon) <= columns[ACTUAL].shape[1]:
+            at_horizon = _metrics_at(columns, int(horizon) - 1, compared)
             metrics |= {name: replace(at_horizon[kind], name=name)} if kind in at_horizon else {}
     return metrics
 
 
-def count_horizons(columns: Mapping[str, Array]) -> int:
-    """Return the number of horizons of a forecast, 0 for other tasks."""
-    predicted = columns.get(CANDIDATE + PREDICTED, np.empty(0))
-    return predicted.shape[1] if predicted.ndim > 1 else 0
+def by_horizon(columns: Mapping[str, Array], compared: bool) -> dict[str, Any]:
+    """Return of a forecast the metrics of each horizon, and the shares of true values at or below each quantile."""
+    if ACTUAL not in columns or columns[ACTUAL].ndim == 1:
+        return {}
+    owners: tuple[Literal["candidate", "baseline"], ...] = ("candidate", "baseline") if compared else ("candidate",)
+    metrics = [_metrics_at(columns, i, compared) for i in range(columns[ACTUAL].shape[1])]
+    values = {
+        name: {owner: [finite_or_none(each[name].value(owner)) for each in metrics] for owner in owners}
+        for name in metrics[0]
+    }
+    if LEVELS not in columns:
+        return {"horizons": values}
+    shares = {name: coverage(columns[f"{name}.{QUANTILES}"], columns[ACTUAL]).mean(axis=0).tolist() for name in owners}
+    return {"horizons": values, "coverage": {"level": columns[LEVELS][0].tolist(), **shares}}
 
 
-def metrics_at(columns: Mapping[str, Array], horizon: int, compared: bool) -> dict[str, Metric]:
-    """Return the metrics of one horizon of a forecast, the first one is 1."""
-    names = [name for name in columns if name.endswith((PREDICTED, QUANTILES)) or name == ACTUAL]
-    part = {**columns, **{name: columns[name][:, horizon - 1 : horizon] for name in names}}
+def _metrics_at(columns: Mapping[str, Array], place: int, compared: bool) -> dict[str, Metric]:
+    """Return the metrics of one horizon of a forecast."""
+    names = [name for name, column in columns.items() if column.ndim > 1 and name != LEVELS]
+    part = {**columns, **{name: columns[name][:, place : place + 1] for name in names}}
     return {metric.name: metric for metric in _builtin_metrics(part, None, compared) if metric.name in _FORECAST[:4]}
 
 
@@ -185,7 +199,7 @@ def _task_metrics(columns: Mapping[str, Array], compared: bool, lower: Collectio
             continue
         values = [columns[owner + metric] for owner in ((CANDIDATE, BASELINE) if compared else (CANDIDATE,))]
         is_lower = metric in lower
-        slices = _slices([-column if is_lower else column for column in values])
+        slices = _pair([-column if is_lower else column for column in values])
         yield Metric(metric, *_pair([Mean(column) for column in values]), slices=slices, lower=is_lower)
 
 
@@ -200,7 +214,10 @@ def _builtin_metrics(columns: Mapping[str, Array], classes: Sequence[str] | None
     if CANDIDATE + PREDICTED not in columns:
         return
     predicted, actual = [columns[owner + PREDICTED] for owner in owners], columns[ACTUAL]
-    _check_horizons(predicted, actual)
+    for values, method in zip(predicted, ("predicted()", "predicted() of baseline()"), strict=False):
+        if values.shape != actual.shape:
+            shapes = " and ".join(f"(samples, {x.shape[1]})" if x.ndim > 1 else "(samples,)" for x in (values, actual))
+            raise DataError(f"{method} and actual() have the shapes {shapes}; to fix it: give both the same")
     quantiles = [columns[owner + QUANTILES] for owner in owners if owner + QUANTILES in columns]
     finite = [np.isfinite(values).reshape(len(values), -1).all(axis=1) for values in (*predicted, *quantiles)]
     if not all(values.all() for values in finite):
@@ -217,23 +234,13 @@ def _builtin_metrics(columns: Mapping[str, Array], classes: Sequence[str] | None
             yield from _quantile_metrics(quantiles, actual, columns[LEVELS][0])
 
 
-def _check_horizons(predicted: list[Array], actual: Array) -> None:
-    for values, method in zip(predicted, ("predicted()", "baseline(): predicted()"), strict=False):
-        if values.shape != actual.shape:
-            counts = ["one number" if x.ndim == 1 else f"{x.shape[1]} horizons" for x in (values, actual)]
-            raise DataError(
-                f"{method} returns {counts[0]} per sample, and actual() {counts[1]}; to fix it: return one number per "
-                "sample from both, or (samples, horizons)"
-            )
-
-
 def _quantile_metrics(quantiles: list[Array], actual: Array, levels: Array) -> Iterator[Metric]:
     losses = [np.zeros(len(actual)) for _ in quantiles]
     for values, loss in zip(quantiles, losses, strict=True):
         for i, level in enumerate(levels.tolist()):
             error = actual - values[:, :, i]
             loss += mean_by_sample(np.maximum(level * error, (level - 1) * error)) / len(levels)
-    yield Metric("pinball", *_pair([Mean(loss) for loss in losses]), slices=_slices([-x for x in losses]), lower=True)
+    yield Metric("pinball", *_pair([Mean(loss) for loss in losses]), slices=_pair([-x for x in losses]), lower=True)
     errors = [CoverageError(coverage(values, actual), levels) for values in quantiles]
     yield Metric("coverage_error", *_pair(errors), lower=True)
 
@@ -246,11 +253,9 @@ def coverage(quantiles: Array, actual: Array) -> Floats:
 def _regression_metrics(predicted: list[Array], actual: Array) -> Iterator[Metric]:
     absolute = [mean_by_sample(np.abs(values - actual)) for values in predicted]
     squares = [mean_by_sample((values - actual) ** 2) for values in predicted]
-    by_absolute = _slices([-error for error in absolute])
+    by_absolute = _pair([-error for error in absolute])
     yield Metric("mae", *_pair([Mean(error) for error in absolute]), slices=by_absolute, lower=True)
-    yield Metric(
-        "rmse", *_pair([RootMean(error) for error in squares]), slices=_slices(_root_parts(squares)), lower=True
-    )
+    yield Metric("rmse", *_pair([RootMean(error) for error in squares]), slices=_pair(_root_parts(squares)), lower=True)
     if _constant(actual):
         reason = "all true values are equal"
         yield Metric("r2", None, None, why=reason)
@@ -258,7 +263,7 @@ def _regression_metrics(predicted: list[Array], actual: Array) -> Iterator[Metri
             yield Metric("spearman", None, None, why=reason)
         return
     explained = [1 - error / actual.var(axis=0, dtype=np.float64).mean() for error in squares]
-    yield Metric("r2", *_pair([ExplainedVariance(error, actual) for error in squares]), slices=_slices(explained))
+    yield Metric("r2", *_pair([ExplainedVariance(error, actual) for error in squares]), slices=_pair(explained))
     if actual.ndim > 1:
         return
     names = ("candidate", "baseline")
@@ -303,11 +308,8 @@ def _classifier_auc(probabilities: list[Array], actual: Array, classes: Sequence
     return Metric("auc", *_pair(averages), note=note)
 
 
-def _pair(statistics: Sequence[Statistic]) -> tuple[Statistic, Statistic | None]:
-    return statistics[0], statistics[1] if len(statistics) > 1 else None
-
-
-def _slices(values: list[Floats]) -> tuple[Floats, Floats | None]:
+def _pair(values: Sequence[_Value]) -> tuple[_Value, _Value | None]:
+    """Return the value of the candidate and, if there is one, of the baseline."""
     return values[0], values[1] if len(values) > 1 else None
 
 
@@ -356,7 +358,7 @@ def _ndcg(query: Array, gain: Floats, ties: Array, lists: Array, relevance: Floa
     share = np.bincount(ties, weights=gain) / np.bincount(ties)
     gains = np.bincount(query, weights=share[ties] * discount)
     best = relevance[np.lexsort((-relevance, lists))]
-    return _ratio(gains, np.bincount(query, weights=best * discount))
+    return ratio(gains, np.bincount(query, weights=best * discount))
 
 
 def _mrr(query: Array, relevant: Array, ties: Array) -> Floats:
@@ -379,12 +381,7 @@ def _auc(query: Array, relevant: Array, ties: Array) -> Floats:
     of_query = np.bincount(query, weights=~relevant)
     misses_before -= (np.cumsum(of_query) - of_query)[owner]
     hits_in_order = np.bincount(owner, weights=hits * (of_query[owner] - misses_before - misses / 2))
-    return _ratio(hits_in_order, np.bincount(owner, weights=hits) * of_query)
-
-
-def _ratio(numerator: Array, denominator: Array) -> Floats:
-    ratios: Floats = np.divide(numerator, denominator, out=np.full(len(numerator), math.nan), where=denominator > 0)
-    return ratios
+    return ratio(hits_in_order, np.bincount(owner, weights=hits) * of_query)
 
 
 Integers = np.ndarray[Any, Any]

@@ -55,11 +55,10 @@ def score_batch(task: Task, predict: Predictor, batch: Batch) -> Columns:
     metrics = {name: _check_metric(name, value, count) for name, value in values.items()}
     if reserved := sorted({*OUTPUTS} & metrics.keys()):
         raise DataError(f"metrics(): {reserved[0]!r} is a reserved name; to fix it: give the metric another name")
-    return metrics | task_outputs(task, outputs, count)
+    return metrics | _task_outputs(task, outputs, count)
 
 
-def task_outputs(task: Task, outputs: Outputs, count: int) -> Columns:
-    """Return what the task reads from the model's outputs besides its metrics."""
+def _task_outputs(task: Task, outputs: Outputs, count: int) -> Columns:
     if isinstance(task, Classifier):
         columns = {PREDICTED: check_classes(task, "predicted", task.predicted(outputs), count)}
         if isinstance(task, HasProbabilities):

@@ -14,11 +14,12 @@ from sklearn.metrics import mean_absolute_error, mean_pinball_loss, r2_score, ro
 from torch import Tensor
 
 from pipeline.contract.task import Task
-from pipeline.statistics.metrics import compute_metrics, metrics_at
+from pipeline.statistics.metrics import by_horizon, compute_metrics
 from pipeline.statistics.scores import Columns, actual_columns, score_batch
 from pipeline.system.errors import DataError
 
 LEVELS = (0.1, 0.5, 0.9)
+PLACES = (("mae", 0), ("rmse", 2), ("r2", 3), ("pinball", 1))  # of horizons
 
 
 def drawn(samples: int = 60, horizons: int = 4, seed: int = 1) -> Columns:
@@ -57,7 +58,12 @@ def test_metrics_of_all_and_of_single_horizons_agree_with_scikit_learn() -> None
             "rmse_3": root_mean_squared_error(actual[:, 2], predicted[:, 2]),
         }
         assert values == pytest.approx(expected, abs=1e-12)
-        assert metrics_at(columns, 3, True)["rmse"].value(owner) == pytest.approx(expected["rmse_3"])
+        body = by_horizon(columns, compared=True)
+        assert [body["horizons"][name][owner][place] for name, place in PLACES] == pytest.approx(
+            [expected[f"{name}_{place + 1}"] for name, place in PLACES]
+        )
+        shares = [(actual <= quantiles[..., i]).mean() for i in range(3)]
+        assert body["coverage"] == {**body["coverage"], "level": [*LEVELS], owner: pytest.approx(shares)}
 
 
 @pytest.mark.parametrize("name", ["mae", "rmse", "r2", "pinball", "coverage_error", "rmse_4"])
@@ -170,19 +176,19 @@ def test_forecasts_keep_their_bits_and_levels_are_a_column() -> None:
             torch.zeros(3, 2),
             torch.zeros(3),
             {},
-            r"predicted\(\) returns 2 horizons per sample, and actual\(\) one number",
+            r"predicted\(\) and actual\(\) have the shapes \(samples, 2\) and \(samples,\); to fix",
         ),
         (
             torch.zeros(3),
             torch.zeros(3, 2),
             {},
-            r"predicted\(\) returns one number per sample, and actual\(\) 2 horizons",
+            r"predicted\(\) and actual\(\) have the shapes \(samples,\) and \(samples, 2\); to",
         ),
         (
             torch.zeros(3, 4),
             torch.zeros(3, 2),
             {},
-            r"predicted\(\) returns 4 horizons per sample, and actual\(\) 2 hor",
+            r"predicted\(\) and actual\(\) have the shapes \(samples, 4\) and \(samples, 2\)",
         ),
         (torch.zeros(3, 2), torch.zeros(3, 2), {"queries": lambda batch: torch.zeros(3)}, r"shape \(3,\), not shape"),
         (torch.zeros(3, 2), torch.full((3, 2), math.nan), {}, "label of the test data is not a finite number"),

@@ -427,7 +427,7 @@ def test_forecast_of_several_horizons_goes_through(root: Path) -> None:
         (
             'batch["x"][:, :3]',
             'batch["x"][:, 0]',
-            r"predicted\(\) returns 3 horizons .* actual\(\) one number",
+            r"predicted\(\) and actual\(\) have the shapes \(samples, 3\) and \(samples,\)",
             "predicted",
         ),
         (
@@ -438,7 +438,7 @@ def test_forecast_of_several_horizons_goes_through(root: Path) -> None:
         ),
         ("outputs + 1], dim=2", "outputs + 1], dim=1", r"must have shape \(16, 3, 2\), not", "predicted_quantiles"),
         ("(0.2, 0.8)", "(0.8, 0.2)", r"write `quantiles` as .* rising", ""),
-        ("quantiles = (0.2, 0.8)", "levels = (0.2, 0.8)", r"has predicted_quantiles; a task needs both", ""),
+        ("quantiles = (0.2, 0.8)", "levels = (0.2, 0.8)", r"has predicted_quantiles; a task needs `quantiles`", ""),
         ("def actual(", "def truth(", "`quantiles` are for forecasts", ""),
     ],
 )
