@@ -63,6 +63,7 @@ DAMAGES: dict[str, tuple[Damage, ...]] = {
         changed("tags", lambda tags: [*tags[1:], *tags[:1]]),
     ),
     "embedding": (lambda vector: [-value for value in vector], lambda vector: [*vector[1:], *vector[:1]]),
+    "forecast": (changed("forecast", lambda days: [*days[1:], *days[:1]]),),
     "image-to-image": (upside_down,),
     **dict.fromkeys(LANGUAGE_MODELS, (changed("token", lambda token: token + 1),)),
 }

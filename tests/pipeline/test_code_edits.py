@@ -270,6 +270,28 @@ def test_what_is_served_does_not_retrain(tmp_path: Path) -> None:
     assert code(TASK) != code(served)
 
 
+def test_quantiles_of_a_forecast_repeat_neither_prepare_nor_train(tmp_path: Path) -> None:
+    """Unless the loss reads them."""
+    methods = "    quantiles = (0.1, 0.9)\n\n    def predicted_quantiles(self, outputs):\n        return outputs\n\n"
+    added = task("    def slices(", methods + "    def slices(")
+
+    def codes(edit: Edit) -> list[dict[str, str]]:
+        weights_code(tmp_path, edit)
+        return [step_code(tmp_path, step) for step in ("prepare", "train")]
+
+    before = codes(lambda task, codec: (task, codec))
+    assert codes(added) == before
+    read = task("    def slices(", methods.replace("outputs\n\n", "outputs + 1\n\n") + "    def slices(")
+    assert codes(read) == before
+    in_loss = task(
+        "    def loss(self, outputs, batch):\n", "    def loss(self, outputs, batch):\n        self.quantiles\n"
+    )
+    one = codes(lambda *files: in_loss(*added(*files)))
+    other_levels = task("    def slices(", methods.replace("0.1", "0.2") + "    def slices(")
+    other = codes(lambda *files: in_loss(*other_levels(*files)))
+    assert [a == b for a, b in zip(one, other, strict=True)] == [True, False]
+
+
 def test_only_the_existence_of_a_member_may_count(tmp_path: Path) -> None:
     """With predicted() the task is a classifier, whose classes prepare counts; what it returns does not matter."""
 

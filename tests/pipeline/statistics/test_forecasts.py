@@ -68,7 +68,7 @@ def test_metrics_of_all_and_of_single_horizons_agree_with_scikit_learn() -> None
 
 @pytest.mark.parametrize("name", ["mae", "rmse", "r2", "pinball", "coverage_error", "rmse_4"])
 def test_the_unit_of_an_interval_is_a_sample(name: str) -> None:
-    """Repeating each horizon ten times tells nothing new, so the interval stays as it is."""
+    """The interval stays as it is where each horizon is repeated ten times."""
     columns = drawn(samples=400)
     metric = compute_metrics(columns, None, True, named=[name])[name]
     repeated = {key: values if key == "levels" else values.repeat(10, axis=1) for key, values in columns.items()}
