@@ -93,17 +93,8 @@ class StepKind:
 
 
 _COMPUTED = frozenset({"model", "adapt", "loss", "loss_weight", "metrics", "optimizer", "parallelize"})
-_JUDGED = frozenset({"example", "instances", "answer"})
-_REPORTED = _JUDGED | {
-    "text",
-    "show",
-    "slices",
-    "baseline",
-    "prompting",
-    "language_model",
-    "predicted_quantiles",
-    "quantiles",
-}
+_JUDGED = frozenset({"example", "instances", "answer", "predicted_quantiles", "quantiles"})
+_REPORTED = _JUDGED | {"text", "show", "slices", "baseline", "prompting", "language_model"}
 JUDGED = "judged:metrics()"  # the code by which a trial of `pipe tune` is judged, beside the key of train
 _PREDICTED = frozenset({"predicted", "probabilities", "queries"})
 _SERVED = frozenset({"export_model", "serving_inputs", "serving_outputs"})

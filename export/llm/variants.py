@@ -92,10 +92,6 @@ class DecoderComparison:
         )
         return Answers([BatchSizeResult(self._size, deviation, metrics)], [self._read_by_token(path)], perplexity)
 
-    @property
-    def columns(self) -> Columns:
-        return self.reference.columns
-
     @cached_property
     def scale(self) -> Mapping[str, float]:
         return {"logits": output_scale(self.reference.logits)}

@@ -92,10 +92,6 @@ class VariantComparison(Protocol):
     """Runs variants, and compares what they answer on the test set with a reference."""
 
     @property
-    def columns(self) -> Columns:
-        """The reference's scores."""
-
-    @property
     def scale(self) -> Mapping[str, float]:
         """The standard deviation of each float output of the reference."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TypeAlias
 
 from pipeline.contract.settings.stages import Prepare
 from pipeline.data_checks.near_duplicates import Pair
@@ -38,6 +39,9 @@ _FIXES = {
 }
 
 
+Explained: TypeAlias = Mapping[str, Mapping[str, float]]  # split → feature → PSI that is due to time
+
+
 @dataclass(frozen=True)
 class SplitComparison:
     """Two data sets and the differences between them by feature."""
@@ -48,7 +52,7 @@ class SplitComparison:
     after: Mapping[str, Histogram]
     differences: Mapping[str, Difference]
     adjusted_p: Mapping[str, float]  # corrected for all features of all pairs
-    explained: Mapping[str, float] = field(default_factory=dict)  # PSI that is due to time, if the splits are by time
+    explained: Mapping[str, float] = field(default_factory=dict)  # PSI by feature that is due to time
 
     def is_explained(self, name: str) -> bool:
         """Whether time explains at least half of a difference."""
@@ -61,12 +65,9 @@ def compare_profiles(
     flexible: bool,
     config: Prepare,
     champion: tuple[Profile, Mapping[str, Histogram]] | None,
-    explained: Mapping[str, Mapping[str, float]],
+    explained: Explained,
 ) -> list[CheckResult]:
-    """Run all checks except near-duplicates; `champion` is its profile and our training split over its features.
-
-    `explained`: for splits by time, the PSI of each split's features that the time between it and training explains.
-    """
+    """Run all checks except near-duplicates; `champion` is its profile and our training split over its features."""
     ignored = set(config.ignore)
     columns = {
         split: {name: column for name, column in summaries.items() if name not in ignored}
@@ -165,11 +166,8 @@ def _check_column_drift(
         fix = _AFTER_TRAINING if pair.explained else _FIXES[pair.against]
         detail = f"{subject} {reference} ({names}{detail}); {fix}"
     elif difference.psi > DRIFT_PSI:
-        detail += (
-            ", which time explains"
-            if pair.is_explained(worst.name)
-            else ", which is not significant for so few samples"
-        )
+        is_explained = pair.is_explained(worst.name)
+        detail += ", which time explains" if is_explained else ", which is not significant for so few samples"
     location = f"{pair.where}.{worst.name if len(drifted) == 1 else worst.column}"
     yield CheckResult(check, location, config.drift, not drifted, detail, difference.psi, DRIFT_PSI, pair.against)
 

@@ -16,7 +16,7 @@ from pipeline.contract.run import Run
 from pipeline.contract.settings.stages import Prepare
 from pipeline.contract.task import Classifier, HasAxes, HasCollate, Task
 from pipeline.data_checks.champion import champion_profile, missing_champion_note, recorded_champion
-from pipeline.data_checks.comparison import check_near_duplicates, compare_profiles
+from pipeline.data_checks.comparison import Explained, check_near_duplicates, compare_profiles
 from pipeline.data_checks.copies import (
     MIN_TRAINING_SAMPLES,
     Matches,
@@ -82,16 +82,14 @@ def check_data(run: Run, task: Task, splits: Mapping[str, Samples]) -> CheckedDa
     summaries = {
         name: scan_split(task, samples, plan, features if name == "train" else ()) for name, samples in splits.items()
     }
-    profile = _build_profile(task, plan, summaries)
+    profile, explained = _build_profile(task, plan, summaries), _explain_drift(task, splits["train"], plan, times)
     champion_data = (champion_scan, summaries["train"].champion_histograms) if champion_scan else None
     near_duplicates = {
         space.name: _find_near_duplicates(space, plan, summaries, splits) for space in plan.spaces
     } | _find_row_copies(plan, summaries)
     copy_notes = _add_picture_copies(near_duplicates, plan, summaries, splits)
     results = [
-        *compare_profiles(
-            profile, is_flexible, config, champion_data, _explain_drift(task, splits["train"], plan, times)
-        ),
+        *compare_profiles(profile, is_flexible, config, champion_data, explained),
         *check_near_duplicates(near_duplicates, config),
         *_check_labels(task, plan, summaries, splits["test"], config),
         *check_time_order(times, config.time_column, config.leaks),
@@ -209,16 +207,14 @@ def read_times(splits: Mapping[str, Samples], column: str) -> dict[str, Floats]:
     return {name: _read_times(samples, column) for name, samples in splits.items() if column}
 
 
-def _explain_drift(
-    task: Task, train: Samples, plan: ScanPlan, times: Mapping[str, Floats]
-) -> dict[str, dict[str, float]]:
+def _explain_drift(task: Task, train: Samples, plan: ScanPlan, times: Mapping[str, Floats]) -> Explained:
     """Return for each split the PSI of its features that time explains; empty if the splits are not by time.
 
-    Data drifts from training to test by itself if it is split by time. How fast, is seen within the training data:
-    between its first quarter and its last samples, about as many as the split has. As the PSI of a shift grows with its
-    square, it is multiplied by the square of how much farther the split is from training than these two are apart.
+    The training data itself drifts between its first quarter and its last samples, about as many as the split has. As
+    the PSI of a shift grows with its square, it is multiplied by the square of how much farther in time the split is
+    from training than these two are apart.
     """
-    explained: dict[str, dict[str, float]] = {}
+    explained = {}
     for split in (name for name in times if name != "train"):
         known, count = times["train"], len(train)
         order = np.argsort(known, kind="stable")
