@@ -25,8 +25,10 @@ from export.kinds import open_exporter
 from export.report import Report
 from export.subject import Subject
 from export.tolerance import allowed_error, is_within, measure_scale
+from export.variants.judge import compare_scores
 from pipeline.contract.data import Samples, open_split
 from pipeline.contract.settings.stages import Export
+from pipeline.statistics.scores import actual_columns, score_batch
 from pipeline.system.errors import StageError
 
 from .conftest import COUNT, Small, pairs
@@ -267,6 +269,50 @@ def test_metric_that_the_file_does_not_reach_is_named() -> None:
     (*_, sentence) = metrics.changes({"y": np.zeros(COUNT, np.float32)}, 0)
     assert sentence.split(" is ")[0] in ("mae", "rmse", "r2", "spearman")
     assert compare_outputs(task, samples, reference, reference, Export(), 1, 0.0).equal
+
+
+@dataclass
+class Days(Numbers):
+    """A forecast with quantiles."""
+
+    quantiles = (0.2, 0.5, 0.8)
+
+    def predicted(self, outputs: Tensor) -> Tensor:
+        return outputs[:, :, 1]
+
+    def predicted_quantiles(self, outputs: Tensor) -> Tensor:
+        return outputs
+
+
+def test_metric_of_a_forecast_that_the_file_does_not_reach_is_named() -> None:
+    generator = np.random.default_rng(0)
+    truth = generator.normal(size=(COUNT, 3)).astype(np.float32)
+    columns = {"ids": truth, "label": truth}
+    task: Any = Days(nn.Identity(), columns)
+    samples = Samples("test", columns)
+    reference = {"y": (truth[:, :, None] + generator.normal(size=(COUNT, 3, 3)) * 0.1).astype(np.float32)}
+    metrics = MetricReference(task, samples, reference, {"mae_2": 0.2})
+    assert metrics.changes({"y": reference["y"] * np.float32(1 + 1e-6)}, 0) == ()
+    damaged = reference["y"].copy()
+    damaged[:, 1] += 1
+    assert {sentence.split()[0] for sentence in metrics.changes({"y": damaged}, 0)} >= {"mae", "pinball", "mae_2"}
+    scores = [
+        score_batch(task, lambda _, y=y: torch.from_numpy(y), samples.batch(range(COUNT)))
+        for y in (damaged, reference["y"])
+    ]
+    labels = actual_columns(task, samples.batch(range(COUNT)), COUNT)
+    compared = compare_scores(task, scores[0], scores[1] | labels, ["mae_2", "pinball_1"])
+    differing = {name: metric.differing > 0 for name, metric in compared.items()}
+    assert differing == {
+        "ones": False,
+        "mae": True,
+        "rmse": True,
+        "r2": True,
+        "pinball": True,
+        "coverage_error": True,
+        "mae_2": True,
+        "pinball_1": False,
+    }
 
 
 @dataclass

@@ -55,6 +55,13 @@ class Ranks(Plain):
         return batch["relevance"]
 
 
+class Forecasts(Plain):
+    def predicted(self, outputs: Any) -> Any: ...
+
+    def actual(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return batch["future"]
+
+
 class Items:
     """The same columns as a dataset of single samples."""
 
@@ -75,7 +82,7 @@ def check(tmp_path: Path) -> Check:
     def run_checks(train: Columns, test: Columns, validation: Columns | None = None, **settings: Any) -> CheckedData:
         classes, items = settings.pop("classes", None), settings.pop("items", False)
         inputs = settings.pop("inputs", [name for name in train if name != "label"])
-        kind = Ranks if settings.pop("ranks", False) else Plain
+        kind = settings.pop("kind", Ranks if settings.pop("ranks", False) else Plain)
         task = Classes(inputs, classes) if classes else kind(inputs)
         run = new_run(tmp_path, **settings)
         sides = {"train": train, "validation": test if validation is None else validation, "test": test}

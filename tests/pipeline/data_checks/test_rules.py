@@ -16,7 +16,7 @@ from pipeline.data_checks.run_checks import report_results, write_checks
 from pipeline.statistics.significance import holm
 from pipeline.system.errors import DataError
 
-from .conftest import Check, alarms, alarms_of, normal
+from .conftest import Check, Forecasts, alarms, alarms_of, normal
 
 
 def compare(before: Any, after: Any) -> Any:
@@ -250,6 +250,14 @@ def test_columns_that_are_not_inputs_are_labels(check: Check) -> None:
     found = check(train, test, inputs=["x"])
     assert {one.where for one in alarms_of(found, "labels")} == {"validation.target", "test.target"}
     assert alarms_of(found, "drift") == []
+
+
+def test_each_horizon_of_a_forecast_is_a_label(check: Check) -> None:
+    train = {"x": normal(300, 4), "future": normal(300, 5), "other": normal(300)}
+    test = {"x": normal(120, 4, seed=1), "future": normal(120, 5, seed=2), "other": normal(120) + 3}
+    test["future"][:, 3] += 2
+    found = check(train, test, inputs=["x"], kind=Forecasts, leaks="error")
+    assert {one.where for one in alarms_of(found, "labels")} == {"validation.true value[3]", "test.true value[3]"}
 
 
 def test_drift_is_reported_per_feature_unless_off_or_ignored(check: Check) -> None:

@@ -88,3 +88,18 @@ def test_repeated_test_samples_are_stated_in_the_first_line(repeated: int, warns
     results = Results(_columns(_mostly_right(0.8)), None, None, CLASSES, repeated=repeated)
     summary = decide(config, results.measurements(config)).summary
     assert ("150 of 300 test samples repeat another one" in summary) == warns
+
+
+def test_a_baseline_that_forecasts_the_same_for_every_sample_judges_no_slice() -> None:
+    actual = np.random.default_rng(0).normal(size=(90, 3))
+    columns = {
+        "candidate.own": np.ones(90),
+        "candidate.predicted": actual + 0.5,
+        "baseline.own": np.ones(90),
+        "baseline.predicted": np.tile([1.0, 2.0, 3.0], (90, 1)),
+        "actual": actual,
+        "slice.side": np.array(["left", "right"] * 45),
+    }
+    slices = Results(columns, "task", None, None).slices(Evaluate(metric="mae"))
+    assert [slice_.judged for slice_ in slices] == [False, False]
+    assert "the baseline predicts the same for every sample" in slices[0].detail
