@@ -237,11 +237,6 @@ def test_shipped_bytes_are_those_evaluated(tmp_path: Path) -> None:
     assert sum(path.stat().st_size for path in one.path.parent.iterdir()) == size
 
 
-def test_unknown_metric_is_reported_with_the_available_ones(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no metric size \(it has accuracy\)"):
-        contest(tmp_path, evaluate={"metric": "size"}).entries()
-
-
 def test_single_test_sample_cannot_evaluate_a_variant(tmp_path: Path) -> None:
     one = contest(tmp_path, variants=["int8-dynamic"])
     few = replace(one, exporter=open_exporter(replace(one.exporter.subject, test=one.exporter.subject.test.first(1))))
