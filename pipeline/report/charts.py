@@ -19,6 +19,7 @@ Legend: TypeAlias = Sequence[tuple[str, str]]  # names with the class of their s
 
 WIDTH, HEIGHT = 480, 260
 _MAX_POINTS = 300  # more are not distinguishable at this width
+_STEP = "optimizer step"
 RUN_STYLES = ("one", "two", "three", "four", "five")  # of this run and those it is compared with
 
 
@@ -118,11 +119,7 @@ class Series:
 
 
 def line_chart(
-    title: str,
-    series: Sequence[Series],
-    y_title: str,
-    mark: tuple[float, str] | None = None,
-    x_title: str = "optimizer step",
+    title: str, series: Sequence[Series], y_title: str, mark: tuple[float, str] | None = None, x_title: str = _STEP
 ) -> Chart | None:
     """Draw curves by step or horizon; `mark` is a labelled vertical line. None if there are no points."""
     lines = [replace(line, points=thin(line.points)) for line in series if line.points]
