@@ -76,7 +76,7 @@ def check_data(run: Run, task: Task, splits: Mapping[str, Samples]) -> CheckedDa
     champion_scan = champion_profile(champion, run.runs) if champion else None
     is_flexible = isinstance(task, HasAxes | HasCollate)
     is_comparable = is_flexible or _have_equal_shapes(task, splits)  # if not, `columns` reports it
-    times = read_times(splits, config.time_column)
+    times = {name: read_times(samples, config.time_column) for name, samples in splits.items() if config.time_column}
     plan = plan_scan(task, splits["train"], config.ignore, config.near_duplicates != "off" and is_comparable)
     features = champion_scan.features if champion_scan else ()
     summaries = {
@@ -202,11 +202,6 @@ def check_time_order(times: Mapping[str, Floats], column: str, severity: Severit
             yield CheckResult("time_order", f"{split}.{column}", severity, False, detail, float(early), 0.0)
 
 
-def read_times(splits: Mapping[str, Samples], column: str) -> dict[str, Floats]:
-    """Return the times of the samples of each split; empty without a column of them."""
-    return {name: _read_times(samples, column) for name, samples in splits.items() if column}
-
-
 def _explain_drift(task: Task, train: Samples, plan: ScanPlan, times: Mapping[str, Floats]) -> Explained:
     """Return for each split the PSI of its features that time explains; empty if the splits are not by time.
 
@@ -228,7 +223,7 @@ def _explain_drift(task: Task, train: Samples, plan: ScanPlan, times: Mapping[st
     return explained
 
 
-def _read_times(samples: Samples, column: str) -> Floats:
+def read_times(samples: Samples, column: str) -> Floats:
     parts = []
     for batch in samples.batches(range(len(samples)), _TIME_ROWS):
         if column not in batch:
