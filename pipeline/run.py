@@ -16,7 +16,7 @@ from pathlib import Path
 from pipeline.continuation import recorded_starting_point
 from pipeline.contract.bundle import OVERRIDDEN
 from pipeline.contract.config import Config
-from pipeline.contract.run import Run, StepRecord, own_identity
+from pipeline.contract.run import CHECKED_FILES, Run, StepRecord, own_identity
 from pipeline.display import Display, count_processes
 from pipeline.executors.executor import choose_executor, needs_other_machines, runs_on_cluster
 from pipeline.executors.local import (
@@ -135,6 +135,8 @@ def _run_steps(work: Work, run: Run, display: Display) -> None:
                 )
                 with changes_service:
                     record = run_step(work, run, decision, display)
+            if name == "prepare":  # which has taken them, unless it was reused
+                shutil.rmtree(run.path / CHECKED_FILES, ignore_errors=True)
             work.outputs[name] = outputs_with_override(run, record)
             if name == "export":
                 until_exported.close()

@@ -58,6 +58,7 @@ def created(run: Run) -> datetime:
 
 
 STEPS = ("check", "prepare", "train", "evaluate", "export", "package", "deploy")
+CHECKED_FILES = "check.files"  # in a run: what make_files() wrote in check, until prepare takes it
 
 
 class Acceptance(Frozen):

@@ -560,7 +560,7 @@ KEY = "files"  # in data.json, whose own digest is part of every later step's ke
 
 
 def make_shared_files(task: Task, folder: Path) -> None:
-    """Let the task create its shared files, in check and in prepare, and load them."""
+    """Let the task create its shared files, and load them."""
     if isinstance(task, HasFiles):
         folder.mkdir(parents=True, exist_ok=True)
         task.make_files(folder)

@@ -10,6 +10,7 @@ import contextlib
 import inspect
 import math
 import re
+import shutil
 import sys
 import tempfile
 import time
@@ -31,9 +32,9 @@ from export.variants.choose import VariantEvaluation
 from pipeline.contract.bundle import Ancestors, open_bundle, write_manifest
 from pipeline.contract.codec import Codec, load_codec
 from pipeline.contract.data import Samples, check_call, check_columns, is_stream
-from pipeline.contract.pretrained import Pretrained, copy_small_files, find_pretrained
+from pipeline.contract.pretrained import PRETRAINED_KEY, Pretrained, copy_small_files, find_pretrained, resolved_folder
 from pipeline.contract.prompting import check_decoder, check_prompting
-from pipeline.contract.run import Run, describe, step_main
+from pipeline.contract.run import CHECKED_FILES, Run, describe, step_main
 from pipeline.contract.task import (
     SHARED_FOLDER,
     SPLITS,
@@ -60,6 +61,7 @@ from pipeline.statistics.scores import candidate_predictor
 from pipeline.system.errors import ConfigError, DataError, PipelineError
 from pipeline.system.files import digest_file, write_json
 from pipeline.system.processes import Rank
+from pipeline.user.readers import write_read_files
 from serve.runtime.selfcheck import check_golden_requests
 from serve.runtime.session import Session
 from train.optim import Precision, check_optimizer_state, learning_rate, make_optimizer, seed_step, set_learning_rate
@@ -81,13 +83,17 @@ _CPU = torch.device("cpu")
 
 def check(run: Run, root: Path) -> None:
     with tempfile.TemporaryDirectory(dir=run.partial("check")) as temporary:
+        made = Path(temporary) / CHECKED_FILES
         facts = try_pipeline(run, root, Path(temporary))
+        shutil.rmtree(run.path / CHECKED_FILES, ignore_errors=True)
+        if made.is_dir() and "prepare" in run.read().wanted:
+            made.rename(run.path / CHECKED_FILES)
     write_json(run.partial("check") / "check.json", facts)
 
 
 def try_pipeline(run: Run, root: Path, folder: Path) -> dict[str, Any]:
     """Send two batches through everything, and return what was seen."""
-    config, parts, files = run.config, Parts(root), folder / SHARED_FOLDER
+    config, parts, files = run.config, Parts(root), folder / CHECKED_FILES / SHARED_FOLDER
     with parts("task and codec"):
         task = load_task(config.task, root)
         parts.owners.append(task)
@@ -95,6 +101,9 @@ def try_pipeline(run: Run, root: Path, folder: Path) -> dict[str, Any]:
         if pretrained := find_pretrained(config, root):
             copy_small_files(pretrained, files)
         make_shared_files(task, files)
+        if files.is_dir():
+            write_read_files(root, files.parent)
+            (files.parent / PRETRAINED_KEY).write_text(resolved_folder(pretrained))
         check_prompting(task, files)
         codec = load_codec(config.codec, root, files=files)
         parts.owners.append(codec)

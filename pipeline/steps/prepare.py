@@ -17,12 +17,14 @@ from pipeline.contract.pretrained import (
     copy_small_files,
     find_pretrained,
     record,
+    resolved_folder,
 )
-from pipeline.contract.run import Run, step_main
+from pipeline.contract.run import CHECKED_FILES, Run, step_main
 from pipeline.contract.task import (
     KEY,
     SHARED_FOLDER,
     SPLITS,
+    HasFiles,
     HasSampleGroups,
     HasSampleLengths,
     HasSampleWeights,
@@ -38,7 +40,7 @@ from pipeline.data_checks.scan import SplitSummary
 from pipeline.statistics.metrics import lower_is_better
 from pipeline.system.errors import ConfigError, DataError
 from pipeline.system.files import write_json
-from pipeline.user.readers import write_read_files
+from pipeline.user.readers import changed_read_files, recall_read_files, write_read_files
 from train.batch_order import ORDER_KEY, Kind, check_order_values, write_order
 from train.sample_checksums import write_checksums
 
@@ -52,9 +54,13 @@ def prepare(run: Run, root: Path) -> None:
     files = run.partial("prepare") / SHARED_FOLDER
     shutil.rmtree(files, ignore_errors=True)  # of an interrupted attempt
     pretrained = find_pretrained(config, root)
-    if pretrained:
-        copy_small_files(pretrained, files)
-    make_shared_files(task, files)
+    if _take_files(run, root, pretrained, files):
+        if isinstance(task, HasFiles):
+            task.use_files(files)
+    else:
+        if pretrained:
+            copy_small_files(pretrained, files)
+        make_shared_files(task, files)
     task = serving_form(task)
     pretrained_part = {PRETRAINED_KEY: _record_pretrained(pretrained, run)} if pretrained else {}
     splits = {name: open_split(task, name) for name in SPLITS}
@@ -81,6 +87,18 @@ def prepare(run: Run, root: Path) -> None:
     if pairs:
         _report_duplicates(task, splits, pairs, config.prepare.leaks, run.partial("prepare") / "data.json")
     report_results(checked)
+
+
+def _take_files(run: Run, root: Path, pretrained: Pretrained | None, files: Path) -> bool:
+    """Take the files that check made in this run, unless what they were made of changed since; return whether."""
+    made = run.path / CHECKED_FILES
+    if not (made / SHARED_FOLDER).is_dir() or changed_read_files(root, made):
+        return False
+    if (made / PRETRAINED_KEY).read_text() != resolved_folder(pretrained):
+        return False
+    recall_read_files(made)
+    (made / SHARED_FOLDER).rename(files)
+    return True
 
 
 def _record_pretrained(pretrained: Pretrained, run: Run) -> str:

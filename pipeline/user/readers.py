@@ -346,6 +346,12 @@ def write_read_files(root: Path, folder: Path) -> None:
         write_json(folder / READ_FILES, files)
 
 
+def recall_read_files(folder: Path) -> None:
+    """Record as read what another process recorded in a folder."""
+    path = folder / READ_FILES
+    _patterns.update(dict.fromkeys(json.loads(path.read_text()) if path.is_file() else ()))
+
+
 def changed_read_files(root: Path, folder: Path) -> list[str]:
     """Return the data files that changed since prepare recorded them; none where the data are on another machine."""
     path = folder / READ_FILES

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from pipeline.contract.config import Config, override_config
-from pipeline.contract.run import Run, StepRecord
+from pipeline.contract.run import CHECKED_FILES, Run, StepRecord
 from pipeline.display import Display
 from pipeline.executors.local import LocalExecutor
 from pipeline.failures import find_failure
@@ -385,3 +385,20 @@ def test_a_full_disk_is_named(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) 
     run = new_run()
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=4096))
     assert "disk full under" in str(find_failure(run, "prepare", 1, ""))
+
+
+def test_files_of_check_are_removed_where_prepare_is_reused(project: Project, config: Config, steps: Steps) -> None:
+    request = RunRequest(("check", "prepare"))
+    run_pipeline(project, config, request, QUIET)
+    kept = []
+
+    def execute(_executor: object, run: Run, record: StepRecord, tick: object) -> int:
+        kept.append(run.path / CHECKED_FILES)
+        kept[-1].mkdir()
+        return steps(_executor, run, record, tick)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("pipeline.executors.executor.LocalExecutor.execute", execute)
+        run_pipeline(project, config, replace(request, force=frozenset({"check"})), QUIET)
+    assert len(kept) == 1
+    assert not kept[0].exists()
