@@ -7,6 +7,7 @@ import contextlib
 import errno
 import itertools
 import json
+import logging
 import os
 import re
 import socket
@@ -381,6 +382,7 @@ def step_main(name: str, work: Callable[[Run, Path], None], argv: Sequence[str])
     parser.add_argument("--root", type=Path, default=Path(), help="project folder with task.py (default: here)")
     options = parser.parse_args(argv)
     watch_parent()
+    _quiet_libraries(name)
     run, root = Run(options.run.resolve()), options.root.resolve()
     try:
         make_partial(run, name)
@@ -398,6 +400,19 @@ def step_main(name: str, work: Callable[[Run, Path], None], argv: Sequence[str])
         write_error(unexpected, run.partial(name))
         return unexpected.exit_code
     return 0
+
+
+def _quiet_libraries(step: str) -> None:
+    """Keep from the log what libraries repeat in every step, and the escape codes of the rest."""
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it recommends another package for its CPU kernels
+    needed = ("MISMATCH", "CONVERSION", *(("MISSING",) if step == "check" else ()))
+
+    def is_needed(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        record.msg, record.args = re.sub(r"\x1b\[[\d;]*m", "", text), ()
+        return "LOAD REPORT" not in text or any(word in text for word in needed)
+
+    logging.getLogger("transformers.modeling_utils").addFilter(is_needed)
 
 
 def make_partial(run: Run, step: str) -> None:

@@ -8,7 +8,6 @@ T. Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", NeurIPS 202
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,7 +23,6 @@ _SCALES = ".absmax"
 
 def require_bitsandbytes() -> None:
     try:
-        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it recommends another package for its CPU kernels
         import bitsandbytes  # noqa: F401
     except ImportError:
         raise ResourceError(

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.contract.run import SCHEMA, Run, RunFile, StepRecord, own_identity, step_main
-from pipeline.executors.local import LocalLauncher
+from pipeline.executors.local import LocalLauncher, step_environment
 from pipeline.system.errors import ConfigError, DataError, GateError, PipelineError, clear_error, read_error
 from pipeline.system.files import digest_bytes, digest_file
 
@@ -211,3 +212,33 @@ def test_interrupt_is_not_recorded_as_a_failure(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         step_main("train", fails_with(KeyboardInterrupt()), [str(tmp_path)])
     assert read_error(tmp_path / "train.partial") is None
+
+
+LOADS = """
+import sys
+from pathlib import Path
+from pipeline.contract.run import step_main
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification, LlamaModel
+
+def work(run, root):
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    LlamaForCausalLM(LlamaConfig(vocab_size=16, **sizes)).save_pretrained(root / "saved")
+    for kind, size in ((LlamaModel, 16), (LlamaForSequenceClassification, 16), (LlamaModel, 17)):
+        print(f"loading {kind.__name__} {size}", file=sys.stderr, flush=True)
+        config = LlamaConfig(vocab_size=size, **sizes, pad_token_id=0)
+        kind.from_pretrained(root / "saved", config=config, ignore_mismatched_sizes=True)
+
+sys.exit(step_main(sys.argv[1], work, [sys.argv[2], "--root", sys.argv[2]]))
+"""
+
+
+@pytest.mark.parametrize("step", ["check", "train"])
+def test_log_has_reports_of_loaded_weights_only_where_weights_differ(tmp_path: Path, step: str) -> None:
+    environment = {**os.environ, **step_environment(1, 1)}
+    argv = [sys.executable, "-c", LOADS, step, str(tmp_path)]
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=120, check=True)
+    _, unused, new, other_shape = re.split("loading Llama.*\n", done.stderr)
+    assert unused == "", "weights of the file that this model does not have"
+    assert ("| MISSING" in new) == (step == "check"), "new weights are named once, before training"
+    assert "MISMATCH" in other_shape
+    assert "\x1b" not in done.stderr
