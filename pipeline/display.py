@@ -16,7 +16,7 @@ from typing import Any
 from pipeline.contract.restarts import Event, read_events
 from pipeline.contract.run import Run
 from pipeline.status_line import StatusLine, StepProgress, can_draw
-from pipeline.system.errors import ConfigError, DataError, PipelineError, StageError
+from pipeline.system.errors import ConfigError, DataError, PipelineError, ResourceError, StageError
 from pipeline.system.wording import clock
 
 METRICS_FILE = "metrics.jsonl"
@@ -123,7 +123,7 @@ class Display:
         if error.keeps_output:
             return
         is_about_data = isinstance(error, DataError) and self._step == "prepare"  # a setting may accept such data
-        is_early = is_about_data or self._step == "check"
+        is_early = is_about_data or (self._step == "check" and not isinstance(error, ResourceError))
         if isinstance(error, ConfigError) or is_early:  # a resumed run keeps its own settings
             print("to continue after fixing it: pipe run all (finished steps are reused)", file=sys.stderr)
         else:

@@ -86,7 +86,7 @@ def find_failure(run: Run, step: str, status: int, log: str) -> PipelineError | 
     if error is not None:
         return type(error)(f"{step}: {error}")
     if shutil.disk_usage(run.path).free < _DISK_FULL_BYTES:
-        return ResourceError(f"{step}: disk full under {run.path}; free some space, then `pipe run --resume`")
+        return ResourceError(f"{step}: disk full under {run.path}; free some space, then `pipe run --resume {run.id}`")
     ending = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
     return StageError(f"{step}: its process {ending} and left no reason; its output is in {run.log(step)}")
 

@@ -106,7 +106,11 @@ def begin_run(
         trial=trial,
         starting_point=starting_point,
     )
-    write_run(run, body)
+    try:
+        write_run(run, body)
+    except OSError:  # such as a full disk: without run.json it is no run
+        shutil.rmtree(run.path, ignore_errors=True)
+        raise
     return run
 
 

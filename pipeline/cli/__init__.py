@@ -48,7 +48,7 @@ def main() -> None:
         _exit_with(missing)
     except OSError as error:
         fixes = {
-            errno.ENOSPC: "disk full; free some space, then `pipe run --resume`",
+            errno.ENOSPC: "disk full; free some space, then repeat this command",
             errno.EACCES: f"{error.filename}: permission denied",
             errno.EROFS: f"{error.filename}: the file system is read-only",
         }

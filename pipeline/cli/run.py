@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import json
 import os
@@ -266,9 +267,12 @@ def _continue(project: Project, name: str, request: RunRequest, overrides: list[
 
 
 def run_and_report(display: Display, run_steps: Callable[[], Run]) -> Run:
-    """Run the steps and write the report, however they end; after Ctrl-C, print how to continue."""
+    """Run the steps and write the report, however they end; after Ctrl-C or on a full disk, print how to continue."""
     try:
         finished_run = run_steps()
+        from pipeline.report.page import write_report  # slow to load
+
+        write_report(finished_run, finished_run.path / "report.html")
     except BaseException as error:
         if display.run is not None and not (display.run.path / "run.json").exists():
             raise ResourceError(
@@ -280,10 +284,10 @@ def run_and_report(display: Display, run_steps: Callable[[], Run]) -> Run:
         if isinstance(error, KeyboardInterrupt):
             command = f"pipe run --resume {display.run.id}" if display.run else "pipe run all"
             raise Interrupted(f"interrupted; nothing is lost, `{command}` continues") from None
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC and display.run is not None:
+            advice = f"free some space, then `pipe run --resume {display.run.id}`"
+            raise ResourceError(f"disk full under {display.run.path}; {advice}") from error
         raise
-    from pipeline.report.page import write_report  # slow to load
-
-    write_report(finished_run, finished_run.path / "report.html")
     return finished_run
 
 

@@ -396,7 +396,7 @@ def step_main(name: str, work: Callable[[Run, Path], None], argv: Sequence[str])
         return error.exit_code
     except Exception as error:
         traceback.print_exc()
-        unexpected = _unexpected_error(error, root)
+        unexpected = _unexpected_error(error, root, run)
         write_error(unexpected, run.partial(name))
         return unexpected.exit_code
     return 0
@@ -436,10 +436,10 @@ def _not_writable(folder: Path) -> ResourceError:
     )
 
 
-def _unexpected_error(error: Exception, root: Path) -> PipelineError:
+def _unexpected_error(error: Exception, root: Path, run: Run) -> PipelineError:
     """Return the error to print for an unexpected exception; its traceback is in the log."""
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return ResourceError(f"disk full on {socket.gethostname()}; free some space, then `pipe run --resume`")
+        return ResourceError(f"disk full on {socket.gethostname()}; free some space, then `pipe run --resume {run.id}`")
     if (missing := missing_extra(error)) is not None:
         return missing
     rank = f"rank {Rank.from_env().rank}: " if Rank.from_env().world_size > 1 else ""
