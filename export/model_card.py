@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from pipeline.contract.bundle import Ancestors
-from pipeline.contract.results import Body, Facts, mappings
+from pipeline.contract.results import Body, Facts, mapping, mappings
 from pipeline.contract.signature import Signature, codec_file
-from pipeline.system.wording import number, signed
+from pipeline.system.wording import join_names, number, signed
 
 _CLASSES = 40  # named
 _SLICES = 30  # in the table; those that failed are among them
@@ -19,7 +19,7 @@ _SLICES = 30  # in the table; those that failed are among them
 def render_card(facts: Facts, signature: Signature, ancestors: Ancestors, about: str = "") -> str:
     """Return the card without measured times, so that the same model has the same card."""
     sections = {
-        "Intended use": _use(facts, about),
+        "Intended use": _use(facts, signature, about),
         "Inputs and outputs": _tensors(signature),
         "Limits": _limits(facts, signature),
         "Evaluation": _evaluation_section(facts),
@@ -51,14 +51,27 @@ def _verdict(facts: Facts) -> Iterator[str]:
         yield from ("", f"**The gate rejected this model.** It was {facts.pass_reason}.")
 
 
-def _use(facts: Facts, about: str) -> Iterator[str]:
+def _use(facts: Facts, signature: Signature, about: str) -> Iterator[str]:
     if about:
         yield about
-    if names := facts.classes:
-        shown_classes = ", ".join(f"`{name}`" for name in names[:_CLASSES])
-        others = f" and {len(names) - _CLASSES} more" if len(names) > _CLASSES else ""
+    if kind := " ".join(_kind(facts, signature)):
         yield from (("",) if about else ())
-        yield f"It distinguishes {len(names)} classes: {shown_classes}{others}."
+        yield kind
+
+
+def _kind(facts: Facts, signature: Signature) -> Iterator[str]:
+    """Yield what the model does, as far as its outputs and metrics show it."""
+    outputs, subject = [f"`{spec.name}`" for spec in signature.outputs], "It"
+    if len(outputs) > 1 and signature.generation is None:
+        yield f"It has {len(outputs)} outputs: {join_names(outputs, _CLASSES)}."
+        labelled = [f"`{spec.name}`" for spec in signature.outputs if spec.labels]
+        subject = labelled[0] if len(labelled) == 1 else "One"
+    if names := facts.classes:
+        yield f"{subject} distinguishes {len(names)} classes: {join_names([f'`{name}`' for name in names], _CLASSES)}."
+    elif "ndcg" in facts.candidate:
+        yield f"{subject} ranks the items of a query."
+    elif {"mae", "rmse"} <= facts.candidate.keys():
+        yield f"{subject} estimates numbers."
 
 
 def _tensors(signature: Signature) -> Iterator[str]:
@@ -81,13 +94,13 @@ def _limits(facts: Facts, signature: Signature) -> Iterator[str]:
     bounds = ((axis, limits.shortest.get(axis, 1), size) for axis, size in sorted(limits.axes.items()))
     yield from (f"- Axis `{axis}`: {shortest} to {longest}." for axis, shortest, longest in bounds)
     if signature.padding:
-        yield f"- {signature.padding[:1].upper()}{_cell(signature.padding[1:])}."
+        yield f"- {_sentence(signature.padding)}"
     if signature.generation is not None:
         yield "- A language model: it continues prompts of its tokenizer."
     if samples := facts.verdict.get("samples"):
         yield f"- Evaluated on {number(samples)} test samples; nothing is known about other kinds of data."
     for text in (*(facts.verdict.get("warnings") or ()), *_notes(facts)):
-        yield f"- {text[:1].upper()}{_cell(text[1:])}."
+        yield f"- {_sentence(text)}"
     if other_slices := [slice_ for slice_ in facts.slices if not slice_.get("judged")]:
         names = ", ".join(_cell(slice_.get("slice")) for slice_ in other_slices[:_CLASSES])
         yield f"- Not compared with the baseline by themselves: {names}."
@@ -101,6 +114,24 @@ def _notes(facts: Facts) -> Iterator[str]:
 def _evaluation_section(facts: Facts) -> Iterator[str]:
     for rule in mappings(facts.verdict.get("rules")):
         yield f"- {'passed' if rule.get('passed') else 'FAILED'}: {rule.get('rule')} ({rule.get('detail')})"
+    if facts.candidate:
+        yield ""
+        yield from _metrics(facts)
+
+
+def _metrics(facts: Facts) -> Iterator[str]:
+    owners = {"candidate": facts.candidate, **({"baseline": facts.baseline} if facts.baseline else {})}
+    intervals, lower = mapping(facts.metrics.get("intervals")), facts.metrics.get("lower_is_better", ())
+    rows = [
+        (
+            name,
+            "lower" if name in lower else "higher",
+            *(_estimate(values.get(name), mapping(intervals.get(owner)).get(name)) for owner, values in owners.items()),
+        )
+        for name in facts.candidate
+    ]
+    level = f" ({100 * intervals['confidence']:.4g}% interval)" if intervals else ""
+    yield from _table(("metric", "better", *(f"{owner}{level}" for owner in owners)), rows)
 
 
 def _slices(facts: Facts) -> Iterator[str]:
@@ -177,6 +208,10 @@ def _metric(metric: Any) -> str:
     return f"{metric.get('name')} {number(metric.get('value'))}" if isinstance(metric, dict) else "–"
 
 
+def _estimate(value: float | None, bounds: Sequence[float] | None) -> str:
+    return number(value) + (f" ({number(bounds[0])} to {number(bounds[1])})" if bounds else "")
+
+
 def _interval(interval: Body | None) -> str:
     if not interval:
         return "–"
@@ -187,6 +222,12 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[st
     yield f"| {' | '.join(head)} |"
     yield "|" + "---|" * len(head)
     yield from (f"| {' | '.join(_cell(cell) for cell in row)} |" for row in rows)
+
+
+def _sentence(text: str) -> str:
+    """Begin with a capital letter, except where the first word is a name of the code."""
+    word = text.partition(" ")[0]
+    return f"{text[:1].upper() if word.isalpha() else text[:1]}{_cell(text[1:])}."
 
 
 def _cell(text: object) -> str:

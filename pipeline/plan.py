@@ -147,7 +147,7 @@ STEP_KINDS = {
         StepKind(
             "export",
             "export",
-            version=4,
+            version=5,
             settings=(
                 "name",
                 "task",

@@ -80,6 +80,59 @@ def test_card_has_verdict_rules_slices_and_calibration() -> None:
     assert "- Not compared with the baseline by themselves: ink=none." in text
 
 
+def head(name: str, *shape: int, labels: tuple[str, ...] = ()) -> TensorSpec:
+    return TensorSpec(name=name, datatype="FP32", shape=("batch", *shape), labels=labels)
+
+
+CLASSES = ("low", "high")
+METRICS = {
+    "candidate": {"kind_accuracy": 0.9275, "price_error": 0.1409},
+    "baseline": {"kind_accuracy": 0.5, "price_error": None},
+    "intervals": {"confidence": 0.95, "candidate": {"kind_accuracy": [0.9, 0.95], "price_error": None}},
+    "lower_is_better": ["price_error"],
+}
+
+
+def test_card_of_a_model_with_several_outputs_has_them_and_every_metric() -> None:
+    outputs = (head("kind", 2, labels=CLASSES), head("price"))
+    signature = SIGNATURE.model_copy(update={"outputs": outputs})
+    text = render_card(Facts(FILE, metrics={**METRICS, "classes": [*CLASSES]}), signature, ANCESTORS)
+    assert "It has 2 outputs: `kind`, `price`. `kind` distinguishes 2 classes: `low`, `high`.\n" in text
+    assert "| `kind` | out | FP32 | batch × 2 |\n| `price` | out | FP32 | batch |\n" in text
+    rows = "| kind_accuracy | higher | 0.9275 (0.9 to 0.95) | 0.5 |\n| price_error | lower | 0.1409 | – |\n"
+    assert (
+        f"| metric | better | candidate (95% interval) | baseline (95% interval) |\n|---|---|---|---|\n{rows}" in text
+    )
+
+
+@pytest.mark.parametrize(
+    ("outputs", "metrics", "sentence"),
+    [
+        (
+            [head("kind", 2), head("mask", 2)],
+            {"classes": [*CLASSES]},
+            "outputs: `kind`, `mask`. One distinguishes 2 cl",
+        ),
+        (
+            [head("kind", 3), head("price")],
+            {"candidate": {"kind_accuracy": 1.0}},
+            "It has 2 outputs: `kind`, `price`.\n",
+        ),
+        ([head("price")], {"candidate": {"mae": 1.0, "rmse": 1.0}}, "\nIt estimates numbers.\n"),
+        ([head("score")], {"candidate": {"ndcg": 1.0, "mrr": 1.0}}, "\nIt ranks the items of a query.\n"),
+    ],
+)
+def test_card_states_the_kind_of_task(outputs: list[TensorSpec], metrics: dict[str, Any], sentence: str) -> None:
+    signature = SIGNATURE.model_copy(update={"outputs": tuple(outputs)})
+    assert sentence in render_card(Facts(FILE, metrics=metrics), signature, ANCESTORS)
+
+
+def test_sentence_on_code_keeps_its_name() -> None:
+    warnings = ["encode() is not compared with the model", "the margin is fine"]
+    text = made(verdict={**VERDICT, "warnings": warnings})
+    assert "\n- encode() is not compared with the model.\n- The margin is fine.\n" in text
+
+
 def test_card_names_who_overrode_the_gate() -> None:
     word = {"at": "2026-01-03", "by": "anna", "reason": "a dry run", "verdict": "d" * 64}
     text = made(verdict=VERDICT, override=word, digests={"verdict.json": "d" * 64})
