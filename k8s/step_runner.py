@@ -11,14 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from k8s.cluster.api import (
-    TRANSIENT_STATUSES,
-    Connection,
-    Response,
-    Unreachable,
-    api_path,
-    list_objects,
-)
+from k8s.cluster.api import TRANSIENT_STATUSES, Connection, Response, Unreachable, api_path, list_objects
 from k8s.cluster.cluster import DRY_RUN, Report, apply_object, patch_object, read_object
 from k8s.cluster.errors import api_error
 from k8s.cluster.pending_reasons import PendingReasons

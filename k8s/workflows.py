@@ -85,7 +85,10 @@ def argo_workflow(config: Config, tasks: Sequence[WorkflowTask]) -> Object:
     config = _with_rendezvous(config)
     labels = {**identity_labels(config.name, "workflow"), "app.kubernetes.io/managed-by": "pipe"}
     pod = step_pod(tasks[0], config)
-    dag = [{"name": task.step, "template": task.step, **_dependencies(task)} for task in tasks]
+    dag = [
+        {"name": task.step, "template": task.step, **({"dependencies": list(task.after)} if task.after else {})}
+        for task in tasks
+    ]
     return {
         "apiVersion": "argoproj.io/v1alpha1",
         "kind": "Workflow",
@@ -123,10 +126,6 @@ def _pod_spec_patch(pod: Object) -> str:
     """Return the pod fields that Argo has no field for, above all the time to save a checkpoint."""
     fields = ("terminationGracePeriodSeconds", "enableServiceLinks")
     return json.dumps({field: pod[field] for field in fields}, separators=(",", ":"))
-
-
-def _dependencies(task: WorkflowTask) -> dict[str, Any]:
-    return {"dependencies": list(task.after)} if task.after else {}
 
 
 def _argo_template(task: WorkflowTask, config: Config) -> Object:

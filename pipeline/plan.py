@@ -270,7 +270,7 @@ def describe_changes(before: Mapping[str, str], after: Mapping[str, str], most: 
     """Name the first parts that differ, and count the rest."""
     parts = before.keys() | after.keys()
     names = sorted(name for name in parts if _is_change(name, before.get(name), after.get(name)))
-    names.sort(key=_kind_order)
+    names.sort(key=lambda name: _PART_KINDS.index(name.partition(":")[0]))
     # With other data, the champion is another one, and with other code metrics(): named if nothing else changed.
     names = [name for name in names if not name.startswith(f"{_CHAMPION}:") and name != JUDGED] or names
     changes = [_describe_change(name, before.get(name), after.get(name)) for name in names]
@@ -281,10 +281,6 @@ def _is_change(name: str, before: str | None, after: str | None) -> bool:
     """Compare a part; one that is missing has the default of its setting."""
     default = default_part(name) if name.startswith("config:") else None
     return (before or default) != (after or default)
-
-
-def _kind_order(name: str) -> int:
-    return _PART_KINDS.index(name.partition(":")[0])
 
 
 def _describe_change(name: str, before: str | None, after: str | None) -> str:

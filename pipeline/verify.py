@@ -8,7 +8,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from pipeline.contract.bundle import OVERRIDDEN, OVERRIDE_FILE, PROVENANCE, Bundle, open_bundle
+from pipeline.contract.bundle import OVERRIDDEN, OVERRIDE_FILE, PROVENANCE, open_bundle
 from pipeline.contract.codec import FILES
 from pipeline.contract.run import Run, RunFile, run_of_bundle
 from pipeline.contract.signing import Trust
@@ -32,7 +32,7 @@ def verify_bundle(path: Path, trust: Trust | None = None) -> Iterator[str]:
     if (path / PROVENANCE).is_file():
         yield "the provenance is of this bundle"
     yield f"bundle {bundle.digest[:12]}: {len(bundle.manifest.files)} files match the manifest"
-    _check_golden(bundle)
+    check_golden_requests(bundle, Session(bundle, "cpu", 0))
     yield "golden requests are answered as at export"
     if (run := run_of_bundle(path)) is not None:
         run.bundle_to_serve()  # raises where it is not the one that was exported
@@ -115,10 +115,6 @@ def _check_shared_files(run: Run) -> None:
 def _check_digest(expected: object, path: Path, owner: str) -> None:
     if digest_file(path) != expected:
         raise BundleError(f"{owner} names another {path.parent.name}/{path.name} than the one in this run")
-
-
-def _check_golden(bundle: Bundle) -> None:
-    check_golden_requests(bundle, Session(bundle, "cpu", 0))
 
 
 def verify_run_ledger(run: Run) -> Iterator[str]:

@@ -219,7 +219,8 @@ class App:
 
     async def _root(self, request: HttpRequest, _: Route) -> Response:
         """Return a page for browsers, and a sign of life for clients that do not accept HTML."""
-        if not self.page or not self.repository.names or not page.accepts_html(request.headers.get(b"accept", b"")):
+        is_browser = b"text/html" in request.headers.get(b"accept", b"")  # probes and scripts do not accept it by name
+        if not (self.page and self.repository.names and is_browser):
             return json_response({"status": "alive"}, headers=((b"vary", b"accept"),))
         shown = page.PageModel.of(self.repository, request.query)
         return Response(await asyncio.to_thread(page.render, shown), page.headers())

@@ -20,12 +20,7 @@ from torch import Tensor, nn
 from pipeline.contract.data import Samples, check_columns, fingerprint, open_split, sample_digests
 from pipeline.contract.restarts import read_attempts
 from pipeline.contract.run import Run, step_main
-from pipeline.contract.task import (
-    Task,
-    build_model,
-    open_task,
-    save_weights,
-)
+from pipeline.contract.task import Task, build_model, open_task, save_weights
 from pipeline.system.errors import DataError, StageError
 from pipeline.system.files import digest_parts, write_json
 from pipeline.system.processes import Rank
@@ -112,9 +107,8 @@ def _identity(run: Run, samples: int, batch_size: int) -> dict[str, Any]:
     identity: dict[str, Any] = {"samples": samples, "batch_size": batch_size, "seed": config.seed}
     identity |= order_identity(run.output("prepare"))
     if config.checkpoints and (record := run.read().steps.get("train")):
-        identity["key"] = (
-            record.checkpoints_key or record.key
-        )  # that folder also keeps checkpoints of other sources or settings
+        # That folder also keeps checkpoints of other sources or settings.
+        identity["key"] = record.checkpoints_key or record.key
     return identity
 
 

@@ -268,9 +268,8 @@ def seed_step(seed: int, step: int, slice_number: int) -> None:
     if step < 0:
         torch.manual_seed(value)  # all devices, also those not in use yet
         return
-    torch.default_generator.manual_seed(
-        value
-    )  # torch.manual_seed() records a stack trace while CUDA is not initialized
+    # torch.manual_seed() records a stack trace while CUDA is not initialized.
+    torch.default_generator.manual_seed(value)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed(value)
 

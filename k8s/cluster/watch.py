@@ -51,9 +51,7 @@ class Watcher:
         self._retry_after = 0.0  # seconds, requested by the server
         self._closed = threading.Event()
         self._lines: Lines | None = None
-        self.error: Exception | None = (
-            None  # one that no retry would fix; a caller that waits for changes must check it
-        )
+        self.error: Exception | None = None  # that no retry would fix; a caller that waits for changes must check it
         self._thread = threading.Thread(target=self._run, name=f"watch {kind['kind']}", daemon=True)
         self._thread.start()
 

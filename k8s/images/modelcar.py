@@ -84,7 +84,6 @@ class ModelcarBase:
     def _layer(self, part: Mapping[str, Any], diff_id: str, layout: Layout) -> Layer:
         if not layout.file(part["digest"]).exists():
             self._repository.fetch(part["digest"], layout.file(part["digest"]))
-        media_type = LAYER + (
-            "+gzip" if part["mediaType"].endswith("gzip") else ""
-        )  # Docker's own name is the same tar
+        # Docker's own name is the same tar.
+        media_type = LAYER + ("+gzip" if part["mediaType"].endswith("gzip") else "")
         return Layer(Blob(media_type, part["digest"], part["size"]), diff_id)

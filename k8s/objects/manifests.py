@@ -21,7 +21,6 @@ from pipeline.system.errors import ConfigError
 from pipeline.system.files import digest_bytes, digest_mapping, write_atomic
 
 HTTP_PORT = 8080
-GRPC_PORT = 8081
 BUNDLE_ANNOTATION = "pipe-road/bundle"
 TRACK_LABEL = "pipe-road/track"  # of a canary and its pods
 WORKLOAD_KINDS = ("Deployment", "InferenceService")  # the kinds that run a service

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -93,7 +92,7 @@ def chaos(
     from pipeline.chaos.verdict import Verdict
 
     project = project_of(context)
-    campaign = Campaign.begin(project, context.obj, _print_with_time)
+    campaign = Campaign.begin(project, context.obj, Display(live=False).report)
     with campaign.keep_on_failure():
         prepared = campaign.prepare(project.config(words or []))
         reference = campaign.train_reference(prepared, campaign.reduced_config(prepared, kills, words or []))
@@ -103,7 +102,3 @@ def chaos(
     if not verdict.held:
         raise typer.Exit(1)
     campaign.remove()
-
-
-def _print_with_time(text: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)

@@ -259,16 +259,12 @@ def demo(
         raise ConfigError(f"`pipe demo` takes one folder, not {' and '.join(names)}")
     folder = context.obj / (names[0] if names else "digits")
     if not (folder / "pipe.yaml").is_file():
-        _require_empty(folder)
+        if folder.exists() and any(folder.iterdir()):
+            raise ConfigError(f"{folder} is not empty; give a new folder")
         _copy_example("digits", folder)
     context.obj = folder
     run(context, ["all", *overrides], output=output)
     print(f"next: cd {folder}, then pipe predict, pipe report, pipe stop", file=sys.stderr)
-
-
-def _require_empty(folder: Path) -> None:
-    if folder.exists() and any(folder.iterdir()):
-        raise ConfigError(f"{folder} is not empty; give a new folder")
 
 
 def _copy_example(name: str, folder: Path, files: Sequence[str] = ()) -> None:

@@ -105,7 +105,11 @@ def promote(
         if name == CHAMPION:
             live = _live_service(project.runs)
             records = _cluster_records(project.runs, live, cluster_context, namespace)
-            canaries = [item for item in records if item.canary and (not run or _names_run(project, run, item.canary))]
+            canaries = [
+                item
+                for item in records
+                if item.canary and (not run or find_run(project.runs, run).id == item.canary.run)
+            ]
             if (record := _select_record(canaries, cluster_context)) and record.canary:
                 return _deploy_version(project, record, record.canary, cluster_context, output)
             if live and live.canary and (not run or find_run(project.runs, run).id == live.canary.run):
@@ -177,10 +181,6 @@ def _server_of(context: str) -> str:
     from k8s.cluster.api import connect  # slow to load
 
     return connect(context).server
-
-
-def _names_run(project: Project, name: str, version: Version) -> bool:
-    return find_run(project.runs, name).id == version.run
 
 
 def _end_local_canary(runs: Path, live: LiveService, output: Output) -> None:

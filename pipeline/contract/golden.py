@@ -100,9 +100,8 @@ def difference(expected: Any, actual: Any, rtol: float, atol: float, path: str =
     elif isinstance(expected, dict) and isinstance(actual, dict) and expected.keys() == actual.keys():
         pairs = [(expected[key], actual[key], f"{path}.{key}".lstrip(".")) for key in expected]
     else:
-        is_equal = expected == actual and isinstance(expected, bool) == isinstance(
-            actual, bool
-        )  # Python's True equals 1
+        same_kind = isinstance(expected, bool) == isinstance(actual, bool)  # Python's True equals 1
+        is_equal = expected == actual and same_kind
         return None if is_equal else f"{path or 'answer'}: expected {expected!r}, found {actual!r}"
     return next((text for a, b, item_path in pairs if (text := difference(a, b, rtol, atol, item_path))), None)
 

@@ -314,11 +314,6 @@ def find_pretrained(config: Config, root: Path) -> Pretrained | None:
     return open_pretrained(locate_pretrained(config.model, root)) if config.model.pretrained else None
 
 
-def resolved_folder(pretrained: Pretrained | None) -> str:
-    """Return the folder as it is on this machine: with the commit of a hub id, or the run of a project."""
-    return str(pretrained.folder.resolve()) if pretrained else ""
-
-
 def pretrained_parts(config: Config, root: Path, runs: Path) -> dict[str, str]:
     """Return the parts of prepare's key: the digests of a folder's files.
 

@@ -148,7 +148,8 @@ def count_comparison(runs: Path, url: str, fingerprint: str, key: str, run: str)
     """
     store, folder = open_store(url, runs), f"{_TEST_SETS}/{fingerprint}"
     while True:
-        past = _read_comparisons(store, folder)
+        files = _read_numbered(store, folder)
+        past = {number: _parse(Comparison, raw, f"{store.where}/{path}") for number, path, raw in files}
         for number, comparison in past.items():
             if comparison.key == key:
                 return number, ""
@@ -161,11 +162,6 @@ def count_comparison(runs: Path, url: str, fingerprint: str, key: str, run: str)
             return number, f"this comparison could not be recorded and will not count: {error}"
         if is_new:
             return number, ""
-
-
-def _read_comparisons(store: RegistryStore, folder: str) -> dict[int, Comparison]:
-    files = _read_numbered(store, folder)
-    return {number: _parse(Comparison, raw, f"{store.where}/{path}") for number, path, raw in files}
 
 
 def _read_numbered(store: RegistryStore, folder: str = "") -> Iterator[tuple[int, str, bytes]]:

@@ -23,9 +23,8 @@ Body = dict[str, Any]
 VARIANTS, FORMATS = "variants.json", "formats.json"  # of the export step
 NEAR_COPIES = "near_copies.json"  # of the prepare step: test samples with a near copy in training
 WORST, FIGURES = "worst.json", "figures.json"  # of the evaluate step
-CHAMPION = (
-    "champion.json"  # of the evaluate step, if the baseline was a champion: who promoted it, and where its bundle was
-)
+# Of the evaluate step, if the baseline was a champion: who promoted it, and where its bundle was.
+CHAMPION = "champion.json"
 
 
 @dataclass(frozen=True)

@@ -65,9 +65,7 @@ class Prompting(Frozen):
     end: tuple[int, ...] = ()
     special_tokens: Mapping[str, str] = {}  # texts for the template, as `bos_token`
     sampling: SamplingDefaults = SamplingDefaults()
-    prompts: tuple[
-        tuple[int, ...], ...
-    ] = ()  # ids of prompts whose greedy answers are verified; none: from the test split
+    prompts: tuple[tuple[int, ...], ...] = ()  # ids, whose greedy answers are verified; none: from the test split
     positions_limit: int = Field(0, ge=0)  # 0: the maximum of the model's configuration
 
 

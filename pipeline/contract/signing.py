@@ -176,9 +176,7 @@ def private_key(path: Path, passphrase: str = "") -> Ed25519PrivateKey:
     load = serialization.load_ssh_private_key if b"OPENSSH" in raw else serialization.load_pem_private_key
     try:
         key = load(raw, passphrase.encode() or None)
-    except (
-        Exception
-    ) as error:  # the library raises several kinds: not a key, a missing or wrong passphrase, an old cipher
+    except Exception as error:  # of several kinds: not a key, a missing or wrong passphrase, an old cipher
         raise ConfigError(
             f"{path}: the private key cannot be read ({error}); set PIPE_KEY_PASSPHRASE if it has a passphrase"
         ) from error

@@ -389,6 +389,8 @@ def _describe_alteration(sample: Array, column: Array) -> str:
         return ""
     if sample.size != math.prod(column.shape[1:]) or not np.isfinite(sample).all() or np.ptp(sample) == 0:
         return ""
+    if _equal_rows(sample, column).any():  # as a mask, which many samples share
+        return ""
     for order in permutations(range(sample.ndim)):
         moved = sample.transpose(order)
         if moved.shape == column.shape[1:] and order != tuple(range(sample.ndim)) and _equal_rows(moved, column).any():

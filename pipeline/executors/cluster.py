@@ -45,7 +45,7 @@ class ClusterExecutor:
     def is_running(self, run: Run, decision: Decision) -> bool:
         if decision.name not in run.read().steps:
             return False
-        return self._step_runner(run, decision.name, decision.key, _no_tick).find() is not None
+        return self._step_runner(run, decision.name, decision.key, lambda: None).find() is not None
 
     def execute(self, run: Run, record: StepRecord, tick: Callable[[], None]) -> int:
         """Run or follow the Job and return its exit status; a failure leaves the error file a process would leave."""
@@ -166,10 +166,6 @@ def _other_volume(run: Run, job: StepJob) -> StageError:
         f"its pod succeeded, but wrote nothing to {run.path}; to fix it: the volume claim {job.claim} must hold this "
         f"machine's folder of runs, {run.runs}"
     )
-
-
-def _no_tick() -> None:
-    """Show nothing while looking for a Job."""
 
 
 def render_training(project: Project, config: Config, directory: str) -> list[Path]:

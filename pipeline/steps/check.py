@@ -32,7 +32,7 @@ from export.variants.choose import VariantEvaluation
 from pipeline.contract.bundle import Ancestors, open_bundle, write_manifest
 from pipeline.contract.codec import Codec, load_codec
 from pipeline.contract.data import Samples, check_call, check_columns, is_stream
-from pipeline.contract.pretrained import PRETRAINED_KEY, Pretrained, copy_small_files, find_pretrained, resolved_folder
+from pipeline.contract.pretrained import PRETRAINED_KEY, Pretrained, copy_small_files, find_pretrained
 from pipeline.contract.prompting import check_decoder, check_prompting
 from pipeline.contract.run import CHECKED_FILES, Run, describe, step_main
 from pipeline.contract.task import (
@@ -103,7 +103,7 @@ def try_pipeline(run: Run, root: Path, folder: Path) -> dict[str, Any]:
         make_shared_files(task, files)
         if files.is_dir():
             write_read_files(root, files.parent)
-            (files.parent / PRETRAINED_KEY).write_text(resolved_folder(pretrained))
+            (files.parent / PRETRAINED_KEY).write_text(str(pretrained))
         check_prompting(task, files)
         codec = load_codec(config.codec, root, files=files)
         parts.owners.append(codec)

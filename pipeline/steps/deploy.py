@@ -18,14 +18,7 @@ from pipeline.history import Project
 from pipeline.redeploy import check_deployable
 from pipeline.service.cluster_record import begin_deployment, record_deployment
 from pipeline.service.process import check_golden, measure_latency, read_live
-from pipeline.service.rollout import (
-    VERSION_DIGITS,
-    promote,
-    reason_to_start,
-    requested_start,
-    shadow_bundle,
-    start,
-)
+from pipeline.service.rollout import VERSION_DIGITS, promote, reason_to_start, requested_start, shadow_bundle, start
 from pipeline.system.errors import BundleError, ClusterError
 from pipeline.system.files import write_json
 

@@ -55,7 +55,10 @@ def package(run: Run, root: Path) -> None:
     config, bundle = run.config, run.bundle()
     check_gate(bundle.manifest.verdict, str(bundle.path))
     image, partial = image_name(config, bundle), run.partial("package")
-    _check_push(config)
+    if config.package.push and config.package.builder == "none" and not config.package.modelcar:
+        raise ConfigError(
+            "package.push: there is nothing to push with package.builder=none; set package.modelcar=scratch"
+        )
     recipe = recipe_of(
         config.package, root, bundle.signature.runtime.provider in ("cuda", "tensorrt") or config.deploy.gpus > 0
     )
@@ -81,13 +84,6 @@ def package(run: Run, root: Path) -> None:
 def image_name(config: Config, bundle: Bundle) -> str:
     """Tag the image by the bundle's digest, so that a tag never moves."""
     return f"{base_name(config)}:{bundle.digest[:12]}"
-
-
-def _check_push(config: Config) -> None:
-    if config.package.push and config.package.builder == "none" and not config.package.modelcar:
-        raise ConfigError(
-            "package.push: there is nothing to push with package.builder=none; set package.modelcar=scratch"
-        )
 
 
 def _modelcar(config: Config, bundle: Bundle, run: Run, env: Mapping[str, str]) -> dict[str, Any]:

@@ -11,14 +11,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.contract.data import Samples, check_columns, fingerprint, open_split
-from pipeline.contract.pretrained import (
-    PRETRAINED_KEY,
-    Pretrained,
-    copy_small_files,
-    find_pretrained,
-    record,
-    resolved_folder,
-)
+from pipeline.contract.pretrained import PRETRAINED_KEY, Pretrained, copy_small_files, find_pretrained, record
 from pipeline.contract.run import CHECKED_FILES, Run, step_main
 from pipeline.contract.task import (
     KEY,
@@ -94,7 +87,7 @@ def _take_files(run: Run, root: Path, pretrained: Pretrained | None, files: Path
     made = run.path / CHECKED_FILES
     if not (made / SHARED_FOLDER).is_dir() or changed_read_files(root, made):
         return False
-    if (made / PRETRAINED_KEY).read_text() != resolved_folder(pretrained):
+    if (made / PRETRAINED_KEY).read_text() != str(pretrained):
         return False
     recall_read_files(made)
     (made / SHARED_FOLDER).rename(files)

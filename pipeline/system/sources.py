@@ -80,7 +80,9 @@ def third_party_imports(root: Path, *references: str) -> dict[str, str]:
         for statement in _cached_imports(path, base):
             for name in _MODULES_OF_READERS.keys() & set(statement.names if statement.top == "pipeline" else ()):
                 importers.setdefault(_MODULES_OF_READERS[name], path.relative_to(base).as_posix())
-            if statement.top not in (*sys.stdlib_module_names, *PACKAGES) and not _is_own(statement, folders):
+            if statement.top not in (*sys.stdlib_module_names, *PACKAGES) and not (
+                statement.is_relative or is_local(statement.module, statement.names, folders)
+            ):
                 importers.setdefault(statement.top, path.relative_to(base).as_posix())
     return importers
 
@@ -157,10 +159,6 @@ def _statements(node: ast.AST) -> Iterator[ast.stmt]:
 @functools.cache  # the set of our own files does not change while a command runs
 def _package_files(module: str) -> list[Path]:
     return module_files([SOURCE_ROOT], module.split("."))
-
-
-def _is_own(statement: _Import, folders: Sequence[Path]) -> bool:
-    return statement.is_relative or is_local(statement.module, statement.names, folders)
 
 
 # A task needs the first three; the others are part of the interpreter, which never searches for them.

@@ -218,9 +218,7 @@ def _distribution(config: Config, key: str, axis: Axis) -> BaseDistribution:
 
 def _check(config: Config, key: str, value: bool | int | float | str | None) -> None:
     number = int(value) if isinstance(value, float) and value.is_integer() else value
-    with contextlib.suppress(
-        ConflictError
-    ):  # another searched setting may resolve it; if none does, the trial is refused
+    with contextlib.suppress(ConflictError):  # another searched setting may resolve it; else the trial is refused
         override_config(config, as_overrides({key: number}), source="tune.space")
 
 

@@ -110,7 +110,7 @@ def _train_trial(
     run = find_trial_run(project, request.study, request.trial)
     if run is None:
         run = run_pipeline(project, config, request, monitor)
-    elif _was_pruned(run):
+    elif (record := run.read().steps.get("train")) is not None and record.status == "pruned":
         return TrialResult("pruned", reason="before its worker was stopped"), run
     else:
         with lock_run(run):
@@ -119,11 +119,6 @@ def _train_trial(
     value = trial_value(run, tuned_metric(config))
     assert value is not None, "a validation without the metric prunes the trial"
     return TrialResult("done", value), run
-
-
-def _was_pruned(run: Run) -> bool:
-    record = run.read().steps.get("train")
-    return record is not None and record.status == "pruned"
 
 
 class MetricReader:

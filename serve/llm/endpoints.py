@@ -10,14 +10,7 @@ from contextlib import aclosing
 from serve.errors import NotFound, RequestError
 from serve.llm import openai_api
 from serve.llm.model import TextGenerator
-from serve.llm.openai_api import (
-    ChatRequest,
-    Choice,
-    CompletionRequest,
-    ResponseBuilder,
-    parse_chat,
-    parse_completion,
-)
+from serve.llm.openai_api import ChatRequest, Choice, CompletionRequest, ResponseBuilder, parse_chat, parse_completion
 from serve.llm.reasoning import ReasoningParser, opens_reasoning
 from serve.llm.sequence import Chunk, Detokenizer, GenerationOptions, SequenceGroup, TextSequence
 from serve.llm.tokenizer import ModelTokenizer

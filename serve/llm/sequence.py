@@ -17,14 +17,7 @@ from typing import Any, Literal
 import numpy as np
 
 from serve.errors import DeadlineExceeded
-from serve.llm.sampling import (
-    Sampling,
-    TokenLogprob,
-    log_softmax,
-    sample_token,
-    token_logprob,
-    top_logprobs,
-)
+from serve.llm.sampling import Sampling, TokenLogprob, log_softmax, sample_token, token_logprob, top_logprobs
 from serve.request_context import RequestContext
 
 Array = np.ndarray[Any, Any]

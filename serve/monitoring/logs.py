@@ -53,7 +53,10 @@ class JsonFormatter(logging.Formatter):
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": shortened(record.getMessage()),
-            **{key: _bounded(value) for key, value in getattr(record, "fields", {}).items()},
+            **{
+                key: shortened(value) if isinstance(value, str) else value
+                for key, value in getattr(record, "fields", {}).items()
+            },
         }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
@@ -142,10 +145,6 @@ def escaped(text: str) -> str:
 
 def shortened(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}… ({len(text)} characters)"
-
-
-def _bounded(value: Any) -> Any:
-    return shortened(value) if isinstance(value, str) else value
 
 
 def _code(found: re.Match[str]) -> str:

@@ -17,7 +17,6 @@ from serve.request_context import RequestContext, in_flight
 from serve.runtime.predictor import CodecError
 
 TRACE_HEADERS = (b"traceparent", b"tracestate")
-REQUEST_HEADERS = (b"x-request-id", *TRACE_HEADERS)  # that are read of every request
 _LONGEST_PATH = 200
 _FAILURE_CODES = ("INTERNAL", "UNAVAILABLE", "DEADLINE_EXCEEDED", "UNKNOWN")  # of gRPC
 

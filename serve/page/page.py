@@ -58,11 +58,6 @@ class PageModel:
         return cls(model.find_version(), tuple(model.versions.values()), others, repository.model_ready(name))
 
 
-def accepts_html(accept: bytes) -> bool:
-    """Return whether the client is a browser: probes and scripts do not accept HTML by name."""
-    return b"text/html" in accept
-
-
 def headers() -> Headers:
     """Allow only the page's own script and style, and no embedding in frames."""
     policy = (

@@ -5,12 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from serve.memory import memory_limit, resident_memory
-from serve.wire.connection_limits import (
-    MAX_CALL_BYTES,
-    MEMORY_BYTES,
-    max_grpc_connections,
-    max_http_connections,
-)
+from serve.wire.connection_limits import MAX_CALL_BYTES, MEMORY_BYTES, max_grpc_connections, max_http_connections
 
 
 def divide(limit: int, workers: int) -> int:

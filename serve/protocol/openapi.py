@@ -289,7 +289,7 @@ def _model_schemas(version: ModelVersion) -> Schema:
     schemas = {
         "Metadata": metadata(signature, version.name),
         "PredictRequest": predict_request(signature),
-        "PredictAnswer": predict_answer(),
+        "PredictAnswer": object_schema({"predictions": {"type": "array", "items": {}}}),
         "InferRequest": _either([infer_request(each, version.name) for each in signatures]),
         "InferAnswer": _either([infer_answer(each, version.name, version.version) for each in signatures]),
     }
@@ -359,10 +359,6 @@ def predict_request(signature: Signature) -> Schema:
     return object_schema(
         {"instances": instances, "signature_name": {"enum": [SIGNATURE_NAME, None]}}, required=["instances"]
     )
-
-
-def predict_answer() -> Schema:
-    return object_schema({"predictions": {"type": "array", "items": {}}})
 
 
 def infer_request(signature: Signature, name: str) -> Schema:

@@ -336,12 +336,10 @@ class RunTimeEstimate:
         self._distrusted: dict[int, int] = {}  # runs until a size is trusted again
         self._cpu_timed: dict[int, int] = {}  # runs of a quick size whose CPU time is still to be read
         self._total_seconds = self._total_rows = 0.0  # exponentially weighted
-        self._previous: tuple[int, float] | None = (
-            None  # rows and start of the batch before, if requests waited behind it
-        )
-        self._queue_seconds = self._queue_rows = (
-            0.0  # between starts of batches while requests waited, exponentially weighted
-        )
+        # Rows and start of the batch before, if requests waited behind it.
+        self._previous: tuple[int, float] | None = None
+        # Between starts of batches while requests waited, exponentially weighted.
+        self._queue_seconds = self._queue_rows = 0.0
 
     def needs_cpu_time(self, size: int) -> bool:
         """Return whether to read the CPU time of a run; not of a quick one, unless one took long a while ago.

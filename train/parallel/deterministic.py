@@ -194,9 +194,8 @@ class DeterministicAllReduce:
         self.own_nodes = self._nodes_by_rank[group.rank.rank]
         self._columns, self._size = -(-width // group.size), group.size
         padded_width, device = self._columns * group.size, group.device
-        self.rows = torch.zeros(
-            len(self.own_nodes), padded_width, dtype=dtype, device=device
-        )  # to be filled, one per node
+        # To be filled, one per node.
+        self.rows = torch.zeros(len(self.own_nodes), padded_width, dtype=dtype, device=device)
         self._received = torch.zeros(sum(map(len, self._nodes_by_rank)), self._columns, dtype=dtype, device=device)
         self.total = torch.zeros(padded_width, dtype=dtype, device=device)
 

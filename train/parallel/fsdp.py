@@ -16,13 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from pipeline.contract.data import forward
 from pipeline.system.errors import ConfigError
 from pipeline.system.torch_private import BatchNormBase
-from train.parallel.base import (
-    MicroBatch,
-    Strategy,
-    average_gradients,
-    clip_gradients,
-    local_gradients,
-)
+from train.parallel.base import MicroBatch, Strategy, average_gradients, clip_gradients, local_gradients
 from train.parallel.ddp import has_only_running_statistics
 from train.parallel.pipeline_split import TemporaryWeights, has_trained_parameters, units
 from train.parallel.tensor_parallel import split_experts, split_layers

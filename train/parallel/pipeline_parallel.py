@@ -151,7 +151,9 @@ class PipelineStrategy(Strategy):
                 group=self.mesh.get_group("pipeline"),
             )
             schedule = Schedule1F1B if micro_batches >= stages else ScheduleGPipe
-            self._schedules[count, micro_batches] = schedule(stage, micro_batches, loss_fn=_sum, scale_grads=False)
+            self._schedules[count, micro_batches] = schedule(
+                stage, micro_batches, loss_fn=lambda loss, _: loss.sum(), scale_grads=False
+            )
         return self._schedules[count, micro_batches]
 
     def _starts_by_task(self) -> list[str]:
@@ -216,7 +218,3 @@ class _StageModule(nn.Module):
 
 def _meta_tensors(shapes: Iterable[ScalingShape], count: int) -> tuple[Tensor, ...]:
     return tuple(shape.empty(count, META).requires_grad_() for shape in shapes)
-
-
-def _sum(loss: Tensor, _: Tensor) -> Tensor:
-    return loss.sum()

@@ -108,12 +108,9 @@ _CPU = (r"\d+(\.\d{1,3})?|\d+m", "CPUs or thousandths of one, as in 2 or 500m")
 _TAINT = rf"{_KEY}(=[\w.-]*)?(:(NoSchedule|PreferNoSchedule|NoExecute))?"
 
 
-def _sort(values: dict[str, str]) -> dict[str, str]:
-    return dict(sorted(values.items()))
-
-
 _AsText = BeforeValidator(_text)
-InKeyOrder = AfterValidator(_sort)  # so that rendered files do not depend on the order in pipe.yaml
+# So that rendered files do not depend on the order in pipe.yaml.
+InKeyOrder = AfterValidator(lambda values: dict(sorted(values.items())))
 Text = Annotated[str, _AsText]
 Cpu = Annotated[str, _AsText, AfterValidator(_matches(*_CPU, unset=True))]
 CpuRequest = Annotated[str, _AsText, AfterValidator(_matches(*_CPU))]

@@ -507,11 +507,6 @@ class Export(Section):
         """Return the variants to build, fp32 first: the others are compared with it."""
         return ("fp32", *(name for name in self.variants if name != "fp32"))
 
-    @property
-    def depends_on_task(self) -> bool:
-        """Return whether there are settings that only some tasks can have."""
-        return self.formats != ("onnx",) or len(self.built_variants) > 1 or "perplexity" in self.budget
-
 
 WHEELS_FOLDER = "wheels"  # of the project: packages that pip takes before it looks into an index
 
