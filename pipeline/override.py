@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import getpass
-import os
 import shutil
-import socket
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pipeline.contract.bundle import OVERRIDDEN, OVERRIDE_FILE, Bundle, Override, open_bundle, write_override
+from pipeline.contract.registry import current_user
 from pipeline.contract.run import Run, StepRecord
 from pipeline.contract.signing import SIGNATURE, sign
 from pipeline.history import changed_outputs, now, write_record
@@ -30,7 +28,7 @@ def override_verdict(run: Run, reason: str) -> Override:
         raise BundleError(
             f"run {run.id}: evaluate/{changed[0]} changed on disk; `pipe run --resume {run.id}` evaluates again"
         )
-    override = Override(at=now(), by=_author(), reason=" ".join(reason.split()), verdict=verdict_digest(run))
+    override = Override(at=now(), by=current_user(), reason=" ".join(reason.split()), verdict=verdict_digest(run))
     write_override(run.path, override)
     write_record(run, record.model_copy(update={"status": OVERRIDDEN}))  # last: killed before, it can be repeated
     return override
@@ -46,14 +44,6 @@ def _rejected_record(run: Run) -> StepRecord:
     if record.status != "rejected" or verdict != "fail":
         raise ConfigError(f"run {run.id} was not rejected, its verdict is `{verdict}`; there is nothing to override")
     return record
-
-
-def _author() -> str:
-    try:
-        name = getpass.getuser()
-    except (KeyError, OSError):  # a container's user without a name
-        name = f"uid {os.getuid()}"
-    return f"{name}@{socket.gethostname()}"
 
 
 def verdict_digest(run: Run) -> str:

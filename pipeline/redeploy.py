@@ -42,7 +42,8 @@ def deployment_config(project: Project, source: Run, overrides: Sequence[str]) -
     What an earlier deployment of the bundle was started with has no effect.
     """
     for override in overrides:
-        if not _is_deployment_setting(override.partition("=")[0]):
+        section, _, name = override.partition("=")[0].partition(".")
+        if section not in ("deploy", "rollout") and not (section == "serve" and name in DEPLOYMENT_SETTINGS):
             raise ConfigError(
                 f"{override}: a deployment may change only deploy.*, rollout.* and "
                 f"serve.{{{','.join(DEPLOYMENT_SETTINGS)}}}; use `pipe run` to change other settings"
@@ -85,8 +86,3 @@ def check_deployable(source: Run) -> list[StepRecord]:
         if changed := changed_outputs(source, record):
             raise BundleError(f"run {source.id}: {record.step}/{changed[0]} changed on disk; it must not be deployed")
     return records
-
-
-def _is_deployment_setting(key: str) -> bool:
-    section, _, name = key.partition(".")
-    return section in ("deploy", "rollout") or (section == "serve" and name in DEPLOYMENT_SETTINGS)

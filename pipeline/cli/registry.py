@@ -15,7 +15,7 @@ from pipeline.cli.app import KubeContext, Output, OutputOption, app, emit, names
 from pipeline.cli.run import cluster_overrides, emit_run, newest_bundle, run_and_report
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.config import override_config
-from pipeline.contract.registry import CHAMPION, PREVIOUS, Change, Entry, Registry, open_store, read_registry
+from pipeline.contract.registry import CHAMPION, PREVIOUS, Entry, Registry, open_store, read_registry
 from pipeline.contract.run import Run
 from pipeline.contract.signing import new_key, private_key
 from pipeline.display import Display
@@ -78,15 +78,14 @@ def history(
     """List all changes, oldest first."""
     project = project_of(context)
     changes = enumerate(read_registry(project.runs, project.config().registry).history, start=1)
-    rows = [_change_row(number, change) for number, change in changes if name in ("", change.name)]
+    rows: list[dict[str, Any]] = [
+        {
+            "change": number, "at": change.at, "name": change.name, "bundle": change.entry.bundle,
+            "run": change.entry.run, "by": change.by, "reason": change.reason,
+        }
+        for number, change in changes if name in ("", change.name)
+    ]  # fmt: skip
     emit(output, rows, table([{**row, "bundle": row["bundle"][:12]} for row in rows]))
-
-
-def _change_row(number: int, change: Change) -> dict[str, Any]:
-    return {
-        "change": number, "at": change.at, "name": change.name, "bundle": change.entry.bundle,
-        "run": change.entry.run, "by": change.by, "reason": change.reason,
-    }  # fmt: skip
 
 
 @commands.command()

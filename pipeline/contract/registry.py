@@ -27,7 +27,7 @@ from pydantic import ValidationError
 from pipeline.contract.bundle import BESIDE, Bundle, Manifest, open_bundle
 from pipeline.contract.settings.section import Frozen
 from pipeline.system.errors import BundleError, ConfigError, PipelineError, ResourceError
-from pipeline.system.files import digest_bytes, sync_directory
+from pipeline.system.files import digest_bytes, sync
 
 CHAMPION = "champion"
 PREVIOUS = "previous"  # follows from the history and cannot be set
@@ -155,7 +155,7 @@ def count_comparison(runs: Path, url: str, fingerprint: str, key: str, run: str)
                 return number, ""
         number = max(past, default=0) + 1
         now = datetime.now(UTC).isoformat(timespec="seconds")
-        comparison = Comparison(at=now, key=key, run=run, by=_current_user(), token=secrets.token_hex(8))
+        comparison = Comparison(at=now, key=key, run=run, by=current_user(), token=secrets.token_hex(8))
         try:
             is_new = store.create(f"{folder}/{number:06d}.json", (comparison.model_dump_json(indent=2) + "\n").encode())
         except (ConfigError, ResourceError) as error:  # as in a pod that may only read the registry
@@ -205,18 +205,18 @@ def _new_change(proposed: ProposedChange, digest: str) -> Change:
         name=proposed.name,
         entry=proposed.entry,
         reason=proposed.reason,
-        by=_current_user(),
+        by=current_user(),
         before=digest,
         token=secrets.token_hex(8),
         rollback=proposed.rollback,
     )
 
 
-def _current_user() -> str:
+def current_user() -> str:
     try:
         user = getpass.getuser()
     except (KeyError, OSError):  # a container's user without a name
-        user = "unknown"
+        user = f"uid {os.getuid()}"
     return f"{user}@{socket.gethostname()}"
 
 
@@ -386,7 +386,7 @@ class FolderStore:
             finally:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(temporary)
-            sync_directory(path.parent)
+            sync(path.parent)
         except OSError as error:
             raise _failure(f"write the registry {self.where}", error) from error
         return is_new

@@ -29,10 +29,6 @@ class Version(Frozen):
     image: str
     since: str = ""
 
-    def serves_as(self, other: Version) -> bool:
-        """Return whether both are the same bundle in the same image."""
-        return (self.bundle, self.image) == (other.bundle, other.image)
-
 
 class ClusterRecord(Frozen):
     """The versions that served at one place: under one name in one namespace of one cluster."""
@@ -108,7 +104,7 @@ def record_deployment(run: Run, name: str, deployed: dict[str, Any]) -> ClusterR
         in_place = deployed.get("canary_in_place", False)
         update = {"canary": version, "percent": deployed["canary"], "canary_in_place": in_place}
         return write_cluster_record(run.runs, record.model_copy(update={**location, **update}))
-    if record.current.serves_as(version):
+    if (record.current.bundle, record.current.image) == (version.bundle, version.image):
         versions = (*record.versions[:-1], version.model_copy(update={"since": record.current.since}))
     else:
         versions = (*record.versions, version)[-VERSIONS_KEPT:]

@@ -29,7 +29,7 @@ def write_atomic(path: Path, data: str | bytes) -> None:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(temporary)
         raise
-    sync_directory(path.parent)
+    sync(path.parent)
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -44,9 +44,9 @@ def unwritable(path: Path, error: OSError) -> ResourceError:
     return ResourceError(f"cannot write {path}: {file}{reason}; to fix it: correct that, then `pipe run --resume`")
 
 
-def sync_directory(directory: Path) -> None:
-    """Make a rename in this directory survive a power cut."""
-    handle = os.open(directory, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Make the content of a file, or a rename in a directory, survive a power cut."""
+    handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
     finally:
@@ -54,17 +54,9 @@ def sync_directory(directory: Path) -> None:
 
 
 def sync_tree(directory: Path) -> None:
-    """fsync every file below a directory, and the directories themselves."""
-    for path in directory.rglob("*"):
-        if path.is_file():
-            handle = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
-        elif path.is_dir():
-            sync_directory(path)
-    sync_directory(directory)
+    """Sync every file below a directory, and the directories themselves."""
+    for path in (*directory.rglob("*"), directory):
+        sync(path)
 
 
 _CHUNK_BYTES = 1 << 20

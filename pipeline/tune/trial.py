@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import optuna
 from optuna.trial import FrozenTrial
@@ -179,14 +178,10 @@ def describe_trial(claim: Claim, result: TrialResult, run: Run | None, seconds: 
     parts = [f"trial {claim.number}: {result.state}"]
     if result.value is not None:
         parts.append(f"{result.value:#.4g}" + (", the best so far" if best and best.number == claim.number else ""))
-    settings = " ".join(as_overrides({name: round_float(value) for name, value in claim.values.items()}))
+    rounded = {name: float(f"{it:.4g}") if isinstance(it, float) else it for name, it in claim.values.items()}
+    settings = " ".join(as_overrides(rounded))
     parts.append(f"({settings}; {seconds:.1f} s{f', run {run.id}' if run else ''})")
     return " ".join(parts) + (f": {result.reason}" if result.reason else "")
-
-
-def round_float(value: Any) -> Any:
-    """Round floats to four digits."""
-    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def _check_unchanged(body: StudyFile, project: Project, config: Config) -> Config:

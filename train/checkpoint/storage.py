@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pipeline.system.errors import ConfigError
-from pipeline.system.files import sync_directory
+from pipeline.system.files import sync
 from train.chaos_hooks import run_chaos_hook
 from train.checkpoint.format import MANIFEST_NAME, FileRecord
 
@@ -83,7 +83,7 @@ class LocalStorage(Storage):
     def commit(self, step: int, manifest: bytes, before: Action) -> None:
         self.write(step, MANIFEST_NAME, memoryview(manifest))
         temporary, target = self._temporary_folder(step), self._step_folder(step)
-        sync_directory(temporary)
+        sync(temporary)
         before()
         run_chaos_hook("rename")
         damaged = self._path / f".step-{step:08d}.{self._token}.damaged"
@@ -91,7 +91,7 @@ class LocalStorage(Storage):
             target.rename(damaged)
         temporary.rename(target)
         run_chaos_hook("renamed")
-        sync_directory(self._path)
+        sync(self._path)
         shutil.rmtree(damaged, ignore_errors=True)
 
     def discard(self, step: int) -> None:

@@ -62,9 +62,6 @@ class Stream:
         self.cancelled = False  # the client reset the stream or disconnected
         self.opened_at = time.monotonic()
 
-    def is_cancelled(self) -> bool:
-        return self.cancelled
-
 
 SMALL_DATA_BYTES = 256  # DATA frames below this size count as flood
 _BATCH_BYTES = 1 << 20  # handed to the transport at once

@@ -210,7 +210,7 @@ def test_disconnect_cancels_all_requests() -> None:
         await client.send(headers(1), request(3, path=b"/waits"))
         await wait_until(lambda: port.app.waiting)
         client.writer.close()
-        await wait_until(port.app.waiting[0][1].is_cancelled)
+        await wait_until(lambda: port.app.waiting[0][1].cancelled)
         assert port.app.events[-1] == "cancel 1"
         port.app.answer(*port.app.waiting[0])
         assert port.listener.connections == set()

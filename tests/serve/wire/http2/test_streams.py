@@ -118,7 +118,7 @@ def test_incomplete_request_can_be_cancelled(client: EchoConnection) -> None:
 def test_cancelled_running_request_stays_open_until_answered(client: EchoConnection) -> None:
     client.send(request(1, path=b"/waits"), frames.rst_stream(1, ErrorCode.CANCEL))
     (_, stream), *_ = client.app.waiting
-    assert stream.is_cancelled()
+    assert stream.cancelled
     assert list(client.streams.open) == [1]
     client.app.answer(*client.app.waiting[0])
     assert client.received() == []
@@ -129,7 +129,7 @@ def test_close_cancels_every_stream(client: EchoConnection) -> None:
     client.send(headers(1), request(3, path=b"/waits"))
     client.streams.close()
     assert client.app.events[-1] == "cancel 1"
-    assert client.app.waiting[0][1].is_cancelled()
+    assert client.app.waiting[0][1].cancelled
     client.app.answer(*client.app.waiting[0])
     assert client.received() == []
 
