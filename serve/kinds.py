@@ -14,10 +14,7 @@ from serve.protocol.openapi import RouteSchemas
 from serve.routes import Handler
 
 TEXT_ROUTES = ("completions", "chat", "embeddings")
-TEXT_SCHEMAS: RouteSchemas = {
-    "completions": (CompletionRequest, completion_answer),
-    "chat": (ChatRequest, chat_answer),
-}
+TEXT_SCHEMAS: RouteSchemas = {"completions": (CompletionRequest, completion_answer), "chat": (ChatRequest, chat_answer)}
 
 
 def text_handlers(repository: ModelRepository, budget: MemoryBudget) -> dict[str, Handler]:

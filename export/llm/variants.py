@@ -22,14 +22,7 @@ from export.compare import Array, Arrays
 from export.llm.decoder import open_decoder
 from export.llm.perplexity import Perplexity, relative_increase, token_losses
 from export.llm.texts import read_test_set
-from export.variants.judge import (
-    Answers,
-    BatchSizeResult,
-    Deviation,
-    compare_scores,
-    measure_deviation,
-    output_scale,
-)
+from export.variants.judge import Answers, BatchSizeResult, Deviation, compare_scores, measure_deviation, output_scale
 from pipeline.contract.data import Samples, as_task_outputs, open_split
 from pipeline.contract.golden import Decoder, empty_past, inputs_of
 from pipeline.contract.signature import Generation

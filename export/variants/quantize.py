@@ -220,11 +220,7 @@ def int8_static(material: VariantInputs, path: Path) -> str:
     return f"ranges from {sum(_rows(feed) for feed in feeds)} rows of training samples"
 
 
-CONVERTERS: dict[str, Converter] = {
-    "fp16": fp16,
-    "int8-dynamic": int8_dynamic,
-    "int8-static": int8_static,
-}
+CONVERTERS: dict[str, Converter] = {"fp16": fp16, "int8-dynamic": int8_dynamic, "int8-static": int8_static}
 
 
 def static_operators(model: onnx.ModelProto) -> tuple[str, ...]:

@@ -154,10 +154,7 @@ class Prefill:
 
 
 def prefill_batch_size(
-    waiting: Iterable[TextSequence],
-    max_tokens: int,
-    max_sequences: int,
-    cached: Callable[[Tokens], int] = lambda _: 0,
+    waiting: Iterable[TextSequence], max_tokens: int, max_sequences: int, cached: Callable[[Tokens], int] = lambda _: 0
 ) -> int:
     """Return how many of the waiting sequences, from the first on, are worth reading as one batch.
 

@@ -127,10 +127,7 @@ def _resource(environment: Mapping[str, str]) -> Any:
 
 def _attributes(request: RequestContext) -> dict[str, str | int]:
     status, version = request.status, request.model_version
-    attributes: dict[str, str | int] = {
-        "url.path": request.path,
-        "pipe.request_id": request.id.decode(),
-    }
+    attributes: dict[str, str | int] = {"url.path": request.path, "pipe.request_id": request.id.decode()}
     if isinstance(status, str):
         attributes["rpc.grpc.status"] = status
     else:

@@ -257,12 +257,7 @@ _MAX_EXAMPLE_BYTES = 256 << 10  # larger examples are made by the script from th
 
 def embedded(served: ModelVersion) -> str:
     """Return the script's data as JSON that cannot close its element."""
-    data = {
-        "model": served.name,
-        "version": served.version,
-        "digest": served.bundle.digest,
-        "form": form(served),
-    }
+    data = {"model": served.name, "version": served.version, "digest": served.bundle.digest, "form": form(served)}
     text = orjson.dumps(data, default=str).decode()
     return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
 

@@ -134,11 +134,7 @@ class Worker:
     def __init__(self, service: Service, connections: socket.socket, channel: socket.socket, note: Any) -> None:
         """`note` publishes the time and how many connections were closed."""
         self._service, self._connections, self._note = service, connections, note
-        methods: Methods = {
-            "status": self._status,
-            "snapshot": self._snapshot,
-            "become_unready": self._become_unready,
-        }
+        methods: Methods = {"status": self._status, "snapshot": self._snapshot, "become_unready": self._become_unready}
         self._channel = Channel(channel, methods)
         service.requests.metrics.of_service = self._total
         service.on_connection_end(self._publish)

@@ -29,11 +29,7 @@ ANY_PARAMETERS: Schema = {
     "description": "shared memory and sequences are rejected; unknown parameters are ignored",
 }
 # The smallest numbers that are rounded to infinity; BF16 is rounded from float32.
-_INFINITE_FROM = {
-    "FP16": 65520.0,
-    "BF16": math.ldexp(2 - 2**-8 - 2**-24, 127),
-    "FP32": math.ldexp(2 - 2**-24, 127),
-}
+_INFINITE_FROM = {"FP16": 65520.0, "BF16": math.ldexp(2 - 2**-8 - 2**-24, 127), "FP32": math.ldexp(2 - 2**-24, 127)}
 _MODEL = "/models/{model_name}"
 TEXT: Schema = {"type": "string"}
 _BOOLEAN: Schema = {"type": "boolean"}
@@ -271,7 +267,7 @@ def _without_bodies(operation: Schema) -> Schema:
     return {
         "responses": {
             code: {key: response[key] for key in response if key != "content"} for code, response in responses
-        },
+        }
     }
 
 

@@ -33,10 +33,7 @@ _JSON_TYPES: dict[str, frozenset[type]] = {
 _REJECTED_PARAMETERS = dict.fromkeys(
     ("shared_memory_region", "shared_memory_offset", "shared_memory_byte_size"),
     "send the tensor itself, as JSON or as raw bytes",
-) | dict.fromkeys(
-    ("sequence_id", "sequence_start", "sequence_end"),
-    "the service keeps no state between requests",
-)
+) | dict.fromkeys(("sequence_id", "sequence_start", "sequence_end"), "the service keeps no state between requests")
 _REJECTED_PARAMETERS[PARAMETER] = "it is a parameter of a requested output"
 _NULL = type(None)
 _MAX_CACHED_SHAPES = 4096

@@ -56,12 +56,7 @@ def _set_min_hops(sock: socket.socket, hops: int) -> None:
 class Acceptor:
     """Accepts the connections of a listening socket in the event loop; pauses while no file can be opened."""
 
-    def __init__(
-        self,
-        sock: socket.socket,
-        take: Callable[[socket.socket], None],
-        log: Log,
-    ) -> None:
+    def __init__(self, sock: socket.socket, take: Callable[[socket.socket], None], log: Log) -> None:
         """`take` gets each connection."""
         self._socket, self._take, self._log = sock, take, log
         self._loop = asyncio.get_running_loop()

@@ -81,10 +81,7 @@ class Handshakes:
     async def _shake_hands(self, client: socket.socket, peer: str) -> None:
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
-                self._make_connection,
-                client,
-                ssl=self._context,
-                ssl_handshake_timeout=HANDSHAKE_TIMEOUT_SECONDS,
+                self._make_connection, client, ssl=self._context, ssl_handshake_timeout=HANDSHAKE_TIMEOUT_SECONDS
             )
         except OSError as error:  # ssl.SSLError and timeouts are too
             self._log.refused("tls_handshake", reason=str(error))
