@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import onnx
 import onnxruntime
@@ -24,18 +23,8 @@ from export.other_formats import FORMATS_FILE, FORMATS_FOLDER, require_formats, 
 from export.provenance import write_provenance
 from export.report import Report
 from export.subject import ModelExporter, Subject
-from export.variants.choose import (
-    FP32,
-    VARIANTS_FILE,
-    VariantEvaluation,
-    VariantResult,
-    decide,
-    explanations,
-    rows,
-    ship,
-    table,
-    to_candidates,
-)
+from export.variants import choose
+from export.variants.choose import VariantResult
 from pipeline.contract.bundle import (
     OVERRIDDEN,
     OVERRIDE_FILE,
@@ -68,7 +57,7 @@ TRANSFORMERS_FOLDER = "weights"  # the weights in the format of transformers
 
 def export(run: Run, root: Path) -> None:
     weights = run.output("train") / "model.safetensors"
-    verdict, override = _allowed_verdict(run, digest_file(weights))
+    override = _required_override(run, digest_file(weights))
     exporter = _open_exporter(run, root, weights)
     _write_official_weights(run, exporter)
     report = write_and_compare(exporter)
@@ -78,24 +67,24 @@ def export(run: Run, root: Path) -> None:
     _write_other_formats(run, exporter)
     variant = _ship_variant(run, exporter)
     _write_parity(run, exporter, report, variant.name)
-    digest = _seal(run, root, exporter, report, variant, verdict, override)
+    digest = _seal(run, root, exporter, report, variant, override)
     print(f"bundle {digest[:12]}, variant {variant.name}")
 
 
-def _allowed_verdict(run: Run, checkpoint: str) -> tuple[dict[str, Any], Override | None]:
-    """Return the verdict on this checkpoint and its override, if any; raise if neither lets it pass."""
+def _required_override(run: Run, checkpoint: str) -> Override | None:
+    """Return the override of the verdict on this checkpoint, None where it passed; raise if neither lets it pass."""
     verdict = run.verdict()
     if verdict["checkpoint"] != checkpoint:
         raise StageError("the verdict is about another checkpoint than train/model.safetensors; evaluate again")
     if passed_gate(str(verdict["verdict"])):
-        return verdict, None
+        return None
     override = run.override(digest_file(run.output("evaluate") / "verdict.json"))
     if override is None:
         raise GateError(
             f"the verdict is `{verdict['verdict']}`: {verdict['summary']}; "
             f"`pipe gate override {run.id} --reason WHY` overrides it, on record"
         )
-    return verdict, override
+    return override
 
 
 def _open_exporter(run: Run, root: Path, weights: Path) -> ModelExporter:
@@ -121,7 +110,7 @@ def _write_official_weights(run: Run, exporter: ModelExporter) -> None:
             print(line, flush=True)
 
 
-def _write_parity(run: Run, exporter: ModelExporter, report: Report, variant: str = FP32) -> None:
+def _write_parity(run: Run, exporter: ModelExporter, report: Report, variant: str = choose.FP32) -> None:
     """Write parity.json: comparisons of fp32 with torch, and the name, size and digest of the shipped variant."""
     config, path = run.config.export, exporter.subject.path
     body = {
@@ -158,30 +147,25 @@ def _write_other_formats(run: Run, exporter: ModelExporter) -> None:
 
 def _ship_variant(run: Run, exporter: ModelExporter) -> VariantResult:
     """Put the chosen variant into the bundle, and record what became of all of them."""
-    metric, record = run.config.evaluate.metric, run.partial("export") / VARIANTS_FILE
-    contest = VariantEvaluation(exporter, run.config, run.partial("export") / "variants", exporter.converters)
+    metric, record = run.config.evaluate.metric, run.partial("export") / choose.VARIANTS_FILE
+    contest = choose.VariantEvaluation(exporter, run.config, run.partial("export") / "variants", exporter.converters)
     shutil.rmtree(contest.folder, ignore_errors=True)
     entries = contest.entries()
-    choice = decide(run.config.export, to_candidates(entries))
-    write_json(record, rows(entries, choice.reasons, choice.name, metric))
-    print("\n".join([*table(entries, choice.name, metric), *explanations(entries, choice.reasons)]), flush=True)
+    choice = choose.decide(run.config.export, choose.to_candidates(entries))
+    write_json(record, choose.rows(entries, choice.reasons, choice.name, metric))
+    lines = [*choose.table(entries, choice.name, metric), *choose.explanations(entries, choice.reasons)]
+    print("\n".join(lines), flush=True)
     if choice.refusal:
         raise StageError(choice.refusal)
     variant = next(entry for entry in entries if entry.name == choice.name)
     variant = replace(variant, rounding=contest.rounding(variant))
-    ship(variant, contest.path)
+    choose.ship(variant, contest.path)
     shutil.rmtree(contest.folder, ignore_errors=True)
     return variant
 
 
 def _seal(
-    run: Run,
-    root: Path,
-    exporter: ModelExporter,
-    report: Report,
-    variant: VariantResult,
-    verdict: Mapping[str, Any],
-    override: Override | None,
+    run: Run, root: Path, exporter: ModelExporter, report: Report, variant: VariantResult, override: Override | None
 ) -> str:
     """Write everything beside model.onnx, open the bundle as a server does, and return its digest."""
     bundle, files = exporter.subject.path.parent, run.output("prepare") / SHARED_FOLDER
@@ -196,10 +180,10 @@ def _seal(
     if override is not None:
         write_override(bundle, override)
     ancestors = _ancestors(run, root, run.output("train") / "model.safetensors", bundle)
-    (bundle / "card.md").write_text(
-        render_card(read_facts(run), signature, ancestors, describe_codec(bundle, signature.codec))
-    )
-    digest = write_manifest(bundle, run.config.name, OVERRIDDEN if override else str(verdict["verdict"]), ancestors)
+    card = render_card(read_facts(run), signature, ancestors, describe_codec(bundle, signature.codec))
+    (bundle / "card.md").write_text(card)
+    verdict = OVERRIDDEN if override else str(run.verdict()["verdict"])
+    digest = write_manifest(bundle, run.config.name, verdict, ancestors)
     write_provenance(bundle, run, signature)
     open_bundle(bundle)
     return digest

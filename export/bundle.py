@@ -24,7 +24,7 @@ from export.subject import ModelExporter, ModelProperties
 from pipeline.contract.codec import FILES, build_codec, codec_class, required_packages, shared_files
 from pipeline.contract.config import Config
 from pipeline.contract.signature import CODEC_FOLDER, FLOATS, Limits, Runtime, Signature, TensorSpec, codec_file
-from pipeline.contract.task import Classifier
+from pipeline.contract.task import Classifier, Task
 from pipeline.system.errors import ConfigError
 from pipeline.system.sources import project_sources, third_party_imports
 
@@ -45,8 +45,7 @@ def fill_bundle(
     codec_type = codec_class(config.codec, sources.root)
     requires = check_requirements(config.codec, sources.root, required_packages(codec_type, config.codec))
     codec_name = _bundled_name(config.codec, sources.root)
-    classes = task.classes if isinstance(task, Classifier) else ()
-    signature = _signature(bundle, config, exporter.complete(properties, sources.files), codec_name, requires, classes)
+    signature = _signature(bundle, config, exporter.complete(properties, sources.files), codec_name, requires, task)
     (bundle / "signature.json").write_text(signature.model_dump_json(indent=2) + "\n")
     _copy_codec(bundle, codec_name, config.codec, sources.root)
     _copy_files(bundle, shared_files(codec_type, config.codec), sources.files)
@@ -66,19 +65,14 @@ def columns_with_nan(profile: Path) -> frozenset[str]:
 
 
 def _signature(
-    bundle: Path,
-    config: Config,
-    properties: ModelProperties,
-    codec: str,
-    requires: tuple[str, ...],
-    classes: Sequence[Any],
+    bundle: Path, config: Config, properties: ModelProperties, codec: str, requires: tuple[str, ...], task: Task
 ) -> Signature:
     inputs, outputs = tensor_specs(bundle / "model.onnx")
     missing = {spec.name for spec in inputs if spec.datatype in FLOATS} & properties.missing
     limits, runtime = (config.serve.model_dump(include=set(kind.model_fields)) for kind in (Limits, Runtime))
     return Signature(
         inputs=tuple(spec.model_copy(update={"allows_missing": spec.name in missing}) for spec in inputs),
-        outputs=_labelled(outputs, classes),
+        outputs=_labelled(outputs, task.classes if isinstance(task, Classifier) else ()),
         codec=codec,
         requires=requires,
         limits=Limits(**limits, axes=properties.axes, shortest=properties.shortest),
@@ -145,9 +139,8 @@ def _pin(reference: str, text: str) -> str:
     try:
         requirement = Requirement(text)
     except InvalidRequirement as error:
-        raise ConfigError(
-            f'{reference}: `requires` has {text!r}; write a package\'s name, as in "tokenizers"'
-        ) from error
+        message = f'{reference}: `requires` has {text!r}; write a package\'s name, as in "tokenizers"'
+        raise ConfigError(message) from error
     name = canonicalize_name(requirement.name)
     if name in _FORBIDDEN:
         raise ConfigError(f"{reference}: `requires` has {name}, which is too large for a service; decode without it")

@@ -100,9 +100,8 @@ def compare(graph: Graph, case: Case, config: Export, scales: Scales | None = No
     for name, expected in case.unpadded(case.expected).items():
         actual = actual_outputs[name]
         if actual.shape != expected.shape:
-            raise StageError(
-                f"at {case.text}, the ONNX file returns `{name}` of shape {actual.shape}, torch {expected.shape}"
-            )
+            shapes = f"`{name}` of shape {actual.shape}, torch {expected.shape}"
+            raise StageError(f"at {case.text}, the ONNX file returns {shapes}")
         close = is_within(actual, expected, allowed_error(expected, config, (scales or {}).get(name)))
         if equal_nan:
             close |= np.isnan(actual) & np.isnan(expected)

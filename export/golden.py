@@ -74,8 +74,7 @@ def choose_samples(test: Samples, inputs: Sequence[str], missing: Sequence[str])
 
     `missing` names the inputs that may have missing numbers.
     """
-    finite: list[int] = []
-    with_nan: list[int] = []
+    finite, with_nan = list[int](), list[int]()
     start, rows = 0, GOLDEN_REQUESTS
     while start < len(test) and (len(finite) < GOLDEN_REQUESTS or (missing and not with_nan)):
         batch = test.batch(range(start, min(start + rows, len(test))))

@@ -37,9 +37,8 @@ def check_mode(model: nn.Module) -> None:
 def check_positions(task: Task, model: nn.Module) -> None:
     """Reject a `longest` beyond the positions the model was configured for."""
     configs = (getattr(module, "config", None) for module in model.modules())
-    maximum = next(
-        (positions for config in configs if isinstance(positions := getattr(config, _POSITIONS, None), int)), None
-    )
+    positions = (getattr(config, _POSITIONS, None) for config in configs)
+    maximum = next((count for count in positions if isinstance(count, int)), None)
     for axis, size in max_axis_sizes(task).items():
         if maximum is not None and size > maximum:
             raise StageError(f"`longest` allows {size} for axis `{axis}`, but the model's configuration ends at {maximum} ({_POSITIONS})")  # fmt: skip  # noqa: E501

@@ -75,16 +75,11 @@ def _kind(facts: Facts, signature: Signature) -> Iterator[str]:
 
 
 def _tensors(signature: Signature) -> Iterator[str]:
-    rows = [
-        (
-            f"`{spec.name}`",
-            direction,
-            f"{spec.datatype}{' or null' * spec.allows_missing}",
-            " × ".join(map(str, spec.shape)),
-        )
-        for direction, specs in (("in", signature.inputs), ("out", signature.outputs))
-        for spec in specs
-    ]
+    rows = []
+    for direction, specs in (("in", signature.inputs), ("out", signature.outputs)):
+        for spec in specs:
+            datatype = f"{spec.datatype}{' or null' * spec.allows_missing}"
+            rows.append((f"`{spec.name}`", direction, datatype, " × ".join(map(str, spec.shape))))
     yield from _table(("tensor", "direction", "datatype", "shape"), rows)
 
 
@@ -99,16 +94,12 @@ def _limits(facts: Facts, signature: Signature) -> Iterator[str]:
         yield "- A language model: it continues prompts of its tokenizer."
     if samples := facts.verdict.get("samples"):
         yield f"- Evaluated on {number(samples)} test samples; nothing is known about other kinds of data."
-    for text in (*(facts.verdict.get("warnings") or ()), *_notes(facts)):
+    notes = (variant.get("note") for variant in facts.variants if variant.get("chosen"))  # on the shipped one
+    for text in (*(facts.verdict.get("warnings") or ()), *map(str, filter(None, notes))):
         yield f"- {_sentence(text)}"
     if other_slices := [slice_ for slice_ in facts.slices if not slice_.get("judged")]:
         names = ", ".join(_cell(slice_.get("slice")) for slice_ in other_slices[:_CLASSES])
         yield f"- Not compared with the baseline by themselves: {names}."
-
-
-def _notes(facts: Facts) -> Iterator[str]:
-    """Yield the notes on the shipped variant."""
-    yield from (str(variant["note"]) for variant in facts.variants if variant.get("chosen") and variant.get("note"))
 
 
 def _evaluation_section(facts: Facts) -> Iterator[str]:
@@ -135,9 +126,8 @@ def _metrics(facts: Facts) -> Iterator[str]:
 
 
 def _slices(facts: Facts) -> Iterator[str]:
-    judged_slices = sorted(
-        (slice_ for slice_ in facts.slices if slice_.get("judged")), key=lambda slice_: bool(slice_.get("passed"))
-    )
+    judged_slices = [slice_ for slice_ in facts.slices if slice_.get("judged")]
+    judged_slices.sort(key=lambda slice_: bool(slice_.get("passed")))
     rows = [
         (
             slice_.get("slice"),
@@ -160,10 +150,8 @@ def _calibration(facts: Facts) -> Iterator[str]:
     if not calibrations:
         return
     names = {"ece": "expected calibration error", "brier": "Brier score"}
-    rows = [
-        (title, *[number(calibration.get(key)) for calibration in calibrations.values()])
-        for key, title in names.items()
-    ]
+    measures = calibrations.values()
+    rows = [(title, *[number(measure.get(key)) for measure in measures]) for key, title in names.items()]
     yield from _table(("lower is better", *calibrations), rows)
 
 
@@ -190,10 +178,8 @@ def _data(facts: Facts) -> Iterator[str]:
         yield from _table(("split", "samples", "fingerprint"), rows)
     if problems := [check for check in facts.checks if check.get("level") not in (None, "ok")]:
         yield ""
-        yield from (
-            f"- {check.get('level')}: {check.get('check')} of {check.get('where')}, {check.get('detail')}"
-            for check in problems
-        )
+        for check in problems:
+            yield f"- {check.get('level')}: {check.get('check')} of {check.get('where')}, {check.get('detail')}"
 
 
 def _lineage(facts: Facts, ancestors: Ancestors) -> Iterator[str]:

@@ -28,7 +28,6 @@ from export.conversion.trace import ExportInput, find_python_length, trace
 from export.subject import ModelExporter
 from pipeline.system.errors import StageError
 from pipeline.system.files import digest_tree
-from pipeline.system.torch_private import tree_flatten, tree_unflatten
 
 FORMATS_FILE, FORMATS_FOLDER = "formats.json", "formats"
 
@@ -114,13 +113,8 @@ def write_saved_model(exporter: ModelExporter, folder: Path) -> tuple[Path, Rows
 
 @torch.no_grad()
 def _run_program(module: nn.Module, source: ExportInput, feeds: Sequence[Arrays]) -> list[Arrays]:
-    results = []
-    spec = tree_flatten(source.arguments)[1]
-    for feed in feeds:
-        tensors = [torch.from_numpy(feed[name]) for name in source.inputs]
-        answers = module(*tree_unflatten(tensors, spec))
-        results.append({name: value.numpy() for name, value in zip(source.outputs, answers, strict=True)})
-    return results
+    answers = (module(*source.nest(feed)) for feed in feeds)
+    return [{name: value.numpy() for name, value in zip(source.outputs, each, strict=True)} for each in answers]
 
 
 TENSORFLOW_PYTHON = "PIPE_TENSORFLOW_PYTHON"  # variable: python of an environment with onnx2tf and tensorflow
@@ -139,15 +133,11 @@ def saved_model_problem(python: str) -> str:
         return f"{' and '.join(missing)} not installed here; {_HOW_TO_INSTALL}" if missing else ""
     if shutil.which(python) is None:
         return f"{TENSORFLOW_PYTHON}={python}: no such program; {_HOW_TO_INSTALL}"
-    check_program = (
-        f"import importlib.util as u, sys; sys.exit(any(u.find_spec(n) is None for n in {_REQUIRED_MODULES}))"
-    )
-    result = subprocess.run([python, "-c", check_program], capture_output=True, check=False, timeout=60)
-    return (
-        ""
-        if result.returncode == 0
-        else f"{' or '.join(_REQUIRED_MODULES)} is not installed for {python}; {_HOW_TO_INSTALL}"
-    )
+    program = f"import importlib.util as u, sys; sys.exit(any(u.find_spec(n) is None for n in {_REQUIRED_MODULES}))"
+    result = subprocess.run([python, "-c", program], capture_output=True, check=False, timeout=60)
+    if result.returncode == 0:
+        return ""
+    return f"{' or '.join(_REQUIRED_MODULES)} is not installed for {python}; {_HOW_TO_INSTALL}"
 
 
 def run_saved_model(

@@ -228,10 +228,8 @@ class App:
     async def _page_counters(self, _request: HttpRequest, _: Route) -> Response:
         if not self.page:
             raise NotFound("/page.json: the page is off (serve.page: false); /metrics has the counters")
-        return json_response(
-            page.counters(await self.requests.metrics.of_service(), ready=self.repository.ready()),
-            headers=((b"cache-control", b"no-store"),),
-        )
+        body = page.counters(await self.requests.metrics.of_service(), ready=self.repository.ready())
+        return json_response(body, headers=((b"cache-control", b"no-store"),))
 
     async def _live(self, _request: HttpRequest, _: Route) -> Response:
         return json_response({"live": True})

@@ -67,17 +67,13 @@ class BundleModel(Model):  # type: ignore[misc]  # kserve ships no types
         decoded = v2.decode_request(request, self.predictor)
         computed = [self.predictor.run(part.arrays, decoded.names) for part in decoded.parts]
         arrays, datatypes = v2.encode_outputs(decoded, computed, self.predictor)
-        outputs = []
+        outputs, binary = [], payload.use_binary_outputs
         for name in (output.name for output in decoded.requested_outputs):
             output = InferOutput(name, list(arrays[name].shape), datatypes[name])
-            output.set_data_from_numpy(arrays[name], binary_data=payload.use_binary_outputs)
+            output.set_data_from_numpy(arrays[name], binary_data=binary)
             outputs.append(output)
         return InferResponse(
-            request.id,
-            self.name,
-            outputs,
-            use_binary_outputs=payload.use_binary_outputs,
-            requested_outputs=payload.request_outputs,
+            request.id, self.name, outputs, use_binary_outputs=binary, requested_outputs=payload.request_outputs
         )
 
 

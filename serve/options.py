@@ -91,54 +91,30 @@ def parse_options(argv: Sequence[str]) -> Options:
         overrides={name: value for name in OPTIONS if (value := take(name)) is not None},
         **given,
     )
-    _check(options)
+    ports = [address.port for address in options.addresses.values()]
+    if len(set(ports)) < len(ports):
+        names = ", ".join(map(str, ports))
+        raise ConfigError(f"ports {names}: --port, --grpc-port, --health-port and --standby must differ")
     return options
 
 
-def _check(options: Options) -> None:
-    ports = [address.port for address in options.addresses.values()]
-    if len(set(ports)) < len(ports):
-        raise ConfigError(
-            f"ports {', '.join(map(str, ports))}: --port, --grpc-port, --health-port and --standby must differ"
-        )
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "python -m serve", description="Serve a bundle over HTTP and gRPC.", allow_abbrev=False
-    )
-    parser.add_argument(
-        "bundles",
-        nargs="+",
-        metavar="[NAME=]BUNDLE",
-        help="bundle directory; several are several models, or versions of one where the name is the same",
-    )
+    description = "Serve a bundle over HTTP and gRPC."
+    parser = argparse.ArgumentParser("python -m serve", description=description, allow_abbrev=False)
+    text = "bundle directory; several are several models, or versions of one where the name is the same"
+    parser.add_argument("bundles", nargs="+", metavar="[NAME=]BUNDLE", help=text)
     parser.add_argument("--name", default="", help="model name in URLs of a single bundle (default: its own)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=_port, default=8080, help="HTTP port (default: %(default)s)")
     parser.add_argument("--grpc-port", type=int, default=0, help="gRPC port; 0: HTTP port plus 1, -1: no gRPC")
-    parser.add_argument(
-        "--health-port",
-        type=_port,
-        metavar="PORT",
-        help="port of /v2/health for probes, answered by a thread of its own, without TLS (default: none)",
-    )
-    parser.add_argument(
-        "--workers",
-        type=_workers,
-        default=1,
-        metavar="N",
-        help="processes that share the ports and the weights; auto: one for each usable core (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--standby",
-        type=_port,
-        metavar="PORT",
-        help="listen on this local port alone until SIGUSR1, then take over the public one",
-    )
-    parser.add_argument(
-        "--check", action="store_true", help="load the bundles, run their golden requests, and exit without listening"
-    )
+    text = "port of /v2/health for probes, answered by a thread of its own, without TLS (default: none)"
+    parser.add_argument("--health-port", type=_port, metavar="PORT", help=text)
+    text = "processes that share the ports and the weights; auto: one for each usable core (default: %(default)s)"
+    parser.add_argument("--workers", type=_workers, default=1, metavar="N", help=text)
+    text = "listen on this local port alone until SIGUSR1, then take over the public one"
+    parser.add_argument("--standby", type=_port, metavar="PORT", help=text)
+    text = "load the bundles, run their golden requests, and exit without listening"
+    parser.add_argument("--check", action="store_true", help=text)
     _add_bundled(parser)
     _add_security(parser)
     _add_rollout(parser)
@@ -159,16 +135,12 @@ def _add_bundled(parser: argparse.ArgumentParser) -> None:
 
 def _add_security(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-keys", type=_absolute, metavar="FILE", help="API keys, one a line; else 401")
-    parser.add_argument(
-        "--tls-certificate", type=_absolute, metavar="FILE", help="PEM; with --tls-key HTTP and gRPC use TLS"
-    )
+    text = "PEM; with --tls-key HTTP and gRPC use TLS"
+    parser.add_argument("--tls-certificate", type=_absolute, metavar="FILE", help=text)
     parser.add_argument("--tls-key", type=_absolute, metavar="FILE", help="PEM; the certificate's private key")
+    text = "public keys; a bundle that none of them signed is refused, at the start and later"
     parser.add_argument(
-        "--require-signature",
-        dest="trust",
-        type=lambda text: Trust(_absolute(text)),
-        metavar="FILE",
-        help="public keys; a bundle that none of them signed is refused, at the start and later",
+        "--require-signature", dest="trust", type=lambda path: Trust(_absolute(path)), metavar="FILE", help=text
     )
     parser.add_argument("--no-page", dest="page", action="store_false", help="no page for browsers at GET /")
 
@@ -184,39 +156,20 @@ def _certificate_pair(certificate: Path | None, key: Path | None) -> Certificate
 def _add_rollout(parser: argparse.ArgumentParser) -> None:
     """Add the options for replacing a bundle while the service runs."""
     share = _with_reason(parse_share)
+    text = "give the last version of a name only this share of the requests, as in 10%%, and the rest to the first"
+    parser.add_argument("--canary", type=share, default=0.0, metavar="SHARE", help=text)
+    text = "send copies of a model's requests to this bundle too and count how its answers differ"
     parser.add_argument(
-        "--canary",
-        type=share,
-        default=0.0,
-        metavar="SHARE",
-        help="give the last version of a name only this share of the requests, as in 10%%, and the rest to the first",
-    )
-    parser.add_argument(
-        "--shadow",
-        dest="shadows",
-        type=_named_bundle,
-        action="append",
-        default=[],
-        metavar="[NAME=]BUNDLE",
-        help="send copies of a model's requests to this bundle too and count how its answers differ",
+        "--shadow", dest="shadows", type=_named_bundle, action="append", default=[], metavar="[NAME=]BUNDLE", help=text
     )
     parser.add_argument("--shadow-share", type=share, default=1.0, metavar="SHARE", help="of requests (default: all)")
 
 
 def _add_logging(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--log-format",
-        choices=("text", "json"),
-        default="text" if sys.stderr.isatty() else "json",
-        help="default: text on a terminal, else JSON lines",
-    )
-    parser.add_argument(
-        "--log-requests",
-        type=_with_reason(parse_share),
-        default=0.0,
-        metavar="SHARE",
-        help="share of the requests that get a log line, from 0 to 1 (default: %(default)s); failures always do",
-    )
+    default, text = "text" if sys.stderr.isatty() else "json", "default: text on a terminal, else JSON lines"
+    parser.add_argument("--log-format", choices=("text", "json"), default=default, help=text)
+    text = "share of the requests that get a log line, from 0 to 1 (default: %(default)s); failures always do"
+    parser.add_argument("--log-requests", type=_with_reason(parse_share), default=0.0, metavar="SHARE", help=text)
 
 
 def _named_bundles(texts: Sequence[str], name: str) -> tuple[NamedBundle, ...]:

@@ -51,21 +51,17 @@ async def read_body(request: BodySource, limit: int, budget: MemoryBudget) -> by
     else:
         body, more = await request.receive()
         if more:
-            body = b"".join([piece async for piece in _counted_pieces(request, body, more, limit, budget)])
+            pieces = []
+            async for piece in _pieces(request, body, more, limit):
+                budget.reserve(request, body_memory(piece))
+                pieces.append(piece)
+            body = b"".join(pieces)
         elif len(body) > limit:
             raise _too_large(limit, more=False)
         elif len(body) > _UNCOUNTED_BYTES:
             budget.reserve(request, body_memory(body))
     request.size = len(body)
     return body
-
-
-async def _counted_pieces(
-    request: BodySource, piece: bytes, more: bool, limit: int, budget: MemoryBudget
-) -> AsyncIterator[bytes]:
-    async for part in _pieces(request, piece, more, limit):
-        budget.reserve(request, body_memory(part))
-        yield part
 
 
 async def _pieces(request: BodySource, piece: bytes, more: bool, limit: int) -> AsyncIterator[bytes]:
@@ -178,10 +174,8 @@ def parse_object(body: bytes | memoryview) -> dict[str, Any]:
 def check_depth(body: bytes | memoryview) -> None:
     """Refuse JSON that is too deep for a parser. Most bodies have few brackets, and only many can be deep."""
     text = bytes(body)  # no copy of what is bytes already
-    if (
-        any(count_up_to(_SHALLOW, text, bracket) > _SHALLOW for bracket in (b"[", b"{"))
-        and json_depth(text) > MAX_DEPTH
-    ):
+    has_many = any(count_up_to(_SHALLOW, text, bracket) > _SHALLOW for bracket in (b"[", b"{"))
+    if has_many and json_depth(text) > MAX_DEPTH:
         raise InvalidPayload(f"body: lists and objects are nested more than {MAX_DEPTH} levels deep")
 
 

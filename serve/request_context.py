@@ -69,9 +69,14 @@ class RequestContext(IncomingRequest):
     queued_at: float
     outputs: asyncio.Future[dict[str, Array]]
 
+    @property
+    def phase_times(self) -> tuple[float, ...]:
+        """Return when each phase began, and when the last ended."""
+        return self.decode_started_at, self.decoded_at, self.run_started_at, self.run_ended_at, self.encoded_at
+
     def phases(self) -> Sequence[tuple[str, float, float]]:
         """Return name, start and end of each phase that began; one without an end was interrupted by a failure."""
-        times = (self.decode_started_at, self.decoded_at, self.run_started_at, self.run_ended_at, self.encoded_at)
+        times = self.phase_times
         return [phase for phase in zip(PHASES, times, times[1:], strict=False) if phase[1]]
 
 

@@ -78,10 +78,8 @@ _PROBED = frozenset({"live", "ready"})  # not model_ready: names of models could
 
 
 def _pattern(path: str) -> re.Pattern[str]:
-    text = re.escape(path).replace(
-        re.escape("{model_name}"), f"(?P<model>{MODEL_NAME})(?:/versions/(?P<version>[0-9A-Za-z]{{1,64}}))?"
-    )
-    return re.compile(text)
+    model = f"(?P<model>{MODEL_NAME})(?:/versions/(?P<version>[0-9A-Za-z]{{1,64}}))?"
+    return re.compile(re.escape(path).replace(re.escape("{model_name}"), model))
 
 
 _FIXED = {path: Route(kind, methods) for kind, (path, methods) in PATHS.items() if "{" not in path}

@@ -116,10 +116,8 @@ def count_differences(agreement: Agreement, current: Arrays, candidate: Arrays, 
         else:
             same = same and bool(np.allclose(actual, expected, rtol=rtol, atol=atol, equal_nan=True))
             _measure_difference(agreement, expected, actual)
-    if same:
-        agreement.same += 1
-    else:
-        agreement.other += 1
+    agreement.same += same
+    agreement.other += not same
 
 
 def _measure_difference(agreement: Agreement, expected: Array, actual: Array) -> None:

@@ -30,7 +30,6 @@ from export.conversion.trace import describe_module, find_python_length, module_
 from export.tolerance import absolute_tolerance
 from pipeline.contract.settings.stages import Export
 from pipeline.system.errors import StageError
-from pipeline.system.torch_private import tree_flatten, tree_unflatten
 
 CPU = ("CPUExecutionProvider",)
 _VALUE_PRESERVING = ("QuantizeLinear", "DequantizeLinear", "Cast", "Identity")  # they change the form, not the values
@@ -88,9 +87,8 @@ class Graph:
         """Return these tensors, computed by a session of the subgraph that produces them."""
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4
-        options.add_session_config_entry(
-            "session.model_external_initializers_file_folder_path", str(self.path.parent.resolve())
-        )
+        folder = str(self.path.parent.resolve())
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
         part = self._subgraph(names)
         inputs = {value.name: feed[value.name] for value in part.graph.input if value.name in feed}
         try:
@@ -115,15 +113,15 @@ class Graph:
         part.functions.extend(self.model.functions)
         part.graph.name = graph.name
         part.graph.node.extend(reversed(nodes))
-        part.graph.input.extend(
-            value for value in graph.input if value.name in names_needed or value.name in self.inputs
-        )
+        names_needed.update(self.inputs)
+        part.graph.input.extend(value for value in graph.input if value.name in names_needed)
         part.graph.initializer.extend(tensor for name, tensor in self.weights.items() if name in names_needed)
         part.graph.output.extend(onnx.ValueInfoProto(name=name) for name in names)  # ONNX Runtime finds their types
         return part
 
 
 Array = np.ndarray[Any, Any]
+Feed = Mapping[str, Array]
 Values = Callable[[Sequence[str]], Mapping[str, Any]]  # the expected tensors, by name
 
 # Operators that compute the same whatever a quantizer or an optimizer calls them.
@@ -150,12 +148,7 @@ class FirstWrong:
 
 
 def find_first_wrong(
-    reference_path: Path,
-    variant_path: Path,
-    feed: Mapping[str, Array],
-    rtol: float,
-    atol: float,
-    providers: Sequence[str] = CPU,
+    reference_path: Path, variant_path: Path, feed: Feed, rtol: float, atol: float, providers: Sequence[str] = CPU
 ) -> FirstWrong | None:
     """Return the node of `variant_path` where the error first exceeds the tolerance; None if no output is wrong.
 
@@ -179,11 +172,8 @@ def find_first_wrong_by_values(
 
 def comparable_tensors(reference: Graph, variant: Graph) -> dict[str, str]:
     """Return the tensors that can be compared: variant → reference, in the variant's order."""
-    pairs = {
-        variant.name_after_dequantization(name): name
-        for name in variant.producer_index
-        if name in reference.producer_index
-    }
+    shared = [name for name in variant.producer_index if name in reference.producer_index]
+    pairs = {variant.name_after_dequantization(name): name for name in shared}
     pairs |= dict(_match_by_order(reference, variant, {name for pair in pairs.items() for name in pair}))
     dynamic = {name for name in pairs if name in variant.input_dependent and pairs[name] in reference.input_dependent}
     return {name: pairs[name] for name in sorted(dynamic, key=lambda name: variant.producer_index[name])}
@@ -195,12 +185,11 @@ def _match_by_order(reference: Graph, variant: Graph, matched: set[str]) -> Iter
     for graph in (variant, reference):
         kinds: dict[str, list[str]] = {}
         for node in graph.nodes:
-            name = graph.name_after_dequantization(node.output[0]) if node.output else ""
-            if (
-                (kind := _KINDS.get(node.op_type))
-                and not matched & {name, node.output[0]}
-                and name in graph.input_dependent
-            ):
+            kind, name = (
+                _KINDS.get(node.op_type),
+                graph.name_after_dequantization(node.output[0]) if node.output else "",
+            )
+            if kind and not matched & {name, node.output[0]} and name in graph.input_dependent:
                 kinds.setdefault(kind, []).append(name)
         sides.append(kinds)
     for kind in sides[0].keys() & sides[1].keys():
@@ -213,13 +202,7 @@ class _Prober:
     """Computes which tensors are wrong, and by how much."""
 
     def __init__(
-        self,
-        variant: Graph,
-        feed: Mapping[str, Array],
-        values: Values,
-        rtol: float,
-        atol: float,
-        providers: Sequence[str],
+        self, variant: Graph, feed: Feed, values: Values, rtol: float, atol: float, providers: Sequence[str]
     ) -> None:
         self.variant, self._values, self._rtol, self._atol = variant, values, rtol, atol
         self._feed = {name: _cast_input(variant, name, array) for name, array in feed.items() if name in variant.inputs}
@@ -245,9 +228,7 @@ def _search(prober: _Prober, points: dict[str, str]) -> FirstWrong | None:
     while suspects := _suspects(graph, points, wrong, right):
         cut = _middle_cut(graph, suspects, wrong)
         cut_errors = prober.errors(points, cut)
-        bad = [name for name in cut if cut_errors[name]]
-        if bad:
-            wrong = bad[0]
+        wrong = next((name for name in cut if cut_errors[name]), wrong)
         for name in cut:
             if cut_errors[name] is None:
                 del points[name]  # it cannot be compared
@@ -309,19 +290,12 @@ def _cast_input(graph: Graph, name: str, array: Array) -> Array:
     return array.astype(onnx.helper.tensor_dtype_to_np_dtype(kind)) if array.dtype.kind == "f" else array
 
 
-Feed = Mapping[str, Array]
-
-
 @dataclass(frozen=True)
 class Step:
     """One operator of the trace, and its output."""
 
     node: Node
     value: Array
-
-    @property
-    def location(self) -> str:
-        return f"{describe_module(self.node)}{source_location(self.node)}"
 
 
 def explain_difference(written: ExportResult, path: Path, feeds: Iterable[Feed], config: Export) -> str:
@@ -339,15 +313,14 @@ def explain_difference(written: ExportResult, path: Path, feeds: Iterable[Feed],
 
 def _explain_for_feed(written: ExportResult, path: Path, feed: Feed, config: Export) -> str:
     steps = record_steps(written, feed)
-    atol = absolute_tolerance(config, [steps[name].value for name in written.source.outputs if name in steps])
-    wrong = find_first_wrong_by_values(
-        {name: step.value for name, step in steps.items()}, path, feed, config.rtol, atol
-    )
+    values = {name: step.value for name, step in steps.items()}
+    atol = absolute_tolerance(config, [values[name] for name in written.source.outputs if name in values])
+    wrong = find_first_wrong_by_values(values, path, feed, config.rtol, atol)
     if wrong is None:
         return _explain_trace(written, steps, feed, config.rtol, atol)
     wrong_node = next(node for node in Graph(path).nodes if wrong.node in (node.name, *node.output))
     step = next((steps[name] for name in wrong_node.output if name in steps), None)
-    return f"{wrong}" + (f", of {step.location}" if step else "")
+    return f"{wrong}" + (f", of {describe_module(step.node)}{source_location(step.node)}" if step else "")
 
 
 @torch.no_grad()
@@ -355,14 +328,12 @@ def record_steps(written: ExportResult, feed: Feed) -> dict[str, Step]:
     """Run the trace and return each step by the name of the file's tensor; outputs by their declared names."""
     assert written.program is not None
     recorder = _Recorder(written.program.module())
-    recorder.run(*_arguments(written, feed))
+    recorder.run(*written.source.nest(feed))
     output = next(node for node in written.program.graph.nodes if node.op == "output")
     names = [node.name for node in output.args[0] if isinstance(node, Node)]
-    declared_names = dict(zip(names, written.source.outputs, strict=False))
+    outputs = zip(names, written.source.outputs, strict=False)
     steps = {written.renamed.get(name, name): step for name, step in recorder.steps.items()}
-    return steps | {
-        declared: recorder.steps[name] for name, declared in declared_names.items() if name in recorder.steps
-    }
+    return steps | {declared: recorder.steps[name] for name, declared in outputs if name in recorder.steps}
 
 
 class _Recorder(Interpreter):
@@ -418,7 +389,7 @@ def _module_outputs(written: ExportResult, feed: Feed) -> dict[str, Array]:
     module: nn.Module = written.source.module
     hooks = [child.register_forward_hook(record(name)) for name, child in module.named_modules()]
     try:
-        module(*_arguments(written, feed))
+        module(*written.source.nest(feed))
     finally:
         for hook in hooks:
             hook.remove()
@@ -437,14 +408,6 @@ def _traced_outputs(steps: Mapping[str, Step]) -> dict[str, Step]:
 def _single_tensor(answer: Any) -> Array | None:
     answer = answer[0] if isinstance(answer, tuple) and len(answer) == 1 else answer
     return _to_array(answer) if isinstance(answer, Tensor) else None
-
-
-def _arguments(written: ExportResult, feed: Feed) -> tuple[Any, ...]:
-    """Return a copy of the feed, nested as the module takes it."""
-    tensors = [torch.from_numpy(np.array(feed[name])) for name in written.source.inputs]
-    spec = tree_flatten(written.source.arguments)[1]
-    arguments: tuple[Any, ...] = tree_unflatten(tensors, spec)
-    return arguments
 
 
 def _to_array(tensor: Tensor) -> Array:

@@ -24,8 +24,7 @@ _RANDOM, _ITEM = torch.Tag.nondeterministic_seeded, torch.ops.aten._local_scalar
 
 def find_nondeterminism(task: Task, model: nn.Module, test: Samples, config: Export) -> str:
     """Return why torch's outputs are not reproducible, or nothing if the same samples give the same numbers."""
-    first = _outputs(task, model, test, range(min(_REPEATED_SAMPLES, len(test))))
-    second = _outputs(task, model, test, range(min(_REPEATED_SAMPLES, len(test))))
+    first, second = (_outputs(task, model, test, range(min(_REPEATED_SAMPLES, len(test)))) for _ in range(2))
     if changed := _quote_names(name for name in first if not np.array_equal(first[name], second[name], equal_nan=True)):
         return (
             f"torch returns different values of {changed} for the same input{_find(task, model, test, _RANDOM)}; "
@@ -51,16 +50,14 @@ def _nan_outputs(task: Task, model: nn.Module, test: Samples) -> str:
 
 def _depends_on_batch(task: Task, model: nn.Module, test: Samples, config: Export, batched: Arrays) -> str:
     single = [_outputs(task, model, test, range(row, row + 1)) for row in range(min(_REPEATED_SAMPLES, len(test)))]
-    changed = [
-        name for name, answer in batched.items() if not _is_close([outputs[name] for outputs in single], answer, config)
-    ]
+    parts = {name: [outputs[name] for outputs in single] for name in batched}
+    changed = [name for name, answer in batched.items() if not _is_close(parts[name], answer, config)]
     if not changed:
         return ""
     return (
         f"torch's {_quote_names(changed)} for a sample depends on the other samples in the batch"
-        f"{_find(task, model, test, _ITEM)}, and a service "
-        "batches requests of different clients; compute nothing along the first axis, and no Python number (as "
-        "by .item()) from the whole batch"
+        f"{_find(task, model, test, _ITEM)}, and a service batches requests of different clients; compute nothing "
+        "along the first axis, and no Python number (as by .item()) from the whole batch"
     )
 
 

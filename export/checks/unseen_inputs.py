@@ -59,7 +59,7 @@ class UnseenInputs:
     def _inputs(self, pool: list[dict[str, Tensor]], left_out: list[str]) -> Iterator[Inputs]:
         for split in _SPLITS:
             yield self._split_inputs(split, pool, left_out)
-        yield self._random_inputs(_join(pool, self.task))
+        yield self._random_inputs({name: [batch[name] for batch in pool] for name in self.task.inputs})
         for vocabulary in self.vocabularies:
             yield self._every_id(vocabulary)
 
@@ -79,11 +79,8 @@ class UnseenInputs:
         for seed in range(_RANDOM_BATCHES):
             batch = self.test.batch([index % len(self.test) for index in range(_BATCH)])
             generator = np.random.default_rng(seed)
-            columns = {
-                name: _draw(name, pool[name], batch[name], self.vocabularies, generator)
-                for name in self.task.inputs
-                if name != MASK
-            }
+            names = [name for name in self.task.inputs if name != MASK]
+            columns = {name: _draw(name, pool[name], batch[name], self.vocabularies, generator) for name in names}
             yield "random inputs of whole ranges", f"batch {_BATCH} of random inputs", {**batch, **columns}
 
     def _every_id(self, vocabulary: Vocabulary) -> Inputs:
@@ -154,12 +151,7 @@ def _open_few(task: Task, split: str) -> Samples:
     if not is_stream(source):
         return open_split(task, split)
     items = [item() if callable(item) else item for item in islice(iter(source), _MAX_STREAMED)]
-    collate = getattr(task, "collate", None)
-    return Samples(split, items, collate)
-
-
-def _join(batches: list[dict[str, Tensor]], task: Task) -> dict[str, list[Tensor]]:
-    return {name: [batch[name] for batch in batches] for name in task.inputs}
+    return Samples(split, items, getattr(task, "collate", None))
 
 
 def _draw(
@@ -171,12 +163,10 @@ def _draw(
     if real.ndim != 2 or None in sizes or is_mixed or real.shape[1] > _MAX_COLUMNS:
         values = np.concatenate([column.numpy().ravel() for column in seen])
         return torch.from_numpy(_draw_range(values, tuple(real.shape), sizes.get(None), generator)).to(real.dtype)
-    columns = [
-        _draw_range(
-            np.concatenate([each[:, index].numpy() for each in seen]), (len(real),), sizes.get(index), generator
-        )
-        for index in range(real.shape[1])
-    ]
+    columns = []
+    for index in range(real.shape[1]):
+        values = np.concatenate([column[:, index].numpy() for column in seen])
+        columns.append(_draw_range(values, (len(real),), sizes.get(index), generator))
     return torch.from_numpy(np.stack(columns, axis=1)).to(real.dtype)
 
 

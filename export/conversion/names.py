@@ -179,8 +179,7 @@ def _size(axis: Axis, sizes: Mapping[str, int]) -> int | None:
     if axis in sizes:
         return sizes[axis]
     try:
-        tree = ast.parse(axis, mode="eval")
-        return _evaluate(tree.body, sizes)
+        return _evaluate(ast.parse(axis, mode="eval").body, sizes)
     except (SyntaxError, KeyError, ZeroDivisionError):
         return None
 

@@ -62,9 +62,8 @@ class Written:
         """Put the plain file in its place; `reason`: why the optimized one is not used."""
         assert self.optimization is not None
         remove_model(path)
-        return replace(
-            self, result=self.restore(), optimization=Optimization(self.optimization.requested, "none", {}, reason)
-        )
+        optimization = Optimization(self.optimization.requested, "none", {}, reason)
+        return replace(self, result=self.restore(), optimization=optimization)
 
 
 def write_optimized(write: Callable[[], ExportResult], path: Path, model: nn.Module, config: Export) -> Written:
@@ -76,11 +75,8 @@ def optimize_file(path: Path, model: nn.Module, config: Export) -> Optimization 
     """Write the optimized file to `path`. Return None if none is requested; the result has the reason for a failure."""
     if config.optimize == "none":
         return None
-    counts_before, plain_folder, optimized_folder = (
-        operators(path),
-        _plain_folder(path),
-        path.parent.parent / f"{path.parent.name}.optimized",
-    )
+    counts_before, plain_folder = operators(path), _plain_folder(path)
+    optimized_folder = path.parent.parent / f"{path.parent.name}.optimized"
     for folder in (plain_folder, optimized_folder):
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
@@ -96,9 +92,7 @@ def optimize_file(path: Path, model: nn.Module, config: Export) -> Optimization 
     finally:
         shutil.rmtree(optimized_folder, ignore_errors=True)
     counts_after = operators(path)
-    fused = {
-        kind: count - counts_before[kind] for kind, count in sorted(counts_after.items()) if kind not in counts_before
-    }
+    fused = {kind: count for kind, count in sorted(counts_after.items()) if kind not in counts_before}
     nodes = (counts_before.total(), counts_after.total())
     return Optimization(config.optimize, config.optimize, fused, nodes=nodes)
 
@@ -143,12 +137,9 @@ def _optimize_by_runtime(path: Path, target: Path, level: str) -> None:
     options.graph_optimization_level = _LEVELS[level]
     options.optimized_model_filepath = str(target)
     if len(_model_files(path)) > 1:
-        options.add_session_config_entry(
-            "session.optimized_model_external_initializers_file_name", f"{target.name}.data"
-        )
-        options.add_session_config_entry(
-            "session.optimized_model_external_initializers_min_size_in_bytes", _INLINE_BYTES
-        )
+        prefix = "session.optimized_model_external_initializers"
+        options.add_session_config_entry(f"{prefix}_file_name", f"{target.name}.data")
+        options.add_session_config_entry(f"{prefix}_min_size_in_bytes", _INLINE_BYTES)
     try:
         onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # ONNX Runtime raises a dozen types without a common base
@@ -191,7 +182,7 @@ def fit_runtime(path: Path) -> str:
     refusal = load_error(path)
     if not _is_version_error(refusal):
         return ""  # other faults have checks of their own
-    versions_before = read_versions(path)
+    before = read_versions(path)
     if "IR version" in refusal:
         lower_ir(path)
     lower_opset(path)
@@ -200,12 +191,8 @@ def fit_runtime(path: Path) -> str:
             f"{path.name}: the ONNX Runtime {onnxruntime.__version__} that will serve it cannot load it: {refusal}; "
             "set export.opset lower, or install a newer onnxruntime"
         )
-    versions_after = read_versions(path)
-    changed = [
-        f"{word} {versions_before[word]} to {versions_after[word]}"
-        for word in versions_before
-        if versions_before[word] != versions_after[word]
-    ]
+    after = read_versions(path)
+    changed = [f"{word} {number} to {after[word]}" for word, number in before.items() if number != after[word]]
     return f"lowered from {', '.join(changed)}, which is what ONNX Runtime {onnxruntime.__version__} loads"
 
 

@@ -97,15 +97,13 @@ def measure_padding(
             part = _cut(actual[name], own.shape, axes.get(name, ()), sides)
             if part is None:
                 shapes = f"{list(own.shape[1:])} for a sample by itself, {list(actual[name].shape[1:])} if padded"
-                why = f"`{name}` is {shapes}"
-                return PaddingEffect(text, dict.fromkeys(text, why))
+                return PaddingEffect(text, dict.fromkeys(text, f"`{name}` is {shapes}"))
             allowed = allowed_error(own, config, measure_scale(actual[name]))
             far = ~(is_within(part, own, allowed) | ((own != own) & (part != part)))  # NaN is equal to NaN here
             differs |= far.reshape(len(far), -1).any(axis=1)
             error = np.where(far, np.abs(own.astype(np.float64) - part.astype(np.float64)), 0.0)
-            of_row = (
-                np.nan_to_num(error, nan=_LARGEST, posinf=_LARGEST).reshape(len(error), -1).max(axis=1, initial=0.0)
-            )
+            error = np.nan_to_num(error, nan=_LARGEST, posinf=_LARGEST)
+            of_row = error.reshape(len(error), -1).max(axis=1, initial=0.0)
             if of_row.max() > largest:
                 largest, worst = float(of_row.max()), f"`{name}` of test sample {indices[int(of_row.argmax())]}"
         count, differing = count + len(indices), differing + int(differs.sum())
@@ -173,11 +171,8 @@ def _cut_samples(task: Task, columns: Mapping[str, Tensor], found: Mapping[str, 
             continue
         for start in range(0, len(indices), _ROWS):
             rows = slice(start, start + _ROWS)
-            yield (
-                indices[rows],
-                {name: column[rows] for name, column in single.items()},
-                {name: column[rows] for name, column in padded.items()},
-            )
+            own, filled = ({name: column[rows] for name, column in side.items()} for side in (single, padded))
+            yield indices[rows], own, filled
 
 
 def _trim(
@@ -237,9 +232,8 @@ def _padding_at_end(arrays: Mapping[str, Array], side: Side) -> Padding | None:
     is_uniform = np.logical_and.reduce([(end == end[:, :1]).all(axis=1) for end in ends])
     counts = Counter(zip(*(end[is_uniform, 0].tolist() for end in ends), strict=True))
     for values, _ in counts.most_common(_CANDIDATES):
-        is_padding = np.logical_and.reduce(
-            [(array == value).all(axis=2) for array, value in zip(ordered.values(), values, strict=True)]
-        )
+        pairs = zip(ordered.values(), values, strict=True)
+        is_padding = np.logical_and.reduce([(array == value).all(axis=2) for array, value in pairs])
         length = is_padding.shape[1]
         runs = np.where(is_padding.all(axis=1), length, (~is_padding[:, ::-1]).argmax(axis=1))
         if len(set(runs.tolist())) > 1 and runs.max() > 1 and (is_padding.sum(axis=1) == runs).all():

@@ -10,12 +10,13 @@ import copy
 import re
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -30,6 +31,8 @@ from pipeline.system.torch_private import (
     operator_schema,
     sizes_without_special_cases,
     tensor_version,
+    tree_flatten,
+    tree_unflatten,
 )
 
 _LIBRARIES = ("/site-packages/", "/dist-packages/", "/torch/", "<frozen")
@@ -44,6 +47,12 @@ class ExportInput:
     inputs: Sequence[str]
     outputs: Sequence[str]
     axes: tuple[Any, ...]  # nested as the arguments are
+
+    def nest(self, feed: Mapping[str, np.ndarray[Any, Any]]) -> tuple[Any, ...]:
+        """Return a copy of the feed, nested as the module takes it."""
+        tensors = [torch.from_numpy(np.array(feed[name])) for name in self.inputs]
+        arguments: tuple[Any, ...] = tree_unflatten(tensors, tree_flatten(self.arguments)[1])
+        return arguments
 
 
 @dataclass(frozen=True)
@@ -229,9 +238,8 @@ def _causal_argument(frames: Sequence[traceback.FrameSummary]) -> str:
         return ""
     if "tgt_is_causal" in callers[0]:
         return "tgt_is_causal"
-    return (
-        "src_is_causal" if any("self.encoder(" in line for line in lines) else "is_causal"
-    )  # nn.Transformer's own name
+    # nn.Transformer has its own name for it.
+    return "src_is_causal" if any("self.encoder(" in line for line in lines) else "is_causal"
 
 
 def _refuse_unknown_operator(error: BaseException) -> None:
@@ -293,7 +301,7 @@ def check_operators(program: torch.export.ExportedProgram) -> None:
             continue
         name = operator_schema(node.target).name.removeprefix("aten::")
         location = f"{describe_module(node)}{source_location(node)}"
-        if ("dropout" in name and _is_on(node)) or ("attention" in name and _has_probability(node, "dropout_p")):
+        if ("dropout" in name and _is_on(node)) or ("attention" in name and _arguments(node).get("dropout_p")):
             raise StageError(
                 f"{location}: dropout stays on in eval mode, so that every answer is another; give it "
                 "training=self.training, or use nn.Dropout"
@@ -317,9 +325,8 @@ def check_state(source: ExportInput) -> None:
     _refuse_call_counter(source, numbers, outputs)
     buffers_after = dict(module.named_buffers())
     changed = [name for name, value in buffers_before.items() if not _is_equal(value, buffers_after.get(name))]
-    changed += [
-        name for name, parameter in module.named_parameters() if tensor_version(parameter) != versions.get(name)
-    ]
+    parameters = module.named_parameters()
+    changed += [name for name, parameter in parameters if tensor_version(parameter) != versions.get(name)]
     if changed:
         raise StageError(
             f"the model changes {', '.join(f'`{module_name(name)}`' for name in changed[:4])} with every call, and a "
@@ -341,10 +348,8 @@ def _refuse_call_counter(source: ExportInput, numbers_before: dict[str, Any], fi
         return
     names = ", ".join(f"`{name}`" for name in changed[:4])
     second_outputs = source.module(*copy.deepcopy(source.arguments))
-    if any(
-        not _is_equal(left, right)
-        for left, right in zip(_tensors(first_outputs), _tensors(second_outputs), strict=True)
-    ):
+    pairs = zip(_tensors(first_outputs), _tensors(second_outputs), strict=True)
+    if any(not _is_equal(first, second) for first, second in pairs):
         raise StageError(
             f"the model counts its calls: {names} changes with each, and the answer with it, while a graph has it as a "
             "constant; count only if self.training, or make it an input"
@@ -370,15 +375,10 @@ def _is_on(node: torch.fx.Node) -> bool:
     return all(arguments[name] for name in _PROBABILITIES if name in arguments)
 
 
-def _has_probability(node: torch.fx.Node, name: str) -> bool:
-    return bool(_arguments(node).get(name))
-
-
 def _arguments(node: torch.fx.Node) -> dict[str, Any]:
     assert isinstance(node.target, OpOverload)
-    names = [argument.name for argument in operator_schema(node.target).arguments]
     defaults = {argument.name: argument.default_value for argument in operator_schema(node.target).arguments}
-    return {**defaults, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return {**defaults, **dict(zip(defaults, node.args, strict=False)), **node.kwargs}
 
 
 def _is_equal(left: Tensor, right: Tensor | None) -> bool:

@@ -17,17 +17,8 @@ from export.checks.fault_search import FirstWrong, find_first_wrong
 from export.conversion.optimize import check_file
 from export.conversion.to_onnx import tensor_specs
 from export.subject import ModelExporter
-from export.variants.judge import (
-    FP16_TOLERANCE,
-    INT8_NOISE,
-    Deviation,
-    MetricResult,
-    OwnMeasure,
-    VariantComparison,
-    budget_faults,
-    evaluate_variant,
-    find_faults,
-)
+from export.variants import judge
+from export.variants.judge import Deviation
 from export.variants.quantize import Converter, VariantInputs
 from export.variants.samples import SampleComparison
 from export.variants.timing import SIZES, Timing, measure_times
@@ -50,20 +41,18 @@ class VariantResult:
     faults: tuple[str, ...] = ()
     note: str = ""  # what a reader should know about how it was built
     deviation: Deviation | None = None  # None: it did not run
-    outcome: MetricResult | None = None
+    outcome: judge.MetricResult | None = None
     timing: Timing | None = None
     first_wrong: FirstWrong | None = None
-    own_measure: OwnMeasure | None = None
+    own_measure: judge.OwnMeasure | None = None
     rounding: float = 0.0  # largest difference expected on other processors
 
     @property
     def bytes(self) -> int:
         """Return the size including external weights; 0 if it could not be built."""
-        return (
-            sum(file.stat().st_size for file in self.path.parent.glob(f"{self.path.name}*"))
-            if self.path.exists()
-            else 0
-        )
+        if not self.path.exists():
+            return 0
+        return sum(file.stat().st_size for file in self.path.parent.glob(f"{self.path.name}*"))
 
 
 @dataclass(frozen=True)
@@ -82,13 +71,12 @@ class VariantEvaluation:
 
     def entries(self) -> list[VariantResult]:
         """Return the results of all variants, fp32 first; a failure is recorded, not raised."""
-        is_only_sized = self.config.export.built_variants == (FP32,) and not set(self.config.export.budget) - {
-            "megabytes"
-        }
+        export = self.config.export
+        is_only_sized = export.built_variants == (FP32,) and not set(export.budget) - {"megabytes"}
         if is_only_sized and not self.exporter.measures_fp32_alone:
             entry = VariantResult(FP32, self.path)
-            return [replace(entry, faults=tuple(budget_faults(self.config.export.budget, entry.bytes, None)))]
-        results = [self._entry(name) for name in self.config.export.built_variants]
+            return [replace(entry, faults=tuple(judge.budget_faults(export.budget, entry.bytes, None)))]
+        results = [self._entry(name) for name in export.built_variants]
         timings = self._measure_times([result for result in results if result.deviation is not None])
         return [self._with_result(replace(result, timing=timings.get(result.name))) for result in results]
 
@@ -108,7 +96,7 @@ class VariantEvaluation:
         return entry.deviation.largest / 4  # one kind of kernel: a few roundings fall otherwise, of all there are
 
     @cached_property
-    def _comparison(self) -> VariantComparison:
+    def _comparison(self) -> judge.VariantComparison:
         return self.exporter.open_variants(self.config)
 
     def _entry(self, name: str) -> VariantResult:
@@ -143,12 +131,12 @@ class VariantEvaluation:
     def _evaluate(self, entry: VariantResult) -> VariantResult:
         export, gate = self.config.export, self.config.evaluate
         answers = self._comparison.answers(entry.path)
-        result = evaluate_variant(gate, answers.sizes)
+        result = judge.evaluate_variant(gate, answers.sizes)
         return replace(
             entry,
             deviation=answers.deviation,
             outcome=result,
-            faults=tuple(find_faults(entry.name, export, gate, result, answers)),
+            faults=tuple(judge.find_faults(entry.name, export, gate, result, answers)),
             own_measure=answers.own_measure,
         )
 
@@ -165,7 +153,7 @@ class VariantEvaluation:
     def _with_result(self, entry: VariantResult) -> VariantResult:
         """Add the cost and, for a variant that failed, its first wrong node."""
         if entry.timing is not None:
-            costs = budget_faults(self.config.export.budget, entry.bytes, entry.timing)
+            costs = judge.budget_faults(self.config.export.budget, entry.bytes, entry.timing)
             entry = replace(entry, faults=(*entry.faults, *costs))
         if not entry.faults or entry.deviation is None or entry.name == FP32:
             return entry
@@ -176,7 +164,7 @@ class VariantEvaluation:
 
     def _first_wrong(self, entry: VariantResult, worst: Deviation) -> FirstWrong | None:
         """Search with the bound of this variant, or with half of its largest error if that is smaller."""
-        bound = FP16_TOLERANCE if entry.name == "fp16" else INT8_NOISE
+        bound = judge.FP16_TOLERANCE if entry.name == "fp16" else judge.INT8_NOISE
         atol = min(bound * max(self._comparison.scale.values(), default=1.0), worst.largest / 2)
         return find_first_wrong(self.path, entry.path, self._comparison.fault_feed(), rtol=0.0, atol=atol)
 
@@ -214,10 +202,6 @@ class Candidate:
     faults: Sequence[str]
     share: Interval | None  # of fp32's time; None if not timed
 
-    @property
-    def passed(self) -> bool:
-        return not self.faults
-
 
 @dataclass(frozen=True)
 class Choice:
@@ -229,24 +213,18 @@ class Choice:
 
 
 def decide(export: Export, contenders: Sequence[Candidate]) -> Choice:
-    passing = [candidate for candidate in contenders if candidate.passed]
-    name = _fastest(passing) if export.choose == FASTEST else _choose_by_name(export, passing)
+    passing = [candidate for candidate in contenders if not candidate.faults]
+    named = export.choose if any(candidate.name == export.choose for candidate in passing) else ""
+    name = _fastest(passing) if export.choose == FASTEST else named
     refusal = "" if name else _refusal(export, contenders, passing)
     return Choice(name, {candidate.name: _reason(export, candidate, name) for candidate in contenders}, refusal)
-
-
-def _choose_by_name(export: Export, passing: Sequence[Candidate]) -> str:
-    return export.choose if export.choose in {candidate.name for candidate in passing} else ""
 
 
 def _fastest(passing: Sequence[Candidate]) -> str:
     """Choose fp32 unless another saves enough time with confidence; among equals, the most exact."""
     by_exactness = sorted(passing, key=lambda candidate: _EXACTNESS.index(candidate.name))
-    faster = [
-        candidate
-        for candidate in by_exactness
-        if candidate.name != "fp32" and candidate.share and candidate.share.high < 1 - MIN_SPEEDUP
-    ]
+    others = [candidate for candidate in by_exactness if candidate.name != FP32]
+    faster = [other for other in others if other.share and other.share.high < 1 - MIN_SPEEDUP]
     if not by_exactness or (by_exactness[0].name == "fp32" and not faster):
         return by_exactness[0].name if by_exactness else ""
     shares = {candidate.name: candidate.share for candidate in faster or by_exactness if candidate.share is not None}
@@ -309,15 +287,8 @@ def table(entries: Sequence[VariantResult], chosen: str, metric: str) -> list[st
     lines: list[tuple[str, ...]] = [("", "variant", metric, "difference", "ms at 1", "ms at 32", "MB")]
     for entry in entries:
         mark = "*" if entry.name == chosen else "x" if entry.faults else ""
-        lines.append(
-            (
-                mark,
-                entry.name,
-                *_metric(entry),
-                *_milliseconds(entry),
-                f"{entry.bytes / 1e6:.3g}" if entry.bytes else "-",
-            )
-        )
+        megabytes = f"{entry.bytes / 1e6:.3g}" if entry.bytes else "-"
+        lines.append((mark, entry.name, *_metric(entry), *_milliseconds(entry), megabytes))
     return align(lines)
 
 
@@ -336,6 +307,16 @@ def _interval(interval: Interval | None) -> str:
 
 def _row(entry: VariantResult, reason: str, chosen: bool, metric: str) -> dict[str, Any]:
     result, timing = entry.outcome, entry.timing
+    times: dict[str, Any] = dict.fromkeys(("p50_ms", "p99_ms", "p50_interval_ms", "p99_interval_ms", "share_of_time"))
+    if timing is not None:
+        p50, p99 = timing.p50_ms.items(), timing.p99_ms.items()
+        times = {
+            "p50_ms": {str(size): _short(interval.estimate) for size, interval in p50},
+            "p99_ms": {str(size): _short(interval.estimate) for size, interval in p99},
+            "p50_interval_ms": {str(size): _rounded_interval(interval) for size, interval in p50},
+            "p99_interval_ms": {str(size): _rounded_interval(interval) for size, interval in p99},
+            "share_of_time": _rounded_interval(timing.share),
+        }
     body: dict[str, Any] = {
         "variant": entry.name,
         "chosen": chosen,
@@ -343,19 +324,7 @@ def _row(entry: VariantResult, reason: str, chosen: bool, metric: str) -> dict[s
         "reason": reason,
         "note": entry.note,
         "bytes": entry.bytes,
-        "p50_ms": None
-        if timing is None
-        else {str(n): _short(interval.estimate) for n, interval in timing.p50_ms.items()},
-        "p99_ms": None
-        if timing is None
-        else {str(n): _short(interval.estimate) for n, interval in timing.p99_ms.items()},
-        "p50_interval_ms": None
-        if timing is None
-        else {str(n): _rounded_interval(interval) for n, interval in timing.p50_ms.items()},
-        "p99_interval_ms": None
-        if timing is None
-        else {str(n): _rounded_interval(interval) for n, interval in timing.p99_ms.items()},
-        "share_of_time": None if timing is None else _rounded_interval(timing.share),
+        **times,
         "metric": None,
         "difference": None,
         "batch_size": None if result is None else result.size,
@@ -377,11 +346,9 @@ def _metric(entry: VariantResult) -> tuple[str, str]:
 
 
 def _milliseconds(entry: VariantResult) -> tuple[str, ...]:
-    return (
-        ("-", "-")
-        if entry.timing is None
-        else tuple(f"{interval.estimate:.3g}" for interval in entry.timing.p50_ms.values())
-    )
+    if entry.timing is None:
+        return "-", "-"
+    return tuple(f"{interval.estimate:.3g}" for interval in entry.timing.p50_ms.values())
 
 
 def _rounded_interval(interval: Interval) -> dict[str, float | None]:

@@ -18,12 +18,11 @@ import onnx
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_dynamic, quantize_static
 from onnxruntime.quantization.shape_inference import quant_pre_process
 from onnxruntime.transformers.float16 import DEFAULT_OP_BLOCK_LIST, convert_float_to_float16
-from torch import Tensor
 
 from export.conversion.names import input_names, name_tensors, nested_graphs, nested_nodes, set_output_axes
 from export.conversion.shapes import untraced_batches
 from export.conversion.to_onnx import save_stripped, tensor_specs
-from pipeline.contract.data import Samples, check_columns, open_split
+from pipeline.contract.data import check_columns, open_split
 from pipeline.contract.signature import NUMPY_TYPES, TensorSpec
 from pipeline.contract.task import HasAxes, Task
 from pipeline.system.errors import DataError, StageError
@@ -47,13 +46,9 @@ def calibration_feeds(task: Task, specs: Sequence[TensorSpec], count: int) -> li
         for spec in specs:
             check_array(spec, feed[spec.name])
         feeds.append(feed)
-    return feeds + [{spec.name: batch[spec.name].numpy() for spec in specs} for batch in _other_shapes(task, samples)]
-
-
-def _other_shapes(task: Task, samples: Samples) -> Iterator[Mapping[str, Tensor]]:
-    """Yield batches of other lengths and paddings: the service gets such requests, so they count for the ranges."""
-    if isinstance(task, HasAxes):
-        yield from (untraced.batch for untraced in untraced_batches(task, samples))
+    # The service gets requests of other lengths and paddings, so they count for the ranges.
+    other_shapes = untraced_batches(task, samples) if isinstance(task, HasAxes) else ()
+    return feeds + [{spec.name: other.batch[spec.name].numpy() for spec in specs} for other in other_shapes]
 
 
 def calibration_indices(samples: int, count: int) -> list[int]:
@@ -92,9 +87,7 @@ _STATIC = (
     *("Conv", "ConvTranspose", "Gemm", "MatMul", "Gather", "Relu", "Clip", "MaxPool", "AveragePool", "Pad", "Split"),
     *("GlobalAveragePool", "Reshape", "Transpose", "Flatten", "Squeeze", "Unsqueeze", "Concat"),
 )
-_RESIDUAL = (
-    "Add",
-)  # beside convolutions; without them it may add a mask, whose lowest float leaves no range for scores
+_RESIDUAL = ("Add",)  # beside convolutions; else it may add a mask, whose lowest float leaves no range for scores
 # Operators that compare or select: what follows from their results does not depend on small errors of activations.
 _DECISIONS = {
     *("Equal", "Less", "Greater", "LessOrEqual", "GreaterOrEqual", "IsNaN"),
@@ -130,9 +123,8 @@ def with_neutral_names(converter: Converter) -> Converter:
             _rename(copy, inputs, outputs)
 
             def calibration() -> Sequence[Feed]:
-                return [
-                    {new: feed[old] for old, new in zip(names, inputs, strict=True)} for feed in material.calibration()
-                ]
+                new_names = dict(zip(names, inputs, strict=True))
+                return [{new: feed[old] for old, new in new_names.items()} for feed in material.calibration()]
 
             note = converter(replace(material, reference=copy, calibration=calibration), path)
         _rename(path, names, output_names, axes={spec.name: spec.shape for spec in specs[1]})
@@ -169,9 +161,8 @@ def fp16(material: VariantInputs, path: Path) -> str:
     _join_casts(half.graph)
     stored = (tensor for graph in nested_graphs(half.graph) for tensor in graph.initializer)
     if not any(tensor.data_type == onnx.TensorProto.FLOAT16 for tensor in stored):
-        raise StageError(
-            f"no operator with weights has a form in fp16 ({', '.join(unsupported)}): there is nothing to convert"
-        )
+        names = ", ".join(unsupported)
+        raise StageError(f"no operator with weights has a form in fp16 ({names}): there is nothing to convert")
     write_variant(half, material, path)
     return f"in fp32, for want of a form in fp16: {', '.join(unsupported)}" if unsupported else ""
 
@@ -217,7 +208,7 @@ def int8_static(material: VariantInputs, path: Path) -> str:
         model = _load_quantized(quantized, "convolution, matrix product or embedding")
         _keep_outputs_in_float(model.graph)
         write_variant(model, material, path)
-    return f"ranges from {sum(_rows(feed) for feed in feeds)} rows of training samples"
+    return f"ranges from {sum(len(next(iter(feed.values()))) for feed in feeds)} rows of training samples"
 
 
 CONVERTERS: dict[str, Converter] = {"fp16": fp16, "int8-dynamic": int8_dynamic, "int8-static": int8_static}
@@ -239,11 +230,8 @@ def _lacks_fp16(node: onnx.NodeProto, versions: Mapping[str, int]) -> bool:
     version = versions.get(node.domain, 1)
     if not onnx.defs.has(node.op_type, version, node.domain):
         return False  # ONNX Runtime's own operator: loading the file is the test
-    types = {
-        name
-        for parameter in onnx.defs.get_schema(node.op_type, version, node.domain).inputs
-        for name in parameter.types
-    }
+    parameters = onnx.defs.get_schema(node.op_type, version, node.domain).inputs
+    types = {name for parameter in parameters for name in parameter.types}
     return "tensor(float)" in types and "tensor(float16)" not in types
 
 
@@ -376,9 +364,7 @@ def _sort_nodes(graph: onnx.GraphProto) -> None:
         stack = [first]
         while stack:
             index = stack[-1]
-            if missing := [
-                input_index for input_index in inputs[index] if input_index not in order and input_index != index
-            ]:
+            if missing := [other for other in inputs[index] if other not in order and other != index]:
                 stack.append(missing[0])
             else:
                 order[stack.pop()] = None
@@ -392,7 +378,3 @@ def float_weights(graph: onnx.GraphProto) -> Iterator[tuple[str, np.ndarray[Any,
     for tensor in (tensor for inner in nested_graphs(graph) for tensor in inner.initializer):
         if tensor.data_type == onnx.TensorProto.FLOAT:
             yield tensor.name, onnx.numpy_helper.to_array(tensor)
-
-
-def _rows(feed: Feed) -> int:
-    return len(next(iter(feed.values())))

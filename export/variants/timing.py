@@ -22,7 +22,7 @@ SIZES = (1, 32)  # instances in a call
 _ROUNDS = 100
 _MIN_ROUNDS = 7  # the range of 6 or more medians contains the true one at 95 %
 _MAX_CALLS = 10  # of one file in a round; rounds must be short, since the machine's speed changes
-_WARM_UP = 3
+_WARM_UP = 3  # calls, which allocate buffers
 
 
 @dataclass(frozen=True)
@@ -41,15 +41,9 @@ def measure_times(
     sessions = {name: _session(path, threads) for name, path in paths.items()}
     seconds_per_size = seconds / len(feeds)
     laps = {size: _measure_rounds(sessions, feed, seconds_per_size) for size, feed in feeds.items()}
-    reference = next(iter(paths))
-    return {
-        name: timing(
-            {size: lap[name] for size, lap in laps.items()},
-            {size: lap[reference] for size, lap in laps.items()},
-            confidence,
-        )
-        for name in paths
-    }
+    rounds = {name: {size: lap[name] for size, lap in laps.items()} for name in paths}
+    reference = rounds[next(iter(paths))]
+    return {name: timing(rounds_by_size, reference, confidence) for name, rounds_by_size in rounds.items()}
 
 
 def timing(rounds_by_size: Mapping[int, Rounds], reference_rounds: Mapping[int, Rounds], confidence: float) -> Timing:
@@ -69,15 +63,10 @@ def time_ratio(
     rounds_by_size: Mapping[int, Rounds], reference_rounds: Mapping[int, Rounds], confidence: float
 ) -> Interval:
     """Return the ratio of the medians of a round, as the geometric mean over the batch sizes."""
-    logs = [
-        np.array(
-            [
-                math.log(np.median(a) / np.median(b))
-                for a, b in zip(rounds_by_size[size], reference_rounds[size], strict=True)
-            ]
-        )
-        for size in rounds_by_size
-    ]
+    logs = []
+    for size, rounds_of_size in rounds_by_size.items():
+        pairs = zip(rounds_of_size, reference_rounds[size], strict=True)
+        logs.append(np.array([math.log(np.median(own) / np.median(reference)) for own, reference in pairs]))
     rounds = min(map(len, logs))
     ratios = np.mean([ratios_of_size[:rounds] for ratios_of_size in logs], axis=0)
     low, high = quantile_bounds(ratios, 0.5, confidence)
@@ -109,22 +98,16 @@ def _binomial(count: int, level: float) -> Array:
 
 def _measure_rounds(sessions: Mapping[str, Any], feed: Feed, seconds: float) -> dict[str, list[Array]]:
     """Measure rounds in which every file runs; the first file of a round rotates."""
-    slowest = max(_warm_up(session, feed) for session in sessions.values())
+    slowest = max(float(_calls(session, feed, _WARM_UP).min()) for session in sessions.values())
     rounds = max(_MIN_ROUNDS, min(_ROUNDS, int(seconds / slowest)))
     calls = max(1, min(_MAX_CALLS, int(seconds / rounds / slowest)))
     names, times = list(sessions), {name: list[Array]() for name in sessions}
     for index in range(rounds):
         start = index % len(names)
         for name in names[start:] + names[:start]:
-            times[name].append(
-                _calls(sessions[name], feed, 1 + calls)[1:]
-            )  # the first call finds caches of the other files
+            # The first call finds caches of the other files.
+            times[name].append(_calls(sessions[name], feed, 1 + calls)[1:])
     return times
-
-
-def _warm_up(session: Any, feed: Feed) -> float:
-    """Return the seconds of a call after buffers are allocated."""
-    return float(_calls(session, feed, _WARM_UP).min())
 
 
 def _calls(session: Any, feed: Feed, count: int) -> Array:

@@ -46,9 +46,8 @@ class Health:
 
     async def check(self, message: Any, _call: Any) -> Any:
         if message.service not in _SERVICES:
-            raise NotFound(
-                f"no service {message.service[:200]!r}; there are {', '.join(_SERVICES[1:])}, and '' for all"
-            )
+            names = ", ".join(_SERVICES[1:])
+            raise NotFound(f"no service {message.service[:200]!r}; there are {names}, and '' for all")
         return self.status(message.service)
 
     def watch(self, stream: MessageStream) -> Watcher:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from pipeline.contract.codec import Part
+from pipeline.contract.codec import Arrays, Part
 from pipeline.contract.signature import NUMPY_TYPES, Signature
 from pipeline.system.errors import InvalidPayload
 from serve.errors import RequestError, TooLarge, Unimplemented
@@ -76,7 +76,7 @@ class Payload:
         self.is_quick = self.is_quick and not v2.has_classes(self._decoded.requested_outputs)
         return self._decoded.parts, self._decoded.names
 
-    def encode(self, predictor: Predictor, outputs: Sequence[Mapping[str, Array]], version: str) -> Any:
+    def encode(self, predictor: Predictor, outputs: Sequence[Arrays], version: str) -> Any:
         answer = v2.encode_outputs(self._decoded, outputs, predictor)
         return render(self._message, version, self._decoded.requested_outputs, *answer)
 
@@ -109,16 +109,12 @@ def _requested_output(output: Any, binary: bool) -> RequestedOutput:
 
 
 def render(
-    message: Any,
-    version: str,
-    requested_outputs: Sequence[RequestedOutput],
-    outputs: Mapping[str, Array],
-    datatypes: Mapping[str, str],
+    message: Any, version: str, requested: Sequence[RequestedOutput], outputs: Arrays, datatypes: Mapping[str, str]
 ) -> Any:
     answer = ModelInferResponse(model_name=message.model_name, model_version=version, id=message.id)
     # Raw and typed outputs cannot be mixed in one answer.
-    raw = any(output.binary or datatypes[output.name] in _RAW_ONLY for output in requested_outputs)
-    for output in requested_outputs:
+    raw = any(output.binary or datatypes[output.name] in _RAW_ONLY for output in requested)
+    for output in requested:
         array, datatype = outputs[output.name], datatypes[output.name]
         tensor = answer.outputs.add(name=output.name, datatype=datatype, shape=array.shape)
         if raw:

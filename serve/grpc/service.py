@@ -315,19 +315,15 @@ class Servicer:
 def _methods(servicer: Servicer, health_service: health.Health) -> dict[str, Method]:
     """Return the methods by path."""
     parse_health = health.HealthCheckRequest.FromString
+    watch = Method("Watch", parse_health, None, needs_key=False, stream=health_service.watch)
     methods = {
-        f"/{open_inference.SERVICE}/{name}": Method(
-            name,
-            open_inference.message_class(f"{name}Request").FromString,
-            getattr(servicer, name),
-            needs_key=name not in OPEN_RPCS,
-        )
-        for name in open_inference.METHODS
+        f"/{health.SERVICE}/Check": Method("Check", parse_health, health_service.check, needs_key=False),
+        f"/{health.SERVICE}/Watch": watch,
     }
-    methods[f"/{health.SERVICE}/Check"] = Method("Check", parse_health, health_service.check, needs_key=False)
-    methods[f"/{health.SERVICE}/Watch"] = Method(
-        "Watch", parse_health, None, needs_key=False, stream=health_service.watch
-    )
+    for name in open_inference.METHODS:
+        parse = open_inference.message_class(f"{name}Request").FromString
+        method = Method(name, parse, getattr(servicer, name), needs_key=name not in OPEN_RPCS)
+        methods[f"/{open_inference.SERVICE}/{name}"] = method
     files = [open_inference.FILE, health.FILE, *reflection.FILES]
     for version in reflection.FILES:
         service = reflection.Reflection(version, files)

@@ -8,7 +8,7 @@ from typing import Any, cast
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 
-from serve.monitoring.metrics import PHASES, Histogram, ModelMetrics, Tokens
+from serve.monitoring.metrics import Histogram, ModelMetrics
 from serve.monitoring.snapshot import Snapshot, VersionSnapshot
 
 _MODEL = ("model", "version")  # labels
@@ -37,20 +37,20 @@ class _Families:
         with_unknown = [*models, (("", ""), snapshot.no_model)]
         yield _requests_family(with_unknown)
         yield _rejected_family(with_unknown)
-        yield _seconds_family(with_unknown)
-        yield _phases_family(models)
+        text = "From a request's head to the last byte of its answer handed to the network."
+        yield _histograms_family("pipe_request_seconds", text, "protocol", with_unknown, "seconds")
+        text = "Phases of requests that were answered: read, wait, run, write; run is that of the whole batch."
+        yield _histograms_family("pipe_phase_seconds", text, "phase", models, "phases")
         yield from _batch_families(models)
         yield from _token_families(versions)
 
 
 def _version_families(versions: Sequence[VersionSnapshot]) -> Iterator[Metric]:
-    bundle = GaugeMetricFamily(
-        "pipe_bundle_info", "The bundle behind each version.", labels=(*_MODEL, "digest", "verdict", "provider")
-    )
+    labels = (*_MODEL, "digest", "verdict", "provider")
+    bundle = GaugeMetricFamily("pipe_bundle_info", "The bundle behind each version.", labels=labels)
     current = GaugeMetricFamily("pipe_version_current", "1 for the version that answers by default.", labels=_MODEL)
-    fell_back = GaugeMetricFamily(
-        "pipe_provider_fell_back", "1 where the requested provider is unavailable.", labels=_MODEL
-    )
+    text = "1 where the requested provider is unavailable."
+    fell_back = GaugeMetricFamily("pipe_provider_fell_back", text, labels=_MODEL)
     batching = GaugeMetricFamily("pipe_batching", "1 where waiting requests are merged into batches.", labels=_MODEL)
     waiting = GaugeMetricFamily("pipe_queue_length", "Requests that wait to be computed.", labels=_MODEL)
     for version in versions:
@@ -66,10 +66,8 @@ def _version_families(versions: Sequence[VersionSnapshot]) -> Iterator[Metric]:
 def _rollout_families(versions: Sequence[VersionSnapshot]) -> Iterator[Metric]:
     """Metrics of new bundles beside the current version: a canary has requests of its own, a shadow gets copies."""
     canary = GaugeMetricFamily("pipe_canary_share", "Share of the requests that a new version gets.", labels=_MODEL)
-    labels = ("model", "digest")
-    shadow = CounterMetricFamily(
-        "pipe_shadow_requests", "Requests copied to a shadow, by its answer.", labels=(*labels, "result")
-    )
+    labels, text = ("model", "digest"), "Requests copied to a shadow, by its answer."
+    shadow = CounterMetricFamily("pipe_shadow_requests", text, labels=(*labels, "result"))
     rows = CounterMetricFamily("pipe_shadow_rows", "Instances both have ranked.", labels=(*labels, "same_class"))
     difference = GaugeMetricFamily("pipe_shadow_max_difference", "Largest difference of a number.", labels=labels)
     for version in versions:
@@ -88,9 +86,8 @@ def _rollout_families(versions: Sequence[VersionSnapshot]) -> Iterator[Metric]:
 
 
 def _requests_family(models: Labelled) -> Metric:
-    family = CounterMetricFamily(
-        "pipe_requests", "Prediction requests, by how they ended.", labels=(*_MODEL, "protocol", "code")
-    )
+    labels = (*_MODEL, "protocol", "code")
+    family = CounterMetricFamily("pipe_requests", "Prediction requests, by how they ended.", labels=labels)
     for model, metrics in models:
         for (protocol, status), count in metrics.requests.items():
             family.add_metric((*model, protocol, status if isinstance(status, str) else str(int(status))), count)
@@ -105,27 +102,11 @@ def _rejected_family(models: Labelled) -> Metric:
     return family
 
 
-def _seconds_family(models: Labelled) -> Metric:
-    family = HistogramMetricFamily(
-        "pipe_request_seconds",
-        "From a request's head to the last byte of its answer handed to the network.",
-        labels=(*_MODEL, "protocol"),
-    )
+def _histograms_family(name: str, text: str, label: str, models: Labelled, attribute: str) -> Metric:
+    family = HistogramMetricFamily(name, text, labels=(*_MODEL, label))
     for model, metrics in models:
-        for protocol, histogram in metrics.seconds.items():
-            _add_histogram(family, (*model, protocol), histogram)
-    return family
-
-
-def _phases_family(models: Labelled) -> Metric:
-    family = HistogramMetricFamily(
-        "pipe_phase_seconds",
-        "Phases of requests that were answered: read, wait, run, write; run is that of the whole batch.",
-        labels=(*_MODEL, "phase"),
-    )
-    for model, metrics in models:
-        for phase in PHASES:
-            _add_histogram(family, (*model, phase), metrics.phases[phase])
+        for value, histogram in getattr(metrics, attribute).items():
+            _add_histogram(family, (*model, value), histogram)
     return family
 
 
@@ -143,19 +124,15 @@ def _batch_families(models: Labelled) -> Iterator[Metric]:
 
 def _token_families(versions: Iterable[VersionSnapshot]) -> Iterator[Metric]:
     """The metrics of language models; nothing where there are none."""
-    models: list[tuple[tuple[str, str], Tokens]] = [
-        ((one.name, one.version), one.tokens) for one in versions if one.tokens is not None
-    ]
+    models = [((one.name, one.version), one.tokens) for one in versions if one.tokens is not None]
     if not models:
         return
     tokens = CounterMetricFamily("pipe_tokens", "Tokens read and written.", labels=(*_MODEL, "direction"))
     texts = GaugeMetricFamily("pipe_sequences", "Texts being written, or waiting to be.", labels=(*_MODEL, "state"))
-    memory = GaugeMetricFamily(
-        "pipe_cache_bytes", "Memory for keys and values: used by texts, and the limit.", labels=(*_MODEL, "kind")
-    )
-    first = HistogramMetricFamily(
-        "pipe_first_token_seconds", "From a request's head to a text's first token.", labels=_MODEL
-    )
+    text = "Memory for keys and values: used by texts, and the limit."
+    memory = GaugeMetricFamily("pipe_cache_bytes", text, labels=(*_MODEL, "kind"))
+    text = "From a request's head to a text's first token."
+    first = HistogramMetricFamily("pipe_first_token_seconds", text, labels=_MODEL)
     between = HistogramMetricFamily("pipe_between_tokens_seconds", "From a text's token to its next.", labels=_MODEL)
     preemptions = CounterMetricFamily("pipe_preemptions", "Texts that had to give their memory back.", labels=_MODEL)
     queries = CounterMetricFamily("pipe_prefix_cache_queries", "Tokens of prompts that were searched.", labels=_MODEL)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from serve.errors import RequestError, as_request_error
@@ -50,25 +51,14 @@ class RequestLog:
     def finish(self, request: RequestContext) -> None:
         """Record a request that has been answered or given up; it is no longer in flight."""
         now = request.ended_at = time.monotonic()
-        failed = is_failure(request.status)
         if request.protocol:
             in_flight.count -= 1
-            phases = (
-                ()
-                if not request.encoded_at
-                else (
-                    request.decoded_at - request.decode_started_at,
-                    request.run_started_at - request.decoded_at,
-                    request.run_ended_at - request.run_started_at,
-                    request.encoded_at - request.run_ended_at,
-                )
-            )
-            self.metrics.of_model(request.model_version).record_request(
-                request.protocol, request.status, now - request.received_at, phases
-            )
+            phases = [end - start for start, end in pairwise(request.phase_times)] if request.encoded_at else ()
+            metrics = self.metrics.of_model(request.model_version)
+            metrics.record_request(request.protocol, request.status, now - request.received_at, phases)
             if self.trace is not None:
                 self.trace(request)
-        if failed:
+        if is_failure(request.status):
             if self._failures.allows():
                 _log_request(request, logging.WARNING)
         elif self.share and random.random() < self.share:

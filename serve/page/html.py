@@ -20,11 +20,8 @@ Child: TypeAlias = "str | int | float | Iterable[Child] | None"
 
 def el(name: str, /, *children: Child, **attributes: object) -> Html:
     """Return an element, as in `el("td", 3, class_="number")`; None is left out, iterables are flattened."""
-    text = "".join(
-        f' {key.rstrip("_").replace("_", "-")}="{html.escape(str(value))}"'
-        for key, value in attributes.items()
-        if value is not None
-    )
+    given = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items() if value is not None}
+    text = "".join(f' {key}="{html.escape(str(value))}"' for key, value in given.items())
     if name in _VOID:
         return Html(f"<{name}{text}>")
     return Html(f"<{name}{text}>{flat(*children)}</{name}>")

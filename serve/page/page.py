@@ -109,15 +109,10 @@ def _header(shown: PageModel) -> Html:
     bundle, session = shown.current.bundle, shown.current.predictor.session
     provider = session.provider.removesuffix("ExecutionProvider")
     state = ("ready", "good") if shown.ready else ("not ready", "bad")
-    verdict = bundle.manifest.verdict
+    verdict, override = bundle.manifest.verdict, str(bundle.override) if bundle.override else None
     facts: list[Child] = [
         el("span", state[0], class_=f"pill {state[1]}", id="state"),
-        el(
-            "span",
-            f"verdict: {verdict}",
-            class_=f"pill {'good' if verdict == 'pass' else 'warn'}",
-            title=str(bundle.override) if bundle.override else None,
-        ),
+        el("span", f"verdict: {verdict}", class_=f"pill {'good' if verdict == 'pass' else 'warn'}", title=override),
         el("span", f"runs on {provider}", class_="pill", title=session.fallback or None),
     ]
     models = None
@@ -174,9 +169,8 @@ def _live_section() -> Html:
 
 def _signature_section(served: ModelVersion) -> Html:
     signature = served.bundle.signature
-    rows = [_tensor_row("in", spec) for spec in signature.inputs] + [
-        _tensor_row("out", spec) for spec in signature.outputs
-    ]
+    rows = [_tensor_row("in", spec) for spec in signature.inputs]
+    rows += [_tensor_row("out", spec) for spec in signature.outputs]
     limits = f"At most {signature.limits.max_batch_size:,} instances and {signature.limits.max_body_bytes:,} bytes per request."  # fmt: skip  # noqa: E501
     return el(
         "section",
@@ -192,20 +186,14 @@ def _tensor_row(direction: str, spec: TensorSpec) -> Sequence[Child]:
 
 
 def _versions_section(shown: PageModel) -> Html:
-    rows: list[Sequence[Child]] = [
-        (
-            one.version,
-            el("code", one.bundle.digest[:12], title=one.bundle.digest),
-            one.bundle.manifest.verdict,
-            _role(one, shown.current),
-        )
-        for one in shown.versions
-    ]
+    rows: list[Sequence[Child]] = []
+    for one in shown.versions:
+        digest = el("code", one.bundle.digest[:12], title=one.bundle.digest)
+        rows.append((one.version, digest, one.bundle.manifest.verdict, _role(one, shown.current)))
     if (mirror := shown.current.shadow) is not None:
         same, others = mirror.agreement.same, mirror.agreement.other + mirror.agreement.failed
-        role = (
-            f"shadow: gets copies of {mirror.share:.0%} of the requests; {same:,} equal answers, {others:,} different"
-        )
+        counted = f"{same:,} equal answers, {others:,} different"
+        role = f"shadow: gets copies of {mirror.share:.0%} of the requests; {counted}"
         rows.append(("–", el("code", mirror.digest[:12], title=mirror.digest), "–", role))
     return el("section", el("h2", "Versions"), table(("version", "bundle", "verdict", "role"), rows))
 
@@ -225,9 +213,8 @@ def _card_section(served: ModelVersion) -> Html | None:
     except OSError as error:  # as for the examples
         log.warning("the page shows no card: %s", error)
         return None
-    return el(
-        "section", el("h2", "Model card"), el("div", render_markdown(text, level=3), class_="card"), class_="about"
-    )
+    card = el("div", render_markdown(text, level=3), class_="card")
+    return el("section", el("h2", "Model card"), card, class_="about")
 
 
 def _footer(shown: PageModel) -> Html:
@@ -265,9 +252,7 @@ def embedded(served: ModelVersion) -> str:
 def form(served: ModelVersion) -> dict[str, Any]:
     """Describe the form: a drawing, fields or JSON for the codec, a prompt for a language model, or raw tensors."""
     fields, instances, tensors = _examples(served)
-    inputs = [
-        {"name": one.name, "datatype": one.datatype, "shape": one.shape} for one in served.bundle.signature.inputs
-    ]
+    inputs = [one.model_dump(include={"name", "datatype", "shape"}) for one in served.bundle.signature.inputs]
     drawing = served.predictor.drawing
     if drawing is not None:
         return {"kind": "drawing", "drawing": drawing.model_dump(), "examples": instances}
@@ -284,13 +269,8 @@ def text_form(generation: Generation) -> dict[str, Any]:
     """Describe the form for a language model: a message if it has a chat template, else the beginning of a text."""
     chat = bool(generation.template)
     path = f"/openai/v1/{'chat/completions' if chat else 'completions'}"
-    return {
-        "kind": "text",
-        "examples": [],
-        "chat": chat,
-        "path": path,
-        "max_tokens": min(64, generation.positions_limit // 2),
-    }
+    tokens = min(64, generation.positions_limit // 2)
+    return {"kind": "text", "examples": [], "chat": chat, "path": path, "max_tokens": tokens}
 
 
 def _examples(served: ModelVersion) -> tuple[dict[str, Any] | None, list[Any], list[Any]]:

@@ -137,10 +137,8 @@ def document(repository: ModelRepository, server_version: str, texts: RouteSchem
 
 def _add_api_key(document: Schema) -> Schema:
     """Require a key for every operation except those for probes."""
-    description = "an API key; the header `x-api-key: KEY` works as well"
-    document["components"]["securitySchemes"] = {
-        "key": {"type": "http", "scheme": "bearer", "description": description}
-    }
+    key = {"type": "http", "scheme": "bearer", "description": "an API key; the header `x-api-key: KEY` works as well"}
+    document["components"]["securitySchemes"] = {"key": key}
     document["security"] = [{"key": []}]
     for path, item in document["paths"].items():
         for method, operation in item.items():
@@ -220,13 +218,13 @@ def _model_operation(kind: str, version: ModelVersion) -> Schema:
     request, answer = _json(_ref(version, f"{what}Request")), _json(_ref(version, f"{what}Answer"))
     if (example := version.examples.get(kind)) is not None:
         request["content"]["application/json"]["example"] = example
-    file = {"schema": {"type": "string", "format": "binary", "description": "one instance"}}
+    binary: Schema = {"type": "string", "format": "binary"}
     if kind == "predict":
+        file = {"schema": {**binary, "description": "one instance"}}
         request["content"] |= dict.fromkeys(version.predictor.media_types, file)
     else:
-        request["content"]["application/octet-stream"] = answer["content"]["application/octet-stream"] = {
-            "schema": {"type": "string", "format": "binary"}
-        }
+        for side in (request, answer):
+            side["content"]["application/octet-stream"] = {"schema": binary}
     responses = _responses(answer, *(code for code in _ERROR_DESCRIPTIONS if code != "401"))
     return {"parameters": _REQUEST_HEADERS[kind], "requestBody": {"required": True, **request}, **responses}
 
@@ -263,12 +261,10 @@ def _error_response(code: str, schema: str = "Error") -> Schema:
 
 def _without_bodies(operation: Schema) -> Schema:
     """Return the responses to HEAD."""
-    responses = operation["responses"].items()
-    return {
-        "responses": {
-            code: {key: response[key] for key in response if key != "content"} for code, response in responses
-        }
-    }
+    responses = {}
+    for code, response in operation["responses"].items():
+        responses[code] = {key: value for key, value in response.items() if key != "content"}
+    return {"responses": responses}
 
 
 def _json(schema: Schema) -> Schema:
@@ -306,26 +302,17 @@ def _openai_schemas(by_kind: Mapping[str, Sequence[str]], schemas: RouteSchemas)
 
 
 def metadata(signature: Signature, name: str) -> Schema:
-    tensors = {
-        "type": "array",
-        "items": object_schema(
-            {
-                "name": TEXT,
-                "datatype": {"enum": list(NUMPY_TYPES)},
-                "shape": {"type": "array", "items": {"type": "integer", "minimum": -1}},
-            }
-        ),
+    shape = {"type": "array", "items": {"type": "integer", "minimum": -1}}
+    tensor = object_schema({"name": TEXT, "datatype": {"enum": list(NUMPY_TYPES)}, "shape": shape})
+    fields = {
+        "name": {"const": name},
+        "versions": {"type": "array", "items": TEXT},
+        "platform": TEXT,
+        "inputs": _array(tensor, (len(signature.inputs), len(signature.inputs))),
+        "outputs": _array(tensor, (len(signature.outputs), len(signature.outputs))),
+        "properties": {"type": "object", "additionalProperties": TEXT},
     }
-    return object_schema(
-        {
-            "name": {"const": name},
-            "versions": {"type": "array", "items": TEXT},
-            "platform": TEXT,
-            "inputs": {**tensors, "minItems": len(signature.inputs), "maxItems": len(signature.inputs)},
-            "outputs": {**tensors, "minItems": len(signature.outputs), "maxItems": len(signature.outputs)},
-            "properties": {"type": "object", "additionalProperties": TEXT},
-        }
-    )
+    return object_schema(fields)
 
 
 def statistics() -> Schema:
@@ -352,9 +339,8 @@ def predict_request(signature: Signature) -> Schema:
         "items": {},
         "description": "instances for the model's codec; the model card and the page at / show an example",
     }
-    return object_schema(
-        {"instances": instances, "signature_name": {"enum": [SIGNATURE_NAME, None]}}, required=["instances"]
-    )
+    fields = {"instances": instances, "signature_name": {"enum": [SIGNATURE_NAME, None]}}
+    return object_schema(fields, required=["instances"])
 
 
 def infer_request(signature: Signature, name: str) -> Schema:
@@ -372,41 +358,23 @@ def infer_request(signature: Signature, name: str) -> Schema:
         "maximum": MAX_CLASSES,
         "description": "number of largest values to return as `value:index[:label]`, 0 for the tensor",
     }
-    output = object_schema(
-        {
-            "name": {"enum": list(signature.output_names)},
-            "parameters": _parameters(binary_data={"type": "boolean"}, classification=classes),
-        },
-        required=["name"],
-    )
-    return object_schema(
-        {
-            "id": {"type": ["string", "null"], "description": "returned in the answer"},
-            "model_name": {"enum": [name, None], "description": "optional; must be the name in the URL"},
-            "parameters": _parameters(
-                binary_data_output={"type": "boolean"}, timeout={"type": "integer", "minimum": 0}
-            ),
-            "inputs": inputs,
-            "outputs": {
-                "type": ["array", "null"],
-                "items": output,
-                "description": "each at most once; empty: all outputs",
-            },
-        },
-        required=["inputs"],
-    )
+    parameters = _parameters(binary_data=_BOOLEAN, classification=classes)
+    output = object_schema({"name": {"enum": list(signature.output_names)}, "parameters": parameters}, ["name"])
+    outputs = {"type": ["array", "null"], "items": output, "description": "each at most once; empty: all outputs"}
+    fields = {
+        "id": {"type": ["string", "null"], "description": "returned in the answer"},
+        "model_name": {"enum": [name, None], "description": "optional; must be the name in the URL"},
+        "parameters": _parameters(binary_data_output=_BOOLEAN, timeout=COUNT),
+        "inputs": inputs,
+        "outputs": outputs,
+    }
+    return object_schema(fields, required=["inputs"])
 
 
 def infer_answer(signature: Signature, name: str, version: str) -> Schema:
-    return object_schema(
-        {
-            "model_name": {"const": name},
-            "model_version": {"const": version},
-            "id": TEXT,
-            "outputs": {"type": "array", "items": {"anyOf": _output_tensors(signature)}},
-        },
-        required=["model_name", "model_version", "outputs"],
-    )
+    outputs = {"type": "array", "items": {"anyOf": _output_tensors(signature)}}
+    fields = {"model_name": {"const": name}, "model_version": {"const": version}, "id": TEXT, "outputs": outputs}
+    return object_schema(fields, required=["model_name", "model_version", "outputs"])
 
 
 def _either(schemas: list[Schema]) -> Schema:
@@ -414,22 +382,16 @@ def _either(schemas: list[Schema]) -> Schema:
 
 
 def _input_tensor(spec: TensorSpec, limits: Limits) -> Schema:
-    return object_schema(
-        {
-            "name": {"const": spec.name},
-            "shape": {
-                "type": "array",
-                "description": format_shape(spec.shape),
-                "minItems": len(spec.shape),
-                "maxItems": len(spec.shape),
-                "prefixItems": [_size(axis, place, limits) for place, axis in enumerate(spec.shape)],
-            },
-            "datatype": {"const": spec.datatype},
-            "parameters": _parameters(),
-            "data": _data(spec, limits),
-        },
-        required=["name", "shape", "datatype", "data"],
-    )
+    sizes = [_size(axis, place, limits) for place, axis in enumerate(spec.shape)]
+    axes = {"type": "array", "description": format_shape(spec.shape)}
+    fields = {
+        "name": {"const": spec.name},
+        "shape": {**axes, "minItems": len(sizes), "maxItems": len(sizes), "prefixItems": sizes},
+        "datatype": {"const": spec.datatype},
+        "parameters": _parameters(),
+        "data": _data(spec, limits),
+    }
+    return object_schema(fields, required=["name", "shape", "datatype", "data"])
 
 
 def _output_tensors(signature: Signature) -> list[Schema]:
@@ -443,13 +405,10 @@ def _output_tensor(spec: TensorSpec) -> Schema:
     if element["type"] == "number":
         element = {"type": ["number", "null"]}  # JSON has no NaN and no infinity
     axes = {"type": "array", "description": format_shape(spec.shape), "items": {"type": "integer", "minimum": 0}}
+    shape = {**axes, "minItems": len(spec.shape), "maxItems": len(spec.shape)}
+    data = {"type": "array", "items": element}
     return object_schema(
-        {
-            "name": {"const": spec.name},
-            "shape": {**axes, "minItems": len(spec.shape), "maxItems": len(spec.shape)},
-            "datatype": {"const": spec.datatype},
-            "data": {"type": "array", "items": element},
-        }
+        {"name": {"const": spec.name}, "shape": shape, "datatype": {"const": spec.datatype}, "data": data}
     )
 
 
@@ -498,9 +457,7 @@ def _element(datatype: str) -> Schema:
         limits = np.iinfo(kind)
         return {"type": "integer", "minimum": int(limits.min), "maximum": int(limits.max)}
     edge = _INFINITE_FROM.get(datatype)
-    return {"type": "number"} if edge is None else {
-        "type": "number", "exclusiveMinimum": -edge, "exclusiveMaximum": edge,
-    }  # fmt: skip
+    return {"type": "number"} | ({} if edge is None else {"exclusiveMinimum": -edge, "exclusiveMaximum": edge})
 
 
 def _nullable_number(element: Schema) -> Schema:
@@ -515,9 +472,8 @@ def _openai_request(parsed_as: type[msgspec.Struct], names: Sequence[str]) -> Sc
     """Return the schema of the class that requests are parsed as; a field that may be left out may be null."""
     (_,), schemas = msgspec.json.schema_components([parsed_as], ref_template="{name}")
     schema: Schema = _with_parts(schemas.pop(parsed_as.__name__), schemas)
-    fields = {
-        name: field if name in schema["required"] else _or_null(field) for name, field in schema["properties"].items()
-    }
+    required, properties = schema["required"], schema["properties"].items()
+    fields = {name: field if name in required else _or_null(field) for name, field in properties}
     fields |= {name: field for name, field in _STRICTER.items() if name in fields}
     fields["model"] = {"anyOf": [{"enum": list(names)}, {"type": "string", "pattern": _VERSIONED_NAME}]}
     fields["user"] = {"description": "ignored, like some other fields of OpenAI"}
@@ -545,9 +501,8 @@ def embedding_answer() -> Schema:
     vector = {"anyOf": [{"type": "array", "items": {"type": ["number", "null"]}}, TEXT]}
     entry = object_schema({"object": {"const": "embedding"}, "index": COUNT, "embedding": vector})
     usage = object_schema({"prompt_tokens": COUNT, "total_tokens": COUNT})
-    return object_schema(
-        {"object": {"const": "list"}, "data": {"type": "array", "items": entry}, "model": TEXT, "usage": usage}
-    )
+    data = {"type": "array", "items": entry}
+    return object_schema({"object": {"const": "list"}, "data": data, "model": TEXT, "usage": usage})
 
 
 def models() -> Schema:
@@ -559,13 +514,9 @@ def model() -> Schema:
 
 
 def error_response() -> Schema:
-    fields = {
-        "message": TEXT,
-        "type": TEXT,
-        "param": {"type": ["string", "null"]},
-        "code": {"type": ["string", "null"]},
-    }
-    return object_schema({"error": object_schema(fields)})
+    optional = {"type": ["string", "null"]}
+    fields = object_schema({"message": TEXT, "type": TEXT, "param": optional, "code": optional})
+    return object_schema({"error": fields})
 
 
 def object_schema(properties: Schema, required: Sequence[str] | None = None) -> Schema:

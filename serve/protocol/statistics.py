@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from serve.model_version import ModelVersion
-from serve.monitoring.metrics import Histogram
 from serve.monitoring.snapshot import Snapshot, VersionSnapshot
 
 # Triton's name of each phase of a request; what decodes and encodes is the codec and the protocol.
@@ -27,7 +26,9 @@ def version_statistics(version: VersionSnapshot) -> dict[str, Any]:
     """
     metrics = version.metrics
     requests, seconds = sum(metrics.requests.values()), sum(one.total for one in metrics.seconds.values())
-    phases = {name: _histogram(metrics.phases[phase]) for name, phase in _PHASES.items()}
+    phases = {name: metrics.phases[phase] for name, phase in _PHASES.items()}
+    batches = [(rows, _duration(*metrics.batch_sizes[rows])) for rows in sorted(metrics.batch_sizes.copy())]
+    none = _duration(0, 0.0)
     return {
         "name": version.name,
         "version": version.version,
@@ -37,24 +38,15 @@ def version_statistics(version: VersionSnapshot) -> dict[str, Any]:
         "inference_stats": {
             "success": _duration(requests - metrics.failed, seconds - metrics.failed_seconds),
             "fail": _duration(metrics.failed, metrics.failed_seconds),
-            **phases,
-            "cache_hit": _duration(0, 0.0),
-            "cache_miss": _duration(0, 0.0),
+            **{name: _duration(phase.count, phase.total) for name, phase in phases.items()},
+            "cache_hit": none,
+            "cache_miss": none,
         },
         "batch_stats": [
-            {
-                "batch_size": rows,
-                "compute_input": _duration(0, 0.0),
-                "compute_infer": _duration(*metrics.batch_sizes[rows]),
-                "compute_output": _duration(0, 0.0),
-            }
-            for rows in sorted(metrics.batch_sizes.copy())
+            {"batch_size": rows, "compute_input": none, "compute_infer": run, "compute_output": none}
+            for rows, run in batches
         ],
     }
-
-
-def _histogram(histogram: Histogram) -> dict[str, int]:
-    return _duration(histogram.count, histogram.total)
 
 
 def _duration(count: int, seconds: float) -> dict[str, int]:

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import orjson
 
-from pipeline.contract.codec import Part
+from pipeline.contract.codec import Arrays, Part
 from pipeline.contract.signature import Signature, TensorSpec
 from pipeline.system.errors import InvalidPayload
 from serve.protocol import v2_json
 from serve.protocol.classification import PARAMETER, classify, parse_classification
-from serve.protocol.tensors import Array, InferRequest, RequestedOutput, Tensor, raw_type, reject_parameters, to_raw
+from serve.protocol.tensors import InferRequest, RequestedOutput, Tensor, raw_type, reject_parameters, to_raw
 from serve.protocol.v2_json import JsonOutput, flag, read_v2_json
 from serve.protocol.validate import format_shape
 from serve.request_context import parse_timeout_parameter
@@ -66,7 +66,7 @@ class Payload:
         self.is_quick = self.is_quick and not has_classes(self._decoded.requested_outputs)
         return self._decoded.parts, self._decoded.names
 
-    def encode(self, predictor: Predictor, outputs: Sequence[Mapping[str, Array]], version: str) -> Answer:
+    def encode(self, predictor: Predictor, outputs: Sequence[Arrays], version: str) -> Answer:
         identity = {"model_name": self._model, "model_version": version, "id": self.request.id}
         return render(identity, self._decoded.requested_outputs, *encode_outputs(self._decoded, outputs, predictor))
 
@@ -107,14 +107,12 @@ def raw_request(body: bytes, signature: Signature) -> InferRequest:
             f"{LENGTH_HEADER}: is 0, so that the body is the model's only input; this model has {len(signature.inputs)}"
         )
     (spec,) = signature.inputs
-    shape: list[int | str] = [
-        1 if place == 0 and isinstance(axis, str) else axis for place, axis in enumerate(spec.shape)
-    ]
+    shape = list(spec.shape)
+    shape[:1] = [1 if isinstance(axis, str) else axis for axis in shape[:1]]
     free = [place for place, axis in enumerate(shape) if isinstance(axis, str)]
     if len(free) > 1:
-        raise InvalidPayload(
-            f"{LENGTH_HEADER}: is 0, but the shape {format_shape(spec.shape)} does not follow from a size"
-        )
+        given = format_shape(spec.shape)
+        raise InvalidPayload(f"{LENGTH_HEADER}: is 0, but the shape {given} does not follow from a size")
     data: Any = memoryview(body)
     count = len(body) // raw_type(spec.datatype).itemsize
     if spec.datatype == "BYTES":  # one element, without its length
@@ -130,14 +128,11 @@ def raw_request(body: bytes, signature: Signature) -> InferRequest:
 
 
 def render(
-    identity: Mapping[str, str],
-    requested_outputs: Sequence[RequestedOutput],
-    outputs: Mapping[str, Array],
-    datatypes: Mapping[str, str],
+    identity: Mapping[str, str], requested: Sequence[RequestedOutput], outputs: Arrays, datatypes: Mapping[str, str]
 ) -> Answer:
     """Return JSON and, after it, raw tensors. NaN and infinity, which JSON does not have, become null."""
     descriptions, raws = [], []
-    for output in requested_outputs:
+    for output in requested:
         array, datatype = outputs[output.name], datatypes[output.name]
         body: dict[str, Any] = {"name": output.name, "shape": array.shape, "datatype": datatype}
         if output.binary:
@@ -177,9 +172,8 @@ def _raw_part(size: Any, rest: memoryview, tensor: Tensor) -> memoryview:
     if tensor.data is not None:
         raise InvalidPayload(f"inputs: {tensor.name}: has both data and binary_data_size")
     if type(size) is not int or not 0 <= size <= len(rest):
-        raise InvalidPayload(
-            f"inputs: {tensor.name}: binary_data_size {repr(size)[:40]} is not within the raw bytes sent"
-        )
+        given = repr(size)[:40]
+        raise InvalidPayload(f"inputs: {tensor.name}: binary_data_size {given} is not within the raw bytes sent")
     return rest[:size]
 
 
@@ -217,18 +211,12 @@ NOT_DECODED = DecodedRequest((), (), ())
 
 def text_signature(signature: Signature, instances: Sequence[Any]) -> Signature | None:
     """Return the signature for string instances; None where the codec's instances are not strings."""
-    if (
-        not instances
-        or not all(isinstance(instance, str) for instance in instances)
-        or INSTANCES in signature.input_specs
-    ):
+    are_texts = bool(instances) and all(isinstance(instance, str) for instance in instances)
+    if not are_texts or INSTANCES in signature.input_specs:
         return None
+    texts, answers = (TensorSpec(name=name, datatype="BYTES", shape=("batch",)) for name in (INSTANCES, PREDICTIONS))
     return Signature(
-        inputs=(TensorSpec(name=INSTANCES, datatype="BYTES", shape=("batch",)),),
-        outputs=(TensorSpec(name=PREDICTIONS, datatype="BYTES", shape=("batch",)),),
-        codec=signature.codec,
-        limits=signature.limits,
-        runtime=signature.runtime,
+        inputs=(texts,), outputs=(answers,), codec=signature.codec, limits=signature.limits, runtime=signature.runtime
     )
 
 
@@ -239,14 +227,13 @@ def decode_request(request: InferRequest, predictor: Predictor) -> DecodedReques
         part = Part((), request.arrays(predictor.signature))
         return DecodedRequest([part], [output.name for output in requested_outputs], requested_outputs)
     texts = request.arrays(text_signature)[INSTANCES].tolist()
-    return DecodedRequest(
-        predictor.decode(texts), predictor.session.output_names, request.requested_outputs(text_signature), len(texts)
-    )
+    parts, requested_outputs = predictor.decode(texts), request.requested_outputs(text_signature)
+    return DecodedRequest(parts, predictor.session.output_names, requested_outputs, len(texts))
 
 
 def encode_outputs(
-    decoded: DecodedRequest, outputs: Sequence[Mapping[str, Array]], predictor: Predictor
-) -> tuple[Mapping[str, Array], Mapping[str, str]]:
+    decoded: DecodedRequest, outputs: Sequence[Arrays], predictor: Predictor
+) -> tuple[Arrays, Mapping[str, str]]:
     """Return the tensors of the answer and their datatypes; predictions that are not strings are written as JSON."""
     if not (count := decoded.text_count):
         arrays, datatypes = outputs[0], predictor.datatypes

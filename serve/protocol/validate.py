@@ -82,9 +82,8 @@ def check_missing(arrays: Mapping[str, Array], signature: Signature) -> None:
     for spec in signature.inputs:
         array = arrays[spec.name]
         if array.dtype.kind == "f" and not spec.allows_missing and np.isnan(array).any():
-            raise InvalidPayload(
-                f"{spec.name}: holds null or NaN, but the model was trained without missing numbers here"
-            )
+            problem = "holds null or NaN, but the model was trained without missing numbers here"
+            raise InvalidPayload(f"{spec.name}: {problem}")
 
 
 def check_shapes(shapes: Mapping[str, Sequence[int]], signature: Signature) -> None:

@@ -310,9 +310,8 @@ def reject_obsolete(item: RequestContext, now: float, done_at: float = -math.inf
         item.outputs.set_exception(ClientDisconnected("the client disconnected before its request was computed"))
         return True
     if now >= item.deadline:
-        item.outputs.set_exception(
-            DeadlineExceeded("the deadline passed while the request waited; it was not computed")
-        )
+        error = DeadlineExceeded("the deadline passed while the request waited; it was not computed")
+        item.outputs.set_exception(error)
         return True
     if done_at > item.deadline:
         item.outputs.set_exception(Busy("the requests before it took so long that its deadline cannot be met"))
@@ -336,9 +335,9 @@ class RunTimeEstimate:
         self._distrusted: dict[int, int] = {}  # runs until a size is trusted again
         self._cpu_timed: dict[int, int] = {}  # runs of a quick size whose CPU time is still to be read
         self._total_seconds = self._total_rows = 0.0  # exponentially weighted
-        # Rows and start of the batch before, if requests waited behind it.
+        # Rows and start of the batch before, if requests waited behind it:
         self._previous: tuple[int, float] | None = None
-        # Between starts of batches while requests waited, exponentially weighted.
+        # Between starts of batches while requests waited, exponentially weighted:
         self._queue_seconds = self._queue_rows = 0.0
 
     def needs_cpu_time(self, size: int) -> bool:

@@ -17,18 +17,7 @@ _METADATA_ONLY = ("Shape", "Size")  # they read the size of a tensor, not its va
 _INTEGERS = ("int64", "int32", "bool")
 _MAX_SHAPE_ELEMENTS = 64  # a larger tensor is not taken for the axes of a shape
 # Operators with which exporters compute shapes; accepted of nodes that did not run.
-_SHAPE_ARITHMETIC = (
-    "Shape",
-    "Size",
-    "Constant",
-    "Identity",
-    "Gather",
-    "Slice",
-    "Concat",
-    "Squeeze",
-    "Unsqueeze",
-    "Cast",
-)
+_OF_SHAPES = (*_METADATA_ONLY, "Constant", "Identity", "Gather", "Slice", "Concat", "Squeeze", "Unsqueeze", "Cast")
 _MAX_LISTED = 5  # nodes in a message
 
 
@@ -106,7 +95,7 @@ def misplaced_nodes(nodes: Iterable[Node], ran: Sequence[Kernel], *providers: st
     wrong = {kernel.node: None for kernel in foreign if not _is_shape_arithmetic(kernel)}
     seen = {kernel.node.name for kernel in foreign} | {kernel.node.op for kernel in foreign}
     for node in nodes:  # in a branch that did not run, or removed by an optimization
-        accepted = (node.name or node.op) in seen or node.op in _SHAPE_ARITHMETIC
+        accepted = (node.name or node.op) in seen or node.op in _OF_SHAPES
         if node.provider not in providers and not accepted:
             wrong[node] = None
     return list(wrong)

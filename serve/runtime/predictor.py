@@ -11,18 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pipeline.contract import codec
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.codec import (
-    Codec,
-    Encode,
-    Part,
-    embedding_sizes,
-    encode_method,
-    in_order,
-    join_equal_shapes,
-    load_bundled_codec,
-    media_types,
-)
+from pipeline.contract.codec import Part
 from pipeline.contract.signature import Drawing, codec_drawing
 from pipeline.system.errors import BundleError, InvalidPayload
 from serve.protocol.validate import check_arrays, check_missing
@@ -56,18 +47,18 @@ class Predictor:
         self.datatypes = {spec.name: spec.datatype for spec in bundle.signature.outputs}
         _check_installed(bundle)
         reference = bundle.signature.codec
-        self._codec: Codec | None = None  # optional for language models, which have a tokenizer
-        self._encode: Encode | None = None
+        self._codec: codec.Codec | None = None  # optional for language models, which have a tokenizer
+        self._encode: codec.Encode | None = None
         self.drawing: Drawing | None = None
         self.embedding_sizes: tuple[int, ...] | None = None  # None: it embeds no texts
         self.media_types: tuple[str, ...] = ()  # of files that are an instance
         if bundle.signature.codec:
             with no_bytecode():
-                self._codec = load_bundled_codec(bundle.path, bundle.signature, f"_codec_{bundle.digest}")
-            self._encode = encode_method(self._codec, reference)
+                self._codec = codec.load_bundled_codec(bundle.path, bundle.signature, f"_codec_{bundle.digest}")
+            self._encode = codec.encode_method(self._codec, reference)
             self.drawing = codec_drawing(self._codec, reference)
-            self.embedding_sizes = embedding_sizes(self._codec, reference)
-            self.media_types = media_types(self._codec, reference)
+            self.embedding_sizes = codec.embedding_sizes(self._codec, reference)
+            self.media_types = codec.media_types(self._codec, reference)
         self.language_model: TextModel | None = None
         self.text_signature: Signature | None = None  # for V2 and gRPC, where the codec's instances are strings
 
@@ -86,7 +77,7 @@ class Predictor:
             self._encode_part(computed, part.arrays, len(part.positions))
             for computed, part in zip(outputs, parts, strict=True)
         ]
-        return predictions[0] if len(parts) == 1 else in_order(parts, predictions)
+        return predictions[0] if len(parts) == 1 else codec.in_order(parts, predictions)
 
     def _encode_part(self, outputs: Mapping[str, Array], inputs: Mapping[str, Array], count: int) -> Sequence[Any]:
         assert self._encode is not None, "decoding has checked this"
@@ -109,7 +100,7 @@ class Predictor:
         if len(instances) > (most := self.signature.limits.max_batch_size):
             raise InvalidPayload(f"instances: {len(instances)} in one request exceed the limit of {most}")
         if self.signature.separate_lengths and len(instances) > 1:
-            return join_equal_shapes([self._decode_part([instance]) for instance in instances])
+            return codec.join_equal_shapes([self._decode_part([instance]) for instance in instances])
         return [Part(range(len(instances)), self._decode_part(instances))]
 
     def _decode_part(self, instances: list[Any]) -> Mapping[str, Array]:
@@ -135,10 +126,8 @@ def _check_installed(bundle: Bundle) -> None:
         try:
             metadata.version(requirement.partition("==")[0])
         except metadata.PackageNotFoundError:
-            raise BundleError(
-                f"{bundle.path}: its codec needs {requirement}, which is not installed; "
-                f"to fix it: pip install {requirement}"
-            ) from None
+            fix = f"to fix it: pip install {requirement}"
+            raise BundleError(f"{bundle.path}: its codec needs {requirement}, which is not installed; {fix}") from None
 
 
 @contextlib.contextmanager

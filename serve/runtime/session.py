@@ -85,9 +85,8 @@ class Session:
             values = self._call(self._compute, names, inputs)
         except InvalidArgument as error:  # names, types and shapes were validated, so the client's values are the cause
             _, _, reason = str(error).partition("Status Message: ")
-            raise InvalidPayload(
-                f"inputs: the model cannot compute with these values: {reason or 'rejected'}"
-            ) from error
+            text = f"inputs: the model cannot compute with these values: {reason or 'rejected'}"
+            raise InvalidPayload(text) from error
         return dict(zip(names, values, strict=True))
 
     def _call(self, function: Callable[..., T], *arguments: Any) -> T:
@@ -119,9 +118,8 @@ class Session:
         session._run_options, session._graphs = graph_options(-1), CudaGraphs(session._session, self._device)
         names = [node.name for node in session._session.get_outputs()]
         for batch in batches:
-            outputs = session._call(
-                run_bound, session._session, names, batch, self._device, self._pinned, session._run_options
-            )
+            arguments = (session._session, names, batch, self._device, self._pinned, session._run_options)
+            outputs = session._call(run_bound, *arguments)
             session._call(session._graphs.capture, batch, outputs)
         return session
 

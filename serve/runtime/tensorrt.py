@@ -33,9 +33,8 @@ def tensorrt_problem(available: Sequence[str]) -> str:
             _load_library(name)
         except OSError as error:
             cuda, major = onnxruntime.cuda_version.partition(".")[0], name.rpartition(".")[2]
-            return (
-                f"no {name} ({error}), which is in the package tensorrt-cu{cuda}-libs=={major}.* or in LD_LIBRARY_PATH"
-            )
+            package = f"tensorrt-cu{cuda}-libs=={major}.*"
+            return f"no {name} ({error}), which is in the package {package} or in LD_LIBRARY_PATH"
     return ""
 
 
