@@ -185,10 +185,8 @@ def _match_by_order(reference: Graph, variant: Graph, matched: set[str]) -> Iter
     for graph in (variant, reference):
         kinds: dict[str, list[str]] = {}
         for node in graph.nodes:
-            kind, name = (
-                _KINDS.get(node.op_type),
-                graph.name_after_dequantization(node.output[0]) if node.output else "",
-            )
+            kind = _KINDS.get(node.op_type)
+            name = graph.name_after_dequantization(node.output[0]) if node.output else ""
             if kind and not matched & {name, node.output[0]} and name in graph.input_dependent:
                 kinds.setdefault(kind, []).append(name)
         sides.append(kinds)

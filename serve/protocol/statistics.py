@@ -28,7 +28,7 @@ def version_statistics(version: VersionSnapshot) -> dict[str, Any]:
     requests, seconds = sum(metrics.requests.values()), sum(one.total for one in metrics.seconds.values())
     phases = {name: metrics.phases[phase] for name, phase in _PHASES.items()}
     batches = [(rows, _duration(*metrics.batch_sizes[rows])) for rows in sorted(metrics.batch_sizes.copy())]
-    none = _duration(0, 0.0)
+    zero = _duration(0, 0.0)
     return {
         "name": version.name,
         "version": version.version,
@@ -39,11 +39,11 @@ def version_statistics(version: VersionSnapshot) -> dict[str, Any]:
             "success": _duration(requests - metrics.failed, seconds - metrics.failed_seconds),
             "fail": _duration(metrics.failed, metrics.failed_seconds),
             **{name: _duration(phase.count, phase.total) for name, phase in phases.items()},
-            "cache_hit": none,
-            "cache_miss": none,
+            "cache_hit": zero,
+            "cache_miss": zero,
         },
         "batch_stats": [
-            {"batch_size": rows, "compute_input": none, "compute_infer": run, "compute_output": none}
+            {"batch_size": rows, "compute_input": zero, "compute_infer": run, "compute_output": zero}
             for rows, run in batches
         ],
     }
