@@ -24,7 +24,7 @@ from export.subject import ModelExporter, ModelProperties
 from pipeline.contract.codec import FILES, build_codec, codec_class, required_packages, shared_files
 from pipeline.contract.config import Config
 from pipeline.contract.signature import CODEC_FOLDER, FLOATS, Limits, Runtime, Signature, TensorSpec, codec_file
-from pipeline.contract.task import Classifier, Task
+from pipeline.contract.task import Classifier
 from pipeline.system.errors import ConfigError
 from pipeline.system.sources import project_sources, third_party_imports
 
@@ -45,7 +45,8 @@ def fill_bundle(
     codec_type = codec_class(config.codec, sources.root)
     requires = check_requirements(config.codec, sources.root, required_packages(codec_type, config.codec))
     codec_name = _bundled_name(config.codec, sources.root)
-    signature = _signature(bundle, config, exporter.complete(properties, sources.files), codec_name, requires, task)
+    classes = task.classes if isinstance(task, Classifier) else ()
+    signature = _signature(bundle, config, exporter.complete(properties, sources.files), codec_name, requires, classes)
     (bundle / "signature.json").write_text(signature.model_dump_json(indent=2) + "\n")
     _copy_codec(bundle, codec_name, config.codec, sources.root)
     _copy_files(bundle, shared_files(codec_type, config.codec), sources.files)
@@ -65,14 +66,19 @@ def columns_with_nan(profile: Path) -> frozenset[str]:
 
 
 def _signature(
-    bundle: Path, config: Config, properties: ModelProperties, codec: str, requires: tuple[str, ...], task: Task
+    bundle: Path,
+    config: Config,
+    properties: ModelProperties,
+    codec: str,
+    requires: tuple[str, ...],
+    classes: Sequence[Any],
 ) -> Signature:
     inputs, outputs = tensor_specs(bundle / "model.onnx")
     missing = {spec.name for spec in inputs if spec.datatype in FLOATS} & properties.missing
     limits, runtime = (config.serve.model_dump(include=set(kind.model_fields)) for kind in (Limits, Runtime))
     return Signature(
         inputs=tuple(spec.model_copy(update={"allows_missing": spec.name in missing}) for spec in inputs),
-        outputs=_labelled(outputs, task.classes if isinstance(task, Classifier) else ()),
+        outputs=_labelled(outputs, classes),
         codec=codec,
         requires=requires,
         limits=Limits(**limits, axes=properties.axes, shortest=properties.shortest),
