@@ -181,10 +181,7 @@ def _coverage(setting: Setting, trials: int) -> Coverage | None:
     return simulated_coverage(draw_ndcg(strengths, correlation), setting.samples, -margin, trials, seed)
 
 
-_TAILS: dict[str, Callable[[Floats], Floats]] = {
-    "MAE": np.abs,
-    "MAE, long tails": lambda errors: np.exp(errors),
-}
+_TAILS: dict[str, Callable[[Floats], Floats]] = {"MAE": np.abs, "MAE, long tails": lambda errors: np.exp(errors)}
 METRICS = ("accuracy", "AUC", "NDCG", *_TAILS)
 
 

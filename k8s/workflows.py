@@ -269,11 +269,7 @@ def _kfp_platform(pod: Object, config: Config) -> Object:
         ],
         "imagePullPolicy": "IfNotPresent",
         "pvcMount": [
-            {
-                "constant": claim,
-                "mountPath": RUNS_FOLDER,
-                "pvcNameParameter": {"runtimeValue": {"constant": claim}},
-            }
+            {"constant": claim, "mountPath": RUNS_FOLDER, "pvcNameParameter": {"runtimeValue": {"constant": claim}}}
         ],
         "securityContext": {
             field: pod["securityContext"][field] for field in ("runAsUser", "runAsGroup", "runAsNonRoot")

@@ -188,12 +188,7 @@ def complete(data: bytes) -> bool:
 
 
 async def arrive(
-    url: str,
-    body: bytes,
-    headers: Mapping[str, str],
-    rate: float,
-    seconds: float,
-    deadline_seconds: float = math.inf,
+    url: str, body: bytes, headers: Mapping[str, str], rate: float, seconds: float, deadline_seconds: float = math.inf
 ) -> dict[str, Any]:
     """Send requests at a fixed rate; return the fields of `Arrived`."""
     target = urlsplit(url)

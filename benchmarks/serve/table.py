@@ -36,13 +36,7 @@ def baseline(rows: Sequence[Row], row: Row) -> float | None:
 
 def starts(measured_starts: Sequence[Start]) -> str:
     lines = [
-        [
-            start.workload,
-            start.contender,
-            f"{start.seconds:.2f}",
-            f"{start.cpu_seconds:.2f}",
-            f"{start.memory_mb:.0f}",
-        ]
+        [start.workload, start.contender, f"{start.seconds:.2f}", f"{start.cpu_seconds:.2f}", f"{start.memory_mb:.0f}"]
         for start in measured_starts
     ]
     return _table(["model", "service", "s to the first answer", "CPU s", "MB"], lines)

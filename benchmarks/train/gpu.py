@@ -57,11 +57,7 @@ ROWS = (
     row_with(recompute="blocks"),
     row_with(deterministic=True),
 )
-GPT2_ROWS = (
-    *ROWS,
-    Row("loss from whole logits", net="gpt2_whole_logits"),
-    Row("AdamW not fused", net="gpt2_foreach"),
-)
+GPT2_ROWS = (*ROWS, Row("loss from whole logits", net="gpt2_whole_logits"), Row("AdamW not fused", net="gpt2_foreach"))
 # Not compiled: the compiler chooses the memory format of convolutions itself.
 RESNET_ROWS = (
     row_with(compile=False),

@@ -70,10 +70,7 @@ class Digits:
 
     def metrics(self, outputs: Tensor, batch: dict[str, Tensor]) -> dict[str, Tensor]:
         log_probability = functional.log_softmax(outputs, dim=1).gather(1, batch["label"][:, None])[:, 0]
-        return {
-            "accuracy": (self.predicted(outputs) == batch["label"]).float(),
-            "log_likelihood": log_probability,
-        }
+        return {"accuracy": (self.predicted(outputs) == batch["label"]).float(), "log_likelihood": log_probability}
 
     def predicted(self, outputs: Tensor) -> Tensor:
         return outputs.argmax(dim=1)

@@ -18,20 +18,8 @@ from export.variants.timing import Timing
 from pipeline.contract.settings.stages import Cost, Evaluate, Export
 from pipeline.contract.task import Classifier, Task
 from pipeline.statistics.intervals import Interval
-from pipeline.statistics.metrics import (
-    Metric,
-    calibration_metrics,
-    compute_metrics,
-    lower_is_better,
-)
-from pipeline.statistics.scores import (
-    ACTUAL,
-    BASELINE,
-    CANDIDATE,
-    LEVELS,
-    QUERY,
-    Columns,
-)
+from pipeline.statistics.metrics import Metric, calibration_metrics, compute_metrics, lower_is_better
+from pipeline.statistics.scores import ACTUAL, BASELINE, CANDIDATE, LEVELS, QUERY, Columns
 from pipeline.system.errors import StageError
 
 Array = np.ndarray[Any, Any]

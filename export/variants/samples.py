@@ -16,14 +16,7 @@ from export.checks.parity import graph_outputs
 from export.compare import Arrays, Attempts, Graph
 from export.conversion.to_onnx import tensor_specs
 from export.sessions import open_graph, run
-from export.variants.judge import (
-    Answers,
-    BatchSizeResult,
-    Deviation,
-    compare_scores,
-    measure_deviation,
-    output_scale,
-)
+from export.variants.judge import Answers, BatchSizeResult, Deviation, compare_scores, measure_deviation, output_scale
 from export.variants.quantize import calibration_feeds
 from pipeline.contract.data import Samples, as_task_outputs
 from pipeline.contract.task import Batch, HasAxes, Task

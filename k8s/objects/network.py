@@ -26,11 +26,7 @@ _SECRET_FILES = {"api_keys": "api-keys", "tls_certificate": "tls.crt", "tls_key"
 
 def components(deploy: Deploy) -> list[str]:
     """Return the kustomize components of k8s/manifests/serve that the configuration needs."""
-    settings = {
-        "in-flight": deploy.target_concurrency,
-        "ingress": deploy.ingress_class,
-        "httproute": deploy.gateway,
-    }
+    settings = {"in-flight": deploy.target_concurrency, "ingress": deploy.ingress_class, "httproute": deploy.gateway}
     return [component for component, setting in settings.items() if setting]
 
 

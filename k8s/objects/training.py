@@ -293,10 +293,7 @@ def set_node_placement(
     if gpus:
         container["resources"].setdefault("limits", {})[GPU_RESOURCE] = str(gpus)
     pod["nodeSelector"] = {**pod.get("nodeSelector", {}), **placement.node_selector}
-    pod["tolerations"] = [
-        *pod.get("tolerations", []),
-        *(parse_toleration(text) for text in placement.tolerations),
-    ]
+    pod["tolerations"] = [*pod.get("tolerations", []), *(parse_toleration(text) for text in placement.tolerations)]
     if image_pull_secret:
         pod["imagePullSecrets"] = [{"name": image_pull_secret}]
     for field in ("nodeSelector", "tolerations"):

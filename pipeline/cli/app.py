@@ -101,9 +101,7 @@ def _folder_of(context: typer.Context) -> Path:
 RunName = Annotated[
     str,
     typer.Argument(
-        metavar="[RUN]",
-        help="Run id, the beginning of one, its path, or `latest`.",
-        autocompletion=complete_runs,
+        metavar="[RUN]", help="Run id, the beginning of one, its path, or `latest`.", autocompletion=complete_runs
     ),
 ]
 Overrides = Annotated[
@@ -127,10 +125,7 @@ def global_options(
     folder: Annotated[
         Path,
         typer.Option(
-            "-C",
-            "--project",
-            metavar="DIR",
-            help="Project folder, the current one by default; accepted anywhere.",
+            "-C", "--project", metavar="DIR", help="Project folder, the current one by default; accepted anywhere."
         ),
     ] = Path(),
     version: Annotated[  # noqa: ARG001 - the callback prints it

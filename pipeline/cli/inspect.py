@@ -199,8 +199,7 @@ def _print_log(run: Run, step: str, path: Path, follow: bool, output: Output) ->
 def compare(
     context: typer.Context,
     names: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[RUN…]", help="Runs; by default the newest ones."),
+        list[str] | None, typer.Argument(metavar="[RUN…]", help="Runs; by default the newest ones.")
     ] = None,
     output: OutputOption = Output.text,
 ) -> None:

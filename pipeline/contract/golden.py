@@ -42,12 +42,9 @@ class Golden:
             allow_pickle=False,
             **{name: _without_objects(array) for name, array in arrays.items()},
         )
-        body = {
-            "rtol": self.rtol,
-            "atol": self.atol,
-            "instances": self.instances,
-            "predictions": self.predictions,
-        } | ({"generated": self.generated} if self.generated else {})
+        body = {"rtol": self.rtol, "atol": self.atol, "instances": self.instances, "predictions": self.predictions} | (
+            {"generated": self.generated} if self.generated else {}
+        )
         write_json(directory / "golden.json", body)
 
     @classmethod

@@ -39,11 +39,7 @@ _REJECTS = "the model's chat template rejects them: "
 _USER = {"role": "user", "content": "hello"}
 _ANSWER = {"role": "assistant", "content": "hello"}
 # What clients send. A template may refuse some of these, such as one that needs a system message.
-_TRIALS: tuple[Messages, ...] = (
-    [_USER],
-    [{"role": "system", "content": "be brief"}, _USER],
-    [_USER, _ANSWER, _USER],
-)
+_TRIALS: tuple[Messages, ...] = ([_USER], [{"role": "system", "content": "be brief"}, _USER], [_USER, _ANSWER, _USER])
 
 
 class ChatTemplate:

@@ -539,7 +539,7 @@ def shortest_sizes(task: Task) -> dict[str, int]:
 
 _SIMILARITY = 0.85
 _OPTIONAL_ATTRIBUTES = {
-    *("directions", "classes", "axes", "longest", "shortest", "quantiles", "serving_inputs", "serving_outputs"),
+    *("directions", "classes", "axes", "longest", "shortest", "quantiles", "serving_inputs", "serving_outputs")
 }
 _OPTIONAL_METHODS = {
     *("predicted", "actual", "queries", "probabilities", "slices", "baseline", "example", "text", "show", "collate"),

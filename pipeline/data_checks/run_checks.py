@@ -167,10 +167,7 @@ def _build_profile(task: Task, plan: ScanPlan, summaries: Mapping[str, SplitSumm
 
 
 def _find_near_duplicates(
-    space: SimilaritySpace,
-    plan: ScanPlan,
-    summaries: Mapping[str, SplitSummary],
-    splits: Mapping[str, Samples],
+    space: SimilaritySpace, plan: ScanPlan, summaries: Mapping[str, SplitSummary], splits: Mapping[str, Samples]
 ) -> list[Pair]:
     search = CandidateSearch(
         {split: summary.codes[space.name] for split, summary in summaries.items()},

@@ -50,14 +50,7 @@ from pipeline.evaluate.results import Results, metrics_body, verdict_body
 from pipeline.evaluate.slices import check_slice_labels, label_columns
 from pipeline.evaluate.worst_samples import worst_body
 from pipeline.statistics.metrics import lower_is_better
-from pipeline.statistics.scores import (
-    BASELINE,
-    CANDIDATE,
-    Columns,
-    candidate_predictor,
-    join_parts,
-    score_batch,
-)
+from pipeline.statistics.scores import BASELINE, CANDIDATE, Columns, candidate_predictor, join_parts, score_batch
 from pipeline.system.errors import ConfigError, DataError, GateError, StageError
 from pipeline.system.files import digest_file, write_json
 from pipeline.system.processes import Rank

@@ -9,16 +9,7 @@ import numpy as np
 
 from pipeline.contract.results import finite_or_none
 from pipeline.statistics.metrics import query_metrics
-from pipeline.statistics.scores import (
-    ACTUAL,
-    BASELINE,
-    CANDIDATE,
-    PREDICTED,
-    PROBABILITIES,
-    QUERY,
-    Array,
-    Columns,
-)
+from pipeline.statistics.scores import ACTUAL, BASELINE, CANDIDATE, PREDICTED, PROBABILITIES, QUERY, Array, Columns
 
 _MAX_CURVES, _MAX_CURVE_POINTS = 10, 150  # of classes against the rest
 _MAX_POINTS = 400  # of the samples, drawn at random

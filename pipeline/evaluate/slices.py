@@ -18,13 +18,7 @@ from pipeline.contract.task import HasSlices, Task
 from pipeline.evaluate.rules import GateRule, digits
 from pipeline.statistics.aggregates import Floats, Mean
 from pipeline.statistics.intervals import Interval, difference_interval
-from pipeline.statistics.scores import (
-    SLICE,
-    Array,
-    Columns,
-    actual_columns,
-    batch_length,
-)
+from pipeline.statistics.scores import SLICE, Array, Columns, actual_columns, batch_length
 from pipeline.statistics.significance import RESAMPLES, bonferroni_confidence, decrease_p_value, holm
 from pipeline.system.errors import ConfigError, DataError
 from pipeline.system.wording import join_names

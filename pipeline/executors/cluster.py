@@ -206,9 +206,7 @@ def workflow_tasks(config: Config, run: str) -> tuple[WorkflowTask, ...]:
     """Return the steps as a graph: each after those it reads from."""
     return tuple(
         WorkflowTask(
-            step,
-            step_command(step, config, run),
-            tuple(name for name in STEPS if name in STEP_KINDS[step].upstream),
+            step, step_command(step, config, run), tuple(name for name in STEPS if name in STEP_KINDS[step].upstream)
         )
         for step in STEPS
     )

@@ -67,11 +67,7 @@ class ClusterRecord(Frozen):
     def place_overrides(self, config: Config) -> list[str]:
         """Return the overrides that deploy to the same place."""
         target = self.target or (config.deploy.target if config.deploy.on_cluster else "kubernetes")
-        return [
-            f"deploy.target={target}",
-            f"deploy.context={self.context}",
-            f"deploy.namespace={self.namespace}",
-        ]
+        return [f"deploy.target={target}", f"deploy.context={self.context}", f"deploy.namespace={self.namespace}"]
 
 
 def read_cluster_records(runs: Path) -> list[ClusterRecord]:

@@ -402,12 +402,7 @@ def class_metrics(matrix: Integers, classes: Sequence[str]) -> dict[str, dict[st
         _class_ratio(2 * correct, actual + predicted),
     )
     return {
-        str(name): {
-            "samples": int(actual[i]),
-            "precision": precision[i],
-            "recall": recall[i],
-            "f1": f1[i],
-        }
+        str(name): {"samples": int(actual[i]), "precision": precision[i], "recall": recall[i], "f1": f1[i]}
         for i, name in enumerate(classes)
     }
 

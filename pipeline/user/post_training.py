@@ -62,10 +62,7 @@ def completion_labels(tokenizer: Any, prompt: Messages, completion: Messages) ->
 
 def _split(tokenizer: Any, prompt: Messages, completion: Messages) -> tuple[list[int], list[int]]:
     """Return the tokens of a prompt for an answer, and those that the completion adds to it."""
-    before, through = (
-        _write(tokenizer, prompt, add_generation_prompt=True),
-        _write(tokenizer, [*prompt, *completion]),
-    )
+    before, through = (_write(tokenizer, prompt, add_generation_prompt=True), _write(tokenizer, [*prompt, *completion]))
     opened = "" if through.startswith(before) else _opened_reasoning(before)
     start = before.removesuffix(opened)
     if not through.startswith(start):

@@ -71,10 +71,7 @@ class ControlPlane:
         for argv in (server, ["genrsa", "-out", str(self.folder / "tokens.key"), "2048"]):
             subprocess.run(["openssl", *argv], check=True, capture_output=True)
         (self.folder / "tokens").write_text(f'{self.token},admin,admin,"system:masters"\n')
-        cluster = {
-            "server": f"https://127.0.0.1:{self.port}",
-            "certificate-authority": str(self.folder / "tls.crt"),
-        }
+        cluster = {"server": f"https://127.0.0.1:{self.port}", "certificate-authority": str(self.folder / "tls.crt")}
         body = {
             "apiVersion": "v1",
             "kind": "Config",

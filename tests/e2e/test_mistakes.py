@@ -40,9 +40,7 @@ def tight(fresh: ProjectFolder) -> Iterator[tuple[ProjectFolder, tuple[str, ...]
 
 
 @pytest.mark.long
-def test_training_resumes_after_a_full_disk(
-    tight: tuple[ProjectFolder, tuple[str, ...], Path],
-) -> None:
+def test_training_resumes_after_a_full_disk(tight: tuple[ProjectFolder, tuple[str, ...], Path]) -> None:
     project, inside, runs = tight
     filler = runs / "filler"
     project.pipe("run", "prepare", prefix=inside)

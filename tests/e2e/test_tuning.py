@@ -91,9 +91,7 @@ def test_interrupted_and_killed_search_continues_the_same_trial(project: Project
     assert found["steps"] == dict.fromkeys(("check", "prepare", "train", "evaluate"), "done")
 
 
-def test_second_search_takes_over_the_trial_of_a_killed_one(
-    project: ProjectFolder,
-) -> None:
+def test_second_search_takes_over_the_trial_of_a_killed_one(project: ProjectFolder) -> None:
     with project.paused_training(HELD_AFTER, "tune") as first:
         run = until_held(project, 0)
         second = subprocess.Popen(

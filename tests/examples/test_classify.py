@@ -117,11 +117,7 @@ def test_baseline_with_the_best_validation_is_chosen(
 
 
 @pytest.mark.parametrize(
-    ("name", "learning"),
-    [
-        ("Classify", lambda name: True),
-        ("Frozen", lambda name: name.startswith(HEAD)),
-    ],
+    ("name", "learning"), [("Classify", lambda name: True), ("Frozen", lambda name: name.startswith(HEAD))]
 )
 def test_one_step_changes_only_trainable_parameters(
     name: str, learning: Callable[[str], bool], folder: Path, monkeypatch: pytest.MonkeyPatch

@@ -160,10 +160,7 @@ def test_card_has_variants_and_data_without_timings() -> None:
 @pytest.mark.parametrize(
     ("source", "output"),
     [
-        (
-            '"""Pixels in."""\nclass Digits:\n    """A list of\n    greys.\n\n    More."""\n',
-            "A list of greys.",
-        ),
+        ('"""Pixels in."""\nclass Digits:\n    """A list of\n    greys.\n\n    More."""\n', "A list of greys."),
         ('"""Pixels in."""\nclass Digits: ...\n', "Pixels in."),
         ("class Digits: ...\n", ""),
         (None, ""),

@@ -372,10 +372,7 @@ def test_categorical_columns_are_found_by_embedding_inputs() -> None:
     columns = {"x": np.stack([generator.integers(0, 5, COUNT), generator.integers(0, 3, COUNT)], 1).astype(np.float32)}
     task: Any = Small(Columns().eval(), columns)
     unseen = UnseenInputs(task, task.net, open_split(task, "test"))
-    assert [(each.text, each.size) for each in unseen.vocabularies] == [
-        ("column 0 of `x`", 7),
-        ("column 1 of `x`", 9),
-    ]
+    assert [(each.text, each.size) for each in unseen.vocabularies] == [("column 0 of `x`", 7), ("column 1 of `x`", 9)]
 
 
 class Scales(nn.Module):

@@ -58,10 +58,7 @@ class ForeachText(Text):
     def optimizer(self, model: nn.Module, settings: Train) -> torch.optim.Optimizer:
         decayed = [parameter for parameter in model.parameters() if parameter.ndim > 1]
         others = [parameter for parameter in model.parameters() if parameter.ndim <= 1]
-        groups = [
-            {"params": decayed, "weight_decay": settings.weight_decay},
-            {"params": others, "weight_decay": 0.0},
-        ]
+        groups = [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": others, "weight_decay": 0.0}]
         return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, foreach=True)
 
 

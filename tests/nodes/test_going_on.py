@@ -90,9 +90,7 @@ def test_slow_network_causes_no_restart(three: Cluster) -> None:
     assert [event for event in three.events if event not in before and event.event in ("start", "end")] == []
 
 
-def test_terminated_machine_saves_a_checkpoint_and_others_continue(
-    three: Cluster,
-) -> None:
+def test_terminated_machine_saves_a_checkpoint_and_others_continue(three: Cluster) -> None:
     machine = three.machines[2]
     wait_for(lambda: 3 <= three.step % 10 <= 7)  # far from the checkpoints at the ends of epochs
     made = three.step

@@ -12,15 +12,7 @@ import pytest
 
 from pipeline.contract.restarts import Event
 from pipeline.contract.run import Run
-from pipeline.display import (
-    Display,
-    StepRate,
-    begins_error,
-    describe_metrics,
-    describe_start,
-    last_metrics,
-    step_tail,
-)
+from pipeline.display import Display, StepRate, begins_error, describe_metrics, describe_start, last_metrics, step_tail
 from pipeline.system.errors import ConfigError, DataError, GateError, PipelineError, StageError
 
 from .terminal import Terminal

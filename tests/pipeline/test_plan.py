@@ -66,10 +66,7 @@ def test_file_that_is_not_imported_is_in_no_key(config: Config, project: Project
 
 @pytest.mark.parametrize(
     ("package", "steps"),
-    [
-        ("onnxscript", ["check", "export"]),
-        ("scikit-learn", [*CLUSTER_STEPS]),
-    ],  # which the task imports
+    [("onnxscript", ["check", "export"]), ("scikit-learn", [*CLUSTER_STEPS])],  # which the task imports
 )
 def test_package_version_is_in_the_keys_of_steps_that_use_it(
     package: str, steps: list[str], config: Config, project: Project, folder: Path, monkeypatch: pytest.MonkeyPatch

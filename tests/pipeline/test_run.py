@@ -16,12 +16,7 @@ from pipeline.failures import find_failure
 from pipeline.history import Project, create_run, link_outputs, load_history, lock_run, publish_step, write_record
 from pipeline.plan import JUDGED, Decision, digest_key, key_parts
 from pipeline.redeploy import deployment_config, find_deployable, redeploy
-from pipeline.resume import (
-    accept_outputs,
-    describe_kept_settings,
-    latest_unfinished,
-    override_resumed,
-)
+from pipeline.resume import accept_outputs, describe_kept_settings, latest_unfinished, override_resumed
 from pipeline.run import resume_run, run_pipeline
 from pipeline.system.errors import BundleError, ConfigError, LostContact, ResourceError, StageError, write_error
 from pipeline.user.readers import find_files, write_read_files

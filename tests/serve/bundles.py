@@ -128,12 +128,7 @@ def write(
 
 
 def build(
-    path: Path,
-    codec: str,
-    source: str,
-    instances: list[Any],
-    predictions: Callable[[Any], list[Any]],
-    seed: int = 7,
+    path: Path, codec: str, source: str, instances: list[Any], predictions: Callable[[Any], list[Any]], seed: int = 7
 ) -> Path:
     """Write a bundle; each seed gives other weights."""
     graph = _graph(seed)

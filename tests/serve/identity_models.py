@@ -47,11 +47,7 @@ def sample(datatype: str, shape: Sequence[int | str], rows: int = 2) -> Array:
     return np.resize(np.array(edges, kind), sizes)
 
 
-def build(
-    path: Path,
-    specs: Mapping[str, tuple[str, Sequence[int | str]]],
-    missing: Collection[str] = (),
-) -> Path:
+def build(path: Path, specs: Mapping[str, tuple[str, Sequence[int | str]]], missing: Collection[str] = ()) -> Path:
     """Write a bundle that returns input `x` as `x_out`; inputs in `missing` may be NaN, also in the golden request."""
     inputs = [helper.make_tensor_value_info(name, ONNX_TYPES[kind], shape) for name, (kind, shape) in specs.items()]
     outputs = [helper.make_tensor_value_info(f"{name}_out", ONNX_TYPES[k], shape) for name, (k, shape) in specs.items()]

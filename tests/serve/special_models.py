@@ -90,10 +90,7 @@ def slow(path: Path, limits: Limits = LIMITS, runtime: Runtime = CPU) -> Path:
 
 def mixing(path: Path) -> Path:
     """Compute y = x minus the mean of the batch."""
-    nodes = [
-        helper.make_node("ReduceMean", ["x", "first"], ["mean"]),
-        helper.make_node("Sub", ["x", "mean"], ["y"]),
-    ]
+    nodes = [helper.make_node("ReduceMean", ["x", "first"], ["mean"]), helper.make_node("Sub", ["x", "mean"], ["y"])]
     return _sealed(path, nodes, {"first": np.array([0], np.int64)}, LIMITS, CPU)
 
 

@@ -33,9 +33,7 @@ SPECS: dict[str, dict[str, tuple[str, list[int | str]]]] = {
 
 @pytest.fixture(scope="module", params=SPECS)
 def served(
-    request: pytest.FixtureRequest,
-    module_launcher: Launcher,
-    tmp_path_factory: pytest.TempPathFactory,
+    request: pytest.FixtureRequest, module_launcher: Launcher, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Running, Mapping[str, tuple[str, Array]]]:
     """A service that returns its inputs, and samples for it."""
     specs = SPECS[request.param]

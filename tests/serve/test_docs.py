@@ -58,11 +58,7 @@ class Shell:
 
 
 @pytest.fixture(scope="module")
-def outputs(
-    bundle_path: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-    module_launcher: Launcher,
-) -> list[Ran]:
+def outputs(bundle_path: Path, tmp_path_factory: pytest.TempPathFactory, module_launcher: Launcher) -> list[Ran]:
     folder = tmp_path_factory.mktemp("docs")
     server = module_launcher(bundle_path, options=["--name", "digits"])
     story = module_launcher(tiny.build(folder / "story"), options=["--name", "story"])

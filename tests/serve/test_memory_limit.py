@@ -147,8 +147,7 @@ def test_largest_accepted_requests_fit_into_the_memory_of_a_pod(bundle: Bundle, 
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["[0.1234567,1.5,2.5]", "[[],[[]],[]]", '[{"a":1},{"b":{}}]', '{"abcdefgh":"ijklmnop"}', f"[{'9,' * 999}1]"],
+    "text", ["[0.1234567,1.5,2.5]", "[[],[[]],[]]", '[{"a":1},{"b":{}}]', '{"abcdefgh":"ijklmnop"}', f"[{'9,' * 999}1]"]
 )
 def test_json_takes_no_more_memory_than_estimated(text: str) -> None:
     body = b"[" + b",".join([text.encode()] * 6000) + b"]"

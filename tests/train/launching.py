@@ -17,10 +17,7 @@ from pipeline.training.launchers import launcher_environment
 from ..fork_server import ForkedProcess
 from .conftest import Project
 
-ENVIRONMENT = {
-    **step_environment(processes=2, cores=2),
-    **launcher_environment(Train(launcher="mpirun"), os.geteuid()),
-}
+ENVIRONMENT = {**step_environment(processes=2, cores=2), **launcher_environment(Train(launcher="mpirun"), os.geteuid())}
 
 
 def module(run: Run) -> tuple[str, ...]:

@@ -67,9 +67,7 @@ def test_batches_of_all_sizes_take_one_graph() -> None:
 
 @pytest.mark.long
 @needs_compiler
-def test_compiled_training_matches_and_resumes_bit_for_bit(
-    project: Project,
-) -> None:
+def test_compiled_training_matches_and_resumes_bit_for_bit(project: Project) -> None:
     """Batches of 7 and 8 for two processes and two micro-batches; the cut run goes on with another size first."""
     plain = project.run("plain", accumulate=2, epochs=2)
     whole, split_by_speed = (

@@ -39,10 +39,7 @@ def columns(**changes: Any) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("changes", "received"),
     [
-        (
-            {"x": np.zeros((100, 4), np.float32)},
-            "column x is (3,) torch.float32 on rank 0, 2 and (4,) torch.float32",
-        ),
+        ({"x": np.zeros((100, 4), np.float32)}, "column x is (3,) torch.float32 on rank 0, 2 and (4,) torch.float32"),
         ({"x": np.zeros((100, 3))}, "column x is (3,) torch.float32 on rank 0, 2 and (3,) torch.float64 on rank 1"),
         ({"y": None}, "column y is () torch.int64 on rank 0, 2 and missing on rank 1"),
         ({"x": np.zeros((99, 3), np.float32), "y": np.arange(99)}, "its length is 100 on rank 0, 2 and 99 on rank 1"),

@@ -34,9 +34,7 @@ def test_missing_gpu_is_an_error_not_a_fallback(monkeypatch: pytest.MonkeyPatch)
         choose_device("cuda", Rank())
 
 
-def test_auto_device_prefers_a_gpu_and_cpu_is_respected(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_auto_device_prefers_a_gpu_and_cpu_is_respected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert choose_device("auto", Rank()).type == "cpu"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)

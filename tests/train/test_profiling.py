@@ -132,9 +132,7 @@ def test_traced_steps_lie_within_training_after_a_warm_up(
 
 
 @pytest.mark.long
-def test_two_processes_give_one_file_with_two_lanes(
-    project: Project,
-) -> None:
+def test_two_processes_give_one_file_with_two_lanes(project: Project) -> None:
     project.replace("nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)", DEEP)
     project.replace(
         "class Tiny:", "from train.parallel.ddp import DDPStrategy\nDDPStrategy.BUCKET_CAP_MB = 0.3\n\n\nclass Tiny:"

@@ -210,12 +210,7 @@ class Materializer:
         if local.numel():
             source.fill(box, local, self._read)
         return DTensor.from_local(
-            local,
-            meta.device_mesh,
-            meta.placements,
-            run_check=False,
-            shape=meta.shape,
-            stride=meta.stride(),
+            local, meta.device_mesh, meta.placements, run_check=False, shape=meta.shape, stride=meta.stride()
         )
 
 

@@ -67,10 +67,7 @@ class Task:
     def show(self, batch: dict[str, Tensor], outputs: Tensor) -> list[dict[str, Any]]:
         texts = [_samples("test")[index] for index in batch["index"].tolist()]
         return [
-            {
-                "query": Embedding(vectors[0], row[0], among="answer"),
-                "answer": Embedding(vectors[1], row[1]),
-            }
+            {"query": Embedding(vectors[0], row[0], among="answer"), "answer": Embedding(vectors[1], row[1])}
             for vectors, row in zip(outputs, texts, strict=True)
         ]
 

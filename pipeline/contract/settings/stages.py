@@ -109,17 +109,7 @@ class Train(Section):
     """Training: optimization, distribution over processes and machines, checkpoints."""
 
     OPERATIONAL: ClassVar = frozenset(
-        {
-            "workers",
-            "threads",
-            "launcher",
-            "rendezvous",
-            "image",
-            "restarts",
-            "timeout_seconds",
-            "log_every",
-            "trace",
-        }
+        {"workers", "threads", "launcher", "rendezvous", "image", "restarts", "timeout_seconds", "log_every", "trace"}
         | {"checkpoints", "checkpoint_every", "keep_checkpoints"}
     )
 
@@ -136,8 +126,7 @@ class Train(Section):
     max_samples: Natural = Field(0, description="use only the first N training samples; 0: all")
     accumulate: Positive = Field(1, description="gradient accumulation: micro-batches per process and optimizer step")
     optimizer: Literal["adamw", "sgd", "muon"] = Field(
-        "adamw",
-        description="`adamw`, `sgd`, or `muon`: Muon for linear layers except the last one, AdamW for the rest",
+        "adamw", description="`adamw`, `sgd`, or `muon`: Muon for linear layers except the last one, AdamW for the rest"
     )
     betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="AdamW's decay rates of the two moments")
     eps: Annotated[float, Field(gt=0)] = Field(1e-8, description="AdamW's term for numerical stability")

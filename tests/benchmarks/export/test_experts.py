@@ -14,9 +14,7 @@ def test_table_has_the_costs_of_each_implementation() -> None:
 
 
 @pytest.mark.long
-def test_loop_over_experts_is_cheaper_than_gathered_weights(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_loop_over_experts_is_cheaper_than_gathered_weights(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--experts", "16", "--hidden", "128", "-o", "json"]) == 0
     gathered, loop = json.loads(capsys.readouterr().out)
     assert (gathered["form"], loop["form"]) == ("batched_mm", "grouped_mm")

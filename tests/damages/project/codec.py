@@ -67,12 +67,7 @@ class TalkCodec:
         for index, row in enumerate(rows):
             ids[index, width - len(row) :], mask[index, width - len(row) :] = row, 1
         past = {f"past.0.{name}": np.zeros((len(rows), 2, 0, 4), np.float32) for name in ("key", "value")}
-        return {
-            "input_ids": ids,
-            "attention_mask": mask,
-            "position_ids": np.maximum(mask.cumsum(1) - 1, 0),
-            **past,
-        }
+        return {"input_ids": ids, "attention_mask": mask, "position_ids": np.maximum(mask.cumsum(1) - 1, 0), **past}
 
     def encode(self, outputs: Arrays) -> Sequence[Any]:
         return [WORDS[int(row[-1].argmax())] for row in outputs["logits"]]

@@ -146,9 +146,7 @@ def test_record_has_what_the_report_reads_and_is_plain_json(
     assert len(explanations(entries, found.reasons)) == 4
 
 
-def test_rounding_tolerance_is_bounded_by_the_rounding(
-    whole: tuple[VariantEvaluation, list[VariantResult]],
-) -> None:
+def test_rounding_tolerance_is_bounded_by_the_rounding(whole: tuple[VariantEvaluation, list[VariantResult]]) -> None:
     slack = {one.name: whole[0].rounding(one) for one in whole[1]}
     largest = {one.name: one.deviation.largest for one in whole[1] if one.deviation}
     assert slack["fp32"] == 0

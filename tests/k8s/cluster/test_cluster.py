@@ -99,10 +99,7 @@ def test_waiting_ends_when_the_deployment_is_rolled_out(api: ApiServer, objects:
     cluster = fast_polling_cluster()
     cluster.apply(objects, print)
     cluster.wait(objects, 10, reports.append)
-    assert reports == [
-        "deployment/twice: 0 of 2 updated replicas available",
-        "deployment/twice: 2 replicas available",
-    ]
+    assert reports == ["deployment/twice: 0 of 2 updated replicas available", "deployment/twice: 2 replicas available"]
 
 
 def test_a_new_deployment_is_not_done_before_the_autoscaler_has_scaled_it(

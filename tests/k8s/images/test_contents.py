@@ -7,12 +7,7 @@ import pytest
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 
-from k8s.images.contents import (
-    Package,
-    bill_of_materials,
-    packages_from_pins,
-    serving_requirements,
-)
+from k8s.images.contents import Package, bill_of_materials, packages_from_pins, serving_requirements
 from pipeline.contract.bundle import Bundle
 
 PACKAGES = [Package("PyYAML", "6.0.3"), Package("numpy", "2.4.6")]

@@ -198,10 +198,7 @@ def test_the_autoscaler_uses_requests_in_flight_with_a_target(configure: Configu
 
     assert [metric["type"] for metric in metrics({})] == ["Resource"]
     _, pods = metrics({"target_concurrency": 4})
-    assert pods["pods"] == {
-        "metric": {"name": IN_FLIGHT},
-        "target": {"type": "AverageValue", "averageValue": "4"},
-    }
+    assert pods["pods"] == {"metric": {"name": IN_FLIGHT}, "target": {"type": "AverageValue", "averageValue": "4"}}
 
 
 def test_the_metric_of_the_autoscaler_is_one_the_service_has() -> None:

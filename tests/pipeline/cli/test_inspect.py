@@ -67,9 +67,7 @@ def test_compare_of_one_run_is_with_the_latest(pipe: Pipe, run: Run, starter: Pa
     write_record(later, StepRecord(step="train", status="done", key="l", parts={"config:train.lr": "0.2"}))
     compared = json.loads(pipe("compare", run.id, "-o", "json").stdout)
     assert [row["run"] for row in compared["runs"]] == [run.id, later.id]
-    assert compared["differences"] == [
-        {"step": "train", "part": "config:train.lr", "before": "0.1", "after": "0.2"},
-    ]
+    assert compared["differences"] == [{"step": "train", "part": "config:train.lr", "before": "0.1", "after": "0.2"}]
     assert "config:train.lr" in pipe("compare", run.id).stdout
 
 

@@ -29,10 +29,7 @@ CONTENTS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "list": (lambda body: b"[]", "damaged: Input should be an object"),
     "field": (lambda body: body.replace(b'"id"', b'"i"'), "damaged: id: Field required"),
     "newer": (newer, f"newer version of pipe (9.1.0; schema {SCHEMA + 1}, this one reads {SCHEMA}); to fix it: pip"),
-    "schema": (
-        lambda body: body.replace(b'"schema_version": 3', b'"schema_version": 44'),
-        "newer version of pipe (",
-    ),
+    "schema": (lambda body: body.replace(b'"schema_version": 3', b'"schema_version": 44'), "newer version of pipe ("),
     "key": (lambda body: body.replace(b'"id"', b'"shiny": 1, "id"'), "shiny is unknown here); to fix it: pip install"),
 }
 

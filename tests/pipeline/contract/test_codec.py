@@ -5,14 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from pipeline.contract.codec import (
-    codec_class,
-    encode_method,
-    load_codec,
-    media_types,
-    required_packages,
-    shared_files,
-)
+from pipeline.contract.codec import codec_class, encode_method, load_codec, media_types, required_packages, shared_files
 from pipeline.system.errors import ConfigError
 
 METHODS = {

@@ -327,10 +327,7 @@ def test_dataclasses_and_named_tuples_are_read_by_name(kind: Any) -> None:
 @pytest.mark.parametrize(
     ("returned", "description"),
     [
-        (
-            (torch.zeros(2, 3), (torch.zeros(1), torch.zeros(1)), 1, 2, 3),
-            "a tuple of 5 (a tensor of shape [2, 3], a",
-        ),
+        ((torch.zeros(2, 3), (torch.zeros(1), torch.zeros(1)), 1, 2, 3), "a tuple of 5 (a tensor of shape [2, 3], a"),
         ({"x": 1, "y": 2}, "a dict with x, y;"),
         (Parts(1, 2), "a Parts with b, a, left_out;"),
         (None, "it returned None;"),

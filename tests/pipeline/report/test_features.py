@@ -102,8 +102,7 @@ def test_every_sample_is_in_a_bin_of_equal_width(values: list[float]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "shares"),
-    [([0.0] * 30 + [1.0] * 10, [0.75, 0.25]), ([1.0, 2.0, 2.0, 3.0], [0.25, 0.5, 0.25])],
+    ("values", "shares"), [([0.0] * 30 + [1.0] * 10, [0.75, 0.25]), ([1.0, 2.0, 2.0, 3.0], [0.25, 0.5, 0.25])]
 )
 def test_few_integers_have_a_bin_each(values: list[float], shares: list[float]) -> None:
     assert shares_of(values)[1] == pytest.approx(shares)

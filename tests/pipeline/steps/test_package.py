@@ -84,10 +84,7 @@ def test_the_first_builder_that_answers_builds_the_image(make_run: MakeRun, buil
 
 
 def test_package_index_url_is_passed_by_name_and_never_written(
-    make_run: MakeRun,
-    builders: PutBuilders,
-    monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
+    make_run: MakeRun, builders: PutBuilders, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = builders(buildah=WORKING)
     monkeypatch.setenv("PIP_INDEX_URL", "https://user:secret@index.example/simple")

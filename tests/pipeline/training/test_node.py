@@ -33,13 +33,7 @@ from ..conftest import NewRun
 
 
 def training_node(run: Run, root: Path, joined: bool = False, **train: object) -> TrainingNode:
-    settings = {
-        "nodes": 2,
-        "rendezvous": f"127.0.0.1:{free_port()}",
-        "timeout_seconds": 5,
-        "processes": 1,
-        **train,
-    }
+    settings = {"nodes": 2, "rendezvous": f"127.0.0.1:{free_port()}", "timeout_seconds": 5, "processes": 1, **train}
     run.partial("train").mkdir(parents=True)
     run.log("train").parent.mkdir(exist_ok=True)
     return TrainingNode(run, root, {**os.environ}, joined=joined, train=Train.model_validate(settings))
@@ -222,15 +216,9 @@ def test_a_machine_with_the_same_software_joins(joining: TrainingNode) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"torch": "2.0.1"},
-            r"has torch \S+, and the machine that leads training has torch 2\.0\.1; to fix it",
-        ),
+        ({"torch": "2.0.1"}, r"has torch \S+, and the machine that leads training has torch 2\.0\.1; to fix it"),
         ({"python": "3.1"}, r"has python 3\.\d+, and the machine that leads training has python 3\.1; to fix it"),
-        (
-            {"task.py": "with digest 0"},
-            "has task.py with digest .*, and the machine that leads training has task.py",
-        ),
+        ({"task.py": "with digest 0"}, "has task.py with digest .*, and the machine that leads training has task.py"),
     ],
 )
 def test_a_machine_with_other_software_does_not_join(

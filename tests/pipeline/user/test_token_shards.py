@@ -25,13 +25,7 @@ def test_rows_hold_the_texts_as_packing_lays_them_out(highest: int) -> None:
     texts = [[highest if token == 16 else token for token in text] for text in TEXTS]
     write_token_shards("tokens", texts, shard_tokens=12)  # shards of 13 and 7 tokens
     expected = fill_rows(
-        [
-            [[7, 8, 9], [1], [2]],
-            [[3, 4, 5, 6, 10]],
-            [[11, 12, 13]],
-            [[14, 15], [highest] * 3],
-            [[highest] * 2],
-        ],
+        [[[7, 8, 9], [1], [2]], [[3, 4, 5, 6, 10]], [[11, 12, 13]], [[14, 15], [highest] * 3], [[highest] * 2]],
         length=5,
         pad=0,
     )

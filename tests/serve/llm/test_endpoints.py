@@ -203,12 +203,7 @@ def test_models_are_listed_and_named_by_version(client: openai.OpenAI) -> None:
         ({"extra_body": {"stop_token_ids": [288]}}, openai.BadRequestError, "stop_token_ids", "288 is not a token id"),
         ({"extra_body": {"min_p": 2}}, openai.BadRequestError, "min_p", "expected `float` <= 1"),
         ({"prompt": ""}, None, None, ""),
-        (
-            {"prompt": [9999]},
-            openai.BadRequestError,
-            "prompt",
-            "9999 is not a token id; the model's are 0 to 287",
-        ),
+        ({"prompt": [9999]}, openai.BadRequestError, "prompt", "9999 is not a token id; the model's are 0 to 287"),
         ({"prompt": [5] * 4096}, openai.BadRequestError, "prompt", "4096 tokens; the model has 4096 positions"),
         ({"max_tokens": 5000}, openai.BadRequestError, "max_tokens", "more than the model's 4096 positions"),
         ({"n": 17}, openai.BadRequestError, "n", "1 prompts times 17 are more than 16 texts"),

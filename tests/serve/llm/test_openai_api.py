@@ -8,14 +8,7 @@ import pytest
 from pipeline.contract.signature import SamplingDefaults
 from pipeline.system.errors import InvalidPayload
 from serve.errors import Busy, DeadlineExceeded, NotFound, RequestError, Unauthorized
-from serve.llm.openai_api import (
-    DONE,
-    Choice,
-    ResponseBuilder,
-    generation_options,
-    parse_chat,
-    parse_completion,
-)
+from serve.llm.openai_api import DONE, Choice, ResponseBuilder, generation_options, parse_chat, parse_completion
 from serve.llm.sampling import Sampling, TokenLogprob
 from serve.llm.sequence import Chunk, Detokenizer
 from serve.protocol.openai import error_body
@@ -161,8 +154,7 @@ def test_chat_may_use_all_positions_by_default() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "prompts"),
-    [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])],
+    ("prompt", "prompts"), [("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2, 3]], [[1], [2, 3]])]
 )
 def test_prompt_accepts_four_formats(prompt: Any, prompts: Any) -> None:
     assert _completion(prompt=prompt).prompts == prompts

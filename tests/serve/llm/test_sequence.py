@@ -7,14 +7,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from serve.llm.sampling import Sampling
-from serve.llm.sequence import (
-    Decode,
-    Detokenizer,
-    GenerationOptions,
-    SequenceGroup,
-    StopStrings,
-    TextSequence,
-)
+from serve.llm.sequence import Decode, Detokenizer, GenerationOptions, SequenceGroup, StopStrings, TextSequence
 from tests.serve.llm import tiny
 from tests.serve.wire.http2.frames import FUZZ_SETTINGS
 

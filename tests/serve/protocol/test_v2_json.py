@@ -95,12 +95,7 @@ def test_errors_do_not_depend_on_the_length(changes: dict[str, Any], sentence: s
 
 @pytest.mark.parametrize(
     ("data", "flat"),
-    [
-        ([0.25, -1e-07] * 4000, True),
-        ([[0.25, 1.5]] * 4000, False),
-        ([True] * 8000, False),
-        (["1"] * 8000, False),
-    ],
+    [([0.25, -1e-07] * 4000, True), ([[0.25, 1.5]] * 4000, False), ([True] * 8000, False), (["1"] * 8000, False)],
 )
 def test_only_long_flat_bodies_need_no_thread(data: list[Any], flat: bool) -> None:
     body = _body({**INPUT, "data": data})

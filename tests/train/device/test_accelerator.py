@@ -86,10 +86,7 @@ def test_matmul_precision_is_set_for_products_and_convolutions(setting: Any, con
 
 @pytest.mark.usefixtures("gpu")
 def test_cudnn_benchmark_is_on_only_without_deterministic() -> None:
-    for settings, expected in (
-        (Train(), False),
-        (Train(deterministic=False), True),
-    ):
+    for settings, expected in ((Train(), False), (Train(deterministic=False), True)):
         configure_accelerator(settings, GPU)
         assert CUDNN.benchmark is expected
 

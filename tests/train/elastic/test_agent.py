@@ -170,9 +170,7 @@ def read_state(backend: Any) -> Any:
     return pickle.loads(backend.get_state()[0])
 
 
-def test_heartbeats_are_timed_by_the_readers_clock(
-    backend: C10dRendezvousBackend,
-) -> None:
+def test_heartbeats_are_timed_by_the_readers_clock(backend: C10dRendezvousBackend) -> None:
     reader, before = LocalClockBackend(backend, 2), datetime.now(UTC)
     for offset in (-HOUR, HOUR):
         backend.set_state(state(there=before + offset), (backend.get_state() or (b"", None))[1])

@@ -14,10 +14,7 @@ from train.parallel.experts import find_experts, shard_experts
 
 from .mixture import LanguageModel
 
-ROUTINGS = {
-    "all over": [[0, 3], [1, 2], [3, 1]],
-    "one process has nothing to do": [[0, 1], [1, 0], [0, 1]],
-}
+ROUTINGS = {"all over": [[0, 3], [1, 2], [3, 1]], "one process has nothing to do": [[0, 1], [1, 0], [0, 1]]}
 Values = list[Tensor]
 
 

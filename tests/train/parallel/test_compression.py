@@ -137,9 +137,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[Results]:
     return run_distributed(run_scenarios, 2, tmp_path_factory.mktemp("runs"), seconds=120)
 
 
-def test_compressors_average_gradients_and_send_the_promised_bytes(
-    results: list[Results],
-) -> None:
+def test_compressors_average_gradients_and_send_the_promised_bytes(results: list[Results]) -> None:
     """With error feedback later steps send what one step could not, so sums over steps are close, too."""
     first, second = (result.cases for result in results)
     wanted = exact() * STEPS

@@ -81,11 +81,7 @@ def test_experts_are_found_by_parameters_and_arguments() -> None:
 @pytest.mark.parametrize(
     ("expert", "tensor", "message"),
     [
-        (
-            4,
-            1,
-            "4 processes cannot share the 6 experts of mixture; use numbers whose product divides 6",
-        ),
+        (4, 1, "4 processes cannot share the 6 experts of mixture; use numbers whose product divides 6"),
         (2, 2, "train.expert_parallel=2 x train.tensor_parallel=2: 4 processes cannot share the 6 experts"),
         (1, 4, "train.tensor_parallel=4: 4 processes cannot share the 6 experts"),
     ],

@@ -90,9 +90,7 @@ def test_single_process_resumes_from_the_average(folder: Path) -> None:
             torch.testing.assert_close(tensor, (first + second) / 2)
 
 
-def test_local_sgd_averages_weights_and_overlap_keeps_later_steps(
-    results: list[Results],
-) -> None:
+def test_local_sgd_averages_weights_and_overlap_keeps_later_steps(results: list[Results]) -> None:
     for rank, (at_once, later) in enumerate(result.local for result in results):
         assert at_once == 3.0  # the first went from 1 to 2, the second to 4
         assert later == 3.0 + 10 * (rank + 1)

@@ -145,10 +145,7 @@ def fit_in_several_ways(group: ProcessGroup, folders: dict[str, Path], ways: lis
     return results
 
 
-WAYS = [
-    ("dora", "qwen2", {"strategy": "fsdp"}),
-    ("lora", "qwen2", {"tensor_parallel": 2}),
-]
+WAYS = [("dora", "qwen2", {"strategy": "fsdp"}), ("lora", "qwen2", {"tensor_parallel": 2})]
 OTHER_WAYS = [
     ("lora", "qwen2", {"strategy": "ddp"}),
     ("lora", "qwen2", {"strategy": "fsdp"}),

@@ -114,10 +114,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], None], str]] = {
     "tokenizer": (other_tokenizer, r"files/tokenizer.json: its highest id is 48, but .* embedding has 48 rows"),
     "ids": (other_ids, r"data\('train'\): column `input_ids` has the id 48, but the model's embedding has 48 rows"),
     "positions": (too_long, r"data\('test'\): a text has 65 positions, but the model has 64 \(max_position_emb"),
-    "no shard": (
-        lambda root: shard(root).unlink(),
-        r"index.json: model-00001.* is missing",
-    ),
+    "no shard": (lambda root: shard(root).unlink(), r"index.json: model-00001.* is missing"),
 }
 
 

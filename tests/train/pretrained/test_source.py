@@ -38,10 +38,7 @@ def refused(path: Path) -> str:
 
 
 def test_header_has_names_types_and_shapes(path: Path) -> None:
-    assert read_header(path) == {
-        "a": Entry(path, "a", "F32", (3, 4)),
-        "b": Entry(path, "b", "F8_E4M3", (2,)),
-    }
+    assert read_header(path) == {"a": Entry(path, "a", "F32", (3, 4)), "b": Entry(path, "b", "F8_E4M3", (2,))}
 
 
 def test_truncated_file_is_reported_with_its_expected_size(path: Path) -> None:

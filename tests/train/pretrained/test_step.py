@@ -60,11 +60,7 @@ class C:
     def encode(self, outputs):
         return outputs["y"].tolist()
 """
-STATE = {
-    "0.weight": torch.full((8, 3), 0.25),
-    "0.bias": torch.linspace(-1, 1, 8),
-    "2.weight": torch.full((1, 8), 0.5),
-}
+STATE = {"0.weight": torch.full((8, 3), 0.25), "0.bias": torch.linspace(-1, 1, 8), "2.weight": torch.full((1, 8), 0.5)}
 ALLOW = ["2.bias"]
 
 

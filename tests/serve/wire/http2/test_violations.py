@@ -5,15 +5,7 @@ from __future__ import annotations
 import pytest
 
 from serve.wire.http2 import frames
-from serve.wire.http2.frames import (
-    ACK,
-    END_HEADERS,
-    END_STREAM,
-    PRIORITY_FLAG,
-    ConnectionFault,
-    ErrorCode,
-    frame,
-)
+from serve.wire.http2.frames import ACK, END_HEADERS, END_STREAM, PRIORITY_FLAG, ConnectionFault, ErrorCode, frame
 from tests.serve.wire.http2.frames import GRPC, EchoConnection, bodies, data, headers, open_connection, request, resets
 
 
