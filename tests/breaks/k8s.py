@@ -201,8 +201,8 @@ BREAKS: tuple[Break, ...] = (
     Break(
         "a serving pod has no memory limit",
         "k8s/objects/serving.py",
-        '        "limits": {"memory": memory},\n',
-        '        "limits": {},\n',
+        '"limits": {"memory": memory}}',
+        '"limits": {}}',
         "tests/k8s/objects/test_serving.py::test_resources_come_from_the_configuration",
     ),
     Break(
