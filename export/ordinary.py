@@ -9,7 +9,15 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 
-from export.checks.cases import evaluated_outputs, random_batch, sample_cases, shape_cases, to_feed, torch_outputs
+from export.checks.cases import (
+    evaluated_outputs,
+    make_cases,
+    random_batch,
+    sample_cases,
+    shape_cases,
+    to_feed,
+    torch_outputs,
+)
 from export.checks.everywhere import compare_everywhere
 from export.checks.parity import compare_test_set
 from export.checks.service_sizes import ServedSizes, SizeComparison
@@ -19,7 +27,7 @@ from export.compare import Array, Arrays, Attempts, Case, Graph, Rows, compare, 
 from export.conversion.names import name_output_axes
 from export.conversion.optimize import Written, write_optimized
 from export.conversion.padding import PaddingEffect, measure_padding
-from export.conversion.shapes import check_dynamic_axes, measure_shapes, untraced_batches
+from export.conversion.shapes import check_dynamic_axes, every_length, measure_shapes, untraced_batches
 from export.conversion.to_onnx import ExportResult, convert, export_input, tensor_specs
 from export.conversion.trace import ExportInput, find_python_length
 from export.golden import GoldenInputs, sample_inputs
@@ -35,6 +43,8 @@ from pipeline.contract.data import example_batch
 from pipeline.contract.signature import Signature
 from pipeline.contract.task import HasAxes, declared_axes, max_axis_sizes
 from pipeline.system.errors import StageError
+
+_LENGTH_SECONDS = 10.0  # of comparing lengths, however quick the test set was
 
 
 class OrdinaryExporter:
@@ -102,6 +112,10 @@ class OrdinaryExporter:
         sizes.first(graph, seconds)
         unseen = UnseenInputs(task, self.subject.model, test).cases(seconds, attempts)
         rows = compare_kinds(graph, unseen, lambda _: config, DEFAULT_PLACE, scales)
+        if isinstance(task, HasAxes):
+            inputs = (("lengths", text, batch) for text, batch in every_length(task, test))
+            cases = make_cases(task, self.subject.model, inputs, test, attempts, max(seconds, _LENGTH_SECONDS))
+            rows += compare_kinds(graph, cases, lambda _: config, DEFAULT_PLACE, scales)
         sizes.again(open_graph(path, spinning=False))
         return Report(coverage=[*sizes.rows(), *rows], left_out=sizes.left_out)
 

@@ -22,7 +22,7 @@ from pipeline.contract.settings.stages import Export, Serve
 from pipeline.contract.task import Task
 from pipeline.system.errors import StageError
 
-_SMALL = 64  # every size up to here, if the service merges that many
+_SMALL = 64  # every size up to here
 _MIN_SECONDS = 0.5  # of comparing sizes, however quick the test set was
 _LONGEST_BATCH_SECONDS = 60.0  # larger ones are left out: by their time, and before they take all memory
 _ROWS = 256  # of the test set that batches are made of
@@ -50,12 +50,16 @@ class ServedSizes:
 
     @property
     def others(self) -> list[int]:
-        """Return all small sizes, and powers of two and their neighbours, that a service can form."""
+        """Return the other sizes that a service can form: small ones, then multiples of high powers of two first.
+
+        So each further size halves a gap between those before it; the neighbours of powers of two come with them.
+        """
         top = max(self.merged, self.request)
         powers = [1 << exponent for exponent in range(top.bit_length() + 1)]
         near = {power + step for power in powers for step in (-1, 0, 1)}
-        small = range(1, min(self.merged, _SMALL) + 1)
-        return sorted(size for size in {*small, *near} - set(self.largest) if 0 < size <= top)
+        first = sorted(size for size in {*range(1, _SMALL + 1), *near} if 0 < size <= top)
+        rest = sorted(range(_SMALL + 1, top + 1), key=lambda size: -(size & -size))
+        return [size for size in dict.fromkeys((*first, *rest)) if size not in self.largest]
 
 
 class SizeComparison:

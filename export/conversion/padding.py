@@ -276,6 +276,20 @@ def _collated_pairs(
     return text, sides, iter(pairs)
 
 
+def sample_lengths(task: Task, samples: Samples) -> dict[str, set[int]]:
+    """Return the lengths of the first samples along each named axis, without padding."""
+    columns, lengths = _first_columns(task, samples), defaultdict[str, set[int]](set)
+    source = open_split(task, samples.split) if isinstance(task, HasCollate) else None
+    for name, axes in input_axes(task).items():
+        for position, axis in _dynamic(axes).items():
+            lengths[axis].add(columns[name].shape[position])
+            if source is not None:
+                lengths[axis].update(source.batch([index])[name].shape[position] for index in range(len(columns[name])))
+            elif isinstance(padding := find_padding(task, columns, axis), Padding):
+                lengths[axis].update(padding.lengths.tolist())
+    return lengths
+
+
 def _side(single: Tensor, padded: Tensor, position: int) -> Side | None:
     """Return the side on which a sample was padded; None if it was not, or if both sides fit."""
     size, length = single.shape[position], padded.shape[position]

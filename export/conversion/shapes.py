@@ -11,13 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from export.conversion.names import MeasuredShapes
-from export.conversion.padding import MASK, Padding, find_padding
+from export.conversion.padding import MASK, Padding, find_padding, sample_lengths
 from pipeline.contract.data import Samples, axis_sizes, example_batch, forward, name_outputs, named_sizes
 from pipeline.contract.signature import TensorSpec
-from pipeline.contract.task import BATCH, HasAxes, Task, input_axes, shortest_sizes
+from pipeline.contract.task import BATCH, HasAxes, Task, input_axes, max_axis_sizes, shortest_sizes
 from pipeline.system.errors import StageError
 
 _MAX_SEARCHED = 256  # samples that show how the data are padded
+_EVERY_LENGTH = 64  # up to here, all lengths are compared
 _MAX_COMPARED_LENGTH = 4096  # positions; longer axes are not compared at their full length
 MODEL_ERRORS = (RuntimeError, IndexError, ValueError)  # such as a window that is longer than the text
 
@@ -69,6 +70,21 @@ def untraced_batches(task: Task, samples: Samples) -> Iterator[UntracedBatch]:
         elif paddings:
             sides = " and ".join(dict.fromkeys(padding.side for padding in paddings.values()))
             yield UntracedBatch(rows, sizes, sides, {**batch, **_padded(columns, input_axes(task), paddings)})
+
+
+def every_length(task: Task, samples: Samples) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Yield single samples of every length up to 64, and of those that the data have."""
+    own, shortest = sample_lengths(task, samples), shortest_sizes(task)
+    sizes_by_axis = {}
+    for axis, longest in max_axis_sizes(task).items():
+        wanted = dict.fromkeys((*range(1, _EVERY_LENGTH + 1), *sorted(own[axis])))
+        sizes_by_axis[axis] = [size for size in wanted if shortest[axis] <= size <= longest]
+    for index in range(max(map(len, sizes_by_axis.values()))):
+        sizes = {axis: sizes_of_axis[index % len(sizes_of_axis)] for axis, sizes_of_axis in sizes_by_axis.items()}
+        batch = samples.batch([index % len(samples)])
+        columns = {name: _resize(batch[name], axes, sizes) for name, axes in input_axes(task).items()}
+        text = ", ".join(f"{axis} {size}" for axis, size in sizes.items())
+        yield f"batch 1, {text}", {**batch, **columns, **_padding_mask(columns, "none")}
 
 
 @torch.no_grad()

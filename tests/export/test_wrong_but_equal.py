@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import onnx
@@ -82,11 +82,13 @@ class Whole:
         return verify_file(open_exporter(subject), self.written)
 
 
-def make_whole(net: nn.Module, folder: Path) -> Whole:
+def make_whole(net: nn.Module, folder: Path, kind: type[Numbers] = Numbers, words: int = 6) -> Whole:
     generator = np.random.default_rng(0)
-    ids = generator.integers(0, VOCABULARY // 2, (COUNT, 6))  # the other half is in no sample
+    ids = generator.integers(1, VOCABULARY // 2, (COUNT, words))  # the other half is in no sample
+    if kind is not Numbers:
+        ids[np.arange(words) >= words - np.arange(COUNT)[:, None] % 6] = 0
     label = net.eval()(torch.from_numpy(ids)).detach().numpy()
-    task: Any = Numbers(net, {"ids": ids, "label": label})
+    task: Any = kind(net, {"ids": ids, "label": label})
     test, config, path = open_split(task, "test"), Export(batch_sizes=(1, 7)), folder / "model.onnx"
     written = convert(net, task, test.batch(range(3)), config, path)
     limits = {"r2": 0.8}
@@ -115,8 +117,8 @@ def weights(name: str, change: Callable[[Any], Any]) -> Callable[[onnx.ModelProt
     return damage
 
 
-def at_rows(count: int, add: str) -> Callable[[onnx.ModelProto], None]:
-    """Add 1 to the output of batches of `count` rows (Equal), or of more (Greater)."""
+def at_rows(count: int, add: str, axis: int = 0) -> Callable[[onnx.ModelProto], None]:
+    """Add 1 to the output of batches of `count` rows (Equal) or of more (Greater), or of texts of that length."""
 
     def damage(model: onnx.ModelProto) -> None:
         graph = model.graph
@@ -124,7 +126,7 @@ def at_rows(count: int, add: str) -> Callable[[onnx.ModelProto], None]:
         producer.output[:] = ["y_before" if name == "y" else name for name in producer.output]
         graph.initializer.append(numpy_helper.from_array(np.array([count], np.int64), "size"))
         for kind, given, made, attributes in (
-            ("Shape", ["ids"], "rows", {"start": 0, "end": 1}),
+            ("Shape", ["ids"], "rows", {"start": axis, "end": axis + 1}),
             (add, ["rows", "size"], "hit", {}),
             ("Cast", ["hit"], "one", {"to": TensorProto.FLOAT}),
             ("Add", ["y_before", "one"], "y", {}),
@@ -178,7 +180,9 @@ def test_ids_without_samples_are_compared_if_the_weight_is_renamed(whole: Whole,
     assert "every id of `ids`" in wrong
 
 
-@pytest.mark.parametrize(("count", "add"), [(5, "Equal"), (8, "Equal"), (70, "Equal"), (64, "Greater")])
+@pytest.mark.parametrize(
+    ("count", "add"), [(5, "Equal"), (8, "Equal"), (50, "Equal"), (67, "Equal"), (70, "Equal"), (64, "Greater")]
+)
 def test_file_that_is_wrong_at_one_served_size_is_stopped(whole: Whole, tmp_path: Path, count: int, add: str) -> None:
     message = refusal(whole, tmp_path, at_rows(count, add))
     assert f"`y` at batch {count + (add == 'Greater')} of test samples" in message or "batch 70 of" in message
@@ -189,8 +193,35 @@ def test_served_sizes_include_all_batch_sizes_and_the_limits() -> None:
     sizes = {*served.largest, *served.others}
     assert set(range(1, 34)) <= sizes
     assert {63, 64, 65, 255, 256, 257, 511, 512, 513, 999, 1000} <= sizes
-    assert max(sizes) == 1000
+    assert sizes == {*range(1, 1001)}
     assert {31, 32, 33, 999, 1000} == set(served.largest)
+    assert list(served.others)[-2:] == [995, 997]
+    places = {size: place for place, size in enumerate(served.others)}
+    assert places[768] < places[384] < places[640] < places[77], "each halves the gaps between those before it"
+
+
+@dataclass
+class Texts(Numbers):
+    axes: ClassVar = {"ids": ("batch", "words")}
+    longest: ClassVar = {"words": 100}
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """Texts of 70 to 75 words, padded to 75 with the word 0."""
+    return make_whole(Net(), tmp_path_factory.mktemp("texts"), Texts, 75)
+
+
+@pytest.mark.parametrize("length", [3, 5, 9, 64, 71])
+def test_file_that_is_wrong_at_one_length_is_stopped(texts: Whole, tmp_path: Path, length: int) -> None:
+    assert f"words {length}" in refusal(texts, tmp_path, at_rows(length, "Equal", axis=1))
+
+
+def test_file_of_texts_that_is_right_passes_at_every_length(texts: Whole) -> None:
+    report = texts.report()
+    report.require(texts.subject.config)
+    (row,) = (row for row in report.coverage if row["inputs"] == "lengths")
+    assert row["batches"] == 64 + 6
 
 
 @pytest.mark.parametrize("kind", ["RandomNormalLike", "RandomUniformLike", "Bernoulli"])
