@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pipeline.contract.bundle import OVERRIDDEN, OVERRIDE_FILE, Bundle, Override, open_bundle, write_override
 from pipeline.contract.registry import current_user
 from pipeline.contract.run import Run, StepRecord
-from pipeline.contract.signing import SIGNATURE, sign
+from pipeline.contract.signing import SIGNATURE, read_envelope, sign
 from pipeline.history import changed_outputs, now, write_record
 from pipeline.system.errors import BundleError, ConfigError
 from pipeline.system.files import digest_file, digest_mapping
@@ -76,9 +76,10 @@ def reuse_override(run: Run, others: Iterable[Run]) -> Override | None:
 
 
 def sign_bundle(path: Path, key: Ed25519PrivateKey) -> tuple[Bundle, str]:
-    """Check a bundle, then sign it in place of an earlier signature."""
+    """Check a bundle and sign it, beside the signatures of other keys; those of a bundle that changed since go."""
+    earlier = read_envelope(path)
     (path / SIGNATURE).unlink(missing_ok=True)
-    return open_bundle(path), sign(path, key)
+    return open_bundle(path), sign(path, key, earlier)
 
 
 def sign_run(run: Run, key: Ed25519PrivateKey) -> tuple[Bundle, str]:

@@ -126,13 +126,19 @@ def read_envelope(directory: Path) -> Envelope | None:
         raise BundleError(f"{path}: not a valid signature file: {error.errors()[0]['msg']}") from error
 
 
-def sign(directory: Path, key: Ed25519PrivateKey) -> str:
-    """Sign a verified bundle and return the id of the key; the same key and bundle give the same bytes."""
+def sign(directory: Path, key: Ed25519PrivateKey, earlier: Envelope | None = None) -> str:
+    """Sign a verified bundle and return the id of the key; the same keys and bundle give the same bytes.
+
+    Signatures of other keys in an earlier envelope are kept if they are over the same bundle.
+    """
     digests = {name: digest_file(directory / name) for name in COVERED if (directory / name).is_file()}
     payload = json.dumps(digests, sort_keys=True, separators=(",", ":")).encode()
     envelope = sign_payload(_KIND, payload, key)
-    write_json(directory / SIGNATURE, envelope.model_dump())
-    return envelope.signatures[0].keyid
+    (own,) = envelope.signatures
+    before = earlier.signatures if earlier is not None and earlier.payload == envelope.payload else ()
+    others = (signed for signed in before if signed.keyid != own.keyid)
+    write_json(directory / SIGNATURE, envelope.model_copy(update={"signatures": (*others, own)}).model_dump())
+    return own.keyid
 
 
 def sign_payload(kind: str, payload: bytes, key: Ed25519PrivateKey) -> Envelope:

@@ -45,7 +45,7 @@ from pipeline.statistics.scores import (
     Array,
 )
 from pipeline.statistics.significance import brier_scores, confidences_and_hits
-from pipeline.system.errors import DataError
+from pipeline.system.errors import ConfigError, DataError
 
 _Value = TypeVar("_Value")
 BRIER_RANGE = (0.0, 2.0)
@@ -122,17 +122,16 @@ def lower_is_better(task: Task) -> frozenset[str]:
     return frozenset(name for name, direction in directions.items() if direction == "lower")
 
 
-def check_directions(task: Task, names: Collection[str]) -> str:
-    """Return a warning if a metric counts as higher is better although its name reads like that of an error."""
+def check_directions(task: Task, names: Collection[str]) -> None:
+    """Refuse a metric whose name reads like that of an error until the task declares its direction."""
     directions = task.directions if isinstance(task, HasDirections) else {}
     for name in (name for name in names if name not in directions):
         words = set(re.split(r"[^a-z]+", name.lower()))
         if words.intersection(_ERROR_WORDS) and not words.intersection(_NEGATED):
-            return (
-                f"metrics() returns `{name}`, where higher is better; to fix it: set directions = "
-                f'{{"{name}": "lower"}} in the task, or "higher" if that is meant'
+            raise ConfigError(
+                f"metrics() returns `{name}`, which reads like an error, but higher values would be better; to fix it: "
+                f'set directions = {{"{name}": "lower"}} in the task, or "higher" if that is meant'
             )
-    return ""
 
 
 def compute_metrics(

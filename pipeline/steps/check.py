@@ -307,8 +307,7 @@ def _evaluate(trial: Trial, predict: Predictor, facts: dict[str, Any]) -> None:
         kind, bundle = (None, None) if baseline is None else (baseline.kind, baseline.bundle)
         classes = task.classes if isinstance(task, Classifier) else None
         results = Results(columns, kind, bundle, classes, lower_is_better(task), named=config.named_metrics)
-        if warning := check_directions(task, list(results.candidate)):
-            print(f"warning: {warning}")
+        check_directions(task, list(results.candidate))
         results.check(config)
         check_slice_labels(columns)
         facts["metrics"] = sorted(metrics_body(config, results, "")["candidate"])

@@ -11,6 +11,7 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
 from pipeline.contract.bundle import PROVENANCE, open_bundle, statement
 from pipeline.contract.signing import SIGNATURE, Trust, fingerprint, new_key, private_key, sign
+from pipeline.override import sign_bundle
 from pipeline.system.errors import BundleError, ConfigError, PipelineError
 from pipeline.system.files import write_json
 
@@ -50,6 +51,23 @@ def test_bundle_signed_by_a_trusted_key_opens(signed: Path, trust: Trust, key: P
     before = (signed / SIGNATURE).read_bytes()
     sign(signed, private_key(key))
     assert (signed / SIGNATURE).read_bytes() == before, "one key, one bundle: one signature"
+
+
+def test_second_key_adds_its_signature(signed: Path, key: Path, trust: Trust) -> None:
+    new_key(key.with_name("second"))
+    second = Trust(key.with_name("second.pub"))
+    sign_bundle(signed, private_key(key.with_name("second")))
+    assert open_bundle(signed, trust) == open_bundle(signed, second)
+    sign_bundle(signed, private_key(key))
+    assert open_bundle(signed, trust) == open_bundle(signed, second)
+    assert len(json.loads((signed / SIGNATURE).read_text())["signatures"]) == 2
+
+
+def test_signatures_of_a_bundle_that_changed_go(signed: Path, key: Path, trust: Trust) -> None:
+    (signed / PROVENANCE).unlink()
+    new_key(key.with_name("second"))
+    sign_bundle(signed, private_key(key.with_name("second")))
+    assert "is signed by" in refused(signed, trust)
 
 
 def test_unsigned_bundle_is_refused_before_its_files_are_checked(bundle: Path, trust: Trust) -> None:

@@ -103,14 +103,14 @@ class Errors:
 
 
 @pytest.mark.parametrize("name", ["mae", "val_loss", "Error", "word-error-rate", "rmse"])
-def test_metric_named_like_an_error_is_a_warning(name: str) -> None:
-    warning = check_directions(Errors(), ["accuracy", name])  # type: ignore[arg-type]
-    assert f'metrics() returns `{name}`, where higher is better; to fix it: set directions = {{"{name}": ' in warning
+def test_metric_named_like_an_error_needs_a_direction(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"returns `{name}`, which reads like an error, .* directions = "):
+        check_directions(Errors(), ["accuracy", name])  # type: ignore[arg-type]
 
 
-def test_declared_or_negated_metric_is_no_warning() -> None:
+def test_declared_or_negated_metric_is_accepted() -> None:
     names = ["accuracy", "loss", "abs_error", "negative_squared_error", "neg_mae", "lossless", "terror"]
-    assert check_directions(Errors(), names) == ""  # type: ignore[arg-type]
+    check_directions(Errors(), names)  # type: ignore[arg-type]
 
 
 def test_regression_metrics_agree_with_scikit_learn_and_scipy() -> None:
