@@ -135,7 +135,7 @@ class Comparison(Frozen):
     """One file of a test set's folder: a candidate was compared with a baseline on it."""
 
     at: str
-    key: str  # of the evaluate step, so that the same comparison counts once
+    key: str  # digest of the candidate's predictions, so that they count once
     run: str
     by: str = ""
     token: str = ""

@@ -52,7 +52,7 @@ from pipeline.evaluate.worst_samples import worst_body
 from pipeline.statistics.metrics import lower_is_better
 from pipeline.statistics.scores import BASELINE, CANDIDATE, Columns, candidate_predictor, join_parts, score_batch
 from pipeline.system.errors import ConfigError, DataError, GateError, StageError
-from pipeline.system.files import digest_file, write_json
+from pipeline.system.files import digest_bytes, digest_file, digest_mapping, write_json
 from pipeline.system.processes import Rank
 
 if TYPE_CHECKING:
@@ -179,11 +179,15 @@ def _decide_and_write(run: Run, results: Results, data: DataOfTest, checkpoint: 
 
 
 def _count_comparison(run: Run, results: Results, fingerprint: str) -> tuple[int, str]:
-    """Record this comparison; return its number on the test set, and why it could not be recorded, if so."""
-    record = run.read().steps.get("evaluate")
-    if results.kind is None or record is None:  # nothing is compared, or the step was started by hand
+    """Record this comparison; return its number on the test set, and why it could not be recorded, if so.
+
+    The same predictions count once, however often they are evaluated.
+    """
+    if results.kind is None or "evaluate" not in run.read().steps:  # nothing is compared, or it was started by hand
         return 1, ""
-    return count_comparison(run.runs, run.config.registry, fingerprint, record.key, run.id)
+    answers = {name: values for name, values in results.columns.items() if name.startswith(CANDIDATE)}
+    key = digest_mapping({name: digest_bytes(values.tobytes()) for name, values in answers.items()})
+    return count_comparison(run.runs, run.config.registry, fingerprint, key, run.id)
 
 
 def shard_range(rank: Rank, samples: int, batch_size: int) -> range:

@@ -37,11 +37,11 @@ def test_candidate_equal_to_the_baseline_passes(with_baseline: Project) -> None:
 
 
 def test_repeated_comparisons_on_one_test_set_widen_the_interval(with_baseline: Project) -> None:
-    """Each key of the step counts once, over all runs; the first comparison is as configured."""
+    """The same predictions count once, over all runs and codecs; the first comparison is as configured."""
 
-    def interval(name: str, key: str) -> tuple[int, str, float]:
-        run = with_baseline.run("first", name, evaluate=LENIENT)
-        write_record(run, StepRecord(step="evaluate", status="running", key=key, parts={}))
+    def interval(name: str, weights: str) -> tuple[int, str, float]:
+        run = with_baseline.run(weights, name, evaluate=LENIENT)
+        write_record(run, StepRecord(step="evaluate", status="running", key=name, parts={}))
         evaluate(run, with_baseline.root)
         body = written(run, "verdict.json")
         (use,) = [line for line in describe_verdict(explain(body, None)) if line.startswith("comparison ")]
@@ -50,14 +50,14 @@ def test_repeated_comparisons_on_one_test_set_widen_the_interval(with_baseline: 
 
     alone = with_baseline.run("first", "alone", evaluate=LENIENT)
     evaluate(alone, with_baseline.root)  # without a record, as in a notebook: not counted
-    first = interval("one", "key one")
+    first = interval("one", "first")
     assert first == (1, "95%", written(alone, "verdict.json")["difference"]["low"])
-    second = interval("two", "key two")
+    assert interval("codec", "first") == first, "the same predictions again"
+    second = interval("two", "wrong")
     assert second[:2] == (2, "98.3%")
-    assert second[2] < first[2]
-    third = interval("three", "key three")
+    third = interval("three", "right")
     assert third[:2] == (3, "99.17%")
-    assert interval("again", "key two") == second, "the same inputs again"
+    assert interval("again", "wrong") == second
     intervals = written(Run(with_baseline.runs / "three"), "metrics.json")["intervals"]
     assert intervals["confidence"] == 0.95, "of all metrics, which decide nothing"
 
