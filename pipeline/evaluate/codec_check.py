@@ -74,9 +74,9 @@ class CodecCheck:
     def rule(self) -> GateRule:
         how = "decode() against the data's columns, encode() against predicted(), and both alone and in company"
         if self.faults:
-            return GateRule("codec", False, f"codec: {'; '.join(self.faults)}", how=how, change="a corrected codec")
+            return GateRule("codec", False, "; ".join(self.faults), how=how, change="a corrected codec")
         if self.decoded and self.encoded:
-            return GateRule("codec", True, f"codec: {', '.join(self.checked)}", how=how)
+            return GateRule("codec", True, ", ".join(self.checked), how=how)
         how = "what the task's instances(), answer() and predicted() allow to compare; the rest was not checked"
         return GateRule("codec", True, "; ".join([self.summary, *self.checked]), how=how)
 
@@ -100,7 +100,7 @@ def check_codec(task: Task, codec: Codec, reference: str, samples: Samples, pred
     except InvalidCodec as error:
         return CodecCheck((str(error),), ())
     except Exception as error:  # the user's code may raise anything
-        return CodecCheck((f"it raises {describe(error, Path.cwd())}",), ())
+        return CodecCheck((f"the codec raises {describe(error, Path.cwd())}",), ())
     notes = (*decoded.notes, *([] if encode.compared else [_NO_ANSWER]))
     return replace(
         decoded,

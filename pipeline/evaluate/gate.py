@@ -201,8 +201,11 @@ def _summary(config: Evaluate, measured: Measurements) -> str:
         text += f" against the {config.opponent}'s {digits(measured.baseline.get(config.metric, math.nan))}"
     if measured.comparison is not None:
         difference = measured.comparison.difference
-        interval = f"{digits(difference.low, sign=True)} to {digits(difference.high, sign=True)}"
+        estimate, low, high = difference.estimate, difference.low, difference.high
         label = "better by" if config.metric in measured.lower else "difference"
+        if config.metric in measured.lower and estimate < 0:
+            label, estimate, low, high = "worse by", -estimate, -high, -low
         level = describe_level(config.confidence, measured.number)
-        text += f", {label} {digits(difference.estimate, sign=True)} ({level} {interval})"
+        interval = f"{digits(low, sign=True)} to {digits(high, sign=True)}"
+        text += f", {label} {digits(estimate, sign=True)} ({level} {interval})"
     return text

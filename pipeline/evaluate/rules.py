@@ -185,7 +185,10 @@ def _would_pass(config: Evaluate, comparison: Comparison, bound: float) -> str:
 
 
 def _position(low: float) -> str:
-    return f"{digits(-low)} below" if low < 0 else "no better than" if low == 0 else f"only {digits(low)} above"
+    """Return where the worst lies that the interval allows; positive is better, of errors too."""
+    if low > 0:
+        return f"only {digits(low)} better than"
+    return f"{digits(-low)} worse than" if low < 0 else "no better than"
 
 
 def _format_bound(bound: float) -> str:

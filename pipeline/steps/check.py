@@ -317,7 +317,7 @@ def _evaluate(trial: Trial, predict: Predictor, facts: dict[str, Any]) -> None:
 def _check_codec(trial: Trial, predict: Predictor) -> list[str]:
     found = check_codec(trial.task, trial.codec, trial.run.config.codec, trial.splits["test"], predict)
     if found.faults:
-        raise ConfigError(f"codec: {found.faults[0]}")
+        raise ConfigError(found.faults[0])
     return [found.summary, *found.checked, *found.notes]
 
 

@@ -103,7 +103,7 @@ def assert_codec_is_compared(
     for damage in (*damages, None):
         rule = check(task, Damaged(codec, damage), build).rule()
         assert not rule.passed
-        assert rule.detail.startswith("codec: decode()" if damage is None else "codec: encode() answers")
+        assert rule.detail.startswith("decode()" if damage is None else "encode() answers")
 
 
 def test_every_example_has_a_damaged_codec() -> None:

@@ -124,5 +124,5 @@ def test_a_model_as_good_as_the_champion_passes(with_baseline: Project) -> None:
 
 def test_a_model_worse_than_the_champion_is_rejected(with_baseline: Project) -> None:
     with_baseline.crown("right")
-    with pytest.raises(GateError, match=r"accuracy may be 0\.\d+ below the champion's"):
+    with pytest.raises(GateError, match=r"accuracy may be 0\.\d+ worse than the champion's"):
         evaluate(with_baseline.run("first", evaluate=TWO_RULES), with_baseline.root)

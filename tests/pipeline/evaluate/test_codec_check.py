@@ -241,7 +241,7 @@ def test_the_first_line_of_a_verdict_states_what_was_compared(task: Any, words: 
     found = _check_numbers(task)
     verdict = decide(Evaluate(), Measurements(50, {"accuracy": 0.9}, None, None, codec=found))
     assert verdict.summary.endswith(f"; {words}") and verdict.verdict == "no-baseline"
-    assert found.rule().detail.startswith(words if "not" in words else "codec: encode() gives")
+    assert found.rule().detail.startswith(words if "not" in words else "encode() gives")
 
 
 def test_numbers_are_compared_through_answer() -> None:

@@ -75,7 +75,7 @@ def _add_to_evaluation(run: Run) -> None:
     slices = [
         slice_body(f"ink={name}", 120, low) for name, low in (("thin", 0.004), ("thick", -0.08), ("plain", -0.01))
     ]
-    slices[1] |= {"passed": False, "detail": "ink=thick may be 0.0800 below the baseline's"}
+    slices[1] |= {"passed": False, "detail": "ink=thick may be 0.0800 worse than the baseline's"}
     slices.append(
         {"slice": "ink=none", "samples": 3, "candidate": 1.0, "baseline": 1.0, "judged": False, "passed": True}
     )

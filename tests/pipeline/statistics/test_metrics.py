@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,7 +19,7 @@ from pipeline.contract.settings.stages import Evaluate
 from pipeline.evaluate.gate import decide
 from pipeline.evaluate.results import Results, metrics_body
 from pipeline.statistics.metrics import check_directions, class_metrics, confusion, query_metrics
-from pipeline.statistics.scores import Columns
+from pipeline.statistics.scores import BASELINE, CANDIDATE, Columns
 from pipeline.system.errors import ConfigError
 
 
@@ -125,6 +126,18 @@ def test_regression_metrics_agree_with_scikit_learn_and_scipy() -> None:
         low, high = body["intervals"]["candidate"][name]
         assert low < body["candidate"][name] < high
         assert body["intervals"]["difference"][name]["low"] > 0, "positive is better, of errors too"
+
+
+def test_larger_error_is_worse_in_words() -> None:
+    swapped = {CANDIDATE: BASELINE, BASELINE: CANDIDATE}
+    columns = {
+        next((new + name.removeprefix(old) for old, new in swapped.items() if name.startswith(old)), name): values
+        for name, values in numbers().items()
+    }
+    config = Evaluate(metric="mae", rule="non-inferior", margin=0.001)
+    verdict = decide(config, results(columns).measurements(config))
+    assert re.search(r", worse by \+0\.\d+ \(95% interval \+0\.\d+ to \+0\.\d+\)", verdict.summary)
+    assert "worse than the baseline's" in verdict.rules[-1].detail
 
 
 @pytest.mark.parametrize("metric", ["mae", "rmse", "r2", "spearman"])

@@ -302,7 +302,7 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {  # name → old, new, message
     "answer": (
         "    def example(",
         "    def answer(self, prediction):\n        return prediction['label']\n\n    def example(",
-        "codec: it raises TypeError",
+        "the codec raises TypeError",
         "prediction['label']",
     ),
     "example": (
