@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import math
+import os
 import re
 import shutil
 import sys
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from export.bundle import Sources, fill_bundle
@@ -121,7 +123,8 @@ def try_pipeline(run: Run, root: Path, folder: Path) -> dict[str, Any]:
     if weights > _MOST_WEIGHTS:
         print(f"a model of {weights:,} weights is not tried before it is trained; its data and settings were checked")
         return facts
-    model = _train(trial, facts)
+    with _process_group():
+        model = _train(trial, facts)
     with parts("export_model()"):
         model, task = served_model(task, model), serving_form(task)
         trial = replace(trial, task=task)
@@ -254,6 +257,20 @@ def _without_memory(build: Callable[[], nn.Module]) -> nn.Module:
         return MetaModel(build).model
     except (RuntimeError, NotImplementedError):  # it computes with its weights while it is built
         return build()
+
+
+@contextlib.contextmanager
+def _process_group() -> Iterator[None]:
+    """Be the only process of a training, for a task whose code calls torch.distributed or reads its variables."""
+    before = dict(os.environ)
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def _train(trial: Trial, facts: dict[str, Any]) -> nn.Module:

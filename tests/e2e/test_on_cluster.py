@@ -175,7 +175,7 @@ def test_folder_not_writable_for_pods_is_named_with_its_owner(api: ApiServer, sh
     )  # another user than the owner of the volume
     done = shared.pipe("run", "--until", "prepare", *WORDS, prefix=as_user(CALLER, CALLER), expect=2)
     assert "this process is user 4321, and the folder belongs to user 1234" in done.stderr
-    assert "Traceback" not in shared.latest.log("prepare").read_text()
+    assert "Traceback" not in shared.latest.log("check").read_text()
 
 
 @needs_root

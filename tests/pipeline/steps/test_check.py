@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from pipeline.contract.run import Run
 from pipeline.steps.check import check
@@ -142,6 +144,18 @@ def test_column_of_some_splits_is_a_warning(root: Path, capsys: pytest.CaptureFi
     edit(root / "task.py", '"label": label}', '"label": label, **({"weight": label} if split == "train" else {})}')
     check(new_run(root, evaluate={"metric": "accuracy"}), root)
     assert "warning: only data('train') has the column `weight`" in capsys.readouterr().err
+
+
+def test_code_of_several_processes_runs_in_one(root: Path) -> None:
+    edit(root / "task.py", "import torch\n", "import os\nimport torch\nimport torch.distributed as dist\n")
+    edit(
+        root / "task.py",
+        "    def loss(self, outputs, batch):\n",
+        "    def loss(self, outputs, batch):\n        dist.all_reduce(torch.ones(1 + int(os.environ['RANK'])))\n",
+    )
+    check(new_run(root, evaluate={"metric": "accuracy"}), root)
+    assert not dist.is_initialized()
+    assert "RANK" not in os.environ
 
 
 def test_metric_named_like_an_error_may_have_either_direction(root: Path) -> None:
