@@ -264,7 +264,7 @@ def _process_group() -> Iterator[None]:
     """Be the only process of a training, for a task whose code calls torch.distributed or reads its variables."""
     before = dict(os.environ)
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
     try:
         yield
     finally:
