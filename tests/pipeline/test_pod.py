@@ -190,7 +190,8 @@ def test_standalone_training_creates_its_run_with_two_pods(tiny: Project, tmp_pa
     assert [pod.returncode for pod in done] == [0, 0], "".join(pod.stderr for pod in done)
     (run,) = map(Run, tiny.runs.glob("*/run.json"))
     run = Run(run.path.parent)
-    assert {name: record.status for name, record in run.read().steps.items()} == {"prepare": "done", "train": "done"}
+    statuses = {name: record.status for name, record in run.read().steps.items()}
+    assert statuses == dict.fromkeys(("check", "prepare", "train"), "done")
     assert (run.output("train") / "model.safetensors").is_file()
 
 
@@ -227,7 +228,9 @@ def test_run_of_an_evicted_pod_is_continued_by_another(tiny: Project) -> None:
     run = tiny.runs / "wf-1"
     slow = override_config(tiny.config(), ["train.epochs=100"], "test")  # long enough to be interrupted
     env = {CONFIG_VARIABLE: json.dumps(slow.model_dump(mode="json"))}
-    assert start(tiny, *pod("prepare", run, *OURS.split(), str(run)), **env).returncode == 0
+    for step in ("check", "prepare"):
+        argv = pod(step, run, "python", "-m", f"pipeline.steps.{step}", str(run))
+        assert start(tiny, *argv, **env).returncode == 0
     argv = pod("train", run, "python", "-m", "pipeline.training.node", str(run))
     with begin(tiny, *argv, **env) as process:
         assert process.stderr is not None
