@@ -255,8 +255,9 @@ def test_pods_of_a_workflow_train_together(tiny: Project, tmp_path: Path) -> Non
     text = file.read_text().replace("{{workflow.name}}-train-node-0-0.{{workflow.name}}-train:29400", meeting)
     made = yaml.safe_load(text)
     templates = {template["name"]: template for template in made["spec"]["templates"]}
-    first = templates["prepare"]["container"]
-    assert start(tiny, *_words(first, tiny), **_environment(first, tiny)).returncode == 0
+    for step in ("check", "prepare"):
+        first = templates[step]["container"]
+        assert start(tiny, *_words(first, tiny), **_environment(first, tiny)).returncode == 0
     (job,) = yaml.safe_load(templates["train"]["resource"]["manifest"])["spec"]["replicatedJobs"]
     (container,) = job["template"]["spec"]["template"]["spec"]["containers"]
     with ThreadPoolExecutor(2) as pods:
