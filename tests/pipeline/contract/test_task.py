@@ -106,12 +106,12 @@ def test_the_codec_a_task_imports_is_the_codec_that_is_loaded(root: Path) -> Non
 
 
 def test_project_file_does_not_shadow_an_installed_module(root: Path) -> None:
-    assert "wave" not in sys.modules
-    (root / "wave.py").write_text("class Net: ...\n")
+    assert "sched" not in sys.modules
+    (root / "sched.py").write_text("class Net: ...\n")
     (root / "pip.py").write_text("class Net: ...\n")
-    for reference in ("wave.py:Net", "pip.py:Net"):
+    for reference in ("sched.py:Net", "pip.py:Net"):
         load_class(reference, root)
-    assert "wave" not in sys.modules
+    assert "sched" not in sys.modules
     assert "pip" not in sys.modules
 
 

@@ -27,7 +27,7 @@ def test_slices_are_one_table_with_failed_ones_first(page: str) -> None:
     assert re.findall(r'scope="row">ink=(\w+)', shown) == names
     assert shown.count("<svg") == 3, "the small slice has no interval"
     assert "−0.06 [−0.08, −0.03]" in shown
-    assert "ink=thick may be 0.0800 below" in shown
+    assert "ink=thick may be 0.0800 worse" in shown
 
 
 NOT_COMPARED = {"slice": "ink=thin", "samples": 90, "candidate": 0.98, "judged": False}
