@@ -156,9 +156,8 @@ def _lost_best(run: Run) -> str:
 
 
 def _check_codec(run: Run, root: Path, task: Task, samples: Samples, predict: Predictor) -> CodecCheck:
-    reference = run.config.codec
-    codec = load_codec(reference, root, files=run.output("prepare") / SHARED_FOLDER)
-    return check_codec(task, codec, reference, samples, predict)
+    reference, files = run.config.codec, run.output("prepare") / SHARED_FOLDER
+    return check_codec(task, load_codec(reference, root, files=files), reference, samples, predict, files)
 
 
 def _decide_and_write(run: Run, results: Results, data: DataOfTest, checkpoint: str) -> Verdict:

@@ -6,9 +6,10 @@ metrics, which are computed from the data's columns, stay as they are.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 from pathlib import Path
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pipeline.contract.codec import Arrays, Codec, encode_method
-from pipeline.contract.data import Samples, name_outputs
+from pipeline.contract.data import Samples, as_task_outputs, name_outputs
 from pipeline.contract.run import describe
 from pipeline.contract.task import (
     Classifier,
@@ -29,17 +30,23 @@ from pipeline.contract.task import (
     HasExample,
     HasInstances,
     HasPredicted,
+    HasText,
     Task,
 )
+from pipeline.evaluate.answers import Field, each_label_first, judge, read_outputs
 from pipeline.evaluate.rules import GateRule
 from pipeline.system.errors import InvalidPayload
+from pipeline.system.files import TOKENIZER_FILE
 
 if TYPE_CHECKING:
-    from pipeline.contract.task import Batch, Outputs, Predictor
+    from pipeline.contract.task import Batch, Predictor
 
 _SAMPLES = 64  # evenly spread over the test set
 _ALONE = 8  # of them, also by themselves; all that a language model is checked on, whose outputs are large
-_SEARCHED = 2048  # samples of each split in which example() is looked for
+_SEARCHED = 2048  # test samples in which example() is looked for, and whose texts are decoded
+_MOST_LABELS = 1024  # that are made the likeliest in turn
+_LARGEST = 1 << 25  # numbers in the outputs that are made for them
+_LARGEST_ROWS = 1 << 20  # numbers in samples that decode() is given as they are
 _TOLERANCE = 1e-3  # of a column's deviation, and of a number in a prediction
 _ROUNDING = 10  # times as much for answers that are numbers: a codec may round them
 _MIN_VALUES = 16  # of a sample, to recognise it with its axes swapped or scaled
@@ -57,6 +64,13 @@ class CodecCheck:
     notes: tuple[str, ...] = ()
     decoded: int = 0  # test samples whose columns decode() was compared with
     encoded: int = 0  # test samples whose answers encode() was compared with
+    fields: tuple[str, ...] = ()  # of an answer, which nothing explains
+
+    @property
+    def unproven(self) -> str:
+        """Return what was not compared."""
+        methods = {"decode()": self.decoded, "encode()": self.encoded or len(self.fields)}
+        return ", ".join([*(name for name, count in methods.items() if not count), *self.fields])
 
     @property
     def summary(self) -> str:
@@ -67,33 +81,33 @@ class CodecCheck:
         if not any(counts.values()):
             return "the codec was not compared with the test data"
         compared = " and ".join(f"{name} on {count} samples" for name, count in counts.items() if count)
-        return f"codec compared with the test data: {compared}" + "".join(
-            f", but not {name}" for name, count in counts.items() if not count
-        )
+        unproven = f"; unproven: {self.unproven}" if self.unproven else ""
+        return f"codec compared with the test data: {compared}{unproven}"
 
-    def rule(self) -> GateRule:
-        how = "decode() against the data's columns, encode() against predicted(), and both alone and in company"
+    def rule(self, answers: str = "any") -> GateRule:
+        how = "decode() against the data's columns, each field of an answer against what the model returned"
         if self.faults:
             return GateRule("codec", False, "; ".join(self.faults), how=how, change="a corrected codec")
-        if self.decoded and self.encoded:
-            return GateRule("codec", True, ", ".join(self.checked), how=how)
-        how = "what the task's instances(), answer() and predicted() allow to compare; the rest was not checked"
-        return GateRule("codec", True, "; ".join([self.summary, *self.checked]), how=how)
+        if answers == "proven" and self.unproven:
+            detail = f"unproven: {self.unproven}; evaluate.answers is proven"
+            return GateRule(
+                "codec", False, detail, how=how, change="instances(batch) and answer(prediction) in the task"
+            )
+        return GateRule("codec", True, "; ".join([*([self.summary] if self.unproven else []), *self.checked]), how=how)
 
 
 @torch.inference_mode()
-def check_codec(task: Task, codec: Codec, reference: str, samples: Samples, predict: Predictor) -> CodecCheck:
-    if isinstance(task, Generates) and not isinstance(task, HasInstances):
-        return CodecCheck((), (), (_NO_INSTANCES, _NO_ANSWER))
+def check_codec(
+    task: Task, codec: Codec, reference: str, samples: Samples, predict: Predictor, files: Path | None = None
+) -> CodecCheck:
+    """Compare the codec with the test data and the model; `files` is the folder that the codec shares with the task."""
     count = min(_ALONE if isinstance(task, Generates) else _SAMPLES, len(samples))
     last = count - 1 if samples.is_stream else len(samples) - 1  # a stream is read in order
     rows = np.unique(np.linspace(0, last, count).astype(np.int64))
     batch = samples.batch(rows)
     try:
-        encode = _Encode(task, codec, reference, predict)
-        faults = [*encode.faults(batch)]
-        checked = [f"encode() gives {len(rows)} test samples the same predictions alone and in company"]
-        checked += encode.checked
+        encode = _Encode(task, codec, reference, predict, files)
+        faults = [*encode.faults(batch, samples)]
         decoded = _check_decode(task, codec, samples, batch, encode)
     except InvalidPayload as error:
         return CodecCheck((f"decode() refuses an instance of the task: {error}",), ())
@@ -101,13 +115,14 @@ def check_codec(task: Task, codec: Codec, reference: str, samples: Samples, pred
         return CodecCheck((str(error),), ())
     except Exception as error:  # the user's code may raise anything
         return CodecCheck((f"the codec raises {describe(error, Path.cwd())}",), ())
-    notes = (*decoded.notes, *([] if encode.compared else [_NO_ANSWER]))
+    checked = [f"encode() gives {len(rows)} test samples the same predictions alone and in company", *encode.checked]
     return replace(
         decoded,
         faults=(*faults, *decoded.faults),
         checked=(*checked, *decoded.checked),
-        notes=notes,
+        notes=(*decoded.notes, *([_NO_ANSWER.format(", ".join(encode.unproven))] if encode.unproven else [])),
         encoded=encode.compared,
+        fields=tuple(encode.unproven),
     )
 
 
@@ -117,23 +132,25 @@ class InvalidCodec(Exception):
 
 _NO_INSTANCES = "decode() is not compared with the data; to have it checked: add instances(batch) to the task"
 _NO_ANSWER = (
-    "encode() is not compared with the model; to have it checked: add predicted(outputs) and answer(prediction)"
+    "nothing that the model returned explains {} in an answer; to have it checked: add predicted(outputs) and "
+    "answer(prediction)"
 )
 
 
 class _Encode:
     """The predictions for test samples, from the model's outputs on the data's own columns."""
 
-    def __init__(self, task: Task, codec: Codec, reference: str, predict: Predictor) -> None:
+    def __init__(self, task: Task, codec: Codec, reference: str, predict: Predictor, files: Path | None) -> None:
         self._task, self._predict = task, predict
         self._encode = encode_method(codec, reference)
+        self._vocabulary = _read_vocabulary(files) if isinstance(task, Generates) else []
         self.checked: list[str] = []
         self.compared = 0  # answers
+        self.unproven: list[str] = []  # fields
 
-    def faults(self, batch: Batch) -> Iterator[str]:
+    def faults(self, batch: Batch, samples: Samples) -> Iterator[str]:
         inputs = {name: batch[name].numpy() for name in self._task.inputs}
-        predicted = self._predict(batch)
-        outputs = _as_arrays(name_outputs(self._task, predicted))
+        outputs = _as_arrays(name_outputs(self._task, self._predict(batch)))
         count = len(next(iter(inputs.values())))
         predictions = self._encode(outputs, inputs)
         if reason := _not_plain(predictions):
@@ -147,7 +164,70 @@ class _Encode:
             if len(alone) != 1 or not _same(alone[0], predictions[i]):
                 yield "encode() gives a sample another prediction alone than in company"
                 break
-        yield from self._wrong_answers(predicted, predictions)
+        if wrong := self._wrong_answers(outputs, predictions):
+            yield wrong
+            return
+        found = judge(predictions, read_outputs(self._task, outputs, inputs, self._vocabulary))
+        made = {each.name: each for each in self._judge_each_label(outputs, inputs, samples)}
+        read = self._read_by_answer(predictions)
+        fields = [made[each.name] if _is_worse(made.get(each.name), each) else each for each in found]
+        if wrong := "; ".join(each.fault for each in fields if each.fault and each.name not in read):
+            yield f"encode() answers otherwise than the model: {wrong}"
+            return
+        names = {each.name: f"`{each.name}`" if each.name else "the answer" for each in fields}
+        meanings = {name: "read by answer()" for name in names if name in read}
+        meanings |= {each.name: each.meaning for each in fields if each.meaning}
+        self.unproven = [text for name, text in names.items() if name not in meanings]
+        self.compared = count if meanings else 0
+        self.checked += [f"{names[name]} is {meaning}" for name, meaning in meanings.items()]
+
+    def _judge_each_label(self, outputs: Arrays, inputs: Arrays, samples: Samples) -> list[Field]:
+        """Judge the answers for outputs in which each label in turn is the likeliest, also those that are rare."""
+        task, labels = self._task, np.arange(0)
+        if isinstance(task, Classifier):
+            size = len(task.classes)
+            labels = np.unique(np.linspace(0, size - 1, min(size, _MOST_LABELS)).astype(np.int64))
+        elif self._vocabulary:
+            size = max(array.shape[-1] for array in outputs.values() if array.ndim == 3)
+            outputs, inputs = self._end_of_one_text(outputs, inputs)
+            ids = np.unique(samples.batch(range(min(len(samples), _SEARCHED)))[task.inputs[0]].numpy())
+            ids, row = ids[(ids >= 0) & (ids < size)], sum(array.size for array in outputs.values())
+            labels = ids[:: max(1, -(-len(ids) * row // _LARGEST))]
+        if not len(labels) or not any(array.shape[-1] == size for array in outputs.values() if array.ndim > 1):
+            return []
+        labels = np.resize(labels, max(_SAMPLES, len(labels)))
+        made = each_label_first(outputs, labels, size)
+        inputs = {name: array[np.arange(len(labels)) % len(array)] for name, array in inputs.items()}
+        tokens = labels if isinstance(task, Generates) else None
+        with contextlib.suppress(Exception):  # it expects other outputs, such as boxes that fit to the classes
+            return judge(self._encode(made, inputs), read_outputs(task, made, inputs, self._vocabulary, tokens))
+        return []
+
+    def _end_of_one_text(self, outputs: Arrays, inputs: Arrays) -> tuple[Arrays, Arrays]:
+        """Return the first text's outputs, only those of its last position if encode() reads no others."""
+        one, its = _row(outputs, 0), _row(inputs, 0)
+        end = {name: array[:, -1:] if array.ndim == 3 else array for name, array in one.items()}
+        with contextlib.suppress(Exception):  # it reads other positions
+            if _same(self._encode(end, its)[0], self._encode(one, its)[0]):
+                return end, its
+        return one, its
+
+    def _read_by_answer(self, predictions: Sequence[Any]) -> set[str]:
+        """Return the fields whose change changes what the task's answer() reads."""
+        task = self._task
+        if not isinstance(task, HasAnswer) or not isinstance(task, HasPredicted):
+            return set()
+        if not isinstance(predictions[0], Mapping):
+            return {""}
+        read = set()
+        for name in predictions[0]:
+            others = [each for each in predictions if name in each and each[name] != predictions[0][name]]
+            with contextlib.suppress(Exception):  # of answer(), which then reads the field as well
+                for other in others[:1]:
+                    read.add(name)
+                    if _same(task.answer({**predictions[0], name: other[name]}), task.answer(predictions[0])):
+                        read.discard(name)
+        return read
 
     def depends_on_company(self, alone: Arrays, company: Arrays, index: int) -> bool:
         """Return True if encode() gives an instance another prediction where only padding was added.
@@ -167,24 +247,43 @@ class _Encode:
         batch = {name: torch.from_numpy(np.asarray(arrays[name])) for name in self._task.inputs}
         return _as_arrays(name_outputs(self._task, self._predict(batch)))
 
-    def _wrong_answers(self, outputs: Outputs, predictions: Sequence[Any]) -> Iterator[str]:
-        """Compare the answers that predictions contain with predicted()."""
+    def _wrong_answers(self, outputs: Arrays, predictions: Sequence[Any]) -> str:
+        """Compare what the task's answer() reads in predictions with predicted()."""
         task = self._task
-        if not isinstance(task, HasPredicted):
-            return
-        expected = task.predicted(outputs).detach().cpu().numpy()
-        answers = [_answer(task, prediction) for prediction in predictions]
-        known = [i for i, answer in enumerate(answers) if answer is not None]
+        if not isinstance(task, HasPredicted) or not isinstance(task, HasAnswer):
+            return ""
+        tensors = {name: torch.from_numpy(array) for name, array in outputs.items()}
+        expected = task.predicted(as_task_outputs(task, tensors)).detach().cpu().numpy()
+        answers = [task.answer(prediction) for prediction in predictions]
+        if isinstance(task, Classifier):
+            answers = [_class_index(task, answer) for answer in answers]
         scale = _ROUNDING * (float(np.std(expected)) or 1.0)
-        wrong = [i for i in known if not _is_padded(np.asarray(answers[i]), np.asarray(expected[i]), scale)]
-        self.compared = len(known)
-        if wrong:
-            yield (
-                f"encode() answers {len(wrong)} of {len(known)} test samples otherwise than predicted(): "
-                f"{str(predictions[wrong[0]])[:80]} for {_describe_answer(task, expected[wrong[0]])}"
-            )
-        elif known:
-            self.checked.append(f"its answers are those of predicted() in {len(known)} test samples")
+        wrong = [
+            i for i, each in enumerate(answers) if not _is_padded(np.asarray(each), np.asarray(expected[i]), scale)
+        ]
+        if not wrong:
+            self.checked.append(f"its answers are those of predicted() in {len(answers)} test samples")
+            return ""
+        return (
+            f"encode() answers {len(wrong)} of {len(answers)} test samples otherwise than predicted(): "
+            f"{str(predictions[wrong[0]])[:80]} for {_describe_answer(task, expected[wrong[0]])}"
+        )
+
+
+def _is_worse(made: Field | None, found: Field) -> bool:
+    return made is not None and not found.fault and bool(made.fault or not made.meaning)
+
+
+def _read_vocabulary(files: Path | None) -> list[str]:
+    """Return the text of each token of a tokenizer.json."""
+    path = None if files is None else files / TOKENIZER_FILE
+    if path is None or not path.is_file():
+        return []
+    from tokenizers import Tokenizer  # needed only by tasks with a tokenizer
+
+    tokenizer = Tokenizer.from_file(str(path))
+    size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
+    return list(tokenizer.decode_batch([[token] for token in range(size)], skip_special_tokens=False))
 
 
 def _describe_answer(task: Task, expected: Any) -> str:
@@ -200,58 +299,42 @@ def _as_arrays(outputs: Mapping[str, Tensor]) -> dict[str, Array]:
     }
 
 
-def _answer(task: Task, prediction: Any) -> Any:
-    """Return the class index or the numbers in a prediction; None if there is none, or it cannot be recognised."""
-    if isinstance(task, HasAnswer):
-        answer = task.answer(prediction)
-        return _class_index(task, answer) if isinstance(task, Classifier) else answer
-    if not isinstance(task, Classifier):
-        return None
-    found = {_class_of(task, value) for value in _values(prediction)} - {None}
-    return found.pop() if len(found) == 1 else None
-
-
 def _class_index(task: Classifier, answer: Any) -> int:
     names = [str(name) for name in task.classes]
     return names.index(answer) if isinstance(answer, str) and answer in names else int(answer)
 
 
-def _values(prediction: Any) -> Iterator[Any]:
-    """Yield a prediction, or the values of an object."""
-    yield prediction
-    if isinstance(prediction, Mapping):
-        yield from prediction.values()
-
-
-def _class_of(task: Classifier, value: Any) -> int | None:
-    """Return the class that a value of a prediction names: by its name, or as the likeliest of all classes."""
-    names = [str(name) for name in task.classes]
-    if isinstance(value, str):
-        return names.index(value) if value in names else None
-    if isinstance(value, Mapping) and set(map(str, value)) == set(names):
-        value = [{str(key): each for key, each in value.items()}[name] for name in names]
-    is_list = isinstance(value, list | tuple) and len(value) == len(names) > 1
-    if not is_list or not all(isinstance(each, float) and 0 <= each <= 1 for each in value):
-        return None
-    return int(np.argmax(value)) if abs(sum(value) - 1) < 1e-2 else None
-
-
 def _check_decode(task: Task, codec: Codec, samples: Samples, batch: Batch, encode: _Encode) -> CodecCheck:
     if isinstance(task, HasInstances):
-        return _check_instances(task, codec, batch, encode, list(task.instances(batch)))
+        return _check_instances(task, codec, samples, batch, encode, task.instances)
+    faults: list[str] = []
     instances = list(task.example()) if isinstance(task, HasExample) else []
-    if not instances:
-        return CodecCheck((), (), (_NO_INSTANCES,))
-    decoded = _decode(task, codec, instances)
-    faults = _alone_faults(codec, instances, decoded, encode)
-    found, altered = _find_in_data(task, decoded, samples)
-    if altered:
-        faults.append(altered)
-    if found:
-        checked = f"decode() makes test samples of {found} of {len(instances)} instances of example()"
-        return CodecCheck(tuple(faults), (checked,), decoded=found)
+    if instances:
+        decoded = _decode(task, codec, instances)
+        faults = _alone_faults(codec, instances, decoded, encode)
+        found, altered = _find_in_data(task, decoded, samples)
+        if found or altered:
+            checked = f"decode() makes test samples of {found} of {len(instances)} instances of example()"
+            return CodecCheck((*faults, *([altered] if altered else [])), (checked,) if found else (), decoded=found)
+    for likely in _likely_instances(task, batch):
+        with contextlib.suppress(Exception):  # a guess that the codec does not take
+            decoded, columns = _decode(task, codec, likely), {name: batch[name].numpy() for name in task.inputs}
+            if not _instance_faults(task, codec, likely, decoded, columns):
+                checked = f"decode() makes the data's columns of {len(likely)} test samples"
+                return CodecCheck(tuple(faults), (checked,), decoded=len(likely))
     note = "no instance of example() is a test sample; to have decode() checked: add instances(batch)"
-    return CodecCheck(tuple(faults), (), (note,))
+    return CodecCheck(tuple(faults), (), (note if instances else _NO_INSTANCES,))
+
+
+def _likely_instances(task: Task, batch: Batch) -> Iterator[list[Any]]:
+    """Yield what a client may send for these samples: their texts, or the rows of the columns as they are."""
+    if isinstance(task, HasText):
+        yield list(task.text(batch))
+    if sum(batch[name].numel() for name in task.inputs) <= _LARGEST_ROWS:
+        rows = [batch[name].tolist() for name in task.inputs]
+        yield (
+            rows[0] if len(rows) == 1 else [dict(zip(task.inputs, row, strict=True)) for row in zip(*rows, strict=True)]
+        )
 
 
 def _decode(task: Task, codec: Codec, instances: Sequence[Any]) -> Arrays:
@@ -274,8 +357,14 @@ def _not_plain(predictions: Any) -> str:
     return ""
 
 
-def _check_instances(task: Task, codec: Codec, batch: Batch, encode: _Encode, instances: Sequence[Any]) -> CodecCheck:
-    """Compare what decode() makes of the test samples with the data's columns."""
+def _check_instances(
+    task: Task, codec: Codec, samples: Samples, batch: Batch, encode: _Encode, make: Callable[[Batch], Sequence[Any]]
+) -> CodecCheck:
+    """Compare what decode() makes of the test samples with the data's columns: texts of many, which have rare words."""
+    instances = list(make(batch))
+    if all(isinstance(instance, str | None) for instance in instances) and not samples.is_stream:
+        batch = samples.batch(range(min(len(samples), _SEARCHED)))
+        instances = list(make(batch))
     columns = {name: batch[name].numpy() for name in task.inputs}
     if len(instances) != (count := len(next(iter(columns.values())))):
         return CodecCheck((f"instances(batch) returns {len(instances)} instances for {count} samples",), ())
@@ -285,12 +374,15 @@ def _check_instances(task: Task, codec: Codec, batch: Batch, encode: _Encode, in
     instances, columns = [instances[i] for i in rows], {name: column[rows] for name, column in columns.items()}
     decoded = _decode(task, codec, instances)
     faults = _alone_faults(codec, instances, decoded, encode)
-    if isinstance(task, Generates):
-        faults += _part_faults(task, codec, instances, columns)
-    else:
-        faults += _column_faults(task, decoded, columns)
+    faults += _instance_faults(task, codec, instances, decoded, columns)
     checked = f"decode() makes the data's columns of {len(rows)} raw test instances"
     return CodecCheck(tuple(faults), (checked,), decoded=len(rows))
+
+
+def _instance_faults(task: Task, codec: Codec, instances: Sequence[Any], decoded: Arrays, columns: Arrays) -> list[str]:
+    if isinstance(task, Generates):
+        return _part_faults(task, codec, instances, columns)
+    return _column_faults(task, decoded, columns)
 
 
 def _alone_faults(codec: Codec, instances: Sequence[Any], decoded: Arrays, encode: _Encode) -> list[str]:

@@ -69,7 +69,7 @@ def decide(config: Evaluate, measured: Measurements) -> Verdict:
     limits, calibration = _limit_rules(config, measured), _calibration_rules(config, measured)
     rules = [finite_rule(measured.candidate), *limits]
     if measured.codec is not None:
-        rules.append(measured.codec.rule())
+        rules.append(measured.codec.rule(config.answers))
     if measured.data is not None:
         rules.append(same_data_rule(config, measured.data))
     if (rule := slice_rule(config, measured.slices)) is not None:

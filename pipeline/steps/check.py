@@ -332,9 +332,10 @@ def _evaluate(trial: Trial, predict: Predictor, facts: dict[str, Any]) -> None:
 
 
 def _check_codec(trial: Trial, predict: Predictor) -> list[str]:
-    found = check_codec(trial.task, trial.codec, trial.run.config.codec, trial.splits["test"], predict)
-    if found.faults:
-        raise ConfigError(found.faults[0])
+    config = trial.run.config
+    found = check_codec(trial.task, trial.codec, config.codec, trial.splits["test"], predict, trial.files)
+    if not (rule := found.rule(config.evaluate.answers)).passed:
+        raise ConfigError(found.faults[0] if found.faults else rule.detail)
     return [found.summary, *found.checked, *found.notes]
 
 

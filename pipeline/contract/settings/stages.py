@@ -347,6 +347,11 @@ class Evaluate(Section):
     test_set_changed: Literal["fail", "allow"] = Field(
         "fail", description="what happens if the test set is not the one on which the champion was judged"
     )
+    answers: Literal["any", "proven"] = Field(
+        "any",
+        description="whether every field of an answer must be `proven`: explained by what the model returned for the "
+        "test data, from the raw instances on",
+    )
     class_slices: bool = Field(True, description="whether each true class is a slice")
     batch_size: Positive = Field(256, description="samples per forward pass")
     processes: Positive = Field(1, description="processes that the test set is split over")

@@ -113,14 +113,14 @@ def test_a_sound_codec_passes(task: Task) -> None:
     found = _check(task, PictureCodec())
     assert found.faults == found.notes == ()
     assert found.rule().passed
-    assert "its answers are those of predicted() in 64 test samples" in found.rule().detail
+    assert "`label` is the predicted label; `probabilities` is the probability of each label" in found.rule().detail
 
 
 @pytest.mark.parametrize("task", [WithExample(), WithInstances()], ids=lambda task: type(task).__name__)
 @pytest.mark.parametrize(
     ("codec", "fault"),
     [
-        (ReversedLabels, "otherwise than predicted()"),
+        (ReversedLabels, "otherwise than predicted()|`label` is another label than the model's"),
         (ScaledTwice, "other units|other values of raw test instances than column `image`"),
         (SwappedAxes, "axes swapped|other values of raw test instances than column `image`"),
         (UpsideDown, "an axis reversed|other values of raw test instances than column `image`"),
@@ -222,6 +222,19 @@ class NumberCodec:
         return [{"sum": round(self.factor * float(value), 2)} for value in outputs["sum"]]
 
 
+class NoteCodec(NumberCodec):
+    """Its instances have names, and its answers a number that the model does not return."""
+
+    def decode(self, instances: Any) -> dict[str, Array]:
+        return super().decode([(row["a"], row["b"]) for row in instances])
+
+    def encode(self, outputs: dict[str, Array]) -> list[Any]:
+        return [
+            {**answer, "note": float(np.sin(99 * value)), "unit": "m"}
+            for answer, value in zip(super().encode(outputs), outputs["sum"], strict=True)
+        ]
+
+
 def _check_numbers(task: Any, codec: Codec | None = None) -> CodecCheck:
     pairs = torch.from_numpy(np.random.default_rng(3).normal(size=(50, 2)).astype(np.float32))
     samples = Samples("test", {"pair": pairs})
@@ -229,19 +242,24 @@ def _check_numbers(task: Any, codec: Codec | None = None) -> CodecCheck:
 
 
 @pytest.mark.parametrize(
-    ("task", "words"),
+    ("task", "codec", "words", "is_proven"),
     [
-        (Numbers(), "the codec was not compared with the test data"),
-        (NumbersWithAnswer(), "codec compared with the test data: encode() on 50 samples, but not decode()"),
-        (NumbersWithBoth(), "codec compared with the test data: decode() on 28 samples and encode() on 50 samples"),
+        (Numbers(), NumberCodec(), "decode() on 50 samples and encode() on 50 samples", True),
+        (Numbers(), NoteCodec(), "encode() on 50 samples; unproven: decode(), `note`", False),
+        (NumbersWithBoth(), NumberCodec(), "decode() on 28 samples and encode() on 50 samples", True),
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_the_first_line_of_a_verdict_states_what_was_compared(task: Any, words: str) -> None:
-    found = _check_numbers(task)
-    verdict = decide(Evaluate(), Measurements(50, {"accuracy": 0.9}, None, None, codec=found))
-    assert verdict.summary.endswith(f"; {words}") and verdict.verdict == "no-baseline"
-    assert found.rule().detail.startswith(words if "not" in words else "encode() gives")
+def test_the_first_line_of_a_verdict_states_what_was_compared(
+    task: Any, codec: Codec, words: str, is_proven: bool
+) -> None:
+    found = _check_numbers(task, codec)
+    measured = Measurements(50, {"accuracy": 0.9}, None, None, codec=found)
+    verdict = decide(Evaluate(), measured)
+    assert verdict.summary.endswith(f"; codec compared with the test data: {words}")
+    assert verdict.verdict == "no-baseline"
+    strict = decide(Evaluate(answers="proven"), measured)
+    assert strict.verdict == ("no-baseline" if is_proven else "fail")
 
 
 def test_numbers_are_compared_through_answer() -> None:
@@ -257,7 +275,7 @@ def test_a_language_model_without_raw_texts_is_not_compared() -> None:
 
         def prompting(self) -> Any: ...
 
-    assert _check_numbers(Talks()).summary == "the codec was not compared with the test data"
+    assert _check_numbers(Talks(), NoteCodec()).unproven == "decode(), `note`"
 
 
 def test_an_instance_for_every_sample_is_needed() -> None:
