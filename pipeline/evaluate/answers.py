@@ -306,7 +306,8 @@ def _wrong_labels(values: list[Any], labels: Labels, is_stated: bool) -> list[in
 
 
 def _short(value: Any) -> str:
-    return str(np.round(value, 4) if isinstance(value, float | np.ndarray) else value)[:60]
+    array = _as_array(value)
+    return str(value if array is None else np.round(array.item() if array.size == 1 else array, 4))[:60]
 
 
 def _as_array(value: Any) -> Array | None:

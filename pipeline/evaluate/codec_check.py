@@ -7,6 +7,7 @@ metrics, which are computed from the data's columns, stay as they are.
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -36,7 +37,7 @@ from pipeline.contract.task import (
 from pipeline.evaluate.answers import Field, each_label_first, judge, read_outputs
 from pipeline.evaluate.rules import GateRule
 from pipeline.system.errors import InvalidPayload
-from pipeline.system.files import TOKENIZER_FILE
+from pipeline.system.files import TOKENIZER_FILE, tokenizer_ids
 
 if TYPE_CHECKING:
     from pipeline.contract.task import Batch, Predictor
@@ -132,8 +133,7 @@ class InvalidCodec(Exception):
 
 _NO_INSTANCES = "decode() is not compared with the data; to have it checked: add instances(batch) to the task"
 _NO_ANSWER = (
-    "nothing that the model returned explains {} in an answer; to have it checked: add predicted(outputs) and "
-    "answer(prediction)"
+    "{} in an answer is neither explained by what the model returned nor read by answer(prediction) of the task"
 )
 
 
@@ -169,7 +169,7 @@ class _Encode:
             return
         found = judge(predictions, read_outputs(self._task, outputs, inputs, self._vocabulary))
         made = {each.name: each for each in self._judge_each_label(outputs, inputs, samples)}
-        read = self._read_by_answer(predictions)
+        read = self._read_by_answer(predictions) - {each.name for each in found if each.meaning}
         fields = [made[each.name] if _is_worse(made.get(each.name), each) else each for each in found]
         if wrong := "; ".join(each.fault for each in fields if each.fault and each.name not in read):
             yield f"encode() answers otherwise than the model: {wrong}"
@@ -190,9 +190,10 @@ class _Encode:
         elif self._vocabulary:
             size = max(array.shape[-1] for array in outputs.values() if array.ndim == 3)
             outputs, inputs = self._end_of_one_text(outputs, inputs)
-            ids = np.unique(samples.batch(range(min(len(samples), _SEARCHED)))[task.inputs[0]].numpy())
-            ids, row = ids[(ids >= 0) & (ids < size)], sum(array.size for array in outputs.values())
-            labels = ids[:: max(1, -(-len(ids) * row // _LARGEST))]
+            batch = samples.batch(range(min(len(samples), _SEARCHED)))
+            ids = np.unique(batch[token_input(task, batch) or task.inputs[0]].numpy())
+            numbers = len(ids) * sum(array.size for array in outputs.values())
+            labels = ids[(ids >= 0) & (ids < size)][:: 1 + numbers // _LARGEST]
         if not len(labels) or not any(array.shape[-1] == size for array in outputs.values() if array.ndim > 1):
             return []
         labels = np.resize(labels, max(_SAMPLES, len(labels)))
@@ -274,16 +275,21 @@ def _is_worse(made: Field | None, found: Field) -> bool:
     return made is not None and not found.fault and bool(made.fault or not made.meaning)
 
 
+def token_input(task: Task, batch: Batch) -> str | None:
+    """Return the input with token ids: rows of integers, `input_ids` if there are several."""
+    rows = [name for name in task.inputs if batch[name].ndim == 2 and not batch[name].is_floating_point()]
+    return next((name for name in rows if name == "input_ids"), rows[0] if rows else None)
+
+
 def _read_vocabulary(files: Path | None) -> list[str]:
     """Return the text of each token of a tokenizer.json."""
     path = None if files is None else files / TOKENIZER_FILE
-    if path is None or not path.is_file():
+    if path is None or not path.is_file() or importlib.util.find_spec("tokenizers") is None:
         return []
     from tokenizers import Tokenizer  # needed only by tasks with a tokenizer
 
-    tokenizer = Tokenizer.from_file(str(path))
-    size = 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
-    return list(tokenizer.decode_batch([[token] for token in range(size)], skip_special_tokens=False))
+    tokens = [[token] for token in range(1 + max(tokenizer_ids(path)))]
+    return list(Tokenizer.from_file(str(path)).decode_batch(tokens, skip_special_tokens=False))
 
 
 def _describe_answer(task: Task, expected: Any) -> str:

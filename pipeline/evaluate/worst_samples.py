@@ -19,6 +19,7 @@ from pipeline.contract.data import Samples
 from pipeline.contract.results import finite_or_none
 from pipeline.contract.run import Run
 from pipeline.contract.task import SHARED_FOLDER, Embedding, HasShow, HasText, Task
+from pipeline.evaluate.codec_check import token_input
 from pipeline.evaluate.results import Results
 from pipeline.evaluate.sample_parts import Part, array_part, row_part, shown_parts, text_part
 from pipeline.statistics.scores import ACTUAL, BASELINE, CANDIDATE, LEVELS, PREDICTED, QUANTILES, Array, Columns
@@ -211,18 +212,12 @@ def _text_reader(run: Run, task: Task, batch: Batch) -> tuple[ReadText | None, s
     """Return a function from samples to texts, the input it reads, and a note if there is no such function."""
     if isinstance(task, HasText):
         return task.text, "", ""
-    path, ids = run.output("prepare") / SHARED_FOLDER / "tokenizer.json", _token_input(task, batch)
+    path, ids = run.output("prepare") / SHARED_FOLDER / "tokenizer.json", token_input(task, batch)
     if ids is None or not path.is_file():
         return None, "", ""
     if importlib.util.find_spec("tokenizers") is None:
         return None, "", "tokens are shown as numbers: the package tokenizers is not installed"
     return _token_decoder(path, ids), ids, ""
-
-
-def _token_input(task: Task, batch: Batch) -> str | None:
-    """Return the input with token ids: rows of integers, `input_ids` if there are several."""
-    rows = [name for name in task.inputs if batch[name].ndim == 2 and not batch[name].is_floating_point()]
-    return next((name for name in rows if name == "input_ids"), rows[0] if rows else None)
 
 
 def _token_decoder(path: Path, ids: str) -> ReadText:

@@ -301,3 +301,18 @@ def test_data_may_have_more_padding_than_a_request(codec: Callable[[], Codec], i
     task: Any = Rows()
     found = check_codec(task, codec(), "codec.py:C", Samples("test", {"ids": ids}), lambda batch: batch["ids"].float())
     assert (found.faults == ()) == is_sound
+
+
+@pytest.mark.parametrize("task", [WithExample(), WithInstances()], ids=lambda task: type(task).__name__)
+def test_names_of_classes_that_never_occur_are_compared(task: Task) -> None:
+    class RareIsWrong(PictureCodec):
+        def encode(self, outputs: dict[str, Array]) -> list[Any]:
+            names = {"top": "left"}
+            return [{**each, "label": names.get(each["label"], each["label"])} for each in super().encode(outputs)]
+
+    def never_top(batch: Any) -> Tensor:
+        return _predict(batch) - torch.tensor([0, 0, 99])
+
+    samples = Samples("test", {"image": torch.from_numpy(PIXELS / 16), "label": torch.zeros(90, dtype=torch.int64)})
+    rule = check_codec(task, RareIsWrong(), "codec.py:Codec", samples, never_top).rule()
+    assert "`label` is another label than the model's" in rule.detail
