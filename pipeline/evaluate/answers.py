@@ -129,7 +129,7 @@ def read_outputs(
 ) -> Returned:
     """Collect what the outputs say; `tokens` are the likeliest of outputs that were made for them."""
     returned = Returned(names=[str(name) for name in getattr(task, "classes", ())])
-    tensors = as_task_outputs(task, {name: torch.from_numpy(array) for name, array in outputs.items()})
+    tensors = as_task_outputs(task, {name: _as_tensor(array) for name, array in outputs.items()})
     predicted = tokens
     if tokens is None and isinstance(task, HasPredicted):
         predicted = task.predicted(tensors).detach().cpu().numpy()
@@ -149,6 +149,11 @@ def read_outputs(
     returned.add_arrays("output", outputs)
     returned.add_arrays("input", inputs)
     return returned
+
+
+def _as_tensor(array: Array) -> torch.Tensor:
+    """Return a tensor, also of a row that is repeated, which numpy does not let write."""
+    return torch.from_numpy(array) if array.flags.writeable else torch.from_numpy(array[:1].copy()).expand(array.shape)
 
 
 def _class_scores(outputs: Arrays, count: int) -> Array | None:
@@ -368,7 +373,7 @@ def _at(rows: Array, columns: Array) -> Array:
 
 
 def each_label_first(outputs: Arrays, labels: Array, size: int) -> dict[str, Array]:
-    """Return a row of outputs for each label, in which it is the likeliest, and the label after it the least likely."""
+    """Return the first row for each label, which is the likeliest there, and the label after it the least likely."""
     rows = np.arange(len(labels))
     spread = 2.0 + rows % 13  # so that probabilities differ
     made = np.stack(
@@ -376,7 +381,7 @@ def each_label_first(outputs: Arrays, labels: Array, size: int) -> dict[str, Arr
     )
     changed = {}
     for name, array in outputs.items():
-        changed[name] = array[rows % len(array)]
+        changed[name] = np.broadcast_to(array[0], (len(labels), *array.shape[1:]))
         if array.ndim > 1 and array.shape[-1] == size and array.dtype.kind == "f":
             scores = softmax(made, axis=1) if np.allclose(array.sum(axis=-1), 1, 0, 1e-3) else made
             shape = (len(labels), *[1] * (array.ndim - 2), size)

@@ -198,9 +198,10 @@ class _Encode:
             return []
         labels = np.resize(labels, max(_SAMPLES, len(labels)))
         made = each_label_first(outputs, labels, size)
-        inputs = {name: array[np.arange(len(labels)) % len(array)] for name, array in inputs.items()}
+        inputs = {name: np.broadcast_to(array[0], (len(labels), *array.shape[1:])) for name, array in inputs.items()}
         tokens = labels if isinstance(task, Generates) else None
-        with contextlib.suppress(Exception):  # it expects other outputs, such as boxes that fit to the classes
+        # With several outputs it may expect, for example, boxes that fit to the classes.
+        with contextlib.suppress(*([Exception] if len(outputs) > 1 else [])):
             return judge(self._encode(made, inputs), read_outputs(task, made, inputs, self._vocabulary, tokens))
         return []
 
