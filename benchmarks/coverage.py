@@ -2,7 +2,8 @@
 
 Two models with a known true difference are drawn again and again: with how many test sets does the interval contain the
 difference, and how often does the gate pass a candidate that is worse by exactly the margin? Accuracy is not drawn but
-computed exactly, over all possible test sets. `--out FILE` writes the table as Markdown.
+computed exactly, over all possible test sets. `--table tails` shows what few large errors do to a mean of errors.
+`--out FILE` writes the table as Markdown.
 """
 
 from __future__ import annotations
@@ -19,8 +20,12 @@ from statistics import NormalDist
 import numpy as np
 from scipy.special import gammaln, ndtri  # type: ignore[import-untyped]
 
+from pipeline.contract.settings.stages import Evaluate
+from pipeline.evaluate.rules import Comparison, comparison_rule
 from pipeline.statistics.aggregates import Auc, Floats, Mean, Statistic
 from pipeline.statistics.intervals import Interval, difference_interval, paired_proportions_interval
+from pipeline.statistics.metrics import Metric
+from pipeline.statistics.significance import worst_losses
 
 CONFIDENCE = 0.95
 SAMPLES = (30, 100, 300, 1000)
@@ -196,13 +201,66 @@ def table(trials: int) -> Iterator[str]:
         yield f"| {metric} | {samples} | " + " | ".join(f"{number:.1%}" for number in numbers) + " |"
 
 
+_TAIL_SAMPLES = (100, 400, 1600)
+_TAIL_MARGIN = 0.01  # of the baseline's mean error
+_BETTER = 0.2  # by which an honest candidate's errors are smaller
+_RARE, _RARE_FACTOR = 0.01, 50.0
+
+
+@dataclass(frozen=True)
+class Tail:
+    """Shares of test sets."""
+
+    false_passes: float  # by the interval alone, of a candidate that is worse by exactly the margin
+    false_passes_of_gate: float
+    inconclusive: float  # of a better candidate that the interval alone would pass
+
+
+def measure_tail(errors: str, samples: int, trials: int, seed: int = 0) -> Tail:
+    """Compare errors of the candidate with those of a baseline without rare ones, but with the same mean."""
+    generator = np.random.default_rng(seed)
+    tails, rare = (np.exp if errors == "log-normal" else np.abs), errors.startswith("1 %")
+    mean = math.exp(0.5) if errors == "log-normal" else math.sqrt(2 / math.pi)
+    level = 1 + _RARE * (_RARE_FACTOR - 1) if rare else 1.0
+    counts = np.zeros(3)
+    for _ in range(trials):
+        first, second = (tails(each) for each in _correlated(generator, (samples,), 0.8))
+        candidate = np.where(generator.random(samples) < _RARE, _RARE_FACTOR, 1.0) * first if rare else first
+        alone, gate = _passes((1 + _TAIL_MARGIN) * candidate, level * second, _TAIL_MARGIN * level * mean)
+        better_alone, better_gate = _passes((1 - _BETTER) * candidate, level * second, _TAIL_MARGIN * level * mean)
+        counts += alone, gate, better_alone and not better_gate
+    return Tail(*(counts / trials).tolist())
+
+
+def _passes(candidate: Floats, baseline: Floats, margin: float) -> tuple[bool, bool]:
+    """Return whether the interval alone passes the candidate, and whether the gate does."""
+    metric = Metric("mae", Mean(candidate), Mean(baseline), lower=True)
+    interval, values = metric.difference(CONFIDENCE), metric.contributions()
+    assert interval is not None
+    comparison = Comparison(len(values), interval, 0.0, 1.0, worst=worst_losses(values, metric.differing))
+    rule = comparison_rule(Evaluate(metric="mae", rule="non-inferior", margin=margin), comparison, "")
+    return interval.low > -margin, rule.passed
+
+
+def tail_table(trials: int) -> Iterator[str]:
+    yield "| errors | " + " | ".join(f"{samples} samples" for samples in _TAIL_SAMPLES) + " |"
+    yield "|---" * (1 + len(_TAIL_SAMPLES)) + "|"
+    for errors in ("normal", "log-normal", "1 %, 50 times as large"):
+        cells = []
+        for samples in _TAIL_SAMPLES:
+            tail = measure_tail(errors, samples, trials)
+            cells.append(f"{tail.false_passes:.1%}/{tail.false_passes_of_gate:.1%}/{tail.inconclusive:.1%}")
+        yield f"| {errors} | " + " | ".join(cells) + " |"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--trials", type=int, default=4000)
+    parser.add_argument("--table", choices=("intervals", "tails"), default="intervals")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     lines = []
-    for line in table(arguments.trials):
+    for line in (tail_table if arguments.table == "tails" else table)(arguments.trials):
         print(line, flush=True)
         lines.append(line)
     if arguments.out:

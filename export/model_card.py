@@ -140,7 +140,7 @@ def _slices(facts: Facts) -> Iterator[str]:
         for slice_ in judged_slices[:_SLICES]
     ]
     if rows:
-        yield from _table(("slice", "samples", "candidate", "baseline", "difference", "outcome"), rows)
+        yield from _table(("slice", "samples", "candidate", "baseline", "better by", "outcome"), rows)
     if len(judged_slices) > _SLICES:
         yield from ("", f"{len(judged_slices) - _SLICES} more slices passed.")
 
@@ -169,7 +169,7 @@ def _variants(facts: Facts) -> Iterator[str]:
         )
         for variant in facts.variants
     ]
-    yield from _table(("variant", "metric", "difference", "largest error", "bytes", "outcome"), rows)
+    yield from _table(("variant", "metric", "better by", "largest error", "bytes", "outcome"), rows)
 
 
 def _data(facts: Facts) -> Iterator[str]:

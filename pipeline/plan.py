@@ -138,7 +138,7 @@ STEP_KINDS = {
         StepKind(
             "evaluate",
             "pipeline.evaluate",
-            version=4,
+            version=5,
             settings=("task", "codec", "evaluate", "train.device"),
             inputs=("prepare/data.json", f"prepare/{NEAR_COPIES}", "train/model.safetensors"),
             packages=("torch", "numpy"),

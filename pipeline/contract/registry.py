@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from pydantic import ValidationError
 
@@ -141,27 +141,36 @@ class Comparison(Frozen):
     token: str = ""
 
 
-def count_comparison(runs: Path, url: str, fingerprint: str, key: str, run: str) -> tuple[int, str]:
-    """Record a comparison on a test set; return its number, and why it could not be recorded, if so.
+class ComparisonCount(NamedTuple):
+    """Which comparison on a test set this is."""
 
-    A comparison that was recorded before keeps its number.
-    """
+    number: int = 1
+    authors: int = 1  # of this one and those before it
+    unrecorded: str = ""  # why it could not be recorded, if so
+
+
+FIRST_COMPARISON = ComparisonCount()
+
+
+def count_comparison(runs: Path, url: str, fingerprint: str, key: str, run: str) -> ComparisonCount:
+    """Record a comparison on a test set and count it; one that was recorded before keeps its number."""
     store, folder = open_store(url, runs), f"{_TEST_SETS}/{fingerprint}"
     while True:
         files = _read_numbered(store, folder)
         past = {number: _parse(Comparison, raw, f"{store.where}/{path}") for number, path, raw in files}
-        for number, comparison in past.items():
-            if comparison.key == key:
-                return number, ""
-        number = max(past, default=0) + 1
+        number = next((number for number, each in past.items() if each.key == key), max(past, default=0) + 1)
         now = datetime.now(UTC).isoformat(timespec="seconds")
         comparison = Comparison(at=now, key=key, run=run, by=current_user(), token=secrets.token_hex(8))
+        authors = len({each.by for earlier, each in ({number: comparison} | past).items() if earlier <= number})
+        if number in past:
+            return ComparisonCount(number, authors)
         try:
             is_new = store.create(f"{folder}/{number:06d}.json", (comparison.model_dump_json(indent=2) + "\n").encode())
         except (ConfigError, ResourceError) as error:  # as in a pod that may only read the registry
-            return number, f"this comparison could not be recorded and will not count: {error}"
+            reason = f"this comparison could not be recorded and will not count: {error}"
+            return ComparisonCount(number, authors, reason)
         if is_new:
-            return number, ""
+            return ComparisonCount(number, authors)
 
 
 def _read_numbered(store: RegistryStore, folder: str = "") -> Iterator[tuple[int, str, bytes]]:

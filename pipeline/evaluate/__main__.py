@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from pipeline.contract.codec import load_codec
 from pipeline.contract.data import Samples, check_columns, open_split
-from pipeline.contract.registry import count_comparison
+from pipeline.contract.registry import FIRST_COMPARISON, ComparisonCount, count_comparison
 from pipeline.contract.results import CHAMPION, FIGURES, WORST
 from pipeline.contract.run import Run, step_main
 from pipeline.contract.settings.stages import Evaluate
@@ -167,7 +167,7 @@ def _decide_and_write(run: Run, results: Results, data: DataOfTest, checkpoint: 
     if results.kind == "champion":
         config = config.against_champion()
     check_slice_labels(results.columns)
-    measurements = results.measurements(config, *_count_comparison(run, results, data.fingerprint))
+    measurements = results.measurements(config, _count_comparison(run, results, data.fingerprint))
     verdict = decide(config, measurements)
     np.savez(directory / "predictions.npz", allow_pickle=False, **results.columns)
     write_json(directory / "metrics.json", metrics_body(config, results, data.fingerprint))
@@ -177,13 +177,10 @@ def _decide_and_write(run: Run, results: Results, data: DataOfTest, checkpoint: 
     return verdict
 
 
-def _count_comparison(run: Run, results: Results, fingerprint: str) -> tuple[int, str]:
-    """Record this comparison; return its number on the test set, and why it could not be recorded, if so.
-
-    The same predictions count once, however often they are evaluated.
-    """
+def _count_comparison(run: Run, results: Results, fingerprint: str) -> ComparisonCount:
+    """Record this comparison and count it; the same predictions count once, however often they are evaluated."""
     if results.kind is None or "evaluate" not in run.read().steps:  # nothing is compared, or it was started by hand
-        return 1, ""
+        return FIRST_COMPARISON
     answers = {name: values for name, values in results.columns.items() if name.startswith(CANDIDATE)}
     key = digest_mapping({name: digest_bytes(values.tobytes()) for name, values in answers.items()})
     return count_comparison(run.runs, run.config.registry, fingerprint, key, run.id)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.contract.settings.stages import Evaluate
-from pipeline.evaluate.rules import GateRule, decide_inconclusive, digits
+from pipeline.evaluate.rules import GateRule, decide_inconclusive, digits, position
 from pipeline.statistics.aggregates import CalibrationError, Mean
 from pipeline.statistics.intervals import Interval, difference_interval, metric_interval
 from pipeline.statistics.metrics import BRIER_RANGE
@@ -98,11 +98,11 @@ def _limit_rule(config: Evaluate, name: str, value: float, interval: Interval | 
 def _margin_rule(config: Evaluate, gain: Interval, margin: float) -> GateRule:
     how = (
         f"the baseline's Brier score less the candidate's on the same samples, {config.confidence:.0%} interval; "
-        f"its lower bound must be above -{margin:g}"
+        f"its lower end must be above -{margin:g}"
     )
     is_passed = gain.low > -margin
-    estimate, low = digits(gain.estimate, sign=True), digits(gain.low, sign=True)
-    text = f"the Brier score is better by {estimate} than the baseline's, at least {low}"
+    values = f"{position(gain.estimate, 'baseline')} and may be {position(gain.low)}"
+    text = f"the Brier score is {values}; {margin:g} worse is allowed"
     change = f"a margin above {digits(-gain.low)} would have passed it"
     if is_passed:
         change = (

@@ -60,7 +60,8 @@ def describe_comparison(comparison: Mapping[str, Any]) -> Iterator[str]:
 
 def _difference_text(row: Mapping[str, Any]) -> str:
     difference = row["difference"]
-    bounds = f"{digits(difference['low'], sign=True)} to {digits(difference['high'], sign=True)}"
+    ends = sorted(math.copysign(1, difference["estimate"]) * difference[end] for end in ("low", "high"))
+    bounds = f"{digits(ends[0], sign=True)} to {digits(ends[1], sign=True)}"
     return (
         f"{row['metric']} {digits(row['candidate'])} against {digits(row['baseline'])}: "
         f"{_direction(difference['estimate'])} ({row['confidence']:.0%} interval {bounds})"

@@ -9,7 +9,7 @@ import numpy as np
 import scipy  # type: ignore[import-untyped]
 
 from pipeline.contract.settings.stages import Evaluate
-from pipeline.evaluate.slices import MAX_NAMES, MIN_SLICE_SAMPLES, Slice
+from pipeline.evaluate.slices import MAX_NAMES, MIN_SLICE_SAMPLES, Group, Slice
 from pipeline.statistics.aggregates import Mean
 from pipeline.statistics.metrics import Metric
 from pipeline.statistics.scores import ACTUAL, BASELINE, CANDIDATE, PREDICTED, QUERY, Array, Columns
@@ -71,6 +71,23 @@ def find_doubts(
     ]
     if wrong:
         yield f"every sample is wrong in {join_names(wrong, MAX_NAMES)}, which is too small to be judged"
+
+
+def find_weak_slices(columns: Columns, classes: Sequence[str] | None, groups: Sequence[Group]) -> str:
+    """Return in which slices both models are right no more often than one answer would be; empty if in none.
+
+    A slice with a single class does not count, because no answer is better there.
+    """
+    actual, weak = columns.get(ACTUAL), []
+    if classes is None or actual is None or BASELINE + PREDICTED not in columns:
+        return ""
+    right = [columns[owner + PREDICTED] == actual for owner in (CANDIDATE, BASELINE)]
+    for group in groups:
+        counts = np.bincount(actual[group.members], minlength=len(classes))
+        most_hits = max(int(each[group.members].sum()) for each in right)
+        if MIN_SLICE_SAMPLES <= len(group.members) > counts.max() >= most_hits:
+            weak.append(f"`{classes[int(counts.argmax())]}` in {group.name} ({len(group.members)} samples)")
+    return f"neither model is better than always answering {join_names(weak, MAX_NAMES)}" if weak else ""
 
 
 def _dead_classes(predicted: Array, actual: Array, classes: Sequence[str]) -> Iterator[str]:

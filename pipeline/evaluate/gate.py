@@ -7,11 +7,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
+from pipeline.contract.registry import FIRST_COMPARISON, ComparisonCount
 from pipeline.contract.settings.stages import Evaluate
 from pipeline.evaluate.calibration import Calibration, calibration_rules
 from pipeline.evaluate.codec_check import CodecCheck
 from pipeline.evaluate.compared_data import DataChange, same_data_rule
 from pipeline.evaluate.rules import (
+    LIMIT_ERRORS,
     Comparison,
     GateRule,
     comparison_rule,
@@ -21,8 +23,9 @@ from pipeline.evaluate.rules import (
     finite_rule,
     requirement_rules,
 )
-from pipeline.evaluate.slices import Slice, slice_rule, slice_warnings
+from pipeline.evaluate.slices import MAX_NAMES, Slice, slice_rule, slice_warnings
 from pipeline.statistics.intervals import Interval
+from pipeline.system.wording import join_names
 
 Kind: TypeAlias = Literal["pass", "fail", "no-baseline"]
 
@@ -33,7 +36,6 @@ class Verdict:
     rules: tuple[GateRule, ...]
     summary: str
     warnings: tuple[str, ...] = ()
-    number: int = 1  # of the comparisons on this test set
     margin_setting: str = "evaluate.margin"
 
     @property
@@ -49,7 +51,7 @@ class Measurements:
     candidate: Mapping[str, float]
     baseline: Mapping[str, float] | None  # None if there is none
     comparison: Comparison | None  # None without a baseline, or if it cannot be computed
-    number: int = 1  # of the comparisons on this test set
+    count: ComparisonCount = FIRST_COMPARISON
     lower: frozenset[str] = frozenset()  # metrics where lower is better
     undefined: Mapping[str, str] = field(default_factory=dict)  # metric → why it has no value on this test set
     notes: tuple[str, ...] = ()
@@ -85,7 +87,7 @@ def decide(config: Evaluate, measured: Measurements) -> Verdict:
     if measured.doubts:
         summary += f"; warning: {'; '.join(measured.doubts)}"
     warnings = tuple(_warnings(config, measured))
-    return Verdict(kind, tuple(rules), summary, warnings, measured.number, config.margin_setting)
+    return Verdict(kind, tuple(rules), summary, warnings, config.margin_setting)
 
 
 def _limit_rules(config: Evaluate, measured: Measurements) -> list[GateRule]:
@@ -131,18 +133,16 @@ def _is_undecided(rule: GateRule) -> bool:
 
 
 def _both_values(rule: GateRule, other: GateRule) -> str:
-    name = rule.rule.removeprefix("require.") if rule.rule.startswith("require.") else "the decisive bound"
-    values = ["undefined" if value is None else f"{value:.4g}" for value in (rule.value, other.value)]
+    name = rule.rule.removeprefix("require.") if rule.rule.startswith("require.") else "the lower end of the interval"
+    values = ["undefined" if value is None else digits(value) for value in (rule.value, other.value)]
     return f"{name} is {values[0]} with and {values[1]}"
 
 
 def rejection_message(verdict: Verdict, run: str) -> str:
-    """Return which rules failed, by how much, and what to do."""
-    reasons = "; ".join(rule.detail for rule in verdict.failures)
-    return (
-        f"candidate rejected: {reasons}; to fix it: {_advice(verdict)} (`pipe gate explain {run}` prints what would "
-        f"have passed), or record why it may pass anyway with `pipe gate override {run} --reason WHY`"
-    )
+    """Return what failed first and by how much, the other rules that failed, and what to do."""
+    first, *others = sorted(verdict.failures, key=lambda rule: (rule.rule != "codec", rule.inconclusive))
+    also = f" (also failed: {join_names([rule.rule for rule in others], MAX_NAMES)})" if others else ""
+    return f"candidate rejected: {first.detail}{also}; to fix it: {_advice(verdict)}; see `pipe gate explain {run}`"
 
 
 def _advice(verdict: Verdict) -> str:
@@ -154,9 +154,10 @@ def _advice(verdict: Verdict) -> str:
     if rules == {"test_set"}:
         return "use the champion's test set, or set evaluate.test_set_changed=allow if the change is meant"
     if all(rule.inconclusive for rule in verdict.failures):
-        fresh = ", a test set that was used less often" if verdict.number > 1 else ""
+        if any(rule.change == LIMIT_ERRORS for rule in verdict.failures):
+            return LIMIT_ERRORS
         size = "smaller" if "superior" in rules else "wider"
-        return f"use more test samples{fresh} or a {size} {verdict.margin_setting}, or set evaluate.inconclusive=pass"
+        return f"use more test samples or a {size} {verdict.margin_setting}"
     return "train a better model"
 
 
@@ -177,14 +178,18 @@ def _verdict_kind(rules: list[GateRule], has_baseline: bool) -> Kind:
 
 
 def _warnings(config: Evaluate, measured: Measurements) -> Iterator[str]:
-    """Yield what the test set is too small to show; these do not decide."""
-    comparison = measured.comparison
-    is_non_inferior = config.rule == "non-inferior"
-    if comparison is not None and is_non_inferior and config.applied_margin < comparison.detectable < math.inf:
+    """Yield what the test set is too small to show, where the difference is near the limit; these do not decide."""
+    comparison, margin = measured.comparison, config.applied_margin
+    if (
+        comparison is not None
+        and config.rule == "non-inferior"
+        and margin < comparison.detectable < math.inf
+        and abs(comparison.difference.estimate + margin) < comparison.detectable
+    ):
         yield (
-            f"the margin {config.applied_margin:.4g} is smaller than what {comparison.samples} test {comparison.unit} "
-            f"can show: the smallest detectable difference in {config.metric} is about {comparison.detectable:.2g}; to "
-            f"fix it: use more {comparison.unit} or a wider margin"
+            f"the margin of {digits(margin)} is less than the smallest difference in {config.metric} that "
+            f"{comparison.samples} test {comparison.unit} can show, about {digits(comparison.detectable)}; to fix it: "
+            f"use more {comparison.unit} or a wider margin"
         )
     yield from (f"{name} is undefined: {reason}" for name, reason in measured.undefined.items())
     yield from measured.notes
@@ -205,7 +210,7 @@ def _summary(config: Evaluate, measured: Measurements) -> str:
         label = "better by" if config.metric in measured.lower else "difference"
         if config.metric in measured.lower and estimate < 0:
             label, estimate, low, high = "worse by", -estimate, -high, -low
-        level = describe_level(config.confidence, measured.number)
+        level = describe_level(config, measured.count)
         interval = f"{digits(low, sign=True)} to {digits(high, sign=True)}"
         text += f", {label} {digits(estimate, sign=True)} ({level} {interval})"
     return text

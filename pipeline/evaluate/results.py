@@ -10,15 +10,16 @@ from typing import Any, Literal
 
 import numpy as np
 
+from pipeline.contract.registry import FIRST_COMPARISON, ComparisonCount
 from pipeline.contract.results import finite_or_none
 from pipeline.contract.settings.stages import Evaluate
 from pipeline.evaluate.calibration import Calibration, brier_gain, interval_bounds, measure_calibration
 from pipeline.evaluate.codec_check import CodecCheck
 from pipeline.evaluate.compared_data import DataChange
-from pipeline.evaluate.doubts import chance_reason, find_doubts
+from pipeline.evaluate.doubts import chance_reason, find_doubts, find_weak_slices
 from pipeline.evaluate.gate import Measurements, Verdict
-from pipeline.evaluate.rules import Comparison, samples_needed
-from pipeline.evaluate.slices import Slice, compare_slices, slice_groups
+from pipeline.evaluate.rules import Comparison, digits, interval_level, samples_needed
+from pipeline.evaluate.slices import Group, Slice, compare_slices, slice_groups
 from pipeline.statistics.intervals import Interval
 from pipeline.statistics.metrics import Metric, by_horizon, class_metrics, compute_metrics, confusion, metric_values
 from pipeline.statistics.scores import (
@@ -39,7 +40,7 @@ from pipeline.statistics.significance import (
     detectable_difference,
     mcnemar,
     permutation_p_value,
-    repeated_confidence,
+    worst_losses,
 )
 from pipeline.system.errors import ConfigError, DataError
 
@@ -94,23 +95,23 @@ class Results:
             names = ", ".join(config.calibration_limits)
             raise ConfigError(f"evaluate.require: {names} needs a classifier whose task has probabilities(outputs)")
 
-    def measurements(self, config: Evaluate, number: int = 1, unrecorded: str = "") -> Measurements:
-        """Return all values that the rules use; `number` is that of the comparison on this test set."""
+    def measurements(self, config: Evaluate, count: ComparisonCount = FIRST_COMPARISON) -> Measurements:
+        """Return all values that the rules use."""
         metrics = self.metrics
         baseline = None if self.kind is None else metric_values(metrics, "baseline")
         calibration = self.calibration(config)
         slices = self.slices(config)
+        weak = find_weak_slices(self.columns, self.classes, self._groups(None))
+        notes = (*(metric.note for metric in metrics.values()), weak, count.unrecorded, self.training)
         return Measurements(
             samples=self.samples,
             candidate=metric_values(metrics, "candidate"),
             baseline=baseline,
             lower=frozenset(name for name, metric in metrics.items() if metric.lower),
             undefined={name: metric.why for name, metric in metrics.items() if metric.why},
-            notes=tuple(
-                note for note in (*(metric.note for metric in metrics.values()), unrecorded, self.training) if note
-            ),
-            comparison=self.comparison(config, number),
-            number=number,
+            notes=tuple(filter(None, notes)),
+            comparison=self.comparison(config, count),
+            count=count,
             slices=slices,
             data=self.data,
             codec=self.codec,
@@ -121,7 +122,7 @@ class Results:
             baseline_calibration=calibration.get("baseline"),
             brier_gain=self._brier_gain(config) if "baseline" in calibration else None,
             near_duplicates=len(self.copies),
-            without_copies=self._without_copies(config, number),
+            without_copies=self._without_copies(config, count),
         )
 
     @cached_property
@@ -132,18 +133,18 @@ class Results:
         query = self.columns.get(QUERY)
         return ~(is_copy if query is None else np.isin(query, query[is_copy]))
 
-    def _without_copies(self, config: Evaluate, number: int) -> Measurements | None:
+    def _without_copies(self, config: Evaluate, count: ComparisonCount) -> Measurements | None:
         if self._distinct.all() or not self._distinct.any():
             return None
         columns = {name: values[self._distinct] for name, values in self.columns.items()}
-        return replace(self, columns=columns, copies=()).measurements(config, number)
+        return replace(self, columns=columns, copies=()).measurements(config, count)
 
-    def comparison(self, config: Evaluate, number: int = 1) -> Comparison | None:
+    def comparison(self, config: Evaluate, count: ComparisonCount) -> Comparison | None:
         """Return None without a baseline, or if a value is undefined or not finite: the gate then reports why."""
         metric = self.metrics[config.metric]
         if self.kind is None or metric.candidate is None:
             return None
-        level = repeated_confidence(config.confidence, number)
+        level = interval_level(config, count)
         difference = metric.difference(level)
         if difference is None:
             return None
@@ -154,15 +155,14 @@ class Results:
             detectable=detectable_difference(values, level),
             p_value=permutation_p_value(values),
             unit=metric.unit,
-            number=number,
-            single=metric.difference(config.confidence) if number > 1 else None,
+            count=count,
+            single=metric.difference(config.confidence) if level != config.confidence else None,
+            worst=None if metric.has_limits else worst_losses(values, metric.differing),
         )
 
     def slices(self, config: Evaluate) -> tuple[Slice, ...]:
         """Compare slices by the decisive metric; one without a value per sample cannot be compared by slice."""
-        classes = self.classes if config.class_slices else None
-        labels = {name.removeprefix(SLICE): self.columns[name] for name in self.columns if name.startswith(SLICE)}
-        groups = list(slice_groups(labels, self.columns.get(ACTUAL), classes))
+        groups = self._groups(self.classes if config.class_slices else None)
         values = self.metrics[config.metric].slices
         if values is None:
             reason = f"{config.metric} has no value per sample; not evaluated"
@@ -171,6 +171,10 @@ class Results:
             )
         reason = chance_reason(self.columns, self.classes) if self.kind is not None else ""
         return compare_slices(config, groups, *values, better=self.metrics[config.metric].better, incomparable=reason)
+
+    def _groups(self, classes: Sequence[str] | None) -> list[Group]:
+        labels = {name.removeprefix(SLICE): self.columns[name] for name in self.columns if name.startswith(SLICE)}
+        return list(slice_groups(labels, self.columns.get(ACTUAL), classes))
 
     def calibration(self, config: Evaluate) -> dict[str, Calibration]:
         """Return the calibration of candidate and baseline; empty if the task has no probabilities."""
@@ -236,11 +240,12 @@ def verdict_body(
         "metric": config.metric,
         "rule": config.rule,
         "margin": config.applied_margin,
-        "confidence": repeated_confidence(config.confidence, measurements.number),
-        "comparison": None if results.kind is None else _comparison_body(config, measurements.number),
+        "confidence": interval_level(config, measurements.count),
+        "comparison": None if results.kind is None else _comparison_body(config, measurements.count),
         "samples": results.samples,
         "baseline": None if results.kind is None else {"kind": results.kind, "bundle": results.bundle},
         "difference": None if comparison is None else asdict(comparison.difference),
+        "assumption": "" if comparison is None else comparison.assumption,
         "detectable": None if comparison is None or math.isinf(comparison.detectable) else comparison.detectable,
         "p_value": None if comparison is None else comparison.p_value,
         "mcnemar": None if test is None else asdict(test),
@@ -270,12 +275,14 @@ def _near_duplicates_body(measurements: Measurements) -> dict[str, Any] | None:
     return {"samples": measurements.near_duplicates, "without": values}
 
 
-def _comparison_body(config: Evaluate, number: int) -> dict[str, Any]:
+def _comparison_body(config: Evaluate, count: ComparisonCount) -> dict[str, Any]:
     """Return which comparison on this test set it is, and what that makes of the configured level."""
-    level = confidence_text(repeated_confidence(config.confidence, number))
-    configured = f" instead of {confidence_text(config.confidence)}" if number > 1 else ""
-    text = f"comparison {number} on this test set, interval at {level}{configured}"
-    return {"number": number, "level": level, "text": text}
+    level, configured = confidence_text(interval_level(config, count)), confidence_text(config.confidence)
+    text = f"comparison {count.number} on this test set, interval at {level}"
+    if count.number > 1:
+        text += f"{', not widened' if level == configured else f' instead of {configured}'}: evaluate.widen is "
+        text += config.widen + f", authors: {count.authors}" * (config.widen == "shared")
+    return {"number": count.number, "authors": count.authors, "level": level, "text": text}
 
 
 def _calibration_body(measurements: Measurements) -> dict[str, Any] | None:
@@ -340,6 +347,8 @@ def describe_verdict(explanation: Body) -> Iterator[str]:
     yield ""
     yield from _significance_lines(explanation)
     yield from (f"warning: {warning}" for warning in explanation["warnings"])
+    if explanation["verdict"] == "fail" and not override:
+        yield f"to let it pass anyway: `pipe gate override {explanation.get('run', 'RUN')} --reason WHY`"
 
 
 def _power(verdict: Body) -> dict[str, Any] | None:
@@ -369,11 +378,11 @@ def _significance_lines(explanation: Body) -> Iterator[str]:
         advice = f"; a margin of {power['margin']:g} needs about {sample_count}"
         if sample_count is None:
             advice = "; no number of samples can show a margin of 0"
-        if any(rule["rule"] == "superior" for rule in explanation["rules"]):
-            advice = ""  # how many it takes depends on how much better the candidate is
+        if not any(rule["rule"] == "non-inferior" and rule.get("inconclusive") for rule in explanation["rules"]):
+            advice = ""  # decided, or it depends on how much better the candidate is
         yield (
-            f"power: {power['samples']} samples show a true difference of {power['detectable']:.4g} in four of five "
-            f"such test sets{advice}"
+            f"power: a true difference of {digits(power['detectable'])} or more shows in four of five test sets of "
+            f"{power['samples']} samples{advice}"
         )
     if tests["permutation_p"] is not None:
         yield f"permutation test: p = {tests['permutation_p']:.4g} for the hypothesis that both models are equally good"

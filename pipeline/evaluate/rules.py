@@ -9,11 +9,13 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from pipeline.contract.registry import FIRST_COMPARISON, ComparisonCount
 from pipeline.contract.settings.stages import Evaluate
 from pipeline.statistics.intervals import Interval
 from pipeline.statistics.significance import confidence_text, repeated_confidence
 
 _SMALL = 1e-3
+_DOMINATED = 0.5  # share of the variance with which a few samples decide the interval
 
 
 @dataclass(frozen=True)
@@ -37,14 +39,30 @@ class Comparison:
     detectable: float  # smallest true difference that 80% of such test sets would show
     p_value: float  # of the sign-flip permutation test
     unit: str = "samples"
-    number: int = 1  # of the comparisons on this test set
-    single: Interval | None = None  # what the interval would be if this were the first comparison; None if it is
+    count: ComparisonCount = FIRST_COMPARISON
+    single: Interval | None = None  # what the interval would be if it were not widened; None if it is not
+    worst: tuple[int, float] | None = None  # number and share of the variance of the largest losses, without limits
+
+    @property
+    def assumption(self) -> str:
+        """Return what the interval leaves out; empty for a metric with limits."""
+        rare = f"1 of {math.ceil(self.samples / 3)} {self.unit}"
+        text = f"errors in fewer than {rare} may be missing from this test set, and the interval does not count them"
+        return "" if self.worst is None else text
 
 
 def digits(value: float, *, sign: bool = False) -> str:
     """Format with four decimals, a small number with four significant digits."""
     is_small = 0 < abs(value) < _SMALL
     return format(value, f"{'+' if sign else ''}{'.4g' if is_small else '.4f'}")
+
+
+def position(difference: float, opponent: str = "") -> str:
+    """Return a difference in words, to the opponent's value if it is named; positive is better, of errors too."""
+    if not difference:
+        return f"as good as the {opponent}'s" if opponent else "no better"
+    than = f" than the {opponent}'s" if opponent else ""
+    return f"{digits(abs(difference))} {'worse' if difference < 0 else 'better'}{than}"
 
 
 def finite_rule(candidate: Mapping[str, float]) -> GateRule:
@@ -78,7 +96,7 @@ def _upper_limit_rule(name: str, limit: float, value: float) -> GateRule:
     if not math.isfinite(value):
         return GateRule(rule, False, f"{name} is not finite, allowed is {limit:g}", None, limit, how)
     if value > limit:
-        text = f"{name} {digits(value)} is {value - limit:.4g} above the {limit:g} allowed"
+        text = f"{name} {digits(value)} is {value - limit:.6g} above the {limit:g} allowed"
         return GateRule(
             rule, False, text, value, limit, how, f"a limit of {digits(value)} or more would have passed it"
         )
@@ -91,7 +109,7 @@ def _lower_limit_rule(name: str, limit: float, value: float) -> GateRule:
     if not math.isfinite(value):
         return GateRule(rule, False, f"{name} is not finite, required is {limit:g}", None, limit, how)
     if value < limit:
-        text = f"{name} {digits(value)} is {limit - value:.4g} below the required {limit:g}"
+        text = f"{name} {digits(value)} is {limit - value:.6g} below the required {limit:g}"
         change = f"a limit of {digits(value)} or less would have passed it"
         return GateRule(rule, False, text, value, limit, how, change)
     text = f"{name} {digits(value)} reaches the required {limit:g}"
@@ -99,30 +117,32 @@ def _lower_limit_rule(name: str, limit: float, value: float) -> GateRule:
 
 
 def comparison_rule(config: Evaluate, comparison: Comparison | None, reason: str) -> GateRule:
-    """Require the interval's lower bound to lie above -margin (or, to be superior, above the margin), strictly.
+    """Require the interval's lower end to lie above -margin (or, to be superior, above the margin), strictly.
 
-    With the bound inside the interval the test set cannot decide: inconclusive. `reason`: why there is no comparison.
+    With that limit inside the interval, or where a few samples decide the interval, the test set cannot decide:
+    inconclusive. `reason`: why there is no comparison.
     """
     name, bound = config.rule, _bound(config)
     if comparison is None:
         text = f"{config.metric} cannot be compared with the {config.opponent}: {reason}"
         return decide_inconclusive(config, GateRule(name, False, text, limit=bound, change="a larger test set"))
     difference, how = comparison.difference, _describe_method(config, comparison, bound)
-    low = difference.low
+    low, text = difference.low, f"{config.metric} is {position(difference.estimate, config.opponent)}"
+    if low > bound and comparison.worst is not None and comparison.worst[1] > _DOMINATED:
+        text += f", but this depends on how frequent large errors are: {_describe_worst(comparison, comparison.worst)}"
+        return decide_inconclusive(config, GateRule(name, False, text, low, bound, how, LIMIT_ERRORS))
     if low > bound:
-        text = (
-            f"{config.metric} difference to the {config.opponent} is at least {digits(low, sign=True)}, above "
-            f"{_format_bound(bound)}"
-        )
+        text = f"{config.metric} is at {'most' if low < 0 else 'least'} {position(low, config.opponent)}"
         return GateRule(name, True, text, low, bound, how, _would_fail(config, low))
-    text = (
-        f"{config.metric} may be {_position(low)} the {config.opponent}'s: the lower bound {digits(low, sign=True)} of "
-        f"the difference misses {_format_bound(bound)} by {bound - low:.4g}"
-    )
+    required = f"{position(bound)} is {'required' if bound > 0 else 'allowed'}" if bound else "it must be better"
+    text += f" and may be {position(low)}; {required}"
     rule = GateRule(name, False, text, low, bound, how, _would_pass(config, comparison, bound))
     # A wider interval of a later comparison must not make a clear failure inconclusive.
     high = (comparison.single or difference).high
     return decide_inconclusive(config, rule) if high > bound else rule
+
+
+LIMIT_ERRORS = "use a metric that few samples cannot decide, such as a capped error, or more test samples"
 
 
 def decide_inconclusive(config: Evaluate, rule: GateRule) -> GateRule:
@@ -142,16 +162,33 @@ def _bound(config: Evaluate) -> float:
 
 
 def _describe_method(config: Evaluate, comparison: Comparison, bound: float) -> str:
-    return (
-        f"difference in {config.metric} to the {config.opponent} on the same {comparison.samples} {comparison.unit}, "
-        f"{describe_level(config.confidence, comparison.number)}; its lower bound must be above {_format_bound(bound)}"
+    text = (
+        f"how much better {config.metric} is than the {config.opponent}'s on the same {comparison.samples} "
+        f"{comparison.unit}, {describe_level(config, comparison.count)}; its lower end must be above "
+        f"{_format_bound(bound)}"
     )
+    if comparison.worst is None:
+        return text
+    return f"{text}; {_describe_worst(comparison, comparison.worst)}; {comparison.assumption}"
 
 
-def describe_level(confidence: float, number: int) -> str:
-    """Return the level of the interval, after why it is not the configured one."""
-    reason = f"comparison {number} on this test set, " if number > 1 else ""
-    return f"{reason}{confidence_text(repeated_confidence(confidence, number))} interval"
+def _describe_worst(comparison: Comparison, worst: tuple[int, float]) -> str:
+    of = f"the worst {worst[0]} of {comparison.samples} {comparison.unit}"
+    return f"{worst[1]:.0%} of the variance comes from {of}"
+
+
+def interval_level(config: Evaluate, count: ComparisonCount) -> float:
+    """Return the confidence of the interval, which is higher for later comparisons if `evaluate.widen` applies."""
+    is_widened = config.widen == "always" or (config.widen == "shared" and count.authors > 1)
+    return repeated_confidence(config.confidence, count.number if is_widened else 1)
+
+
+def describe_level(config: Evaluate, count: ComparisonCount) -> str:
+    """Return the level of the interval, after which comparison on the test set it is, unless it is the first."""
+    level = interval_level(config, count)
+    same = "not widened, " if level == config.confidence else ""
+    number = f"comparison {count.number} on this test set, {same}" if count.number > 1 else ""
+    return f"{number}{confidence_text(level)} interval"
 
 
 def _would_fail(config: Evaluate, low: float) -> str:
@@ -173,8 +210,7 @@ def _would_pass(config: Evaluate, comparison: Comparison, bound: float) -> str:
     distance, half_width = difference.estimate - bound, difference.estimate - difference.low
     required = samples_needed(comparison.samples, half_width, distance)
     if required is None:
-        estimate, limit = f"{digits(difference.estimate, sign=True)}", _format_bound(bound)
-        advice = f"more samples would not: the difference itself, {estimate}, is below {limit}"
+        advice = f"more samples would not, because it is {position(difference.estimate, config.opponent)}"
     else:
         advice = f"so would about {required} test samples with the same difference and variance"
     if comparison.single is not None and comparison.single.low > bound:
@@ -182,13 +218,6 @@ def _would_pass(config: Evaluate, comparison: Comparison, bound: float) -> str:
             f"; as the first comparison on a test set, at {confidence_text(config.confidence)}, it would have passed"
         )
     return f"{margins}; {advice}"
-
-
-def _position(low: float) -> str:
-    """Return where the worst lies that the interval allows; positive is better, of errors too."""
-    if low > 0:
-        return f"only {digits(low)} better than"
-    return f"{digits(-low)} worse than" if low < 0 else "no better than"
 
 
 def _format_bound(bound: float) -> str:

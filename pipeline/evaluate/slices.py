@@ -15,7 +15,7 @@ import numpy as np
 from pipeline.contract.results import finite_or_none
 from pipeline.contract.settings.stages import Evaluate
 from pipeline.contract.task import HasSlices, Task
-from pipeline.evaluate.rules import GateRule, digits
+from pipeline.evaluate.rules import GateRule, digits, position
 from pipeline.statistics.aggregates import Floats, Mean
 from pipeline.statistics.intervals import Interval, difference_interval
 from pipeline.statistics.scores import SLICE, Array, Columns, actual_columns, batch_length
@@ -110,17 +110,18 @@ def slice_rule(config: Evaluate, slices: Sequence[Slice]) -> GateRule | None:
     how = (
         f"for each of {len(evaluated)} slices with at least {MIN_SLICE_SAMPLES} samples: the difference in "
         f"{config.metric} to the {config.opponent}, and a one-sided sign-flip test with Holm correction; a slice fails "
-        f"if its decrease exceeds {config.slice_allowance:g} and is significant at {1 - config.confidence:.2g}"
+        f"if it is worse by more than {config.slice_allowance:g} and this is significant at {1 - config.confidence:.2g}"
     )
     failed = [slice_ for slice_ in evaluated if not slice_.passed]
     worst = min((failed or evaluated), key=lambda slice_: slice_.change or 0.0)
     value = worst.change or 0.0
     if failed:
-        text = "; ".join(slice_.detail for slice_ in failed)
+        others = [slice_.slice for slice_ in failed if slice_ is not worst]
+        text = worst.detail + (f"; also failed: {join_names(others, MAX_NAMES)}" if others else "")
         change = f"an {config.margin_setting} of {digits(-value)} or more would have passed it"
         return GateRule("slices", False, text, value, -config.slice_allowance, how, change)
-    text = f"none of {len(evaluated)} slices decreases significantly by more than {config.slice_allowance:g}"
-    change = f"the lowest is {worst.slice} with a difference of {digits(value, sign=True)}"
+    text = f"none of {len(evaluated)} slices is significantly worse by more than {config.slice_allowance:g}"
+    change = f"the worst is {worst.slice}, {position(value, config.opponent)}"
     return GateRule("slices", True, text, value, -config.slice_allowance, how, change)
 
 
@@ -155,12 +156,9 @@ def _decide_slice(config: Evaluate, slice_: Slice, change: float, interval: Inte
     significant = p_value < 1 - config.confidence
     is_decrease = change < -config.slice_allowance
     is_passed = not (significant and is_decrease)
-    text = f"{config.metric} in {slice_.slice} differs by {digits(change, sign=True)} from the {config.opponent}'s"
+    text = f"{config.metric} in {slice_.slice} is {position(change, config.opponent)}"
     if not is_passed:
-        text = (
-            f"{config.metric} in {slice_.slice} decreases by {digits(-change)}, more than "
-            f"{config.slice_allowance:g} (adjusted p = {p_value:.2g}, {slice_.samples} samples)"
-        )
+        text += f"; {config.slice_allowance:g} is allowed (adjusted p = {p_value:.2g}, {slice_.samples} samples)"
     elif is_decrease:
         text += f", which is not significant (adjusted p = {p_value:.2g})"
     return replace(slice_, difference=interval, adjusted_p=p_value, passed=is_passed, detail=text, change=change)

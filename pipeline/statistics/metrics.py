@@ -97,12 +97,18 @@ class Metric:
         return difference_interval(self.candidate, self.baseline, confidence)
 
     @property
-    def unit_size(self) -> float:
-        """Return 1 for a metric with limits, such as accuracy or r2, else how large the baseline's value is."""
+    def has_limits(self) -> bool:
+        """Return whether one sample can change the metric only so much."""
         statistic = self.baseline or self.candidate
-        if statistic is None or isinstance(statistic, ExplainedVariance | Spearman) or statistic.limits is not None:
-            return 1.0
-        if isinstance(statistic, Mean) and np.isin(statistic.column, (0.0, 1.0)).all():
+        if statistic is None or isinstance(statistic, Spearman) or statistic.limits is not None:
+            return True
+        return isinstance(statistic, Mean) and bool(np.isin(statistic.column, (0.0, 1.0)).all())
+
+    @property
+    def unit_size(self) -> float:
+        """Return 1 for a metric with limits, such as accuracy, and for r2, else how large the baseline's value is."""
+        statistic = self.baseline or self.candidate
+        if statistic is None or self.has_limits or isinstance(statistic, ExplainedVariance):
             return 1.0
         return abs(statistic.estimate) if math.isfinite(statistic.estimate) and statistic.estimate else 1.0
 

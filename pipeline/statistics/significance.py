@@ -141,6 +141,17 @@ def detectable_difference(difference: Floats, confidence: float, power: float = 
     return (_NORMAL.inv_cdf((1 + confidence) / 2) + _NORMAL.inv_cdf(power)) * deviation / math.sqrt(count)
 
 
+_MOST_WORST = 3  # samples: with more large errors than these, their frequency is known well enough
+
+
+def worst_losses(difference: Floats, differing: int) -> tuple[int, float]:
+    """Return the number of largest losses, a hundredth of the samples that differ, and their share of the variance."""
+    count = max(1, min(differing // 100, _MOST_WORST))
+    lifts = difference - difference.mean()
+    largest, total = np.sort(np.minimum(lifts, 0.0))[:count], float((lifts**2).sum())
+    return count, float((largest**2).sum()) / total if total else 0.0
+
+
 def holm(p_values: Sequence[float]) -> list[float]:
     """Return p-values with Holm's step-down correction, which keeps the family-wise error rate."""
     order = np.argsort(p_values, kind="stable")

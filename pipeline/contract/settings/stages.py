@@ -336,6 +336,11 @@ class Evaluate(Section):
         "fail",
         description="what happens if the test set is too small to show whether the difference is within the margin",
     )
+    widen: Literal["shared", "always", "never"] = Field(
+        "shared",
+        description="whether each further comparison on a test set widens the interval; `shared`: once it has more "
+        "than one author",
+    )
     require: dict[str, float] = Field(
         {},
         description="absolute limits, as in `{accuracy: 0.9}`; upper limits for errors: mae, rmse, ece, brier, and "

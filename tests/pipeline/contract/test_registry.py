@@ -17,6 +17,7 @@ from pipeline.contract.registry import (
     CHAMPION,
     PREVIOUS,
     Change,
+    ComparisonCount,
     Entry,
     FolderStore,
     ProposedChange,
@@ -112,14 +113,21 @@ def test_concurrent_change_is_decided_again_on_the_new_history(runs: Path, word:
 def test_comparisons_on_a_test_set_are_counted_once(runs: Path, word: str) -> None:
     give(runs, "a", word)
 
-    def count(key: str, test_set: str = "f" * 64) -> tuple[int, str]:
+    def count(key: str, test_set: str = "f" * 64) -> ComparisonCount:
         return count_comparison(runs, word, test_set, key, "run")
 
-    assert [count(key) for key in ("one", "two", "one", "three", "two")] == [
-        (1, ""), (2, ""), (1, ""), (3, ""), (2, ""),
-    ]  # fmt: skip
-    assert count("four", "e" * 64) == (1, ""), "another test set"
+    assert [count(key).number for key in ("one", "two", "one", "three", "two")] == [1, 2, 1, 3, 2]
+    assert count("four", "e" * 64) == (1, 1, ""), "another test set"
     assert [change.entry for change in read_registry(runs, word).history] == [entry("a")]
+
+
+def test_authors_of_a_comparison_are_its_own_and_those_before_it(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def count(key: str, who: str) -> tuple[int, int]:
+        monkeypatch.setattr(registry, "current_user", lambda: who)
+        return count_comparison(runs, "", "f", key, "run")[:2]
+
+    authors = [("one", "ann"), ("two", "ann"), ("three", "bob"), ("four", "ann"), ("two", "bob")]
+    assert [count(*each) for each in authors] == [(1, 1), (2, 1), (3, 2), (4, 2), (2, 1)]
 
 
 def test_comparisons_at_the_same_time_get_different_numbers(runs: Path) -> None:
@@ -137,14 +145,14 @@ def test_comparisons_at_the_same_time_get_different_numbers(runs: Path) -> None:
 
 
 def test_a_comparison_that_cannot_be_recorded_is_reported(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert count_comparison(runs, "", "f", "one", "run") == (1, "")
+    assert count_comparison(runs, "", "f", "one", "run") == (1, 1, "")
 
     def refuse(*_: object) -> bool:
         raise ResourceError("cannot write the registry: read-only file system")
 
     monkeypatch.setattr(FolderStore, "create", refuse)
-    assert count_comparison(runs, "", "f", "one", "run") == (1, "")
-    number, reason = count_comparison(runs, "", "f", "two", "run")
+    assert count_comparison(runs, "", "f", "one", "run") == (1, 1, "")
+    number, _, reason = count_comparison(runs, "", "f", "two", "run")
     assert number == 2
     assert reason.endswith("could not be recorded and will not count: cannot write the registry: read-only file system")
 

@@ -119,10 +119,10 @@ def test_a_model_as_good_as_the_champion_passes(with_baseline: Project) -> None:
     assert (verdict["rule"], verdict["margin"]) == ("non-inferior", 0.1)
     assert "against the champion's 1.0000" in verdict["summary"]
     (rule,) = [rule for rule in verdict["rules"] if rule["rule"] == "non-inferior"]
-    assert rule["detail"].startswith("accuracy difference to the champion is at least ")
+    assert rule["detail"].startswith("accuracy is at most 0.")
 
 
 def test_a_model_worse_than_the_champion_is_rejected(with_baseline: Project) -> None:
     with_baseline.crown("right")
-    with pytest.raises(GateError, match=r"accuracy may be 0\.\d+ worse than the champion's"):
+    with pytest.raises(GateError, match=r"accuracy is 0\.\d+ worse than the champion's and may be 0\.\d+ worse"):
         evaluate(with_baseline.run("first", evaluate=TWO_RULES), with_baseline.root)

@@ -45,8 +45,9 @@ def test_runs_with_different_baselines_are_compared_sample_by_sample(with_baseli
     assert row["mcnemar"]["only_baseline"] == 0 and row["adjusted_p"] < 0.01
     text = "\n".join(describe_comparison(found))
     assert "accuracy 1.0000 against" in text and "significant (adjusted p" in text
-    back = compare_runs(second, first, first.config.evaluate)["metrics"][0]
-    assert back["difference"]["estimate"] == -row["difference"]["estimate"]
+    back = compare_runs(second, first, first.config.evaluate)
+    assert back["metrics"][0]["difference"]["estimate"] == -row["difference"]["estimate"]
+    assert f"worse by {wrong / 50:.4f} (95% interval +0." in "\n".join(describe_comparison(back))
 
 
 def test_identical_runs_do_not_differ(with_baseline: Project) -> None:

@@ -103,3 +103,15 @@ def test_a_baseline_that_forecasts_the_same_for_every_sample_judges_no_slice() -
     slices = Results(columns, "task", None, None).slices(Evaluate(metric="mae"))
     assert [slice_.judged for slice_ in slices] == [False, False]
     assert "the baseline predicts the same for every sample" in slices[0].detail
+
+
+@pytest.mark.parametrize(("share", "warns"), [(0.5, True), (0.95, False)])
+def test_a_slice_where_neither_model_beats_its_most_frequent_class_is_named(share: float, warns: bool) -> None:
+    """Of 160 cats and 40 fish at night, models that are right in half are worse than always answering cat."""
+    columns = _columns(_mostly_right(share), _mostly_right(share - 0.1))
+    labels = np.where(COMMON == 1, "day", "night")
+    labels[:20] = "dawn"
+    verdict = _decide(columns | {"slice.time": labels}, "task", margin=0.5)
+    sentence = "neither model is better than always answering `cat` in time=night (180 samples)"
+    assert verdict.verdict == "pass"
+    assert (sentence in verdict.warnings) is warns, "a slice of one class, or of fewer than 30, does not count"

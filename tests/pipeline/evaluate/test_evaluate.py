@@ -36,14 +36,19 @@ def test_candidate_equal_to_the_baseline_passes(with_baseline: Project) -> None:
     assert verdict["mcnemar"] == {"p_value": 1, "only_candidate": 0, "only_baseline": 0}
 
 
+def counted(project: Project, name: str, weights: str, **settings: Any) -> Any:
+    """Evaluate a run that is counted; return its verdict.json."""
+    run = project.run(weights, name, evaluate=LENIENT | settings)
+    write_record(run, StepRecord(step="evaluate", status="running", key=name, parts={}))
+    evaluate(run, project.root)
+    return written(run, "verdict.json")
+
+
 def test_repeated_comparisons_on_one_test_set_widen_the_interval(with_baseline: Project) -> None:
     """The same predictions count once, over all runs and codecs; the first comparison is as configured."""
 
     def interval(name: str, weights: str) -> tuple[int, str, float]:
-        run = with_baseline.run(weights, name, evaluate=LENIENT)
-        write_record(run, StepRecord(step="evaluate", status="running", key=name, parts={}))
-        evaluate(run, with_baseline.root)
-        body = written(run, "verdict.json")
+        body = counted(with_baseline, name, weights, widen="always")
         (use,) = [line for line in describe_verdict(explain(body, None)) if line.startswith("comparison ")]
         assert f"comparison {body['comparison']['number']} on this test set, interval at " in use
         return body["comparison"]["number"], body["comparison"]["level"], body["difference"]["low"]
@@ -62,6 +67,20 @@ def test_repeated_comparisons_on_one_test_set_widen_the_interval(with_baseline: 
     assert intervals["confidence"] == 0.95, "of all metrics, which decide nothing"
 
 
+def test_comparisons_of_one_author_do_not_widen_the_interval(
+    with_baseline: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted(with_baseline, "one", "first")
+    own = counted(with_baseline, "two", "wrong")
+    assert "(comparison 2 on this test set, not widened, 95% interval " in own["summary"]
+    assert own["comparison"]["text"].endswith("interval at 95%, not widened: evaluate.widen is shared, authors: 1")
+    monkeypatch.setattr("pipeline.contract.registry.current_user", lambda: "another@elsewhere")
+    never = counted(with_baseline, "three", "right", widen="never")
+    assert (never["comparison"]["number"], never["comparison"]["level"]) == (3, "95%")
+    shared = counted(with_baseline, "four", "right")
+    assert (shared["comparison"]["number"], shared["comparison"]["level"]) == (3, "99.17%")
+
+
 def test_without_a_baseline_nothing_is_compared_and_nothing_counted(project: Project) -> None:
     run = project.run("right")
     write_record(run, StepRecord(step="evaluate", status="running", key="k", parts={}))
@@ -74,7 +93,7 @@ def test_without_a_baseline_nothing_is_compared_and_nothing_counted(project: Pro
 
 def test_rejected_candidate_leaves_all_files(with_baseline: Project) -> None:
     run = with_baseline.run("wrong", evaluate={"require": {"accuracy": 0.9}})
-    with pytest.raises(GateError, match=r"accuracy 0\.0000 is 0\.9 below the required 0\.9; accuracy may be 1\.0000"):
+    with pytest.raises(GateError, match=r"accuracy 0\.0000 is 0\.9 below the required 0\.9 \(also failed: non-inf"):
         evaluate(run, with_baseline.root)
     verdict, metrics = written(run, "verdict.json"), written(run, "metrics.json")
     assert verdict["verdict"] == "fail"
@@ -214,5 +233,6 @@ def test_rejection_is_explained_with_rules_power_and_tests(with_baseline: Projec
     text = "\n".join(describe_verdict(found))
     assert text.startswith("fail: accuracy ")
     assert "what would change it: a limit of" in text
-    assert "power: 50 samples show a true difference of" in text
+    assert "or more shows in four of five test sets of 50 samples" in text
+    assert text.endswith("to let it pass anyway: `pipe gate override RUN --reason WHY`")
     assert "McNemar's exact test: p = " in text and "permutation test: p = " in text

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from pipeline.contract.settings.stages import Evaluate
-from pipeline.evaluate.gate import Verdict, decide
+from pipeline.evaluate.gate import Verdict, decide, rejection_message
 from pipeline.evaluate.results import Results
 from pipeline.statistics.scores import Columns
 
@@ -26,7 +28,7 @@ def _regressor(unit: float, loss: float, samples: int = 4000) -> Columns:
     }
 
 
-def _decide(columns: Columns, metric: str, **settings: float) -> Verdict:
+def _decide(columns: Columns, metric: str, **settings: Any) -> Verdict:
     results = Results(columns, "task", None, None)
     config = Evaluate(rule="non-inferior", metric=metric, **settings).in_units_of(results.metrics[metric].unit_size)
     return decide(config, results.measurements(config))
@@ -49,3 +51,20 @@ def test_the_margin_of_shares_is_a_hundredth() -> None:
     assert Evaluate().accepted_loss == 0.01
     results = Results(_regressor(1e-5, 0.0), "task", None, None)
     assert results.metrics["r2"].unit_size == results.metrics["spearman"].unit_size == 1.0
+
+
+@pytest.mark.parametrize(("error", "unclear"), [(1.0, False), (9.0, True)])
+def test_a_promise_that_depends_on_few_large_errors_is_inconclusive(error: float, unclear: bool) -> None:
+    """The candidate's errors are half as large as the baseline's, except in two of 400 samples."""
+    columns = _regressor(1.0, 0.0, 400)
+    columns["candidate.predicted"] = (columns["actual"] + columns["baseline.predicted"]) / 2
+    columns["candidate.predicted"][:2] = columns["actual"][:2] + error
+    verdict = _decide(columns, "mae")
+    rule = verdict.rules[1]
+    assert (rule.passed, rule.inconclusive) == (not unclear, unclear)
+    assert "errors in fewer than 1 of 134 samples may be missing from this test set" in rule.how
+    if unclear:
+        assert "this depends on how frequent large errors are: 8" in rule.detail
+        assert rule.detail.endswith("% of the variance comes from the worst 3 of 400 samples")
+        assert "to fix it: use a metric that few samples cannot decide" in rejection_message(verdict, "run-1")
+        assert _decide(columns, "mae", inconclusive="pass").verdict == "pass"

@@ -9,7 +9,7 @@ import pytest
 from scipy.optimize import minimize_scalar  # type: ignore[import-untyped]
 from scipy.stats import binomtest, ttest_1samp  # type: ignore[import-untyped]
 
-from benchmarks.coverage import accuracy_coverage, coverages
+from benchmarks.coverage import accuracy_coverage, coverages, measure_tail
 from pipeline.statistics.aggregates import Auc, ExplainedVariance, Floats, Mean, RootMean, Spearman, Statistic
 from pipeline.statistics.intervals import (
     Interval,
@@ -126,6 +126,20 @@ def test_accuracy_is_covered_and_rarely_passed_by_mistake(samples: int) -> None:
     for accuracy, correlation, margin in product((0.5, 0.9, 0.99), (0.0, 0.8), (0.0, 0.01, 0.05)):
         result = accuracy_coverage(samples, accuracy, correlation, margin)
         assert result is None or (result.covered >= 0.93 and result.false_passes <= 0.035)
+
+
+@pytest.mark.parametrize("errors", ["normal", "log-normal"])
+def test_ordinary_errors_are_rarely_inconclusive(errors: str) -> None:
+    tail = measure_tail(errors, 400, trials=300)
+    assert tail.inconclusive < 0.02
+    assert tail.false_passes_of_gate <= 0.05
+
+
+def test_few_large_errors_promise_nothing_once_they_are_seen() -> None:
+    """In a sixtieth of such test sets there is none, and no rule can see it."""
+    tail = measure_tail("1 %, 50 times as large", 400, trials=300)
+    assert tail.false_passes_of_gate < tail.false_passes < 0.1
+    assert measure_tail("1 %, 50 times as large", 1600, trials=300).false_passes_of_gate <= 0.01
 
 
 @pytest.mark.long

@@ -308,6 +308,7 @@ def test_worse_probabilities_fail_though_the_answers_are_equal() -> None:
     config = Evaluate.model_validate({**CLOSE, "require": {"brier_margin": 0.02}})
     verdict = decide(config, results(columns, ("a", "b", "c")).measurements(config))
     assert [rule.rule for rule in verdict.failures] == ["calibration.brier_margin"]
+    assert re.search(r"better than the baseline's and may be 0\.\d+ worse; 0\.02 worse is", verdict.failures[0].detail)
 
 
 def test_calibration_needs_probabilities() -> None:
