@@ -115,7 +115,7 @@ STEP_KINDS = {
         StepKind(
             "prepare",
             "pipeline.steps.prepare",
-            version=4,
+            version=5,
             settings=("task", "prepare", "model.pretrained"),
             packages=("torch", "numpy"),
             unused=_REPORTED | _COMPUTED,

@@ -21,7 +21,7 @@ from pipeline.system.files import digest_file
 Body = dict[str, Any]
 
 VARIANTS, FORMATS = "variants.json", "formats.json"  # of the export step
-NEAR_COPIES = "near_copies.json"  # of the prepare step: test samples with a near copy in training
+NEAR_COPIES = "near_copies.json"  # of the prepare step: test samples that are copies, exact or near
 WORST, FIGURES = "worst.json", "figures.json"  # of the evaluate step
 # Of the evaluate step, if the baseline was a champion: who promoted it, and where its bundle was.
 CHAMPION = "champion.json"

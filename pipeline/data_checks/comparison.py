@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from pipeline.contract.settings.stages import Prepare
 from pipeline.data_checks.near_duplicates import Pair
@@ -16,6 +16,7 @@ from pipeline.data_checks.rules import (
     CheckResult,
     Difference,
     Reference,
+    Severity,
     by_column,
     check_champion_schema,
     check_missing,
@@ -37,7 +38,11 @@ _FIXES = {
     SPLITS: "to fix it: split at random or by group; if the splits are meant to differ, set prepare.drift=off",
     CHAMPION: "to fix it: check that source and preparation are the same; if the change is real, set prepare.drift=off",
 }
-
+_COPIED = "to fix it: remove the copies from test or train, or set prepare.copies=off if equal samples are independent"
+_NATURAL = (
+    "the inputs take so few values that samples of train are equal as often, so they count like all others; if rows "
+    "were repeated before they were split, remove these"
+)
 
 Explained: TypeAlias = Mapping[str, Mapping[str, float]]  # split → feature → PSI that is due to time
 
@@ -77,7 +82,8 @@ def compare_profiles(
         *check_split_schema(columns, flexible, config.columns),
         *check_missing(columns, profile.features, config.missing_share, config.missing),
     ]
-    features = tuple(feature for feature in profile.features if feature.column != config.time_column)
+    splitting = (config.time_column, config.group_column)
+    features = tuple(feature for feature in profile.features if feature.column not in splitting)
     others = [split for split in profile.columns if split != "train"]
     for pair in _compare([(split, SPLITS, features, _histograms(features, split)) for split in others]):
         results += _check_drift(replace(pair, explained=explained.get(pair.where, {})), profile, features, config)
@@ -91,14 +97,29 @@ def compare_profiles(
         results += check_champion_schema(champion_profile, profile, ignored, flexible, config.columns)
         for pair in _compare([("train", CHAMPION, features, our_histograms)]):
             results += _check_drift(pair, champion_profile, features, config)
-    return [result for result in results if result.severity != "off"]
+    return results
 
 
-def check_near_duplicates(pairs: Mapping[str, Sequence[Pair]], config: Prepare) -> Iterator[CheckResult]:
+def check_copies(
+    duplicates: Sequence[Mapping[str, Any]], is_natural: bool, all_copied: bool, severity: Severity
+) -> Iterator[CheckResult]:
+    """Check for identical samples in two splits, and for a test set of copies only."""
+    count, detail = len(duplicates), "no sample is in more than one split"
+    if duplicates:
+        a, b = (f"{place['split']}[{place['index']}]" for place in (duplicates[0]["a"], duplicates[0]["b"]))
+        meaning = _NATURAL if is_natural else f"the gate judges the candidate also without those in test; {_COPIED}"
+        detail = f"{count} samples are in more than one split, as {b} = {a} (data.json has the places); {meaning}"
+    yield CheckResult("copies", "all splits", severity, not duplicates, detail, float(count), 0.0)
+    if all_copied:
+        detail = f"every sample is a copy of a training sample, so that none is left to judge by; {_COPIED}"
+        yield CheckResult("copies", "test", "error", False, detail, float(count), 0.0)
+
+
+def check_near_duplicates(pairs: Mapping[str, Sequence[Pair]], severity: Severity) -> Iterator[CheckResult]:
     for column, duplicates in pairs.items():
         if not duplicates:
             detail = "no near-duplicates between splits"
-            yield CheckResult("near", column, config.near_duplicates, True, detail, 0.0, 0.0)
+            yield CheckResult("near", column, severity, True, detail, 0.0, 0.0)
             continue
         a, b = duplicates[0].a, duplicates[0].b
         detail = (
@@ -106,7 +127,7 @@ def check_near_duplicates(pairs: Mapping[str, Sequence[Pair]], config: Prepare) 
             f"{a[0]}[{a[1]}] ({duplicates[0].distance:.2f} of the usual distance between neighbors); to fix it: remove "
             "one of each, or keep samples of one group (person, page, scene) in one split"
         )
-        yield CheckResult("near", column, config.near_duplicates, False, detail, float(len(duplicates)), 0.0)
+        yield CheckResult("near", column, severity, False, detail, float(len(duplicates)), 0.0)
 
 
 def _same_shape(column: str, champion: Profile, ours: Profile) -> bool:

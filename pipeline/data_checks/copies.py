@@ -1,13 +1,13 @@
-"""Copies of training samples in the test data that hashes miss: transformed pictures, and rows of a few numbers.
+"""Identical samples, and copies of training samples that hashes miss: transformed pictures, and rows of a few numbers.
 
-Both compare the distance to the nearest training sample with that to a further neighbor, so that dense regions of the
-data raise no alarm.
+The latter two compare the distance to the nearest training sample with that to a further neighbor, so that dense
+regions of the data raise no alarm.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -16,7 +16,8 @@ from scipy.spatial import cKDTree  # type: ignore[import-untyped]
 from torch import Tensor
 from torch.nn import functional
 
-from pipeline.data_checks.profile import Floats, Integers
+from pipeline.data_checks.near_duplicates import Digests
+from pipeline.data_checks.profile import Floats, Integers, as_floats
 
 Matches: TypeAlias = tuple[Integers, Integers, Floats]  # test sample, training sample, ratio of distances
 
@@ -33,6 +34,37 @@ _ROW_RATIO = 0.25
 _TAIL = 0.1  # share of training rows with the smallest ratios
 _HUGE = 1e150
 _FALSE_ALARMS = 0.002  # expected among all test rows of clean data
+_FEW_NUMBERS = 256  # per sample; where they take few values, equal samples are natural
+_FEW_VALUES = 64  # of a number
+
+
+def find_duplicates(digests: Mapping[str, Sequence[str] | Digests]) -> list[dict[str, Any]]:
+    """Return every sample that is also in an earlier split, as a pair of places."""
+    all_digests = np.concatenate([np.asarray(values) for values in digests.values()])
+    _, first_index, group = np.unique(all_digests, return_index=True, return_inverse=True)
+    starts = np.cumsum([0, *(len(values) for values in digests.values())])
+    split = np.repeat(np.arange(len(digests)), np.diff(starts))
+    earliest = first_index[group.reshape(-1)]
+    duplicates = np.flatnonzero(split[earliest] != split)
+    duplicates = duplicates[np.argsort(earliest[duplicates], kind="stable")]
+    names = list(digests)
+
+    def location(index: Any) -> dict[str, Any]:
+        return {"split": names[split[index]], "index": int(index - starts[split[index]])}
+
+    return [{"a": location(earliest[index]), "b": location(index)} for index in duplicates]
+
+
+def are_natural(pilot: Mapping[str, Tensor], inputs: Sequence[str], train: Digests, test: Digests) -> bool:
+    """Whether inputs of few values make samples equal by chance: in the test data no more of them than in train."""
+    if sum(pilot[name][0].numel() for name in inputs) > _FEW_NUMBERS:
+        return False
+    values = [len(np.unique(column)) for name in inputs for column in as_floats(pilot[name]).T]
+    repeats = np.unique(train, return_counts=True)[1]
+    is_saturated = max(values, default=0) <= _FEW_VALUES and 4 * len(repeats) <= len(train)  # such as one-hot columns
+    share = repeats[repeats > 1].sum() / len(train)
+    is_expected = np.isin(test, train).mean() < share + 4 * math.sqrt(share / len(test))
+    return bool(is_expected and (is_saturated or math.prod(values) <= 10 * len(train)))
 
 
 def describe_pictures(pictures: Tensor) -> Tensor:

@@ -258,6 +258,27 @@ def _schema_changes(
         yield "classes", _class_difference(champion.classes or (), profile.classes or ())
 
 
+def check_constant(profile: Profile, severity: Severity) -> Iterator[CheckResult]:
+    """Yield a failure that names the inputs, and numbers of vectors except tokens and masks, of one value."""
+    names = []
+    for column, features in by_column([each for each in profile.features if each.column in profile.inputs]).items():
+        constant = [feature.name for feature in features if feature.kind != "sums" and _is_constant(feature)]
+        summary = profile.columns["train"][column]
+        is_table = "float" in summary.dtype and len(constant) < len(features)
+        names += constant if is_table or math.prod(summary.shape) == 1 else []
+    if names:
+        detail = (
+            f"{join_names(names, MAX_NAMES)}: the same value in every sample, which carries no information; to fix it: "
+            "remove it from the inputs, or look for why it never changes"
+        )
+        yield CheckResult("constant", "all splits", severity, False, detail, float(len(names)), 0.0)
+
+
+def _is_constant(feature: Feature) -> bool:
+    values = {value for side in feature.splits.values() for value in (side.low, side.high)}
+    return len(values) == 1 and all(side.samples == sum(side.bins) for side in feature.splits.values())
+
+
 def _schema_difference(expected: ColumnSummary, actual: ColumnSummary, flexible: bool) -> str:
     """Describe the difference, or return an empty string."""
     if expected.dtype != actual.dtype:

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -14,13 +15,15 @@ from pipeline.contract.registry import Entry, read_registry
 from pipeline.contract.results import NEAR_COPIES
 from pipeline.contract.run import Run
 from pipeline.contract.settings.stages import Prepare
-from pipeline.contract.task import Classifier, HasAxes, HasCollate, Task
+from pipeline.contract.task import Classifier, HasAxes, HasCollate, Ranker, Task
 from pipeline.data_checks.champion import champion_profile, missing_champion_note, recorded_champion
-from pipeline.data_checks.comparison import Explained, check_near_duplicates, compare_profiles
+from pipeline.data_checks.comparison import Explained, check_copies, check_near_duplicates, compare_profiles
 from pipeline.data_checks.copies import (
     MIN_TRAINING_SAMPLES,
     Matches,
+    are_natural,
     count_comparable,
+    find_duplicates,
     find_picture_copies,
     find_row_copies,
 )
@@ -28,6 +31,7 @@ from pipeline.data_checks.labels import MAX_PROBES, check_label_sets, check_leak
 from pipeline.data_checks.near_duplicates import (
     NEAR_DUPLICATE_DISTANCE,
     CandidateSearch,
+    Digests,
     Pair,
     TextColumn,
     count_different_bits,
@@ -36,7 +40,7 @@ from pipeline.data_checks.near_duplicates import (
     small_pictures,
 )
 from pipeline.data_checks.profile import Floats, Integers, Profile, write_profile
-from pipeline.data_checks.rules import CheckResult, Severity, differences
+from pipeline.data_checks.rules import CheckResult, check_constant, differences
 from pipeline.data_checks.scan import (
     ScanPlan,
     SimilaritySpace,
@@ -50,11 +54,10 @@ from pipeline.data_checks.scan import (
 )
 from pipeline.system.errors import ConfigError, DataError
 from pipeline.system.files import write_json
-from pipeline.system.wording import join_names
 
 _MAX_PAIRS = 100  # near-duplicates that are written; all are counted
 _MAX_PRINTED = 5  # results on the terminal; all are written
-_TIME_ROWS = 4096  # read at once
+_ROWS = 4096  # of a single column, read at once
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,9 @@ class CheckedData:
     splits: Mapping[str, SplitSummary]
     profile: Profile
     results: Sequence[CheckResult]
+    duplicates: Sequence[Mapping[str, Any]]  # pairs of places of identical samples
     near_duplicates: Mapping[str, Sequence[Pair]]  # by column
+    copies: Sequence[int]  # test samples that the gate also judges without
     champion: Entry | None
     notes: Sequence[str]
 
@@ -76,8 +81,11 @@ def check_data(run: Run, task: Task, splits: Mapping[str, Samples]) -> CheckedDa
     champion_scan = champion_profile(champion, run.runs) if champion else None
     is_flexible = isinstance(task, HasAxes | HasCollate)
     is_comparable = is_flexible or _have_equal_shapes(task, splits)  # if not, `columns` reports it
-    times = {name: read_times(samples, config.time_column) for name, samples in splits.items() if config.time_column}
-    plan = plan_scan(task, splits["train"], config.ignore, config.near_duplicates != "off" and is_comparable)
+    times, groups = (
+        {name: read_column(samples, setting, column) for name, samples in splits.items() if column}
+        for setting, column in (("time_column", config.time_column), ("group_column", config.group_column))
+    )
+    plan = plan_scan(task, splits["train"], config.ignore, config.copies in ("error", "warn") and is_comparable)
     features = champion_scan.features if champion_scan else ()
     summaries = {
         name: scan_split(task, samples, plan, features if name == "train" else ()) for name, samples in splits.items()
@@ -88,20 +96,24 @@ def check_data(run: Run, task: Task, splits: Mapping[str, Samples]) -> CheckedDa
         space.name: _find_near_duplicates(space, plan, summaries, splits) for space in plan.spaces
     } | _find_row_copies(plan, summaries)
     copy_notes = _add_picture_copies(near_duplicates, plan, summaries, splits)
+    digests = {name: summary.digests for name, summary in summaries.items()}
+    duplicates = find_duplicates(digests)
+    is_natural = are_natural(plan.pilot, task.inputs, digests["train"], digests["test"])
+    copies = [] if config.copies == "off" else _find_copies(task, digests, near_duplicates, is_natural)
+    all_copied, action = len(copies) == len(digests["test"]), "warn" if config.copies == "exact" else config.copies
     results = [
         *compare_profiles(profile, is_flexible, config, champion_data, explained),
-        *check_near_duplicates(near_duplicates, config),
+        *check_copies(duplicates, is_natural, all_copied, action),
+        *check_near_duplicates(near_duplicates, action),
         *_check_labels(task, plan, summaries, splits["test"], config),
-        *check_time_order(times, config.time_column, config.leaks),
+        *check_overlap(times, groups, config),
+        *check_constant(profile, "off" if config.columns == "off" else "warn"),
     ]
+    results = [result for result in results if result.severity != "off"]
     missing = missing_champion_note(registry, run.runs)
-    notes = [
-        *plan.notes,
-        *copy_notes,
-        *_constant_feature_notes(profile),
-        *_champion_notes(missing, champion, champion_scan),
-    ]
-    return CheckedData(summaries, profile, results, near_duplicates, champion if champion_scan else None, notes)
+    notes = [*plan.notes, *copy_notes, *_champion_notes(missing, champion, champion_scan)]
+    compared = champion if champion_scan else None
+    return CheckedData(summaries, profile, results, duplicates, near_duplicates, copies, compared, notes)
 
 
 def _have_equal_shapes(task: Task, splits: Mapping[str, Samples]) -> bool:
@@ -123,8 +135,7 @@ def write_checks(data: CheckedData, directory: Path, lower: Collection[str] = ()
         "lower_is_better": sorted(lower),  # metrics of the task, for `pipe tune`
     }
     write_json(directory / "checks.json", body)
-    copies = {pair.b[1] for _, pair in pairs if pair.a[0] == "train" and pair.b[0] == "test"}
-    write_json(directory / NEAR_COPIES, {"test": sorted(copies)})
+    write_json(directory / NEAR_COPIES, {"test": list(data.copies)})
 
 
 def report_results(data: CheckedData) -> None:
@@ -186,17 +197,28 @@ def _find_near_duplicates(
     return search.confirm(rows, distances, NEAR_DUPLICATE_DISTANCE)
 
 
-def check_time_order(times: Mapping[str, Floats], column: str, severity: Severity) -> Iterator[CheckResult]:
-    """Yield a failure for each split with samples from before the newest training sample."""
+def check_overlap(times: Mapping[str, Any], groups: Mapping[str, Any], config: Prepare) -> Iterator[CheckResult]:
+    """Yield a failure for each split with samples from before the newest training sample, or of groups of train."""
     for split in (name for name in times if name != "train"):
         newest = float(np.nanmax(times["train"]))
         early = int((times[split] < newest).sum())
         if early:
             detail = (
                 f"{early} of {len(times[split])} samples are earlier than the newest training sample ({newest:.10g}); "
-                "to fix it: split by time, so that training ends before the others begin, or set prepare.leaks=warn"
+                "to fix it: split by time, so that training ends before the others begin, or set prepare.overlap=warn"
             )
-            yield CheckResult("time_order", f"{split}.{column}", severity, False, detail, float(early), 0.0)
+            place = f"{split}.{config.time_column}"
+            yield CheckResult("time_order", place, config.overlap, False, detail, float(early), 0.0)
+    for split in (name for name in groups if name != "train"):
+        shared = np.intersect1d(groups["train"], groups[split])
+        if len(shared):
+            detail = (
+                f"{len(shared)} of {len(np.unique(groups[split]))} groups are also in train, such as {shared[0]}, with "
+                f"{np.isin(groups[split], shared).sum()} of {len(groups[split])} samples; to fix it: keep all samples "
+                "of a group in one split, or set prepare.overlap=warn"
+            )
+            place = f"{split}.{config.group_column}"
+            yield CheckResult("group", place, config.overlap, False, detail, float(len(shared)), 0.0)
 
 
 def _explain_drift(task: Task, train: Samples, plan: ScanPlan, times: Mapping[str, Floats]) -> Explained:
@@ -220,16 +242,15 @@ def _explain_drift(task: Task, train: Samples, plan: ScanPlan, times: Mapping[st
     return explained
 
 
-def read_times(samples: Samples, column: str) -> Floats:
+def read_column(samples: Samples, setting: str, column: str) -> Any:
+    """Return the numbers of the column that a setting names."""
     parts = []
-    for batch in samples.batches(range(len(samples)), _TIME_ROWS):
+    for batch in samples.batches(range(len(samples)), _ROWS):
         if column not in batch:
-            raise ConfigError(
-                f"prepare.time_column: data({samples.split!r}) has no column {column} ({', '.join(batch)})"
-            )
+            raise ConfigError(f"prepare.{setting}: data({samples.split!r}) has no column {column} ({', '.join(batch)})")
         if batch[column].ndim != 1:
-            raise ConfigError(f"prepare.time_column: {column} must be one number per sample")
-        parts.append(batch[column].to("cpu").double().numpy())
+            raise ConfigError(f"prepare.{setting}: {column} must be one number per sample")
+        parts.append(batch[column].to("cpu").numpy())
     return np.concatenate(parts)
 
 
@@ -237,13 +258,28 @@ def _check_labels(
     task: Task, plan: ScanPlan, summaries: Mapping[str, SplitSummary], test: Samples, config: Prepare
 ) -> Iterator[CheckResult]:
     inputs = [name for name in task.inputs if name not in config.ignore and not plan.pilot[name].is_complex()]
-    yield from check_leaking_columns(plan.pilot, inputs, config.leaks)
+    if config.leaks != "off":
+        yield from check_leaking_columns(plan.pilot, inputs, config.leaks)
     if config.columns == "off":
         return
     yield from check_label_sets({split: summary.classes for split, summary in summaries.items()}, config.columns)
     if isinstance(task, Classifier):
         probes = with_label(task, random_samples(test, min(len(test), MAX_PROBES)))
         yield from check_numbering(plan.pilot, probes, inputs, config.columns)
+
+
+def _find_copies(
+    task: Task, digests: Mapping[str, Digests], near_duplicates: Mapping[str, Sequence[Pair]], is_natural: bool
+) -> list[int]:
+    """Return test samples that are copies of a training sample, or of an earlier test sample."""
+    sides = ("train", "test")
+    copies = {pair.b[1] for pairs in near_duplicates.values() for pair in pairs if (pair.a[0], pair.b[0]) == sides}
+    if not is_natural:
+        test = digests["test"]
+        copies |= set(np.flatnonzero(np.isin(test, digests["train"])).tolist())
+        if not isinstance(task, Ranker):  # an item may be in several queries
+            copies |= set(range(len(test))) - set(np.unique(test, return_index=True)[1].tolist())
+    return sorted(copies)
 
 
 def _find_row_copies(plan: ScanPlan, summaries: Mapping[str, SplitSummary]) -> dict[str, list[Pair]]:
@@ -293,16 +329,6 @@ def _new_pairs(summaries: Mapping[str, SplitSummary], places: Integers, matches:
     ]
     known = set(train.tolist())
     return [pair for pair in pairs if test[pair.b[1]] not in known]
-
-
-def _constant_feature_notes(profile: Profile) -> list[str]:
-    """Name features that are constant in the training split."""
-    constant = []
-    for feature in profile.features:
-        train = feature.splits.get("train")
-        if feature.kind == "numbers" and train and train.samples > 1 and train.low == train.high is not None:
-            constant.append(feature.name)
-    return [f"constant in train: {join_names(constant, 10)}"] if constant else []
 
 
 def _champion_notes(missing: str, champion: Entry | None, champion_scan: Profile | None) -> list[str]:

@@ -80,7 +80,7 @@ def evaluate(run: Run, root: Path) -> None:
     codec = _check_codec(run, root, task, samples, candidate)
     results = _results(task, columns, baseline, data, run)
     copies = read_near_copies(run.output("prepare"))
-    results = replace(results, codec=codec, copies=copies, repeated=data.repeated, training=_lost_best(run))
+    results = replace(results, codec=codec, copies=copies, training=_lost_best(run))
     verdict = _decide_and_write(run, results, data, checkpoint)
     if baseline is not None and baseline.champion is not None:
         write_json(run.partial("evaluate") / CHAMPION, baseline.champion)

@@ -24,11 +24,6 @@ class DataOfTest:
     fingerprint: str
     samples: Digests
 
-    @property
-    def repeated(self) -> int:
-        """Number of samples that equal an earlier one."""
-        return len(self.samples) - len(np.unique(self.samples))
-
 
 @dataclass(frozen=True)
 class DataChange:
@@ -56,7 +51,7 @@ def read_test_data(samples: Samples) -> DataOfTest:
 
 
 def read_near_copies(prepared: Path) -> tuple[int, ...]:
-    """Return the test samples with a near copy in training that prepare recorded; none where it did not run."""
+    """Return the test samples that prepare recorded as copies; none where it did not run."""
     path = prepared / NEAR_COPIES
     return tuple(json.loads(path.read_text())["test"]) if path.is_file() else ()
 

@@ -17,7 +17,6 @@ from pipeline.system.wording import join_names
 
 _LEVEL = 0.025  # one-sided, at which a baseline counts as better than chance
 _MIN_WRONG = 3  # samples of a slice that are all wrong
-_MAX_REPEATED = 0.05  # share of the test samples
 
 
 def chance_reason(columns: Columns, classes: Sequence[str] | None) -> str:
@@ -46,17 +45,10 @@ def find_doubts(
     metrics: Mapping[str, Metric],
     slices: Sequence[Slice],
     compared: bool,
-    repeated: int = 0,
 ) -> Iterator[str]:
-    """Yield a clause for each reason to distrust a candidate that passes.
-
-    `repeated`: samples that equal an earlier one. They can be independent draws of few values, so they are no failure.
-    """
+    """Yield a clause for each reason to distrust a candidate that passes."""
     if not compared and not config.require:
         yield "nothing is required: there is no baseline and no evaluate.require"
-    count = len(next(iter(columns.values())))
-    if repeated > _MAX_REPEATED * count:
-        yield f"{repeated} of {count} test samples repeat another one, so the interval may be too narrow"
     predicted, actual = columns.get(CANDIDATE + PREDICTED), columns.get(ACTUAL)
     is_perfect = predicted is not None and actual is not None and bool((predicted == actual).all())
     decisive = metrics[config.metric].candidate

@@ -63,7 +63,7 @@ class Measurements:
     baseline_calibration: Calibration | None = None
     brier_gain: Interval | None = None  # improvement over the baseline
     near_duplicates: int = 0  # samples left out of `without_copies`
-    without_copies: Measurements | None = None  # without near copies of training samples; None if no sample is left
+    without_copies: Measurements | None = None  # without copies of other samples; None if no sample is left
 
 
 def decide(config: Evaluate, measured: Measurements) -> Verdict:
@@ -104,16 +104,16 @@ def _calibration_rules(config: Evaluate, measured: Measurements) -> list[GateRul
 
 
 def near_duplicates_rule(config: Evaluate, measured: Measurements, rules: list[GateRule]) -> GateRule | None:
-    """Fail if a decisive rule passes only because of near copies of training samples; None if nothing depends on them.
+    """Fail if a decisive rule passes only because of copies of other samples; None if nothing depends on them.
 
     `rules`: the decisive ones, on all samples.
     """
     count, rest = measured.near_duplicates, measured.without_copies
     if not count or not all(rule.passed for rule in rules):
         return None
-    how = "the decisive rules, computed again without the test samples that have a near copy in the training data"
+    how = "the decisive rules, computed again without the test samples that are copies of others"
     change = "remove the copies from the test or the training data"
-    copies = f"{count} of {measured.samples} test samples have a near copy in the training data"
+    copies = f"{count} of {measured.samples} test samples are copies of training samples, or of each other"
     if rest is None:
         text = f"{copies}, so none is left to judge the candidate by"
         return decide_inconclusive(config, GateRule("near_duplicates", False, text, how=how, change=change))

@@ -54,8 +54,7 @@ class Results:
     lower: frozenset[str] = frozenset()  # metrics of the task where lower is better
     data: DataChange | None = None  # against the champion's test set
     codec: CodecCheck | None = None
-    copies: tuple[int, ...] = ()  # test samples with a near copy in the training data
-    repeated: int = 0  # test samples that equal an earlier one
+    copies: tuple[int, ...] = ()  # test samples that are copies of a training sample, or of an earlier one
     named: frozenset[str] = frozenset()  # metrics that decide
     training: str = ""  # what the verdict must say of the training
 
@@ -115,9 +114,7 @@ class Results:
             slices=slices,
             data=self.data,
             codec=self.codec,
-            doubts=tuple(
-                find_doubts(config, self.columns, self.classes, metrics, slices, self.kind is not None, self.repeated)
-            ),
+            doubts=tuple(find_doubts(config, self.columns, self.classes, metrics, slices, self.kind is not None)),
             calibration=calibration.get("candidate"),
             baseline_calibration=calibration.get("baseline"),
             brier_gain=self._brier_gain(config) if "baseline" in calibration else None,
@@ -127,7 +124,7 @@ class Results:
 
     @cached_property
     def _distinct(self) -> Array:
-        """Return which samples have no near copy in the training data, nor one in their query."""
+        """Return which samples are no copies, nor have one in their query."""
         is_copy = np.zeros(self.samples, dtype=bool)
         is_copy[list(self.copies)] = True
         query = self.columns.get(QUERY)
@@ -262,7 +259,7 @@ def verdict_body(
 
 
 def _near_duplicates_body(measurements: Measurements) -> dict[str, Any] | None:
-    """Return how many samples have a near copy in the training data, and the metrics without them."""
+    """Return how many samples are copies, and the metrics without them."""
     if not measurements.near_duplicates:
         return None
     rest = measurements.without_copies

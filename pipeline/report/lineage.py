@@ -16,7 +16,6 @@ from pipeline.report.charts import Chart, Group, Label, Path, Rectangle, Shape, 
 from pipeline.system.wording import number, short
 
 _MAX_CLASSES = 60  # shown
-_MAX_DUPLICATES = 10  # shown
 _LEVELS = ("error", "warn", "ok")
 _BOX_WIDTH, _BOX_HEIGHT = 148, 50
 _GAP = 16  # between boxes of one rank
@@ -44,11 +43,6 @@ def data(facts: Facts) -> Body | None:
     rank = {level: i for i, level in enumerate(_LEVELS)}
     return {
         "splits": splits,
-        "duplicate_count": facts.data.get("duplicate_count", 0),
-        "duplicates": [
-            f"{pair['b']['split']}[{pair['b']['index']}] = {pair['a']['split']}[{pair['a']['index']}]"
-            for pair in facts.data.get("duplicates", [])[:_MAX_DUPLICATES]
-        ],
         "checks": sorted(facts.checks, key=lambda check: rank.get(str(check.get("level")), 0)),
         "class_count": len(classes),
         "balance": balance,

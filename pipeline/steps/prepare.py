@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from pipeline.contract.data import Samples, check_columns, fingerprint, open_split
 from pipeline.contract.pretrained import PRETRAINED_KEY, Pretrained, copy_small_files, find_pretrained, record
@@ -27,7 +25,6 @@ from pipeline.contract.task import (
     serving_form,
     shared_file_digests,
 )
-from pipeline.data_checks.near_duplicates import Digests
 from pipeline.data_checks.run_checks import check_data, report_results, write_checks
 from pipeline.data_checks.scan import SplitSummary
 from pipeline.statistics.metrics import lower_is_better
@@ -37,7 +34,7 @@ from pipeline.user.readers import changed_read_files, recall_read_files, write_r
 from train.batch_order import ORDER_KEY, Kind, check_order_values, write_order
 from train.sample_checksums import write_checksums
 
-_MAX_LISTED = 100  # duplicates in data.json; all are counted
+_MAX_LISTED = 100  # identical samples in data.json; all are counted
 _COMPARED = 64  # samples at the beginning of a split that show whether it is random
 
 
@@ -60,15 +57,14 @@ def prepare(run: Run, root: Path) -> None:
     for samples in splits.values():
         check_columns(task, samples)
     checked = check_data(run, task, splits)
-    pairs = find_duplicates({name: reading.digests for name, reading in checked.splits.items()})
     report: dict[str, Any] = {
         "splits": {name: _describe(reading) for name, reading in checked.splits.items()},
         KEY: shared_file_digests(files),
         **pretrained_part,
         **_write_order(task, splits["train"], run.partial("prepare")),
         **write_checksums(splits["train"], run.partial("prepare")),
-        "duplicate_count": len(pairs),
-        "duplicates": pairs[:_MAX_LISTED],
+        "duplicate_count": len(checked.duplicates),
+        "duplicates": checked.duplicates[:_MAX_LISTED],
     }
     write_json(run.partial("prepare") / "data.json", report)
     write_checks(checked, run.partial("prepare"), lower_is_better(task))
@@ -77,8 +73,8 @@ def prepare(run: Run, root: Path) -> None:
         print(f"files that model, data and codec share: {', '.join(report[KEY])}")
     for name, facts in report["splits"].items():
         print(f"{name}: {facts['samples']} samples, fingerprint {facts['fingerprint'][:12]}")
-    if pairs:
-        _report_duplicates(task, splits, pairs, config.prepare.leaks, run.partial("prepare") / "data.json")
+    if checked.duplicates and config.prepare.copies != "off":
+        _refuse_random_splits(task, splits)
     report_results(checked)
 
 
@@ -100,23 +96,6 @@ def _record_pretrained(pretrained: Pretrained, run: Run) -> str:
     source = config.model.pretrained + (f" (run {pretrained.folder.resolve().name})" if pretrained.is_run else "")
     print(f"pretrained: {source}, {len(pretrained.weights)} files of weights, digest {digest[:12]}")
     return digest
-
-
-def find_duplicates(digests: Mapping[str, Sequence[str] | Digests]) -> list[dict[str, Any]]:
-    """Return every sample that is also in an earlier split, as a pair of places."""
-    all_digests = np.concatenate([np.asarray(values) for values in digests.values()])
-    _, first_index, group = np.unique(all_digests, return_index=True, return_inverse=True)
-    starts = np.cumsum([0, *(len(values) for values in digests.values())])
-    split = np.repeat(np.arange(len(digests)), np.diff(starts))
-    earliest = first_index[group.reshape(-1)]
-    duplicates = np.flatnonzero(split[earliest] != split)
-    duplicates = duplicates[np.argsort(earliest[duplicates], kind="stable")]
-    names = list(digests)
-
-    def location(index: Any) -> dict[str, Any]:
-        return {"split": names[split[index]], "index": int(index - starts[split[index]])}
-
-    return [{"a": location(earliest[index]), "b": location(index)} for index in duplicates]
 
 
 def _write_order(task: Task, train: Samples, folder: Path) -> dict[str, dict[str, str]]:
@@ -153,24 +132,6 @@ def _refuse_random_splits(task: Task, splits: Mapping[str, Samples]) -> None:
                 f"data({name!r}): differs each time it is called, so that a sample may be in several splits; to fix "
                 "it: give the random numbers that divide the data a fixed seed"
             )
-
-
-def _report_duplicates(
-    task: Task, splits: Mapping[str, Samples], pairs: list[dict[str, Any]], leaks: str, listing: Path
-) -> None:
-    a, b = pairs[0]["a"], pairs[0]["b"]
-    scope = "all are" if len(pairs) <= _MAX_LISTED else f"the first {_MAX_LISTED} are"
-    text = (
-        f"{len(pairs)} samples are in more than one split, as {b['split']}[{b['index']}] = "
-        f"{a['split']}[{a['index']}]; {scope} listed in {listing.parent.name}/{listing.name}. "
-        "Remove them, or set prepare.leaks=warn to accept an unfair test"
-    )
-    if leaks == "error":
-        _refuse_random_splits(task, splits)
-        for pair in pairs[:20]:
-            print(f"duplicate: {pair['b']['split']}[{pair['b']['index']}] = {pair['a']['split']}[{pair['a']['index']}]")
-        raise DataError(text)
-    print(f"warning: {text}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ OUTPUTS = {CLASSIFIER: "scores", SMALL: "y", LARGE: "y", RANKER: "score", TAGGER
 
 # Why some damages are not stopped.
 SHORT_TEXTS = "one word is in three of eight shingles, so that the texts differ by more than near copies do"
-REPEATED = "the verdict's first line warns of it, as equal samples can be independent draws"
+HONEST = "prepare warns of it, as honest data may have such columns"
 
 
 @dataclass(frozen=True)
@@ -77,12 +77,12 @@ def every_damage() -> list[Damage]:
 
 def data() -> Iterator[Damage]:
     for kind in (CLASSIFIER, LARGE, EMBEDDING, RANKER):
-        yield Damage(kind, "training samples in the test set", "data", copied, "prepare.leaks")
+        yield Damage(kind, "training samples in the test set", "data", copied, "prepare.copies")
         yield Damage(
             kind, "training samples with a little noise in the test set", "data", nearly_copied, "prepare.near"
         )
     for kind in (TAGGER, LANGUAGE):
-        yield Damage(kind, "training texts in the test set", "data", copied, "prepare.leaks")
+        yield Damage(kind, "training texts in the test set", "data", copied, "prepare.copies")
         yield Damage(kind, "other ids in the test set", "data", other_words, "prepare.drift")
     yield Damage(
         LANGUAGE, "training texts with another word in the test set", "data", other_word(4, 30), "prepare.near"
@@ -106,12 +106,21 @@ def data() -> Iterator[Damage]:
     for kind in (CLASSIFIER, LARGE):
         late = {"time_column": "day"}
         yield Damage(kind, "test samples of earlier days", "data", earlier_days, "prepare.time_order", prepare=late)
-    warn = {"near_duplicates": "warn"}
-    yield Damage(CLASSIFIER, "a verdict by near copies", "data", judged_by_copies, "near_duplicates", prepare=warn)
-    yield Damage(CLASSIFIER, "each test sample twice", "data", repeated, "repeated samples", REPEATED)
+        persons = {"group_column": "person"}
+        yield Damage(kind, "test samples of known persons", "data", known_persons, "prepare.group", prepare=persons)
+    warn = {"copies": "warn"}
+    for name, noise in (("near copies", 0.005), ("copies", 0.0)):
+        damage = judged_by_copies(noise)
+        yield Damage(CLASSIFIER, f"a verdict by {name}", "data", damage, "near_duplicates", prepare=warn)
+    few = {**warn, "drift": "warn"}
+    yield Damage(CLASSIFIER, "each test sample eight times", "data", repeated, "near_duplicates", prepare=few)
+    yield Damage(LARGE, "targets that are a sum of two columns", "data", summed, "prepare.formula", HONEST)
+    yield Damage(
+        SMALL, "a column that is constant", "data", constant("train", "validation", "test"), "prepare.constant", HONEST
+    )
     yield Damage(LARGE, "two test columns swapped", "data", swapped_columns, "prepare.drift")
     yield Damage(EMBEDDING, "a test column shifted by one deviation", "data", shifted, "prepare.drift")
-    yield Damage(SMALL, "a test column that is constant", "data", constant, "prepare.drift")
+    yield Damage(SMALL, "a test column that is constant", "data", constant("test"), "prepare.drift")
     yield Damage(CLASSIFIER, "a test set sorted and cut by a column", "data", cut, "prepare.drift")
     yield Damage(CLASSIFIER, "test data of another type", "data", other_type, "prepare.schema")
     yield Damage(RANKER, "test data without a feature", "data", narrower, "prepare.schema")
@@ -142,13 +151,28 @@ def earlier_days(splits: Splits) -> None:
     splits["test"]["day"][:50] = 10
 
 
-def judged_by_copies(splits: Splits) -> None:
+def own_persons(splits: Splits) -> None:
+    ordered_days(splits)
+    for columns in splits.values():
+        columns["person"] = columns.pop("day") // 10
+
+
+def known_persons(splits: Splits) -> None:
+    own_persons(splits)
+    splits["test"]["person"][:50] = 3
+
+
+def judged_by_copies(noise: float) -> Callable[[Splits], None]:
     """Leave few samples that the model has not seen, with labels that it gets wrong."""
-    rng = np.random.default_rng(2)
-    splits["test"]["label"] = rng.permutation(splits["test"]["label"])
-    for name, column in splits["test"].items():
-        column[:360] = splits["train"][name][:360]
-    splits["test"]["x"][:360] += (rng.normal(size=(360, 12)) * 0.005).astype(np.float32)
+
+    def apply(splits: Splits) -> None:
+        rng = np.random.default_rng(2)
+        splits["test"]["label"] = rng.permutation(splits["test"]["label"])
+        for name, column in splits["test"].items():
+            column[:360] = splits["train"][name][:360]
+        splits["test"]["x"][:360] += (rng.normal(size=(360, 12)) * noise).astype(np.float32)
+
+    return apply
 
 
 def other_word(place: int, length: int) -> Callable[[Splits], None]:
@@ -170,7 +194,12 @@ def leaking(label: str) -> Callable[[Splits], None]:
 
 
 def repeated(splits: Splits) -> None:
-    splits["test"] = {name: np.concatenate([column[:200]] * 2) for name, column in splits["test"].items()}
+    splits["test"] = {name: np.concatenate([column[:50]] * 8) for name, column in splits["test"].items()}
+
+
+def summed(splits: Splits) -> None:
+    for columns in splits.values():
+        columns["target"] = columns["x"][:, 2] + columns["x"][:, 5]
 
 
 def other_words(splits: Splits) -> None:
@@ -201,8 +230,12 @@ def shifted(splits: Splits) -> None:
     splits["test"]["x"][:, 7] += splits["test"]["x"][:, 7].std()
 
 
-def constant(splits: Splits) -> None:
-    splits["test"]["x"][:, 7] = splits["test"]["x"][:, 7].mean()
+def constant(*names: str) -> Callable[[Splits], None]:
+    def apply(splits: Splits) -> None:
+        for name in names:
+            splits[name]["x"][:, 7] = splits["test"]["x"][:, 7].mean()
+
+    return apply
 
 
 def cut(splits: Splits) -> None:

@@ -43,7 +43,6 @@ from train.ledger import LedgerLine, batch_digest
 PROJECT = Path(__file__).parent / "project"
 # Checks that raise an error: their name, and what they report.
 MESSAGES = {
-    "prepare.leaks": "samples are in more than one split",
     "one value per sample": "must be a tensor of one value per sample",
     "baseline": r"baseline\(\):",
     "probabilities": r"probabilities\(\)",
@@ -109,7 +108,7 @@ class Project:
             "name": "damaged",
             "task": "task.py:Own",
             "codec": "codec.py:Own",
-            "prepare": {"near_duplicates": "error", "drift": "error", **self.prepare_settings},
+            "prepare": {"copies": "error", "drift": "error", **self.prepare_settings},
             "train": {"batch_size": 100_000},
             "evaluate": dict(self.kind.evaluate),
             "export": {"batch_sizes": [1, 2, 7]},

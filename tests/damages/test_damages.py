@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.damages.__main__ import document
-from tests.damages.damages import LANGUAGE, Damage, every_damage, ordered_days
+from tests.damages.damages import LANGUAGE, Damage, copied, every_damage, ordered_days, own_persons
 from tests.damages.harness import Project, Workplace, stopped, stopping_checks
 from tests.damages.kinds import KINDS
 
@@ -46,9 +46,9 @@ def controls() -> Iterator[Any]:
     for kind, place in dict.fromkeys((damage.kind, damage.place) for damage in DAMAGES):
         control = Damage(kind, "undamaged", place, "" if place in CODE else lambda _: None, "")
         yield pytest.param(control, id=control.id, marks=[] if (kind, place) in quick else pytest.mark.long)
+    changes = {"time_column": ordered_days, "group_column": own_persons, "copies": copied}
     for damage in (damage for damage in DAMAGES if damage.prepare):
-        change = ordered_days if "time_column" in damage.prepare else lambda _: None
-        control = replace(damage, name=f"not {damage.name}", apply=change)
+        control = replace(damage, name=f"not {damage.name}", apply=changes[next(iter(damage.prepare))])
         yield pytest.param(control, id=control.id, marks=pytest.mark.long)
 
 

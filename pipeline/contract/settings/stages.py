@@ -34,8 +34,13 @@ TrackerName: TypeAlias = Literal["tensorboard", "mlflow", "wandb"]
 class Prepare(Section):
     """Checks of the data before training."""
 
-    leaks: Literal["error", "warn"] = Field("error", description="action when a sample is in two splits")
-    near_duplicates: Severity = Field("warn", description="action when two splits contain nearly identical samples")
+    copies: Literal["error", "warn", "exact", "off"] = Field(
+        "warn",
+        description="action when two splits contain identical or nearly identical samples; `exact`: warn of identical "
+        "ones only",
+    )
+    leaks: Severity = Field("error", description="action when one column alone predicts the label")
+    overlap: Severity = Field("error", description="action when splits overlap in time or have a group in common")
     columns: Severity = Field(
         "error",
         description="action when column types, shapes or classes differ between splits or from the champion's training "
@@ -51,12 +56,24 @@ class Prepare(Section):
     time_column: str = Field(
         "", description="column with the time of each sample: no test sample may be earlier than a training sample"
     )
+    group_column: str = Field(
+        "", description="column with the group of each sample, such as a person: no group may be in train and in test"
+    )
     ignore: tuple[str, ...] = Field((), description="columns excluded from these checks")
     files: tuple[str, ...] = Field(
         (), description="globs of data files that the task reads, or folders; a change in one reruns the pipeline"
     )
 
-    @field_validator("near_duplicates", "columns", "missing", "drift", mode="before")
+    @model_validator(mode="before")
+    @classmethod
+    def _read_former_name(cls, values: Any) -> Any:
+        """Read `near_duplicates`, the former name of `copies`, whose `off` still left identical samples."""
+        if isinstance(values, dict) and "near_duplicates" in values:
+            action = values.pop("near_duplicates")
+            values["copies"] = "exact" if action in ("off", False) else action
+        return values
+
+    @field_validator("copies", "leaks", "overlap", "columns", "missing", "drift", mode="before")
     @classmethod
     def _read_false_as_off(cls, value: Any) -> Any:
         """YAML reads `off` as false."""

@@ -33,7 +33,7 @@ def test_overrides_take_precedence_over_the_file(tmp_path: Path) -> None:
         ({"trian": {"epochs": 1}}, "unknown setting `trian`; did you mean `train`?"),
         ({"train": {"epoch": 1}}, "unknown setting `train.epoch`; did you mean `train.epochs`?"),
         ({"train": {"min_replicas": 3}}, "did you mean `deploy.min_replicas`?"),
-        ({"prepare": {"qqqqqqqq": 1}}, "settings here: leaks, near_duplicates,"),
+        ({"prepare": {"qqqqqqqq": 1}}, "settings here: copies, leaks,"),
         (
             {"tune": {"space": {"train.lr": {"lo": 1, "high": 2}}}},
             "unknown setting `tune.space.train.lr.lo`; did you mean `tune.space.train.lr.low`?",
@@ -42,6 +42,13 @@ def test_overrides_take_precedence_over_the_file(tmp_path: Path) -> None:
 )
 def test_unknown_setting_suggests_the_nearest_one(sections: dict[str, Any], answer: str) -> None:
     assert answer in refusal(**sections)
+
+
+@pytest.mark.parametrize(("action", "copies"), [("error", "error"), (False, "exact"), ("off", "exact")])
+def test_former_name_of_copies_keeps_its_meaning(action: Any, copies: str) -> None:
+    found = config(prepare={"near_duplicates": action, "leaks": "warn"})
+    assert (found.prepare.copies, found.prepare.leaks) == (copies, "warn")
+    assert override_config(config(), [f"prepare.near_duplicates={action}"]).prepare.copies == copies
 
 
 def test_a_missing_key_is_named() -> None:

@@ -88,13 +88,65 @@ def test_near_duplicates_are_found_and_nothing_else(check: Check, sides: Any, co
     assert "keep samples of one group" in finding.detail
 
 
-def test_strict_or_off_and_exact_copies_are_left_to_the_leak_check(check: Check) -> None:
+def test_near_duplicates_may_stop_or_not_be_searched(check: Check) -> None:
     train, test = vectors()
     sides = with_copies(train, test, moved(train[-COPIES:], 0.1))
-    (finding,) = alarms_of(check(*sides, near_duplicates="error"), "near")
+    (finding,) = alarms_of(check(*sides, copies="error"), "near")
     assert finding.level == "error"
-    assert check(*sides, near_duplicates="off").near_duplicates == {}
-    assert pairs(check(*with_copies(train, test, train[-COPIES:]))) == set()
+    assert check(*sides, copies="exact").near_duplicates == {}
+
+
+@pytest.mark.parametrize(("action", "level"), [("error", "error"), ("warn", "warn"), ("exact", "warn"), ("off", None)])
+def test_identical_samples_are_reported_and_left_to_the_gate(check: Check, action: str, level: str | None) -> None:
+    train, test = vectors()
+    sides = *with_copies(train, test, train[-COPIES:]), {"x": normal(200, 24, seed=2)}
+    found = check(*sides, copies=action)
+    assert [one.level for one in alarms_of(found, "copies")] == [level] * (level is not None)
+    assert found.copies == list(range(COPIES)) * (level is not None)
+    assert pairs(found) == set()
+    assert len(found.duplicates) == COPIES
+
+
+def test_repeated_test_samples_are_left_to_the_gate_except_of_a_ranker(check: Check) -> None:
+    train, test = normal(700, 5), np.repeat(normal(100, 5, seed=1), 2, axis=0)
+    sides = [{"x": rows, "relevance": np.zeros(len(rows))} for rows in (train, test)]
+    assert check(*sides, inputs=["x"]).copies == list(range(1, 200, 2))
+    assert check(*sides, inputs=["x"], ranks=True).copies == []
+
+
+def test_test_set_of_training_samples_only_stops(check: Check) -> None:
+    train, _ = vectors()
+    sides = [{"x": train}, {"x": train[:200]}, {"x": normal(200, 24, seed=2)}]
+    (_, stop) = alarms_of(check(*sides), "copies")
+    assert (stop.where, stop.level) == ("test", "error")
+    assert "so that none is left to judge by" in stop.detail
+    assert alarms_of(check(*sides, copies="off"), "copies") == []
+
+
+def few_flags(count: int) -> Any:
+    return np.random.default_rng(0).integers(0, 2, (count, 12)).astype(np.float32)
+
+
+def one_hot(count: int) -> Any:
+    return np.eye(10, dtype=np.float32)[np.random.default_rng(0).integers(0, 10, (count, 3))].reshape(count, 30)
+
+
+def repeated_rows(count: int) -> Any:
+    return np.random.default_rng(0).permutation(np.repeat(normal(count // 2, 12), 2, axis=0))
+
+
+@pytest.mark.parametrize(
+    ("draw", "natural"), [(few_flags, True), (one_hot, True), (repeated_rows, False)], ids=["flags", "one-hot", "rows"]
+)
+def test_equal_samples_of_inputs_with_few_values_are_no_copies(check: Check, draw: Any, natural: bool) -> None:
+    train, validation, test = ({"x": rows} for rows in np.split(draw(7500), [4500, 6000]))
+    found = check(train, test, validation)
+    (warning,) = alarms_of(found, "copies")
+    assert warning.level == "warn"
+    assert ("so they count like all others" in warning.detail, found.copies == []) == (natural, natural)
+    stop = check(train, {"x": train["x"][:1500]}, validation)
+    expected = [] if draw is one_hot else ["error"]  # of the thousand possible rows, all are in train
+    assert [one.level for one in alarms_of(stop, "copies") if one.where == "test"] == expected
 
 
 def test_similar_wines_are_not_near_duplicates(check: Check) -> None:
@@ -129,7 +181,7 @@ def test_short_rows_are_copies_if_much_closer_than_neighbors(check: Check, split
 def test_undetectable_duplicates_are_noted(check: Check) -> None:
     values = np.ones((100, 20), np.float32)
     note = "x: samples of train do not differ, so near-duplicates cannot be detected"
-    assert note in check({"x": values[:60]}, {"x": values[60:]}, leaks="warn").notes
+    assert note in check({"x": values[:60]}, {"x": values[60:]}).notes
 
 
 @pytest.mark.parametrize("kind", ["mask", "places", "places of packed texts"])

@@ -147,7 +147,7 @@ FEWER = {"x": normal(120, 4, seed=1), "label": np.arange(120) % 3}
 def test_good_data_passes_every_check(check: Check) -> None:
     found = check(GOOD, FEWER, classes="abc")
     assert alarms(found) == []
-    assert {one.check for one in found.results} == {"schema", "missing", "range", "drift", "labels", "near"}
+    assert {one.check for one in found.results} == {"schema", "missing", "range", "drift", "labels", "copies", "near"}
     report_results(found)
 
 
@@ -228,7 +228,7 @@ def test_other_scale_is_reported_both_ways_and_outliers_are_not(check: Check) ->
     (larger,) = alarms_of(check({"x": pixels}, {"x": pixels[:120] * 255}, validation={"x": pixels[120:]}), "range")
     assert larger.where == "test.x"
     assert "latter values are outside the former range; to fix it: look for a change of unit, scale" in larger.detail
-    (smaller, *_) = alarms_of(check({"x": pixels * 255}, {"x": pixels[:120]}, leaks="warn"), "range")
+    (smaller, *_) = alarms_of(check({"x": pixels * 255}, {"x": pixels[:120]}), "range")
     assert "former values are outside the latter range" in smaller.detail
     outlier = pixels[:120].copy()
     outlier[0] = 1e9
@@ -256,7 +256,7 @@ def test_each_horizon_of_a_forecast_is_a_label(check: Check) -> None:
     train = {"x": normal(300, 4), "future": normal(300, 5), "other": normal(300)}
     test = {"x": normal(120, 4, seed=1), "future": normal(120, 5, seed=2), "other": normal(120) + 3}
     test["future"][:, 3] += 2
-    found = check(train, test, inputs=["x"], kind=Forecasts, leaks="error")
+    found = check(train, test, inputs=["x"], kind=Forecasts)
     assert {one.where for one in alarms_of(found, "labels")} == {"validation.true value[3]", "test.true value[3]"}
 
 
@@ -275,7 +275,7 @@ def test_all_results_are_written_and_the_first_are_printed(
     check: Check, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     many = {f"c{i}": normal(200, seed=i) for i in range(9)}
-    found = check(many, {name: column[:90] + 3 for name, column in many.items()})
+    found = check(many, {name: column[:90] + 3 for name, column in many.items()}, copies="off")
     write_checks(found, tmp_path)
     rows = json.loads((tmp_path / "checks.json").read_text())["checks"]
     assert len([row for row in rows if row["level"] == "warn"]) == 36
@@ -288,9 +288,16 @@ def test_all_results_are_written_and_the_first_are_printed(
     assert lines[-1] == "warning: 31 more results like these are in prepare/checks.json"
 
 
-def test_constant_feature_is_noted(check: Check) -> None:
-    x = normal(100, 4)
-    x[:, 1] = 2
-    found = check({"x": x[:60]}, {"x": x[60:]})
-    assert "constant in train: x[1]" in found.notes
-    assert alarms(found) == []
+def test_inputs_with_one_value_in_every_split_are_named(check: Check) -> None:
+    def sides(constant: Any, count: Any) -> list[Any]:
+        columns = {"x": normal(200, 4), "constant": np.full(200, constant), "mask": np.ones((200, 3))}
+        columns["tokens"] = np.random.default_rng(0).integers(0, 9, (200, 5)) * [0, 1, 1, 1, 1]
+        columns["x"][:, 1], columns["flag"] = 2, np.arange(200) < count
+        return [{name: column[part] for name, column in columns.items()} for part in (slice(100), slice(100, 200))]
+
+    (warning,) = alarms_of(check(*sides(7.0, 200)), "constant")
+    assert (warning.level, warning.value) == ("warn", 3)
+    assert warning.detail.startswith("x[1], constant, flag: the same value in every sample")
+    (warning,) = alarms_of(check(*sides(7.0, 90), ignore=["constant"]), "constant")
+    assert warning.detail.startswith("x[1]: "), "the flag varies in train"
+    assert alarms_of(check(*sides(7.0, 200), columns="off"), "constant") == []

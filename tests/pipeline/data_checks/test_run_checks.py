@@ -13,6 +13,7 @@ from pipeline.contract.config import Config, override_config
 from pipeline.contract.data import Samples
 from pipeline.contract.registry import CHAMPION, Entry, ProposedChange, Registry, change_registry, read_registry
 from pipeline.contract.run import Run, StepRecord
+from pipeline.contract.settings.stages import Prepare
 from pipeline.data_checks.champion import (
     CHAMPION_PART,
     NO_CHAMPION,
@@ -22,7 +23,7 @@ from pipeline.data_checks.champion import (
     recorded_champion,
 )
 from pipeline.data_checks.rules import CheckResult
-from pipeline.data_checks.run_checks import check_time_order, read_times, write_checks
+from pipeline.data_checks.run_checks import check_overlap, read_column, write_checks
 from pipeline.history import Project
 from pipeline.plan import key_parts
 from pipeline.system.errors import BundleError, ConfigError
@@ -78,7 +79,7 @@ def test_champion_changes_the_key_of_other_data_only(config: Config, project: Pr
     assert before[CHAMPION_PART] == NO_CHAMPION
     promoted_run(runs, "mine", before)
     assert key_parts("prepare", config, project, {}) == before, "an unchanged rerun reuses what it has"
-    other = override_config(config, ["prepare.near_duplicates=off"])
+    other = override_config(config, ["prepare.copies=off"])
     theirs = key_parts("prepare", other, project, {})
     assert theirs[CHAMPION_PART] == "bundle of mine"
     promoted_run(runs, "theirs", theirs)
@@ -166,7 +167,7 @@ def test_missing_or_old_champion_run_is_noted(runs: Path, check: Check) -> None:
 
 
 def test_splits_of_unequal_widths_are_reported(check: Check) -> None:
-    data = check({"x": normal(300, 12)}, {"x": normal(120, 11, seed=1)}, near_duplicates="error")
+    data = check({"x": normal(300, 12)}, {"x": normal(120, 11, seed=1)}, copies="error")
     assert [result.where for result in alarms_of(data, "schema")] == ["validation.x", "test.x"]
 
 
@@ -175,19 +176,37 @@ def _times(**first: int) -> dict[str, Any]:
 
 
 def test_splits_in_time_order_pass_and_no_column_means_no_check() -> None:
-    assert list(check_time_order(_times(train=0, validation=10, test=20), "day", "error")) == []
-    assert list(check_time_order({}, "", "error")) == []
+    assert list(check_overlap(_times(train=0, validation=10, test=20), {}, Prepare(time_column="day"))) == []
+    assert list(check_overlap({}, {}, Prepare())) == []
 
 
 def test_test_samples_before_the_end_of_training_are_counted() -> None:
-    (result,) = check_time_order(_times(train=5, validation=15, test=10), "day", "error")
+    (result,) = check_overlap(_times(train=5, validation=15, test=10), {}, Prepare(time_column="day"))
     assert (result.level, result.value) == ("error", 4.0)
     assert "test.day: 4 of 10 samples are earlier than the newest training sample (14)" in result.sentence()
 
 
+def test_groups_that_training_has_too_stop_unless_they_are_accepted(check: Check) -> None:
+    def sides(first: int, large: int = 0) -> list[dict[str, Any]]:
+        people = (np.arange(300) // 10, np.arange(300, 400) // 10, first + np.arange(100) // 10)
+        x = np.split(normal(500, 4), [300, 400])
+        columns = [{"x": rows, "person": ids + large} for rows, ids in zip(x, people, strict=True)]
+        return [columns[0], columns[2], columns[1]]
+
+    settings = {"inputs": ["x"], "group_column": "person"}
+    assert alarms(check(*sides(first=40), **settings)) == []
+    assert alarms(check(*sides(first=40, large=1 << 60), **settings)) == [], "ids are compared exactly"
+    (found,) = alarms_of(check(*sides(first=27), **settings), "group")
+    assert (found.where, found.level, found.value) == ("test.person", "error", 3.0)
+    assert "3 of 10 groups are also in train, such as 27, with 30 of 100 samples" in found.detail
+    (found,) = alarms_of(check(*sides(first=27), overlap="warn", **settings), "group")
+    assert found.level == "warn"
+    assert alarms_of(check(*sides(first=27), inputs=["x"]), "group") == []
+
+
 def test_an_unknown_column_is_an_error_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match=r"data\('train'\) has no column week \(x, day\)"):
-        read_times(Samples("train", {"x": np.zeros(3), "day": np.arange(3)}), "week")
+        read_column(Samples("train", {"x": np.zeros(3), "day": np.arange(3)}), "time_column", "week")
 
 
 def _series(days: slice, trend: float, change: float = 0.0) -> dict[str, Any]:
@@ -205,7 +224,7 @@ def _check_by_time(check: Check, trend: float, change: float = 0.0, **settings: 
     train, validation, test = (
         _series(days, trend, change) for days in (slice(3, 600), slice(600, 700), slice(700, 900))
     )
-    found = check(train, test, validation, inputs=["x"], near_duplicates="off", **settings)
+    found = check(train, test, validation, inputs=["x"], copies="off", **settings)
     return [result for result in found.results if result.level != "ok"]
 
 

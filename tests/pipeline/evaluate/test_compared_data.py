@@ -89,7 +89,7 @@ def test_a_verdict_that_depends_on_near_copies_fails_and_names_both_values(proje
     run = project.run("first", evaluate={"require": {"accuracy": accuracy}})
     _copies(project, run, right[:5])
     without = (len(right) - 5) / 45
-    message = f"5 of 50 test samples have a near copy .* accuracy is {accuracy:.4f} with and {without:.4f} without them"
+    message = f"5 of 50 test samples are copies .* accuracy is {accuracy:.4f} with and {without:.4f} without them"
     with pytest.raises(GateError, match=message):
         evaluate(run, project.root)
     rule = _rule(run)

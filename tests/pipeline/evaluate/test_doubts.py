@@ -82,14 +82,6 @@ def test_a_small_slice_that_is_all_wrong_is_named_in_the_first_line() -> None:
     assert "every sample is wrong in region=north, which is too small to be judged" in summary
 
 
-@pytest.mark.parametrize(("repeated", "warns"), [(0, False), (10, False), (150, True)])
-def test_repeated_test_samples_are_stated_in_the_first_line(repeated: int, warns: bool) -> None:
-    config = Evaluate(require={"accuracy": 0.5})
-    results = Results(_columns(_mostly_right(0.8)), None, None, CLASSES, repeated=repeated)
-    summary = decide(config, results.measurements(config)).summary
-    assert ("150 of 300 test samples repeat another one" in summary) == warns
-
-
 def test_a_baseline_that_forecasts_the_same_for_every_sample_judges_no_slice() -> None:
     actual = np.random.default_rng(0).normal(size=(90, 3))
     columns = {

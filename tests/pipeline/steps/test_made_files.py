@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -51,11 +52,12 @@ def process(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return forget
 
 
-def new_run(root: Path, name: str = "run", wanted: str = "prepare") -> Run:
+def new_run(root: Path, name: str = "run", wanted: str = "prepare", **sections: Any) -> Run:
     run = Run(root / "runs" / name)
     for step in ("check", "prepare"):
         run.partial(step).mkdir(parents=True)
-    return write_run_file(run, wanted, task="task.py:Task", codec="codec.py:Codec", evaluate={"metric": "accuracy"})
+    sections |= {"task": "task.py:Task", "codec": "codec.py:Codec", "evaluate": {"metric": "accuracy"}}
+    return write_run_file(run, wanted, **sections)
 
 
 def made(root: Path) -> list[str]:
@@ -99,7 +101,7 @@ def test_prepare_makes_files_again_where_what_they_were_made_of_changed(
 def test_another_attempt_of_prepare_makes_the_files_itself(root: Path) -> None:
     body = (root / "task.py").read_text()
     (root / "task.py").write_text(body.replace('"validation": 1', '"validation": 0'))
-    run = new_run(root)
+    run = new_run(root, prepare={"copies": "error"})
     check(run, root)
     with pytest.raises(DataError, match="more than one split"):
         prepare(run, root)

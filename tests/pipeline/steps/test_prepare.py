@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from pipeline.contract.run import Run, step_main
-from pipeline.steps.prepare import find_duplicates, prepare
+from pipeline.data_checks.copies import find_duplicates
+from pipeline.steps.prepare import prepare
 from pipeline.system.errors import ConfigError, DataError, PipelineError
 from pipeline.system.files import digest_file
 
@@ -91,11 +92,9 @@ def test_missing_parts_of_a_task_are_recorded_as_none(root: Path) -> None:
 
 def test_sample_in_two_splits_stops_the_pipeline(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     edit(root, '"test": 20', '"test": 15')  # the last of validation is the first of test
-    run = new_run(root)
+    run = new_run(root, prepare={"copies": "error"})
     assert step_main("prepare", prepare, [str(run.path), "--root", str(root)]) == DataError.exit_code == 2
-    captured = capsys.readouterr()
-    assert "test[0] = validation[5]" in captured.err
-    assert "duplicate: test[0] = validation[5]" in captured.out
+    assert "test[0] = validation[5]" in capsys.readouterr().err
     assert report(run)["duplicates"] == [{"a": place("validation", 5), "b": place("test", 0)}]
 
 
@@ -106,12 +105,12 @@ def test_random_splits_are_named_as_the_cause_of_a_leak(root: Path) -> None:
         prepare(new_run(root), root)
 
 
-def test_leak_with_another_label_counts_and_may_be_a_warning(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_copy_with_another_label_counts_and_is_a_warning(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     edit(root, '"test": 20', '"test": 12')
     edit(root, "        return {", '        label = label + (split == "test")\n        return {')
-    run = new_run(root, prepare={"leaks": "warn"})
+    run = new_run(root)
     prepare(run, root)
-    assert "warning: 4 samples are in more than one split" in capsys.readouterr().err
+    assert "warning: all splits: 4 samples are in more than one split" in capsys.readouterr().err
     assert report(run)["duplicate_count"] == 4
 
 
@@ -120,8 +119,7 @@ def test_first_duplicates_are_listed_and_all_are_counted(root: Path) -> None:
     edit(root, "start + 6, dtype=np.float32)[:, None]", "start + 150, dtype=np.float32)[:, None] * (split != 'train')")
     edit(root, "np.array([0, 1, 1, 0, 1, 0])", "np.zeros(150, int)")
     run = new_run(root)
-    with pytest.raises(DataError, match=r"150 samples are in more than one split.*; the first 100 are listed in"):
-        prepare(run, root)
+    prepare(run, root)
     assert (report(run)["duplicate_count"], len(report(run)["duplicates"])) == (150, 100)
 
 
@@ -281,7 +279,7 @@ def test_duplicates_are_found_although_their_batches_pad_them_differently(root: 
         "        return {'x': torch.nn.utils.rnn.pad_sequence(rows, batch_first=True),\n"
         "                'label': torch.tensor([sample['label'] for sample in samples])}",
     )
-    run = new_run(root, prepare={"leaks": "warn"})
+    run = new_run(root, prepare={"copies": "off"})
     prepare(run, root)
     assert report(run)["duplicate_count"] == 4
     assert report(run)["splits"]["train"]["samples"] == 3
