@@ -1,19 +1,21 @@
-"""Checks of labels by the inputs: a class that training lacks, another numbering of the classes, a column that leaks.
+"""Checks of labels by the inputs: unknown classes, another numbering, a column that leaks, a formula of all labels.
 
 They are computed from at most a few thousand samples of training and test data.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from scipy.optimize import linear_sum_assignment  # type: ignore[import-untyped]
+from scipy.optimize import linear_sum_assignment, linprog  # type: ignore[import-untyped]
 from torch import Tensor
 
 from pipeline.data_checks.profile import LABEL, VALUE, Floats, Integers, as_floats, as_ids, feature_kind
-from pipeline.data_checks.rules import CheckResult, Severity
+from pipeline.data_checks.rules import MAX_NAMES, CheckResult, Severity
+from pipeline.system.wording import join_names
 
 MAX_PROBES = 2048  # test samples whose labels are compared with the inputs
 _MIN_PROBES = 50
@@ -24,6 +26,10 @@ _SCORE = 0.99  # of one column alone, on samples that were not used to fit
 _MAJORITY = 0.95
 _GAP = 0.1  # to the score of all other columns together
 _LINEAR_SCORE = 0.999  # share of the variance of a number that one column alone explains
+_FORMULA_SCORE = 0.9999  # share of the variance of a number that a formula explains
+_FORMULAS = (*((1, size) for size in range(1, 9)), (2, 1), (2, 2), (2, 3))  # degree, and number of columns
+_SAMPLES_PER_TERM = 50  # of a formula; fewer fit by chance
+_MAX_THRESHOLDS = 4
 _SIZE = 64  # numbers per column in the linear model
 _BINS = 13
 _MAX_VALUES = 64  # up to here each value of a column is a bin
@@ -86,10 +92,8 @@ def check_numbering(
         yield CheckResult("label_set", "test.labels", severity, False, detail, float(score), expected)
 
 
-def check_leaking_columns(
-    train: Mapping[str, Tensor], inputs: Sequence[str], severity: Severity
-) -> Iterator[CheckResult]:
-    """Yield a failure for a column that alone predicts the label while all others together are far worse."""
+def check_leaks(train: Mapping[str, Tensor], inputs: Sequence[str], severity: Severity) -> Iterator[CheckResult]:
+    """Yield a failure for a column that alone predicts the label, or else a warning if a formula gives all labels."""
     name = LABEL if LABEL in train else VALUE
     if not _has_single_labels(train, name) or len(train[name]) < 2 * _MIN_PROBES:
         return
@@ -100,26 +104,81 @@ def check_leaking_columns(
     fit, held = _halves(len(values))
     if is_class and np.unique(values[held], return_counts=True)[1].max() > _MAJORITY * len(held):
         return
-    limit = _SCORE if is_class else _LINEAR_SCORE
+    limit, score_of = (_SCORE, _class_score) if is_class else (_LINEAR_SCORE, _linear_score)
     singles = _single_columns(train, inputs)
-    score_of = _class_score if is_class else _linear_score
     scores = {column: score_of(numbers, values, fit, held) for column, numbers in singles.items()}
     leaks = {column: score for column, score in scores.items() if score > limit}
-    if not leaks:
-        return
-    encoder = _Encoder(train, inputs)
-    others = encoder.rows(train, without=leaks)
-    if not others.shape[1]:  # a single column, or all of them: nothing to compare with
-        return
-    rest = max([_joint_score(others, values, fit, held, is_class), *(scores[name] for name in scores.keys() - leaks)])
+    others = _Encoder(train, inputs).rows(train, without=leaks) if leaks else np.empty((0, 0))
+    alone = [scores[name] for name in scores.keys() - leaks]
+    # With a single column, or with such columns only, there is nothing to compare with.
+    rest = max([_joint_score(others, values, fit, held, is_class), *alone]) if others.shape[1] else 1.0
+    leaks = {column: score for column, score in leaks.items() if score - rest > _GAP}
     for column, score in leaks.items():
-        if score - rest > _GAP:
-            detail = (
-                f"this column alone predicts the label with a score of {score:.3f} on held-out training samples, all "
-                f"others together {rest:.3f}: it may be computed from the label; to fix it: remove it from the inputs, "
-                "or set prepare.leaks=warn if it is known before the answer"
-            )
-            yield CheckResult("leak", f"train.{column}", severity, False, detail, score, limit)
+        detail = (
+            f"this column alone predicts the label with a score of {score:.3f} on held-out training samples, all "
+            f"others together {rest:.3f}: it may be computed from the label; to fix it: remove it from the inputs, "
+            "or set prepare.leaks=warn if it is known before the answer"
+        )
+        yield CheckResult("leak", f"train.{column}", severity, False, detail, score, limit)
+    if leaks or not 0 < len(singles) <= _SIZE or train[name][:1].numel() != 1:
+        return
+    chosen = np.concatenate([fit[: MAX_PROBES // 2], held[: MAX_PROBES // 2]])
+    rows = np.column_stack(list(singles.values()))[chosen].clip(-1e100, 1e100)
+    if used := _find_formula(rows, values[chosen], is_class):
+        names = join_names([list(singles)[i] for i in sorted(used)], MAX_NAMES)
+        detail = (
+            f"the labels follow exactly from {names}; if they are computed from the inputs, no model is needed; if a "
+            "column was made from the label, remove it"
+        )
+        yield CheckResult("formula", "train", "warn", False, detail)
+
+
+def _find_formula(rows: Floats, values: Any, is_class: bool) -> list[int]:
+    """Return the columns of which few thresholds, or a sum of them and their products, give all values exactly."""
+    spread, half = rows.std(axis=0), len(rows) // 2
+    rows = (rows - rows.mean(axis=0)) / np.where(spread > 0, spread, 1.0)
+    count, most = rows.shape[1], len(rows) // _SAMPLES_PER_TERM
+    terms: list[tuple[int, ...]] = [(i,) for i in range(count)]
+    if count * (count + 3) <= len(rows):
+        terms += itertools.combinations_with_replacement(range(count), 2)
+    table = np.column_stack([rows[:, term].prod(axis=1) for term in terms])
+    centred = values - values.mean()
+    weights = _ridge(table[:half], centred[:half, None])[:, 0]
+    sizes = [max(abs(weight) for term, weight in zip(terms, weights, strict=False) if i in term) for i in range(count)]
+    if not is_class:
+        rest = centred[half:] - _extend(table[half:]) @ weights
+        is_exact = (rest**2).mean() < (1 - _FORMULA_SCORE) * centred[half:].var()
+        return [i for i, size in enumerate(sizes) if is_exact and size > 0.01 * max(sizes)]
+    if used := _find_thresholds(rows, values, min(_MAX_THRESHOLDS, most)):
+        return used
+    order: list[int] = np.argsort(sizes)[::-1].tolist()
+    for degree, size in _FORMULAS:
+        kept = [i for i, term in enumerate(terms) if len(term) <= degree and set(term) <= set(order[:size])]
+        if len(kept) <= most and _are_separable(table[:, kept], values):
+            return order[:size]
+    return []
+
+
+def _find_thresholds(rows: Floats, labels: Any, limit: int) -> list[int]:
+    """Return the columns of thresholds that each part off samples of one class, until one class is left."""
+    used: list[int] = []
+    while len(np.unique(labels)) > 1:
+        if len(used) == limit:
+            return []
+        both = np.concatenate([rows, -rows], axis=1)
+        is_other = labels[:, None] != labels[both.argmin(axis=0)]
+        is_pure = both < np.where(is_other, both, np.inf).min(axis=0)
+        best = int(is_pure.sum(axis=0).argmax())
+        used.append(best % rows.shape[1])
+        rows, labels = rows[~is_pure[:, best]], labels[~is_pure[:, best]]
+    return list(dict.fromkeys(used))
+
+
+def _are_separable(rows: Floats, labels: Any) -> bool:
+    """Whether planes separate each class from those after it."""
+    sides = (np.where(labels > label, -1.0, 1.0)[:, None] * _extend(rows) for label in np.unique(labels)[:-1])
+    planes = (linprog(np.zeros(side.shape[1]), side, -np.ones(len(side)), bounds=(None, None)) for side in sides)
+    return all(plane.status == 0 for plane in planes)
 
 
 def _has_single_labels(batch: Mapping[str, Tensor], name: str) -> bool:

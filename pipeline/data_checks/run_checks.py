@@ -27,7 +27,7 @@ from pipeline.data_checks.copies import (
     find_picture_copies,
     find_row_copies,
 )
-from pipeline.data_checks.labels import MAX_PROBES, check_label_sets, check_leaking_columns, check_numbering
+from pipeline.data_checks.labels import MAX_PROBES, check_label_sets, check_leaks, check_numbering
 from pipeline.data_checks.near_duplicates import (
     NEAR_DUPLICATE_DISTANCE,
     CandidateSearch,
@@ -259,7 +259,7 @@ def _check_labels(
 ) -> Iterator[CheckResult]:
     inputs = [name for name in task.inputs if name not in config.ignore and not plan.pilot[name].is_complex()]
     if config.leaks != "off":
-        yield from check_leaking_columns(plan.pilot, inputs, config.leaks)
+        yield from check_leaks(plan.pilot, inputs, config.leaks)
     if config.columns == "off":
         return
     yield from check_label_sets({split: summary.classes for split, summary in summaries.items()}, config.columns)

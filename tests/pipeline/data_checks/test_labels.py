@@ -9,7 +9,7 @@ from sklearn.datasets import load_breast_cancer, load_diabetes, load_digits, loa
 from pipeline.data_checks.run_checks import report_results
 from pipeline.system.errors import DataError
 
-from .conftest import Check, alarms_of, normal
+from .conftest import Check, Forecasts, alarms_of, normal
 
 
 def split(rows: Any, labels: Any, seed: int = 0) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
@@ -104,6 +104,39 @@ def test_separable_data_are_no_leak(check: Check) -> None:
     assert alarms_of(check(*split(rows, threshold), classes="ab"), "leak") == [], "a threshold of one column"
 
 
+RULES = {
+    "a sum": lambda x: x[:, 0] + x[:, 1] > 1,
+    "a weighted sum in three classes": lambda x: np.digitize(2 * x[:, 0] + 3 * x[:, 1], [2, 3]),
+    "two flags that differ": lambda x: x[:, 4] != x[:, 5],
+    "a product": lambda x: (x[:, 0] - 0.5) * (x[:, 1] - 0.5) > 0,
+    "two thresholds": lambda x: (x[:, 0] > 0.5) & (x[:, 1] > 0.3),
+}
+
+
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_labels_that_follow_from_two_columns_are_a_doubt(check: Check, rule: Any) -> None:
+    generator = np.random.default_rng(0)
+    rows = np.column_stack([generator.random((1000, 4)), generator.integers(0, 2, (1000, 3))]).astype(np.float32)
+    labels = rule(rows).astype(np.int64)
+    found = check(*split(rows, labels), classes="abc")
+    (doubt,) = alarms_of(found, "formula")
+    assert doubt.level == "warn"
+    names = "x[4], x[5]" if rule is RULES["two flags that differ"] else "x[0], x[1]"
+    assert doubt.detail.startswith(f"the labels follow exactly from {names}; if they are computed from the inputs")
+    assert alarms_of(check(*split(rows, labels), classes="abc", leaks="off"), "formula") == []
+    wrong = np.where(generator.random(1000) < 0.02, (labels + 1) % 2, labels)
+    assert alarms_of(check(*split(rows, wrong), classes="abc"), "formula") == [], "two of a hundred labels differ"
+
+
+@pytest.mark.parametrize(("noise", "names"), [(0.0, "x[0], x[1]"), (0.1, "")])
+def test_numbers_that_are_a_sum_of_columns_are_a_doubt(check: Check, noise: float, names: str) -> None:
+    rows = normal(1000, 6)
+    target = rows[:, 0] + rows[:, 1] + np.float32(noise) * normal(1000, seed=1)
+    sides = [{"x": rows[part], "future": target[part]} for part in (slice(600), slice(800, 1000), slice(600, 800))]
+    found = check(*sides, inputs=["x"], kind=Forecasts)
+    assert [names in one.detail for one in alarms_of(found, "formula")] == [True] * bool(names)
+
+
 def test_samples_with_many_labels_are_not_compared_with_their_inputs(check: Check) -> None:
     words = np.random.default_rng(0).integers(1, 90, (300, 12))
     found = check(*split(words, words % 3), classes="abc")
@@ -135,6 +168,9 @@ def clean_sets() -> dict[str, Any]:
     }
 
 
+FOLLOWING = ("skewed", "flags and a number")  # whose labels are computed from the inputs
+
+
 def stops(check: Check, seeds: range) -> tuple[dict[str, int], dict[str, int]]:
     """Return how many splits of each clean data set have a stopping result, or a near copy."""
     stopped, copies = {}, {}
@@ -146,8 +182,9 @@ def stops(check: Check, seeds: range) -> tuple[dict[str, int], dict[str, int]]:
             if labels is None:
                 sides = tuple({"x": side["x"]} for side in sides)  # type: ignore[assignment]
             found = check(*sides, classes=classes, leaks="warn")
+            doubts = ("leak",) if name in FOLLOWING else ("leak", "formula")
             stopped[name] += any(
-                one.level == "error" or (one.check == "leak" and one.level != "ok") for one in found.results
+                one.level == "error" or (one.check in doubts and one.level != "ok") for one in found.results
             )
             copies[name] += bool(alarms_of(found, "near"))
     return stopped, copies
