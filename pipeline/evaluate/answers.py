@@ -125,9 +125,13 @@ class Returned:
 
 
 def read_outputs(
-    task: Task, outputs: Arrays, inputs: Arrays, vocabulary: Sequence[str] = (), tokens: Array | None = None
+    task: Task, outputs: Arrays, inputs: Arrays, texts: Sequence[Sequence[str]] = (), tokens: Array | None = None
 ) -> Returned:
-    """Collect what the outputs say; `tokens` are the likeliest of outputs that were made for them."""
+    """Collect what the outputs say.
+
+    `texts` are those of all tokens, in the ways that a codec may write them; `tokens` are the likeliest of outputs that
+    were made for them.
+    """
     returned = Returned(names=[str(name) for name in getattr(task, "classes", ())])
     tensors = as_task_outputs(task, {name: _as_tensor(array) for name, array in outputs.items()})
     predicted = tokens
@@ -135,8 +139,10 @@ def read_outputs(
         predicted = task.predicted(tensors).detach().cpu().numpy()
     if isinstance(task, Generates):
         for logits in _last_scores(outputs, inputs):
+            first, *others = texts or [[]]
             likeliest = logits.argmax(axis=1) if predicted is None else predicted
-            returned.add_labels(Labels(likeliest, logits, vocabulary), None)
+            returned.add_labels(Labels(likeliest, logits, first), None)
+            returned.labels += [Labels(likeliest, logits, names) for names in others]
     elif isinstance(task, Classifier):
         probabilities = task.probabilities(tensors).cpu().numpy() if isinstance(task, HasProbabilities) else None
         scores = _class_scores(outputs, len(task.classes)) if probabilities is None else probabilities

@@ -143,7 +143,7 @@ class _Encode:
     def __init__(self, task: Task, codec: Codec, reference: str, predict: Predictor, files: Path | None) -> None:
         self._task, self._predict = task, predict
         self._encode = encode_method(codec, reference)
-        self._vocabulary = _read_vocabulary(files) if isinstance(task, Generates) else []
+        self._texts = _read_texts(files) if isinstance(task, Generates) else []
         self.checked: list[str] = []
         self.compared = 0  # answers
         self.unproven: list[str] = []  # fields
@@ -167,7 +167,7 @@ class _Encode:
         if wrong := self._wrong_answers(outputs, predictions):
             yield wrong
             return
-        found = judge(predictions, read_outputs(self._task, outputs, inputs, self._vocabulary))
+        found = judge(predictions, read_outputs(self._task, outputs, inputs, self._texts))
         made = {each.name: each for each in self._judge_each_label(outputs, inputs, samples)}
         read = self._read_by_answer(predictions) - {each.name for each in found if each.meaning}
         fields = [made[each.name] if _is_worse(made.get(each.name), each) else each for each in found]
@@ -187,13 +187,15 @@ class _Encode:
         if isinstance(task, Classifier):
             size = len(task.classes)
             labels = np.unique(np.linspace(0, size - 1, min(size, _MOST_LABELS)).astype(np.int64))
-        elif self._vocabulary:
+        elif self._texts:
             size = max(array.shape[-1] for array in outputs.values() if array.ndim == 3)
             outputs, inputs = self._end_of_one_text(outputs, inputs)
-            batch = samples.batch(range(min(len(samples), _SEARCHED)))
-            ids = np.unique(batch[token_input(task, batch) or task.inputs[0]].numpy())
-            numbers = len(ids) * sum(array.size for array in outputs.values())
-            labels = ids[(ids >= 0) & (ids < size)][:: 1 + numbers // _LARGEST]
+            numbers, labels = sum(array.size for array in outputs.values()), np.arange(size)
+            if size * numbers > _LARGEST:
+                batch = samples.batch(range(min(len(samples), _SEARCHED)))
+                labels = np.unique(batch[token_input(task, batch) or task.inputs[0]].numpy())
+                labels = labels[:: 1 + len(labels) * numbers // _LARGEST]
+            labels = labels[(labels >= 0) & (labels < min(size, len(self._texts[0])))]
         if not len(labels) or not any(array.shape[-1] == size for array in outputs.values() if array.ndim > 1):
             return []
         labels = np.resize(labels, max(_SAMPLES, len(labels)))
@@ -202,7 +204,7 @@ class _Encode:
         tokens = labels if isinstance(task, Generates) else None
         # With several outputs it may expect, for example, boxes that fit to the classes.
         with contextlib.suppress(*([Exception] if len(outputs) > 1 else [])):
-            return judge(self._encode(made, inputs), read_outputs(task, made, inputs, self._vocabulary, tokens))
+            return judge(self._encode(made, inputs), read_outputs(task, made, inputs, self._texts, tokens))
         return []
 
     def _end_of_one_text(self, outputs: Arrays, inputs: Arrays) -> tuple[Arrays, Arrays]:
@@ -282,15 +284,18 @@ def token_input(task: Task, batch: Batch) -> str | None:
     return next((name for name in rows if name == "input_ids"), rows[0] if rows else None)
 
 
-def _read_vocabulary(files: Path | None) -> list[str]:
-    """Return the text of each token of a tokenizer.json."""
+def _read_texts(files: Path | None) -> list[list[str]]:
+    """Return the texts of the tokens of a tokenizer.json: with and without those of special ones, and undecoded."""
     path = None if files is None else files / TOKENIZER_FILE
     if path is None or not path.is_file() or importlib.util.find_spec("tokenizers") is None:
         return []
     from tokenizers import Tokenizer  # needed only by tasks with a tokenizer
 
-    tokens = [[token] for token in range(1 + max(tokenizer_ids(path)))]
-    return list(Tokenizer.from_file(str(path)).decode_batch(tokens, skip_special_tokens=False))
+    tokenizer, tokens = Tokenizer.from_file(str(path)), range(1 + max(tokenizer_ids(path)))
+    decoded = [
+        tokenizer.decode_batch([[token] for token in tokens], skip_special_tokens=skip) for skip in (False, True)
+    ]
+    return [*decoded, [tokenizer.id_to_token(token) or "" for token in tokens]]
 
 
 def _describe_answer(task: Task, expected: Any) -> str:

@@ -19,6 +19,7 @@ SCORES = np.random.default_rng(0).normal(size=(SAMPLES, 4)).astype(np.float32)
 FORECASTS = np.sort(np.random.default_rng(1).normal(20, 5, size=(SAMPLES, 5, 3)).astype(np.float32), axis=2)
 TOKENS = np.random.default_rng(2).normal(size=(SAMPLES, 3, 50)).astype(np.float32)
 WORDS = [f"w{i}" for i in range(50)]
+VISIBLE = ["" if i in (0, 9) else f"w{i}" for i in range(50)]  # without special tokens
 
 
 class Animals:
@@ -57,7 +58,9 @@ class Talk:
 def field(task: Any, outputs: Row, answer: Callable[[Row], Any], name: str) -> Field:
     """Judge the field of this name in answers made of each row of the outputs."""
     inputs = {"length": np.arange(len(outputs)) % 7 + 1}
-    returned = read_outputs(task, {task.outputs[0]: outputs}, inputs, WORDS if isinstance(task, Talk) else ())
+    returned = read_outputs(
+        task, {task.outputs[0]: outputs}, inputs, (WORDS, VISIBLE) if isinstance(task, Talk) else ()
+    )
     fields = {each.name: each for each in judge([answer(row) for row in outputs], returned)}
     return fields[name]
 
@@ -158,6 +161,7 @@ def test_a_field_of_a_forecast(name: str, answer: Callable[[Row], Any], meaning:
     ("answer", "fault"),
     [
         (lambda row: {"next": WORDS[top(row[-1])]}, ""),
+        (lambda row: {"next": VISIBLE[top(row[-1])]}, ""),
         (lambda row: {"next": WORDS[top(-row[-1])]}, "another label"),
         (lambda row: {"next": {"w7": "w8", "w8": "w7"}.get(word := WORDS[top(row[-1])], word)}, "another label"),
     ],
