@@ -47,7 +47,6 @@ _ALONE = 8  # of them, also by themselves; all that a language model is checked 
 _SEARCHED = 2048  # test samples in which example() is looked for, and whose texts are decoded
 _MOST_LABELS = 1024  # that are made the likeliest in turn
 _LARGEST = 1 << 25  # numbers in the outputs that are made for them
-_LARGEST_ROWS = 1 << 20  # numbers in samples that decode() is given as they are
 _TOLERANCE = 1e-3  # of a column's deviation, and of a number in a prediction
 _ROUNDING = 10  # times as much for answers that are numbers: a codec may round them
 _MIN_VALUES = 16  # of a sample, to recognise it with its axes swapped or scaled
@@ -328,25 +327,13 @@ def _check_decode(task: Task, codec: Codec, samples: Samples, batch: Batch, enco
         if found or altered:
             checked = f"decode() makes test samples of {found} of {len(instances)} instances of example()"
             return CodecCheck((*faults, *([altered] if altered else [])), (checked,) if found else (), decoded=found)
-    for likely in _likely_instances(task, batch):
-        with contextlib.suppress(Exception):  # a guess that the codec does not take
-            decoded, columns = _decode(task, codec, likely), {name: batch[name].numpy() for name in task.inputs}
-            if not _instance_faults(task, codec, likely, decoded, columns):
-                checked = f"decode() makes the data's columns of {len(likely)} test samples"
-                return CodecCheck(tuple(faults), (checked,), decoded=len(likely))
+    if isinstance(task, HasText):  # which may be what a client sends
+        with contextlib.suppress(Exception):
+            texts = _check_instances(task, codec, samples, batch, encode, task.text)
+            if not texts.faults:
+                return replace(texts, faults=tuple(faults))
     note = "no instance of example() is a test sample; to have decode() checked: add instances(batch)"
     return CodecCheck(tuple(faults), (), (note if instances else _NO_INSTANCES,))
-
-
-def _likely_instances(task: Task, batch: Batch) -> Iterator[list[Any]]:
-    """Yield what a client may send for these samples: their texts, or the rows of the columns as they are."""
-    if isinstance(task, HasText):
-        yield list(task.text(batch))
-    if sum(batch[name].numel() for name in task.inputs) <= _LARGEST_ROWS:
-        rows = [batch[name].tolist() for name in task.inputs]
-        yield (
-            rows[0] if len(rows) == 1 else [dict(zip(task.inputs, row, strict=True)) for row in zip(*rows, strict=True)]
-        )
 
 
 def _decode(task: Task, codec: Codec, instances: Sequence[Any]) -> Arrays:
@@ -386,15 +373,12 @@ def _check_instances(
     instances, columns = [instances[i] for i in rows], {name: column[rows] for name, column in columns.items()}
     decoded = _decode(task, codec, instances)
     faults = _alone_faults(codec, instances, decoded, encode)
-    faults += _instance_faults(task, codec, instances, decoded, columns)
+    if isinstance(task, Generates):
+        faults += _part_faults(task, codec, instances, columns)
+    else:
+        faults += _column_faults(task, decoded, columns)
     checked = f"decode() makes the data's columns of {len(rows)} raw test instances"
     return CodecCheck(tuple(faults), (checked,), decoded=len(rows))
-
-
-def _instance_faults(task: Task, codec: Codec, instances: Sequence[Any], decoded: Arrays, columns: Arrays) -> list[str]:
-    if isinstance(task, Generates):
-        return _part_faults(task, codec, instances, columns)
-    return _column_faults(task, decoded, columns)
 
 
 def _alone_faults(codec: Codec, instances: Sequence[Any], decoded: Arrays, encode: _Encode) -> list[str]:
