@@ -24,9 +24,9 @@ _ITS, _EACH = "its probability", "the probability of each label"
 _PROBABILITY = frozenset({"probability", "probabilities", "prob", "probs", "confidence", "certainty", "likelihood"})
 _LOW, _HIGH = frozenset({"low", "lower"}), frozenset({"high", "upper"})  # names of quantiles
 _PLACES = 16  # of labels, the likeliest first
-_PARTS = 64  # columns of an output that are looked at
+_PARTS = 64  # columns of an output that are compared
 _MIN_VALUES = 8  # distinct ones, to see that a number rises with another, or was rounded
-_LARGEST = 1 << 24  # numbers of an output that is looked at
+_LARGEST = 1 << 24  # numbers of an output that is compared
 _EPSILON = 1e-5
 
 

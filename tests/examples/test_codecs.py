@@ -158,9 +158,9 @@ def assert_codec_is_compared(
     assert shipped.rule("proven").passed, shipped.rule("proven").detail
     assert shipped.decoded and shipped.encoded and shipped.notes == ()
     assert check(task, Lying(codec, None), predict, files).rule().detail.startswith("decode()")
-    told = {name: Lying(codec, lie) for name, lie in lies.items()}
-    stopped = {name for name, lying in told.items() if not check(task, lying, predict, files).rule().passed}
-    assert stopped == {name for name, lying in told.items() if lying.is_other}
+    lying_codecs = {name: Lying(codec, lie) for name, lie in lies.items()}
+    stopped = {name for name, lying in lying_codecs.items() if not check(task, lying, predict, files).rule().passed}
+    assert stopped == {name for name, lying in lying_codecs.items() if lying.is_other}
     assert len(stopped) >= 3
 
 
@@ -187,11 +187,11 @@ def test_a_lying_codec_of_an_example_is_rejected(name: str, tmp_path: Path, monk
 
 def test_the_codec_of_pretraining_is_compared(pretrain: Any, tmp_path: Path) -> None:
     codec = load_class("codec.py:TextCodec", DEEPSEEK / "pretrain")(tmp_path / "files")
-    told = {
+    all_lies = {
         "the second": Lie(lambda answer: {"next": answer["next"][1:]}),
         **lies(two_words(pretrain, tmp_path / "files")),
     }
-    assert_codec_is_compared(pretrain, codec, told, tmp_path / "files")
+    assert_codec_is_compared(pretrain, codec, all_lies, tmp_path / "files")
 
 
 def test_a_tokenizer_with_two_tokens_exchanged_is_rejected(pretrain: Any, tmp_path: Path) -> None:

@@ -483,7 +483,7 @@ CODEC_MISTAKES = {
     "another class": (
         '("low", "middle", "high")',
         '("middle", "high", "low")',
-        "encode.* otherwise than predicted",
+        "encode.* otherwise than the model",
         "def encode",
     ),
     "other values": (
