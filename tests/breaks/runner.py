@@ -464,8 +464,8 @@ BREAKS: tuple[Break, ...] = (
     Break(
         "the same comparison counts twice",
         "pipeline/contract/registry.py",
-        "if comparison.key == key:",
-        "if comparison.key == run:",
+        "if each.key == key),",
+        "if each.key == run),",
         "tests/pipeline/contract/test_registry.py::test_comparisons_on_a_test_set_are_counted_once",
     ),
     Break(
