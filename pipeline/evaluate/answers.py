@@ -140,7 +140,9 @@ def read_outputs(
     if isinstance(task, Generates):
         for logits in _last_scores(outputs, inputs):
             first, *others = texts or [[]]
-            likeliest = logits.argmax(axis=1) if predicted is None else predicted
+            likeliest = logits.argmax(axis=1)
+            if predicted is not None and predicted.shape == likeliest.shape and predicted.dtype.kind in "iu":
+                likeliest = predicted
             returned.add_labels(Labels(likeliest, logits, first), None)
             returned.labels += [Labels(likeliest, logits, names) for names in others]
     elif isinstance(task, Classifier):

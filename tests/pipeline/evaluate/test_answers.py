@@ -50,6 +50,9 @@ class Sales:
 class Talk:
     inputs, outputs = ("length",), ("logits",)
 
+    def predicted(self, outputs: Tensor) -> Tensor:
+        return outputs.argmax(dim=2)
+
     def language_model(self, model: Any) -> Any: ...
 
     def prompting(self) -> Any: ...
