@@ -78,7 +78,8 @@ class Labels:
             parts = [(i, place, each) for i, value in enumerate(values) for place, each in enumerate(value)]
             is_ordered = all(isinstance(each, str | int) and self.is_at(each, i, place) for i, place, each in parts)
             return _LABELS if is_ordered else ""
-        if not all(isinstance(value, str | int) and (self.size == 2 or not isinstance(value, bool)) for value in known):
+        kinds = (str, int, float)
+        if not all(isinstance(value, kinds) and (self.size == 2 or not isinstance(value, bool)) for value in known):
             return ""
         places = range(self.order.shape[1])
         place = next((place for place in places if not self.wrong(values, place)), None)
@@ -107,6 +108,8 @@ class Returned:
         ]
         self.numbers += [(f"the probability of `{labels.name(i)}`", probabilities[:, i]) for i in parts]
         self.numbers.append(("the largest probabilities in order", ordered))
+        if labels.size <= _PARTS:
+            self.numbers.append(("1 for the predicted label", np.eye(labels.size)[labels.order[:, 0]]))
         self.numbers += [(f"the probability in place {i + 1}", ordered[:, i]) for i in range(1, ordered.shape[1])]
 
     def add_arrays(self, kind: str, arrays: Mapping[str, Array]) -> None:
@@ -335,9 +338,9 @@ def _as_array(value: Any) -> Array | None:
 def _rounding(arrays: Sequence[Array]) -> float:
     """Return by how much the numbers may have been rounded, seen by their decimals."""
     values = np.unique(np.concatenate([array.reshape(-1) for array in arrays]).astype(np.float64))
-    if len(values) < _MIN_VALUES:
-        return 1e-3
-    return next((0.51 * 10.0**-n for n in range(-3, 7) if np.allclose(values, values.round(n), 1e-6, 0)), 0.0)
+    places = next((n for n in range(-3, 7) if np.allclose(values, values.round(n), 1e-6, 0)), 9)
+    is_seen = len(values) >= (_MIN_VALUES if places < 1 else 3)
+    return 0.51 * 10.0**-places if is_seen else 1e-3
 
 
 def _is_related(relation: str, arrays: Sequence[Array], rows: Array, rounding: float = 0.0) -> bool:
@@ -367,7 +370,7 @@ def _rises(a: Array, b: Array) -> bool:
     """Return whether one number is never smaller where the other is larger."""
     if not np.isfinite([a, b]).all() or min(len(np.unique(a)), len(np.unique(b))) < _MIN_VALUES:
         return False
-    ordered = a[np.argsort(b, kind="stable")]
+    ordered = a[np.lexsort((a, (b / (np.ptp(b) or 1)).round(6)))]
     return bool((np.diff(ordered) >= -_EPSILON * np.ptp(ordered)).all())
 
 

@@ -170,6 +170,7 @@ class _Encode:
         made = {each.name: each for each in self._judge_each_label(outputs, inputs, samples)}
         read = self._read_by_answer(predictions) - {each.name for each in found if each.meaning}
         fields = [made[each.name] if _is_worse(made.get(each.name), each) else each for each in found]
+        fields += [each for name, each in made.items() if each.fault and name not in {field.name for field in found}]
         if wrong := "; ".join(each.fault for each in fields if each.fault and each.name not in read):
             yield f"encode() answers otherwise than the model: {wrong}"
             return
@@ -178,7 +179,10 @@ class _Encode:
         meanings |= {each.name: each.meaning for each in fields if each.meaning}
         self.unproven = [text for name, text in names.items() if name not in meanings]
         self.compared = count if meanings else 0
-        self.checked += [f"{names[name]} is {meaning}" for name, meaning in meanings.items()]
+        self.checked += [
+            f"{names[name]} {'' if meaning.startswith(('rises', 'has')) else 'is '}{meaning}"
+            for name, meaning in meanings.items()
+        ]
 
     def _judge_each_label(self, outputs: Arrays, inputs: Arrays, samples: Samples) -> list[Field]:
         """Judge the answers for outputs in which each label in turn is the likeliest, also those that are rare."""
@@ -203,7 +207,10 @@ class _Encode:
         tokens = labels if isinstance(task, Generates) else None
         # With several outputs it may expect, for example, boxes that fit to the classes.
         with contextlib.suppress(*([Exception] if len(outputs) > 1 else [])):
-            return judge(self._encode(made, inputs), read_outputs(task, made, inputs, self._texts, tokens))
+            answers = self._encode(made, inputs)
+            if len({*labels.tolist()}) > 1 and all(_same(answer, answers[0]) for answer in answers):
+                return [Field("", fault=f"it is the same for every label: {str(answers[0])[:80]}")]
+            return judge(answers, read_outputs(task, made, inputs, self._texts, tokens))
         return []
 
     def _end_of_one_text(self, outputs: Arrays, inputs: Arrays) -> tuple[Arrays, Arrays]:

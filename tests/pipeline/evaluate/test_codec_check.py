@@ -325,3 +325,11 @@ def test_names_of_classes_that_never_occur_are_compared(task: Task) -> None:
     samples = Samples("test", {"image": torch.from_numpy(PIXELS / 16), "label": torch.zeros(90, dtype=torch.int64)})
     rule = check_codec(task, RareIsWrong(), "codec.py:Codec", samples, never_top).rule()
     assert "`label` is another label than the model's" in rule.detail
+
+
+def test_a_constant_answer_is_stopped() -> None:
+    class Constant(PictureCodec):
+        def encode(self, outputs: dict[str, Array]) -> list[Any]:
+            return [{"label": "left", "version": 3} for _ in outputs["scores"]]
+
+    assert "it is the same for every label" in _check(WithExample(), Constant()).rule().detail
