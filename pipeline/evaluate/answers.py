@@ -15,7 +15,7 @@ from scipy.special import expit, softmax  # type: ignore[import-untyped]
 
 from pipeline.contract.codec import Arrays
 from pipeline.contract.data import as_task_outputs
-from pipeline.contract.task import Classifier, Generates, HasPredicted, HasProbabilities, HasQuantiles, Task
+from pipeline.contract.task import Generates, HasPredicted, HasProbabilities, HasQuantiles, Task
 
 Array: TypeAlias = np.ndarray[Any, Any]
 
@@ -148,10 +148,10 @@ def read_outputs(
                 likeliest = predicted
             returned.add_labels(Labels(likeliest, logits, first), None)
             returned.labels += [Labels(likeliest, logits, names) for names in others]
-    elif isinstance(task, Classifier):
+    elif returned.names and predicted is not None and predicted.ndim == 1 and predicted.dtype.kind in "iu":
         probabilities = task.probabilities(tensors).cpu().numpy() if isinstance(task, HasProbabilities) else None
-        scores = _class_scores(outputs, len(task.classes)) if probabilities is None else probabilities
-        returned.add_labels(Labels(np.asarray(predicted), scores, returned.names), probabilities)
+        scores = _class_scores(outputs, len(returned.names)) if probabilities is None else probabilities
+        returned.add_labels(Labels(predicted, scores, returned.names), probabilities)
     elif predicted is not None:
         returned.numbers.append((_PREDICTED, predicted))
     if isinstance(task, HasQuantiles):

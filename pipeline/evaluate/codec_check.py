@@ -132,7 +132,8 @@ class InvalidCodec(Exception):
 
 _NO_INSTANCES = "decode() is not compared with the data; to have it checked: add instances(batch) to the task"
 _NO_ANSWER = (
-    "{} in an answer is neither explained by what the model returned nor read by answer(prediction) of the task"
+    "nothing that the model returned explains {} in an answer; to have it compared: add predicted(outputs), with "
+    "`classes` if it returns their numbers, or answer(prediction) to the task"
 )
 
 
@@ -187,8 +188,7 @@ class _Encode:
     def _judge_each_label(self, outputs: Arrays, inputs: Arrays, samples: Samples) -> list[Field]:
         """Judge the answers for outputs in which each label in turn is the likeliest, also those that are rare."""
         task, labels = self._task, np.arange(0)
-        if isinstance(task, Classifier):
-            size = len(task.classes)
+        if size := len(getattr(task, "classes", ())):
             labels = np.unique(np.linspace(0, size - 1, min(size, _MOST_LABELS)).astype(np.int64))
         elif self._texts:
             size = max(array.shape[-1] for array in outputs.values() if array.ndim == 3)

@@ -30,8 +30,6 @@ class Animals:
     def predicted(self, outputs: Tensor) -> Tensor:
         return outputs.argmax(dim=1)
 
-    def actual(self, batch: Any) -> Any: ...
-
 
 class Spam(Animals):
     classes = ("ham", "spam")
