@@ -128,8 +128,9 @@ def comparison_rule(config: Evaluate, comparison: Comparison | None, reason: str
         return decide_inconclusive(config, GateRule(name, False, text, limit=bound, change="a larger test set"))
     difference, how = comparison.difference, _describe_method(config, comparison, bound)
     low, text = difference.low, f"{config.metric} is {position(difference.estimate, config.opponent)}"
-    if low > bound and comparison.worst is not None and comparison.worst[1] > _DOMINATED:
-        text += f", but this depends on how frequent large errors are: {_describe_worst(comparison, comparison.worst)}"
+    worst = comparison.worst
+    if low > bound and worst is not None and worst[1] > _DOMINATED and 100 * worst[0] <= comparison.samples:
+        text += f", but this depends on how frequent large errors are: {_describe_worst(comparison, worst)}"
         return decide_inconclusive(config, GateRule(name, False, text, low, bound, how, LIMIT_ERRORS))
     if low > bound:
         text = f"{config.metric} is at {'most' if low < 0 else 'least'} {position(low, config.opponent)}"

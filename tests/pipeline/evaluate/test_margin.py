@@ -68,3 +68,13 @@ def test_a_promise_that_depends_on_few_large_errors_is_inconclusive(error: float
         assert rule.detail.endswith("% of the variance comes from the worst 3 of 400 samples")
         assert "to fix it: use a metric that few samples cannot decide" in rejection_message(verdict, "run-1")
         assert _decide(columns, "mae", inconclusive="pass").verdict == "pass"
+
+
+def test_one_sample_of_a_small_test_set_may_carry_the_variance() -> None:
+    columns = _regressor(1.0, 0.0, 40)
+    columns["candidate.predicted"] = columns["actual"] + (columns["baseline.predicted"] - columns["actual"]) * 0.9
+    columns["candidate.predicted"][0] = columns["actual"][0] + 2.5
+    rule = _decide(columns, "mae", margin=1.0).rules[1]
+    assert rule.passed
+    assert "% of the variance comes from the worst 1 of 40 samples" in rule.how
+    assert int(rule.how.split("% of the variance")[0].split()[-1]) > 50
