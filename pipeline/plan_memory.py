@@ -9,15 +9,15 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import subprocess
-import sys
+import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from pipeline.contract.config import Config
 from pipeline.contract.settings.section import count_bytes
-from pipeline.executors.local import count_gpus, step_environment
+from pipeline.executors.local import LocalLauncher, count_gpus, training_environment
 from pipeline.history import Project, find_run
 from pipeline.plan import Decision, processes_per_node
 from pipeline.system.files import digest_mapping, write_atomic
@@ -29,7 +29,9 @@ _UNITS = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "bytes": 1}
 _KINDS = ("weights", "gradients", "optimizer", "activations")
 
 
-def plan_memory(project: Project, config: Config, steps: Sequence[Decision]) -> dict[str, Any]:
+def plan_memory(
+    project: Project, config: Config, steps: Sequence[Decision], server: Mapping[str, str]
+) -> dict[str, Any]:
     """Return bytes in total and by kind, `limit` and perhaps `fix`; or the `reason` why they are unknown."""
     prepare, train = (next(step for step in steps if step.name == name) for name in ("prepare", "train"))
     request = _request(project, config, prepare)
@@ -39,7 +41,7 @@ def plan_memory(project: Project, config: Config, steps: Sequence[Decision]) -> 
     kept = _read_cache(cache)
     if key in kept:
         return dict(kept[key])
-    estimate = _estimate(project.root, request)
+    estimate = _estimate(project.root, config, request, server)
     if project.runs.is_dir() and "reason" not in estimate and not _exceeds(estimate):
         with contextlib.suppress(OSError):  # a plan may be made where nothing can be written
             write_atomic(cache, json.dumps({**kept, key: estimate}, indent=1))
@@ -79,23 +81,24 @@ def _request(project: Project, config: Config, prepare: Decision) -> dict[str, A
     }
 
 
-def _estimate(root: Path, request: Mapping[str, Any]) -> dict[str, Any]:
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "train.device.memory"],
-            cwd=root,
-            env=os.environ | step_environment(1, os.cpu_count() or 1),
-            input=json.dumps(request),
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return {"reason": f"the data could not be opened within {_TIMEOUT_SECONDS} s"}
-    if done.returncode:
-        return {"reason": (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]}
-    return dict(json.loads(done.stdout))
+def _estimate(root: Path, config: Config, request: Mapping[str, Any], server: Mapping[str, str]) -> dict[str, Any]:
+    started = time.monotonic()
+
+    def tick() -> None:
+        if time.monotonic() > started + _TIMEOUT_SECONDS:
+            raise TimeoutError
+
+    with tempfile.TemporaryDirectory(prefix="pipe-") as folder:
+        file, log = Path(folder) / "request.json", Path(folder) / "log"
+        file.write_text(json.dumps(request))
+        launcher, command = LocalLauncher(root, tick, forks=True), ("python", "-m", "train.device.memory", str(file))
+        try:
+            status = launcher.launch(command, log, {**training_environment(config.train, 0), **server})
+        except TimeoutError:
+            return {"reason": f"the data could not be opened within {_TIMEOUT_SECONDS} s"}
+        if status:
+            return {"reason": (log.read_text().strip().splitlines() or [f"exit status {status}"])[-1]}
+        return dict(json.loads(file.read_text()))
 
 
 def _read_cache(path: Path) -> dict[str, Any]:

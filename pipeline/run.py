@@ -26,7 +26,6 @@ from pipeline.executors.local import (
     fork_server,
     prepare_log,
     read_log_end,
-    step_environment,
     training_environment,
 )
 from pipeline.failures import find_failure
@@ -218,12 +217,13 @@ def run_step(work: Work, run: Run, decision: Decision, display: Display) -> Step
         display.clear()  # also where the outputs cannot be recorded
 
 
-def check_pipeline(project: Project, config: Config) -> None:
+def check_pipeline(project: Project, config: Config, server: Mapping[str, str]) -> None:
     """Run the check step in a folder that is then removed; raise what it finds."""
     with tempfile.TemporaryDirectory(prefix="pipe-") as folder:
         run = begin_run(Run(Path(folder) / "plan"), config, (CHECK,))
         argv, log = step_command(CHECK, config, str(run.path)), run.log(CHECK)
-        status = LocalLauncher(project.root, lambda: None).launch(argv, log, step_environment(1, os.cpu_count() or 1))
+        launcher = LocalLauncher(project.root, lambda: None, forks=True)
+        status = launcher.launch(argv, log, {**training_environment(config.train, 0), **server})
         text = log.read_text()
         if failure := find_failure(run, CHECK, status, text):
             raise failure

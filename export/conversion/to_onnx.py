@@ -16,7 +16,7 @@ from export.conversion.loops import fold_loops
 from export.conversion.names import name_tensors, nested_graphs
 from export.conversion.shapes import named_axes
 from export.conversion.trace import ExportInput, explain_failure, inspect, recurrent_shapes
-from export.conversion.translations import grouped_experts, translations
+from export.conversion.translations import grouped_experts, translations, unparsed_functions
 from pipeline.contract.bundle import check_external_data_files
 from pipeline.contract.data import axis_sizes, name_outputs, standard_attention
 from pipeline.contract.settings.stages import Export
@@ -66,7 +66,13 @@ def export_input(model: nn.Module, task: Task, batch: Mapping[str, Tensor]) -> E
 
 def write_onnx(source: ExportInput, config: Export, path: Path) -> ExportResult:
     source.module.eval()
-    with warnings.catch_warnings(), grouped_experts(source.module), recurrent_shapes(), standard_attention():
+    with (
+        warnings.catch_warnings(),
+        grouped_experts(source.module),
+        recurrent_shapes(),
+        standard_attention(),
+        unparsed_functions(),
+    ):
         warnings.simplefilter("ignore")  # the exporter warns about its own internals
         traced = inspect(source)
         try:

@@ -8,7 +8,7 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from enum import StrEnum
 from pathlib import Path
@@ -41,7 +41,7 @@ from pipeline.plan import CHECK, Decision, select_steps, with_upstream
 from pipeline.plan_memory import describe_memory, plan_memory
 from pipeline.redeploy import deployment_config, find_deployable, redeploy
 from pipeline.resume import accept_outputs, latest_unfinished
-from pipeline.run import check_pipeline, resume_run, run_pipeline
+from pipeline.run import check_pipeline, resume_run, run_pipeline, start_fork_server
 from pipeline.service.process import read_live
 from pipeline.system.errors import ConfigError, Interrupted, ResourceError
 from pipeline.work import LONG_TRAINING_SECONDS, OnChanges, RunRequest, Work, last_training_seconds
@@ -111,7 +111,9 @@ def plan(
     request = make_request(names, start, until, force)
     config = project.config(overrides)
     steps = Work(project, config, request, load_history(project.runs)).preview()
-    memory = _plan_memory(project, config, steps)
+    # Two processes that import the same for seconds.
+    server = context.with_resource(start_fork_server(project.root, config, 0)) if check else {}
+    memory = _plan_memory(project, config, steps, server)
     values = [asdict(step) | ({"memory": memory} if memory and step.name == "train" else {}) for step in steps]
     rows = [{"step": step.name, "action": step.action, "reason": step.reason} for step in steps]
     texts = [table(rows), *([describe_memory(memory)] if memory else [])]
@@ -127,17 +129,19 @@ def plan(
             texts.append(text)
     emit(output, values, "\n".join(texts))
     if check:
-        check_pipeline(project, config)
+        check_pipeline(project, config, server)
     if exit_code and (changes or any(step.action == "run" and step.name != "deploy" for step in steps)):
         raise typer.Exit(4)
     return None
 
 
-def _plan_memory(project: Project, config: Config, steps: Sequence[Decision]) -> dict[str, Any]:
+def _plan_memory(
+    project: Project, config: Config, steps: Sequence[Decision], server: Mapping[str, str]
+) -> dict[str, Any]:
     """Estimate the memory of training if it would run; empty where that is not possible."""
     if not any(step.name == "train" and step.action == "run" for step in steps):
         return {}
-    memory = plan_memory(project, config, steps)
+    memory = plan_memory(project, config, steps, server)
     if reason := memory.get("reason"):
         print(f"note: the memory of training cannot be estimated: {reason}", file=sys.stderr)
         return {}

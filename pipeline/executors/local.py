@@ -106,7 +106,9 @@ def child_process(
 
 FORKED_STEPS = ("pipeline.steps.check", "pipeline.evaluate", "export")  # they spend seconds on imports
 _OF_TRAINING = ("train.elastic.agent", "train.preload")
-OF_ALL_STEPS = ("onnxscript", "train.preload", "train.elastic.agent")  # not onnxruntime, which starts a thread
+_EXPORTER = ("onnxscript.function_libs.torch_lib.ops", "torch.export._trace", "torch.onnx._internal.exporter._core")
+# Without onnxruntime, which starts a thread.
+OF_ALL_STEPS = (*_EXPORTER, "export.conversion.to_onnx", *reversed(_OF_TRAINING))
 _NO_CUDA = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # a process that has called CUDA must not fork
 _FORK_SAFE = {"PIL", "pandas", "scipy", "sklearn", "torchvision", "transformers"}  # may be imported before a fork
 

@@ -235,6 +235,7 @@ def _end_with(parent: int) -> None:
 
 
 def _run(argv: Sequence[str], root: str, env: Mapping[str, str], files: Sequence[int]) -> int:
+    gc.freeze()  # otherwise a collection would copy all pages of the server
     gc.enable()
     os.setsid()
     os.chdir(root)
@@ -287,7 +288,6 @@ def main(argv: Sequence[str]) -> None:
                 with contextlib.suppress(Exception):  # then it is missing or broken where it is used, too
                     _import(name)
             server.serve(waits=False)
-        gc.freeze()  # otherwise the collector of each process would copy all pages
         server.serve()
 
 

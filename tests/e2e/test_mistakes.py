@@ -59,7 +59,11 @@ def test_training_resumes_after_a_full_disk(tight: tuple[ProjectFolder, tuple[st
 
 
 @pytest.mark.long
-def test_plan_refuses_export_settings_that_the_task_cannot_have(fresh: ProjectFolder) -> None:
+def test_plan_tries_the_pipeline_and_refuses_export_settings_that_the_task_cannot_have(fresh: ProjectFolder) -> None:
+    with (fresh.folder / "task.py").open("a") as task:
+        task.write("\nimport os\nopen('parents', 'a').write(f'{os.getppid()}\\n')\n")
     planned = fresh.pipe("plan", "--check", "export.variants=[int4]", expect=2)
+    parents = (fresh.folder / "parents").read_text().split()
+    assert (len(parents), len(set(parents))) == (2, 1), "both processes come from one that has imported torch"
     assert "never run" in planned.stdout
     assert "export.variants: int4 is not for this model; use int8-dynamic or int8-static\n" in planned.stderr

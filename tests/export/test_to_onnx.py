@@ -13,19 +13,22 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
 import torch
+from onnxscript import TracedOnnxFunction
+from onnxscript._framework_apis.torch_2_11 import get_torchlib_ops
 from torch import Tensor, nn
 
 from export.checks.verify import write_and_compare
 from export.compare import require_equal
 from export.conversion.shapes import check_dynamic_axes, untraced_batches
 from export.conversion.to_onnx import check_external_data, tensor_specs
-from export.conversion.translations import GROUPED, grouped_experts, grouped_mm
+from export.conversion.translations import GROUPED, grouped_experts, grouped_mm, unparsed_functions
 from export.kinds import check_positions
 from pipeline.contract.data import axis_sizes, example_batch, open_split
 from pipeline.contract.settings.stages import Export
@@ -504,3 +507,13 @@ def test_experts_setting_is_restored_after_tracing() -> None:
         assert kinds() == [GROUPED, None, GROUPED, GROUPED]
         raise KeyError  # as when a model cannot be exported
     assert kinds() == ["eager", None, "eager", "batched_mm"]
+
+
+def test_domain_of_a_translation_is_known_without_its_source() -> None:
+    functions = [meta.function for meta in get_torchlib_ops()]
+    traced = [function for function in functions if isinstance(function, TracedOnnxFunction)]
+    parsed = [function.function_ir.domain for function in traced]
+    with unparsed_functions(), patch("inspect.getsource", side_effect=AssertionError):
+        assert [function.function_ir.domain for function in traced] == parsed
+    assert len(traced) > 400
+    assert traced[0].function_ir.name, "afterwards it is parsed again"

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
 
 from pipeline.contract.config import parse_config
+from pipeline.executors.local import LocalLauncher
 from pipeline.history import Project
 from pipeline.plan import Decision
 from pipeline.plan_memory import CACHE_FILE, describe_memory, plan_memory
@@ -43,11 +42,12 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 def answer_with(monkeypatch: pytest.MonkeyPatch, answer: dict[str, Any]) -> list[dict[str, Any]]:
     received: list[dict[str, Any]] = []
 
-    def run(argv: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        received.append(json.loads(options["input"]))
-        return subprocess.CompletedProcess(argv, 0, json.dumps(answer), "")
+    def launch(_launcher: LocalLauncher, argv: tuple[str, ...], _log: Path, _env: object) -> int:
+        received.append(json.loads(Path(argv[-1]).read_text()))
+        Path(argv[-1]).write_text(json.dumps(answer))
+        return 0
 
-    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(LocalLauncher, "launch", launch)
     return received
 
 
@@ -67,13 +67,13 @@ def test_line_names_the_setting_that_makes_it_fit() -> None:
 
 
 def test_estimate_that_fits_is_made_once_for_each_key(project: Project, requests: list[dict[str, Any]]) -> None:
-    assert plan_memory(project, config(), STEPS) == plan_memory(project, config(), STEPS) == FITS
+    assert plan_memory(project, config(), STEPS, {}) == plan_memory(project, config(), STEPS, {}) == FITS
     assert len(requests) == 1
-    plan_memory(project, config(), (STEPS[0], Decision("train", "run", "", "changed", {})))
-    plan_memory(project, config(train={"processes": 5}), STEPS)
+    plan_memory(project, config(), (STEPS[0], Decision("train", "run", "", "changed", {})), {})
+    plan_memory(project, config(train={"processes": 5}), STEPS, {})
     assert len(requests) == 3
     (project.runs / CACHE_FILE).write_text("{")
-    assert plan_memory(project, config(), STEPS) == FITS
+    assert plan_memory(project, config(), STEPS, {}) == FITS
 
 
 @pytest.mark.parametrize("answer", [{**FITS, "limit": GIB, "fix": None}, {"reason": "no"}])
@@ -82,7 +82,7 @@ def test_estimate_that_does_not_fit_is_made_again(
 ) -> None:
     requests = answer_with(monkeypatch, answer)
     for _ in range(2):
-        assert plan_memory(project, config(), STEPS) == answer
+        assert plan_memory(project, config(), STEPS, {}) == answer
     assert len(requests) == 2
     assert not (project.runs / CACHE_FILE).exists()
 
@@ -92,7 +92,7 @@ def test_request_has_the_processes_of_all_machines_and_writes_nothing(
 ) -> None:
     project.runs.rmdir()
     train = {"processes": 3, "nodes": 2, "rendezvous": "a:1", "device": "cpu"}
-    plan_memory(project, config(train=train), STEPS)
+    plan_memory(project, config(train=train), STEPS, {})
     assert (requests[0]["processes"], requests[0]["local_processes"], requests[0]["limit"]) == (6, 3, None)
     assert not project.runs.exists()
 
@@ -100,23 +100,24 @@ def test_request_has_the_processes_of_all_machines_and_writes_nothing(
 def test_limit_on_a_cluster_is_the_requested_memory(project: Project, requests: list[dict[str, Any]]) -> None:
     cluster = {"executor": "kubernetes", "memory": "6Gi"}
     image = f"registry/x@sha256:{'5' * 64}"
-    plan_memory(project, config(cluster=cluster, train={"processes": 3, "image": image}), STEPS)
-    plan_memory(project, config(cluster=cluster, train={"device": "cuda", "image": image}), STEPS)
+    plan_memory(project, config(cluster=cluster, train={"processes": 3, "image": image}), STEPS, {})
+    plan_memory(project, config(cluster=cluster, train={"device": "cuda", "image": image}), STEPS, {})
     assert [(request["limit"], request["device"]) for request in requests] == [(2 * GIB, "cpu"), (0, "cpu")]
 
 
-FAILED = subprocess.CompletedProcess([], 1, "", "Traceback\nModuleNotFoundError: No module named 'torch'\n")
-
-
 @pytest.mark.parametrize(
-    ("end", "reason"),
+    ("code", "seconds", "reason"),
     [
-        ({"return_value": FAILED}, "ModuleNotFoundError: No module named 'torch'"),
-        ({"side_effect": subprocess.TimeoutExpired("python", 120)}, "the data could not be opened within 120 s"),
+        ("raise ModuleNotFoundError('no torch')", 120, "ModuleNotFoundError: no torch"),
+        ("import time; time.sleep(600)", 0, "the data could not be opened within 0 s"),
     ],
 )
 def test_process_that_fails_or_takes_too_long_is_a_reason(
-    end: dict[str, Any], reason: str, project: Project, monkeypatch: pytest.MonkeyPatch
+    code: str, seconds: int, reason: str, project: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(subprocess, "run", Mock(**end))
-    assert plan_memory(project, config(), STEPS) == {"reason": reason}
+    (project.root / "estimate.py").write_text(code)
+    launch, command = LocalLauncher.launch, ("python", "-m", "estimate")
+    monkeypatch.setenv("PYTHONPATH", str(project.root))
+    monkeypatch.setattr("pipeline.plan_memory._TIMEOUT_SECONDS", seconds)
+    monkeypatch.setattr(LocalLauncher, "launch", lambda self, _, *rest: launch(self, command, *rest))
+    assert plan_memory(project, config(), STEPS, {}) == {"reason": reason}

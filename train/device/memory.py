@@ -1,4 +1,4 @@
-"""Estimate the memory of training before anything starts: `python -m train.device.memory`.
+"""Estimate the memory of training before anything starts: `python -m train.device.memory FILE`.
 
 One step is traced on fake tensors. They have a shape, a type and a device, but no memory, so that a model may be far
 larger than this machine. The model is split and wrapped as in training, in a process group that exists only in the
@@ -359,21 +359,20 @@ def possible_fixes(train: Train, processes: int, device: torch.device) -> Iterat
         yield "train.strategy=fsdp"
 
 
-def main() -> None:
-    """Read a request, and print the answer, or the reason why there is none."""
-    root = Path.cwd()
-    request = Request(**json.loads(sys.stdin.read()))
-    with contextlib.redirect_stdout(sys.stderr):  # the user's code may print
-        try:
-            answer = plan_memory(request, root)
-        except PipelineError as error:
-            answer = {"reason": str(error)}
-        except VALUE_ERRORS as error:
-            answer = {"reason": f"it depends on the values of tensors: {describe(error, root)}"}
-        except Exception as error:  # the user's code
-            answer = {"reason": describe(error, root)}
-    print(json.dumps(answer))
+def main(argv: Sequence[str]) -> int:
+    """Replace the request in a file by the answer, or by the reason why there is none."""
+    root, file = Path.cwd(), Path(argv[0])
+    try:
+        answer = plan_memory(Request(**json.loads(file.read_text())), root)
+    except PipelineError as error:
+        answer = {"reason": str(error)}
+    except VALUE_ERRORS as error:
+        answer = {"reason": f"it depends on the values of tensors: {describe(error, root)}"}
+    except Exception as error:  # the user's code
+        answer = {"reason": describe(error, root)}
+    file.write_text(json.dumps(answer))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

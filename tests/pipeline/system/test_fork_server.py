@@ -36,7 +36,7 @@ def main(argv):
     facts = {
         "argv": sys.argv[1:], "given": argv, "folder": os.getcwd(), "env": dict(os.environ),
         "session": os.getsid(0), "pid": os.getpid(), "imported": numpy.imported, "random": numpy.random.seeded,
-        "collects": gc.isenabled(),
+        "collects": gc.isenabled(), "frozen": gc.get_freeze_count(),
     }
     print(json.dumps(facts), flush=True)
     print("to stderr", file=sys.stderr, flush=True)
@@ -109,6 +109,7 @@ def test_a_module_runs_as_by_python_m(root: Path) -> None:
     assert facts["imported"] == server.pid  # once, for all processes
     assert facts["random"] == process.pid  # each draws its own numbers
     assert facts["collects"]  # the server does not, while it imports
+    assert facts["frozen"] > 1000  # what the server imported, which a collection would copy
 
 
 def test_forked_process_has_the_command_line_of_python_m(root: Path) -> None:
