@@ -94,7 +94,7 @@ def translations() -> dict[Callable[..., Any], Any]:
 def unparsed_functions() -> Iterator[None]:
     """Let torch.onnx collect its 500 translations without parsing each, half of the time that a small export takes.
 
-    It asks `function_ir` for the domain alone.
+    It reads only the domain of `function_ir`.
     """
     parsed = onnxscript.TracedOnnxFunction.function_ir
     onnxscript.TracedOnnxFunction.function_ir = property(lambda function: SimpleNamespace(domain=function.opset.domain))

@@ -348,12 +348,10 @@ def _is_related(relation: str, arrays: Sequence[Array], rows: Array, rounding: f
     shape = rows.shape[1:]
     if rows[0].size == 1 and all(array.size == 1 for array in arrays):
         arrays, rows, shape = [array.reshape(1) for array in arrays], rows.reshape(-1, 1), (1,)
-    if any(array.ndim != len(shape) or not array.size for array in arrays):
+    places = [both_ends(array.shape, shape) for array in arrays]
+    if not all(each and array.size for each, array in zip(places, arrays, strict=True)):
         return False
-    if any(size > whole for array in arrays for size, whole in zip(array.shape, shape, strict=True)):
-        return False
-    starts = [row[tuple(map(slice, array.shape))] for array, row in zip(arrays, rows, strict=True)]
-    ends = [row[tuple(slice(-size, None) for size in array.shape)] for array, row in zip(arrays, rows, strict=True)]
+    starts, ends = ([row[each[end]] for each, row in zip(places, rows, strict=True)] for end in (0, -1))
     if relation.startswith("has"):
         return len(shape) == 1 < shape[0] and all(
             _cosine(a, row) > 1 - _EPSILON for a, row in zip(arrays, starts, strict=True)
@@ -364,6 +362,14 @@ def _is_related(relation: str, arrays: Sequence[Array], rows: Array, rounding: f
     if relation:
         return any(_rises(a, b) for b in others)
     return any(np.allclose(a, b, 1e-4, rounding + 1e-6, equal_nan=True) for b in others)
+
+
+def both_ends(shape: Sequence[int], whole: Sequence[int]) -> list[tuple[slice, ...]]:
+    """Return the places of an array at the start and at the end of every axis of a larger one; empty if it is none."""
+    if len(shape) != len(whole) or any(size > most for size, most in zip(shape, whole, strict=True)):
+        return []
+    ends = tuple(slice(most - size, most) for size, most in zip(shape, whole, strict=True))
+    return [tuple(map(slice, shape)), ends]
 
 
 def _rises(a: Array, b: Array) -> bool:

@@ -333,3 +333,25 @@ def test_a_constant_answer_is_stopped() -> None:
             return [{"label": "left", "version": 3} for _ in outputs["scores"]]
 
     assert "it is the same for every label" in _check(WithExample(), Constant()).rule().detail
+
+
+def test_a_codec_that_no_made_outputs_fit_is_noted() -> None:
+    class Boxed(Pictures):
+        outputs = ("scores", "box")  # type: ignore[assignment]
+
+        def predicted(self, outputs: Any) -> Tensor:
+            return super().predicted(outputs["scores"])
+
+    class BoxedCodec(PictureCodec):
+        def encode(self, outputs: dict[str, Array]) -> list[Any]:
+            if len(outputs["box"]) > 1 and not np.ptp(outputs["box"]):
+                raise ValueError("every box is the same")
+            return super().encode(outputs)
+
+    def predict(batch: Any) -> dict[str, Tensor]:
+        return {"scores": _predict(batch), "box": batch["image"].sum(dim=(1, 2))}
+
+    samples = Samples("test", {"image": torch.from_numpy(PIXELS / 16), "label": torch.zeros(90, dtype=torch.int64)})
+    found = check_codec(Boxed(), BoxedCodec(), "codec.py:Codec", samples, predict)  # type: ignore[arg-type]
+    assert found.faults == ()
+    assert any("no label was made the likeliest: encode() then raises ValueError" in note for note in found.notes)
