@@ -7,31 +7,20 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import sys
-import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.storage import StorageReader
-from torch.futures import Future
+from torch.distributed.tensor import DTensor
 
 from pipeline.system.errors import StageError
+from pipeline.system.torch_private import local_box
 from train.checkpoint.format import (
     LENGTH_BYTES,
+    Chunk,
     DamagedCheckpoint,
     FileRecord,
     Manifest,
@@ -41,72 +30,7 @@ from train.checkpoint.format import (
 )
 from train.checkpoint.storage import Storage
 from train.process_group import ProcessGroup
-from train.state import Progress, strip_prefix
-
-
-class CheckpointReader(StorageReader):
-    """The reader that `torch.distributed.checkpoint.load` plans with and reads from."""
-
-    def __init__(self, storage: Storage, step: int, names: Iterable[str]) -> None:
-        self._storage, self._step = storage, step
-        self._files: dict[str, Tensor] = {}  # those that were needed so far
-        self._locations: dict[MetadataIndex, tuple[str, Span]] = {}  # file and span of each chunk
-        self.tensors: dict[str, TensorStorageMetadata] = {}
-        for name in names:
-            for span in self._spans(name):
-                self._add(name, span)
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
-        return Metadata(dict(self.tensors))
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        for item in plan.items:
-            chunk = self._chunk(item.storage_index)
-            for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                chunk = chunk.narrow(dimension, start, length)
-            target = planner.resolve_tensor(item).detach()
-            target.copy_(chunk)
-            planner.commit_tensor(item, target)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
-
-    def release(self) -> None:
-        """Unmap the files: NFS cannot remove a folder with files that are mapped."""
-        self._files.clear()
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None: ...
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:  # noqa: ARG003
-        return False  # it is created with its storage
-
-    def _spans(self, name: str) -> list[Span]:
-        length = int.from_bytes(self._storage.read_range(self._step, name, 0, LENGTH_BYTES), "little")
-        return parse_header(self._storage.read_range(self._step, name, LENGTH_BYTES, length))
-
-    def _add(self, name: str, span: Span) -> None:
-        chunk = span.chunk
-        tensor = self.tensors.setdefault(
-            chunk.name, TensorStorageMetadata(TensorProperties(chunk.dtype), torch.Size(chunk.shape), [])
-        )
-        tensor.chunks.append(ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)))
-        self._locations[MetadataIndex(chunk.name, chunk.offsets)] = name, span
-
-    def _chunk(self, index: MetadataIndex) -> Tensor:
-        name, location = self._locations[index]
-        if name not in self._files:
-            self._files[name] = self._storage.read(self._step, name)
-        raw = self._files[name][location.start : location.start + location.chunk.bytes]
-        return raw.view(location.chunk.dtype).view(location.chunk.sizes)
+from train.state import Progress, Shape, local_shard, strip_prefix
 
 
 class SavedCheckpoint:
@@ -114,13 +38,18 @@ class SavedCheckpoint:
 
     def __init__(self, storage: Storage, manifest: Manifest) -> None:
         self.progress, self.scaler, self.world_size = manifest.progress, manifest.scaler, manifest.world_size
-        self._reader = CheckpointReader(storage, manifest.progress.step, [file.name for file in manifest.files])
+        self._storage = storage
+        self._spans: dict[str, list[tuple[str, Span]]] = {}  # the chunks of each tensor, with the files they are in
+        for file in manifest.files:
+            for span in self._read_header(file.name):
+                self._spans.setdefault(span.chunk.name, []).append((file.name, span))
 
-    def shapes(self, prefix: str) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    def shapes(self, prefix: str) -> dict[str, Shape]:
         """Return sizes and types of the tensors with this prefix, by the rest of the name."""
-        shapes = {name: (entry.size, entry.properties.dtype) for name, entry in self._reader.tensors.items()}
-        return strip_prefix(prefix, shapes)
+        chunks = {name: spans[0][1].chunk for name, spans in self._spans.items()}
+        return strip_prefix(prefix, {name: (torch.Size(chunk.shape), chunk.dtype) for name, chunk in chunks.items()})
 
+    @torch.no_grad()
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Load values into the tensors; of a distributed tensor each process reads its own shard."""
         shapes = self.shapes("")
@@ -132,19 +61,46 @@ class SavedCheckpoint:
                     f"{tuple(tensor.shape)} in the model and {stored_shape} in the checkpoint; "
                     "to fix it: train again with `pipe run --force train`"
                 )
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # each reads by itself
-            try:
-                load(dict(tensors), storage_reader=self._reader, planner=planner, no_dist=True)
-            finally:
-                self._reader.release()
+        # Those that were needed so far; unmapped at the end, as NFS cannot remove a folder with files that are mapped.
+        files: dict[str, Tensor] = {}
+        for name, tensor in tensors.items():
+            shard, offsets = local_shard(tensor), _shard_offsets(tensor)
+            for file, span in self._spans[name]:
+                if overlap := _overlap(shard.shape, offsets, span.chunk):
+                    if file not in files:
+                        files[file] = self._storage.read(self.progress.step, file)
+                    raw = files[file][span.start : span.start + span.chunk.bytes]
+                    in_shard, in_chunk = overlap
+                    shard[in_shard].copy_(raw.view(span.chunk.dtype).view(span.chunk.sizes)[in_chunk])
 
     def read_all(self, prefix: str) -> dict[str, Tensor]:
         """Return all tensors with this prefix, whole and in this process's memory."""
         tensors = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in self.shapes(prefix).items()}
         self.load({f"{prefix}{name}": tensor for name, tensor in tensors.items()})
         return tensors
+
+    def _read_header(self, name: str) -> list[Span]:
+        length = int.from_bytes(self._storage.read_range(self.progress.step, name, 0, LENGTH_BYTES), "little")
+        return parse_header(self._storage.read_range(self.progress.step, name, LENGTH_BYTES, length))
+
+
+def _shard_offsets(tensor: Tensor) -> tuple[int, ...]:
+    """Return where this process's shard begins in the whole tensor."""
+    if isinstance(tensor, DTensor):
+        return local_box(tensor.shape, tensor.device_mesh, tensor.placements)[1]
+    return (0,) * tensor.ndim
+
+
+def _overlap(sizes: Sequence[int], offsets: Sequence[int], chunk: Chunk) -> list[tuple[slice, ...]]:
+    """Return what a shard and a chunk have in common, as indices of the shard and of the chunk; empty if nothing."""
+    starts = [max(pair) for pair in zip(offsets, chunk.offsets, strict=True)]
+    stops = [min(a + m, b + n) for a, m, b, n in zip(offsets, sizes, chunk.offsets, chunk.sizes, strict=True)]
+    if any(start >= stop for start, stop in zip(starts, stops, strict=True)):
+        return []
+    return [
+        tuple(slice(start - zero, stop - zero) for start, stop, zero in zip(starts, stops, zeros, strict=True))
+        for zeros in (offsets, chunk.offsets)
+    ]
 
 
 def find_newest(storage: Storage, identity: Mapping[str, Any], group: ProcessGroup) -> SavedCheckpoint | None:
