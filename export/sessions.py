@@ -23,11 +23,16 @@ _SUPPORTED_PROVIDERS = (CPU, CUDA)  # providers a service can be configured for
 _TF32 = 2.0**-7  # eight times the error of one product: sums of many lose more
 
 
-def open_session(path: Path, spinning: bool = True) -> onnxruntime.InferenceSession:
+def open_session(
+    path: Path, threads: int = 0, *, spinning: bool = True, optimized: bool = True
+) -> onnxruntime.InferenceSession:
     """Open the file as a service does; threads that do not spin while they wait take less of the processor."""
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
+    options.intra_op_num_threads = threads
     options.add_session_config_entry("session.intra_op.allow_spinning", "1" if spinning else "0")
+    if not optimized:
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     try:
         return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     except Exception as error:  # ONNX Runtime raises a dozen types without a common base
@@ -49,7 +54,7 @@ def run(session: onnxruntime.InferenceSession, inputs: Mapping[str, np.ndarray[A
 
 def open_graph(path: Path, spinning: bool = True) -> Graph:
     """Return the file as a function of its inputs."""
-    return partial(run, open_session(path, spinning))
+    return partial(run, open_session(path, spinning=spinning))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 
-import onnxruntime
 import torch
 from torch import nn
 
@@ -15,7 +14,7 @@ from export.checks.cases import shape_cases, to_feed, torch_outputs
 from export.checks.parity import graph_outputs
 from export.compare import Arrays, Attempts, Graph
 from export.conversion.to_onnx import tensor_specs
-from export.sessions import open_graph, run
+from export.sessions import open_graph, open_session, run
 from export.variants.judge import Answers, BatchSizeResult, Deviation, compare_scores, measure_deviation, output_scale
 from export.variants.quantize import calibration_feeds
 from pipeline.contract.data import Samples, as_task_outputs
@@ -66,11 +65,7 @@ class SampleComparison:
 
     def kernel_differences(self, path: Path) -> float:
         """Return the largest difference between integer kernels and float kernels for a quantized file."""
-        options = onnxruntime.SessionOptions()
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-        options.log_severity_level = 3
-        unoptimized = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        graphs = (open_graph(path), partial(run, unoptimized))
+        graphs = (open_graph(path), partial(run, open_session(path, optimized=False)))
         expected, actual = (self._run(graph, max(self.batch_sizes)) for graph in graphs)
         units = {name: 1.0 for name, array in expected.items() if array.dtype.kind == "f"}
         return measure_deviation(expected, actual, units).largest

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnxruntime
+import scipy  # type: ignore[import-untyped]
 
+from export.sessions import open_session
 from pipeline.statistics.intervals import Interval
 
 Array = np.ndarray[Any, Any]
@@ -37,8 +38,8 @@ class Timing:
 def measure_times(
     paths: Mapping[str, Path], feeds: Mapping[int, Feed], seconds: float, threads: int, confidence: float
 ) -> dict[str, Timing]:
-    """Time every file; shares are relative to the first one."""
-    sessions = {name: _session(path, threads) for name, path in paths.items()}
+    """Time every file; shares are relative to the first one. Threads that spin would slow down the next file."""
+    sessions = {name: open_session(path, threads, spinning=False) for name, path in paths.items()}
     seconds_per_size = seconds / len(feeds)
     laps = {size: _measure_rounds(sessions, feed, seconds_per_size) for size, feed in feeds.items()}
     rounds = {name: {size: lap[name] for size, lap in laps.items()} for name in paths}
@@ -78,22 +79,12 @@ def quantile_bounds(values: Array, level: float, confidence: float) -> tuple[flo
 
     How many of the values lie below the true quantile is binomial, whatever they are distributed like.
     """
-    probability_below = _binomial(len(values), level)
+    probability_below = scipy.special.bdtr(np.arange(len(values) + 1), len(values), level)
     tail = (1 - confidence) / 2
     low = int((probability_below <= tail).sum())  # it is unlikely that so few values are below
     high = int((1 - probability_below > tail).sum()) + 1
     ordered = np.sort(values)
     return float(ordered[low - 1]) if low else -math.inf, float(ordered[high - 1]) if high <= len(values) else math.inf
-
-
-def _binomial(count: int, level: float) -> Array:
-    """Return the binomial probabilities of at most 0, 1, …, `count` successes."""
-    logs = [
-        math.lgamma(count + 1) - math.lgamma(k + 1) - math.lgamma(count - k + 1)
-        + k * math.log(level) + (count - k) * math.log1p(-level)
-        for k in range(count + 1)
-    ]  # fmt: skip
-    return np.cumsum(np.exp(logs))
 
 
 def _measure_rounds(sessions: Mapping[str, Any], feed: Feed, seconds: float) -> dict[str, list[Array]]:
@@ -117,13 +108,3 @@ def _calls(session: Any, feed: Feed, count: int) -> Array:
         session.run(None, inputs)
         seconds[index] = time.perf_counter() - started
     return seconds
-
-
-def _session(path: Path, threads: int) -> Any:
-    """Open the file as the service does: threads that spin while waiting would slow down the next file."""
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads
-    options.log_severity_level = 3
-    for pool in ("intra", "inter"):
-        options.add_session_config_entry(f"session.{pool}_op.allow_spinning", "0")
-    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
