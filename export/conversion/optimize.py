@@ -23,9 +23,10 @@ from onnx import ModelProto, helper, numpy_helper, version_converter
 from torch import nn
 
 from export.conversion.names import nested_graphs
-from export.conversion.to_onnx import ExportResult, check_external_data, strip_file
+from export.conversion.to_onnx import ExportResult, strip_file
+from pipeline.contract.bundle import check_external_data_files
 from pipeline.contract.settings.stages import Export
-from pipeline.system.errors import StageError
+from pipeline.system.errors import BundleError, StageError
 
 _LEVELS = {
     "basic": onnxruntime.GraphOptimizationLevel.ORT_ENABLE_BASIC,
@@ -199,8 +200,10 @@ def fit_runtime(path: Path) -> str:
 def check_file(path: Path) -> None:
     """Check external data, ONNX's rules, inferred shapes, and that no node is in training mode."""
     try:
-        check_external_data(path)
+        check_external_data_files(path)
         onnx.checker.check_model(path, full_check=True)  # which infers shapes, strictly
+    except BundleError as error:
+        raise StageError(str(error)) from error
     except (DecodeError, onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
         raise StageError(f"{path.name}: not sound by ONNX's own rules: {_one_line(error)}") from error
     check_inference(path)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx
 import torch
 from torch import Tensor, nn
@@ -17,16 +18,16 @@ from export.conversion.names import name_tensors, nested_graphs
 from export.conversion.shapes import named_axes
 from export.conversion.trace import ExportInput, explain_failure, inspect, recurrent_shapes
 from export.conversion.translations import grouped_experts, translations, unparsed_functions
-from pipeline.contract.bundle import check_external_data_files
 from pipeline.contract.data import axis_sizes, name_outputs, standard_attention
 from pipeline.contract.settings.stages import Export
-from pipeline.contract.signature import TensorSpec
+from pipeline.contract.signature import NUMPY_TYPES, TensorSpec
 from pipeline.contract.task import BATCH, Task, input_axes
-from pipeline.system.errors import BundleError, StageError
+from pipeline.system.errors import StageError
 
 # Weights above this go to a file of their own, which ONNX Runtime maps. Loading the model's own file takes 1.2 to
 # 1.3 times their size, and protobuf ends at 2 GiB.
 _MAX_INLINE_BYTES = 64 << 20
+_DATATYPES: dict[Any, Any] = {np.dtype(kind): name for name, kind in NUMPY_TYPES.items() if name != "BF16"}
 
 
 class _OrderedOutputs(nn.Module):
@@ -129,18 +130,12 @@ def tensor_specs(path: Path) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, 
     return inputs, outputs
 
 
-def check_external_data(path: Path) -> None:
-    """Check that external weights are regular files in the same folder."""
-    try:
-        check_external_data_files(path)
-    except BundleError as error:
-        raise StageError(str(error)) from error
-
-
 def _spec(value: Any) -> TensorSpec:
     tensor = value.type.tensor_type
     shape = tuple(dim.dim_param if dim.HasField("dim_param") else dim.dim_value for dim in tensor.shape.dim)
-    return TensorSpec(name=value.name, datatype=_DATATYPES[tensor.elem_type], shape=shape)
+    return TensorSpec(
+        name=value.name, datatype=_DATATYPES[onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)], shape=shape
+    )
 
 
 def strip_file(path: Path) -> None:
@@ -163,20 +158,3 @@ def _strip_model(model: onnx.ModelProto) -> None:
                 del part.metadata_props[:]
             for attribute in (attribute for node in graph.node for attribute in node.attribute):
                 attribute.doc_string = ""
-
-
-_DATATYPES: dict[int, Any] = {
-    onnx.TensorProto.BOOL: "BOOL",
-    onnx.TensorProto.UINT8: "UINT8",
-    onnx.TensorProto.UINT16: "UINT16",
-    onnx.TensorProto.UINT32: "UINT32",
-    onnx.TensorProto.UINT64: "UINT64",
-    onnx.TensorProto.INT8: "INT8",
-    onnx.TensorProto.INT16: "INT16",
-    onnx.TensorProto.INT32: "INT32",
-    onnx.TensorProto.INT64: "INT64",
-    onnx.TensorProto.FLOAT16: "FP16",
-    onnx.TensorProto.FLOAT: "FP32",
-    onnx.TensorProto.DOUBLE: "FP64",
-    onnx.TensorProto.STRING: "BYTES",
-}

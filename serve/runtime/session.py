@@ -13,7 +13,7 @@ import onnxruntime
 from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.signature import TensorSpec
+from pipeline.contract.signature import NUMPY_TYPES, TensorSpec
 from pipeline.system.errors import BundleError, InvalidPayload, ResourceError
 from pipeline.system.processes import cuda_problem
 from serve.monitoring.logs import log_fields
@@ -26,22 +26,8 @@ Array = np.ndarray[Any, Any]
 T = TypeVar("T")
 Provider = Literal["auto", "cpu", "cuda", "tensorrt"]
 
-DATATYPES = {
-    "tensor(bool)": "BOOL",
-    "tensor(uint8)": "UINT8",
-    "tensor(uint16)": "UINT16",
-    "tensor(uint32)": "UINT32",
-    "tensor(uint64)": "UINT64",
-    "tensor(int8)": "INT8",
-    "tensor(int16)": "INT16",
-    "tensor(int32)": "INT32",
-    "tensor(int64)": "INT64",
-    "tensor(float16)": "FP16",
-    "tensor(float)": "FP32",
-    "tensor(double)": "FP64",
-    "tensor(bfloat16)": "BF16",
-    "tensor(string)": "BYTES",
-}
+_ONNX_NAMES = {"FP32": "float", "FP64": "double", "BF16": "bfloat16", "BYTES": "string"}  # the others are numpy's
+_DATATYPES = {f"tensor({_ONNX_NAMES.get(name, kind)})": name for name, kind in NUMPY_TYPES.items()}
 
 log = logging.getLogger(__name__)
 
@@ -241,7 +227,7 @@ def _agree(bundle: Bundle, kind: str, specs: Sequence[TensorSpec], nodes: Sequen
 
 
 def _difference(tensor: str, spec: TensorSpec, node: Any) -> str:
-    datatype = DATATYPES.get(node.type, node.type)
+    datatype: str = _DATATYPES.get(node.type, node.type)
     if datatype != spec.datatype:
         return f"{tensor} is {datatype}, the signature has {spec.datatype}"
     if len(node.shape) != len(spec.shape):

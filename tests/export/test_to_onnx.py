@@ -26,8 +26,9 @@ from torch import Tensor, nn
 
 from export.checks.verify import write_and_compare
 from export.compare import require_equal
+from export.conversion.optimize import check_file
 from export.conversion.shapes import check_dynamic_axes, untraced_batches
-from export.conversion.to_onnx import check_external_data, tensor_specs
+from export.conversion.to_onnx import tensor_specs
 from export.conversion.translations import GROUPED, grouped_experts, grouped_mm, unparsed_functions
 from export.kinds import check_positions
 from pipeline.contract.data import axis_sizes, example_batch, open_split
@@ -408,7 +409,7 @@ def test_external_weights_lie_beside_the_model(exported: Exporter, monkeypatch: 
     monkeypatch.setattr("export.conversion.to_onnx._MAX_INLINE_BYTES", 0)
     made = exported(Small(linear(), pairs()))
     assert len(list(made.path.parent.iterdir())) == 2
-    check_external_data(made.path)
+    check_file(made.path)
     assert equal(made)
 
 
@@ -423,7 +424,7 @@ def test_external_weights_elsewhere_are_refused(tmp_path: Path, location: str) -
     onnx.external_data_helper.set_external_data(tensor, location)
     path.write_bytes(onnx.helper.make_model(onnx.helper.make_graph([], "g", [], [], [tensor])).SerializeToString())
     with pytest.raises(StageError, match=r"keeps weights in .*, which is not a regular file next to it"):
-        check_external_data(path)
+        check_file(path)
 
 
 WIDE, NARROW = 128, 96
