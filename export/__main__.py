@@ -151,7 +151,7 @@ def _ship_variant(run: Run, exporter: ModelExporter) -> VariantResult:
     contest = choose.VariantEvaluation(exporter, run.config, run.partial("export") / "variants", exporter.converters)
     shutil.rmtree(contest.folder, ignore_errors=True)
     entries = contest.entries()
-    choice = choose.decide(run.config.export, choose.to_candidates(entries))
+    choice = choose.decide(run.config.export, entries)
     write_json(record, choose.rows(entries, choice.reasons, choice.name, metric))
     lines = [*choose.table(entries, choice.name, metric), *choose.explanations(entries, choice.reasons)]
     print("\n".join(lines), flush=True)

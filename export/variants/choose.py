@@ -54,6 +54,11 @@ class VariantResult:
             return 0
         return sum(file.stat().st_size for file in self.path.parent.glob(f"{self.path.name}*"))
 
+    @property
+    def share(self) -> Interval | None:
+        """Return its share of fp32's time; None if it was not timed."""
+        return self.timing.share if self.timing else None
+
 
 @dataclass(frozen=True)
 class VariantEvaluation:
@@ -169,10 +174,6 @@ class VariantEvaluation:
         return find_first_wrong(self.path, entry.path, self._comparison.fault_feed(), rtol=0.0, atol=atol)
 
 
-def to_candidates(entries: Sequence[VariantResult]) -> list[Candidate]:
-    return [Candidate(entry.name, entry.faults, entry.timing.share if entry.timing else None) for entry in entries]
-
-
 def ship(entry: VariantResult, model: Path) -> None:
     """Replace the verified file by the evaluated bytes of the variant."""
     if entry.path == model:
@@ -197,13 +198,6 @@ _EXACTNESS = ("fp32", "fp16", "int8", "int8-static", "int8-dynamic", "int4-gptq"
 
 
 @dataclass(frozen=True)
-class Candidate:
-    name: str
-    faults: Sequence[str]
-    share: Interval | None  # of fp32's time; None if not timed
-
-
-@dataclass(frozen=True)
 class Choice:
     """The shipped variant, or why none is, and a reason for each variant."""
 
@@ -212,7 +206,7 @@ class Choice:
     refusal: str = ""
 
 
-def decide(export: Export, contenders: Sequence[Candidate]) -> Choice:
+def decide(export: Export, contenders: Sequence[VariantResult]) -> Choice:
     passing = [candidate for candidate in contenders if not candidate.faults]
     named = export.choose if any(candidate.name == export.choose for candidate in passing) else ""
     name = _fastest(passing) if export.choose == FASTEST else named
@@ -220,7 +214,7 @@ def decide(export: Export, contenders: Sequence[Candidate]) -> Choice:
     return Choice(name, {candidate.name: _reason(export, candidate, name) for candidate in contenders}, refusal)
 
 
-def _fastest(passing: Sequence[Candidate]) -> str:
+def _fastest(passing: Sequence[VariantResult]) -> str:
     """Choose fp32 unless another saves enough time with confidence; among equals, the most exact."""
     by_exactness = sorted(passing, key=lambda candidate: _EXACTNESS.index(candidate.name))
     others = [candidate for candidate in by_exactness if candidate.name != FP32]
@@ -234,7 +228,7 @@ def _fastest(passing: Sequence[Candidate]) -> str:
     return next(name for name, share in shares.items() if share.low <= best.high)
 
 
-def _refusal(export: Export, contenders: Sequence[Candidate], passing: Sequence[Candidate]) -> str:
+def _refusal(export: Export, contenders: Sequence[VariantResult], passing: Sequence[VariantResult]) -> str:
     if export.choose == FASTEST:
         message = "; ".join(f"{candidate.name}: {'; '.join(candidate.faults)}" for candidate in contenders)
         return f"no variant passes, so nothing is shipped: {message}"
@@ -244,7 +238,7 @@ def _refusal(export: Export, contenders: Sequence[Candidate], passing: Sequence[
     return f"export.choose={requested.name} is not shipped: {'; '.join(requested.faults)}; {fix}"
 
 
-def _reason(export: Export, candidate: Candidate, chosen: str) -> str:
+def _reason(export: Export, candidate: VariantResult, chosen: str) -> str:
     if candidate.faults:
         return "; ".join(candidate.faults)
     speed = _speed(candidate.share) if candidate.name != "fp32" else ""

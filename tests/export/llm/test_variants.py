@@ -27,7 +27,7 @@ from export.llm.decoder import open_decoder
 from export.llm.perplexity import Perplexity, token_losses
 from export.llm.weight_only import LANGUAGE_CONVERTERS
 from export.subject import Subject
-from export.variants.choose import VariantEvaluation, VariantResult, decide, explanations, rows, to_candidates
+from export.variants.choose import VariantEvaluation, VariantResult, decide, explanations, rows
 from export.variants.quantize import VariantInputs
 from pipeline.contract.bundle import Ancestors, open_bundle, write_manifest
 from pipeline.contract.config import parse_config
@@ -95,7 +95,7 @@ def test_variants_are_made_run_and_timed(whole: tuple[VariantEvaluation, list[Va
 @pytest.mark.long
 def test_perplexity_is_in_the_record_and_the_log(whole: tuple[VariantEvaluation, list[VariantResult]]) -> None:
     entries = whole[1]
-    choice = decide(whole[0].config.export, to_candidates(entries))
+    choice = decide(whole[0].config.export, entries)
     record = json.loads(json.dumps(rows(entries, choice.reasons, choice.name, "likelihood"), allow_nan=False))
     assert record[3]["perplexity"]["increase"]["high"] < 2.0
     assert "perplexity" in explanations(entries, choice.reasons)[3]
@@ -117,7 +117,7 @@ def test_rounding_weights_beyond_the_budget_is_a_fault(tmp_path: Path) -> None:
     _, entry = damaged.entries()
     assert any("over export.budget perplexity=0.05" in fault for fault in entry.faults), entry
     assert entry.first_wrong is not None
-    assert "is not shipped" in decide(comparison.config.export, to_candidates([entry])).refusal
+    assert "is not shipped" in decide(comparison.config.export, [entry]).refusal
 
 
 @pytest.mark.long

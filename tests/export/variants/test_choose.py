@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from export.variants.choose import Candidate, Choice, decide
+from pathlib import Path
+
+from export.variants.choose import Choice, VariantResult, decide
+from export.variants.timing import Timing
 from pipeline.contract.settings.stages import Export
 from pipeline.statistics.intervals import Interval
 
 ALL = ("fp32", "fp16", "int8-dynamic", "int8-static")
-PLAIN = Candidate("fp32", (), Interval(1.0, 1.0, 1.0))
 
 
-def contender(name: str, estimate: float, spread: float = 0.02, *faults: str) -> Candidate:
-    return Candidate(name, faults, Interval(estimate, estimate - spread, estimate + spread))
+def contender(name: str, estimate: float, spread: float = 0.02, *faults: str) -> VariantResult:
+    share = Interval(estimate, estimate - spread, estimate + spread)
+    return VariantResult(name, Path(), faults, timing=Timing({}, {}, share))
 
 
-def fastest(*contenders: Candidate) -> Choice:
+PLAIN = contender("fp32", 1.0, 0.0)
+SLOW = VariantResult("fp32", Path(), ("too slow",))
+
+
+def fastest(*contenders: VariantResult) -> Choice:
     return decide(Export(variants=ALL, choose="fastest-that-passes"), contenders)
 
 
@@ -48,12 +55,12 @@ def test_more_exact_of_two_equally_fast_is_chosen() -> None:
 
 
 def test_fastest_other_is_chosen_if_fp32_exceeds_its_budget() -> None:
-    heavy = Candidate("fp32", ("too heavy",), Interval(1.0, 1.0, 1.0))
+    heavy = contender("fp32", 1.0, 0.0, "too heavy")
     assert fastest(heavy, contender("fp16", 1.3), contender("int8-static", 1.1)).name == "int8-static"
 
 
 def test_nothing_is_shipped_if_no_variant_passes() -> None:
-    found = fastest(Candidate("fp32", ("too slow",), None), contender("fp16", 0.5, 0.1, "too coarse"))
+    found = fastest(SLOW, contender("fp16", 0.5, 0.1, "too coarse"))
     assert found.name == ""
     assert found.refusal == "no variant passes, so nothing is shipped: fp32: too slow; fp16: too coarse"
 
@@ -67,7 +74,7 @@ def test_failing_named_variant_stops_the_step() -> None:
         "export.choose=int8-static is not shipped: accuracy is gone; choose fp32 or fp16, or fastest-that-passes"
     )
     assert found.reasons["fp32"] == "passed, nothing is shipped"
-    alone = decide(config, [Candidate("fp32", ("too slow",), None), broken])
+    alone = decide(config, [SLOW, broken])
     assert alone.refusal.endswith("none of the others passed either")
 
 

@@ -18,16 +18,7 @@ from export.kinds import open_exporter
 from export.llm.kind import LanguageExporter
 from export.ordinary import OrdinaryExporter
 from export.subject import Subject
-from export.variants.choose import (
-    VariantEvaluation,
-    VariantResult,
-    decide,
-    explanations,
-    rows,
-    ship,
-    table,
-    to_candidates,
-)
+from export.variants.choose import VariantEvaluation, VariantResult, decide, explanations, rows, ship, table
 from export.variants.quantize import CONVERTERS, Converter, VariantInputs
 from pipeline.contract.data import open_split
 from pipeline.contract.task import check_export
@@ -126,7 +117,7 @@ def test_record_has_what_the_report_reads_and_is_plain_json(
     whole: tuple[VariantEvaluation, list[VariantResult]],
 ) -> None:
     entries = whole[1]
-    found = decide(whole[0].config.export, to_candidates(entries))
+    found = decide(whole[0].config.export, entries)
     body = json.loads(json.dumps(rows(entries, found.reasons, found.name, "accuracy"), allow_nan=False))
     assert [(row["variant"], row["chosen"], row["passed"]) for row in body] == [
         ("fp32", True, True),
@@ -164,11 +155,11 @@ def test_zeroed_classes_are_stopped_and_named(tmp_path: Path) -> None:
     assert any("0.5 are allowed" in fault for fault in broken.faults)
     assert broken.first_wrong is not None
     assert (broken.first_wrong.node, broken.first_wrong.op) == ("last", "Gemm")
-    found = decide(one.config.export, to_candidates(entries))
+    found = decide(one.config.export, entries)
     assert (found.name, "export.choose=int8-static is not shipped: accuracy is" in found.refusal) == ("", True)
     assert not any(row["chosen"] for row in rows(entries, found.reasons, "", "accuracy"))
     assert "the first node that is wrong is `last` (Gemm)" in explanations(entries, found.reasons)[3]
-    fastest = decide(config(variants=ALL, choose="fastest-that-passes").export, to_candidates(entries))
+    fastest = decide(config(variants=ALL, choose="fastest-that-passes").export, entries)
     assert fastest.name in ("fp32", "fp16", "int8-dynamic")
     assert digest_file(one.path) == before
 
