@@ -82,10 +82,6 @@ class Comparison:
     worst: str  # output and sample of the largest error
     changed_metrics: tuple[str, ...] = ()  # a sentence for each that differs from torch's beyond rounding
 
-    @property
-    def equal(self) -> bool:
-        return self.beyond_tolerance == 0 and self.unexplained_flips == 0 and not self.changed_metrics
-
 
 def compare(graph: Graph, case: Case, config: Export, scales: Scales | None = None) -> Comparison:
     """Run a graph on a case and compare its outputs; `scales`: of torch's outputs for the test set.

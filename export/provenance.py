@@ -24,7 +24,8 @@ def write_provenance(bundle: Path, run: Run, signature: Signature) -> None:
     config = run.original_config.model_dump(mode="json")  # as the run was started; its results are identified by it
     properties: dict[str, Any] = {name: config[name] for name in _SECTIONS}
     properties["serve"] = {name: config["serve"][name] for name in BUNDLED_SETTINGS}
-    packages = _versions(_PACKAGES) | dict(_split_pin(pin) for pin in signature.requires)
+    pins = (pin.partition("==") for pin in signature.requires)
+    packages = _versions(_PACKAGES) | {name: version for name, _, version in pins}
     source = digest_mapping(package_sources("export", "pipeline.contract", "pipeline.statistics", "pipeline.system"))
     builder = {"python": platform.python_version(), "source": source}
     builder |= _versions(("pipe-road",))
@@ -40,9 +41,3 @@ def _versions(names: tuple[str, ...]) -> dict[str, str]:
         except metadata.PackageNotFoundError:
             continue
     return versions
-
-
-def _split_pin(pin: str) -> tuple[str, str]:
-    """Split `name==1.2` into name and version."""
-    name, _, version = pin.partition("==")
-    return name, version

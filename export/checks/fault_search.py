@@ -31,7 +31,6 @@ from export.tolerance import absolute_tolerance
 from pipeline.contract.settings.stages import Export
 from pipeline.system.errors import StageError
 
-CPU = ("CPUExecutionProvider",)
 _VALUE_PRESERVING = ("QuantizeLinear", "DequantizeLinear", "Cast", "Identity")  # they change the form, not the values
 
 
@@ -81,9 +80,7 @@ class Graph:
             node = self.nodes[self.producer_index[node.input[0]]]
         return node
 
-    def run(
-        self, feed: Mapping[str, np.ndarray[Any, Any]], names: Sequence[str], providers: Sequence[str] = CPU
-    ) -> dict[str, Any]:
+    def run(self, feed: Mapping[str, np.ndarray[Any, Any]], names: Sequence[str]) -> dict[str, Any]:
         """Return these tensors, computed by a session of the subgraph that produces them."""
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4
@@ -92,7 +89,7 @@ class Graph:
         part = self._subgraph(names)
         inputs = {value.name: feed[value.name] for value in part.graph.input if value.name in feed}
         try:
-            session = onnxruntime.InferenceSession(part.SerializeToString(), options, providers=list(providers))
+            session = onnxruntime.InferenceSession(part.SerializeToString(), options, ["CPUExecutionProvider"])
             return dict(zip(names, session.run(list(names), inputs), strict=True))
         except Exception as error:  # ONNX Runtime raises a dozen types without a common base
             raise StageError(
@@ -148,15 +145,12 @@ class FirstWrong:
 
 
 def find_first_wrong(
-    reference_path: Path, variant_path: Path, feed: Feed, rtol: float, atol: float, providers: Sequence[str] = CPU
+    reference_path: Path, variant_path: Path, feed: Feed, rtol: float, atol: float
 ) -> FirstWrong | None:
-    """Return the node of `variant_path` where the error first exceeds the tolerance; None if no output is wrong.
-
-    `providers` are those of the variant; the reference is computed on the CPU.
-    """
+    """Return the node of `variant_path` where the error first exceeds the tolerance; None if no output is wrong."""
     reference, variant = Graph(reference_path), Graph(variant_path)
     own = {name: _cast_input(reference, name, array) for name, array in feed.items() if name in reference.inputs}
-    prober = _Prober(variant, feed, lambda names: reference.run(own, names), rtol, atol, providers)
+    prober = _Prober(variant, feed, lambda names: reference.run(own, names), rtol, atol)
     return _search(prober, comparable_tensors(reference, variant))
 
 
@@ -166,7 +160,7 @@ def find_first_wrong_by_values(
     """Do the same with known values, by the names of the file's tensors."""
     variant = Graph(variant_path)
     points = {name: name for name in variant.producer_index if name in values}
-    prober = _Prober(variant, feed, lambda names: {name: values[name] for name in names}, rtol, atol, CPU)
+    prober = _Prober(variant, feed, lambda names: {name: values[name] for name in names}, rtol, atol)
     return _search(prober, points)
 
 
@@ -199,18 +193,15 @@ def _match_by_order(reference: Graph, variant: Graph, matched: set[str]) -> Iter
 class _Prober:
     """Computes which tensors are wrong, and by how much."""
 
-    def __init__(
-        self, variant: Graph, feed: Feed, values: Values, rtol: float, atol: float, providers: Sequence[str]
-    ) -> None:
+    def __init__(self, variant: Graph, feed: Feed, values: Values, rtol: float, atol: float) -> None:
         self.variant, self._values, self._rtol, self._atol = variant, values, rtol, atol
         self._feed = {name: _cast_input(variant, name, array) for name, array in feed.items() if name in variant.inputs}
-        self._providers = providers
         self._known: dict[str, float | None] = {}  # 0 is right; None cannot be compared
 
     def errors(self, points: Mapping[str, str], names: Sequence[str]) -> dict[str, float | None]:
         if missing := [name for name in names if name not in self._known]:
             expected = self._values([points[name] for name in missing])
-            actual = self.variant.run(self._feed, missing, self._providers)
+            actual = self.variant.run(self._feed, missing)
             for name in missing:
                 self._known[name] = tensor_error(expected[points[name]], actual[name], self._rtol, self._atol)
         return {name: self._known[name] for name in names}

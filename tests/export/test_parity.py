@@ -11,7 +11,7 @@ from onnx import numpy_helper
 from torch import Tensor, nn
 
 from export.checks.parity import compare_outputs
-from export.compare import Comparison, require_equal
+from export.compare import Comparison, is_different, require_equal
 from pipeline.contract.data import Samples
 from pipeline.contract.settings.stages import Export
 from pipeline.system.errors import StageError
@@ -103,7 +103,7 @@ def test_output_of_another_shape_is_refused() -> None:
 def test_nan_and_infinity_are_differences(expected: float, found: float) -> None:
     one = compared([[expected, 0.0, 0.0]], [[found, 0.0, 0.0]])
     assert one.beyond_tolerance == COUNT
-    assert not one.equal
+    assert is_different(asdict(one))
 
 
 def test_equal_infinities_are_no_error(exported: Exporter) -> None:
@@ -115,24 +115,24 @@ def test_equal_infinities_are_no_error(exported: Exporter) -> None:
 
 def test_equal_answers_have_no_flips() -> None:
     one = compared([[1.0, 2.0, 3.0]], [[1.0, 2.0, 3.0]])
-    assert (one.flips, one.unexplained_flips, one.max_abs_error, one.equal) == (0, 0, 0.0, True)
+    assert (one.flips, one.unexplained_flips, one.max_abs_error, is_different(asdict(one))) == (0, 0, 0.0, False)
 
 
 def test_flip_within_tolerance_is_explained() -> None:
     one = compared([[0.500, 0.501, 0.0]], [[0.501, 0.500, 0.0]])
-    assert (one.flips, one.unexplained_flips, one.equal) == (COUNT, 0, True)
+    assert (one.flips, one.unexplained_flips, is_different(asdict(one))) == (COUNT, 0, False)
 
 
 def test_flip_beyond_tolerance_is_not_explained() -> None:
     one = compared([[0.50, 0.51, 0.0], [1.0, 0.0, 0.0]], [[0.53, 0.51, 0.0], [1.0, 0.0, 0.0]])
     assert one.flips == one.unexplained_flips == -(-COUNT // 2)
-    assert not one.equal
+    assert is_different(asdict(one))
 
 
 def test_output_beyond_tolerance_is_refused_without_flips() -> None:
     one = compared([[1.0, 0.0, 0.0]], [[2.0, 0.0, 0.0]])
     assert (one.flips, one.unexplained_flips, one.beyond_tolerance) == (0, 0, COUNT)
-    assert not one.equal
+    assert is_different(asdict(one))
 
 
 def test_relative_errors_are_of_the_expected_value() -> None:
