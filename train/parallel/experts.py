@@ -84,7 +84,9 @@ class _Dispatch:
         weighted = outputs * top_k_weights.reshape(-1, 1)[order]
         rows = weighted.new_zeros(top_k_index.numel(), hidden_states.shape[1]).index_copy(0, order, weighted)
         combined = rows.view(*top_k_index.shape, -1).sum(1).to(hidden_states.dtype)
-        return all_reduce_forward(combined, tensor_group) if self._tensor > 1 else combined
+        if self._tensor > 1:  # all use the sum in the same way, so a summand has its gradient: autograd needs no part
+            dist.all_reduce(combined.detach(), group=tensor_group)
+        return combined
 
     def _select(self, chosen: Tensor) -> tuple[Tensor, Tensor]:
         """Return which choices this process sends: counts by receiver and its expert, and positions in that order."""
@@ -116,7 +118,10 @@ class _Dispatch:
 
         Their gradient is divided, since it already has the tokens of all `expert` processes, and is averaged later.
         """
-        return divide_gradient(local_shard(parameter), self._expert)
+        rows = local_shard(parameter)
+        if rows.requires_grad:
+            rows.register_hook(lambda gradient: gradient / self._expert)  # type: ignore[no-untyped-call]
+        return rows
 
 
 def _has_experts(module: nn.Module) -> bool:
@@ -138,18 +143,6 @@ def all_to_all_rows(rows: Tensor, send: Sequence[int], receive: Sequence[int], g
 def all_reduce_backward(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Return the tensor, of which each process uses a part: its gradient is the sum over the processes."""
     result: Tensor = _AllReduceBackward.apply(tensor, group)  # type: ignore[no-untyped-call]
-    return result
-
-
-def all_reduce_forward(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return the sum over the processes; all use it in the same way, so a summand has the gradient of the sum."""
-    result: Tensor = _AllReduceForward.apply(tensor, group)  # type: ignore[no-untyped-call]
-    return result
-
-
-def divide_gradient(tensor: Tensor, divisor: int) -> Tensor:
-    """Return the tensor; its gradient is divided by `divisor`."""
-    result: Tensor = _DivideGradient.apply(tensor, divisor)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -178,31 +171,6 @@ class _AllReduceBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return _all_reduce(gradients[0], ctx.group), None
-
-
-class _AllReduceForward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:  # noqa: ARG004
-        return _all_reduce(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:  # noqa: ARG004
-        return gradients[0], None
-
-
-def _all_reduce(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    total = tensor.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(total, group=group)
-    return total
-
-
-class _DivideGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, divisor: int) -> Tensor:
-        ctx.divisor = divisor
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0] / ctx.divisor, None
+        total = gradients[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
