@@ -15,7 +15,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -68,10 +68,8 @@ class StepTracer:
         events = merge_timelines(timelines, self._steps.start - 1)  # the profiler also counts its warm-up step
         text = json.dumps({"displayTimeUnit": "ms", "traceEvents": events})
         write_atomic(self._directory / TRACE_FILE, gzip.compress(text.encode(), mtime=0))
-        by_rank = {name: asdict(shares) for name, shares in communication_shares(events).items()}
-        write_json(
-            self._directory / SHARES_FILE, {"first_step": self._steps.start, "steps": len(self._steps), **by_rank}
-        )
+        traced = {"first_step": self._steps.start, "steps": len(self._steps)}
+        write_json(self._directory / SHARES_FILE, {**traced, **communication_shares(events)})
         print(
             f"timeline of steps {self._steps.start} to {self._steps.stop - 1}: train/{TRACE_FILE} of the run",
             flush=True,
@@ -128,14 +126,6 @@ class Timeline:
     events: Sequence[Event]
 
 
-@dataclass(frozen=True)
-class CommunicationShares:
-    """Shares of the traced steps' time."""
-
-    communication: float  # some communication was in progress
-    exposed: float  # and this process computed nothing meanwhile
-
-
 def merge_timelines(timelines: Sequence[Timeline], first_step: int) -> list[Event]:
     """Merge into one lane per process; times are microseconds of the first process's clock, from the first event."""
     shifts = clock_offsets_ns(timelines)
@@ -165,8 +155,11 @@ def clock_offsets_ns(timelines: Sequence[Timeline]) -> list[int]:
     ]
 
 
-def communication_shares(events: Iterable[Event]) -> dict[str, CommunicationShares]:
-    """Return the shares of a merged timeline by lane; where a process used a GPU, its kernels count."""
+def communication_shares(events: Iterable[Event]) -> dict[str, dict[str, float]]:
+    """Return by lane in which share of the steps' time communication was in progress, and was not hidden.
+
+    It is exposed while the process computes nothing; where a process used a GPU, its kernels count.
+    """
     by_rank: dict[int, list[Event]] = {}
     for event in events:
         if event["ph"] == "X":
@@ -188,7 +181,7 @@ def union_length(spans: Iterable[Span]) -> float:
     return total
 
 
-def _lane_shares(events: Sequence[Event]) -> CommunicationShares:
+def _lane_shares(events: Sequence[Event]) -> dict[str, float]:
     on_gpu = any(event.get("cat") == "kernel" for event in events)
     exchange, compute, steps = list[Span](), list[Span](), list[Span]()
     for event in events:
@@ -203,14 +196,13 @@ def _lane_shares(events: Sequence[Event]) -> CommunicationShares:
             compute.append(span)
     step_seconds = union_length(steps)
     if not step_seconds:
-        return CommunicationShares(0.0, 0.0)
+        return {"communication": 0.0, "exposed": 0.0}
     begin, end = min(start for start, _ in steps), max(stop for _, stop in steps)
     exchange_in_steps = [
         (max(start, begin), min(stop, end)) for start, stop in exchange if start < end and stop > begin
     ]
-    return CommunicationShares(
-        union_length(exchange_in_steps) / step_seconds, uncovered_length(exchange_in_steps, compute) / step_seconds
-    )
+    exposed = uncovered_length(exchange_in_steps, compute)
+    return {"communication": union_length(exchange_in_steps) / step_seconds, "exposed": exposed / step_seconds}
 
 
 def _is_relevant(event: Mapping[str, Any]) -> bool:

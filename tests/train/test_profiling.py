@@ -10,7 +10,6 @@ from torch.profiler import ProfilerActivity, profile
 from train.profiling import (
     SHARES_FILE,
     TRACE_FILE,
-    CommunicationShares,
     Timeline,
     clock_offsets_ns,
     communication_shares,
@@ -62,8 +61,8 @@ def test_communication_without_computation_is_exposed() -> None:
         span("gloo:all_reduce", 50, 120, pid=1),  # of which 20 are after the last step
     ]
     assert communication_shares(events) == {
-        "rank 0": CommunicationShares(0.4, 0.2),
-        "rank 1": CommunicationShares(0.5, 0.05),
+        "rank 0": {"communication": 0.4, "exposed": 0.2},
+        "rank 1": {"communication": 0.5, "exposed": 0.05},
     }
 
 
@@ -76,11 +75,11 @@ def test_with_a_gpu_only_kernels_count() -> None:
         span("ncclDevKernel_AllReduce_Sum_f32", 40, 80, category="kernel"),
         span("Memcpy HtoD", 75, 80, category="gpu_memcpy"),
     ]
-    assert communication_shares(events) == {"rank 0": CommunicationShares(0.4, 0.15)}
+    assert communication_shares(events) == {"rank 0": {"communication": 0.4, "exposed": 0.15}}
 
 
 def test_a_process_without_traced_steps_has_no_shares() -> None:
-    assert communication_shares([span("gloo:all_reduce", 0, 1)]) == {"rank 0": CommunicationShares(0.0, 0.0)}
+    assert communication_shares([span("gloo:all_reduce", 0, 1)]) == {"rank 0": {"communication": 0.0, "exposed": 0.0}}
 
 
 def test_processes_become_named_lanes_and_steps_get_their_numbers() -> None:
