@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -56,7 +56,7 @@ class LoaderWorkers:
             batch_size=None,
             num_workers=count,
             prefetch_factor=_BATCHES_PER_WORKER,
-            collate_fn=_identity,
+            collate_fn=lambda batch: batch,
             pin_memory=pinned,
             worker_init_fn=parent_watch.start,
             multiprocessing_context="fork",  # a data set need not be picklable
@@ -90,10 +90,6 @@ class LoadFailure:
 
     error: Exception
     trace: str = ""  # of a worker
-
-    def reraise(self) -> NoReturn:
-        sys.stderr.write(self.trace)
-        raise self.error
 
 
 class _LoaderDataset:
@@ -134,10 +130,6 @@ class _ParentWatch:
 
 def _position(request: Any) -> tuple[int, int, int]:
     return request.step, request.slice, request.part
-
-
-def _identity(batch: Any) -> Any:
-    return batch
 
 
 _GPU_MEMORY_SHARE = 0.2  # of the free GPU memory, for columns
@@ -240,7 +232,8 @@ class BatchLoader:
         """Return the batch for use on the current stream."""
         if isinstance(pending.batch, LoadFailure):
             self._ahead.clear()
-            pending.batch.reraise()
+            sys.stderr.write(pending.batch.trace)
+            raise pending.batch.error
         if pending.copied is not None:
             current = torch.cuda.current_stream(self._device)
             current.wait_event(pending.copied)

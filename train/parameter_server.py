@@ -221,8 +221,7 @@ class Server:
     def exchange(self, rank: int, result: Result | None) -> Work | None:
         """Take a result and return the next step; None when all steps are handed out."""
         with self._lock:
-            if self._failure is not None:
-                raise self._failure
+            self.check()
             if result is not None and self.updates - result.version > self._staleness:
                 self._tally.redone += 1
                 return Work(result.step, self.updates, flatten(self._parameters).cpu())

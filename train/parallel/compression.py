@@ -252,9 +252,9 @@ class PowerSGDCompressor(ErrorFeedbackCompressor):
         matrices = [gradient.flatten(1) for gradient in bucket.gradients() if is_worth_factoring(gradient, self._rank)]
         small_gradients = [gradient for gradient in bucket.gradients() if not is_worth_factoring(gradient, self._rank)]
         bases = self._split_bases(bucket.index(), matrices)
-        left_factors = [matrix.float() @ orthonormalize(base) for matrix, base in zip(matrices, bases, strict=True)]
+        left_factors = [matrix.float() @ torch.linalg.qr(base).Q for matrix, base in zip(matrices, bases, strict=True)]
         averages = self._average_together([*left_factors, *small_gradients])
-        left_factors = [orthonormalize(factor) for factor in averages[: len(left_factors)]]
+        left_factors = [torch.linalg.qr(factor).Q for factor in averages[: len(left_factors)]]
         right_factors = [matrix.float().T @ factor for matrix, factor in zip(matrices, left_factors, strict=True)]
         _multiply(left_factors, right_factors, matrices)
         remainder = original.sub_(buffer)  # zero for the small gradients, which are sent whole
@@ -301,11 +301,6 @@ def is_worth_factoring(gradient: Tensor, rank: int) -> bool:
         return False
     rows, columns = gradient.flatten(1).shape
     return 2 * min(rows, columns, rank) * (rows + columns) < rows * columns
-
-
-def orthonormalize(columns: Tensor) -> Tensor:
-    basis: Tensor = torch.linalg.qr(columns).Q
-    return basis
 
 
 def _multiply(left: Sequence[Tensor], right: Sequence[Tensor], out: Sequence[Tensor]) -> None:

@@ -43,8 +43,9 @@ class FSDPStrategy(Strategy):
         self._is_first_of_tensor_group = self.mesh.get_local_rank("tensor") == 0  # all of the group compute the same
         # As in DistributedDataParallel: buffers that a training pass may read come from the first process at each step.
         self._sync_buffers = self.group.model_size == 1 and not has_only_running_statistics(self.model)
+        self._temporary_weights = TemporaryWeights(self._materializer, self.group.device)
         if self.group.model_size > 1:
-            split_layers(self.model, self.objective.task, self.mesh["tensor"], self._try, self._temporary_weights())
+            split_layers(self.model, self.objective.task, self.mesh["tensor"], self._try, self._temporary_weights)
         self._experts = self._split_experts()
         if self.config.strategy == "fsdp":
             self._shard()
@@ -116,10 +117,7 @@ class FSDPStrategy(Strategy):
         self.copies = self._expert_mesh["copies"]
         holders = self._expert_mesh["expert", "tensor"]
         holders._flatten()  # so that one exchange and not two puts whole tensors together
-        return split_experts(self.model, holders, self._try, self._temporary_weights())
-
-    def _temporary_weights(self) -> TemporaryWeights:
-        return TemporaryWeights(self._materializer, self.group.device)
+        return split_experts(self.model, holders, self._try, self._temporary_weights)
 
     def _track_counting(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         """Keep `counts_samples` up to date while the micro-batches are computed."""
