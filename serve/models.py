@@ -35,41 +35,32 @@ class Model:
     def __init__(self, name: str) -> None:
         self.name = name
         self.versions: dict[str, ModelVersion] = {}
-        self.current: ModelVersion | None = None
+        self.current: ModelVersion  # from the first on
         self._numbers = itertools.count(1)
-
-    @property
-    def canary(self) -> Canary | None:
-        return self.current.canary if self.current else None
-
-    @property
-    def shadow(self) -> Shadow | None:
-        return self.current.shadow if self.current else None
 
     def add(
         self, predictor: Predictor, pool: Executor, budget: MemoryBudget | None = None, canary_share: float = 0.0
     ) -> ModelVersion:
         """Add a version, which gets all requests that name none, or the canary's share of them."""
         version = ModelVersion(self.name, str(next(self._numbers)), predictor, pool, budget)
-        self.versions[version.version] = version
-        if canary_share and self.current is not None:
+        if canary_share and self.versions:
             self.current.canary = Canary(version, canary_share)
         else:
             self.current = version
+        self.versions[version.version] = version
         return version
 
     def set_shadow(self, shadow: Shadow | None) -> None:
         """Send copies of the current version's requests to this shadow; the one before ends."""
-        assert self.current is not None
         if self.current.shadow is not None:
             self.current.shadow.close()
         self.current.shadow = shadow
 
     def status(self) -> dict[str, Any]:
         """Return the versions and their roles; any thread may ask."""
-        canary, shadow = self.canary, self.shadow
+        canary, shadow = self.current.canary, self.current.shadow
         return {
-            "current": self.current.version if self.current else "",
+            "current": self.current.version,
             "canary": {"version": canary.candidate.version, "share": canary.share} if canary else None,
             "shadow": shadow.status() if shadow else None,
             "versions": {number: {"bundle": version.digest} for number, version in self.versions.items()},
@@ -87,12 +78,12 @@ class Model:
     def find_version(self, version: str = "") -> ModelVersion:
         if (match := self.get_version(version)) is not None:
             return match
-        listed = ", ".join(f"{one.version} ({one.digest[:12]})" for one in self.versions.values()) or "none"
+        listed = ", ".join(f"{one.version} ({one.digest[:12]})" for one in self.versions.values())
         raise NotFound(f"model {self.name!r} has no version {version[:64]!r}; there are {listed}")
 
 
 class ModelRepository:
-    """The models by name. It is ready unless it drains, has no model, or a model has no current version."""
+    """The models by name. It is ready unless it drains or has no model."""
 
     def __init__(self) -> None:
         self._draining = False
@@ -153,10 +144,11 @@ class ModelRepository:
         return {"models": {model.name: model.status() for model in self.models}}
 
     def ready(self) -> bool:
-        return bool(self._models) and all(map(self.model_ready, self._models))
+        return bool(self._models) and not self.draining
 
     def model_ready(self, name: str) -> bool:
-        return self.find_model(name).current is not None and not self.draining
+        self.find_model(name)
+        return not self.draining
 
     def metadata(self) -> dict[str, Any]:
         return {"name": "pipe", "version": __version__, "extensions": list(_EXTENSIONS)}

@@ -35,7 +35,6 @@ def model(bundle_path: Path, other_path: Path, pool: Executor) -> Model:
 
 
 def _chosen(model: Model, payload: v1.Payload | v2.Payload, request_id: bytes = b"") -> ModelVersion:
-    assert model.current is not None
     return asyncio.run(model.current.choose(payload, request_id))
 
 
@@ -54,36 +53,35 @@ def test_another_candidate_gets_other_ids(model: Model) -> None:
 
 
 def test_larger_share_keeps_the_ids_of_a_smaller_one(model: Model) -> None:
-    assert model.canary is not None
-    small, large = Canary(model.canary.candidate, 0.1), Canary(model.canary.candidate, 0.2)
+    assert model.current.canary is not None
+    small, large = Canary(model.current.canary.candidate, 0.1), Canary(model.current.canary.candidate, 0.2)
     assert {key for key in IDS if small.takes(key)} < {key for key in IDS if large.takes(key)}
 
 
 def test_id_in_the_body_takes_precedence_over_the_header(model: Model) -> None:
-    assert model.canary is not None
-    taken = next(key for key in IDS if model.canary.takes(key))
-    left = next(key for key in IDS if not model.canary.takes(key))
+    assert model.current.canary is not None
+    taken = next(key for key in IDS if model.current.canary.takes(key))
+    left = next(key for key in IDS if not model.current.canary.takes(key))
 
     def call(key: bytes) -> v2.Payload:
         return v2.Payload("tiny", b'{"id": "%s", "inputs": []}' % key, None, None)
 
-    assert _chosen(model, call(taken), left) is model.canary.candidate
+    assert _chosen(model, call(taken), left) is model.current.canary.candidate
     assert _chosen(model, call(left), taken) is model.current
-    assert _chosen(model, call(b""), taken) is model.canary.candidate
-    assert _chosen(model, v1.Payload(b"{}"), taken) is model.canary.candidate
+    assert _chosen(model, call(b""), taken) is model.current.canary.candidate
+    assert _chosen(model, v1.Payload(b"{}"), taken) is model.current.canary.candidate
     assert _chosen(model, v1.Payload(b"{}"), left) is model.current
 
 
 def test_id_is_read_from_a_long_body_too(model: Model) -> None:
-    assert model.canary is not None
-    taken = next(key for key in IDS if model.canary.takes(key))
+    assert model.current.canary is not None
+    taken = next(key for key in IDS if model.current.canary.takes(key))
     long = v2.Payload("tiny", b'{"id": "%s", "inputs": []%s}' % (taken, b" " * 2_000_000), None, None)
     assert not long.is_quick
-    assert _chosen(model, long) is model.canary.candidate
+    assert _chosen(model, long) is model.current.canary.candidate
 
 
 def test_without_a_canary_the_current_version_gets_all_requests(model: Model) -> None:
-    assert model.current is not None
     model.current.canary = None
     assert {_chosen(model, v1.Payload(b"{}"), key) for key in IDS[:50]} == {model.current}
 
@@ -95,8 +93,8 @@ TENSOR = {"name": "image", "shape": [1, 1, 8, 8], "datatype": "FP32"}
 def test_request_that_names_a_version_gets_it_whatever_its_id(
     model: Model, picture: list[list[int]], protocol: str
 ) -> None:
-    assert model.canary is not None
-    repository, taken = ModelRepository(), next(key for key in IDS if model.canary.takes(key))
+    assert model.current.canary is not None
+    repository, taken = ModelRepository(), next(key for key in IDS if model.current.canary.takes(key))
     repository.add(model)
     requests = RequestLog(Metrics(list))
 

@@ -10,24 +10,20 @@ import pytest
 
 from pipeline.contract.bundle import Bundle, open_bundle
 from serve.errors import NotFound
-from serve.models import Model, ModelRepository, make_repository
+from serve.models import ModelRepository, make_repository
 from serve.options import parse_options
 from serve.runtime.loading import load_predictor
 
 
-def test_service_is_ready_only_if_all_models_are(bundle: Bundle, other_path: Path, pool: Executor) -> None:
+def test_service_is_ready_if_it_has_models_and_does_not_drain(bundle: Bundle, other_path: Path, pool: Executor) -> None:
     loaded = [("one", load_predictor(bundle, "cpu", 1)), ("two", load_predictor(open_bundle(other_path), "cpu", 1))]
     assert ModelRepository().ready() is False, "without a model there is nothing to be ready"
     repository = make_repository(loaded, parse_options(["unused"]), pool)
     assert repository.ready() is True
-    repository.add(empty := Model("empty"))
-    assert repository.ready() is False
     assert repository.model_ready("one") is True
-    assert repository.model_ready("empty") is False
-    empty.add(load_predictor(bundle, "cpu", 1), pool)
-    assert repository.ready() is True
     repository.draining = True
     assert repository.ready() is False
+    assert repository.model_ready("one") is False
     assert repository.index(ready=True) == []
     assert {one["state"] for one in repository.index()} == {"UNAVAILABLE"}
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from serve.grpc.service import Calls
-from serve.models import Model, ModelRepository
+from serve.models import ModelRepository
 from serve.monitoring.request_log import RequestLog
 from serve.monitoring.snapshot import Metrics
 from serve.request_context import in_flight
@@ -53,7 +53,6 @@ def test_watch_ends_with_its_client_and_is_no_failure() -> None:
     watch = [*GRPC[:2], (b":path", b"/grpc.health.v1.Health/Watch"), (b"content-type", b"application/grpc")]
     _, _, _, not_serving = client.send(headers(1, watch), data(1, b"\0\0\0\0\0"))[-1]
     assert not_serving == b"\0\0\0\0\2\x08\2", "without models nothing is ready"
-    client.repository.add(Model("empty"))
     client.repository.draining = False  # nothing has changed for the client
     assert client.received() == []
     client.send(frames.rst_stream(1, ErrorCode.CANCEL))
