@@ -50,9 +50,6 @@ class Health:
             raise NotFound(f"no service {message.service[:200]!r}; there are {names}, and '' for all")
         return self.status(message.service)
 
-    def watch(self, stream: MessageStream) -> Watcher:
-        return Watcher(self, stream)
-
     def status(self, service: str) -> Any:
         if service not in _SERVICES:
             return _Response(status="SERVICE_UNKNOWN")

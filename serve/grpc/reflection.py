@@ -59,9 +59,6 @@ class Reflection:
         self._files = files
         self._services = [f"{file.package}.{name}" for file in files for name in file.descriptor.services_by_name]
 
-    def open(self, stream: MessageStream) -> _Conversation:
-        return _Conversation(self, stream)
-
     def respond(self, request: Any) -> Any:
         response = self._response_class(valid_host=request.host, original_request=request)
         kind = request.WhichOneof("message_request")
@@ -82,7 +79,9 @@ class Reflection:
         return response
 
 
-class _Conversation:
+class Conversation:
+    """One call: each message is answered when it arrives."""
+
     def __init__(self, reflection: Reflection, stream: MessageStream) -> None:
         self._reflection, self._stream = reflection, stream
 

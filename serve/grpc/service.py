@@ -315,7 +315,7 @@ class Servicer:
 def _methods(servicer: Servicer, health_service: health.Health) -> dict[str, Method]:
     """Return the methods by path."""
     parse_health = health.HealthCheckRequest.FromString
-    watch = Method("Watch", parse_health, None, needs_key=False, stream=health_service.watch)
+    watch = Method("Watch", parse_health, None, needs_key=False, stream=partial(health.Watcher, health_service))
     methods = {
         f"/{health.SERVICE}/Check": Method("Check", parse_health, health_service.check, needs_key=False),
         f"/{health.SERVICE}/Watch": watch,
@@ -327,9 +327,9 @@ def _methods(servicer: Servicer, health_service: health.Health) -> dict[str, Met
     files = [open_inference.FILE, health.FILE, *reflection.FILES]
     for version in reflection.FILES:
         service = reflection.Reflection(version, files)
-        methods[f"/{version.package}.ServerReflection/ServerReflectionInfo"] = Method(
-            "ServerReflectionInfo", service.request_class.FromString, None, stream=service.open
-        )
+        converse = partial(reflection.Conversation, service)
+        method = Method("ServerReflectionInfo", service.request_class.FromString, None, stream=converse)
+        methods[f"/{version.package}.ServerReflection/{method.name}"] = method
     return methods
 
 
