@@ -46,20 +46,18 @@ class ErrorCode(IntEnum):
     HTTP_1_1_REQUIRED = 13
 
 
-class ConnectionFault(Exception):
+class _Fault(Exception):
+    def __init__(self, code: ErrorCode, text: str) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+class ConnectionFault(_Fault):
     """A connection error: the connection has to be closed."""
 
-    def __init__(self, code: ErrorCode, text: str) -> None:
-        super().__init__(text)
-        self.code = code
 
-
-class StreamFault(Exception):
+class StreamFault(_Fault):
     """A stream error: one request is wrong, the others of its connection continue."""
-
-    def __init__(self, code: ErrorCode, text: str) -> None:
-        super().__init__(text)
-        self.code = code
 
 
 class FrameReader:

@@ -153,12 +153,7 @@ def decode_string(block: bytes, position: int) -> tuple[bytes, int]:
     if end > len(block):
         raise HpackError("the block ends within a string")
     data = block[position:end]
-    if not block[start] & 0x80:
-        return data, end
-    try:
-        return huffman_decode(data), end
-    except HuffmanError as error:
-        raise HpackError(str(error)) from None
+    return huffman_decode(data) if block[start] & 0x80 else data, end
 
 
 def encode_status(code: int) -> bytes:
@@ -173,15 +168,13 @@ def encode_literals(fields: Iterable[Field]) -> bytes:
 
 def _encode_string(value: bytes) -> bytes:
     size = len(value)
-    return b"%c%b" % (size, value) if size < 0x7F else _encode_integer(size, 7) + value
+    return b"%c%b" % (size, value) if size < 0x7F else _encode_length(size) + value
 
 
-def _encode_integer(value: int, bits: int) -> bytes:
-    mask = (1 << bits) - 1
-    if value < mask:
-        return bytes([value])
-    value -= mask
-    out = bytearray([mask])
+def _encode_length(value: int) -> bytes:
+    """Encode a length that does not fit into the first byte with its seven bits."""
+    value -= 0x7F
+    out = bytearray([0x7F])
     while value > 0x7F:
         out.append(value & 0x7F | 0x80)
         value >>= 7
@@ -203,10 +196,6 @@ _LENGTHS = (
 _END = 256
 
 
-class HuffmanError(Exception):
-    """Invalid Huffman data."""
-
-
 def huffman_decode(data: bytes) -> bytes:
     """Decode a byte at a time, with a table of steps that is filled as needed."""
     state, out, steps = 1, [], _STEPS
@@ -217,7 +206,7 @@ def huffman_decode(data: bytes) -> bytes:
         state, decoded = step
         out.append(decoded)
     if state not in _PADDINGS:
-        raise HuffmanError("a Huffman string ends within a code")
+        raise HpackError("a Huffman string ends within a code")
     return b"".join(out)
 
 
@@ -231,7 +220,7 @@ def _step(state: int, byte: int) -> tuple[int, bytes]:
         state = state << 1 | byte >> bit & 1
         symbol = _SYMBOLS.get(state)
         if symbol == _END:
-            raise HuffmanError("a Huffman string continues after its end")
+            raise HpackError("a Huffman string continues after its end")
         if symbol is not None:
             decoded.append(symbol)
             state = 1
@@ -239,13 +228,10 @@ def _step(state: int, byte: int) -> tuple[int, bytes]:
     return _STEPS[key]
 
 
-def _lengths() -> list[int]:
-    return [26 + int(letter) if letter.isdigit() else ord(letter) - ord("A") + 1 for letter in _LENGTHS]
-
-
 def _symbols() -> dict[int, int]:
     """Return the symbol of each code; a leading 1 keeps the code's leading zeros."""
-    lengths, symbols, code, previous = _lengths(), {}, 0, 0
+    lengths = [26 + int(letter) if letter.isdigit() else ord(letter) - ord("A") + 1 for letter in _LENGTHS]
+    symbols, code, previous = {}, 0, 0
     for length, symbol in sorted((length, symbol) for symbol, length in enumerate(lengths)):
         code <<= length - previous
         symbols[1 << length | code] = symbol
