@@ -53,7 +53,7 @@ class Service:
         self._app = App(self.repository, self.requests, security.keys, page=options.page, budget=self._budget)
         self.headers = [("x-served-by", str(served_by or os.getpid()))]
         self._listeners: dict[Port, Listener[Any]] = {}
-        self._on_connection_end: Callable[[], None] = lambda: None
+        self.on_connection_end: Callable[[], None] = lambda: None  # called at each end, from the next `listen` on
 
     async def listen(self, port: Port, sock: socket.socket | None) -> None:
         """Listen on this socket, or without one to the connections that `take` gets."""
@@ -69,17 +69,13 @@ class Service:
             headers = [*self.headers, *self._security.headers]
             connections, memory = limits.http_connections, limits.connection_bytes
             listener = Http1Listener(self._app, sock, headers, log, context, connections, memory)
-        listener.peers.on_release = self._on_connection_end
+        listener.peers.on_release = self.on_connection_end
         await listener.start()
         self._listeners[port] = listener
 
     def take(self, port: Port, client: socket.socket) -> None:
         """Serve a connection that another process has accepted."""
         self._listeners[port].take(client)
-
-    def on_connection_end(self, listener: Callable[[], None]) -> None:
-        """Call this whenever a connection has ended, from the next `listen` on."""
-        self._on_connection_end = listener
 
     @property
     def open_connections(self) -> int:

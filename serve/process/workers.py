@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import itertools
 import logging
 import mmap
@@ -23,7 +24,7 @@ import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -58,7 +59,7 @@ log = logging.getLogger(__name__)
 
 Load = Callable[[], list[LoadedModel]]
 MakeService = Callable[[], Service]
-Methods = Mapping[str, Callable[..., Awaitable[Any]]]
+Methods = Mapping[str, Callable[..., Any]]  # some are coroutine functions
 
 
 class Channel:
@@ -105,7 +106,8 @@ class Channel:
         self._send(0, method, ())
 
     async def _answer(self, number: int, method: str, args: tuple[Any, ...]) -> None:
-        self._send(number, "", await self._methods[method](*args))
+        value = self._methods[method](*args)
+        self._send(number, "", await value if inspect.isawaitable(value) else value)
 
     def _send(self, number: int, method: str, value: Any) -> None:
         data = pickle.dumps((number, method, value))
@@ -134,10 +136,11 @@ class Worker:
     def __init__(self, service: Service, connections: socket.socket, channel: socket.socket, note: Any) -> None:
         """`note` publishes the time and how many connections were closed."""
         self._service, self._connections, self._note = service, connections, note
-        methods: Methods = {"status": self._status, "snapshot": self._snapshot, "become_unready": self._become_unready}
+        metrics, status = service.requests.metrics, service.repository.status
+        methods = {"status": status, "snapshot": metrics.snapshot, "become_unready": service.become_unready}
         self._channel = Channel(channel, methods)
-        service.requests.metrics.of_service = self._total
-        service.on_connection_end(self._publish)
+        metrics.of_service = self._total
+        service.on_connection_end = self._publish
         self._taken = 0
 
     async def serve(self, ports: Sequence[Port], security: Security) -> None:
@@ -178,17 +181,8 @@ class Worker:
         """Let the supervisor see that this process makes turns, and how many connections have ended."""
         self._note(time.monotonic(), self._taken - self._service.open_connections)
 
-    async def _status(self) -> dict[str, Any]:
-        return self._service.repository.status()
-
-    async def _snapshot(self) -> Snapshot:
-        return self._service.requests.metrics.snapshot()
-
     async def _total(self) -> Snapshot:
-        return await self._channel.call("total") or await self._snapshot()
-
-    async def _become_unready(self) -> None:
-        self._service.become_unready()
+        return await self._channel.call("total") or self._service.requests.metrics.snapshot()
 
 
 class WorkerProcess:
@@ -437,7 +431,7 @@ class Supervisor(Server):
         self._missing.append(worker.index)
         self._fork_needed.set()
 
-    async def _on_ready(self, index: int, identity: dict[str, Any]) -> None:
+    def _on_ready(self, index: int, identity: dict[str, Any]) -> None:
         worker = self._workers[index]
         self._identity = identity
         worker.ready = True
