@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import base64
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import numpy as np
@@ -15,6 +14,7 @@ import orjson
 from pipeline.contract.codec import Arrays, Part
 from pipeline.system.errors import InvalidPayload
 from serve.protocol.openai import Texts, convert_fields, split_texts
+from serve.protocol.v1 import CodecPayload
 from serve.request_body import parse_object
 from serve.runtime.predictor import Predictor
 
@@ -41,18 +41,11 @@ def parse(body: bytes) -> EmbeddingRequest:
     return convert_fields(parse_object(body), EmbeddingRequest)
 
 
-@dataclass(slots=True)
-class Payload:
-    """A parsed request. Its codec is user code, which may block."""
+@dataclass
+class Payload(CodecPayload):
+    """A parsed request."""
 
     request: EmbeddingRequest
-    _parts: Sequence[Part] = ()
-    is_quick: ClassVar[bool] = False
-    timeout_seconds: ClassVar[float] = math.inf
-
-    def request_id(self) -> str:
-        """Return no id, since the protocol has none."""
-        return ""
 
     def decode(self, predictor: Predictor) -> tuple[Sequence[Part], Sequence[str]]:
         check_dimensions(self.request.dimensions, predictor.embedding_sizes or ())

@@ -6,7 +6,7 @@ import base64
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import orjson
 
@@ -19,19 +19,22 @@ SIGNATURE_NAME = "serving_default"  # of TensorFlow Serving's models; a model he
 _FIELDS = {"instances", "signature_name"}
 
 
-@dataclass(slots=True)
-class Payload:
-    """The body of one prediction. Its codec is user code, which may block."""
+class CodecPayload:
+    """A request in a protocol without ids and timeouts. Its codec is user code, which may block."""
+
+    is_quick, timeout_seconds = False, math.inf
+    _parts: Sequence[Part] = ()
+
+    def request_id(self) -> str:
+        return ""
+
+
+@dataclass
+class Payload(CodecPayload):
+    """The body of one prediction."""
 
     body: bytes
     is_file: bool = False  # the body is an instance, in one of the codec's media types
-    _parts: Sequence[Part] = ()
-    is_quick: ClassVar[bool] = False
-    timeout_seconds: ClassVar[float] = math.inf  # the protocol has no field for it
-
-    def request_id(self) -> str:
-        """Return no id, since the protocol has none."""
-        return ""
 
     def decode(self, predictor: Predictor) -> tuple[Sequence[Part], Sequence[str]]:
         self._parts = predictor.decode([file_instance(self.body)] if self.is_file else parse(self.body))
