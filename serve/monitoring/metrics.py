@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from bisect import bisect_left
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -67,8 +67,8 @@ class ModelMetrics:
     """The metrics of one model version, or of the requests that named no loaded model."""
 
     def __init__(self) -> None:
-        self.requests: defaultdict[tuple[str, int | str], int] = defaultdict(int)
-        self.rejected: defaultdict[str, int] = defaultdict(int)
+        self.requests = Counter[tuple[str, int | str]]()
+        self.rejected = Counter[str]()
         self.seconds: defaultdict[str, Histogram] = defaultdict(partial(Histogram, SECONDS))
         self.phases = {phase: Histogram(SECONDS) for phase in PHASES}
         self.batch_rows, self.batch_requests = Histogram(SIZES), Histogram(SIZES)
@@ -113,10 +113,8 @@ class ModelMetrics:
 
     def merge(self, other: ModelMetrics) -> None:
         """Add the counts of another process."""
-        for protocol_and_status, requests in other.requests.items():
-            self.requests[protocol_and_status] += requests
-        for reason, requests in other.rejected.items():
-            self.rejected[reason] += requests
+        self.requests.update(other.requests)
+        self.rejected.update(other.rejected)
         for protocol, histogram in other.seconds.items():
             self.seconds[protocol].merge(histogram)
         for phase, histogram in other.phases.items():

@@ -415,15 +415,15 @@ def _output_tensor(spec: TensorSpec) -> Schema:
 def _size(axis: int | str, place: int, limits: Limits) -> Schema:
     if isinstance(axis, int):
         return {"const": axis}
-    if place == 0:
-        return {"type": "integer", "minimum": 1, "maximum": limits.max_batch_size}
     least, most = _bounds(axis, place, limits)
     return {"type": "integer", "minimum": least, **({} if most is None else {"maximum": most})}
 
 
 def _data(spec: TensorSpec, limits: Limits) -> Schema:
     """Return the schema of data: flat or nested. JSON Schema cannot express that its size must match the shape."""
-    element = _nullable_number(_element(spec.datatype)) if spec.allows_missing else _element(spec.datatype)
+    element = _element(spec.datatype)
+    if spec.allows_missing:
+        element |= {"type": ["number", "null"], "description": "null is a missing number"}
     sizes = [_bounds(axis, at, limits) for at, axis in enumerate(spec.shape)]
     least = math.prod(size[0] for size in sizes)
     most = math.prod(size[1] for size in sizes) if all(size[1] is not None for size in sizes) else None
@@ -458,10 +458,6 @@ def _element(datatype: str) -> Schema:
         return {"type": "integer", "minimum": int(limits.min), "maximum": int(limits.max)}
     edge = _INFINITE_FROM.get(datatype)
     return {"type": "number"} | ({} if edge is None else {"exclusiveMinimum": -edge, "exclusiveMaximum": edge})
-
-
-def _nullable_number(element: Schema) -> Schema:
-    return {**element, "type": ["number", "null"], "description": "null is a missing number"}
 
 
 def _parameters(**properties: Schema) -> Schema:

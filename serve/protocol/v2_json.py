@@ -7,7 +7,7 @@ least twice as fast. Whatever fails in these is parsed again slowly, to report w
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import msgspec
 import numpy as np
@@ -18,6 +18,8 @@ from pipeline.system.errors import InvalidPayload
 from serve.protocol.tensors import Parameters, Tensor
 from serve.protocol.validate import check_counts
 from serve.request_body import check_depth, count_up_to, parse_object
+
+T = TypeVar("T")
 
 _FIELDS = ("id", "parameters", "inputs", "outputs", "model_name")
 _INPUT = ("name", "shape", "datatype", "parameters", "data")
@@ -65,15 +67,15 @@ def read_v2_json(text: bytes | memoryview, signature: Signature | None = None) -
 
 def validate_fields(fields: Mapping[str, Any], signature: Signature | None = None) -> JsonRequest:
     _check_keys(fields, "body", _FIELDS)
-    inputs, outputs = _list(fields, "inputs", ""), _list(fields, "outputs", "", [])
+    inputs, outputs = _field(fields, "inputs", "", list), _field(fields, "outputs", "", list, [])
     if signature is not None:
         check_counts(len(inputs), len(outputs), signature)
     return JsonRequest(
         inputs=[_tensor(item, f"inputs.{index}") for index, item in enumerate(inputs)],
-        id=_text(fields, "id", "", ""),
+        id=_field(fields, "id", "", str, ""),
         outputs=[_output(item, f"outputs.{index}") for index, item in enumerate(outputs)],
         parameters=_parameters(fields, "parameters"),
-        model_name=_text(fields, "model_name", "", "") or None,
+        model_name=_field(fields, "model_name", "", str, "") or None,
     )
 
 
@@ -92,13 +94,13 @@ def flag(parameters: Parameters, name: str, where: str, *, default: bool) -> boo
 
 def _tensor(fields: Any, where: str) -> Tensor:
     _check_keys(fields, where, _INPUT)
-    name, datatype = _text(fields, "name", where), _text(fields, "datatype", where)
+    name, datatype = _field(fields, "name", where, str), _field(fields, "datatype", where, str)
     return Tensor(name, datatype, _shape(fields, where), fields.get("data"), _parameters(fields, f"{where}.parameters"))
 
 
 def _output(fields: Any, where: str) -> JsonOutput:
     _check_keys(fields, where, _OUTPUT)
-    return JsonOutput(_text(fields, "name", where), _parameters(fields, f"{where}.parameters"))
+    return JsonOutput(_field(fields, "name", where, str), _parameters(fields, f"{where}.parameters"))
 
 
 def _check_keys(fields: Any, where: str, known: Sequence[str]) -> None:
@@ -109,26 +111,18 @@ def _check_keys(fields: Any, where: str, known: Sequence[str]) -> None:
             raise InvalidPayload(f'{where}: unknown field "{key[:80]}"; known fields: {", ".join(known)}')
 
 
-def _text(fields: Mapping[str, Any], key: str, where: str, default: str | None = None) -> str:
+def _field(fields: Mapping[str, Any], key: str, where: str, kind: type[T], default: T | None = None) -> T:
     value = fields.get(key)
     value = default if value is None else value  # some clients write null for missing fields
-    if type(value) is str:
+    if type(value) is kind:
         return value
     place = f"{where}.{key}" if where else key
-    raise InvalidPayload(f"{place}: {'is missing' if value is None else 'must be a string'}")
-
-
-def _list(fields: Mapping[str, Any], key: str, where: str, default: list[Any] | None = None) -> list[Any]:
-    value = fields.get(key)
-    value = default if value is None else value
-    if type(value) is list:
-        return value
-    place = f"{where}.{key}" if where else key
-    raise InvalidPayload(f"{place}: {'is missing' if value is None else 'must be a list'}")
+    problem = "is missing" if value is None else f"must be a {'string' if kind is str else 'list'}"
+    raise InvalidPayload(f"{place}: {problem}")
 
 
 def _shape(fields: Mapping[str, Any], where: str) -> list[int]:
-    shape = _list(fields, "shape", where)
+    shape = _field(fields, "shape", where, list)
     for axis in shape:
         if type(axis) is not int or axis < 0:
             raise InvalidPayload(f"{where}.shape: must hold integers from 0 on")
