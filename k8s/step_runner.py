@@ -181,7 +181,7 @@ class StepRunner:
         """Read all logs to their end, also those of pods that ended before they were seen running."""
         pods = self._list(_POD, _UNREACHABLE_TIMEOUT_SECONDS)
         self._logs.follow(_pods_by_name(pods))
-        self._logs.finish()
+        self._logs.follow({})  # the Job has ended, and so all pods
         self._close_logs(_LAST_LOG_LINES_TIMEOUT_SECONDS)
         result = self._result(jobs, pods)
         assert result is not None

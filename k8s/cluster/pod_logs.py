@@ -57,19 +57,14 @@ class PodLogs:
                 self._followed[name] = PodLog(self.connection, self.namespace, name, self.container, file, write_line)
         for name, log in self._followed.items():
             if name not in pods or is_finished(pods[name]):
-                log.pod_finished()
+                log.finished.set()
         self._report_error(self._followed.values())
 
     def wait_for_responses(self, seconds: float) -> None:
         """Wait until the server has responded to the requests of all logs."""
         deadline = time.monotonic() + seconds
         for log in self._followed.values():
-            log.wait_for_response(max(0.0, deadline - time.monotonic()))
-
-    def finish(self) -> None:
-        """Read all logs to their end: the pods have finished."""
-        for log in self._followed.values():
-            log.pod_finished()
+            log.responded.wait(max(0.0, deadline - time.monotonic()))
 
     def close(self, seconds: float) -> None:
         """Wait for the ends of all logs, together no longer than this."""
@@ -112,19 +107,13 @@ class PodLog:
         self._query = {"follow": "true", "timestamps": "true", "container": container}
         self._last_second, self._lines_of_last_second = last_second(file)
         self._written = 0  # lines
-        self._finished, self._closed, self._responded = threading.Event(), threading.Event(), threading.Event()
+        self.finished = threading.Event()  # the pod has: following stops once the log has been read to its end
+        self.responded = threading.Event()  # the server has: from then on no line is missed if the pod goes away
+        self._closed = threading.Event()
         self._lines: Lines | None = None
         self.error = ""  # one that no retry would fix
         self._thread = threading.Thread(target=self._run, name=f"log of {pod}", daemon=True)
         self._thread.start()
-
-    def pod_finished(self) -> None:
-        """Stop following once the log has been read to its end."""
-        self._finished.set()
-
-    def wait_for_response(self, seconds: float) -> None:
-        """Wait until the server sends the log or an error: from then on no line is missed if the pod goes away."""
-        self._responded.wait(seconds)
 
     def close(self, wait_seconds: float) -> None:
         """Wait for the end of the log, but not for ever: the pod's node may be gone."""
@@ -139,7 +128,7 @@ class PodLog:
         self._file.parent.mkdir(parents=True, exist_ok=True)
         with self._file.open("ab") as file:
             while not self._closed.is_set():
-                finished = self._finished.is_set()  # read before the log: only then is its end the end
+                finished = self.finished.is_set()  # read before the log: only then is its end the end
                 lines_before = self._written
                 with contextlib.suppress(StreamBroken):
                     if (self._read(file) and finished) or self.error:
@@ -153,7 +142,7 @@ class PodLog:
         try:
             lines = self._connection.lines(self._path, self._query | since, _READ_TIMEOUT_SECONDS)
         finally:
-            self._responded.set()
+            self.responded.set()
         if isinstance(lines, Response):
             if lines.status in (_HTTP_NOT_FOUND, _HTTP_BAD_REQUEST):
                 return True

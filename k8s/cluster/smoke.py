@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from k8s.cluster.api import Unreachable
 from k8s.cluster.cluster import Cluster, Report, ServiceResponse
@@ -21,8 +22,6 @@ _RETRYABLE_STATUSES = (502, 503, 504)
 _HTTP_OK = 200
 _DIGEST_HEADER = "x-bundle-digest"
 
-SendRequest = Callable[[str, Any], ServiceResponse]  # path and body → response
-
 
 def check_service(
     cluster: Cluster,
@@ -36,11 +35,7 @@ def check_service(
 
     Pods of the bundles `previous` may still answer, because Endpoints follow a roll-out with a delay.
     """
-
-    def send(path: str, body: Any) -> ServiceResponse:
-        return cluster.send(f"services/{service}:http", path, body, headers)
-
-    count, without_digest = _check_golden_requests(bundle, send, previous)
+    count, without_digest = _check_golden_requests(cluster, f"services/{service}:http", bundle, headers, previous)
     if without_digest:
         report("warning: the answers came without an x-bundle-digest header; only their values were checked")
     return count
@@ -48,19 +43,18 @@ def check_service(
 
 def check_pod(cluster: Cluster, pod: str, bundle: Bundle, headers: Mapping[str, str]) -> int:
     """Send all golden requests to one pod; return their number."""
-    send = lambda path, body: cluster.send(f"pods/{pod}", path, body, headers)  # noqa: E731
-    return _check_golden_requests(bundle, send)[0]
+    return _check_golden_requests(cluster, f"pods/{pod}", bundle, headers)[0]
 
 
 def read_metrics(cluster: Cluster, pod: str, headers: Mapping[str, str]) -> tuple[int, str]:
     """Return status and text of a pod's `/metrics`."""
-    send = lambda path, _: cluster.send(f"pods/{pod}", path, headers=headers)  # noqa: E731
-    status, _, raw = _send_with_retries(send, "/metrics", None)
+    send = functools.partial(cluster.send, f"pods/{pod}", "/metrics", headers=headers)
+    status, _, raw = _send_with_retries(send)
     return status, raw.decode(errors="replace")
 
 
 def _check_golden_requests(
-    bundle: Bundle, send: SendRequest, previous: frozenset[str] = frozenset()
+    cluster: Cluster, target: str, bundle: Bundle, headers: Mapping[str, str], previous: frozenset[str] = frozenset()
 ) -> tuple[int, int]:
     """Return how many requests were sent, and how many responses named no bundle."""
     without_digest = 0
@@ -71,7 +65,8 @@ def _check_golden_requests(
             digest = response[1].get(_DIGEST_HEADER)
             return digest in previous - {bundle.digest} or bool(not digest and previous and _problem(golden, response))
 
-        response = _send_with_retries(send, golden.path, golden.body, is_late)
+        send = functools.partial(cluster.send, target, golden.path, golden.body, headers)
+        response = _send_with_retries(send, is_late)
         without_digest += _is_digest_missing(golden.path, response[1], bundle)
         if problem := _problem(golden, response):
             raise StageError(f"golden request {golden.path}: {problem}")
@@ -103,13 +98,13 @@ def _is_digest_missing(path: str, headers: dict[str, str], bundle: Bundle) -> bo
 
 
 def _send_with_retries(
-    send: SendRequest, path: str, body: Any, is_late: Callable[[ServiceResponse], bool] = lambda _: False
+    send: Callable[[], ServiceResponse], is_late: Callable[[ServiceResponse], bool] = lambda _: False
 ) -> ServiceResponse:
     """Send until the status is not transient and the response is not a late one of another version."""
     deadline = time.monotonic() + _RETRY_TIMEOUT_SECONDS
     while True:
         try:
-            response = send(path, body)
+            response = send()
         except Unreachable:  # repeating a prediction changes nothing
             if time.monotonic() >= deadline:
                 raise
