@@ -53,15 +53,6 @@ class KillResult:
 
 
 @dataclass(frozen=True)
-class Row:
-    place: str
-    kills: int
-    recoveries: int
-    p50_seconds: float | None
-    max_seconds: float | None
-
-
-@dataclass(frozen=True)
 class Training:
     """One training with kills, compared with the reference training."""
 
@@ -108,7 +99,7 @@ def recoveries(events: Sequence[ChaosEvent], ended: float | None) -> Iterator[tu
         yield event, recovered_at - event.time if recovered_at else None
 
 
-def recovery_rows(trainings: Sequence[Training]) -> list[Row]:
+def recovery_rows(trainings: Sequence[Training]) -> list[dict[str, Any]]:
     """Return a row per kind of kill. A kill followed by another one counts as recovered if the other does."""
     rows = []
     for place in PLACES:
@@ -123,9 +114,9 @@ def recovery_rows(trainings: Sequence[Training]) -> list[Row]:
     return rows
 
 
-def _row(place: str, kills: int, recoveries: int, seconds: Sequence[float]) -> Row:
+def _row(place: str, kills: int, recoveries: int, seconds: Sequence[float]) -> dict[str, Any]:
     p50, longest = (statistics.median(seconds), max(seconds)) if seconds else (None, None)
-    return Row(place, kills, recoveries, p50, longest)
+    return {"place": place, "kills": kills, "recoveries": recoveries, "p50_seconds": p50, "max_seconds": longest}
 
 
 @dataclass(frozen=True)
@@ -167,12 +158,11 @@ class Verdict:
 
     def table(self) -> list[dict[str, Any]]:
         """Return a row per kind of kill, and one for all."""
-        rows = [asdict(row) for row in recovery_rows(self.trainings)]
+        rows = recovery_rows(self.trainings)
         seconds = [kill.seconds for training in self.trainings for kill in training.made if kill.seconds is not None]
         all_kills = _row("all", self.kills, sum(row["recoveries"] for row in rows), seconds)
         return [
-            {name.replace("_seconds", " s"): _short(value) for name, value in row.items()}
-            for row in (*rows, asdict(all_kills))
+            {name.replace("_seconds", " s"): _short(value) for name, value in row.items()} for row in (*rows, all_kills)
         ]
 
     def text(self) -> str:
@@ -194,8 +184,8 @@ class Verdict:
     def as_json(self) -> dict[str, Any]:
         counts = {"kills": self.kills, "lost": self.lost, "repeated": self.repeated, "equal": self.equal}
         summary = {"held": self.held, "verdict": self.sentence(), "steps": self.steps, "processes": self.processes}
-        places = [asdict(row) for row in recovery_rows(self.trainings)]
-        return {**summary, **counts, "places": places, "trainings": [asdict(training) for training in self.trainings]}
+        places, trainings = recovery_rows(self.trainings), [asdict(training) for training in self.trainings]
+        return {**summary, **counts, "places": places, "trainings": trainings}
 
     def _complaints(self) -> Iterator[str]:
         for training in self.trainings:
