@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -48,6 +48,7 @@ from pipeline.statistics.significance import brier_scores, confidences_and_hits
 from pipeline.system.errors import ConfigError, DataError
 
 _Value = TypeVar("_Value")
+Owner: TypeAlias = Literal["candidate", "baseline"]
 BRIER_RANGE = (0.0, 2.0)
 _REGRESSION, _RANKING = ("mae", "rmse", "r2", "spearman"), ("ndcg", "mrr", "auc")
 _LOWER_IS_BETTER = ("mae", "rmse", "pinball", "coverage_error")
@@ -80,12 +81,15 @@ class Metric:
     def units(self) -> int:
         return self.candidate.units if self.candidate else 0
 
-    def value(self, owner: Literal["candidate", "baseline"]) -> float:
-        statistic = self.candidate if owner == "candidate" else self.baseline
+    def statistic(self, owner: Owner) -> Statistic | None:
+        return self.candidate if owner == "candidate" else self.baseline
+
+    def value(self, owner: Owner) -> float:
+        statistic = self.statistic(owner)
         return math.nan if statistic is None else statistic.estimate
 
-    def interval(self, owner: Literal["candidate", "baseline"], confidence: float) -> Interval | None:
-        statistic = self.candidate if owner == "candidate" else self.baseline
+    def interval(self, owner: Owner, confidence: float) -> Interval | None:
+        statistic = self.statistic(owner)
         return None if statistic is None else metric_interval(statistic, confidence)
 
     def difference(self, confidence: float) -> Interval | None:
@@ -167,7 +171,7 @@ def by_horizon(columns: Mapping[str, Array], compared: bool) -> dict[str, Any]:
     """Return of a forecast the metrics of each horizon, and the shares of true values at or below each quantile."""
     if ACTUAL not in columns or columns[ACTUAL].ndim == 1:
         return {}
-    owners: tuple[Literal["candidate", "baseline"], ...] = ("candidate", "baseline") if compared else ("candidate",)
+    owners: tuple[Owner, ...] = ("candidate", "baseline") if compared else ("candidate",)
     metrics = [_metrics_at(columns, i, compared) for i in range(columns[ACTUAL].shape[1])]
     values = {
         name: {owner: [finite_or_none(each[name].value(owner)) for each in metrics] for owner in owners}
@@ -322,12 +326,9 @@ def _constant(values: Array) -> bool:
     return bool((values == values[0]).all())
 
 
-def metric_values(metrics: Mapping[str, Metric], owner: Literal["candidate", "baseline"]) -> dict[str, float]:
+def metric_values(metrics: Mapping[str, Metric], owner: Owner) -> dict[str, float]:
     """Return the defined values by name."""
-    statistics = {
-        name: metric.candidate if owner == "candidate" else metric.baseline for name, metric in metrics.items()
-    }
-    return {name: statistic.estimate for name, statistic in statistics.items() if statistic is not None}
+    return {name: metric.value(owner) for name, metric in metrics.items() if metric.statistic(owner) is not None}
 
 
 def query_metrics(queries: Array, scores: Floats, relevance: Floats) -> dict[str, Floats]:
@@ -401,19 +402,9 @@ def class_metrics(matrix: Integers, classes: Sequence[str]) -> dict[str, dict[st
     """Return precision, recall and F1 of each class; None where the denominator is zero."""
     correct = np.diag(matrix)
     actual, predicted = matrix.sum(axis=1), matrix.sum(axis=0)
-    precision, recall, f1 = (
-        _class_ratio(correct, predicted),
-        _class_ratio(correct, actual),
-        _class_ratio(2 * correct, actual + predicted),
-    )
+    pairs = ((correct, predicted), (correct, actual), (2 * correct, actual + predicted))
+    precision, recall, f1 = (list(map(finite_or_none, ratio(*pair).tolist())) for pair in pairs)
     return {
         str(name): {"samples": int(actual[i]), "precision": precision[i], "recall": recall[i], "f1": f1[i]}
         for i, name in enumerate(classes)
     }
-
-
-def _class_ratio(numerators: Integers, denominators: Integers) -> list[float | None]:
-    return [
-        float(numerator / denominator) if denominator else None
-        for numerator, denominator in zip(numerators.tolist(), denominators.tolist(), strict=True)
-    ]

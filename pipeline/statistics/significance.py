@@ -58,14 +58,7 @@ def decrease_p_value(difference: Floats, resamples: int = RESAMPLES) -> float:
         return 1.0
     if len(sizes) == 1:
         return binomial_upper_p_value(int((difference < 0).sum()), int(counts[0]))
-    generator = np.random.default_rng(_SEED)
-    is_discrete = len(sizes) <= _MAX_DISTINCT
-    sums = (
-        _sign_flip_sums_of_counts(sizes, counts, resamples, generator)
-        if is_discrete
-        else _sign_flip_sums(difference, resamples, generator)
-    )
-    slack = 1e-9 * float(np.abs(difference).sum())
+    sums, slack = _sign_flips(difference, sizes, counts, resamples)
     return (1 + int((sums <= float(difference.sum()) + slack).sum())) / (1 + resamples)
 
 
@@ -77,25 +70,20 @@ def permutation_p_value(difference: Floats, resamples: int = RESAMPLES) -> float
     sizes, counts = np.unique(np.abs(difference[difference != 0]), return_counts=True)
     if not len(sizes):
         return 1.0
-    observed = abs(float(difference.sum()))
-    generator = np.random.default_rng(_SEED)
-    is_discrete = len(sizes) <= _MAX_DISTINCT
-    sums = (
-        _sign_flip_sums_of_counts(sizes, counts, resamples, generator)
-        if is_discrete
-        else _sign_flip_sums(difference, resamples, generator)
-    )
-    slack = 1e-9 * float(np.abs(difference).sum())  # sums in another order differ in their last bits
-    return (1 + int((np.abs(sums) >= observed - slack).sum())) / (1 + resamples)
+    sums, slack = _sign_flips(difference, sizes, counts, resamples)
+    return (1 + int((np.abs(sums) >= abs(float(difference.sum())) - slack).sum())) / (1 + resamples)
 
 
-def _sign_flip_sums_of_counts(
-    sizes: Floats, counts: np.ndarray[tuple[int], np.dtype[np.int64]], resamples: int, generator: np.random.Generator
-) -> Floats:
-    """Draw the number of flipped signs among samples with equal differences, which is binomial."""
+def _sign_flips(
+    difference: Floats, sizes: Floats, counts: np.ndarray[tuple[int], np.dtype[np.int64]], resamples: int
+) -> tuple[Floats, float]:
+    """Return sums of the differences with random signs, and by how much the order of adding may change a sum."""
+    generator, slack = np.random.default_rng(_SEED), 1e-9 * float(np.abs(difference).sum())
+    if len(sizes) > _MAX_DISTINCT:
+        return _sign_flip_sums(difference, resamples, generator), slack
+    # The number of flipped signs among samples with equal differences is binomial.
     flipped = generator.binomial(counts, 0.5, size=(resamples, len(counts)))
-    sums: Floats = (counts - 2 * flipped) @ sizes
-    return sums
+    return (counts - 2 * flipped) @ sizes, slack
 
 
 def _sign_flip_sums(difference: Floats, resamples: int, generator: np.random.Generator) -> Floats:
