@@ -49,18 +49,7 @@ def launch_command(
         return mpirun(per_node, python, train.most_nodes)
     if train.launcher == "srun":
         return srun(per_node, python, train.most_nodes)
-    return agent(train, per_node, python, rendezvous, own_address, log)
-
-
-def agent(
-    train: Train,
-    per_node: int,
-    python: tuple[str, ...],
-    rendezvous: Rendezvous | None,
-    own_address: str,
-    log: Path | None,
-) -> tuple[str, ...]:
-    """Return the command of our elastic agent, which replaces torchrun; it is started once on each machine."""
+    # Our elastic agent, which replaces torchrun; it is started once on each machine.
     options: tuple[str, ...] = (f"--processes={per_node}", f"--restarts={train.restarts}")
     if log is not None:
         options += (f"--log={log}",)
