@@ -17,7 +17,7 @@ from typing import Any, Literal
 from packaging.version import Version
 
 from pipeline.contract.bundle import OVERRIDE_FILE
-from pipeline.contract.config import Config
+from pipeline.contract.config import Config, all_sections
 from pipeline.contract.pretrained import pretrained_parts
 from pipeline.contract.registry import read_registry
 from pipeline.contract.results import NEAR_COPIES
@@ -348,8 +348,7 @@ def steps_of_setting(name: str) -> list[str]:
     """Return the steps that run again when this setting changes; those that read their outputs follow."""
     section, _, key = name.partition(".")
     kinds = [kind for kind in STEP_KINDS.values() if {section, name} & set(kind.settings)]
-    annotation = Config.model_fields[section].annotation
-    operational = annotation.OPERATIONAL if isinstance(annotation, type) and issubclass(annotation, Section) else ()
+    operational = all_sections().get(section, Section).OPERATIONAL
     return [kind.name for kind in kinds if kind.cached and key not in operational]
 
 

@@ -35,7 +35,7 @@ from pipeline.cli.from_script import codec_source, read_script, settings_source,
 from pipeline.cli.from_sentence_transformers import read_sentence_transformer
 from pipeline.cli.run import run
 from pipeline.compare import result_digests
-from pipeline.contract.config import Config, override_config, setting_names
+from pipeline.contract.config import Config, all_sections, override_config, setting_names
 from pipeline.contract.registry import Entry, read_registry
 from pipeline.contract.run import STEPS, Run
 from pipeline.contract.settings.section import Section
@@ -55,16 +55,12 @@ _OF_CLUSTERS = ("cluster", "rollout", "deploy")  # `pipe explain` alone only nam
 
 def reference() -> str:
     """Describe all settings but those of clusters."""
-    sections = _sections()
-    top_level = {name: field for name, field in Config.model_fields.items() if name not in sections}
-    shown = (_describe_section(name, kind) for name, kind in sections.items() if name not in _OF_CLUSTERS)
+    kinds = all_sections()
+    top_level = {name: field for name, field in Config.model_fields.items() if name not in kinds}
+    shown = (_describe_section(name, kind) for name, kind in kinds.items() if name not in _OF_CLUSTERS)
     head = "Settings of pipe.yaml; `pipe run all train.epochs=3` overrides one.\n"
     more = f"For clusters and roll-outs: {', '.join(f'`pipe explain {name}`' for name in _OF_CLUSTERS)}"
     return "\n".join([head, _list_settings("", top_level), *shown, more])
-
-
-def _sections() -> dict[str, type[Section]]:
-    return {name: kind for name, field in Config.model_fields.items() if (kind := _section(field))}
 
 
 def _describe_section(name: str, kind: type[Section]) -> str:
@@ -91,21 +87,14 @@ def _wrap(text: str, indent: str) -> str:
 def describe_setting(name: str) -> dict[str, str]:
     """Return the type, default and meaning of one setting, as in `train.lr`."""
     section, _, key = name.partition(".")
-    field = Config.model_fields.get(section)
-    kind = _section(field) if field else None
-    if kind is not None:
-        field = kind.model_fields.get(key)
+    kind = all_sections().get(section)
+    field = kind.model_fields.get(key) if kind else Config.model_fields.get(section)
     if field is None or (kind is None and key):
         same = [other for other in setting_names() if other.partition(".")[2] == name]
         near = same[:1] or difflib.get_close_matches(name, setting_names(), n=1)
         raise ConfigError(f"no setting {name!r}{f'; did you mean {near[0]}?' if near else ''}")
     default = "required" if field.is_required() else _plain(field.default)
     return {"setting": name, "type": _type(field.annotation), "default": default, "meaning": str(field.description)}
-
-
-def _section(field: FieldInfo) -> type[Section] | None:
-    kind = field.annotation
-    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
 
 def _type(annotation: Any) -> str:
@@ -288,7 +277,7 @@ def explain(
     """Print what a setting means and what it runs again; without one, describe those that need no cluster."""
     if not setting:
         return emit(output, [describe_setting(name) for name in setting_names()], reference().rstrip())
-    if section := _sections().get(setting):
+    if section := all_sections().get(setting):
         names = [name for name in setting_names() if name.startswith(f"{setting}.")]
         return emit(output, [describe_setting(name) for name in names], _describe_section(setting, section).rstrip())
     facts = describe_setting(setting)

@@ -13,7 +13,7 @@ from pydantic import Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
 from pipeline.contract.settings.cluster import Cluster, Rollout
-from pipeline.contract.settings.section import Section
+from pipeline.contract.settings.section import Section, section_of
 from pipeline.contract.settings.stages import (
     Deploy,
     Evaluate,
@@ -80,22 +80,23 @@ class Config(Section):
         return tuple(dict.fromkeys(name for name in self.track if name != "tensorboard"))
 
 
+def all_sections() -> dict[str, type[Section]]:
+    return {name: kind for name, field in Config.model_fields.items() if (kind := section_of(field))}
+
+
 def setting_names() -> list[str]:
     """Return the names of all settings, as in `train.lr`."""
-    names = []
+    names: list[str] = []
     for name, field in Config.model_fields.items():
-        section = field.annotation
-        is_section = isinstance(section, type) and issubclass(section, Section)
-        names += [f"{name}.{key}" for key in section.model_fields] if is_section else [name]  # type: ignore[union-attr]
+        section = section_of(field)
+        names += [f"{name}.{key}" for key in section.model_fields] if section else [name]
     return names
 
 
 def setting_choices(name: str) -> list[str]:
     """Return the values of a setting that has only few; empty for another."""
     section, _, key = name.partition(".")
-    kind = Config.model_fields[section].annotation if section in Config.model_fields else None
-    fields = kind.model_fields if isinstance(kind, type) and issubclass(kind, Section) else Config.model_fields
-    field = fields.get(key or section)
+    field = all_sections().get(section, Config).model_fields.get(key or section)
     annotation: Any = field.annotation if field else None
     parts = [annotation, *get_args(annotation)] if get_origin(annotation) is not Literal else [annotation]
     choices = [str(choice) for part in parts if get_origin(part) is Literal for choice in get_args(part)]
@@ -112,17 +113,12 @@ def load_config(path: Path, overrides: Iterable[str] = ()) -> Config:
         raise ConfigError(f"{path}: not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: must be a mapping of sections, found {type(values).__name__}")
-    for override in overrides:
-        _apply(values, override)
-    return parse_config(values, source=f"{path} with overrides" if overrides else str(path))
+    return parse_config(values, f"{path} with overrides" if overrides else str(path), overrides)
 
 
 def override_config(config: Config, overrides: Iterable[str], source: str = "override") -> Config:
     """Return the configuration with `key=value` overrides applied."""
-    values = config.model_dump(mode="json")
-    for override in overrides:
-        _apply(values, override)
-    return parse_config(values, source)
+    return parse_config(config.model_dump(mode="json"), source, overrides)
 
 
 def parse_config(recorded: Mapping[str, Any], source: str, overrides: Iterable[str] = ()) -> Config:
@@ -215,15 +211,9 @@ def _nearest(location: tuple[str | int, ...]) -> str:
     model: Any = Config
     for name in sections:  # of a section the field, of a mapping what its values are
         model = model.model_fields[name].annotation if hasattr(model, "model_fields") else get_args(model)[-1]
-    other_sections = [
-        f"{section}.{name}"
-        for section, field in Config.model_fields.items()
-        if isinstance(field.annotation, type) and issubclass(field.annotation, Section)
-        for name in field.annotation.model_fields
-        if name == name_in_section
-    ]
+    other_sections = [section for section, kind in all_sections().items() if name_in_section in kind.model_fields]
     if other_sections:
-        return f"; did you mean `{other_sections[0]}`?"
+        return f"; did you mean `{other_sections[0]}.{name_in_section}`?"
     similar = difflib.get_close_matches(name_in_section, list(model.model_fields), n=1, cutoff=0.5)
     if similar:
         return f"; did you mean `{'.'.join([*sections, similar[0]])}`?"

@@ -10,7 +10,7 @@ from typing import Any
 from pipeline.contract.config import Config
 from pipeline.contract.results import Body, Facts
 from pipeline.contract.run import STEPS
-from pipeline.contract.settings.section import Section
+from pipeline.contract.settings.section import Section, section_of
 from pipeline.contract.task import SPLITS
 from pipeline.report.charts import Chart, Group, Label, Path, Rectangle, Shape, px
 from pipeline.system.wording import number, short
@@ -73,8 +73,8 @@ def changed_settings(
     """Yield settings that differ from the default, with value and default; settings of other versions count too."""
     for name, value in values.items():
         field = kind.model_fields.get(name) if kind else None
-        section = field.annotation if field else None
-        if isinstance(section, type) and issubclass(section, Section) and isinstance(value, Mapping):
+        section = section_of(field) if field else None
+        if section and isinstance(value, Mapping):
             yield from changed_settings(section, value, f"{prefix}{name}.")
             continue
         default = None

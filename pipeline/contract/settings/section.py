@@ -9,6 +9,7 @@ from decimal import Decimal
 from typing import Annotated, Any, ClassVar, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
 Positive = Annotated[int, Field(ge=1)]
@@ -38,6 +39,12 @@ class Section(BaseModel):
         if isinstance(value, bool) and bool not in (annotation, *get_args(annotation)):
             raise PydanticCustomError("truth", "input should not be true or false")
         return value
+
+
+def section_of(field: FieldInfo) -> type[Section] | None:
+    """Return the class of a section's field; None for a single setting."""
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
 
 class Frozen(BaseModel):
