@@ -8,7 +8,6 @@ from __future__ import annotations
 import base64
 import binascii
 import contextlib
-import hashlib
 import http.client
 import ipaddress
 import json
@@ -25,6 +24,7 @@ from urllib.parse import SplitResult, quote, urlencode, urljoin, urlsplit
 
 from k8s.images.oci_layout import INDEX, MANIFEST, Layout
 from pipeline.system.errors import ConfigError, PipelineError, StageError
+from pipeline.system.files import digest_bytes, digest_file
 
 _HELPER_TIMEOUT_SECONDS = 30
 _DOCKER_HUB_LOGIN = "https://index.docker.io/v1/"  # the name under which the login of Docker Hub is stored
@@ -169,14 +169,14 @@ class Repository:
         if response.status == 404:
             return None
         self._expect(response, (200,), f"the manifest {tag} is not given")
-        return f"sha256:{hashlib.sha256(response.body).hexdigest()}"
+        return f"sha256:{digest_bytes(response.body)}"
 
     def manifest(self, name: str) -> dict[str, Any]:
         """Fetch a manifest by tag, or by a digest, which is verified."""
         response = self._send("GET", f"manifests/{name}", {"Accept": ", ".join(_MANIFESTS)})
         self._expect(response, (200,), f"the manifest {name} is not given")
         if name.startswith("sha256:"):
-            self._check(f"sha256:{hashlib.sha256(response.body).hexdigest()}", name)
+            self._check(f"sha256:{digest_bytes(response.body)}", name)
         body: dict[str, Any] = json.loads(response.body)
         return body
 
@@ -184,7 +184,7 @@ class Repository:
         """Fetch a small blob."""
         response = self._send("GET", f"blobs/{digest}")
         self._expect(response, (200,), f"the blob {digest} is not given")
-        self._check(f"sha256:{hashlib.sha256(response.body).hexdigest()}", digest)
+        self._check(f"sha256:{digest_bytes(response.body)}", digest)
         return response.body
 
     def fetch(self, digest: str, target: Path) -> None:
@@ -192,9 +192,7 @@ class Repository:
         partial = target.with_name(f"{target.name}.part")
         response = self._send("GET", f"blobs/{digest}", into=partial)
         self._expect(response, (200,), f"the blob {digest} is not given")
-        with partial.open("rb") as file:
-            actual = hashlib.file_digest(file, "sha256").hexdigest()
-        self._check(f"sha256:{actual}", digest)
+        self._check(f"sha256:{digest_file(partial)}", digest)
         shutil.move(partial, target)
 
     def _push_blob(self, file: Path, digest: str, size: int) -> None:

@@ -59,19 +59,13 @@ def sync_tree(directory: Path) -> None:
         sync(path)
 
 
-_CHUNK_BYTES = 1 << 20
-
-
 def digest_bytes(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
 def digest_file(path: Path) -> str:
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def digest_parts(parts: Iterable[bytes | str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import http.client
 import os
 import ssl
@@ -12,6 +11,7 @@ from pipeline.contract.settings.section import Frozen
 from pipeline.contract.settings.stages import Serve
 from pipeline.contract.signing import Trust
 from pipeline.system.errors import ConfigError
+from pipeline.system.files import digest_bytes
 
 KEY_VARIABLE = "PIPE_API_KEY"
 
@@ -76,7 +76,10 @@ class Access(Frozen):
 
     def hashed_keys(self) -> str:
         """Return the file with every key replaced by its hash."""
-        return "".join(f"{_hash_key(line)}\n" for line in self._lines())
+        hashes = (
+            line if line.startswith("sha256:") else f"sha256:{digest_bytes(line.encode())}" for line in self._lines()
+        )
+        return "".join(f"{line}\n" for line in hashes)
 
     def _lines(self) -> list[str]:
         lines = map(str.strip, Path(self.api_keys).read_text().splitlines())
@@ -84,7 +87,3 @@ class Access(Frozen):
 
 
 OPEN_ACCESS = Access()  # no API key, no TLS
-
-
-def _hash_key(line: str) -> str:
-    return line if line.startswith("sha256:") else f"sha256:{hashlib.sha256(line.encode()).hexdigest()}"
