@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 from k8s.objects.training import CONFIG_VARIABLE, config_text
 from pipeline.contract.config import parse_config
@@ -24,6 +23,7 @@ from pipeline.history import Project, begin_run, lock_run
 from pipeline.plan import step_command, with_upstream
 from pipeline.run import resume_run
 from pipeline.system.errors import ConfigError, PipelineError
+from pipeline.system.processes import raise_interrupt
 from pipeline.training.node import PASSING_EXIT_CODE, POD_NUMBER
 from pipeline.work import RunRequest
 
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
         if options.begin:
             _wait_for_first_pod(run, options.step)
         os.execvp(command[0], command)  # replaces this process, so that signals reach it
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, raise_interrupt)  # ends the step, with a checkpoint where it trains
     try:
         config = os.environ.get(CONFIG_VARIABLE, "") or (_project_config(options.set) if options.begin else "")
         run_in_pod(options.step, run, command, config, begin=options.begin)
@@ -102,11 +102,6 @@ def _split_command(argv: Sequence[str]) -> tuple[list[str], list[str]]:
         raise SystemExit("usage: python -m pipeline.pod STEP RUN -- ARGV…")
     separator = arguments.index("--")
     return arguments[:separator], arguments[separator + 1 :]
-
-
-def _interrupt(signal_number: int, _frame: FrameType | None) -> None:
-    """Handle the signal like Ctrl-C: end the step, with a checkpoint where it trains, and keep the run resumable."""
-    raise KeyboardInterrupt(signal_number)
 
 
 if __name__ == "__main__":

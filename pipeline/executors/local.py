@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -31,7 +30,7 @@ from pipeline.system.fork_server import (
     server_command,
     start_module,
 )
-from pipeline.system.processes import PARENT_WATCH_VARIABLE, describe_exit
+from pipeline.system.processes import PARENT_WATCH_VARIABLE, count_driver_devices, describe_exit
 from pipeline.system.sources import third_party_imports
 
 Report = Callable[[str], None]
@@ -231,18 +230,9 @@ def count_gpus(env: Mapping[str, str], system: Path = Path("/")) -> int:
     if nvidia := list((system / "dev").glob("nvidia[0-9]*")):
         return len(nvidia)
     if (system / "dev/dxg").exists():  # WSL2, where only the driver knows
-        return _count_by_driver()
+        return count_driver_devices()[0]
     nodes = (system / "sys/class/kfd/kfd/topology/nodes").glob("*/gpu_id")  # ROCm; CPUs have the id 0
     return sum(path.read_text().strip() != "0" for path in nodes)
-
-
-def _count_by_driver() -> int:
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return 0
-    count = ctypes.c_int(0)
-    return 0 if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)) else count.value
 
 
 class LocalExecutor:

@@ -21,6 +21,7 @@ from pipeline.service.process import check_golden, measure_latency, read_live
 from pipeline.service.rollout import VERSION_DIGITS, promote, reason_to_start, requested_start, shadow_bundle, start
 from pipeline.system.errors import BundleError, ClusterError
 from pipeline.system.files import write_json
+from pipeline.system.processes import exit_by_exception
 
 
 def deploy(run: Run, root: Path) -> None:
@@ -122,11 +123,6 @@ def _print(text: str) -> None:
     print(text, flush=True)
 
 
-def _exit(signal_number: int, _frame: object) -> None:
-    """Exit by an exception, so that a lease is released and a canary ended."""
-    sys.exit(128 + signal_number)
-
-
 def preview(project: Project, source: Run, config: Config, report: Report) -> list[dict[str, Any]]:
     """Return one entry for each object that would be created or changed."""
     check_deployable(source)
@@ -167,5 +163,5 @@ def _preview_locally(source: Run, config: Config, bundle: Bundle, access: Access
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _exit)
+    signal.signal(signal.SIGTERM, exit_by_exception)
     sys.exit(step_main("deploy", deploy, sys.argv[1:]))

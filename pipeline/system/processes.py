@@ -139,6 +139,16 @@ def describe_exit(process: str, status: int) -> str:
     return f"{process} was killed ({name})" if -status == signal.SIGKILL else f"{process} was ended by {name}"
 
 
+def raise_interrupt(signal_number: int, _frame: object) -> None:
+    """Handle a signal like Ctrl-C: what was done is kept, and can be continued."""
+    raise KeyboardInterrupt(signal_number)
+
+
+def exit_by_exception(signal_number: int, _frame: object) -> None:
+    """Handle a signal so that what is held is released: processes are ended, a lease, a canary."""
+    sys.exit(128 + signal_number)
+
+
 def was_terminated(status: int) -> bool:
     """Return whether SIGTERM ended the process."""
     return status in (-signal.SIGTERM, TERMINATED)
@@ -169,22 +179,22 @@ def cuda_problem(available: Sequence[str]) -> str:
     """Return why ONNX Runtime cannot use CUDA here; empty if it should work."""
     if "CUDAExecutionProvider" not in available:
         return "the installed onnxruntime has no CUDA provider (onnxruntime-gpu has)"
-    if reason := _device_problem():
-        return reason
+    devices, reason = count_driver_devices()
+    if reason or not devices:
+        return reason or "the NVIDIA driver sees no device"
     _preload_cuda()
     return ""
 
 
-def _device_problem() -> str:
-    """Ask the driver itself, so that no session has to fail first."""
+def count_driver_devices() -> tuple[int, str]:
+    """Ask the driver itself, so that no session has to fail first; return its devices, and why it cannot be asked."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return "this machine has no NVIDIA driver (libcuda.so.1)"
+        return 0, "this machine has no NVIDIA driver (libcuda.so.1)"
     count = ctypes.c_int(0)
-    if code := driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
-        return f"the NVIDIA driver returns error {code}"
-    return "" if count.value else "the NVIDIA driver sees no device"
+    code = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    return (0, f"the NVIDIA driver returns error {code}") if code else (count.value, "")
 
 
 def _preload_cuda() -> None:

@@ -67,7 +67,14 @@ from pipeline.system.errors import (
 )
 from pipeline.system.files import write_json
 from pipeline.system.fork_server import has_server
-from pipeline.system.processes import AgentStatus, describe_exit, split_address, was_terminated, watch_parent
+from pipeline.system.processes import (
+    AgentStatus,
+    describe_exit,
+    exit_by_exception,
+    split_address,
+    was_terminated,
+    watch_parent,
+)
 from pipeline.system.sources import project_code
 from pipeline.training.launchers import Rendezvous, launch_command, launcher_environment, uses_agent
 
@@ -92,16 +99,12 @@ def main(argv: Sequence[str]) -> int:
         parser.add_argument(f"--{name}", help=f"override train.{name} of the run")
     options = parser.parse_args(argv)
     watch_parent()
-    signal.signal(signal.SIGTERM, _exit_on_signal)
+    signal.signal(signal.SIGTERM, exit_by_exception)
     run, joined = Run(options.run.resolve()), options.join or os.environ.get(POD_NUMBER, "0") != "0"
     values = {name: getattr(options, name) for name in ("processes", "nodes", "rendezvous")}
     overrides = [f"train.{name}={value}" for name, value in values.items() if value is not None]
     restarted = getattr(options, RESTARTED_FLAG.removeprefix("--"))
     return run_node(run, options.root.resolve(), joined, override_config(run.config, overrides).train, restarted)
-
-
-def _exit_on_signal(signal_number: int, _frame: object) -> None:
-    sys.exit(128 + signal_number)
 
 
 def run_node(run: Run, root: Path, joined: bool, train: Train, restarted: bool = False) -> int:

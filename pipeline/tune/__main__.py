@@ -6,12 +6,11 @@ import argparse
 import signal
 import sys
 from pathlib import Path
-from types import FrameType
 
 from pipeline.display import Display
 from pipeline.history import find_project
 from pipeline.system.errors import Interrupted, PipelineError, write_error
-from pipeline.system.processes import TERMINATED, watch_parent
+from pipeline.system.processes import TERMINATED, raise_interrupt, watch_parent
 from pipeline.tune.record import read_study
 from pipeline.tune.trial import run_worker
 
@@ -25,7 +24,7 @@ def main() -> int:
     parser.add_argument("overrides", nargs="*")
     options = parser.parse_args()
     watch_parent()
-    signal.signal(signal.SIGTERM, _stop)
+    signal.signal(signal.SIGTERM, raise_interrupt)  # another worker can continue the trial
     project = find_project(options.project)
     try:
         body = read_study(project.runs, options.study)
@@ -38,11 +37,6 @@ def main() -> int:
         write_error(error, options.errors)
         return error.exit_code
     return 0
-
-
-def _stop(signal_number: int, _frame: FrameType | None) -> None:
-    """Stop the processes of the trial; another worker can continue it."""
-    raise KeyboardInterrupt(signal_number)
 
 
 if __name__ == "__main__":
