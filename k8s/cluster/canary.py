@@ -41,20 +41,16 @@ Outcome = Literal["promote", "inconclusive", "roll back"]
 @dataclass(frozen=True)
 class CanaryResult:
     outcome: Outcome
-    reasons: tuple[str, ...]
-
-    @property
-    def text(self) -> str:
-        return "; ".join(self.reasons)
+    text: str  # the reasons
 
 
 def compare_versions(stable: RequestCounts, canary: RequestCounts, settings: Rollout) -> CanaryResult:
     """Decide whether the canary is not inferior in its rates of failed and of slow requests, with confidence."""
     if min(stable.requests, canary.requests) < settings.min_requests:
         counts = f"{canary.requests:.0f} requests to the canary and {stable.requests:.0f} to the stable version"
-        return CanaryResult("inconclusive", (f"{counts}, {settings.min_requests} of each are needed",))
+        return CanaryResult("inconclusive", f"{counts}, {settings.min_requests} of each are needed")
     if not settings.min_requests and not (stable.requests and canary.requests):
-        return CanaryResult("promote", ("no requests to compare; the golden requests were answered as at export",))
+        return CanaryResult("promote", "no requests to compare; the golden requests were answered as at export")
     z = NormalDist().inv_cdf(_CONFIDENCE)
     failed = [(counts.failed, counts.requests) for counts in (canary, stable)]
     comparisons = [_compare_rates("failed", failed[0], failed[1], settings.margin, z)]
@@ -66,7 +62,7 @@ def compare_versions(stable: RequestCounts, canary: RequestCounts, settings: Rol
         comparisons.append(_compare_rates(f"slower than {threshold * 1000:g} ms", slow[0], slow[1], _SLOW_MARGIN, z))
     worst_first: tuple[Outcome, ...] = ("roll back", "inconclusive", "promote")
     outcome = min((outcome for outcome, _ in comparisons), key=worst_first.index)
-    return CanaryResult(outcome, tuple(text for _, text in comparisons))
+    return CanaryResult(outcome, "; ".join(text for _, text in comparisons))
 
 
 def _compare_rates(
@@ -136,14 +132,14 @@ class CanaryRollout:
         try:
             if not self.settings.auto:
                 self._set_traffic(self.settings.canary_percent)
-                return CanaryResult("inconclusive", ("`pipe registry promote` or `pipe registry rollback` ends it",))
+                return CanaryResult("inconclusive", "`pipe registry promote` or `pipe registry rollback` ends it")
             for percent in traffic_steps(self.settings.canary_percent):
                 self._set_traffic(percent)
                 result = self._observe()
                 self.report(f"canary at {percent:g} %: {result.outcome}: {result.text}")
                 if result.outcome != "promote":
                     self.end()
-                    return CanaryResult("roll back", result.reasons)
+                    return CanaryResult("roll back", result.text)
         except BaseException:
             self._end_after_error()
             raise
@@ -176,7 +172,7 @@ class CanaryRollout:
     def _observe(self) -> CanaryResult:
         """Compare the requests since now, again and again until the comparison is conclusive."""
         stable_before, canary_before = self._read_counts()
-        result = CanaryResult("inconclusive", ())
+        result = CanaryResult("inconclusive", "")
         for _ in range(_OBSERVATION_ATTEMPTS):
             time.sleep(self.settings.observe_seconds)
             self.check_lease()
@@ -188,7 +184,7 @@ class CanaryRollout:
                 return result
             self.report(f"canary: {result.text}")
         waited_seconds = _OBSERVATION_ATTEMPTS * self.settings.observe_seconds
-        return CanaryResult("roll back", (f"inconclusive after {waited_seconds} s: {result.text}",))
+        return CanaryResult("roll back", f"inconclusive after {waited_seconds} s: {result.text}")
 
     def _read_counts(self) -> tuple[dict[str, RequestCounts], dict[str, RequestCounts]]:
         """Return the counters of the stable version's pods and of the canary's, by pod."""

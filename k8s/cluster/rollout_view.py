@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import operator
 import threading
 import time
 from collections import deque
@@ -61,7 +62,8 @@ class RolloutView:
         new_groups = frozenset(map(_group, pods)) - self._old_groups
         old = [self._view(pod, "old" if new_groups else "live") for pod in pods if _group(pod) not in new_groups]
         new = [self._view(pod, "new") for pod in pods if _group(pod) in new_groups]
-        return [*sorted(old, key=_by_bundle), *sorted(new, key=_by_bundle)]
+        by_bundle = operator.attrgetter("version", "name")
+        return [*sorted(old, key=by_bundle), *sorted(new, key=by_bundle)]
 
     def _view(self, pod: Object, age: str) -> PodView:
         bundle = pod["metadata"].get("annotations", {}).get(BUNDLE_ANNOTATION, "unknown")
@@ -85,10 +87,6 @@ class RolloutView:
             readings.popleft()
         started_at, earlier = readings[0]
         return counts.since(earlier), now - started_at
-
-
-def _by_bundle(view: PodView) -> tuple[str, str]:
-    return view.version, view.name
 
 
 def describe_state(pod: Object) -> str:

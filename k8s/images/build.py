@@ -56,33 +56,15 @@ _ANNOTATION_ARGUMENTS = {
 }
 
 
-@dataclass(frozen=True)
-class BuilderSearch:
-    """The first builder that works, and why those before it do not."""
-
-    builder: str | None
-    problems: tuple[str, ...]
-
-    @property
-    def reason(self) -> str:
-        return "; ".join(self.problems)
-
-
-@dataclass(frozen=True)
-class BuildResult:
-    image_digest: str | None  # None: the build failed
-    last_line: str  # of the builder's output
-
-
-def find_builder(wanted: str, env: Mapping[str, str]) -> BuilderSearch:
-    """Check one builder by name, or with `auto` each in turn."""
+def find_builder(wanted: str, env: Mapping[str, str]) -> tuple[str | None, str]:
+    """Check one builder by name, or with `auto` each in turn; return the first that works, and why others do not."""
     problems: list[str] = []
     for name in BUILDERS if wanted == "auto" else (wanted,):
         problem = _builder_problem(name, env)
         if problem is None:
-            return BuilderSearch(name, tuple(problems))
+            return name, "; ".join(problems)
         problems.append(problem)
-    return BuilderSearch(None, tuple(problems))
+    return None, "; ".join(problems)
 
 
 @dataclass(frozen=True)
@@ -122,16 +104,19 @@ def build_argv(builder: str, work: BuildRequest, env: Mapping[str, str], *, anno
     return [*command, "--tag", work.image, *passed, str(work.context)]
 
 
-def build(builder: str, work: BuildRequest, id_file: Path, env: Mapping[str, str]) -> BuildResult:
-    """Build the image, printing the builder's output; its digest comes from the file that the builder writes."""
+def build(builder: str, work: BuildRequest, id_file: Path, env: Mapping[str, str]) -> tuple[str | None, str]:
+    """Build the image, printing the builder's output; return its digest, None if that failed, and the last line.
+
+    The digest comes from the file that the builder writes.
+    """
     argv = build_argv(builder, work, env, annotated=supports_annotations(builder, env))
     argv[-1:-1] = ["--iidfile", str(id_file)]
     status, last = _run(argv, env)
     if status != 0 or not id_file.is_file():
-        return BuildResult(None, f"{builder} exited with status {status}: {last}")
+        return None, f"{builder} exited with status {status}: {last}"
     digest = id_file.read_text().strip().removeprefix("sha256:")  # buildah omits the prefix
     id_file.unlink()
-    return BuildResult(f"sha256:{digest}", last)
+    return f"sha256:{digest}", last
 
 
 def push(builder: str, image: str, digest_file: Path, env: Mapping[str, str]) -> str:

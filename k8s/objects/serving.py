@@ -5,7 +5,6 @@ An InferenceService runs our container, or a ServingRuntime with KServe's storag
 
 from __future__ import annotations
 
-import copy
 import math
 from pathlib import Path
 
@@ -66,7 +65,8 @@ def serving_objects(
     if runtime is not None:
         use_storage(parts, runtime, config.deploy, bundle.path.absolute().parents[1].name)
     if config.deploy.by_kserve and config.deploy.render and config.rollout.canary_percent:
-        parts["InferenceService"] = with_canary(parts["InferenceService"], config)
+        # Knative keeps the stable revision, which gets the other requests.
+        parts["InferenceService"]["spec"]["predictor"]["canaryTrafficPercent"] = int(config.rollout.canary_percent)
     objects = [parts[kind] for kind in _ORDER if kind in parts]
     return objects if overlay is None else apply_overlay(objects, overlay, config)
 
@@ -245,13 +245,6 @@ def use_storage(parts: dict[str, Object], runtime: Object, deploy: Deploy, run: 
         "storageUri": deploy.storage_uri.replace("{run}", run),
     }
     parts["ServingRuntime"] = runtime
-
-
-def with_canary(candidate: Object, config: Config) -> Object:
-    """Return a service that sends a percentage of the requests to the candidate: Knative keeps the stable revision."""
-    split = copy.deepcopy(candidate)
-    split["spec"]["predictor"]["canaryTrafficPercent"] = int(config.rollout.canary_percent)
-    return split
 
 
 def check_host(config: Config) -> None:

@@ -149,26 +149,26 @@ def _build(package: Package, request: ImageRequest, env: Mapping[str, str]) -> d
     is_required = request.needed or package.builder != "auto"
     if package.builder == "none":
         return _without_image(None, "package.builder is none", request)
-    search = find_builder(package.builder, env)
-    if search.builder is None:
-        reason = f"no container builder works: {search.reason}"
+    builder, problems = find_builder(package.builder, env)
+    if builder is None:
+        reason = f"no container builder works: {problems}"
         if is_required:
             raise StageError(f"{reason}; install one, or set package.builder=auto")
         return _without_image(None, reason, request)
     base = _base(package, env)
-    print(f"building {request.image} with {search.builder}", flush=True)
-    result = build(search.builder, _build_request(request, request.folder, base), request.folder / ".image-id", env)
-    if result.image_digest is None:
+    print(f"building {request.image} with {builder}", flush=True)
+    digest, last = build(builder, _build_request(request, request.folder, base), request.folder / ".image-id", env)
+    if digest is None:
         log_hint = f"; its whole output is in {request.log}" if request.log else ""
-        reason = f"{search.builder} could not build {request.image}: {result.last_line}{log_hint}"
+        reason = f"{builder} could not build {request.image}: {last}{log_hint}"
         if is_required:
             raise StageError(f"{reason}; package.builder=none continues without an image")
         print(f"WARNING: {reason}", file=sys.stderr)
-        return _without_image(search.builder, reason, request)
-    print(f"built {request.image}, {result.image_digest}")
-    if not supports_annotations(search.builder, env):
+        return _without_image(builder, reason, request)
+    print(f"built {request.image}, {digest}")
+    if not supports_annotations(builder, env):
         print("note: docker without buildx writes no annotations; only the labels of the image describe its content")
-    return _facts(search.builder, result.image_digest, "") | {"base_digest": base.digest}
+    return _facts(builder, digest, "") | {"base_digest": base.digest}
 
 
 def _base(package: Package, env: Mapping[str, str]) -> BaseImage:

@@ -34,9 +34,9 @@ def image_name(name: str, bundle: Bundle) -> str:
 
 def build_images(name: str) -> None:
     """Build all images; only their names go to standard output."""
-    search = build.find_builder("auto", os.environ)
-    if search.builder is None:
-        raise SystemExit(f"no image builder: {search.reason}")
+    builder, problems = build.find_builder("auto", os.environ)
+    if builder is None:
+        raise SystemExit(f"no image builder: {problems}")
     wheels = SOURCE_ROOT / "wheels"
     recipe = build.Recipe(BASE_IMAGE, "cpu", wheels if wheels.is_dir() else None)
     with tempfile.TemporaryDirectory() as folder:
@@ -46,9 +46,9 @@ def build_images(name: str) -> None:
             build.write_context(bundle, recipe, context)
             request = build.BuildRequest(image, context, bundle_annotations(bundle))
             with contextlib.redirect_stdout(sys.stderr):
-                result = build.build(search.builder, request, Path(folder, version, "id"), os.environ)
-            if result.image_digest is None:
-                raise SystemExit(f"{image}: {result.last_line}")
+                digest, last = build.build(builder, request, Path(folder, version, "id"), os.environ)
+            if digest is None:
+                raise SystemExit(f"{image}: {last}")
             print(image)
 
 
