@@ -34,7 +34,17 @@ def curves(runs: Mapping[str, Facts]) -> Body | None:
         f"precision: share of {positive} among answers {positive}",
     )
     return {
-        "charts": [_roc_chart(curves, roc_titles), _precision_chart(curves, precision_titles)],
+        "charts": [
+            _curve_chart("ROC", curves, ("AUC", "auc"), "roc", ("fpr", "tpr"), roc_titles),
+            _curve_chart(
+                "Precision and recall",
+                curves,
+                ("AP", "average_precision"),
+                "pr",
+                ("tpr", "precision"),
+                precision_titles,
+            ),
+        ],
         "classes": len(body["classes"]),
         "drawn": len({row["class"] for row in rows}),
         "positive": positive,
@@ -78,20 +88,10 @@ def _curves_by_run(runs: Mapping[str, Facts]) -> list[Curve]:
     return found
 
 
-def _roc_chart(curves: Sequence[Curve], axis_titles: tuple[str, str]) -> Chart:
-    names = [f"{name}: AUC {number(row['auc'])}" for name, _, row in curves]
-    return _curve_chart("ROC", curves, names, "roc", ("fpr", "tpr"), axis_titles)
-
-
-def _precision_chart(curves: Sequence[Curve], axis_titles: tuple[str, str]) -> Chart:
-    names = [f"{name}: AP {number(row['average_precision'])}" for name, _, row in curves]
-    return _curve_chart("Precision and recall", curves, names, "pr", ("tpr", "precision"), axis_titles)
-
-
 def _curve_chart(
     title: str,
     curves: Sequence[Curve],
-    names: Sequence[str],
+    area: tuple[str, str],
     key: str,
     decision: tuple[str, str],
     axis_titles: tuple[str, str],
@@ -103,8 +103,8 @@ def _curve_chart(
         *(plot.path(row[key], f"curve {style}") for _, style, row in reversed(curves)),
         *(shape for name, style, row in curves for shape in _decision(plot, name, style, row["decision"], decision)),
     ]
-    legend = [(name, style) for name, (_, style, _) in zip(names, curves, strict=True)]
-    return plot.chart(title, "; ".join(names), shapes, "square", legend=legend)
+    legend = [(f"{name}: {area[0]} {number(row[area[1]])}", style) for name, style, row in curves]
+    return plot.chart(title, "; ".join(name for name, _ in legend), shapes, "square", legend=legend)
 
 
 def _decision(
