@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from pydantic import ValidationError
 
@@ -326,22 +326,7 @@ _TAKEN = (409, 412)  # HTTP status of a taken name, if the library does not tran
 _TEST_OBJECT = "exclusive"  # an object created twice, to check that the store rejects the second one
 
 
-class RegistryStore(Protocol):
-    where: str  # for messages
-
-    def names(self, folder: str = "") -> list[str]:
-        """Return the names of its direct members, or of those of a folder in it."""
-
-    def read(self, names: Sequence[str]) -> list[bytes]: ...
-
-    def has(self, name: str) -> bool: ...
-
-    def create(self, name: str, data: bytes) -> bool:
-        """Create it completely or not at all; return False if it exists, even if several processes try at once."""
-
-    def upload(self, source: Path, name: str) -> None: ...
-
-    def download(self, name: str, target: Path) -> None: ...
+RegistryStore: TypeAlias = "FolderStore | ObjectStore"
 
 
 def open_store(url: str, runs: Path) -> RegistryStore:
@@ -358,9 +343,10 @@ class FolderStore:
     """A folder; a complete file gets its name by a hard link, which never replaces another file."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.where = path, str(path)
+        self.path, self.where = path, str(path)  # `where` is for messages
 
     def names(self, folder: str = "") -> list[str]:
+        """Return the names of its direct members, or of those of a folder in it."""
         try:
             return [path.name for path in (self.path / folder).iterdir()]
         except FileNotFoundError:  # nothing has been written yet
@@ -381,6 +367,7 @@ class FolderStore:
         return (self.path / name).is_file()
 
     def create(self, name: str, data: bytes) -> bool:
+        """Create it completely or not at all; return False if it exists, even if several processes try at once."""
         path = self.path / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
