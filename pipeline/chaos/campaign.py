@@ -16,7 +16,7 @@ import signal
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -101,10 +101,12 @@ class Attack:
                 raise StageError(f"one of two commands that resumed at once ended otherwise than by refusing: {text}")
             return self._watch(other)
 
-    def _start(self, log: Path) -> contextlib.AbstractContextManager[Process]:
+    @contextlib.contextmanager
+    def _start(self, log: Path) -> Iterator[Process]:
         argv = ("python", "-m", "pipeline", "-C", str(self.folder), "run", "--resume", str(self.run.path))
         env = {"PYTHONSAFEPATH": "1", CHAOS_VARIABLE: str(self.log.folder)}
-        return _logged_process(argv, self.folder, env, log)
+        with log.open("ab") as output, child_process(argv, self.folder, env, output) as process:
+            yield process
 
     def _watch(self, process: Process) -> tuple[int, bool]:
         started, excused = time.time(), False
@@ -174,12 +176,6 @@ class Attack:
 
 
 _FIRST_WORKER = Kill(place="moment", step=1)
-
-
-@contextlib.contextmanager
-def _logged_process(argv: tuple[str, ...], folder: Path, env: Mapping[str, str], log: Path) -> Iterator[Process]:
-    with log.open("ab") as output, child_process(argv, folder, env, output) as process:
-        yield process
 
 
 def last_lines(output: Path) -> str:

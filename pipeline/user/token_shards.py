@@ -48,17 +48,14 @@ def _write_shard(folder: Path, number: int, tokens: array[int], starts: array[in
     import numpy as np
 
     ids = np.frombuffer(tokens, np.uint32)
-    np.save(_tokens_file(folder, number), ids if ids.max() > np.iinfo(np.uint16).max else ids.astype(np.uint16))
-    np.save(_starts_file(folder, number), np.frombuffer(starts, np.uint64))
+    tokens_file, starts_file = _files(folder, number)
+    np.save(tokens_file, ids if ids.max() > np.iinfo(np.uint16).max else ids.astype(np.uint16))
+    np.save(starts_file, np.frombuffer(starts, np.uint64))
     return {"tokens": len(tokens), "texts": len(starts)}
 
 
-def _tokens_file(folder: Path, number: int) -> Path:
-    return folder / f"{number:05}.tokens.npy"
-
-
-def _starts_file(folder: Path, number: int) -> Path:
-    return folder / f"{number:05}.starts.npy"
+def _files(folder: Path, number: int) -> tuple[Path, Path]:
+    return folder / f"{number:05}.tokens.npy", folder / f"{number:05}.starts.npy"
 
 
 def read_token_shards(folder: str, length: int) -> TokenRows:
@@ -107,4 +104,5 @@ class TokenRows(Items):
 def _open_shard(folder: Path, number: int) -> tuple[Array, Array]:
     import numpy as np
 
-    return np.load(_tokens_file(folder, number), mmap_mode="r"), np.load(_starts_file(folder, number), mmap_mode="r")
+    tokens, starts = (np.load(file, mmap_mode="r") for file in _files(folder, number))
+    return tokens, starts
