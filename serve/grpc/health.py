@@ -24,14 +24,20 @@ enum HealthCheckResponse.ServingStatus
   SERVING = 1
   NOT_SERVING = 2
   SERVICE_UNKNOWN = 3
+message HealthListRequest
+message HealthListResponse
+  map HealthCheckResponse statuses = 1
 service Health
   rpc Check HealthCheckRequest HealthCheckResponse
+  rpc List HealthListRequest HealthListResponse
   rpc Watch HealthCheckRequest stream HealthCheckResponse
 """,
 )
 SERVICE = f"{_PACKAGE}.Health"
 HealthCheckRequest = FILE.message_class("HealthCheckRequest")
+HealthListRequest = FILE.message_class("HealthListRequest")
 _Response = FILE.message_class("HealthCheckResponse")
+_ListResponse = FILE.message_class("HealthListResponse")
 _SERVICES = ("", open_inference.SERVICE, SERVICE)  # "": the whole server
 _MAX_WATCHERS = 256  # which need no key, and keep their connections from being closed as idle
 
@@ -49,6 +55,9 @@ class Health:
             names = ", ".join(_SERVICES[1:])
             raise NotFound(f"no service {message.service[:200]!r}; there are {names}, and '' for all")
         return self.status(message.service)
+
+    async def list(self, _message: Any, _call: Any) -> Any:
+        return _ListResponse(statuses={service: self.status(service) for service in _SERVICES})
 
     def status(self, service: str) -> Any:
         if service not in _SERVICES:

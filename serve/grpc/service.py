@@ -315,9 +315,11 @@ class Servicer:
 def _methods(servicer: Servicer, health_service: health.Health) -> dict[str, Method]:
     """Return the methods by path."""
     parse_health = health.HealthCheckRequest.FromString
+    listing = Method("List", health.HealthListRequest.FromString, health_service.list, needs_key=False)
     watch = Method("Watch", parse_health, None, needs_key=False, stream=partial(health.Watcher, health_service))
     methods = {
         f"/{health.SERVICE}/Check": Method("Check", parse_health, health_service.check, needs_key=False),
+        f"/{health.SERVICE}/List": listing,
         f"/{health.SERVICE}/Watch": watch,
     }
     for name in open_inference.METHODS:

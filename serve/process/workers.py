@@ -51,7 +51,8 @@ from serve.wire.listeners import BACKLOG, Http1Listener, Listener
 _MAX_DEATHS, _DEATHS_SECONDS = 5, 60.0  # more in that time end the service: replacing would not help
 _FORK_RETRY_SECONDS = 1.0
 _SLOW_SECONDS = 2.0  # without a turn of its event loop a worker gets no connection, if another is quicker
-_SNAPSHOT_SECONDS = 2.0  # for the metrics of a busy worker; else its last ones count
+_CALL_SECONDS = 2.0  # of a busy process; of a worker's metrics, the last ones count then
+_TOTAL_SECONDS = 10.0  # of a supervisor that has busy workers
 _PORTS: tuple[Port, ...] = ("http", "grpc", "standby")
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -92,22 +93,28 @@ class Channel:
             if not answer.done():
                 answer.set_result(None)
 
-    async def call(self, method: str, *args: Any) -> Any:
-        """Return what the other side's method returns; None if it ends before."""
+    async def call(self, method: str, *args: Any, seconds: float = _CALL_SECONDS) -> Any:
+        """Return what the other side's method returns; None if that fails or takes too long, or if it ends before."""
         if self._writer.is_closing():
             return None
         number = next(self._numbers)
-        self._waiting[number] = asyncio.get_running_loop().create_future()
+        answer = self._waiting[number] = asyncio.get_running_loop().create_future()
         self._send(number, method, args)
-        return await self._waiting[number]
+        await asyncio.wait([answer], timeout=seconds)
+        self._waiting.pop(number, None)
+        return answer.result() if answer.done() else None
 
     def notify(self, method: str) -> None:
         """Call a method of the other side without waiting for its answer."""
         self._send(0, method, ())
 
     async def _answer(self, number: int, method: str, args: tuple[Any, ...]) -> None:
-        value = self._methods[method](*args)
-        self._send(number, "", await value if inspect.isawaitable(value) else value)
+        answer = None
+        try:
+            value = self._methods[method](*args)
+            answer = await value if inspect.isawaitable(value) else value
+        finally:  # the event loop logs the error
+            self._send(number, "", answer)
 
     def _send(self, number: int, method: str, value: Any) -> None:
         data = pickle.dumps((number, method, value))
@@ -182,7 +189,8 @@ class Worker:
         self._note(time.monotonic(), self._taken - self._service.open_connections)
 
     async def _total(self) -> Snapshot:
-        return await self._channel.call("total") or self._service.requests.metrics.snapshot()
+        total = await self._channel.call("total", seconds=_TOTAL_SECONDS)
+        return total or self._service.requests.metrics.snapshot()
 
 
 class WorkerProcess:
@@ -457,9 +465,7 @@ class Supervisor(Server):
         return merge(list(filter(None, (*snapshots, self._retired))))
 
     async def _take_snapshot(self, worker: WorkerProcess) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_SNAPSHOT_SECONDS):
-                worker.snapshot = await worker.channel.call("snapshot") or worker.snapshot
+        worker.snapshot = await worker.channel.call("snapshot") or worker.snapshot
 
 
 def share_models(load: Load, bundles: Sequence[Bundle]) -> list[LoadedModel] | None:

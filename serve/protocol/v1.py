@@ -54,7 +54,8 @@ def parse(body: bytes) -> Any:
     """Return the instances of a request body."""
     fields = parse_object(body)
     if "instances" not in fields:
-        raise InvalidPayload('body: the field "instances" is missing')
+        columns = '; "inputs", a list for each column, is not supported: send a list of instances'
+        raise InvalidPayload(f'body: the field "instances" is missing{columns if "inputs" in fields else ""}')
     if unknown := fields.keys() - _FIELDS:
         raise InvalidPayload(f'body: unknown field "{min(unknown)[:80]}"; known fields: instances, signature_name')
     if (name := fields.get("signature_name")) is not None and name != SIGNATURE_NAME:

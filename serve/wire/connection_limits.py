@@ -38,7 +38,7 @@ class LimitedConnection(Protocol):
 def max_http_connections() -> int:
     """Return as many as the system allows, up to a limit of ours; raises the soft limit of open files."""
     files = _files()
-    return max(_OTHER_FILES, min(_MAX_HTTP, files - _OTHER_FILES - min(_MAX_GRPC, files // _FILES_PER_GRPC)))
+    return max(files // _FILES_PER_GRPC, min(_MAX_HTTP, files - _OTHER_FILES - max_grpc_connections()))
 
 
 def max_grpc_connections() -> int:

@@ -119,6 +119,7 @@ class _Dispatch:
         Their gradient is divided, since it already has the tokens of all `expert` processes, and is averaged later.
         """
         rows = local_shard(parameter)
+        rows = rows.view_as(rows)  # or the parameter might get a hook at each step
         if rows.requires_grad:
             rows.register_hook(lambda gradient: gradient / self._expert)  # type: ignore[no-untyped-call]
         return rows

@@ -30,9 +30,14 @@ def server(module_launcher: Launcher, bundle_path: Path, tmp_path_factory: pytes
 
 
 @pytest.fixture
-def stub(server: Running) -> Iterator[Any]:
+def channel(server: Running) -> Iterator[grpc.Channel]:
     with grpc.insecure_channel(f"127.0.0.1:{server.grpc_port}", [("grpc.use_local_subchannel_pool", 1)]) as channel:
-        yield HealthStub(channel)
+        yield channel
+
+
+@pytest.fixture
+def stub(channel: grpc.Channel) -> Any:
+    return HealthStub(channel)
 
 
 def _request(service: str) -> Any:
@@ -42,6 +47,15 @@ def _request(service: str) -> Any:
 @pytest.mark.parametrize("service", ["", "inference.GRPCInferenceService", "grpc.health.v1.Health"])
 def test_check_reports_readiness_without_a_key(stub: Any, service: str) -> None:
     assert stub.Check(_request(service), timeout=SECONDS).status == SERVING
+
+
+def test_list_reports_the_status_of_every_service(stub: Any, channel: grpc.Channel) -> None:
+    response = health.FILE.message_class("HealthListResponse")
+    listing = channel.unary_unary("/grpc.health.v1.Health/List", response_deserializer=response.FromString)
+    statuses = listing(b"", timeout=SECONDS).statuses
+    assert {name: each.status for name, each in statuses.items()} == dict.fromkeys(
+        ("", "inference.GRPCInferenceService", "grpc.health.v1.Health"), SERVING
+    )
 
 
 def test_check_of_unknown_service_is_not_found(stub: Any) -> None:

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import gc
 import os
 import pickle
 import signal
@@ -20,6 +22,7 @@ from serve.monitoring.snapshot import Snapshot, VersionSnapshot, merge
 from serve.options import parse_options, usable_cores
 from serve.process import limits as process_limits
 from serve.process.limits import ProcessLimits
+from serve.process.workers import Channel
 from serve.shadow import Agreement
 from tests.ports import free_port
 from tests.quick import quick
@@ -302,3 +305,32 @@ def test_metrics_of_processes_are_merged_by_their_meaning() -> None:
     assert first.in_flight == 1, "what was added up is unchanged"
     total.end()
     assert (version.metrics.requests["v2", 200], version.waiting, total.in_flight) == (3, 0, 0)
+
+
+def test_call_that_fails_or_gets_no_answer_ends(caplog: pytest.LogCaptureFixture) -> None:
+    async def fail() -> None:
+        raise ValueError("a fault of the worker")
+
+    async def hang() -> None:
+        await asyncio.Event().wait()
+
+    async def answer() -> str:
+        return "as ever"
+
+    async def calls() -> list[Any]:
+        here, there = (Channel(sock, {"fail": fail, "hang": hang, "answer": answer}) for sock in socket.socketpair())
+        for channel in (here, there):
+            await channel.open()
+        running = [asyncio.create_task(channel.run()) for channel in (here, there)]
+        answers = [
+            await here.call("fail", seconds=SECONDS),
+            await here.call("hang", seconds=0.01),
+            await here.call("answer", seconds=SECONDS),
+        ]
+        here._writer.close()
+        await asyncio.gather(*running)
+        return answers
+
+    assert asyncio.run(calls()) == [None, None, "as ever"]
+    gc.collect()
+    assert "a fault of the worker" in caplog.text

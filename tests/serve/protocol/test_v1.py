@@ -15,9 +15,10 @@ def test_signature_name_of_tensorflow_serving_is_accepted(name: bytes) -> None:
     ("body", "sentence"),
     [
         (b'{"instances": [1], "signature_name": "other"}', "body: signature_name 'other' is unknown"),
+        (b'{"inputs": {"x": [1]}}', '"instances" is missing; "inputs", a list for each column, is not supported: send'),
         (b'{"instances": [1], "signature_name": 1}', "signature_name '1' is unknown; the only one is"),
     ],
 )
-def test_another_signature_name_is_refused(body: bytes, sentence: str) -> None:
+def test_another_form_is_refused(body: bytes, sentence: str) -> None:
     with pytest.raises(InvalidPayload, match=sentence):
         parse(body)

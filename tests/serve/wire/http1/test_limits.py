@@ -230,6 +230,14 @@ def test_new_connection_is_refused_if_all_others_are_in_use() -> None:
     assert b'{"error":"2 connections are being served already"}' in answer
 
 
+@pytest.mark.parametrize("files", [64, 256, 1024])
+def test_connections_leave_other_files_to_a_process_with_few(files: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    most = limits.max_http_connections() + limits.max_grpc_connections()
+    assert 16 <= most <= files - min(files // 2, 128)
+
+
 def test_connection_limits_follow_the_limit_of_open_files() -> None:
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
