@@ -131,4 +131,4 @@ def test_flood_of_fields_is_refused_before_objects_are_made(sentence: str) -> No
     message, calls = ModelInferRequest(**FLOODS[sentence]), [0]
     with counted_calls(calls), pytest.raises(InvalidPayload, match=f"^{sentence}$"):
         messages.parse(message, _signature("FP32"))
-    assert calls[-1] < 2000, "most of them are pytest's"
+    assert calls[-1] < 10_000, "most of them are pytest's"
