@@ -76,7 +76,10 @@ class StepRunner:
             for item in self.step_job.objects:
                 apply_object(self.connection, item, self.namespace, self.report)
         except PipelineError:
-            self._remove_after_error()
+            try:
+                self.remove()
+            except PipelineError as error:
+                self.report(f"warning: parts of {kubectl_name(self.step_job.job)} are left on the cluster: {error}")
             raise
         self.report(f"started {kubectl_name(self.step_job.job)} in namespace {self.namespace}")
 
@@ -123,12 +126,6 @@ class StepRunner:
                 reported = True
             self.tick()
             time.sleep(_TICK_SECONDS)
-
-    def _remove_after_error(self) -> None:
-        try:
-            self.remove()
-        except PipelineError as error:
-            self.report(f"warning: parts of {kubectl_name(self.step_job.job)} are left on the cluster: {error}")
 
     def _wait_for_end(self, events: Events, watchers: Sequence[Watcher]) -> JobResult:
         objects_by_kind: dict[str, ObjectsByName] = {}

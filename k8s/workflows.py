@@ -32,6 +32,7 @@ _MAX_RETRIES = 6  # of pods that were lost
 # Exit codes 1 to 3 are errors that a retry would meet again, and the gate's rejection.
 _RETRY_EXPRESSION = "lastRetry.status == 'Error' or asInt(lastRetry.exitCode) > 3"
 _RETRY_BACKOFF = {"duration": "10s", "factor": "2"}
+_PATCHED_FIELDS = ("terminationGracePeriodSeconds", "enableServiceLinks")  # of pods; Argo has none of its own for them
 _POD_DELETE_DELAY = "600s"  # kubectl can read the log that long; the run keeps it for good
 _MAX_NAME = 26  # what `-pipe-`, five random characters and `-train` leave of a JobSet's name
 
@@ -102,7 +103,7 @@ def argo_workflow(config: Config, tasks: Sequence[WorkflowTask]) -> Object:
             "podMetadata": {"labels": labels},
             "securityContext": pod["securityContext"],
             **({"imagePullSecrets": pod["imagePullSecrets"]} if "imagePullSecrets" in pod else {}),
-            "podSpecPatch": _pod_spec_patch(pod),
+            "podSpecPatch": json.dumps({field: pod[field] for field in _PATCHED_FIELDS}, separators=(",", ":")),
             "podGC": {"strategy": "OnPodSuccess", "deleteDelayDuration": _POD_DELETE_DELAY},
             "ttlStrategy": {"secondsAfterCompletion": training.TTL_SECONDS_AFTER_FINISHED},
             "volumes": pod["volumes"],
@@ -120,12 +121,6 @@ def _with_rendezvous(config: Config) -> Config:
         return config
     rendezvous = {"rendezvous": f"{_JOBSET_NAME}-node-0-0.{_JOBSET_NAME}:{training.RENDEZVOUS_PORT}"}
     return config.model_copy(update={"train": config.train.model_copy(update=rendezvous)})
-
-
-def _pod_spec_patch(pod: Object) -> str:
-    """Return the pod fields that Argo has no field for, above all the time to save a checkpoint."""
-    fields = ("terminationGracePeriodSeconds", "enableServiceLinks")
-    return json.dumps({field: pod[field] for field in fields}, separators=(",", ":"))
 
 
 def _argo_template(task: WorkflowTask, config: Config) -> Object:

@@ -141,20 +141,16 @@ class CanaryRollout:
                     self.end()
                     return CanaryResult("roll back", result.text)
         except BaseException:
-            self._end_after_error()
+            try:
+                self.end()
+            except PipelineError as error:  # it must not hide the error that led here
+                self.report(f"warning: the canary could not be ended: {error}; to fix it: `pipe registry rollback`")
             raise
         return result
 
     def end(self) -> None:
         """Give all requests back to the stable version."""
         self.cluster.delete(self.candidate)
-
-    def _end_after_error(self) -> None:
-        """End the canary without hiding the error that led here."""
-        try:
-            self.end()
-        except PipelineError as error:
-            self.report(f"warning: the canary could not be ended: {error}; to fix it: `pipe registry rollback`")
 
     def _set_traffic(self, percent: float) -> None:
         """Scale the canary for a percentage, wait for its pods, and send the golden requests to each."""

@@ -221,10 +221,11 @@ def as_trainjob(job: Object) -> list[Object]:
     metadata = copy.deepcopy(job["metadata"])
     inner = _with_container_named_node(job)
     deadline = inner["spec"].pop("activeDeadlineSeconds")
+    labels = {name: value for name, value in metadata["labels"].items() if name != QUEUE_LABEL}  # only of the TrainJob
     runtime = {
         "apiVersion": f"{_TRAINER_GROUP}/v1alpha1",
         "kind": "TrainingRuntime",
-        "metadata": {**metadata, "labels": _without_queue(metadata["labels"])},
+        "metadata": {**metadata, "labels": labels},
         "spec": {
             "mlPolicy": {"numNodes": inner["spec"]["parallelism"]},
             "template": {"spec": _jobset_spec(inner, {"metadata": {"labels": dict(_ANCESTOR_LABEL)}})},
@@ -274,11 +275,6 @@ def _with_container_named_node(job: Object) -> Object:
             rule["onExitCodes"]["containerName"] = NODE_CONTAINER
     container["name"] = NODE_CONTAINER
     return inner
-
-
-def _without_queue(labels: dict[str, str]) -> dict[str, str]:
-    """Return the labels of the runtime: only the TrainJob waits in the queue."""
-    return {name: value for name, value in labels.items() if not name.startswith("kueue.")}
 
 
 def node_component(gpus: int) -> str:
