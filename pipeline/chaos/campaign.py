@@ -11,7 +11,6 @@ import functools
 import json
 import math
 import random
-import shutil
 import signal
 import statistics
 import time
@@ -30,7 +29,7 @@ from pipeline.contract.config import Config, override_config
 from pipeline.contract.run import Run
 from pipeline.executors.local import child_process
 from pipeline.history import Project, create_run, link_outputs, write_record
-from pipeline.system.errors import ConfigError, PipelineError, ResourceError, StageError
+from pipeline.system.errors import ConfigError, ResourceError, StageError
 from pipeline.system.fork_server import Process
 from train.chaos_hooks import CHAOS_VARIABLE, ChaosEvent, ChaosLog, Fault, Kill, KillPoint
 
@@ -409,17 +408,6 @@ class Campaign:
         folder = project.runs / "chaos" / datetime.now(UTC).strftime("%Y%m%d-%H%M%S-%f")
         folder.mkdir(parents=True)
         return cls(project, project_folder.resolve(), folder, report)
-
-    @contextlib.contextmanager
-    def keep_on_failure(self) -> Iterator[None]:
-        try:
-            yield
-        except PipelineError:
-            self.report(f"all files are kept in {self.folder}")
-            raise
-
-    def remove(self) -> None:
-        shutil.rmtree(self.folder)
 
     def prepare(self, config: Config) -> Run:
         """Run prepare once for all trainings."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,7 +12,7 @@ from pipeline.cli.app import Output, OutputOption, Overrides, app, emit, pairs, 
 from pipeline.cli.run import make_request, run_and_report, run_facts
 from pipeline.display import Display
 from pipeline.history import load_history, lock_runs
-from pipeline.system.errors import ConfigError
+from pipeline.system.errors import ConfigError, PipelineError
 from pipeline.tune.record import StudyFile, read_study, study_folder, study_trials
 
 if TYPE_CHECKING:
@@ -93,12 +94,15 @@ def chaos(
 
     project = project_of(context)
     campaign = Campaign.begin(project, context.obj, Display(live=False).report)
-    with campaign.keep_on_failure():
+    try:
         prepared = campaign.prepare(project.config(words or []))
         reference = campaign.train_reference(prepared, campaign.reduced_config(prepared, kills, words or []))
         trainings = tuple(campaign.train_with_kills(prepared, reference, kills, seed))
+    except PipelineError:
+        campaign.report(f"all files are kept in {campaign.folder}")
+        raise
     verdict = Verdict(kills, reference.steps, reference.processes, trainings)
     emit(output, verdict.as_json(), f"{table(verdict.table())}\n\n{verdict.text()}")
     if not verdict.held:
         raise typer.Exit(1)
-    campaign.remove()
+    shutil.rmtree(campaign.folder)
