@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -82,6 +82,15 @@ class Config(Section):
 
 def all_sections() -> dict[str, type[Section]]:
     return {name: kind for name, field in Config.model_fields.items() if (kind := section_of(field))}
+
+
+def flat_settings(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield recorded settings by their full names, also those of mappings in a section."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat_settings(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def setting_names() -> list[str]:

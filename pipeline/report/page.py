@@ -13,7 +13,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from urllib.parse import quote
 
 from jinja2 import UndefinedError
 
+from pipeline.contract.config import flat_settings
 from pipeline.contract.results import Body, Facts, is_number, mappings, read_facts
 from pipeline.contract.run import STEPS, Run, StepRecord
 from pipeline.history import COMMIT, WORKING_TREE, History
@@ -249,18 +250,13 @@ def _row(run: Run, folder: Path) -> dict[str, Any]:
         "outcome": evaluation.describe_outcome(facts),
         "commit": environment.get(COMMIT, ""),
         "changed": environment.get(WORKING_TREE, "clean") != "clean",
-        "settings": dict(_settings(facts.file.config, "")),
+        "settings": {
+            name: json.dumps(value) if isinstance(value, list) else value
+            for name, value in flat_settings(facts.file.config)
+            if value not in (None, {}, [], "")
+        },
         "results": results | {"name": facts.name, "verdict": facts.effective_verdict, "reached": reached},
     }
-
-
-def _settings(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """Yield the settings of a run by their full names; lists and mappings without names as JSON."""
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _settings(value, f"{prefix}{name}.")
-        elif value is not None and value != {} and value != [] and value != "":
-            yield f"{prefix}{name}", json.dumps(value) if isinstance(value, list) else value
 
 
 def _last_step(facts: Facts) -> tuple[float, str]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from pipeline.contract.config import flat_settings
 from pipeline.contract.results import Facts, NewLines, curve_values, is_number
 from pipeline.contract.run import Run, RunFile
 from pipeline.history import COMMIT, WORKING_TREE
@@ -46,15 +47,8 @@ class Point:
 def read_params(run: Run) -> dict[str, str]:
     """Return every setting that decides the results, with its value, by its name, as in `train.lr`."""
     values = run.config.model_dump(mode="json")
-    return dict(_flatten({name: values[name] for name in _PARAM_SECTIONS}, ""))
-
-
-def _flatten(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flatten(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value if isinstance(value, str) else json.dumps(value)
+    settings = flat_settings({name: values[name] for name in _PARAM_SECTIONS})
+    return {name: value if isinstance(value, str) else json.dumps(value) for name, value in settings}
 
 
 def training_key(body: RunFile) -> str:
