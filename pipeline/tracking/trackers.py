@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from pipeline.contract.run import Run
 from pipeline.history import exclusive_lock
@@ -19,24 +19,7 @@ _BATCH = 100  # params, or tags, of one request to MLflow; it accepts ten times 
 _MAX_TEXT = 5000  # characters of a param or a tag
 
 
-class Tracker(Protocol):
-    def open(self, run_id: str) -> str:
-        """Continue the run with this id, or begin one where there is none; return its id."""
-
-    def set_params(self, params: Mapping[str, str]) -> None: ...
-
-    def describe(self) -> str:
-        """Return where the run can be seen."""
-
-    def log(self, points: Sequence[Point]) -> None: ...
-
-    def summarize(self, results: Mapping[str, float], step: int) -> None: ...
-
-    def tag(self, tags: Mapping[str, str]) -> None: ...
-
-    def upload(self, results: Mapping[str, Path], bundle: Mapping[str, Path]) -> None: ...
-
-    def close(self, ending: Ending) -> None: ...
+Tracker: TypeAlias = "MLflow | WandB"
 
 
 class MLflow:
@@ -51,6 +34,7 @@ class MLflow:
         self._local = "MLFLOW_TRACKING_URI" not in os.environ
 
     def open(self, run_id: str) -> str:
+        """Continue the run with this id, or begin one where there is none; return its id."""
         from mlflow import MlflowClient  # slow to load
 
         with exclusive_lock(self._run.runs / ".mlflow.lock"):  # of several trials, one creates the database
@@ -73,6 +57,7 @@ class MLflow:
             self._client.log_batch(self._id, params=batch)
 
     def describe(self) -> str:
+        """Return where the run can be seen."""
         return f"run {self._id}: {self._client.tracking_uri}"
 
     def log(self, points: Sequence[Point]) -> None:
@@ -164,7 +149,7 @@ class WandB:
         for point in points:
             self._run.log(dict(point.values), step=point.step)
 
-    def summarize(self, results: Mapping[str, float], step: int) -> None:  # noqa: ARG002 - the protocol's signature
+    def summarize(self, results: Mapping[str, float], step: int) -> None:  # noqa: ARG002 - as of MLflow
         self._run.summary.update(dict(results))
 
     def tag(self, tags: Mapping[str, str]) -> None:

@@ -17,10 +17,11 @@ from pipeline.tracking import contents
 from pipeline.tracking.__main__ import Sender, follow
 from pipeline.tracking.contents import Ending, Point, read_ending
 from pipeline.tracking.process import state_file
+from pipeline.tracking.trackers import MLflow
 from tests.pipeline.conftest import NewRun
 
 
-class Recorder:
+class Recorder(MLflow):
     """A tracker whose next calls may fail."""
 
     def __init__(self) -> None:
