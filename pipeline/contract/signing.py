@@ -72,7 +72,8 @@ class Trust:
             signers = ", ".join(signature.keyid for signature in envelope.signatures) or "no key"
             raise BundleError(f"{directory}: is signed by {signers}, not by a key of {self.path}")
         for signature in known_signatures:
-            _verify(keys[signature.keyid], signature, envelope, directory)
+            if not _is_made_by(keys[signature.keyid], envelope.message, signature.sig):
+                raise BundleError(f"{directory / SIGNATURE}: was not made by the key {signature.keyid}")
         return known_signatures[0].keyid
 
     def signer(self, message: bytes, signature: str) -> str:
@@ -215,11 +216,6 @@ def _public(block: str, path: Path) -> Ed25519PublicKey:
         raise ConfigError(f"{path}: has a key that is not ed25519; remove it")
     public: Ed25519PublicKey = key
     return public
-
-
-def _verify(key: Ed25519PublicKey, signed: Signed, envelope: Envelope, directory: Path) -> None:
-    if not _is_made_by(key, envelope.message, signed.sig):
-        raise BundleError(f"{directory / SIGNATURE}: was not made by the key {signed.keyid}")
 
 
 def _is_made_by(key: Ed25519PublicKey, message: bytes, signature: str) -> bool:

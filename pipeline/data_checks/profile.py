@@ -19,7 +19,6 @@ from torch import Tensor
 
 from pipeline.contract.results import finite_or_none
 from pipeline.contract.settings.section import Frozen
-from pipeline.system.files import write_json
 
 Kind: TypeAlias = Literal["numbers", "sums", "ids"]
 Floats: TypeAlias = np.ndarray[Any, np.dtype[np.float64]]
@@ -143,10 +142,6 @@ class Profile(Frozen):
     classes: tuple[str, ...] | None
     columns: Mapping[str, Mapping[str, ColumnSummary]]  # split → column
     features: tuple[Feature, ...]
-
-
-def write_profile(path: Path, profile: Profile) -> None:
-    write_json(path, profile.model_dump(mode="json"))
 
 
 def read_profile(path: Path) -> Profile | None:

@@ -39,7 +39,7 @@ from pipeline.data_checks.near_duplicates import (
     group_name,
     small_pictures,
 )
-from pipeline.data_checks.profile import Floats, Integers, Profile, write_profile
+from pipeline.data_checks.profile import Floats, Integers, Profile
 from pipeline.data_checks.rules import CheckResult, check_constant, differences
 from pipeline.data_checks.scan import (
     ScanPlan,
@@ -123,7 +123,7 @@ def _have_equal_shapes(task: Task, splits: Mapping[str, Samples]) -> bool:
 
 def write_checks(data: CheckedData, directory: Path, lower: Collection[str] = ()) -> None:
     """Write files apart from data.json, whose digest identifies the data and must not depend on limits or champions."""
-    write_profile(directory / "profile.json", data.profile)
+    write_json(directory / "profile.json", data.profile.model_dump(mode="json"))
     pairs = [(column, pair) for column, pairs in data.near_duplicates.items() for pair in pairs]
     champion = {"bundle": data.champion.bundle, "run": data.champion.run} if data.champion else None
     body = {

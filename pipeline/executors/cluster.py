@@ -10,7 +10,7 @@ from pathlib import Path
 from k8s import workflows
 from k8s.cluster.api import Connection, connect
 from k8s.cluster.rollout_status import JobResult
-from k8s.objects.jobs import PodUser, StepJob, step_job
+from k8s.objects.jobs import PodUser, step_job
 from k8s.objects.manifests import kubectl_name, write_documents, write_manifests
 from k8s.objects.training import check_training_image, run_name, training_objects, volume_claims
 from k8s.step_runner import StepRunner
@@ -61,7 +61,11 @@ class ClusterExecutor:
         if result.status and read_error(partial) is None:
             write_error(self._find_cause(result, run.config.train.image, read_log_end(log, log_start)), partial)
         if not result.status and not partial.is_dir():
-            write_error(_other_volume(run, runner.step_job), partial)
+            problem = (
+                f"its pod succeeded, but wrote nothing to {run.path}; to fix it: the volume claim "
+                f"{runner.step_job.claim} must hold this machine's folder of runs, {run.runs}"
+            )
+            write_error(StageError(problem), partial)
             return StageError.exit_code
         return result.status
 
@@ -159,13 +163,6 @@ def check_jobs(config: Config) -> None:
     """Raise the mistakes that can be found without a cluster, before a run directory is made."""
     for step in CLUSTER_STEPS:
         step_job(config, step, "run", "key", step_command(step, config, "runs/run"), {})
-
-
-def _other_volume(run: Run, job: StepJob) -> StageError:
-    return StageError(
-        f"its pod succeeded, but wrote nothing to {run.path}; to fix it: the volume claim {job.claim} must hold this "
-        f"machine's folder of runs, {run.runs}"
-    )
 
 
 def render_training(project: Project, config: Config, directory: str) -> list[Path]:

@@ -31,13 +31,12 @@ PARENT_WATCH_VARIABLE = "PIPE_PARENT_WATCH"
 TERMINATED = 128 + signal.SIGTERM  # exit status of a process that ends on SIGTERM, as a shell reports it
 
 
-def watch_parent(env: Mapping[str, str] | None = None, *, passes_on: bool = False) -> None:
+def watch_parent(*, passes_on: bool = False) -> None:
     """Watch standard input in the background, but only where the runner has set the variable, and make it empty.
 
     `passes_on`: leave it as it is for other processes, which are started with it and watch it as well.
     """
-    env = os.environ if env is None else env
-    if env.get(PARENT_WATCH_VARIABLE) != "1" or os.path.samestat(os.fstat(0), os.stat(os.devnull)):
+    if os.environ.get(PARENT_WATCH_VARIABLE) != "1" or os.path.samestat(os.fstat(0), os.stat(os.devnull)):
         return
     watched = 0
     if not passes_on:

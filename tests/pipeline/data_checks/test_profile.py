@@ -7,15 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from pipeline.data_checks.profile import (
-    MAX_IDS,
-    SUMS,
-    HistogramBuilder,
-    choose_features,
-    feature_kind,
-    read_profile,
-    write_profile,
-)
+from pipeline.data_checks.profile import MAX_IDS, SUMS, HistogramBuilder, choose_features, feature_kind, read_profile
+from pipeline.data_checks.run_checks import write_checks
 
 from .conftest import Check, alarms, alarms_of, normal
 
@@ -109,7 +102,7 @@ def test_image_is_profiled_by_mean_spread_and_projections(check: Check) -> None:
 )
 def test_unusual_columns_are_checked_like_others(check: Check, tmp_path: Path, values: Any) -> None:
     found = check({"x": values}, {"x": values[:20]}, missing="off", copies="off")
-    write_profile(tmp_path / "profile.json", found.profile)
+    write_checks(found, tmp_path)
     assert read_profile(tmp_path / "profile.json") == found.profile
     assert [one for one in found.results if one.level == "error"] == []
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pipeline.contract.run import Run
-from pipeline.data_checks.profile import HistogramBuilder, Profile, SchemaBuilder, choose_features, write_profile
+from pipeline.data_checks.profile import HistogramBuilder, Profile, SchemaBuilder, choose_features
 from pipeline.report.features import _bounds, _rebin
 from pipeline.system.files import digest_file, write_atomic, write_json
 
@@ -34,7 +34,7 @@ def add_profile(run: Run, shift: float = 0.0, **columns: torch.Tensor) -> None:
     filled = tuple(feature.model_copy(update={"splits": by_feature[feature.name]}) for feature in features)
     inputs = tuple(name for name in train if name != "class label")
     profile = Profile(inputs=inputs, classes=("a", "b", "c"), columns=schemas, features=filled)
-    write_profile(run.output("prepare") / "profile.json", profile)
+    write_json(run.output("prepare") / "profile.json", profile.model_dump(mode="json"))
 
 
 def test_inputs_and_labels_are_drawn_by_split_with_their_drift(tmp_path: Path) -> None:
