@@ -36,7 +36,7 @@ from pipeline.cli.from_sentence_transformers import read_sentence_transformer
 from pipeline.cli.run import run
 from pipeline.compare import result_digests
 from pipeline.contract.config import Config, all_sections, override_config, setting_names
-from pipeline.contract.registry import Entry, read_registry
+from pipeline.contract.registry import Entry, forget_fetched, read_registry
 from pipeline.contract.run import STEPS, Run
 from pipeline.contract.settings.section import Section
 from pipeline.display import Display
@@ -323,8 +323,6 @@ def gc(
         if not dry_run:
             for run in removable:
                 shutil.rmtree(run.path)
-            from pipeline.contract.registry import forget_fetched  # numpy is slow to load
-
             forget_fetched(project.runs, {entry.bundle for entry in entries})
     verb = "would remove" if dry_run else "removed"
     text = "\n".join(f"{verb} {run.id}" for run in removable) or "nothing to remove"

@@ -20,6 +20,7 @@ from pipeline.contract.run import Run
 from pipeline.contract.signing import new_key, private_key
 from pipeline.display import Display
 from pipeline.history import Project, find_run, lock_run, lock_runs, lock_service
+from pipeline.override import sign_bundle, sign_run
 from pipeline.redeploy import redeploy
 from pipeline.service.cluster_record import (
     ClusterRecord,
@@ -32,6 +33,8 @@ from pipeline.service.cluster_record import (
     without_canary,
 )
 from pipeline.service.process import LiveService, read_live
+from pipeline.service.rollout import end_canary as end_local_canary
+from pipeline.service.rollout import finish_canary, serve_bundle
 from pipeline.service.rollout import promote as promote_name
 from pipeline.service.rollout import rollback as roll_back_name
 from pipeline.system.errors import ConfigError, StageError
@@ -112,8 +115,6 @@ def promote(
             if (record := _select_record(canaries, cluster_context)) and record.canary:
                 return _deploy_version(project, record, record.canary, cluster_context, output)
             if live and live.canary and (not run or find_run(project.runs, run).id == live.canary.run):
-                from pipeline.service.rollout import finish_canary  # numpy is slow to load
-
                 return _print_entry(output, name, finish_canary(project.runs, live, _report), "; it gets all requests")
         promoted_run = find_run(project.runs, run) if run else newest_bundle(project)
         entry = promote_name(promoted_run, bundle_of(promoted_run), reason, name, project.config().registry)
@@ -183,10 +184,8 @@ def _server_of(context: str) -> str:
 
 
 def _end_local_canary(runs: Path, live: LiveService, output: Output) -> None:
-    from pipeline.service.rollout import end_canary  # numpy is slow to load
-
     assert live.canary is not None
-    restored = end_canary(runs, live, _report)
+    restored = end_local_canary(runs, live, _report)
     text = f"the canary of run {live.canary.run} has ended; bundle {restored.bundle[:12]} gets all requests"
     emit(output, {"canary": live.canary.model_dump(), "bundle": restored.bundle, "run": restored.run}, text)
 
@@ -197,8 +196,6 @@ def _serve_again(runs: Path, live: LiveService | None, entry: Entry) -> str:
         return ""
     if not (Run(runs / entry.run).path / "run.json").is_file():
         return f"; its run {entry.run} is not here, so the service goes on with bundle {live.bundle[:12]}"
-    from pipeline.service.rollout import serve_bundle  # numpy is slow to load
-
     serve_bundle(runs, live, entry.run, entry.bundle, _report)
     return "; it gets all requests again"
 
@@ -315,8 +312,6 @@ def sign(
             output, {"key": str(new_key_path), "public": f"{new_key_path}.pub", "keyid": new_key(new_key_path)}, text
         )
     assert key is not None
-    from pipeline.override import sign_bundle, sign_run  # numpy is slow to load
-
     signing_key = private_key(key, os.environ.get(PASSPHRASE, ""))
     if names_image(target):
         from pipeline.steps.package import sign_packaged_image

@@ -9,12 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from pipeline.contract.results import Body, Facts, is_number, mappings
-from pipeline.report.charts import Chart, Label, Path, Picture, Plot, Rectangle, Shape, make_plot, px
+from pipeline.report.charts import RUN_STYLES, Chart, Label, Path, Picture, Plot, Rectangle, Shape, make_plot, px
 from pipeline.system.wording import MISSING, number
 
 _BASE64 = re.compile(r"[A-Za-z0-9+/]+={0,2}")
 _PICTURES = ("picture", "boxes")
-_STYLES = ("one", "two", "three", "four", "five")
 _MIN_SMOOTH_PIXELS = 64  # pictures that are smaller show their pixels
 _CURVE_WIDTH, _CURVE_HEIGHT = 400, 150
 _BOXES_WIDTH = 210
@@ -102,7 +101,7 @@ def _part(part: Body, parts: Sequence[Body], styles: Styles) -> Body:
         case "curve" if any(is_number(value) for curve in part["curves"] for value in curve["values"]):
             chart = _curves_chart(part["curves"], [item for item in parts if item.get("kind") == "curve"])
             legend = [
-                (str(curve.get("name", "")), style) for curve, style in zip(part["curves"], _STYLES, strict=False)
+                (str(curve.get("name", "")), style) for curve, style in zip(part["curves"], RUN_STYLES, strict=False)
             ]
             return {**body, "chart": chart, "legend": legend}
     values = [number(value, 3) for value in part.get("values") or ()]
@@ -134,7 +133,7 @@ def _label_styles(samples: Sequence[Body]) -> Styles:
     parts = [part for sample in samples for part in mappings(sample.get("shown"))]
     labels = {str(box.get("label", "")) for part in parts for box in mappings(part.get("boxes"))}
     tags = {_entity(str(tag)) for part in parts for tag in part.get("tags") or ()}
-    return {name: _STYLES[place % len(_STYLES)] for place, name in enumerate(sorted((labels | tags) - {""}))}
+    return {name: RUN_STYLES[place % len(RUN_STYLES)] for place, name in enumerate(sorted((labels | tags) - {""}))}
 
 
 def _entity(tag: str) -> str:
@@ -193,7 +192,7 @@ def _curves_chart(curves: Sequence[Body], all_curves: Sequence[Body]) -> Chart:
     plot = make_plot((0, max(count - 1, 1)), (low - pad, high + pad), _CURVE_WIDTH, _CURVE_HEIGHT)
     paths = [
         _band(curve, plot, style) if "upper" in curve else Path(_path(curve["values"], plot), f"curve {style}")
-        for curve, style in zip(curves, _STYLES, strict=False)
+        for curve, style in zip(curves, RUN_STYLES, strict=False)
     ]
     own = [value for curve in curves for value in curve["values"] if is_number(value)]
     name = ", ".join(str(curve.get("name", "")) for curve in curves)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.config import Config
-from pipeline.contract.registry import CHAMPION, PREVIOUS, Entry, ProposedChange, Registry, change_registry
+from pipeline.contract.registry import CHAMPION, PREVIOUS, Entry, ProposedChange, Registry, change_registry, publish
 from pipeline.contract.run import Run
 from pipeline.contract.settings.access import Access
 from pipeline.contract.settings.stages import service_view_options
@@ -136,8 +136,6 @@ def serve_bundle(runs: Path, live: LiveService, run_id: str, digest: str, report
 
 def promote(run: Run, bundle: Bundle, reason: str = "", name: str = CHAMPION, location: str | None = None) -> Entry:
     """Point a name of the registry to the run's bundle; `location` is the registry's, by default that of the run."""
-    from pipeline.contract.registry import publish
-
     location = run.config.registry if location is None else location
     if name == PREVIOUS:
         raise ConfigError(f"{PREVIOUS} follows from the history of {CHAMPION}; give the bundle another name")
