@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from pipeline.contract.codec import Part
 from pipeline.contract.signature import TensorSpec
-from serve.errors import Headers
+from serve.errors import DeadlineExceeded, Headers
 from serve.memory import MemoryBudget, answer_row_memory, largest_request
 from serve.monitoring.metrics import ModelMetrics
 from serve.protocol.examples import request_examples
@@ -109,9 +109,14 @@ class ModelVersion:
         if skips_codec:
             parts, output_names = payload.decode(predictor)
         else:
+            seconds = request.deadline - clock() if request.deadline < math.inf else None
             self.decoding += 1
             try:
-                parts, output_names = await self._decode_pace.call(self.pool, size, payload.decode, predictor)
+                async with asyncio.timeout(seconds):
+                    parts, output_names = await self._decode_pace.call(self.pool, size, payload.decode, predictor)
+            except TimeoutError:
+                text = "the deadline passed while the request was decoded; it was not computed"
+                raise DeadlineExceeded(text) from None
             finally:
                 self.decoding -= 1
         request.decoded_at = clock()

@@ -99,6 +99,33 @@ def test_expired_request_is_refused_before_its_body_is_read(version: ModelVersio
     admit(RequestContext({TIMEOUT_HEADER: b"1"}, "/"), version)
 
 
+def test_deadline_ends_a_request_that_is_decoded(version: ModelVersion) -> None:
+    gate = threading.Event()
+
+    class Stuck(SlowPayload):
+        def decode(self, predictor: Any) -> Any:
+            assert gate.wait(60)
+            return super().decode(predictor)
+
+    async def predict() -> None:
+        with ThreadPoolExecutor(1) as pool:
+            fresh = ModelVersion("tiny", "1", version.predictor, pool)
+            requests = [RequestContext({}, "/") for _ in range(2)]  # the second one waits for the thread
+            for request in requests:
+                request.deadline = time.monotonic() + 0.02
+            answers = await asyncio.gather(
+                *(fresh.predict(request, Stuck()) for request in requests), return_exceptions=True
+            )
+            assert [str(each) for each in answers] == [
+                "the deadline passed while the request was decoded; it was not computed"
+            ] * 2
+            assert all(isinstance(each, DeadlineExceeded) for each in answers)
+            gate.set()
+            assert await fresh.predict(RequestContext({}, "/"), SlowPayload()) == [[1.0]]
+
+    asyncio.run(predict())
+
+
 @pytest.mark.parametrize("quick", [True, False])
 def test_request_is_decoded_run_and_encoded(version: ModelVersion, quick: bool) -> None:
     async def predict() -> Any:
