@@ -7,9 +7,11 @@ refused while it grows.
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import zlib
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -168,7 +170,37 @@ def parse_object(body: bytes | memoryview) -> dict[str, Any]:
         raise InvalidPayload(f"body: not valid JSON: {error}") from None
     if not isinstance(fields, dict):
         raise InvalidPayload("body: must be a JSON object")
+    text = bytes(body)  # no copy of what is bytes already
+    if text.count(b":") != len(fields):
+        check_names(text, count_names(fields))
     return fields
+
+
+def check_names(text: bytes, count: int) -> None:
+    """Refuse a name that an object has twice, of which parsers take the first or the last; `count` were parsed."""
+    if text.count(b":") == count:  # none is in a string
+        return
+    if text.count(b'":') != count or _SPACE_BEFORE_COLON.search(text):
+        _NAMES_DECODER.decode(text.decode())
+
+
+def count_names(value: Any) -> int:
+    """Return how many names a parsed value has; too few where a list begins with a value and objects follow."""
+    if type(value) is dict:
+        return len(value) + sum([count_names(part) for part in value.values() if type(part) in (dict, list)])
+    return sum([count_names(part) for part in value]) if value and type(value[0]) in (dict, list) else 0
+
+
+def check_unique(names: Sequence[str]) -> None:
+    if len(set(names)) != len(names):
+        [(name, _)] = Counter(names).most_common(1)
+        raise InvalidPayload(f'body: an object has the name "{name[:80]}" twice')
+
+
+_SPACE_BEFORE_COLON = re.compile(rb'"\s+:')
+_NAMES_DECODER = json.JSONDecoder(
+    object_pairs_hook=lambda fields: check_unique([name for name, _ in fields]), parse_int=float
+)
 
 
 def check_depth(body: bytes | memoryview) -> None:

@@ -17,7 +17,7 @@ from pipeline.contract.signature import Signature
 from pipeline.system.errors import InvalidPayload
 from serve.protocol.tensors import Parameters, Tensor
 from serve.protocol.validate import check_counts
-from serve.request_body import check_depth, count_up_to, parse_object
+from serve.request_body import check_depth, check_names, check_unique, count_up_to, parse_object
 
 T = TypeVar("T")
 
@@ -62,7 +62,21 @@ def read_v2_json(text: bytes | memoryview, signature: Signature | None = None) -
         return validate_fields(parse_object(text), signature)
     if any(type(tensor.data) is list and tensor.data and type(tensor.data[0]) is list for tensor in request.inputs):
         check_depth(text)  # only needed for nested lists: msgspec limits everything else by its types
+    check_names(bytes(text), _count_names(request))
     return request
+
+
+def _count_names(request: JsonRequest) -> int:
+    """Return how many names the text of a request has that gives no null."""
+    values = (request.id, request.outputs, request.parameters, request.model_name)
+    count = 1 + len(values) - values.count(None) + len(request.parameters or ())
+    for tensor in request.inputs:
+        count += 3 + (tensor.data is not None)
+        if tensor.parameters is not None:
+            count += 1 + len(tensor.parameters)
+    for output in request.outputs or ():
+        count += 1 if output.parameters is None else 2 + len(output.parameters)
+    return count
 
 
 def validate_fields(fields: Mapping[str, Any], signature: Signature | None = None) -> JsonRequest:
@@ -162,15 +176,14 @@ def read_flat_json(text: bytes, signature: Signature | None = None) -> dict[str,
 
 
 def _unique_fields(value: Any) -> dict[str, Any]:
-    """Return the fields by name; raises TypeError for repeated names, which simdjson and orjson read differently.
+    """Return the fields by name; raises TypeError for more than there can be.
 
-    It also does for more fields than there can be: simdjson goes through all of them to find one.
+    simdjson goes through all of them to find one.
     """
     if not isinstance(value, simdjson.Object) or len(value) > len(_FIELDS):
         raise TypeError
     names = list(value.keys())
-    if len(names) != len(set(names)):
-        raise TypeError
+    check_unique(names)
     return {name: value[name] for name in names}
 
 
@@ -183,5 +196,9 @@ def _input(key: str, value: Any, datatype: Any) -> Any:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, simdjson.Array):
-        return value.as_list()
-    return value.as_dict() if isinstance(value, simdjson.Object) else value
+        first: Any = value[0] if len(value) else None
+        return list(map(_plain, value)) if isinstance(first, simdjson.Object) else value.as_list()
+    if isinstance(value, simdjson.Object):
+        check_unique(list(value.keys()))
+        return value.as_dict()
+    return value

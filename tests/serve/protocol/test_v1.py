@@ -15,6 +15,8 @@ def test_signature_name_of_tensorflow_serving_is_accepted(name: bytes) -> None:
     ("body", "sentence"),
     [
         (b'{"instances": [1], "signature_name": "other"}', "body: signature_name 'other' is unknown"),
+        (b'{"instances": [1], "instances": [2]}', 'an object has the name "instances" twice'),
+        (b'{"instances": [{"x": 1, "x": 2}]}', 'an object has the name "x" twice'),
         (b'{"inputs": {"x": [1]}}', '"instances" is missing; "inputs", a list for each column, is not supported: send'),
         (b'{"instances": [1], "signature_name": 1}', "signature_name '1' is unknown; the only one is"),
     ],
