@@ -186,7 +186,7 @@ def cuda_problem(available: Sequence[str]) -> str:
 
 
 def count_driver_devices() -> tuple[int, str]:
-    """Ask the driver itself, so that no session has to fail first; return its devices, and why it cannot be asked."""
+    """Query the driver itself, so that no session has to fail first; return its devices, and why there is no answer."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
