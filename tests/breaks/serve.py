@@ -168,9 +168,9 @@ BREAKS: tuple[Break, ...] = (
     Break(
         "a service that drains is reported as ready",
         "serve/models.py",
-        "        return self.find_model(name).current is not None and not self.draining",
-        "        return self.find_model(name).current is not None",
-        "tests/serve/test_models.py::test_service_is_ready_only_if_all_models_are",
+        "        return bool(self._models) and not self.draining",
+        "        return bool(self._models)",
+        "tests/serve/test_models.py::test_service_is_ready_if_it_has_models_and_does_not_drain",
     ),
     Break(
         "a request that names its version is answered by the canary",
