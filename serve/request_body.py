@@ -188,7 +188,9 @@ def count_names(value: Any) -> int:
     """Return how many names a parsed value has; too few where a list begins with a value and objects follow."""
     if type(value) is dict:
         return len(value) + sum([count_names(part) for part in value.values() if type(part) in (dict, list)])
-    return sum([count_names(part) for part in value]) if value and type(value[0]) in (dict, list) else 0
+    if not value or type(value[0]) not in (dict, list):
+        return 0
+    return sum([count_names(part) for part in value if type(part) in (dict, list)])
 
 
 def check_unique(names: Sequence[str]) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import json
 import math
 import os
 import socket
@@ -22,7 +23,7 @@ from serve.memory import MemoryBudget
 from serve.models import Model, ModelRepository
 from serve.monitoring.request_log import RequestLog
 from serve.monitoring.snapshot import Metrics
-from serve.request_body import INFLATION_ALLOWANCE_BYTES, SLICE_BYTES, read_body
+from serve.request_body import INFLATION_ALLOWANCE_BYTES, SLICE_BYTES, parse_object, read_body
 from serve.request_context import RequestContext, parse_timeout_parameter
 from serve.runtime.loading import load_predictor
 from tests.serve.wire.http1.fakes import connect
@@ -298,3 +299,11 @@ def test_disconnect_within_a_body_is_reported(coding: str) -> None:
 def test_timeout_beyond_any_number_means_no_timeout() -> None:
     assert parse_timeout_parameter(2**64) == 2**64 / 1e6
     assert parse_timeout_parameter(10**400) == parse_timeout_parameter(0) == math.inf
+
+
+@pytest.mark.parametrize("value", ["[[1], true]", '[{"x": 1}, null, [2]]', '[1, {"x": 1}]', '{"x": [{}, "a:b"]}'])
+def test_names_in_lists_of_any_values_are_counted(value: str) -> None:
+    text = f'{{"a": {value}, "b:c": {value}}}'
+    assert parse_object(text.encode()) == json.loads(text)
+    with pytest.raises(InvalidPayload, match='an object has the name "a" twice'):
+        parse_object(f'{{"a": 1, "a": {value}}}'.encode())
