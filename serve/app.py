@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Coroutine, Sequence
 from contextlib import aclosing
 from http import HTTPStatus
@@ -15,8 +16,8 @@ from typing import Any
 
 from serve.errors import INTERNAL, Busy, DeadlineExceeded, Headers, NotFound, TooLarge
 from serve.kinds import TEXT_ROUTES, TEXT_SCHEMAS, text_handlers
+from serve.limits import BodyLimits, Budget
 from serve.load_shedding import Pauses, admit
-from serve.memory import MemoryBudget
 from serve.model_version import ModelVersion, Payload
 from serve.models import ModelRepository
 from serve.monitoring.logs import refusals as refusal_log
@@ -44,7 +45,7 @@ PROTOCOLS = {"predict": "v1", "infer": "v2", **dict.fromkeys(TEXT_ROUTES, "opena
 _LENGTH = v2.LENGTH_HEADER.encode()
 _BINARY = (b"content-type", b"application/octet-stream")
 _NO_ROUTE = Route("", ())
-_INDEX_BYTES = 4096  # of a request with a single field
+_INDEX_LIMITS = BodyLimits(4096)  # of a request with a single field
 _LINGER_SECONDS = 2.0  # for a client to stop sending a body that is too large
 _REFUSALS_PER_TURN = 256  # of the event loop, at once: clients ask again, and the loop would do nothing else
 
@@ -63,10 +64,10 @@ class App:
         keys: ApiKeys | None = None,
         *,
         page: bool = True,
-        budget: MemoryBudget | None = None,
+        budget: Budget | None = None,
     ) -> None:
         self.repository, self.requests, self.keys, self.page = repository, requests, keys, page
-        self.budget = budget or MemoryBudget()
+        self.budget = budget or Budget()
         self._pauses = Pauses()
         repository.on_readiness(self._pauses.end_all)  # when the service drains
         self._refusals = 0  # written at once, in this turn of the event loop
@@ -176,6 +177,7 @@ class App:
 
     def _failure(self, request: HttpRequest, error: Exception) -> Response:
         refusal = self.requests.fail(request, error)
+        self.budget.charge_refused(request, refusal)
         if request.path.startswith(openai.PREFIX):
             body = openai.error_body(refusal)
         else:
@@ -195,18 +197,19 @@ class App:
 
     async def _predict(self, request: HttpRequest, route: Route, version: ModelVersion) -> Response:
         version.unstarted -= 1
-        body = await read_body(request, version.max_body_bytes, self.budget)
         given = request.headers.get(b"content-type")
-        payload = v1.Payload(body, given is not None and media_type(given) in version.predictor.media_types)
+        is_file = given is not None and media_type(given) in version.predictor.media_types
+        body = await read_body(request, version.predict_limits, self.budget, 0 if is_file else math.inf)
+        payload = v1.Payload(body, is_file)
         if version.canary is not None and not route.version:
             version = await _choose(request, version, payload)
         return Response(await version.predict(request, payload))
 
     async def _infer(self, request: HttpRequest, route: Route, version: ModelVersion) -> Response:
         version.unstarted -= 1
-        body = await read_body(request, version.max_infer_bytes, self.budget)
         length = request.headers.get(_LENGTH)
         header = None if length is None else length.decode("latin-1")
+        body = await read_body(request, version.infer_limits, self.budget, v2.json_bytes(header))
         payload = v2.Payload(version.name, body, header, version.predictor.signature)
         if version.canary is not None and not route.version:
             version = await _choose(request, version, payload)
@@ -252,7 +255,7 @@ class App:
         return _health({"name": route.model, "ready": self.repository.model_ready(route.model)})
 
     async def _index(self, request: HttpRequest, _: Route) -> Response:
-        body = await read_body(request, _INDEX_BYTES, self.budget)
+        body = await read_body(request, _INDEX_LIMITS, self.budget)
         ready = bool(body.strip()) and v2_json.index_is_ready_only(parse_object(body))
         return json_response(self.repository.index(ready=ready))
 

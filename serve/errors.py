@@ -89,12 +89,19 @@ class TooLarge(RequestError):
 class Busy(RequestError):
     """The service has no capacity for the request now."""
 
-    status, code, reason = HTTPStatus.SERVICE_UNAVAILABLE, "UNAVAILABLE", "busy"
+    status: int = HTTPStatus.SERVICE_UNAVAILABLE
+    code, reason = "UNAVAILABLE", "busy"
 
     def __init__(self, text: str, seconds: float = 0.0) -> None:
         """`seconds`: until there may be capacity."""
         super().__init__(text)
         self.headers = ((b"retry-after", b"%d" % min(60, max(1, math.ceil(seconds)))),)
+
+
+class TooManyRefused(Busy):
+    """The client's address has had too many bodies refused."""
+
+    status, code, reason = HTTPStatus.TOO_MANY_REQUESTS, "RESOURCE_EXHAUSTED", "address"
 
 
 class DeadlineExceeded(RequestError):

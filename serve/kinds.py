@@ -5,10 +5,10 @@ The rest of the service knows a language model as `TextModel` and `TextRunner` o
 
 from __future__ import annotations
 
+from serve.limits import Budget
 from serve.llm.endpoints import OpenAIEndpoints
 from serve.llm.openai_api import ChatRequest, CompletionRequest
 from serve.llm.schemas import chat_answer, completion_answer
-from serve.memory import MemoryBudget
 from serve.models import ModelRepository
 from serve.protocol.openapi import RouteSchemas
 from serve.routes import Handler
@@ -17,7 +17,7 @@ TEXT_ROUTES = ("completions", "chat", "embeddings")
 TEXT_SCHEMAS: RouteSchemas = {"completions": (CompletionRequest, completion_answer), "chat": (ChatRequest, chat_answer)}
 
 
-def text_handlers(repository: ModelRepository, budget: MemoryBudget) -> dict[str, Handler]:
+def text_handlers(repository: ModelRepository, budget: Budget) -> dict[str, Handler]:
     """Return the handlers of OpenAI's API by route."""
     texts = OpenAIEndpoints(repository, budget)
     return {

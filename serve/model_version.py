@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
 
+import orjson
+
 from pipeline.contract.codec import Part
 from pipeline.contract.signature import TensorSpec
 from serve.errors import DeadlineExceeded, Headers
-from serve.memory import MemoryBudget, answer_row_memory, largest_request
+from serve.limits import DECODE_SECONDS, Budget, answer_row_memory, body_limits, json_memory, largest_request
 from serve.monitoring.metrics import ModelMetrics
 from serve.protocol.examples import request_examples
 from serve.protocol.validate import format_shape
@@ -67,17 +69,18 @@ class ModelVersion:
     shadow: Shadow | None = None  # gets copies of requests; its responses are dropped
 
     def __init__(
-        self, name: str, version: str, predictor: Predictor, pool: Executor, budget: MemoryBudget | None = None
+        self, name: str, version: str, predictor: Predictor, pool: Executor, budget: Budget | None = None
     ) -> None:
         bundle, limits = predictor.bundle, predictor.signature.limits
         self.name, self.version, self.bundle, self.predictor = name, version, bundle, predictor
-        self.pool, self._budget = pool, budget or MemoryBudget()
+        self._budget = budget or Budget()
         self.digest = bundle.digest
         self.created = int(time.time())
         self.headers: Headers = ((b"x-bundle-digest", bundle.digest.encode()),)
-        self.max_body_bytes = limits.max_body_bytes
-        largest = math.inf if predictor.text_signature else largest_request(predictor.signature)
-        self.max_infer_bytes = int(min(limits.max_body_bytes, largest))  # of tensors, whose sizes are known
+        instances = bundle.golden().instances or [None]
+        self.predict_limits = body_limits(predictor.signature, json_memory(orjson.dumps(instances)) / len(instances))
+        most = self.predict_limits.size if predictor.text_signature else largest_request(predictor.signature)
+        self.infer_limits = self.predict_limits._replace(size=int(min(self.predict_limits.size, most)))
         self._answer_row_bytes = answer_row_memory(predictor.signature)
         self.default_timeout_seconds = limits.deadline_seconds or math.inf
         self.metrics = ModelMetrics()
@@ -102,21 +105,22 @@ class ModelVersion:
 
     async def predict(self, request: RequestContext, payload: Payload) -> Any:
         """Decode an admitted request, run it together with those that arrive at the same moment, and encode."""
-        predictor, clock = self.predictor, time.monotonic
+        predictor, clock, decoders = self.predictor, time.monotonic, self._budget.decoders
+        request.work += request.held_bytes
         request.model_version, request.decode_started_at = self, clock()
         size = request.size.bit_length()
         skips_codec = payload.is_quick and predictor.text_signature is None
         if skips_codec:
             parts, output_names = payload.decode(predictor)
         else:
-            seconds = request.deadline - clock() if request.deadline < math.inf else None
+            seconds = min(request.deadline - clock(), DECODE_SECONDS)
             self.decoding += 1
             try:
                 async with asyncio.timeout(seconds):
-                    parts, output_names = await self._decode_pace.call(self.pool, size, payload.decode, predictor)
+                    parts, output_names = await self._decode_pace.call(decoders, size, payload.decode, predictor)
             except TimeoutError:
-                text = "the deadline passed while the request was decoded; it was not computed"
-                raise DeadlineExceeded(text) from None
+                passed = "the deadline passed" if clock() >= request.deadline else f"{DECODE_SECONDS:.0f} s passed"
+                raise DeadlineExceeded(f"{passed} while the request was decoded; it was not computed") from None
             finally:
                 self.decoding -= 1
         request.decoded_at = clock()
@@ -135,7 +139,7 @@ class ModelVersion:
             answer = payload.encode(predictor, outputs, self.version)
         else:
             args = (predictor, outputs, self.version)
-            answer = await self._encode_pace.call(self.pool, size, payload.encode, *args)
+            answer = await self._encode_pace.call(decoders, size, payload.encode, *args)
         request.encoded_at = clock()
         if self.shadow is not None:
             for part, computed in zip(parts, outputs, strict=True):
@@ -152,7 +156,7 @@ class ModelVersion:
         if payload.is_quick:
             key = payload.request_id()
         else:
-            key = await asyncio.get_running_loop().run_in_executor(self.pool, payload.request_id)
+            key = await asyncio.get_running_loop().run_in_executor(self._budget.decoders, payload.request_id)
         return self.choose_by_id(key.encode() or request_id)
 
     def choose_by_id(self, request_id: bytes) -> ModelVersion:

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from pipeline.contract import __version__
 from serve.errors import Headers, NotFound
-from serve.memory import MemoryBudget
+from serve.limits import Budget
 from serve.model_version import Canary, ModelVersion
 from serve.options import Options
 from serve.runtime.predictor import Predictor
@@ -39,7 +39,7 @@ class Model:
         self._numbers = itertools.count(1)
 
     def add(
-        self, predictor: Predictor, pool: Executor, budget: MemoryBudget | None = None, canary_share: float = 0.0
+        self, predictor: Predictor, pool: Executor, budget: Budget | None = None, canary_share: float = 0.0
     ) -> ModelVersion:
         """Add a version, which gets all requests that name none, or the canary's share of them."""
         version = ModelVersion(self.name, str(next(self._numbers)), predictor, pool, budget)
@@ -176,7 +176,7 @@ class ModelRepository:
 
 
 def make_repository(
-    loaded: Sequence[LoadedModel], options: Options, pool: Executor, budget: MemoryBudget | None = None
+    loaded: Sequence[LoadedModel], options: Options, pool: Executor, budget: Budget | None = None
 ) -> ModelRepository:
     """Return the models; of several versions of a name the last one gets all requests, or the canary's share."""
     repository = ModelRepository()

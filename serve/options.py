@@ -17,8 +17,8 @@ from pipeline.contract.settings.section import parse_share
 from pipeline.contract.signature import OPTIONS, Limits, Runtime, parse_option
 from pipeline.contract.signing import Trust
 from pipeline.system.errors import ConfigError
+from serve.limits import divide
 from serve.monitoring.logs import Format
-from serve.process.limits import divide
 from serve.process.sockets import Address
 from serve.routes import MODEL_NAME
 from serve.security import CertificatePair

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,19 +21,14 @@ import orjson
 
 from pipeline.system.errors import InvalidPayload
 from serve.errors import TooLarge, UnsupportedMediaType
-from serve.memory import HoldsMemory, MemoryBudget, body_memory
+from serve.limits import MAX_INFLATION, SLICE_BYTES, SMALL_BYTES, BodyLimits, BodyPrice, Budget, Payer
 
 ACCEPTED_ENCODINGS = "gzip, deflate"
-SLICE_BYTES = 256 << 10  # of a compressed body that are read, or made, at once: well under a millisecond of work
-# Deflate makes zeros a thousand times smaller, and tensors with something in them rarely fifty times. Zeros are sent to
-# warm a service up, so a body may always grow to the allowance, which is 27 images of 3 x 224 x 224 floats.
-MAX_INFLATION = 100
-INFLATION_ALLOWANCE_BYTES = 16 << 20
 _UNCOUNTED_BYTES = 4 << 10  # of a body that arrived in one piece
 _GZIP, _ZLIB, _RAW = 16 + zlib.MAX_WBITS, zlib.MAX_WBITS, -zlib.MAX_WBITS  # as zlib names the formats
 
 
-class BodySource(HoldsMemory, Protocol):
+class BodySource(Payer, Protocol):
     """A request whose body comes in pieces."""
 
     headers: Mapping[bytes, bytes]
@@ -42,26 +39,31 @@ class BodySource(HoldsMemory, Protocol):
         ...
 
 
-async def read_body(request: BodySource, limit: int, budget: MemoryBudget) -> bytes:
-    """Return the decompressed body; neither as sent nor decompressed may it be larger than `limit` bytes."""
-    headers = request.headers
-    if int(headers.get(b"content-length", b"0")) > limit:  # the parser refused what is not a number
+async def read_body(request: BodySource, limits: BodyLimits, budget: Budget, json_bytes: float = math.inf) -> bytes:
+    """Return the decompressed body; only its first `json_bytes` are JSON."""
+    headers, limit = request.headers, limits.size
+    length = int(headers.get(b"content-length", b"0"))  # the parser refused what is not a number
+    if length > limit:
         raise _too_large(limit)
     encoding = headers.get(b"content-encoding")
-    if encoding is not None and (name := encoding_name(encoding)):
-        body = await _inflate(request, limit, Inflater(name), budget)
+    name = "" if encoding is None else encoding_name(encoding)
+    if name or length > SMALL_BYTES or b"transfer-encoding" in headers:
+        budget.check_address(request)
+    price = BodyPrice(request, limits, budget, json_bytes)
+    if name:
+        body = await _inflate(request, limit, Inflater(name, limits.inflated), price, budget.decoders)
     else:
         body, more = await request.receive()
         if more:
             pieces = []
             async for piece in _pieces(request, body, more, limit):
-                budget.reserve(request, body_memory(piece))
+                price.add(piece)
                 pieces.append(piece)
             body = b"".join(pieces)
         elif len(body) > limit:
             raise _too_large(limit, more=False)
         elif len(body) > _UNCOUNTED_BYTES:
-            budget.reserve(request, body_memory(body))
+            price.add(body)
     request.size = len(body)
     return body
 
@@ -79,15 +81,13 @@ async def _pieces(request: BodySource, piece: bytes, more: bool, limit: int) -> 
         piece, more = await request.receive()
 
 
-async def _inflate(request: BodySource, limit: int, inflater: Inflater, budget: MemoryBudget) -> bytes:
+async def _inflate(request: BodySource, limit: int, inflater: Inflater, price: BodyPrice, decoders: Executor) -> bytes:
     parts: list[bytes] = []
     async for piece in _pieces(request, *await request.receive(), limit):
-        for part in inflater.feed(piece):
-            budget.reserve(request, body_memory(part))
+        async for part in inflater.feed_in_turns(piece, decoders):
+            price.add(part, inflater.fed)
             if inflater.made > limit:
                 raise _too_large(limit, prefix="body: decompressed it is")
-            if parts:
-                await asyncio.sleep(0)  # there may be much of it, and other requests wait
             parts.append(part)
     inflater.end()
     return b"".join(parts)
@@ -106,25 +106,36 @@ class Inflater:
     The body is one stream. gzip allows several behind one another, but 2 MB hold a hundred thousand empty ones.
     """
 
-    def __init__(self, encoding: str) -> None:
-        self._encoding = encoding
+    def __init__(self, encoding: str, allowance: int) -> None:
+        """`allowance`: bytes to which it may grow at any ratio."""
+        self._encoding, self._allowance = encoding, allowance
         self._stream: Any = zlib.decompressobj(_GZIP) if encoding == "gzip" else None
-        self._fed = self.made = 0  # bytes
+        self.fed = self.made = 0  # bytes
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         if data and self._stream is None:  # `deflate` is a zlib stream by the standard, and a raw one by many clients
             self._stream = zlib.decompressobj(_ZLIB if data[0] & 0x0F == 8 and data[0] >> 4 < 8 else _RAW)
         for place in range(0, len(data), SLICE_BYTES):  # as zlib copies what it leaves
             piece, part = data[place : place + SLICE_BYTES], b""
-            self._fed += len(piece)
+            self.fed += len(piece)
             while piece or len(part) == SLICE_BYTES:  # zlib may have more than a full part
                 part = self._decompress(piece)
                 self.made += len(part)
-                if self.made > max(INFLATION_ALLOWANCE_BYTES, MAX_INFLATION * self._fed):
+                if self.made > max(self._allowance, MAX_INFLATION * self.fed):
                     text = f"body: decompressed it is more than {MAX_INFLATION} times as large; send it uncompressed"
                     raise TooLarge(text)
                 yield part
                 piece = self._stream.unconsumed_tail
+
+    async def feed_in_turns(self, data: bytes, decoders: Executor) -> AsyncIterator[bytes]:
+        """Yield the same; what is more than one slice of work is done in a thread."""
+        parts, loop = self.feed(data), asyncio.get_running_loop()
+        part = next(parts, None)
+        while part is not None:
+            yield part
+            if len(part) < SLICE_BYTES and len(data) <= SLICE_BYTES:  # this was all
+                return
+            part = await loop.run_in_executor(decoders, next, parts, None)
 
     def _decompress(self, piece: bytes) -> bytes:
         try:
@@ -137,7 +148,7 @@ class Inflater:
 
     def end(self) -> None:
         """Raise InvalidPayload if the compressed data does not end where the body does."""
-        if self._fed and not self._stream.eof:
+        if self.fed and not self._stream.eof:
             raise InvalidPayload(f"body: ends in the middle of its {self._encoding} data")
 
 

@@ -53,6 +53,7 @@ class RequestContext(IncomingRequest):
     protocol = ""  # "v1", "v2", "openai" or "grpc" once the request is known to be a prediction
     size = 0  # bytes of the decompressed body
     held_bytes = 0  # of the body and the answer, counted in the memory budget
+    work = 0  # that parsers have done for it, about in nanoseconds; of a small body none is counted
     timeout_seconds = math.inf  # that the client gave in its headers
     deadline = math.inf
     model_version: AnsweringVersion | None = None

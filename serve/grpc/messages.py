@@ -5,9 +5,10 @@ A message is decoded into the same `Request` as V2's JSON. On the wire five byte
 
 from __future__ import annotations
 
-import asyncio
+import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from pipeline.contract.signature import NUMPY_TYPES, Signature
 from pipeline.system.errors import InvalidPayload
 from serve.errors import RequestError, TooLarge, Unimplemented
 from serve.grpc.open_inference import ModelInferResponse
+from serve.limits import BodyLimits, Budget, Payer
 from serve.protocol import v2
 from serve.protocol.classification import PARAMETER, parse_classification
 from serve.protocol.tensors import (
@@ -126,8 +128,11 @@ def render(
     return answer
 
 
-def _contents(one: Any) -> Array | list[str]:
-    """Return the values of the field for this datatype; values in another field are an error."""
+def _contents(one: Any) -> Callable[[], Array | list[str]]:
+    """Return what reads the field for this datatype, once it is known that there may be so many values.
+
+    Values in another field are an error.
+    """
     if one.datatype not in NUMPY_TYPES:
         raise InvalidPayload(f"inputs: {one.name}: unknown datatype {one.datatype[:40]!r}")
     if one.datatype in _RAW_ONLY:
@@ -136,7 +141,13 @@ def _contents(one: Any) -> Array | list[str]:
     for used, _ in one.contents.ListFields():
         if used.name != place:
             raise InvalidPayload(f"inputs: {one.name}: {one.datatype} must be in {place}, not in {used.name}")
-    values = getattr(one.contents, place)
+    return partial(_read_contents, one, getattr(one.contents, place), kind)
+
+
+def _read_contents(one: Any, values: Sequence[Any], kind: Any) -> Array | list[str]:
+    if len(values) != math.prod(one.shape):
+        given = format_shape(one.shape)
+        raise InvalidPayload(f"{one.name}: data with {len(values)} elements does not fill the shape {given}")
     if one.datatype != "BYTES":
         return np.fromiter(values, kind, len(values))
     try:
@@ -156,6 +167,7 @@ def _parameters(one: Any, where: str, supported: str = "") -> Parameters:
     return found
 
 
+COPIES = 3  # of a message: in pieces, whole, and as fields
 CODINGS = b"identity, deflate, gzip"
 PREFIX = struct.Struct(">BI")  # whether it is compressed, and its length
 _NAMES = (
@@ -215,18 +227,17 @@ def unframe_message(body: bytes, most: int) -> tuple[bytes, bool]:
     return body[PREFIX.size :], bool(compressed)
 
 
-async def decompress(data: bytes, coding: str, most: int, reserve: Callable[[int], None]) -> bytes:
-    """Decompress a message, a slice at a time; `reserve` accounts for the bytes of each."""
+async def decompress(data: bytes, coding: str, request: Payer, limits: BodyLimits, budget: Budget) -> bytes:
+    """Decompress a message, a slice at a time."""
     if not coding:
         raise MalformedMessage("message: is marked as compressed, but grpc-encoding names no encoding")
     parts: list[bytes] = []
-    inflater = Inflater(coding)
-    for part in inflater.feed(data):
-        reserve(len(part))
-        if inflater.made > most:
-            raise TooLarge(f"message: decompressed it is larger than max, which is {most} bytes")
-        if parts:
-            await asyncio.sleep(0)  # there may be much of it, and other calls wait
+    inflater = Inflater(coding, limits.inflated)
+    async for part in inflater.feed_in_turns(data, budget.decoders):
+        request.work += len(part)
+        budget.reserve(request, COPIES * len(part))
+        if inflater.made > limits.size:
+            raise TooLarge(f"message: decompressed it is larger than max, which is {limits.size} bytes")
         parts.append(part)
     inflater.end()
     return b"".join(parts)

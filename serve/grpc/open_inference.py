@@ -18,7 +18,7 @@ METHODS = (
     "RepositoryModelLoad",
     "RepositoryModelUnload",
 )
-RAW_CONTENTS_FIELD = 7  # of a request
+TENSOR_FIELDS, RAW_CONTENTS_FIELD = (5, 6), 7  # of a request
 _SHARED_MEMORY = "this service shares no memory with clients; send tensors in raw_input_contents"
 # Methods of Triton that the service refuses, and what to use instead.
 REFUSED = {

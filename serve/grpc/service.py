@@ -26,8 +26,8 @@ from serve.errors import (
 from serve.grpc import health, messages, open_inference, reflection
 from serve.grpc.messages import Payload
 from serve.grpc.streaming import Answering, MessageStream, Open
+from serve.limits import SMALL_BYTES, BodyLimits, Budget, message_memory
 from serve.load_shedding import admit
-from serve.memory import MemoryBudget, message_memory
 from serve.models import ModelRepository
 from serve.monitoring.request_log import RequestLog
 from serve.protocol.statistics import statistics
@@ -39,7 +39,6 @@ from serve.wire.http2.stream import Stream
 from serve.wire.http2.streams import Streams
 
 _OVERHEAD_BYTES = 1 << 16  # names and shapes around the tensors' own bytes
-_COPIES = 3  # of a message: in pieces, whole, and as fields
 _CONTENT_TYPE = b"application/grpc"
 _CONTENT_SUBTYPES = (b"", b"+proto")  # others are not protobuf
 
@@ -67,13 +66,17 @@ class Head:
 
 
 class RpcCall(RequestContext):
-    def __init__(self, head: Head, stream: Stream) -> None:
+    def __init__(self, head: Head, stream: Stream, address: str) -> None:
         super().__init__(head.headers, head.path)
-        self.head, self._stream = head, stream
+        self.head, self._stream, self._address = head, stream, address
         self.timeout_seconds = head.timeout_seconds
         self.task: asyncio.Task[None] | None = None  # the event loop holds no reference to it
         self.messages: MessageStream | None = None  # of a call with several
         self.answering: Answering | None = None
+
+    @property
+    def address(self) -> str:
+        return self._address
 
     def is_disconnected(self) -> bool:
         return self._stream.cancelled
@@ -87,12 +90,12 @@ class Calls:
         repository: ModelRepository,
         requests: RequestLog,
         headers: Sequence[tuple[str, str]],
-        max_body_bytes: int,
+        limits: BodyLimits,
         keys: ApiKeys | None = None,
-        budget: MemoryBudget | None = None,
+        budget: Budget | None = None,
     ) -> None:
-        self._requests, self._keys, self._budget = requests, keys, budget or MemoryBudget()
-        self._max_bytes = max_body_bytes + _OVERHEAD_BYTES
+        self._requests, self._keys, self._budget = requests, keys, budget or Budget()
+        self._limits = limits._replace(size=limits.size + _OVERHEAD_BYTES)
         self._common_headers = hpack.encode_literals((name.encode(), value.encode()) for name, value in headers)
         self._bundle_headers: dict[Any, bytes] = {}
         self._running: set[RpcCall] = set()
@@ -117,7 +120,7 @@ class Calls:
 
     def on_headers(self, streams: Streams, stream: Stream) -> None:
         head: Head = stream.head
-        stream.state = RpcCall(head, stream)
+        stream.state = RpcCall(head, stream, streams.address)
         try:
             if self._keys is not None and (head.method is None or head.method.needs_key):
                 self._keys.check(head.headers)
@@ -133,8 +136,8 @@ class Calls:
             self._receive(stream)
             return
         try:
-            messages.check_size(stream.parts, stream.size, self._max_bytes)
-            self._budget.reserve(stream.state, _COPIES * size)
+            messages.check_size(stream.parts, stream.size, self._limits.size)
+            self._budget.reserve(stream.state, messages.COPIES * size)
         except RequestError as error:
             self._refuse(streams, stream, error)
 
@@ -181,14 +184,18 @@ class Calls:
 
     async def _read_message(self, stream: Stream, call: RpcCall, method: Method) -> Any:
         parts = stream.parts
-        data, compressed = messages.unframe_message(parts[0] if len(parts) == 1 else b"".join(parts), self._max_bytes)
+        data, compressed = messages.unframe_message(parts[0] if len(parts) == 1 else b"".join(parts), self._limits.size)
         stream.parts = []
+        if compressed or len(data) > SMALL_BYTES:
+            self._budget.check_address(call)
         if compressed:
-            reserve: Callable[[int], None] = lambda size: self._budget.reserve(call, _COPIES * size)  # noqa: E731
-            data = await messages.decompress(data, call.head.encoding, self._max_bytes, reserve)
+            data = await messages.decompress(data, call.head.encoding, call, self._limits, self._budget)
         call.size = len(data)
-        self._budget.reserve(call, message_memory(data, open_inference.RAW_CONTENTS_FIELD))
-        return _parse(method, data)
+        if len(data) <= SMALL_BYTES:
+            return _parse(method, data)
+        fields = open_inference.RAW_CONTENTS_FIELD, open_inference.TENSOR_FIELDS
+        self._budget.reserve(call, message_memory(data, self._limits.fields, *fields))
+        return await asyncio.get_running_loop().run_in_executor(self._budget.decoders, _parse, method, data)
 
     # A call with several messages, in either direction
 
@@ -239,6 +246,7 @@ class Calls:
     def _fail(self, call: RpcCall, error: Exception) -> bytes:
         """Return the status: of a client's mistake with its sentence, of ours opaque, with the traceback in the log."""
         refusal = self._requests.fail(call, error)
+        self._budget.charge_refused(call, refusal)
         code, text = ("INTERNAL", INTERNAL) if refusal is None else (refusal.code, str(refusal))
         call.status = code
         return messages.status_headers(code, text)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
+from typing import TypeVar
 
 from serve.errors import NotFound, RequestError
+from serve.limits import SMALL_BYTES, BodyLimits, Budget
 from serve.llm import openai_api
 from serve.llm.model import TextGenerator
 from serve.llm.openai_api import ChatRequest, Choice, CompletionRequest, ResponseBuilder, parse_chat, parse_completion
@@ -15,13 +18,14 @@ from serve.llm.reasoning import ReasoningParser, opens_reasoning
 from serve.llm.sequence import Chunk, Detokenizer, GenerationOptions, SequenceGroup, TextSequence
 from serve.llm.tokenizer import ModelTokenizer
 from serve.load_shedding import admit, set_deadline
-from serve.memory import MemoryBudget
 from serve.model_version import ModelVersion
 from serve.models import ModelRepository
 from serve.protocol import embeddings, openai
 from serve.request_body import read_body
 from serve.request_context import HttpRequest
 from serve.routes import JSON, Response, Route, Stream, check_content_type, json_response
+
+T = TypeVar("T")
 
 _VERSION = re.compile(r"(?P<name>[^/]{1,200})/versions/(?P<version>[0-9A-Za-z]{1,64})")
 _TAG_TOKENS = 12  # at the end of a prompt, in which `<think>` is searched
@@ -31,7 +35,7 @@ _EVENT_STREAM_HEADERS = ((b"content-type", b"text/event-stream; charset=utf-8"),
 class OpenAIEndpoints:
     """The endpoints of all language models: the request's body names the model."""
 
-    def __init__(self, repository: ModelRepository, budget: MemoryBudget) -> None:
+    def __init__(self, repository: ModelRepository, budget: Budget) -> None:
         self._repository, self._budget = repository, budget
 
     async def models(self, _request: HttpRequest, _route: Route) -> Response:
@@ -54,7 +58,7 @@ class OpenAIEndpoints:
 
     async def embed(self, request: HttpRequest, _route: Route) -> Response:
         check_content_type(request.headers.get(b"content-type"), "application/json")
-        parsed = embeddings.parse(await read_body(request, self._max_body_bytes(), self._budget))
+        parsed = await self._read(request, embeddings.parse)
         version = request.model_version = self._version(parsed.model, request.id)
         if version.predictor.embedding_sizes is None:
             raise NotFound(f"model {version.name!r} computes no embeddings")
@@ -65,7 +69,7 @@ class OpenAIEndpoints:
         self, request: HttpRequest, parse: Callable[[bytes], CompletionRequest | ChatRequest]
     ) -> Response | Stream:
         check_content_type(request.headers.get(b"content-type"), "application/json")
-        parsed = parse(await read_body(request, self._max_body_bytes(), self._budget))
+        parsed = await self._read(request, parse)
         version = request.model_version = self._version(parsed.model, request.id)
         set_deadline(request, version)
         generator = _generator(version)
@@ -82,12 +86,14 @@ class OpenAIEndpoints:
         events = _events(chunks, builder, request, usage=parsed.with_usage)
         return Stream(await _with_first_ready(events), _EVENT_STREAM_HEADERS, _failure_event)
 
-    def _max_body_bytes(self) -> int:
-        """Return the largest limit: which model's limit applies is known only after the body was read."""
-        limits = [version.max_body_bytes for version, _ in self._repository.loaded_versions() if version.openai_kinds]
-        return max(limits, default=0) or max(
-            version.max_body_bytes for version, _ in self._repository.loaded_versions()
-        )
+    async def _read(self, request: HttpRequest, parse: Callable[[bytes], T]) -> T:
+        """Read and parse a body; the largest limit applies, as the model is known only then."""
+        sizes = [(bool(one.openai_kinds), one.predict_limits.size) for one, _ in self._repository.loaded_versions()]
+        body = await read_body(request, BodyLimits(max(sizes)[1]), self._budget)
+        request.work += request.held_bytes
+        if len(body) <= SMALL_BYTES:
+            return parse(body)
+        return await asyncio.get_running_loop().run_in_executor(self._budget.decoders, parse, body)
 
     def _version(self, model: str, request_id: bytes) -> ModelVersion:
         """Find a model by name, with a canary's share, or one version as `NAME/versions/2`."""

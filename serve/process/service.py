@@ -11,14 +11,13 @@ from typing import Any, Literal
 
 from serve.app import App
 from serve.grpc.service import Calls
-from serve.memory import MemoryBudget
+from serve.limits import BodyLimits, Budget, ProcessLimits
 from serve.models import LoadedModel, make_repository
 from serve.monitoring.logs import ConnectionLog
 from serve.monitoring.request_log import RequestLog
 from serve.monitoring.snapshot import Metrics
 from serve.monitoring.tracing import Tracer
 from serve.options import Options
-from serve.process.limits import ProcessLimits
 from serve.security import Security
 from serve.shadow import Shadow
 from serve.wire.listeners import Http1Listener, Http2Listener, Listener
@@ -44,9 +43,8 @@ class Service:
         workers = options.workers
         self._security, self._tracer, self._limits = security, tracer, ProcessLimits.of_each(workers)
         self._pool = ThreadPoolExecutor(max(4, (os.cpu_count() or 1) // workers), thread_name_prefix="predict")
-        self._budget = MemoryBudget(self._limits.request_bytes)
+        self._budget = Budget(self._limits.request_bytes)
         self.repository = make_repository(loaded, options, self._pool, self._budget)
-        self._max_body_bytes = max(predictor.signature.limits.max_body_bytes for _, predictor in loaded)
         for shadow in shadows:
             self.repository.find_model(shadow.name).set_shadow(shadow)
         self.requests = RequestLog(Metrics(self.repository.loaded_versions), options.log_requests, tracer)
@@ -61,7 +59,10 @@ class Service:
         listener: Listener[Any]
         if port == "grpc":
             keys = self._security.keys
-            calls = Calls(self.repository, self.requests, self.headers, self._max_body_bytes, keys, self._budget)
+            # Which model's limits apply is known only once a message is parsed.
+            bodies = zip(*(version.infer_limits for version, _ in self.repository.loaded_versions()), strict=True)
+            most = BodyLimits(*map(max, bodies))
+            calls = Calls(self.repository, self.requests, self.headers, most, keys, self._budget)
             context = None if tls is None else tls.grpc_context
             listener = Http2Listener(calls, sock, log, context, limits.grpc_connections, limits.call_bytes)
         else:
@@ -93,7 +94,8 @@ class Service:
     def close(self) -> None:
         for model in self.repository.models:
             model.set_shadow(None)
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for pool in (self._pool, self._budget.decoders):
+            pool.shutdown(wait=False, cancel_futures=True)
         if self._tracer is not None:
             self._tracer.close()
 

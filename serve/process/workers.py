@@ -36,12 +36,12 @@ import uvloop
 from pipeline.contract.bundle import Bundle
 from pipeline.system.errors import ConfigError, PipelineError
 from pipeline.system.processes import cuda_problem
+from serve.limits import divide
 from serve.models import LoadedModel
 from serve.monitoring.logs import ConnectionLog, LogLimit, log_fatal, log_fields, log_loop_exception
 from serve.monitoring.snapshot import Snapshot, merge
 from serve.options import Options
 from serve.process.health import STUCK_SECONDS, Health, beat
-from serve.process.limits import divide
 from serve.process.server import Server, wait_for_first
 from serve.process.service import GRACE_SECONDS, Port, Service
 from serve.security import Security, reload_changed_files

@@ -44,7 +44,7 @@ _SWAPS_BYTES = sys.byteorder == "big"  # raw data is little-endian everywhere
 
 
 class Tensor(msgspec.Struct, forbid_unknown_fields=True, gc=False):
-    """One input as received: a list, a flat array, or raw little-endian bytes."""
+    """One input as received: a list, a flat array, raw little-endian bytes, or what makes one of these."""
 
     name: str
     datatype: str
@@ -131,7 +131,7 @@ def _check_shapes(shapes: tuple[tuple[int, ...], ...], signature: Signature) -> 
 
 def _array(tensor: Tensor, shape: tuple[int, ...], *, allows_missing: bool) -> Array:
     """Return the array, with the shape and datatype of the tensor."""
-    data, datatype = tensor.data, tensor.datatype
+    data, datatype = tensor.data() if callable(tensor.data) else tensor.data, tensor.datatype
     nested: tuple[int, ...] | None = None
     try:
         if isinstance(data, list):

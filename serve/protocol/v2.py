@@ -146,8 +146,15 @@ def render(
     return Answer(b"".join([head, *raws]), len(head)) if raws else Answer(head, None)
 
 
+def json_bytes(header: str | None) -> float:
+    """Return how many bytes of a body are JSON; infinity for all."""
+    if header is None or not (header.isascii() and header.isdigit()) or len(header) > 18:
+        return math.inf
+    return int(header)
+
+
 def _json_length(header: str, size: int) -> int:
-    if not (header.isascii() and header.isdigit()) or len(header) > 18 or int(header) > size:
+    if json_bytes(header) > size:
         raise InvalidPayload(f"{LENGTH_HEADER}: {header[:40]!r} is not a length within the body's {size} bytes")
     return int(header)
 

@@ -119,6 +119,10 @@ class Request(IncomingRequest):
             transport.write(_CONTINUE)
 
     @property
+    def address(self) -> str:
+        return self._connection.address
+
+    @property
     def is_waiting_for_body(self) -> bool:
         return self._waiter is not None and not self._waiter.done()
 
@@ -283,7 +287,8 @@ class Connection(asyncio.Protocol):
         self._parser: Any = httptools.HttpRequestParser(self)
         self.transport: asyncio.Transport
         self._is_tls = False
-        self._peer: str | None = None  # its address, while it counts
+        self.address = ""  # of the peer
+        self._is_counted = False  # among the connections of its address
         self._data, self._parsed = b"", 0  # what has arrived and is not parsed yet begins at `_parsed`
         self.current: Request | None = None  # the request that is being answered
         self._reading: Request | None = None  # the one whose body is still coming
@@ -312,9 +317,9 @@ class Connection(asyncio.Protocol):
         self._is_tls = bool(transport.get_extra_info("sslcontext"))
         self._due = self.loop.time() + KEEP_ALIVE_SECONDS
         connections = self.host.connections
-        peer = peer_address(transport.get_extra_info("peername"))
-        if self.host.peers.admit(peer):
-            self._peer = peer
+        self.address = peer_address(transport.get_extra_info("peername"))
+        if self.host.peers.admit(self.address):
+            self._is_counted = True
             if not make_room(connections, self.host.maximum):
                 self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, f"{len(connections)} connections are being served already")
         else:
@@ -444,12 +449,18 @@ class Connection(asyncio.Protocol):
 
         The parser's callbacks put each complete head into the queue.
         """
-        was_open, parsed = self._head_is_open, len(data)
+        was_open, parsed, place = self._head_is_open, len(data), 0
         try:
             try:
-                self._parser.feed_data(data)
+                for blanks in _BLANKS.finditer(data) if self._reading is None else ():
+                    if blanks.start() or not was_open:
+                        begun, place = place, blanks.end() - 1
+                        self._parser.feed_data(data[begun:place])
+                        if self._head_is_open:
+                            raise httptools.HttpParserError("several blanks")
+                self._parser.feed_data(data[place:] if place else data)
             except httptools.HttpParserUpgrade as upgrade:  # to an unsupported protocol: ignore the upgrade
-                parsed = upgrade.args[0]
+                parsed = place + upgrade.args[0]
                 self._read_skipped_body()
         except httptools.HttpParserCallbackError:  # the callbacks below do not fail: this is a bug
             self.host.log.failed("parsing failed")
@@ -752,9 +763,9 @@ class Connection(asyncio.Protocol):
     def _leave(self) -> None:
         """Stop counting this connection."""
         self.host.connections.discard(self)
-        if self._peer is not None:
-            self.host.peers.release(self._peer)
-            self._peer = None
+        if self._is_counted:
+            self.host.peers.release(self.address)
+            self._is_counted = False
 
 
 Refusal = tuple[HTTPStatus, str]
@@ -855,6 +866,7 @@ _HOST = re.compile(rb"(?:[A-Za-z0-9._~!$&'()*+,;=%-]{0,255}|\[[0-9A-Fa-f:.]{2,45
 _ABSOLUTE_URL = re.compile(rb"(?i:https?)://(?:[A-Za-z0-9._~!$&'()*+,;=%-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]*)?(?:[/?].*)?")
 _FRAMING_HEADERS = (b"content-length", b"transfer-encoding")
 _HEAD_END = b"\r\n\r\n"
+_BLANKS = re.compile(rb"(?:\A|\n)[A-Z-]*(?: [^ \r\n]+)?  ")  # which the parser skips in a request line
 _STATUS = {status.value: b"HTTP/1.1 %d %b\r\n" % (status, status.phrase.encode()) for status in HTTPStatus}
 _STATUS[499] = b"HTTP/1.1 499 Client Closed Request\r\n"
 _CONTINUE = _STATUS[100] + b"\r\n"

@@ -34,6 +34,11 @@ class IncomingRequest:
         self.headers, self.path = headers, path
         self.id = request_id(headers.get(b"x-request-id"))
 
+    @property
+    def address(self) -> str:
+        """Return the peer's address, by which its connections are counted."""
+        return ""
+
     def is_disconnected(self) -> bool:
         """Return True once the client is known to be gone; a request that waited is then not computed."""
         return False

@@ -23,7 +23,7 @@ from pipeline.contract.bundle import Bundle
 from serve import memory
 from serve.errors import Busy, TooLarge
 from serve.grpc import open_inference
-from serve.memory import MemoryBudget, body_memory, message_memory
+from serve.limits import Budget, json_memory, message_memory
 from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -152,7 +152,7 @@ def test_largest_accepted_requests_fit_into_the_memory_of_a_pod(bundle: Bundle, 
 def test_json_takes_no_more_memory_than_estimated(text: str) -> None:
     body = b"[" + b",".join([text.encode()] * 6000) + b"]"
     found = subprocess.run([sys.executable, "-c", PEAK], input=body, capture_output=True, check=True)
-    assert int(found.stdout) < body_memory(body)
+    assert int(found.stdout) < 2 * len(body) + json_memory(body)
 
 
 PEAK = """
@@ -167,7 +167,7 @@ print(peak() - before + len(body))
 
 
 def test_only_requests_that_never_fit_are_refused_as_too_large() -> None:
-    budget, one, other = MemoryBudget(100 << 20), SimpleNamespace(held_bytes=0), SimpleNamespace(held_bytes=0)
+    budget, one, other = Budget(100 << 20), SimpleNamespace(held_bytes=0), SimpleNamespace(held_bytes=0)
     budget.reserve(one, 60 << 20)
     with pytest.raises(Busy, match="other requests take 60 MiB"):
         budget.reserve(other, 60 << 20)
@@ -182,14 +182,35 @@ def test_raw_contents_count_once_and_other_fields_much_more() -> None:
     request = open_inference.message_class("ModelInferRequest")(model_name="m")
     request.raw_input_contents.append(bytes(1 << 20))
     request.inputs.add(name="x", datatype="FP32", shape=[1])
-    few = message_memory(request.SerializeToString(), open_inference.RAW_CONTENTS_FIELD)
-    assert few < 32 * 100
-    for _ in range(50_000):
-        request.inputs.add()
-    many = message_memory(request.SerializeToString(), open_inference.RAW_CONTENTS_FIELD)
-    assert many >= 32 * 2 * 50_000
-    for damaged in (b"\xff" * 100_000, b":" + b"\xff" * 9 + b"\x01" + b"x" * 100_000, b"\0" * 100_000):
-        assert message_memory(damaged, open_inference.RAW_CONTENTS_FIELD) >= 0
+    assert priced(request.SerializeToString()) < 32 * 100
+    request.inputs[0].contents.fp32_contents.extend([1.0] * 50_000)
+    assert priced(request.SerializeToString()) >= 32 * 4 * 50_000
+
+
+def priced(message: bytes) -> int:
+    return message_memory(message, 1000, open_inference.RAW_CONTENTS_FIELD, open_inference.TENSOR_FIELDS)
+
+
+FLOODS = {
+    "inputs": b"*\0" * 50_000,
+    "fields of an input": b"*\xa0\x8d\x06" + b"\x18\1" * 50_000,
+    "parameters of an input": b"*\xa0\x8d\x06" + b"".join(b'"\x08\n\x06%06d' % number for number in range(10_000)),
+    "parameters": b"".join(b'"\x08\n\x06%06d' % number for number in range(10_000)),
+    "unknown fields": b"\xf8\x07\0" * 50_000,
+    "no fields": b"\0" * 100_000,
+    "numbers without an end": b"\xff" * 100_000,
+}
+
+
+@pytest.mark.parametrize("name", FLOODS)
+def test_messages_with_very_many_fields_are_refused_before_they_are_parsed(name: str) -> None:
+    with pytest.raises(TooLarge, match="more than 1000 fields"):
+        priced(FLOODS[name])
+
+
+@pytest.mark.parametrize("damaged", [b":" + b"\xff" * 9 + b"\x01" + b"x" * 100_000, b"\x0b" * 100_000])
+def test_damaged_messages_are_left_to_the_parser(damaged: bytes) -> None:
+    assert priced(damaged) >= 0
 
 
 @pytest.mark.parametrize(

@@ -324,7 +324,7 @@ def test_options_override_the_bundles_settings(bundle_path: Path, pool: Executor
     assert served.batcher.options == BatchingOptions(
         mergeable=True, max_rows=4, max_waiting=7, delay_seconds=0.0015, cpu_bound=True
     )
-    assert served.max_body_bytes == 5000
+    assert served.predict_limits.size == 5000
     assert served.default_timeout_seconds == 0.5
     with pytest.raises(InvalidPayload, match="limit of 2"):
         served.predictor.decode(bundle.golden().instances * 3)

@@ -19,11 +19,11 @@ from pipeline.contract.bundle import Bundle
 from pipeline.system.errors import InvalidPayload
 from serve.app import App
 from serve.errors import Busy, ClientDisconnected, TooLarge, UnsupportedMediaType
-from serve.memory import MemoryBudget
+from serve.limits import INFLATION_ALLOWANCE_BYTES, SLICE_BYTES, BodyLimits, Budget
 from serve.models import Model, ModelRepository
 from serve.monitoring.request_log import RequestLog
 from serve.monitoring.snapshot import Metrics
-from serve.request_body import INFLATION_ALLOWANCE_BYTES, SLICE_BYTES, parse_object, read_body
+from serve.request_body import parse_object, read_body
 from serve.request_context import RequestContext, parse_timeout_parameter
 from serve.runtime.loading import load_predictor
 from tests.serve.wire.http1.fakes import connect
@@ -105,20 +105,20 @@ class Upload(RequestContext):
 def body(coding: str, *pieces: bytes, most: int = MOST) -> bytes:
     """Return the body that the application reads from these pieces."""
     request = Upload({b"content-encoding": coding.encode()} if coding else {}, *pieces)
-    return asyncio.run(read_body(request, most, MemoryBudget()))
+    return asyncio.run(read_body(request, BodyLimits(most, math.inf), Budget()))
 
 
 @pytest.mark.parametrize("pieces", [1, 4])
 def test_bodies_share_one_memory_budget(pieces: int) -> None:
-    budget, held, size, total = MemoryBudget(64 << 20), [], 600_000, 64 << 20
+    budget, held, size, total = Budget(64 << 20), [], 600_000, 64 << 20
     sent = cut(b"x" * size, size // pieces)
     while budget.held_bytes + 2 * size <= total:
         held.append(Upload({}, *sent))
-        asyncio.run(read_body(held[-1], MOST, budget))
+        asyncio.run(read_body(held[-1], BodyLimits(MOST), budget))
     assert len(held) == total // (2 * size), "in pieces and whole"
     last = Upload({}, *sent)
     with pytest.raises(Busy, match="other requests take"):
-        asyncio.run(read_body(last, MOST, budget))
+        asyncio.run(read_body(last, BodyLimits(MOST), budget))
     held.append(last)
     for request in held:
         budget.release(request)
@@ -126,16 +126,16 @@ def test_bodies_share_one_memory_budget(pieces: int) -> None:
 
 
 def test_compressed_body_counts_with_its_decompressed_size() -> None:
-    budget, size = MemoryBudget(1 << 20), 500_000
+    budget, size = Budget(1 << 20), 500_000
     first, second = (Upload({b"content-encoding": b"gzip"}, gzip.compress(b"x" * size)) for _ in range(2))
-    asyncio.run(read_body(first, MOST, budget))
+    asyncio.run(read_body(first, BodyLimits(MOST), budget))
     assert budget.held_bytes == first.held_bytes == 2 * size, "in pieces and whole"
     with pytest.raises(Busy, match="other requests take"):
-        asyncio.run(read_body(second, MOST, budget))
+        asyncio.run(read_body(second, BodyLimits(MOST), budget))
 
 
 def test_refused_requests_give_their_memory_back(bundle: Bundle, pool: Executor) -> None:
-    budget, repository, model = MemoryBudget(20_000), ModelRepository(), Model("tiny")
+    budget, repository, model = Budget(20_000), ModelRepository(), Model("tiny")
     repository.add(model)
     model.add(load_predictor(bundle, "cpu", 1), pool, budget)
     app = App(repository, RequestLog(Metrics(list)), budget=budget)
@@ -293,7 +293,7 @@ def test_body_that_exceeds_the_limit_in_pieces_is_refused(coding: str) -> None:
 @pytest.mark.parametrize("coding", ["", "gzip"])
 def test_disconnect_within_a_body_is_reported(coding: str) -> None:
     with pytest.raises(ClientDisconnected):
-        asyncio.run(read_body(Upload({b"content-encoding": coding.encode()}), MOST, MemoryBudget()))
+        asyncio.run(read_body(Upload({b"content-encoding": coding.encode()}), BodyLimits(MOST), Budget()))
 
 
 def test_timeout_beyond_any_number_means_no_timeout() -> None:

@@ -65,6 +65,7 @@ class Connection(asyncio.Protocol):
             self._fail(ErrorCode.ENHANCE_YOUR_CALM, refusal)
         elif host.is_stopping():
             self.drain()
+        self._streams.address = self.address
 
     def connection_lost(self, exc: Exception | None) -> None:  # noqa: ARG002
         if not self._closing:

@@ -98,6 +98,8 @@ class FloodGuard:
 class Streams:
     """`on_error` is called for each stream error, `on_drained` when a draining connection has answered everything."""
 
+    address = ""  # of the peer
+
     def __init__(
         self,
         app: Application,

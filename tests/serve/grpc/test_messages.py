@@ -13,7 +13,7 @@ from pipeline.system.errors import InvalidPayload
 from serve.errors import TooLarge
 from serve.grpc import messages
 from serve.grpc.open_inference import ModelInferRequest
-from serve.memory import MemoryBudget
+from serve.limits import BodyLimits, Budget
 from serve.request_context import RequestContext, parse_grpc_timeout
 from tests.serve.protocol.test_tensors import _signature
 from tests.serve.wire.http1.test_floods import counted_calls
@@ -86,20 +86,20 @@ def test_message_longer_than_its_prefix_is_rejected() -> None:
         messages.check_size([b"\0\0\0\0\x01" + b"x" * 101], 106, 100)
 
 
-def decompress(data: bytes, most: int, budget: MemoryBudget) -> bytes:
+def decompress(data: bytes, most: int, budget: Budget) -> bytes:
     call = RequestContext({}, "")
-    return asyncio.run(messages.decompress(data, "gzip", most, lambda size: budget.reserve(call, size)))
+    return asyncio.run(messages.decompress(data, "gzip", call, BodyLimits(most), budget))
 
 
 def test_compressed_message_is_one_stream() -> None:
-    budget = MemoryBudget()
+    budget = Budget()
     assert decompress(gzip.compress(b"message"), 100, budget) == b"message"
     with pytest.raises(InvalidPayload, match="goes on behind the end of its gzip data"):
         decompress(gzip.compress(b"") * 50_000, 1 << 20, budget)
 
 
 def test_message_takes_memory_of_the_budget_while_it_is_decompressed() -> None:
-    budget = MemoryBudget(1 << 20)
+    budget = Budget(1 << 20)
     with pytest.raises(TooLarge, match="there are 1 MiB for requests"):
         decompress(gzip.compress(bytes(8 << 20)), 64 << 20, budget)
     assert budget.held_bytes <= budget.total_bytes
@@ -107,7 +107,7 @@ def test_message_takes_memory_of_the_budget_while_it_is_decompressed() -> None:
 
 def test_message_that_inflates_too_much_is_refused() -> None:
     with pytest.raises(TooLarge, match="more than 100 times as large"):
-        decompress(gzip.compress(bytes(60 << 20)), 64 << 20, MemoryBudget())
+        decompress(gzip.compress(bytes(60 << 20)), 64 << 20, Budget())
 
 
 FLOODS: dict[str, dict[str, Any]] = {

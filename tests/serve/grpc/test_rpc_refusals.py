@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from serve.grpc.service import Calls
+from serve.limits import BodyLimits
 from serve.models import ModelRepository
 from serve.monitoring.request_log import RequestLog
 from serve.monitoring.snapshot import Metrics
@@ -30,7 +31,7 @@ class GrpcConnection(MemoryConnection):
     def __init__(self, keys: ApiKeys | None = None) -> None:
         self.requests = RequestLog(Metrics(list))
         self.repository = ModelRepository()
-        self.calls = Calls(self.repository, self.requests, [("x-served-by", "me")], MOST, keys)
+        self.calls = Calls(self.repository, self.requests, [("x-served-by", "me")], BodyLimits(MOST), keys)
         super().__init__(app=self.calls)
         self.send(CLIENT_PREFACE)
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
+from concurrent.futures import Executor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -142,8 +143,8 @@ def test_page_can_be_turned_off(bundle_path: Path, start: Launcher) -> None:
     assert "the page is off" in refused.json()["error"]
 
 
-def test_canary_and_shadow_are_shown(served: ModelVersion) -> None:
-    candidate = ModelVersion("tiny", "2", served.predictor, served.pool)
+def test_canary_and_shadow_are_shown(served: ModelVersion, pool: Executor) -> None:
+    candidate = ModelVersion("tiny", "2", served.predictor, pool)
     served.canary = Canary(candidate, 0.1)
     served.shadow = SimpleNamespace(digest="d" * 64, share=0.5, agreement=Agreement(same=1200, other=3))  # type: ignore[assignment]
     html = page.render(page.PageModel(served, [served, candidate], ["another"], ready=False)).decode()

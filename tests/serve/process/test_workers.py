@@ -17,11 +17,11 @@ import psutil
 import pytest
 
 from pipeline.contract.bundle import open_bundle
+from serve import limits as process_limits
+from serve.limits import ProcessLimits
 from serve.monitoring.metrics import ModelMetrics, TokenMetrics, Tokens
 from serve.monitoring.snapshot import Snapshot, VersionSnapshot, merge
 from serve.options import parse_options, usable_cores
-from serve.process import limits as process_limits
-from serve.process.limits import ProcessLimits
 from serve.process.workers import Channel
 from serve.shadow import Agreement
 from tests.ports import free_port
