@@ -15,7 +15,7 @@ endif
 INSTALL_TORCH = $(PIP) --no-deps --retries 1 $(CPU_INDEX) torch
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-long test-cluster lint lint-all types unit format clean
+.PHONY: help run test test-long test-cluster fuzz lint lint-all types unit format clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +34,12 @@ test-long: $(VENV)/.dev  ## the tests that take minutes
 test-cluster: export PIPE_TEST_CLUSTER = $(if $(findstring command,$(origin KUBECONFIG)),$(KUBECONFIG))
 test-cluster: $(VENV)/.dev  ## the tests on a real cluster: make test-cluster KUBECONFIG=FILE
 	$(BIN)/python -m pytest -m cluster -v tests/cluster
+
+# atheris is for Linux and CPython up to 3.13, and nothing else needs it.
+MINUTES := 10
+fuzz: $(VENV)/.dev  ## random bytes for every parser of the service: make fuzz MINUTES=10
+	$(PIP) atheris
+	$(BIN)/python -m tests.fuzz --minutes $(MINUTES)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

@@ -1,7 +1,7 @@
 """The price list: what connections and requests may take of one process, and what each part of a request costs.
 
 A process in a container is killed by the kernel when it takes more memory than the container may, and a parser that
-works for long keeps everybody waiting. So each part of a request is paid for before it is made. A request that costs
+works for long keeps all others waiting. So each part of a request is paid for before it is made. A request that costs
 more than any of its kind may is refused for good, one that finds too little left of what all share for the moment, and
 an address whose large bodies are refused again and again has to wait.
 """
@@ -166,8 +166,9 @@ def message_memory(message: bytes, most: int, raw_field: int, tensor_fields: tup
             continue
         if (count := count + 1) > most:
             raise TooLarge(f"message: has more than {most} fields, more than any request for these models")
-        key, place = _varint(message, place)
-        size, after = _varint(message, place)
+        key, place = (message[place], place + 1) if message[place] < 0x80 else _varint(message, place)
+        small = place < len(message) and message[place] < 0x80
+        size, after = (message[place], place + 1) if small else _varint(message, place)
         kind, field = key & 7, key >> 3
         if kind == 2:
             place = after + size

@@ -201,7 +201,7 @@ def count_names(value: Any) -> int:
         return len(value) + sum([count_names(part) for part in value.values() if type(part) in (dict, list)])
     if not value or type(value[0]) not in (dict, list):
         return 0
-    return sum([count_names(part) for part in value if type(part) in (dict, list)])
+    return sum([count_names(part) for part in value if part and type(part) in (dict, list)])
 
 
 def check_unique(names: Sequence[str]) -> None:

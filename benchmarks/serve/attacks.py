@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import h2.config
 import h2.connection
@@ -41,7 +42,8 @@ def _filled(frame: bytes, item: bytes, size: int) -> bytes:
     return frame % b",".join([item] * (size // (len(item) + 1)))
 
 
-_SHAPES: dict[str, tuple[str, Callable[[int], bytes]]] = {  # path, and a body of about this size
+# For a model `net` with one input `x`: the path, and a body of about so many bytes.
+JSON_BODIES: dict[str, tuple[str, Callable[[int], bytes]]] = {
     "V1 empty lists": (_PREDICT, lambda size: _filled(b'{"instances":[%b]}', b"[]", size)),
     "V1 empty objects": (_PREDICT, lambda size: _filled(b'{"instances":[%b]}', b"{}", size)),
     "V1 digits": (_PREDICT, lambda size: _filled(b'{"instances":[%b]}', b"1", size)),
@@ -57,7 +59,7 @@ _SHAPES: dict[str, tuple[str, Callable[[int], bytes]]] = {  # path, and a body o
         lambda size: b'{"parameters":{%b},"inputs":[]}' % b",".join([b'"%d":0' % n for n in range(size // 10)]),
     ),
 }
-_MESSAGES: dict[str, Callable[[int], bytes]] = {
+MESSAGES: dict[str, Callable[[int], bytes]] = {
     "gRPC empty inputs": lambda size: b"\n\x03net" + b"*\0" * (size // 2),
     "gRPC empty outputs": lambda size: b"\n\x03net" + b"2\0" * (size // 2),
     "gRPC empty raw contents": lambda size: b"\n\x03net" + b":\0" * (size // 2),
@@ -91,11 +93,11 @@ class Row:
 
 def attacks() -> Iterator[Attack]:
     yield Attack("none", "", b"")
-    for name, (path, make) in _SHAPES.items():
+    for name, (path, make) in JSON_BODIES.items():
         yield Attack(name, path, make(_WIRE_BYTES))
         yield Attack(f"{name}, gzip", path, gzip.compress(make(_INFLATED_BYTES)), (("content-encoding", "gzip"),))
     yield Attack("V1 empty gzip members", _PREDICT, gzip.compress(b"") * 50_000, (("content-encoding", "gzip"),))
-    for name, make in _MESSAGES.items():
+    for name, make in MESSAGES.items():
         yield Attack(name, "", make(_WIRE_BYTES), grpc=True)
         yield Attack(f"{name}, gzip", "", gzip.compress(make(_INFLATED_BYTES)), (("grpc-encoding", "gzip"),), grpc=True)
     yield Attack("gRPC empty gzip members", "", gzip.compress(b"") * 50_000, (("grpc-encoding", "gzip"),), grpc=True)
@@ -260,7 +262,8 @@ def _calls(port: int, message: bytes, headers: dict[str, str]) -> Iterator[str]:
                     raise ConnectionResetError
                 for event in http2.receive_data(received):
                     if isinstance(event, h2.events.TrailersReceived | h2.events.ResponseReceived):
-                        status = dict(event.headers or ()).get("grpc-status", status)
+                        found: dict[Any, Any] = dict(list[Any](event.headers or ()))
+                        status = found.get("grpc-status", status)
                     elif isinstance(event, h2.events.StreamReset | h2.events.ConnectionTerminated):
                         raise ConnectionResetError
             yield f"status {status}"

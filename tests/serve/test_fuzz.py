@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kserve.protocol.grpc import grpc_predict_v2_pb2 as pb
 
+from tests.fuzz import TARGETS
 from tests.serve.malformed_requests import BINARY, GOOD_V1, GOOD_V2, JSON, RAW, V1, V2, image
 
 if TYPE_CHECKING:
@@ -161,3 +162,16 @@ def test_mutated_messages_are_answered(server: Running, count: int) -> None:
             assert call.code() not in _FAULTS, (sent, call.details())
 
         hunt(count, test, st.sampled_from(MESSAGES), STEPS)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_parsers_raise_nothing_but_their_refusals(name: str) -> None:
+    """`make fuzz` runs the same for as long as one likes."""
+    target = TARGETS[name]
+
+    def test(good: bytes, steps: Any) -> None:
+        target(broken(good, steps))
+
+    for seed in target.seeds:
+        target(seed)
+    hunt(FEW, test, st.sampled_from(target.seeds), STEPS)
