@@ -1,4 +1,4 @@
-"""`python -m benchmarks.serve`: closed loop, open loop, overload, start times, and how many requests suit a pod."""
+"""`python -m benchmarks.serve`: closed loop, open loop, overload, start times, attacks, and what suits a pod."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from benchmarks.serve import capacity, load, openloop, providers, race, table
+from benchmarks.serve import attacks, capacity, load, openloop, providers, race, table
 from benchmarks.serve.contenders import CONTENDERS, Contender
 from benchmarks.serve.workloads import WORKLOADS
 from pipeline.system.errors import PipelineError, ResourceError
 
 TABLES = ("closed", "open", "overload", "starts")
-WITHOUT_CLIENTS = {"starts", "providers"}  # they need no load generator
+WITHOUT_CLIENTS = {"starts", "providers", "attacks"}  # they need no load generator
 
 
 def main(argv: Sequence[str]) -> int:
@@ -55,6 +55,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     parser.add_argument("--seconds", type=float, default=race.FULL.seconds, help="of one turn")
     parser.add_argument("--overload-seconds", type=float, default=60.0, help="of twice the capacity")
+    parser.add_argument("--attack", action="append", help="of the table attacks: only this one; may be given again")
     parser.add_argument("--bundle", type=Path, help="of the table capacity: this bundle instead of the workloads")
     parser.add_argument("--deadline-ms", type=float, default=100.0, help="of the table capacity")
     parser.add_argument("--quick", action="store_true", help="short and digits only: that it works, no more")
@@ -138,6 +139,12 @@ def _capacity(options: argparse.Namespace, found: dict[str, Any], texts: list[st
     texts.append(capacity.text(rows))
 
 
+def _attacks(options: argparse.Namespace, found: dict[str, Any], texts: list[str]) -> None:
+    rows = attacks.measure(1.0 if options.quick else options.seconds, options.attack or [])
+    found["attacks"] = [asdict(row) for row in rows]
+    texts.append(attacks.text(rows))
+
+
 _MEASURES = {
     "closed": _closed,
     "open": _open,
@@ -145,6 +152,7 @@ _MEASURES = {
     "starts": _starts,
     "providers": _providers,
     "capacity": _capacity,
+    "attacks": _attacks,
 }
 
 

@@ -157,6 +157,7 @@ def _measure(attack: Attack, running: Running, http_port: int, grpc_port: int, s
         if number % 10 == 0:
             peak = max(peak, running.memory_bytes())
         time.sleep(_HONEST_SECONDS)
+    connection.close()
     cores = (running.cpu_seconds() - cpu) / (time.monotonic() - start)
     sent, answers = 0.0, "-"
     if sender is not None:
