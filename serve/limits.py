@@ -8,6 +8,7 @@ an address whose large bodies are refused again and again has to wait.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
@@ -100,7 +101,8 @@ class Budget:
         request.held_bytes = 0
         if self._most_held - self.held_bytes > _RETURNED_BYTES:
             self._most_held = self.held_bytes
-            self.decoders.submit(return_memory)
+            with contextlib.suppress(RuntimeError):  # the service ends, and its threads have ended
+                self.decoders.submit(return_memory)
 
     def charge_refused(self, request: Payer, refusal: RequestError | None) -> None:
         """Note the work of a request that was refused for its body: honest clients cause little."""

@@ -45,8 +45,9 @@ _ERROR_DESCRIPTIONS = {
     "401": "missing or unknown API key",
     "404": "unknown model or version, or not offered",
     "408": "the request did not arrive in time",
-    "413": "the body, or its tensors, are larger than the bundle's limit",
+    "413": "the body, its tensors, or what its JSON becomes, are larger than the model takes",
     "415": "unsupported content type or encoding of the body",
+    "429": "this address had too many large bodies refused; small ones are answered",
     "431": "the request headers are too large",
     "500": "internal error; the log has the details",
     "503": "overloaded; try again after `retry-after` seconds",
@@ -187,7 +188,7 @@ def _server_operation(kind: str) -> Schema:
         state = {"enum": ["READY", "UNAVAILABLE"]}
         entry = object_schema({"name": TEXT, "version": TEXT, "state": state, "reason": TEXT})
         body = {"type": "object", "additionalProperties": False, "properties": {"ready": {"type": ["boolean", "null"]}}}
-        responses = _responses(_json({"type": "array", "items": entry}), "400", "413", "415", "431", "500")
+        responses = _responses(_json({"type": "array", "items": entry}), "400", "413", "415", "429", "431", "500")
         request = {"content": {"application/json": {"schema": body, "example": {"ready": True}}}}
         return {"requestBody": request, **responses}
     if kind == "page_counters":

@@ -6,6 +6,8 @@ import asyncio
 import gzip
 import json
 import math
+import subprocess
+import sys
 import threading
 from concurrent.futures import Executor
 from types import SimpleNamespace
@@ -93,11 +95,41 @@ def test_an_address_whose_large_bodies_are_refused_waits_and_others_do_not(monke
     budget.check_address(request("a"))
 
 
-def test_addresses_are_remembered_in_bounded_memory() -> None:
+def test_addresses_are_remembered_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "time", SimpleNamespace(monotonic=lambda: 0.0))
     budget = Budget()
     for number in range(3 * limits._MAX_ADDRESSES):
         budget.charge_refused(request(str(number), 2 << 30), TooLarge("a body"))
     assert len(budget._refused) == limits._MAX_ADDRESSES
+
+
+def test_memory_goes_back_to_the_system_after_large_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    returned: list[int] = []
+    monkeypatch.setattr(limits, "return_memory", lambda: returned.append(1))
+    budget, large, small = Budget(threads=1), request(), request()
+    budget.reserve(large, 80 << 20)
+    budget.reserve(small, 1 << 20)
+    budget.release(large)
+    budget.release(small)
+    budget.decoders.shutdown()
+    assert returned == [1]
+    budget.reserve(large, 80 << 20)
+    budget.release(large)  # the service has ended
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems take memory back on their own")
+def test_memory_that_is_free_is_given_back() -> None:
+    """The last block is in use, so that glibc keeps all before it."""
+    code = (
+        "import serve.memory as memory\n"
+        "blocks = [bytes(1000) for _ in range(100_000)]\n"
+        "full, last = memory.resident_memory(), blocks.pop()\n"
+        "del blocks\n"
+        "memory.return_memory()\n"
+        "print(full - memory.resident_memory())\n"
+    )
+    freed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert int(freed) > 80_000_000
 
 
 def test_decoding_does_not_wait_for_inference(bundle: Bundle, pool: Executor) -> None:
