@@ -88,7 +88,7 @@ def _http2(data: bytes) -> None:
 
 
 def _v2(data: bytes) -> None:
-    """An odd first byte says that raw tensors follow the JSON."""
+    """An odd first byte: raw tensors follow the JSON."""
     length = str(data.rfind(b"}")) if data[:1] and data[0] % 2 else None
     v2.parse(data[1:], length, "net", SIGNATURE).arrays(SIGNATURE)
 

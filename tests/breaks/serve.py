@@ -95,9 +95,30 @@ BREAKS: tuple[Break, ...] = (
     Break(
         "a body that inflates without limit is accepted",
         "serve/request_body.py",
-        "MAX_INFLATION * self._fed)",
+        "MAX_INFLATION * self.fed)",
         "MAX_INFLATION * self.made)",
         "tests/serve/test_request_body.py::test_body_that_inflates_too_much_is_refused_while_it_grows",
+    ),
+    Break(
+        "JSON becomes any number of objects",
+        "serve/limits.py",
+        "self._object_bytes += found",
+        "self._object_bytes += 0",
+        "tests/serve/test_limits.py::test_a_body_of_far_more_values_than_the_model_takes_is_refused[[],]",
+    ),
+    Break(
+        "an address may have any number of large bodies refused",
+        "serve/limits.py",
+        "self._debt(request.address) + request.work",
+        "request.work",
+        "tests/serve/test_limits.py::test_an_address_whose_large_bodies_are_refused_waits_and_others_do_not",
+    ),
+    Break(
+        "bodies are decoded in the threads of inference",
+        "serve/model_version.py",
+        "time.monotonic, self._budget.decoders",
+        "time.monotonic, self.batcher._pool",
+        "tests/serve/test_limits.py::test_decoding_does_not_wait_for_inference",
     ),
     Break(
         "refused requests never give their memory back",
@@ -175,8 +196,8 @@ BREAKS: tuple[Break, ...] = (
     Break(
         "a request that names its version is answered by the canary",
         "serve/app.py",
-        "in version.predictor.media_types)\n        if version.canary is not None and not route.version:",
-        "in version.predictor.media_types)\n        if version.canary is not None:",
+        "payload = v1.Payload(body, is_file)\n        if version.canary is not None and not route.version:",
+        "payload = v1.Payload(body, is_file)\n        if version.canary is not None:",
         "tests/serve/test_canary.py::test_request_that_names_a_version_gets_it_whatever_its_id[v1]",
     ),
     # HTTP/2

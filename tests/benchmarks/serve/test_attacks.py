@@ -16,7 +16,7 @@ def test_an_attack_is_measured_beside_honest_requests(name: str) -> None:
     assert name in attacks.text([row])
 
 
-def test_attacks_have_the_size_that_they_are_said_to_have() -> None:
+def test_attacks_have_their_size() -> None:
     for attack in attacks.attacks():
         compressed = any(value == "gzip" for _, value in attack.headers)
         assert not attack.body or len(attack.body) < 4_000_000 * compressed + 210_000
