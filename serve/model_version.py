@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -14,8 +15,6 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol
-
-import orjson
 
 from pipeline.contract.codec import Part
 from pipeline.contract.signature import TensorSpec
@@ -78,7 +77,8 @@ class ModelVersion:
         self.created = int(time.time())
         self.headers: Headers = ((b"x-bundle-digest", bundle.digest.encode()),)
         instances = bundle.golden().instances or [None]
-        self.predict_limits = body_limits(predictor.signature, json_memory(orjson.dumps(instances)) / len(instances))
+        example_bytes = json_memory(json.dumps(instances).encode()) / len(instances)
+        self.predict_limits = body_limits(predictor.signature, example_bytes)
         most = self.predict_limits.size if predictor.text_signature else largest_request(predictor.signature)
         self.infer_limits = self.predict_limits._replace(size=int(min(self.predict_limits.size, most)))
         self._answer_row_bytes = answer_row_memory(predictor.signature)
