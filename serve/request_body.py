@@ -12,12 +12,11 @@ import math
 import re
 import zlib
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from concurrent.futures import Executor
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
-import numpy as np
-import orjson
+import msgspec
 
 from pipeline.system.errors import InvalidPayload
 from serve.errors import TooLarge, UnsupportedMediaType
@@ -165,77 +164,61 @@ def encoding_name(header: bytes) -> str:
     raise UnsupportedMediaType(text, accepted)
 
 
-MAX_DEPTH = 64  # of lists and objects within one another
-_SHALLOW = MAX_DEPTH // 2  # so many lists, and as many objects, cannot be deeper together
-_OPENING_BIT = 2  # that `[` and `{` have, and `]` and `}` have not
-_NO_BRACKETS = bytes(set(range(256)) - set(b'[]{}"'))
-_ESCAPED = re.compile(rb"\\.", re.DOTALL)
+T = TypeVar("T")
+
+
+def decode_json(
+    decoder: msgspec.json.Decoder[T], body: bytes | memoryview, count_names: Callable[[T], int] = lambda _: 0
+) -> T:
+    """Return what a body holds; an error names the field where one is wrong.
+
+    A name that an object has twice is refused: parsers take the first or the last.
+    """
+    try:
+        value = decoder.decode(body)
+        text = bytes(body)  # no copy of what is bytes already
+        colons = text.count(b":")
+        may_repeat = colons > 1 and colons != (count := count_names(value))
+        if may_repeat and (text.count(b'":') != count or _SPACE_BEFORE_COLON.search(text)):  # in no string
+            _NAMES_DECODER.decode(text.decode())
+        return value
+    except msgspec.ValidationError as error:
+        raise InvalidPayload(error_sentence(error)) from None
+    except RecursionError:
+        raise InvalidPayload("body: lists and objects are nested too deeply") from None
+    except ValueError as error:  # msgspec's, and those of UTF-8
+        raise InvalidPayload(f"body: not valid JSON: {str(error).removeprefix('JSON is malformed: ')}") from None
+
+
+def error_sentence(error: msgspec.ValidationError) -> str:
+    """Rewrite `Expected `int`, got `str` - at `$.n`` as `n: expected `int`, got `str``."""
+    problem, _, path = str(error).partition(" - at ")
+    name = path.strip("`").removeprefix("$").removeprefix(".") or "body"
+    problem = problem.removeprefix("Object ")
+    return f"{name}: {problem[:1].lower()}{problem[1:]}"[:200]
 
 
 def parse_object(body: bytes | memoryview) -> dict[str, Any]:
     """Return the JSON object that a body holds."""
-    check_depth(body)
-    try:
-        fields = orjson.loads(body)
-    except orjson.JSONDecodeError as error:
-        raise InvalidPayload(f"body: not valid JSON: {error}") from None
-    if not isinstance(fields, dict):
-        raise InvalidPayload("body: must be a JSON object")
-    text = bytes(body)  # no copy of what is bytes already
-    if text.count(b":") != len(fields):
-        check_names(text, count_names(fields))
-    return fields
+    return decode_json(_OBJECT_DECODER, body, _count_names)
 
 
-def check_names(text: bytes, count: int) -> None:
-    """Refuse a name that an object has twice, of which parsers take the first or the last; `count` were parsed."""
-    if text.count(b":") == count:  # none is in a string
-        return
-    if text.count(b'":') != count or _SPACE_BEFORE_COLON.search(text):
-        _NAMES_DECODER.decode(text.decode())
-
-
-def count_names(value: Any) -> int:
+def _count_names(value: Any) -> int:
     """Return how many names a parsed value has; too few where a list begins with a value and objects follow."""
     if type(value) is dict:
-        return len(value) + sum([count_names(part) for part in value.values() if type(part) in (dict, list)])
+        return len(value) + sum([_count_names(part) for part in value.values() if type(part) in (dict, list)])
     if not value or type(value[0]) not in (dict, list):
         return 0
-    return sum([count_names(part) for part in value if part and type(part) in (dict, list)])
+    return sum([_count_names(part) for part in value if part and type(part) in (dict, list)])
 
 
-def check_unique(names: Sequence[str]) -> None:
-    if len(set(names)) != len(names):
-        [(name, _)] = Counter(names).most_common(1)
+def _check_unique(fields: list[tuple[str, Any]]) -> None:
+    names = Counter(name for name, _ in fields)
+    if len(names) != len(fields):
+        [(name, _)] = names.most_common(1)
         raise InvalidPayload(f'body: an object has the name "{name[:80]}" twice')
 
 
+_OBJECT_DECODER = msgspec.json.Decoder(dict[str, Any])
 _SPACE_BEFORE_COLON = re.compile(rb'"\s+:')
-_NAMES_DECODER = json.JSONDecoder(
-    object_pairs_hook=lambda fields: check_unique([name for name, _ in fields]), parse_int=float
-)
-
-
-def check_depth(body: bytes | memoryview) -> None:
-    """Refuse JSON that is too deep for a parser. Most bodies have few brackets, and only many can be deep."""
-    text = bytes(body)  # no copy of what is bytes already
-    has_many = any(count_up_to(_SHALLOW, text, bracket) > _SHALLOW for bracket in (b"[", b"{"))
-    if has_many and json_depth(text) > MAX_DEPTH:
-        raise InvalidPayload(f"body: lists and objects are nested more than {MAX_DEPTH} levels deep")
-
-
-def count_up_to(limit: int, text: bytes, bracket: bytes) -> int:
-    """Count up to one more than the limit: finding the next is quicker than counting all."""
-    count, place = 0, text.find(bracket)
-    while place >= 0 and count <= limit:
-        count, place = count + 1, text.find(bracket, place + 1)
-    return count
-
-
-def json_depth(text: bytes) -> int:
-    """Return the largest number of brackets that are open at one place, outside of strings."""
-    if b"\\" in text:
-        text = _ESCAPED.sub(b"", text)
-    brackets = b"".join(text.translate(None, _NO_BRACKETS).split(b'"')[::2])
-    opening = np.frombuffer(brackets, np.uint8) & _OPENING_BIT
-    return int(np.cumsum(opening.astype(np.int64) - 1).max(initial=0))
+_NAMES_DECODER = json.JSONDecoder(object_pairs_hook=_check_unique, parse_int=float)

@@ -142,7 +142,7 @@ TARGETS: dict[str, Target] = {
     "v1": Target(v1.parse, [b'{"instances": [[1, 2.5e3, null], "a\\u00e9"], "signature_name": "serving_default"}']),
     "v2": Target(_v2, [b"0" + V2, b"1" + RAW + bytes(16)]),
     "v2 long": Target(
-        lambda data: v2_json.read_v2_json(data + b" " * v2_json.FLAT_JSON_MIN_BYTES, SIGNATURE), [V2, b'{"inputs":[]}']
+        lambda data: v2_json.read_v2_json(data + b" " * v2_json.LONG_LIST_BYTES, SIGNATURE), [V2, b'{"inputs":[]}']
     ),
     "message": Target(_message, [MESSAGE], (*REFUSALS, DecodeError)),
     "message fields": Target(_fields, [MESSAGE]),

@@ -52,6 +52,7 @@ JSON_BODIES: dict[str, tuple[str, Callable[[int], bytes]]] = {
     "V1 names": (_PREDICT, lambda size: b"{%b}" % b",".join([b'"%d":0' % n for n in range(size // 10)])),
     "V2 digits": (_INFER, lambda size: _filled(_TENSOR, b"1", size)),
     "V2 empty lists": (_INFER, lambda size: _filled(_TENSOR, b"[]", size)),
+    "V2 lists": (_INFER, lambda size: b'{"inputs":[{%b' % (b'"data":[' * (size // 8))),
     "V2 inputs": (_INFER, lambda size: _filled(b'{"inputs":[%b]}', b"{}", size)),
     "V2 names": (_INFER, lambda size: b'{"inputs":[{%b}]}' % b",".join([b'"%d":0' % n for n in range(size // 10)])),
     "V2 parameters": (

@@ -10,6 +10,7 @@ import msgspec
 
 from pipeline.system.errors import InvalidPayload
 from serve.errors import INTERNAL, NotFound, RequestError, Unauthorized
+from serve.request_body import error_sentence
 
 PREFIX = "/openai/"
 Texts = str | list[str | int | list[int]]
@@ -83,11 +84,4 @@ def convert_fields(fields: dict[str, Any], kind: type[_Request]) -> _Request:
     try:
         return msgspec.convert(present, kind)
     except msgspec.ValidationError as error:
-        raise InvalidPayload(_error_sentence(str(error))) from None
-
-
-def _error_sentence(text: str) -> str:
-    """Rewrite `Expected `int`, got `str` - at `$.n`` as `n: expected `int`, got `str``."""
-    problem, _, path = text.partition(" - at ")
-    name = path.strip("`").removeprefix("$").removeprefix(".") or "body"
-    return f"{name}: {problem[:1].lower()}{problem[1:]}"
+        raise InvalidPayload(error_sentence(error)) from None

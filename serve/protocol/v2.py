@@ -92,7 +92,7 @@ def parse(body: bytes, length_header: str | None, model: str = "", signature: Si
     if fields.parameters:
         reject_parameters(fields.parameters, "parameters")
         binary = flag(fields.parameters, "binary_data_output", "parameters", default=False)
-    outputs = [_requested_output(item, f"outputs.{index}", binary) for index, item in enumerate(fields.outputs or ())]
+    outputs = [_requested_output(item, f"outputs[{index}]", binary) for index, item in enumerate(fields.outputs or ())]
     inputs = _tensors(fields.inputs, memoryview(body)[split:])
     return InferRequest(fields.id or "", inputs, outputs, binary, fields.parameters or {})
 
@@ -164,12 +164,12 @@ def _tensors(inputs: Sequence[Tensor], raw: memoryview) -> Sequence[Tensor]:
     used = 0
     for index, tensor in enumerate(inputs):
         if tensor.parameters:
-            reject_parameters(tensor.parameters, f"inputs.{index}")
+            reject_parameters(tensor.parameters, f"inputs[{index}]")
             if "binary_data_size" in tensor.parameters:
                 tensor.data = _raw_part(tensor.parameters["binary_data_size"], raw[used:], tensor)
                 used += len(tensor.data)
-        if not isinstance(tensor.data, list | np.ndarray | memoryview):
-            raise InvalidPayload(f"inputs.{index}.data: {'is missing' if tensor.data is None else 'must be a list'}")
+        if not (isinstance(tensor.data, list | memoryview) or callable(tensor.data)):
+            raise InvalidPayload(f"inputs[{index}].data: {'is missing' if tensor.data is None else 'must be a list'}")
     if used != len(raw):
         raise InvalidPayload(f"body: {len(raw) - used} raw bytes are not used by any input")
     return inputs

@@ -107,7 +107,7 @@ def test_an_embedder_is_listed_and_described(client: openai.OpenAI, server: Runn
 
 
 def test_a_request_without_input_is_rejected() -> None:
-    with pytest.raises(InvalidPayload, match="body: object missing required field `input`"):
+    with pytest.raises(InvalidPayload, match="body: missing required field `input`"):
         parse(json.dumps({"model": "m", "input": None}).encode())
 
 
