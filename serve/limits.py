@@ -16,13 +16,14 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from pipeline.contract.signature import Signature, TensorSpec
 from serve.errors import Busy, RequestError, TooLarge, TooManyRefused
 from serve.memory import memory_limit, resident_memory, return_memory
+from serve.request_context import RequestContext
 from serve.wire.connection_limits import MAX_CALL_BYTES, MEMORY_BYTES, max_grpc_connections, max_http_connections
 
 # What Python takes for JSON at most, by the characters that each value has; the parser's own memory is among it. Making
@@ -63,16 +64,6 @@ class BodyLimits(NamedTuple):
     fields: int = _MAX_FIELDS  # of a large message of gRPC, and of the tensors in it
 
 
-class Payer(Protocol):
-    """A request."""
-
-    held_bytes: int  # of memory
-    work: int  # that parsers have done for it, about in nanoseconds
-
-    @property
-    def address(self) -> str: ...
-
-
 class Budget:
     """What all requests of a process may take, from the first byte of a body to the last of its answer."""
 
@@ -83,7 +74,7 @@ class Budget:
         self._most_held = 0  # since memory was given back to the system
         self._refused: dict[str, tuple[float, float]] = {}  # work by address, and when it was that
 
-    def reserve(self, request: Payer, size: int) -> None:
+    def reserve(self, request: RequestContext, size: int) -> None:
         """Reserve memory for a request, or raise TooLarge if it can never have so much, or Busy if others have it."""
         if self.held_bytes + size > self.total_bytes:
             if (needed := request.held_bytes + size) > self.total_bytes:
@@ -96,7 +87,7 @@ class Budget:
         request.held_bytes += size
         self._most_held = max(self._most_held, self.held_bytes)
 
-    def release(self, request: Payer) -> None:
+    def release(self, request: RequestContext) -> None:
         self.held_bytes -= request.held_bytes
         request.held_bytes = 0
         if self._most_held - self.held_bytes > _RETURNED_BYTES:
@@ -104,7 +95,7 @@ class Budget:
             with contextlib.suppress(RuntimeError):  # the service ends, and its threads have ended
                 self.decoders.submit(return_memory)
 
-    def charge_refused(self, request: Payer, refusal: RequestError | None) -> None:
+    def charge_refused(self, request: RequestContext, refusal: RequestError | None) -> None:
         """Note the work of a request that was refused for its body: honest clients cause little."""
         if not request.work or refusal is None or refusal.status not in _REFUSED_FOR_BODY:
             return
@@ -114,7 +105,7 @@ class Budget:
                 return
         self._refused[request.address] = self._debt(request.address) + request.work, time.monotonic()
 
-    def check_address(self, request: Payer) -> None:
+    def check_address(self, request: RequestContext) -> None:
         """Refuse a body that is large or compressed, from an address that has had too many of them refused."""
         if (over := self._debt(request.address) - _REFUSED_BYTES) > 0:
             text = "too many large bodies from this address were refused; small ones without compression are answered"
@@ -135,7 +126,9 @@ def json_memory(text: bytes) -> int:
 class BodyPrice:
     """Counts what the body of a request costs, as its pieces come, and refuses it where that is too much."""
 
-    def __init__(self, request: Payer, limits: BodyLimits, budget: Budget, json_bytes: float = math.inf) -> None:
+    def __init__(
+        self, request: RequestContext, limits: BodyLimits, budget: Budget, json_bytes: float = math.inf
+    ) -> None:
         """`json_bytes`: of the body that are JSON; files and raw tensors take no more than their size."""
         self._request, self._limits, self._budget = request, limits, budget
         self._json_bytes, self._object_bytes = json_bytes, 0

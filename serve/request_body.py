@@ -12,33 +12,28 @@ import math
 import re
 import zlib
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from concurrent.futures import Executor
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from pipeline.system.errors import InvalidPayload
 from serve.errors import TooLarge, UnsupportedMediaType
-from serve.limits import MAX_INFLATION, SLICE_BYTES, SMALL_BYTES, BodyLimits, BodyPrice, Budget, Payer
+from serve.limits import MAX_INFLATION, SLICE_BYTES, SMALL_BYTES, BodyLimits, BodyPrice, Budget
+from serve.request_context import RequestContext
 
 ACCEPTED_ENCODINGS = "gzip, deflate"
 _UNCOUNTED_BYTES = 4 << 10  # of a body that arrived in one piece
 _GZIP, _ZLIB, _RAW = 16 + zlib.MAX_WBITS, zlib.MAX_WBITS, -zlib.MAX_WBITS  # as zlib names the formats
 
 
-class BodySource(Payer, Protocol):
-    """A request whose body comes in pieces."""
-
-    headers: Mapping[bytes, bytes]
-    size: int
-
-    async def receive(self) -> tuple[bytes, bool]:
-        """Return the next piece, and whether more is to come."""
-        ...
+Receive = Callable[[], Awaitable[tuple[bytes, bool]]]  # of the next piece of a body, and whether more is to come
 
 
-async def read_body(request: BodySource, limits: BodyLimits, budget: Budget, json_bytes: float = math.inf) -> bytes:
+async def read_body(
+    request: RequestContext, receive: Receive, limits: BodyLimits, budget: Budget, json_bytes: float = math.inf
+) -> bytes:
     """Return the decompressed body; only its first `json_bytes` are JSON."""
     headers, limit = request.headers, limits.size
     length = int(headers.get(b"content-length", b"0"))  # the parser refused what is not a number
@@ -50,12 +45,12 @@ async def read_body(request: BodySource, limits: BodyLimits, budget: Budget, jso
         budget.check_address(request)
     price = BodyPrice(request, limits, budget, json_bytes)
     if name:
-        body = await _inflate(request, limit, Inflater(name, limits.inflated), price, budget.decoders)
+        body = await _inflate(receive, limit, Inflater(name, limits), price, budget.decoders)
     else:
-        body, more = await request.receive()
+        body, more = await receive()
         if more:
             pieces = []
-            async for piece in _pieces(request, body, more, limit):
+            async for piece in _pieces(receive, body, more, limit):
                 price.add(piece)
                 pieces.append(piece)
             body = b"".join(pieces)
@@ -67,7 +62,7 @@ async def read_body(request: BodySource, limits: BodyLimits, budget: Budget, jso
     return body
 
 
-async def _pieces(request: BodySource, piece: bytes, more: bool, limit: int) -> AsyncIterator[bytes]:
+async def _pieces(receive: Receive, piece: bytes, more: bool, limit: int) -> AsyncIterator[bytes]:
     """Yield the body as it is sent, from this piece on."""
     size = 0
     while True:
@@ -77,16 +72,14 @@ async def _pieces(request: BodySource, piece: bytes, more: bool, limit: int) -> 
         yield piece
         if not more:
             return
-        piece, more = await request.receive()
+        piece, more = await receive()
 
 
-async def _inflate(request: BodySource, limit: int, inflater: Inflater, price: BodyPrice, decoders: Executor) -> bytes:
+async def _inflate(receive: Receive, limit: int, inflater: Inflater, price: BodyPrice, decoders: Executor) -> bytes:
     parts: list[bytes] = []
-    async for piece in _pieces(request, *await request.receive(), limit):
+    async for piece in _pieces(receive, *await receive(), limit):
         async for part in inflater.feed_in_turns(piece, decoders):
             price.add(part, inflater.fed)
-            if inflater.made > limit:
-                raise _too_large(limit, prefix="body: decompressed it is")
             parts.append(part)
     inflater.end()
     return b"".join(parts)
@@ -105,9 +98,8 @@ class Inflater:
     The body is one stream. gzip allows several behind one another, but 2 MB hold a hundred thousand empty ones.
     """
 
-    def __init__(self, encoding: str, allowance: int) -> None:
-        """`allowance`: bytes to which it may grow at any ratio."""
-        self._encoding, self._allowance = encoding, allowance
+    def __init__(self, encoding: str, limits: BodyLimits) -> None:
+        self._encoding, self._limits = encoding, limits
         self._stream: Any = zlib.decompressobj(_GZIP) if encoding == "gzip" else None
         self.fed = self.made = 0  # bytes
 
@@ -120,7 +112,9 @@ class Inflater:
             while piece or len(part) == SLICE_BYTES:  # zlib may have more than a full part
                 part = self._decompress(piece)
                 self.made += len(part)
-                if self.made > max(self._allowance, MAX_INFLATION * self.fed):
+                if self.made > self._limits.size:
+                    raise _too_large(self._limits.size, prefix="body: decompressed it is")
+                if self.made > max(self._limits.inflated, MAX_INFLATION * self.fed):
                     text = f"body: decompressed it is more than {MAX_INFLATION} times as large; send it uncompressed"
                     raise TooLarge(text)
                 yield part

@@ -140,38 +140,30 @@ _POLL_SECONDS = 5.0
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ReloadedFiles:
-    """Files of a running service; `reload` raises PipelineError and changes nothing if they have an error."""
-
-    name: str
-    paths: tuple[Path, ...]
-    reload: Callable[[], None]
+# Files of a running service: their name in messages, their paths, and what reads them again. That raises PipelineError,
+# and changes nothing, where they have an error.
+ReloadedFiles = tuple[str, tuple[Path, ...], Callable[[], None]]
 
 
 async def reload_changed_files(watched: Sequence[ReloadedFiles], seconds: float = _POLL_SECONDS) -> None:
     """Poll the files until cancelled. An error is logged once for each change of the files."""
-    states = {files: _state(files) for files in watched}
+    states = [[_state(path) for path in paths] for _, paths, _ in watched]
     while True:
         await asyncio.sleep(seconds)
-        for files in watched:
-            if (state := _state(files)) == states[files]:
+        for place, (name, paths, reload) in enumerate(watched):
+            before, states[place] = states[place], [_state(path) for path in paths]
+            if states[place] == before:
                 continue
-            states[files] = state
             try:
-                files.reload()
+                reload()
             except PipelineError as error:
-                log.error("%s changed and cannot be used, the old one stays: %s", files.name, error)
+                log.error("%s changed and cannot be used, the old one stays: %s", name, error)
             else:
-                log.info("%s changed: the new one is in use", files.name)
+                log.info("%s changed: the new one is in use", name)
 
 
-def _state(files: ReloadedFiles) -> tuple[tuple[int, int, int] | None, ...]:
-    """Return what changes with the content of the files, also when a mounted Secret swaps a symbolic link."""
-    return tuple(_stat(path) for path in files.paths)
-
-
-def _stat(path: Path) -> tuple[int, int, int] | None:
+def _state(path: Path) -> tuple[int, int, int] | None:
+    """Return what changes with the content of a file, also when a mounted Secret swaps a symbolic link."""
     try:
         status = path.stat()
     except OSError:
@@ -202,10 +194,10 @@ class Security:
         return [("x-content-type-options", "nosniff"), *private]
 
     def reloaded_files(self) -> list[ReloadedFiles]:
-        watched = []
+        watched: list[ReloadedFiles] = []
         if self.keys:
-            watched.append(ReloadedFiles("serve.api_keys", (self.keys.path,), self.keys.reload))
+            watched.append(("serve.api_keys", (self.keys.path,), self.keys.reload))
         if self.tls:
             pair = self.tls.pair
-            watched.append(ReloadedFiles("serve.tls_certificate", (pair.certificate, pair.key), self.tls.reload))
+            watched.append(("serve.tls_certificate", (pair.certificate, pair.key), self.tls.reload))
         return watched

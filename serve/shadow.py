@@ -48,12 +48,6 @@ class Agreement:
     rows_same_class: int = 0
     max_difference: float = 0.0
 
-    def merge(self, other: Agreement) -> None:
-        """Add the counts of another process."""
-        for name in ("same", "other", "failed", "dropped", "rows", "rows_same_class"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.max_difference = max(self.max_difference, other.max_difference)
-
 
 class Shadow:
     """`offer` costs the caller a random number and an entry in a queue, whatever the candidate does."""

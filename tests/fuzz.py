@@ -26,7 +26,7 @@ from pipeline.contract.signature import Limits, Runtime, Signature, TensorSpec
 from pipeline.system.errors import InvalidPayload
 from serve.errors import RequestError
 from serve.grpc import messages, open_inference
-from serve.limits import SLICE_BYTES, SMALL_BYTES, message_memory
+from serve.limits import SLICE_BYTES, SMALL_BYTES, BodyLimits, message_memory
 from serve.llm.openai_api import parse_chat, parse_completion
 from serve.protocol import embeddings, v1, v2, v2_json
 from serve.request_body import Inflater
@@ -104,7 +104,7 @@ def _fields(data: bytes) -> None:
 
 
 def _inflated(data: bytes) -> None:
-    inflater = Inflater("gzip" if data[:1] < b"\x80" else "deflate", 1 << 20)
+    inflater = Inflater("gzip" if data[:1] < b"\x80" else "deflate", BodyLimits(8 << 20, inflated=1 << 20))
     for part in inflater.feed(data[1:]):
         assert len(part) <= SLICE_BYTES
     inflater.end()

@@ -18,7 +18,7 @@ from pipeline.contract.signature import NUMPY_TYPES, Signature
 from pipeline.system.errors import InvalidPayload
 from serve.errors import RequestError, TooLarge, Unimplemented
 from serve.grpc.open_inference import ModelInferResponse
-from serve.limits import BodyLimits, Budget, Payer
+from serve.limits import BodyLimits, Budget
 from serve.protocol import v2
 from serve.protocol.classification import PARAMETER, parse_classification
 from serve.protocol.tensors import (
@@ -33,7 +33,7 @@ from serve.protocol.tensors import (
 )
 from serve.protocol.validate import check_counts, format_shape
 from serve.request_body import Inflater
-from serve.request_context import parse_timeout_parameter
+from serve.request_context import RequestContext, parse_timeout_parameter
 from serve.runtime.predictor import Predictor
 from serve.wire.http2 import hpack
 
@@ -227,17 +227,15 @@ def unframe_message(body: bytes, most: int) -> tuple[bytes, bool]:
     return body[PREFIX.size :], bool(compressed)
 
 
-async def decompress(data: bytes, coding: str, request: Payer, limits: BodyLimits, budget: Budget) -> bytes:
+async def decompress(data: bytes, coding: str, request: RequestContext, limits: BodyLimits, budget: Budget) -> bytes:
     """Decompress a message, a slice at a time."""
     if not coding:
         raise MalformedMessage("message: is marked as compressed, but grpc-encoding names no encoding")
     parts: list[bytes] = []
-    inflater = Inflater(coding, limits.inflated)
+    inflater = Inflater(coding, limits)
     async for part in inflater.feed_in_turns(data, budget.decoders):
         request.work += len(part)
         budget.reserve(request, COPIES * len(part))
-        if inflater.made > limits.size:
-            raise TooLarge(f"message: decompressed it is larger than max, which is {limits.size} bytes")
         parts.append(part)
     inflater.end()
     return b"".join(parts)

@@ -28,9 +28,7 @@ _MAX_BATCH_SIZES = 256  # that are counted one by one
 class Histogram:
     """The number of values up to each bound and beyond the last."""
 
-    __slots__ = ("bounds", "counts", "total")
-
-    def __init__(self, bounds: Sequence[float]) -> None:
+    def __init__(self, bounds: tuple[float, ...]) -> None:
         self.bounds = bounds
         self.counts = [0] * (len(bounds) + 1)
         self.total = 0.0
@@ -44,11 +42,6 @@ class Histogram:
         added = np.bincount(np.searchsorted(self.bounds, values), minlength=len(self.counts))
         self.counts = [count + int(more) for count, more in zip(self.counts, added, strict=True)]
         self.total += sum(values)
-
-    def merge(self, other: Histogram) -> None:
-        """Add the counts of another process."""
-        self.counts = [one + more for one, more in zip(self.counts, other.counts, strict=True)]
-        self.total += other.total
 
     @property
     def count(self) -> int:
@@ -73,7 +66,7 @@ class ModelMetrics:
         self.phases = {phase: Histogram(SECONDS) for phase in PHASES}
         self.batch_rows, self.batch_requests = Histogram(SIZES), Histogram(SIZES)
         self.batch_seconds = Histogram(SECONDS)
-        self.batch_sizes: dict[int, tuple[int, float]] = {}  # rows of a batch → batches, and their seconds
+        self.batch_sizes: dict[int, list[float]] = {}  # rows of a batch → batches, and their seconds
         self.failed, self.failed_seconds = 0, 0.0  # requests that were not answered with a prediction
         self.last_request_at = 0.0  # seconds since the epoch
         self._lock = threading.Lock()
@@ -87,8 +80,7 @@ class ModelMetrics:
             self.batch_rows.observe(rows)
             self.batch_seconds.observe(seconds)
             if rows in self.batch_sizes or len(self.batch_sizes) < _MAX_BATCH_SIZES:
-                batches, total = self.batch_sizes.get(rows, (0, 0.0))
-                self.batch_sizes[rows] = batches + 1, total + seconds
+                self.batch_sizes[rows] = add(self.batch_sizes.get(rows, [0, 0.0]), [1, seconds])
 
     def record_request(self, protocol: str, status: int | str, seconds: float, phases: Sequence[float] = ()) -> None:
         """Count a request that has ended, with the seconds of its phases if it was answered; on the event loop."""
@@ -110,23 +102,6 @@ class ModelMetrics:
         if answered := [phases for _, _, _, phases in buffer if phases]:
             for phase, seconds in zip(PHASES, zip(*answered, strict=True), strict=True):
                 self.phases[phase].add(seconds)
-
-    def merge(self, other: ModelMetrics) -> None:
-        """Add the counts of another process."""
-        self.requests.update(other.requests)
-        self.rejected.update(other.rejected)
-        for protocol, histogram in other.seconds.items():
-            self.seconds[protocol].merge(histogram)
-        for phase, histogram in other.phases.items():
-            self.phases[phase].merge(histogram)
-        for name in ("batch_rows", "batch_requests", "batch_seconds"):
-            getattr(self, name).merge(getattr(other, name))
-        for rows, (batches, seconds) in other.batch_sizes.items():
-            before = self.batch_sizes.get(rows, (0, 0.0))
-            self.batch_sizes[rows] = before[0] + batches, before[1] + seconds
-        self.failed += other.failed
-        self.failed_seconds += other.failed_seconds
-        self.last_request_at = max(self.last_request_at, other.last_request_at)
 
     def __getstate__(self) -> dict[str, Any]:
         self.flush()
@@ -154,13 +129,6 @@ class TokenMetrics:
         else:
             self.first_seconds.observe(now - received_at)
 
-    def merge(self, other: TokenMetrics) -> None:
-        """Add the counts of another process."""
-        for name in ("tokens_in", "tokens_out", "prefix_queries", "prefix_hits", "preemptions"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.first_seconds.merge(other.first_seconds)
-        self.between_seconds.merge(other.between_seconds)
-
 
 @dataclass
 class Tokens:
@@ -173,7 +141,18 @@ class Tokens:
     max_cache_bytes: int
     prefix_bytes: int
 
-    def merge(self, other: Tokens) -> None:
-        self.metrics.merge(other.metrics)
-        for name in ("running", "waiting", "cache_bytes", "max_cache_bytes", "prefix_bytes"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+
+_LARGEST = ("last_request_at", "max_difference")  # of which the largest of all processes counts
+
+
+def add(one: Any, other: Any, name: object = "") -> Any:
+    """Return what two processes have counted, in the place of the first; other values and tuples are those of both."""
+    if type(one) in (int, float):
+        return max(one, other) if name in _LARGEST else one + other
+    if isinstance(one, list):
+        return list(map(add, one, other))
+    if isinstance(one, dict):
+        one |= {key: add(one[key], value, key) if key in one else value for key, value in other.items()}
+    elif hasattr(one, "__dict__"):
+        add(one.__dict__, other.__dict__)
+    return one

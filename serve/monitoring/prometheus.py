@@ -75,8 +75,7 @@ def _rollout_families(versions: Sequence[VersionSnapshot]) -> Iterator[Metric]:
             candidate, share = version.canary
             canary.add_metric((version.name, candidate), share)
         if version.shadow is not None:
-            digest, agreement = version.shadow
-            bundle = (version.name, digest)
+            agreement, bundle = version.shadow, (version.name, version.shadow_digest)
             for result in ("same", "other", "failed", "dropped"):
                 shadow.add_metric((*bundle, result), getattr(agreement, result))
             rows.add_metric((*bundle, "true"), agreement.rows_same_class)

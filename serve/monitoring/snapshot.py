@@ -14,7 +14,7 @@ from prometheus_client.core import Metric
 from prometheus_client.samples import Sample
 
 from serve.model_version import ModelVersion
-from serve.monitoring.metrics import ModelMetrics, Tokens
+from serve.monitoring.metrics import ModelMetrics, Tokens, add
 from serve.request_context import AnsweringVersion, in_flight
 from serve.shadow import Agreement
 
@@ -36,7 +36,8 @@ class VersionSnapshot:
     waiting: int  # requests
     metrics: ModelMetrics
     canary: tuple[str, float] | None  # its version and its share of the requests
-    shadow: tuple[str, Agreement] | None  # the digest of its bundle
+    shadow: Agreement | None
+    shadow_digest: str
     tokens: Tokens | None
 
     @classmethod
@@ -55,17 +56,10 @@ class VersionSnapshot:
             version.batcher.waiting,
             version.metrics,
             None if canary is None else (canary.candidate.version, canary.share),
-            None if shadow is None else (shadow.digest, shadow.agreement),
+            None if shadow is None else shadow.agreement,
+            "" if shadow is None else shadow.digest,
             None if version.generator is None else version.generator.tokens(),
         )
-
-    def merge(self, other: VersionSnapshot) -> None:
-        self.waiting += other.waiting
-        self.metrics.merge(other.metrics)
-        if self.shadow is not None and other.shadow is not None:
-            self.shadow[1].merge(other.shadow[1])
-        if self.tokens is not None and other.tokens is not None:
-            self.tokens.merge(other.tokens)
 
 
 @dataclass
@@ -78,11 +72,9 @@ class Snapshot:
     process: list[Metric] = field(default_factory=list)  # memory, time and files, as prometheus_client has them
 
     def merge(self, other: Snapshot) -> None:
-        """Add the counters of another process; each has the same versions, unless they change at this moment."""
-        for key, version in other.versions.items():
-            if key in self.versions:
-                self.versions[key].merge(version)
-        self.no_model.merge(other.no_model)
+        """Add the counters of another process, which has the same versions."""
+        add(self.versions, other.versions)
+        add(self.no_model, other.no_model)
         self.in_flight += other.in_flight
         added = {_key(sample): sample.value for metric in other.process for sample in metric.samples}
         for metric in self.process:
@@ -99,7 +91,7 @@ class Snapshot:
 
 
 def merge(snapshots: Sequence[Snapshot]) -> Snapshot:
-    """Return the sum of these, with the versions of the first."""
+    """Return the sum of these."""
     total = copy.deepcopy(snapshots[0]) if snapshots else Snapshot()
     for snapshot in snapshots[1:]:
         total.merge(snapshot)

@@ -455,7 +455,7 @@ class Supervisor(Server):
         body: dict[str, Any] = next(filter(None, replies), {"models": {}})
         for version in (await self._total()).versions.values():
             if version.shadow is not None and (model := body["models"].get(version.name)) and model["shadow"]:
-                model["shadow"].update(asdict(version.shadow[1]))
+                model["shadow"].update(asdict(version.shadow))
         return body
 
     async def _total(self) -> Snapshot:

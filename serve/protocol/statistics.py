@@ -49,5 +49,5 @@ def version_statistics(version: VersionSnapshot) -> dict[str, Any]:
     }
 
 
-def _duration(count: int, seconds: float) -> dict[str, int]:
-    return {"count": count, "ns": max(0, round(seconds * 1e9))}
+def _duration(count: float, seconds: float) -> dict[str, int]:
+    return {"count": int(count), "ns": max(0, round(seconds * 1e9))}

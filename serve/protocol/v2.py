@@ -16,7 +16,6 @@ import orjson
 from pipeline.contract.codec import Arrays, Part
 from pipeline.contract.signature import Signature, TensorSpec
 from pipeline.system.errors import InvalidPayload
-from serve.protocol import v2_json
 from serve.protocol.classification import PARAMETER, classify, parse_classification
 from serve.protocol.tensors import InferRequest, RequestedOutput, Tensor, raw_type, reject_parameters, to_raw
 from serve.protocol.v2_json import JsonOutput, flag, read_v2_json
@@ -26,7 +25,6 @@ from serve.runtime.predictor import Predictor
 
 LENGTH_HEADER = "inference-header-content-length"
 _QUICK_BYTES = 32 << 10  # of JSON, which is parsed in well under a millisecond
-_QUICK_FLAT_BYTES = 256 << 10  # of a flat list of numbers, which is parsed as quickly
 
 
 class Answer(NamedTuple):
@@ -44,7 +42,7 @@ class Payload:
         # The request of raw bytes has no fields, and becomes an input once the signature is known.
         self._parsed: InferRequest | None = InferRequest("", (), ()) if self._is_raw else None
         self._decoded = NOT_DECODED
-        self.is_quick = _is_quick(body, length_header)
+        self.is_quick = len(body) < _QUICK_BYTES or (length_header is not None and len(length_header) < 5)
 
     @property
     def timeout_seconds(self) -> float:
@@ -69,14 +67,6 @@ class Payload:
     def encode(self, predictor: Predictor, outputs: Sequence[Arrays], version: str) -> Answer:
         identity = {"model_name": self._model, "model_version": version, "id": self.request.id}
         return render(identity, self._decoded.requested_outputs, *encode_outputs(self._decoded, outputs, predictor))
-
-
-def _is_quick(body: bytes, length_header: str | None) -> bool:
-    if len(body) < _QUICK_BYTES:
-        return True
-    if length_header is not None:
-        return len(length_header) < 5
-    return len(body) < _QUICK_FLAT_BYTES and v2_json.is_flat_json(body)
 
 
 def parse(body: bytes, length_header: str | None, model: str = "", signature: Signature | None = None) -> InferRequest:

@@ -25,7 +25,6 @@ from serve.request_body import decode_json
 
 LONG_LIST_BYTES = 8 << 10  # with less, msgspec is as fast
 _MAX_SEARCHES = 1000  # for them in one body
-_SAMPLE_BYTES = 256
 _DATA = b'"data"'
 _DATA_LIST = re.compile(rb'"data"\s*:\s*\[')
 _FIRST_LIST = int.from_bytes(os.urandom(7))  # the number that stands for the first list; clients do not know it
@@ -135,9 +134,3 @@ def flag(parameters: Parameters, name: str, where: str, *, default: bool) -> boo
     if not isinstance(value, bool):
         raise InvalidPayload(f"{where}: {name} must be true or false")
     return value
-
-
-def is_flat_json(text: bytes) -> bool:
-    """Return whether the middle of the text looks like a flat list of numbers."""
-    middle = len(text) // 2
-    return not text[middle : middle + _SAMPLE_BYTES].translate(None, b"0123456789+-.eE, \t\r\n")

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import grpc
 import httpx
@@ -24,6 +23,7 @@ from serve import memory
 from serve.errors import Busy, TooLarge
 from serve.grpc import open_inference
 from serve.limits import Budget, json_memory, message_memory
+from serve.request_context import RequestContext
 from tests.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -167,7 +167,7 @@ print(peak() - before + len(body))
 
 
 def test_only_requests_that_never_fit_are_refused_as_too_large() -> None:
-    budget, one, other = Budget(100 << 20), SimpleNamespace(held_bytes=0), SimpleNamespace(held_bytes=0)
+    budget, one, other = Budget(100 << 20), RequestContext({}, "/"), RequestContext({}, "/")
     budget.reserve(one, 60 << 20)
     with pytest.raises(Busy, match="other requests take 60 MiB"):
         budget.reserve(other, 60 << 20)

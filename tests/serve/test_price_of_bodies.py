@@ -24,10 +24,11 @@ from pipeline.contract.bundle import open_bundle
 from serve import limits
 from serve.app import App
 from serve.grpc.service import Calls
-from serve.limits import Budget, Payer
+from serve.limits import Budget
 from serve.models import Model, ModelRepository
 from serve.monitoring.request_log import RequestLog
 from serve.monitoring.snapshot import Metrics
+from serve.request_context import RequestContext
 from serve.runtime.loading import load_predictor
 from tests.serve.wire.http1.fakes import connect
 from tests.serve.wire.http2.frames import CLIENT_PREFACE, GRPC, MemoryConnection, data, headers
@@ -48,12 +49,12 @@ class Meter(Budget):
         super().__init__(threads=1)
         self.most_work = self.most_bytes = 0
 
-    def release(self, request: Payer) -> None:
+    def release(self, request: RequestContext) -> None:
         self.most_work = max(self.most_work, request.work)
         self.most_bytes = max(self.most_bytes, request.held_bytes)
         super().release(request)
 
-    def check_address(self, request: Payer) -> None:
+    def check_address(self, request: RequestContext) -> None:
         """Let an address try as often as the test likes."""
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pipeline.system.errors import ConfigError
-from serve.security import ReloadedFiles, reload_changed_files
+from serve.security import reload_changed_files
 
 
 def _watch(path: Path, reload: Callable[[], None], *changes: Callable[[], object]) -> None:
@@ -19,7 +19,7 @@ def _watch(path: Path, reload: Callable[[], None], *changes: Callable[[], object
         reload()
 
     async def main() -> None:
-        task = asyncio.create_task(reload_changed_files([ReloadedFiles("the file", (path,), reload_and_report)], 0.001))
+        task = asyncio.create_task(reload_changed_files([("the file", (path,), reload_and_report)], 0.001))
         await asyncio.sleep(0.005)
         assert not seen.is_set()
         for change in changes:

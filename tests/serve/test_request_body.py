@@ -105,7 +105,7 @@ class Upload(RequestContext):
 def body(coding: str, *pieces: bytes, most: int = MOST) -> bytes:
     """Return the body that the application reads from these pieces."""
     request = Upload({b"content-encoding": coding.encode()} if coding else {}, *pieces)
-    return asyncio.run(read_body(request, BodyLimits(most, math.inf), Budget()))
+    return asyncio.run(read_body(request, request.receive, BodyLimits(most, math.inf), Budget()))
 
 
 @pytest.mark.parametrize("pieces", [1, 4])
@@ -114,11 +114,11 @@ def test_bodies_share_one_memory_budget(pieces: int) -> None:
     sent = cut(b"x" * size, size // pieces)
     while budget.held_bytes + 2 * size <= total:
         held.append(Upload({}, *sent))
-        asyncio.run(read_body(held[-1], BodyLimits(MOST), budget))
+        asyncio.run(read_body(held[-1], held[-1].receive, BodyLimits(MOST), budget))
     assert len(held) == total // (2 * size), "in pieces and whole"
     last = Upload({}, *sent)
     with pytest.raises(Busy, match="other requests take"):
-        asyncio.run(read_body(last, BodyLimits(MOST), budget))
+        asyncio.run(read_body(last, last.receive, BodyLimits(MOST), budget))
     held.append(last)
     for request in held:
         budget.release(request)
@@ -128,10 +128,10 @@ def test_bodies_share_one_memory_budget(pieces: int) -> None:
 def test_compressed_body_counts_with_its_decompressed_size() -> None:
     budget, size = Budget(1 << 20), 500_000
     first, second = (Upload({b"content-encoding": b"gzip"}, gzip.compress(b"x" * size)) for _ in range(2))
-    asyncio.run(read_body(first, BodyLimits(MOST), budget))
+    asyncio.run(read_body(first, first.receive, BodyLimits(MOST), budget))
     assert budget.held_bytes == first.held_bytes == 2 * size, "in pieces and whole"
     with pytest.raises(Busy, match="other requests take"):
-        asyncio.run(read_body(second, BodyLimits(MOST), budget))
+        asyncio.run(read_body(second, second.receive, BodyLimits(MOST), budget))
 
 
 def test_refused_requests_give_their_memory_back(bundle: Bundle, pool: Executor) -> None:
@@ -293,7 +293,7 @@ def test_body_that_exceeds_the_limit_in_pieces_is_refused(coding: str) -> None:
 @pytest.mark.parametrize("coding", ["", "gzip"])
 def test_disconnect_within_a_body_is_reported(coding: str) -> None:
     with pytest.raises(ClientDisconnected):
-        asyncio.run(read_body(Upload({b"content-encoding": coding.encode()}), BodyLimits(MOST), Budget()))
+        body(coding)
 
 
 def test_timeout_beyond_any_number_means_no_timeout() -> None:

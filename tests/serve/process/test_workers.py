@@ -19,6 +19,7 @@ import pytest
 from pipeline.contract.bundle import open_bundle
 from serve import limits as process_limits
 from serve.limits import ProcessLimits
+from serve.monitoring import metrics
 from serve.monitoring.metrics import ModelMetrics, TokenMetrics, Tokens
 from serve.monitoring.snapshot import Snapshot, VersionSnapshot, merge
 from serve.options import parse_options, usable_cores
@@ -285,9 +286,9 @@ def test_metrics_of_processes_are_merged_by_their_meaning() -> None:
         metrics.record_batch(requests, 8 * requests, 0.5)
         tokens = Tokens(TokenMetrics(), 1, 2, 3, 4, 5)
         tokens.metrics.record_token(2.0, 1.0, 0.0)
-        shadow = ("d", Agreement(same=requests, max_difference=requests))
+        shadow = Agreement(same=requests, max_difference=requests)
         version = VersionSnapshot(
-            "m", "1", "d", "pass", "cpu", True, False, True, requests, metrics, ("2", 0.1), shadow, tokens
+            "m", "1", "d", "pass", "cpu", True, False, True, requests, metrics, ("2", 0.1), shadow, "d", tokens
         )
         sent: Snapshot = pickle.loads(pickle.dumps(Snapshot({("m", "1"): version}, in_flight=requests)))
         return sent
@@ -296,10 +297,11 @@ def test_metrics_of_processes_are_merged_by_their_meaning() -> None:
     total = merge([first, snapshot(2)])
     version = total.versions["m", "1"]
     assert version.metrics.requests == {("v2", 200): 3}
-    assert (version.metrics.seconds["v2"].count, version.metrics.seconds["v2"].total) == (3, 0.75)
-    assert version.metrics.batch_sizes == {8: (1, 0.5), 16: (1, 0.5)}
+    seconds = version.metrics.seconds["v2"]
+    assert (seconds.count, seconds.total, seconds.bounds) == (3, 0.75, metrics.SECONDS)
+    assert version.metrics.batch_sizes == {8: [1, 0.5], 16: [1, 0.5]}
     assert (version.waiting, total.in_flight, version.canary) == (3, 3, ("2", 0.1))
-    assert version.shadow == ("d", Agreement(same=3, max_difference=2))
+    assert (version.shadow, version.shadow_digest) == (Agreement(same=3, max_difference=2), "d")
     assert version.tokens is not None
     assert (version.tokens.metrics.tokens_out, version.tokens.running, version.tokens.max_cache_bytes) == (2, 2, 8)
     assert first.in_flight == 1, "what was added up is unchanged"
