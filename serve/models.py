@@ -86,17 +86,12 @@ class ModelRepository:
     """The models by name. It is ready unless it drains or has no model."""
 
     def __init__(self) -> None:
-        self._draining = False
+        self.draining = False
         self._models: dict[str, Model] = {}
         self._readiness_listeners: list[Callable[[], None]] = []
 
-    @property
-    def draining(self) -> bool:
-        return self._draining
-
-    @draining.setter
-    def draining(self, draining: bool) -> None:
-        self._draining = draining
+    def drain(self) -> None:
+        self.draining = True
         for listener in self._readiness_listeners:
             listener()
 
@@ -106,9 +101,6 @@ class ModelRepository:
 
     def add(self, model: Model) -> None:
         self._models[model.name] = model
-
-    def get_model(self, name: str) -> Model | None:
-        return self._models.get(name)
 
     def find_model(self, name: str) -> Model:
         if (model := self._models.get(name)) is None:
@@ -159,13 +151,10 @@ class ModelRepository:
 
     def index(self, *, ready: bool = False) -> list[dict[str, str]]:
         """List the versions as Triton's repository extension does; `ready`: only those of models that are ready."""
-        return [
-            {"name": version.name, "version": version.version, "state": "READY", "reason": ""}
-            if self.model_ready(version.name)
-            else {"name": version.name, "version": version.version, "state": "UNAVAILABLE", "reason": "shutting down"}
-            for version, _ in self.loaded_versions()
-            if self.model_ready(version.name) or not ready
-        ]
+        reason = "shutting down" if self.draining else ""
+        fields = {"state": "UNAVAILABLE" if reason else "READY", "reason": reason}
+        listed = () if ready and reason else self.loaded_versions()
+        return [{"name": version.name, "version": version.version, **fields} for version, _ in listed]
 
     def find_versions(self, name: str = "", version: str = "") -> list[ModelVersion]:
         """Return this version, all versions of this model, or those of all models."""
@@ -181,7 +170,7 @@ def make_repository(
     """Return the models; of several versions of a name the last one gets all requests, or the canary's share."""
     repository = ModelRepository()
     for name, predictor in loaded:
-        if (model := repository.get_model(name)) is None:
-            repository.add(model := Model(name))
-        model.add(predictor, pool, budget, options.canary)
+        if name not in repository.names:
+            repository.add(Model(name))
+        repository.find_model(name).add(predictor, pool, budget, options.canary)
     return repository

@@ -146,11 +146,9 @@ def _add_security(parser: argparse.ArgumentParser) -> None:
 
 
 def _certificate_pair(certificate: Path | None, key: Path | None) -> CertificatePair | None:
-    if certificate is None and key is None:
-        return None
-    if certificate is None or key is None:
+    if (certificate is None) != (key is None):
         raise ConfigError("--tls-certificate and --tls-key go together; give both or neither")
-    return CertificatePair(certificate, key)
+    return None if certificate is None or key is None else CertificatePair(certificate, key)
 
 
 def _add_rollout(parser: argparse.ArgumentParser) -> None:

@@ -48,7 +48,7 @@ class Health:
     def __init__(self, repository: ModelRepository) -> None:
         self._repository = repository
         self._watchers: dict[Watcher, None] = {}  # the oldest first
-        repository.on_readiness(self._notify)
+        repository.on_readiness(self._on_drain)
 
     async def check(self, message: Any, _call: Any) -> Any:
         if message.service not in _SERVICES:
@@ -75,15 +75,13 @@ class Health:
     def discard(self, watcher: Watcher) -> None:
         self._watchers.pop(watcher, None)
 
-    def _notify(self) -> None:
+    def _on_drain(self) -> None:
         for watcher in tuple(self._watchers):
-            watcher.update()
-            if self._repository.draining:  # an open call would delay the end
-                watcher.end()
+            watcher.finish()  # an open call would delay the end
 
 
 class Watcher:
-    """One call of `Watch`: the status now, and again whenever it changes."""
+    """One call of `Watch`: the status now, and again when the service begins to drain."""
 
     def __init__(self, health: Health, stream: MessageStream) -> None:
         self._health, self._stream = health, stream
@@ -101,11 +99,13 @@ class Watcher:
         if self._service is None:
             raise Unimplemented("message: none was sent; Watch needs one")
 
-    def update(self) -> None:
+    def finish(self) -> None:
+        """Send the status for the last time."""
         try:
             self._send()
+            self.end()
         except Busy as error:
-            self._stream.end(error)
+            self.end(error)
 
     def end(self, error: Exception | None = None) -> None:
         self._stream.end(error)

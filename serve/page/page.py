@@ -9,12 +9,13 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import html
 import logging
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 from urllib.parse import parse_qsl
 
 import orjson
@@ -26,7 +27,6 @@ from serve.models import ModelRepository
 from serve.monitoring.metrics import SUCCESS
 from serve.monitoring.snapshot import Snapshot, VersionSnapshot
 from serve.page.fields import form_fields
-from serve.page.html import Child, Html, el, flat, table
 from serve.protocol.examples import golden_row
 
 _HERE = Path(__file__).resolve().parent
@@ -38,6 +38,50 @@ _ICON = (
 )
 
 log = logging.getLogger(__name__)
+
+
+# Elements escape everything which is not already `Html`; a template engine would load in every service.
+
+_VOID = {"meta", "link", "br", "img", "input"}
+
+
+class Html(str):
+    """Text that is markup already."""
+
+    __slots__ = ()
+
+
+Child: TypeAlias = "str | int | float | Iterable[Child] | None"
+
+
+def el(name: str, /, *children: Child, **attributes: object) -> Html:
+    """Return an element, as in `el("td", 3, class_="number")`; None is left out, iterables are flattened."""
+    given = {key.rstrip("_").replace("_", "-"): value for key, value in attributes.items() if value is not None}
+    text = "".join(f' {key}="{html.escape(str(value))}"' for key, value in given.items())
+    if name in _VOID:
+        return Html(f"<{name}{text}>")
+    return Html(f"<{name}{text}>{flat(*children)}</{name}>")
+
+
+def flat(*children: Child) -> Html:
+    return Html("".join(_text(child) for child in children))
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[Child]]) -> Html:
+    """Return a table whose first column names the row."""
+    names = [el("th", name, scope="col") for name in head]
+    body = [el("tr", el("th", row[0], scope="row"), [el("td", cell) for cell in row[1:]]) for row in rows]
+    return el("div", el("table", el("thead", el("tr", names)), el("tbody", body)), class_="scroll")
+
+
+def _text(child: Child) -> str:
+    if child is None:
+        return ""
+    if isinstance(child, Html):
+        return child
+    if isinstance(child, str | int | float):
+        return html.escape(str(child))
+    return "".join(_text(inner) for inner in child)
 
 
 @dataclass(frozen=True)

@@ -8,20 +8,20 @@ import logging
 import os
 import signal
 import socket
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import uvloop
 
 from serve.monitoring.logs import ConnectionLog, log_fields, log_loop_exception
 from serve.options import Options
-from serve.process.control_thread import ControlThread
 from serve.process.health import Health, Heartbeat
 from serve.process.service import GRACE_SECONDS, Port, Service
 from serve.process.sockets import take_over_port
 from serve.security import Security, reload_changed_files
-from serve.wire.listeners import Http1Listener
+from serve.wire.listeners import Http1Listener, Listener
 
 log = logging.getLogger(__name__)
 
@@ -113,6 +113,33 @@ class Server(ABC):
             log.warning("second signal to end; ending at once", extra=log_fields(signal=number))
             os._exit(128 + number)
         self._stop_requested.set()
+
+
+class ControlThread:
+    """A thread that answers on the health port, whatever the event loop of the predictions does.
+
+    The methods are called in that loop; the thread has its own.
+    """
+
+    def __init__(self) -> None:
+        self._loop = uvloop.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="control", daemon=True)
+        self._thread.start()
+
+    async def listen(self, make_listener: Callable[[], Listener[Any]]) -> None:
+        """Serve the listener that `make_listener` returns in the thread."""
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._listen(make_listener), self._loop))
+
+    async def stop(self, grace_seconds: float) -> None:
+        """Let the listener answer what it has received, and end the thread."""
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._listener.stop(grace_seconds), self._loop))
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        await asyncio.to_thread(self._thread.join)
+        self._loop.close()
+
+    async def _listen(self, make_listener: Callable[[], Listener[Any]]) -> None:
+        self._listener = make_listener()
+        await self._listener.start()
 
 
 class SingleServer(Server):

@@ -84,7 +84,7 @@ class Service:
         return sum(len(listener.connections) + len(listener.handshakes.running) for listener in listeners)
 
     def become_unready(self) -> None:
-        self.repository.draining = True
+        self.repository.drain()
 
     async def drain(self) -> None:
         """Answer every request that was accepted, and close the listeners."""

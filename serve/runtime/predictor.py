@@ -6,8 +6,9 @@ import contextlib
 import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from importlib import metadata
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -16,12 +17,12 @@ from pipeline.contract.bundle import Bundle
 from pipeline.contract.codec import Part
 from pipeline.contract.signature import Drawing, codec_drawing
 from pipeline.system.errors import BundleError, InvalidPayload
+from serve.monitoring.metrics import Tokens
 from serve.protocol.validate import check_arrays, check_missing
 from serve.runtime.session import Session
 
 if TYPE_CHECKING:
     from pipeline.contract.signature import Signature
-    from serve.runtime.texts import TextModel
 
 
 Array = np.ndarray[Any, Any]
@@ -31,6 +32,20 @@ log = logging.getLogger(__name__)
 
 class CodecError(InvalidPayload):
     """The codec failed to decode a payload. Reported as the client's error; the traceback is logged."""
+
+
+class TextModel(Protocol):
+    """What the rest of the service knows of a loaded language model; `serve/llm` has it."""
+
+    def open(self, bundle: Bundle, pool: Executor) -> TextRunner: ...
+
+
+class TextRunner(Protocol):
+    """Generates the texts of one version."""
+
+    batching: str  # how texts share batches, for the metadata
+
+    def tokens(self) -> Tokens: ...
 
 
 class Predictor:

@@ -25,7 +25,13 @@ _HOST_BYTES = 8  # of an IPv6 address: one customer gets at least a /64
 
 
 class LimitedConnection(Protocol):
-    """A connection that another one may evict."""
+    """A connection of a listener; another one may evict it."""
+
+    transport: asyncio.Transport
+
+    def check_timeouts(self, now: float) -> None: ...
+
+    def drain(self) -> None: ...
 
     @property
     def idle_until(self) -> float | None:
@@ -70,17 +76,13 @@ def make_room(connections: Collection[LimitedConnection], limit: int) -> bool:
 class PeerLimits:
     """The number of connections of each peer address, and the maximum that one address may have.
 
-    Usually that is half of all: a gateway has room for all its clients, and no address can shut out the others.
+    That is half of all: a gateway has room for all its clients, and no address can shut out the others.
     """
 
-    def __init__(self, maximum: int) -> None:
-        self.maximum = maximum
+    def __init__(self, connections: int) -> None:
+        self.maximum = (connections + 1) // 2
         self.on_release: Callable[[], None] = lambda: None
         self._counts: Counter[str] = Counter()
-
-    @classmethod
-    def half_of(cls, connections: int) -> PeerLimits:
-        return cls((connections + 1) // 2)
 
     def admit(self, address: str) -> bool:
         """Count one more connection of the address, or return False if it has the maximum already."""
@@ -182,9 +184,6 @@ class WriteBackpressure:
     def __init__(self) -> None:
         self.paused = False  # so much is unread that no more is to be written
         self._writable: asyncio.Future[None] | None = None
-
-    def pause(self) -> None:
-        self.paused = True
 
     def resume(self) -> None:
         """The client has read most of it, or is gone."""

@@ -33,7 +33,7 @@ class Handshakes:
         self._context, self._make_connection = context, make_connection
         self._has_room, self._maximum, self._log = has_room, maximum, log
         self.running: dict[asyncio.Task[None], None] = {}  # in the order in which they began
-        self._peers = PeerLimits.half_of(maximum)
+        self._peers = PeerLimits(maximum)
 
     def begin(self, client: socket.socket) -> None:
         """Begin the handshake of an accepted socket, or close it where a limit is reached."""

@@ -375,7 +375,7 @@ class Connection(asyncio.Protocol):
         return True
 
     def pause_writing(self) -> None:
-        self.backpressure.pause()
+        self.backpressure.paused = True
         self.host.unsent.hold(self._give_up_unsent, self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
@@ -780,7 +780,7 @@ def check_head(
     """
     if len(url) > MAX_URL_BYTES:
         return HTTPStatus.REQUEST_URI_TOO_LONG, f"the URL is longer than {MAX_URL_BYTES} bytes"
-    if len(headers) > MAX_HEADERS or (size and _size(headers) > MAX_HEAD_BYTES):
+    if len(headers) > MAX_HEADERS or (size and sum([len(one) for pair in headers for one in pair]) > MAX_HEAD_BYTES):
         text = f"the head has more than {MAX_HEADERS} headers, or {MAX_HEAD_BYTES} bytes of them"
         return HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE, text
     if version == "0.9":  # which had none: mostly a broken line
@@ -798,10 +798,6 @@ def check_head(
     if not url.startswith(b"/") or b"#" in url:
         return _check_target(method, url)
     return None
-
-
-def _size(headers: Sequence[Header]) -> int:
-    return sum([len(name) + len(value) for name, value in headers])
 
 
 @functools.lru_cache(maxsize=256)

@@ -11,7 +11,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from email.utils import formatdate
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from serve.wire import http1
 from serve.wire.accepting import Acceptor, close_listener
@@ -42,14 +42,7 @@ _MAX_LEAVING = 64  # HTTP/2 connections that ended and wait a moment for their c
 BACKLOG = 2048
 
 
-class ListenedConnection(LimitedConnection, Protocol):
-    transport: asyncio.Transport
-
-    def check_timeouts(self, now: float) -> None: ...
-    def drain(self) -> None: ...
-
-
-C = TypeVar("C", bound=ListenedConnection)
+C = TypeVar("C", bound=LimitedConnection)
 
 
 class Listener(ABC, Generic[C]):
@@ -65,7 +58,7 @@ class Listener(ABC, Generic[C]):
     ) -> None:
         """`maximum` is that of connections."""
         self.socket, self.log, self.maximum = sock, log, maximum
-        self.peers = PeerLimits.half_of(maximum)
+        self.peers = PeerLimits(maximum)
         self.connections: set[C] = set()
         self.leaving: set[C] = set()  # no longer among them: they wait a moment for their clients to read why
         self.orphans: set[asyncio.Task[None]] = set()  # what answers clients that are gone

@@ -121,12 +121,12 @@ def test_memory_goes_back_to_the_system_after_large_requests(monkeypatch: pytest
 def test_memory_that_is_free_is_given_back() -> None:
     """The last block is in use, so that glibc keeps all before it."""
     code = (
-        "import serve.memory as memory\n"
+        "from serve import limits\n"
         "blocks = [bytes(1000) for _ in range(100_000)]\n"
-        "full, last = memory.resident_memory(), blocks.pop()\n"
+        "full, last = limits.resident_memory(), blocks.pop()\n"
         "del blocks\n"
-        "memory.return_memory()\n"
-        "print(full - memory.resident_memory())\n"
+        "limits.return_memory()\n"
+        "print(full - limits.resident_memory())\n"
     )
     freed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert int(freed) > 80_000_000

@@ -19,7 +19,7 @@ import pytest
 
 from k8s.objects.serving import default_memory
 from pipeline.contract.bundle import Bundle
-from serve import memory
+from serve import limits
 from serve.errors import Busy, TooLarge
 from serve.grpc import open_inference
 from serve.limits import Budget, json_memory, message_memory
@@ -230,7 +230,7 @@ def test_the_limit_of_the_container_is_found(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     (tmp_path / "self").write_text(membership)
-    monkeypatch.setattr(memory, "_CGROUPS", tmp_path)
-    monkeypatch.setattr(memory, "_MEMBERSHIP", tmp_path / "self")
+    monkeypatch.setattr(limits, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(limits, "_MEMBERSHIP", tmp_path / "self")
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert memory.memory_limit() == (machine if limit is None else limit)
+    assert limits.memory_limit() == (machine if limit is None else limit)

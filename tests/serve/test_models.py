@@ -21,7 +21,7 @@ def test_service_is_ready_if_it_has_models_and_does_not_drain(bundle: Bundle, ot
     repository = make_repository(loaded, parse_options(["unused"]), pool)
     assert repository.ready() is True
     assert repository.model_ready("one") is True
-    repository.draining = True
+    repository.drain()
     assert repository.ready() is False
     assert repository.model_ready("one") is False
     assert repository.index(ready=True) == []

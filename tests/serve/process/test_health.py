@@ -11,8 +11,8 @@ import pytest
 
 from serve.monitoring.logs import ConnectionLog
 from serve.process import health
-from serve.process.control_thread import ControlThread
 from serve.process.health import Health, Heartbeat
+from serve.process.server import ControlThread
 from serve.process.sockets import Address, bind_socket
 from serve.wire.listeners import Http1Listener
 from tests.ports import free_port

@@ -8,7 +8,7 @@ from serve.wire.connection_limits import PeerLimits, peer_address
 
 
 def test_an_address_without_connections_takes_no_memory() -> None:
-    limits = PeerLimits(1)
+    limits = PeerLimits(2)
     for number in range(100):
         assert limits.admit(str(number))
         assert not limits.admit(str(number))

@@ -52,7 +52,7 @@ def make_host(
     unsent: BufferLimit | None = None,
 ) -> Host:
     """Return the state that the connections of a listener share."""
-    limits = PeerLimits(per_peer), received or BufferLimit(), unsent or BufferLimit()
+    limits = PeerLimits(2 * per_peer), received or BufferLimit(), unsent or BufferLimit()
     return Host(app, ConnectionLog(), maximum, *limits, connections=set(), orphans=set())
 
 
