@@ -186,9 +186,8 @@ def decode_json(
 
 def error_sentence(error: msgspec.ValidationError) -> str:
     """Rewrite `Expected `int`, got `str` - at `$.n`` as `n: expected `int`, got `str``."""
-    problem, _, path = str(error).partition(" - at ")
-    name = path.strip("`").removeprefix("$").removeprefix(".") or "body"
-    problem = problem.removeprefix("Object ")
+    problem, _, path = str(error).removeprefix("Object ").partition(" - at ")
+    name = path.strip("`").removeprefix("$").removeprefix(".").partition("[...]")[0] or "body"
     return f"{name}: {problem[:1].lower()}{problem[1:]}"[:200]
 
 

@@ -124,6 +124,8 @@ class Predictor:
             arrays = self._codec.decode(instances)
         except InvalidPayload:
             raise
+        except OverflowError as error:
+            raise InvalidPayload(f"instances: a number is too large: {error}") from None
         except Exception as error:  # user code: most likely the payload is the cause
             raise CodecError("instances: the model's codec cannot decode them") from error
         check_arrays(arrays, self.signature)

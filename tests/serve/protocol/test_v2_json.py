@@ -200,7 +200,7 @@ def test_generated_bodies_are_read_the_same_with_and_without_long_lists(body: An
         (b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [1.0]}]}', "inputs[0].shape[0]: expected `int`"),
         (b'{"inputs": [{"name": "x", "datatype": "FP32", "shape": [-1]}]}', "inputs[0].shape[0]: expected `int` >= 0"),
         (b'{"inputs": [], "more": 1}', "body: contains unknown field `more`"),
-        (b'{"inputs": [], "parameters": {"a": []}}', "parameters[...]: expected `bool | int | float | str`, got"),
+        (b'{"inputs": [], "parameters": {"a": []}}', "parameters: expected `bool | int | float | str`, got"),
         (b'{"inputs": [{"data": ' + b"[" * 50_000, "body: lists and objects are nested too deeply"),
         (b'{"inputs": [{"name": "\xff"}]}', "body: not valid JSON: "),
         (b'{"inputs": [], "%b": 1}' % (b"n" * 50_000), "body: contains unknown field `nnn"),
