@@ -29,7 +29,7 @@ from tests.ports import free_port
 TINY = Path(__file__).resolve().parents[1] / "project"
 PIPE = (sys.executable, "-m", "pipeline")
 HELD_AFTER = 57  # steps; epochs end, and checkpoints are written, at 25 and 50
-_TIMEOUT_SECONDS = 600  # only a hang takes this long
+_TIMEOUT_SECONDS = 1800  # only a hang takes this long
 _READERS = ("status", "verify", "plan", "compare", "report", "logs", "gate")  # run in this process
 
 

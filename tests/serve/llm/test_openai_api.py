@@ -206,7 +206,7 @@ def test_reasoning_is_apart_from_the_content() -> None:
     [
         ({"suffix": "x"}, "suffix: is not supported"),
         ({"best_of": 3}, "best_of: is not supported"),
-        ({"logit_bias": {"5": 101}}, r"logit_bias\[\.\.\.\]: expected `float` <= 100"),
+        ({"logit_bias": {"5": 101}}, r"logit_bias: expected `float` <= 100"),
         ({"repetition_penalty": 0}, "repetition_penalty: expected `float` > 0"),
         ({"min_p": 1.5}, "min_p: expected `float` <= 1"),
         ({"stop_token_ids": [-1]}, r"stop_token_ids\[0\]: expected `int` >= 0"),
