@@ -94,7 +94,7 @@ def merge(snapshots: Sequence[Snapshot]) -> Snapshot:
     """Return the sum of these."""
     total = copy.deepcopy(snapshots[0]) if snapshots else Snapshot()
     for snapshot in snapshots[1:]:
-        total.merge(snapshot)
+        total.merge(copy.deepcopy(snapshot))  # a part of it may become a part of the total
     return total
 
 

@@ -309,6 +309,16 @@ def test_metrics_of_processes_are_merged_by_their_meaning() -> None:
     assert (version.metrics.requests["v2", 200], version.waiting, total.in_flight) == (3, 0, 0)
 
 
+def test_adding_up_changes_none_of_the_snapshots() -> None:
+    """That of a worker which does not answer counts again the next time."""
+    snapshots = [Snapshot() for _ in range(3)]
+    for snapshot in snapshots[1:]:
+        snapshot.no_model.record_request("grpc", "OK", 0.25)
+        snapshot.no_model.flush()
+    for _ in range(2):
+        assert merge(snapshots).no_model.seconds["grpc"].count == 2
+
+
 def test_call_that_fails_or_gets_no_answer_ends(caplog: pytest.LogCaptureFixture) -> None:
     async def fail() -> None:
         raise ValueError("a fault of the worker")
