@@ -116,8 +116,8 @@ class ModelVersion:
             seconds = min(request.deadline - clock(), DECODE_SECONDS)
             self.decoding += 1
             try:
-                async with asyncio.timeout(seconds):
-                    parts, output_names = await self._decode_pace.call(decoders, size, payload.decode, predictor)
+                decoded = self._decode_pace.call(decoders, size, payload.decode, predictor, seconds=seconds)
+                parts, output_names = await decoded
             except TimeoutError:
                 passed = "the deadline passed" if clock() >= request.deadline else f"{DECODE_SECONDS:.0f} s passed"
                 raise DeadlineExceeded(f"{passed} while the request was decoded; it was not computed") from None

@@ -43,21 +43,26 @@ async def read_body(
     name = "" if encoding is None else encoding_name(encoding)
     if name or length > SMALL_BYTES or b"transfer-encoding" in headers:
         budget.check_address(request)
-    price = BodyPrice(request, limits, budget, json_bytes)
-    if name:
-        body = await _inflate(receive, limit, Inflater(name, limits), price, budget.decoders)
-    else:
-        body, more = await receive()
-        if more:
-            pieces = []
-            async for piece in _pieces(receive, body, more, limit):
+    body, more = await receive()
+    if name or more:
+        price = BodyPrice(request, limits, budget, json_bytes)
+        inflater = Inflater(name, limits) if name else None
+        parts = []
+        async for piece in _pieces(receive, body, more, limit):
+            if inflater is None:
                 price.add(piece)
-                pieces.append(piece)
-            body = b"".join(pieces)
-        elif len(body) > limit:
-            raise _too_large(limit, more=False)
-        elif len(body) > _UNCOUNTED_BYTES:
-            price.add(body)
+                parts.append(piece)
+                continue
+            async for part in inflater.feed_in_turns(piece, budget.decoders):
+                price.add(part, inflater.fed)
+                parts.append(part)
+        if inflater is not None:
+            inflater.end()
+        body = b"".join(parts)
+    elif len(body) > limit:
+        raise _too_large(limit, more=False)
+    elif len(body) > _UNCOUNTED_BYTES:
+        BodyPrice(request, limits, budget, json_bytes).add(body)
     request.size = len(body)
     return body
 
@@ -73,16 +78,6 @@ async def _pieces(receive: Receive, piece: bytes, more: bool, limit: int) -> Asy
         if not more:
             return
         piece, more = await receive()
-
-
-async def _inflate(receive: Receive, limit: int, inflater: Inflater, price: BodyPrice, decoders: Executor) -> bytes:
-    parts: list[bytes] = []
-    async for piece in _pieces(receive, *await receive(), limit):
-        async for part in inflater.feed_in_turns(piece, decoders):
-            price.add(part, inflater.fed)
-            parts.append(part)
-    inflater.end()
-    return b"".join(parts)
 
 
 def _too_large(limit: int, *, more: bool = True, prefix: str = "body:") -> TooLarge:

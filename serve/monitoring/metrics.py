@@ -80,7 +80,8 @@ class ModelMetrics:
             self.batch_rows.observe(rows)
             self.batch_seconds.observe(seconds)
             if rows in self.batch_sizes or len(self.batch_sizes) < _MAX_BATCH_SIZES:
-                self.batch_sizes[rows] = add(self.batch_sizes.get(rows, [0, 0.0]), [1, seconds])
+                batches, total = self.batch_sizes.get(rows, (0, 0.0))
+                self.batch_sizes[rows] = [batches + 1, total + seconds]
 
     def record_request(self, protocol: str, status: int | str, seconds: float, phases: Sequence[float] = ()) -> None:
         """Count a request that has ended, with the seconds of its phases if it was answered; on the event loop."""

@@ -369,11 +369,14 @@ class RunTimeEstimate:
         elif self._distrusted:
             self._distrusted[size] = max(0, self._distrusted.get(size, 0) - 1)
 
-    async def call(self, pool: Executor, size: int, work: Callable[..., T], *args: Any) -> T:
-        """Call `work` in a thread, or directly where calls of this size are known to be quick."""
+    async def call(
+        self, pool: Executor, size: int, work: Callable[..., T], *args: Any, seconds: float | None = None
+    ) -> T:
+        """Call `work` in a thread, for so many seconds at most, or directly where such calls are known to be quick."""
         if self.is_quick(size):
             return self._timed(size, work, *args)
-        return await asyncio.get_running_loop().run_in_executor(pool, self._timed, size, work, *args)
+        async with asyncio.timeout(seconds):
+            return await asyncio.get_running_loop().run_in_executor(pool, self._timed, size, work, *args)
 
     def _timed(self, size: int, work: Callable[..., T], *args: Any) -> T:
         started_at = time.perf_counter()

@@ -452,9 +452,9 @@ class Connection(asyncio.Protocol):
         was_open, parsed, place = self._head_is_open, len(data), 0
         try:
             try:
-                for blanks in _BLANKS.finditer(data) if self._reading is None else ():
+                for blanks in _BLANKS.finditer(b"\n" + data) if self._reading is None else ():
                     if blanks.start() or not was_open:
-                        begun, place = place, blanks.end() - 1
+                        begun, place = place, blanks.end() - 2
                         self._parser.feed_data(data[begun:place])
                         if self._head_is_open:
                             raise httptools.HttpParserError("several blanks")
@@ -862,7 +862,7 @@ _HOST = re.compile(rb"(?:[A-Za-z0-9._~!$&'()*+,;=%-]{0,255}|\[[0-9A-Fa-f:.]{2,45
 _ABSOLUTE_URL = re.compile(rb"(?i:https?)://(?:[A-Za-z0-9._~!$&'()*+,;=%-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]*)?(?:[/?].*)?")
 _FRAMING_HEADERS = (b"content-length", b"transfer-encoding")
 _HEAD_END = b"\r\n\r\n"
-_BLANKS = re.compile(rb"(?:\A|\n)[A-Z-]*(?: [^ \r\n]+)?  ")  # which the parser skips in a request line
+_BLANKS = re.compile(rb"\n[A-Z-]++(?: [^ \r\n]++)?+  ")  # which the parser skips in a request line
 _STATUS = {status.value: b"HTTP/1.1 %d %b\r\n" % (status, status.phrase.encode()) for status in HTTPStatus}
 _STATUS[499] = b"HTTP/1.1 499 Client Closed Request\r\n"
 _CONTINUE = _STATUS[100] + b"\r\n"
