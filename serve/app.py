@@ -40,13 +40,13 @@ from serve.routes import (
     needs_no_key,
 )
 from serve.security import ApiKeys
+from serve.wire.connection_limits import LINGER_SECONDS
 
 PROTOCOLS = {"predict": "v1", "infer": "v2", **dict.fromkeys(TEXT_ROUTES, "openai")}
 _LENGTH = v2.LENGTH_HEADER.encode()
 _BINARY = (b"content-type", b"application/octet-stream")
 _NO_ROUTE = Route("", ())
 _INDEX_LIMITS = BodyLimits(4096)  # of a request with a single field
-_LINGER_SECONDS = 2.0  # for a client to stop sending a body that is too large
 _REFUSALS_PER_TURN = 256  # of the event loop, at once: clients ask again, and the loop would do nothing else
 
 log = logging.getLogger(__name__)
@@ -151,7 +151,7 @@ class App:
             # Closing on unread bytes would reset the connection and lose the response.
             await request.respond(answer.status, [*headers, (b"connection", b"close")], answer.body)
             try:
-                async with asyncio.timeout(_LINGER_SECONDS):
+                async with asyncio.timeout(LINGER_SECONDS):
                     await request.discard_body()
             except TimeoutError:
                 if refusal_log.allows():

@@ -33,8 +33,8 @@ from serve.monitoring.request_log import RequestLog
 from serve.protocol.statistics import statistics
 from serve.request_context import RequestContext, in_flight, parse_grpc_timeout
 from serve.security import OPEN_RPCS, ApiKeys
+from serve.wire.connection_limits import MAX_HEAD_BYTES
 from serve.wire.http2 import hpack
-from serve.wire.http2.headers import MAX_HEADER_LIST_BYTES
 from serve.wire.http2.stream import Stream
 from serve.wire.http2.streams import Streams
 
@@ -106,7 +106,7 @@ class Calls:
 
     def parse_head(self, request: dict[bytes, bytes] | None) -> Head:
         if request is None:
-            return Head({}, error=partial(TooManyHeaders, f"the head is longer than {MAX_HEADER_LIST_BYTES} bytes"))
+            return Head({}, error=partial(TooManyHeaders, f"the head is longer than {MAX_HEAD_BYTES} bytes"))
         path = request[b":path"].decode("latin-1")
         if (wrong_protocol := _check_protocol(request)) is not None:
             return Head(request, path, error=wrong_protocol, status=wrong_protocol().status)

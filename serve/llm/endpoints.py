@@ -5,18 +5,17 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import TypeVar
 
-from serve.errors import NotFound, RequestError
+from serve.errors import NotFound
 from serve.limits import SMALL_BYTES, BodyLimits, Budget
 from serve.llm import openai_api
 from serve.llm.model import TextGenerator
 from serve.llm.openai_api import ChatRequest, Choice, CompletionRequest, ResponseBuilder, parse_chat, parse_completion
 from serve.llm.reasoning import ReasoningParser, opens_reasoning
 from serve.llm.sequence import Chunk, Detokenizer, GenerationOptions, SequenceGroup, TextSequence
-from serve.llm.tokenizer import ModelTokenizer
 from serve.load_shedding import admit, set_deadline
 from serve.model_version import ModelVersion
 from serve.models import ModelRepository
@@ -84,7 +83,11 @@ class OpenAIEndpoints:
         if not parsed.stream:
             return await _collect(chunks, builder, request)
         events = _events(chunks, builder, request, usage=parsed.with_usage)
-        return Stream(await _with_first_ready(events), _EVENT_STREAM_HEADERS, _failure_event)
+        return Stream(
+            await _with_first_ready(events),
+            _EVENT_STREAM_HEADERS,
+            failure=lambda refusal: openai_api.event(openai.error_body(refusal)),
+        )
 
     async def _read(self, request: HttpRequest, parse: Callable[[bytes], T]) -> T:
         """Read and parse a body; the largest limit applies, as the model is known only then."""
@@ -123,6 +126,7 @@ def _response_builder(
     sequences: list[TextSequence],
 ) -> ResponseBuilder:
     tokenizer = _generator(version).tokenizer
+    tags = [tokenizer.text(sequence.prompt[-_TAG_TOKENS:], special=True) for sequence in sequences]
     contexts = [() if options.echo else sequence.prompt for sequence in sequences]
     prompts = sequences[:: parsed.n]
     return ResponseBuilder(
@@ -134,15 +138,11 @@ def _response_builder(
         prompt_tokens=sum(len(sequence.prompt) for sequence in prompts),
         cached_tokens=lambda: sum(sequence.cached_tokens for sequence in prompts),
         choices=[
-            Choice(Detokenizer(tokenizer.text, context).feed, reasoning=_reasoning_parser(tokenizer, sequence.prompt))
-            for context, sequence in zip(contexts, sequences, strict=True)
+            Choice(Detokenizer(tokenizer.text, context).feed, reasoning=ReasoningParser(opened=opens_reasoning(tag)))
+            for context, tag in zip(contexts, tags, strict=True)
         ],
         with_logprobs=options.top_logprobs is not None,
     )
-
-
-def _reasoning_parser(tokenizer: ModelTokenizer, prompt: Sequence[int]) -> ReasoningParser:
-    return ReasoningParser(opened=opens_reasoning(tokenizer.text(prompt[-_TAG_TOKENS:], special=True)))
 
 
 async def _collect(chunks: AsyncGenerator[Chunk, None], builder: ResponseBuilder, request: HttpRequest) -> Response:
@@ -181,8 +181,3 @@ async def _with_first_ready(events: AsyncGenerator[bytes, None]) -> AsyncGenerat
                 yield event
 
     return all_events()
-
-
-def _failure_event(refusal: RequestError | None) -> bytes:
-    """Return the event for a failure within a stream."""
-    return openai_api.event(openai.error_body(refusal))

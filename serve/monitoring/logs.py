@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal
 
+from serve.wire.connection_limits import LOG_LINES_PER_SECOND
+
 Format = Literal["text", "json"]
 
 _PLAIN = re.compile(r"[^\s\"=]+")
@@ -70,16 +72,13 @@ def configure(kind: Format) -> None:
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
 
 
-LINES_PER_SECOND = 20
-
-
 class LogLimit:
     """A limit of log lines a second, for lines that clients can cause. The next line allowed counts those left out.
 
     Call `allows` before each line. It costs little where the line is left out, since under a flood that is the rule.
     """
 
-    lines_per_second = LINES_PER_SECOND  # workers divide them
+    lines_per_second = LOG_LINES_PER_SECOND  # workers divide them
 
     def __init__(self, summary: str) -> None:
         """`summary` is the text of the line with the number of those left out."""

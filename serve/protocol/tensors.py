@@ -15,6 +15,7 @@ import numpy as np
 
 from pipeline.contract.signature import NUMPY_TYPES, Signature
 from pipeline.system.errors import InvalidPayload
+from serve.limits import MAX_PARAMETERS
 from serve.protocol.classification import PARAMETER, check_classification
 from serve.protocol.validate import check_bytes, check_names, check_outputs, check_shapes, format_shape
 from serve.runtime import bfloat16
@@ -37,7 +38,6 @@ _REJECTED_PARAMETERS = dict.fromkeys(
 _REJECTED_PARAMETERS[PARAMETER] = "it is a parameter of a requested output"
 _NULL = type(None)
 _MAX_CACHED_SHAPES = 4096
-_MAX_PARAMETERS = 100  # several times as many as the protocol and its extensions have
 _SMALL = 1024  # elements; with more, the overhead of numpy calls does not matter
 _DTYPES = {name: np.dtype(kind) for name, kind in NUMPY_TYPES.items()}
 _SWAPS_BYTES = sys.byteorder == "big"  # raw data is little-endian everywhere
@@ -96,8 +96,8 @@ class InferRequest(NamedTuple):
 
 
 def check_parameter_count(parameters: Sized, where: str) -> None:
-    if len(parameters) > _MAX_PARAMETERS:
-        raise InvalidPayload(f"{where}: {len(parameters)} parameters; send at most {_MAX_PARAMETERS}")
+    if len(parameters) > MAX_PARAMETERS:
+        raise InvalidPayload(f"{where}: {len(parameters)} parameters; send at most {MAX_PARAMETERS}")
 
 
 def reject_parameters(parameters: Parameters, where: str, supported: str = "") -> None:

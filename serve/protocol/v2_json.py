@@ -19,12 +19,12 @@ import simdjson
 
 from pipeline.contract.signature import Signature
 from pipeline.system.errors import InvalidPayload
+from serve.limits import MAX_SEARCHES
 from serve.protocol.tensors import Array, Parameters, Tensor
 from serve.protocol.validate import check_counts
 from serve.request_body import decode_json
 
 LONG_LIST_BYTES = 8 << 10  # with less, msgspec is as fast
-_MAX_SEARCHES = 1000  # for them in one body
 _DATA = b'"data"'
 _DATA_LIST = re.compile(rb'"data"\s*:\s*\[')
 _FIRST_LIST = int.from_bytes(os.urandom(7))  # the number that stands for the first list; clients do not know it
@@ -78,7 +78,7 @@ def _cut_lists(text: bytes, lists: list[memoryview]) -> bytes:
     a name. None ends too early: without strings in it, what is left of a nested list has a bracket too many.
     """
     parts, kept, place = [], 0, text.find(_DATA)
-    for _ in range(_MAX_SEARCHES):
+    for _ in range(MAX_SEARCHES):
         if place < 0:
             break
         after = place + len(_DATA)

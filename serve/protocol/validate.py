@@ -11,20 +11,20 @@ import numpy as np
 from pipeline.contract.signature import NUMPY_TYPES, Generation, Limits, Signature, TensorSpec
 from pipeline.system.errors import InvalidPayload
 from serve.errors import TooLarge
+from serve.limits import MAX_SURPLUS
 
 _ITEM_BYTES = {name: np.dtype(kind).itemsize for name, kind in NUMPY_TYPES.items()}
 
 Array = np.ndarray[Any, Any]
 _MAX_SHOWN_AXES = 16  # in messages
-_MAX_SURPLUS = 16  # of inputs or outputs that are left to `check_names`, which finds the wrong one
 
 
 def check_counts(inputs: int, outputs: int, signature: Signature) -> None:
     """Refuse many more inputs or outputs than the model has, before an object is made for each."""
-    if inputs + outputs <= _MAX_SURPLUS:
+    if inputs + outputs <= MAX_SURPLUS:
         return
     for name, count, specs in (("inputs", inputs, signature.inputs), ("outputs", outputs, signature.outputs)):
-        if count > len(specs) + _MAX_SURPLUS:
+        if count > len(specs) + MAX_SURPLUS:
             raise InvalidPayload(f"{name}: {count} in one request; the model has {len(specs)}")
 
 

@@ -1,19 +1,32 @@
-"""Connection limits of both protocols: count, share of one address, idle eviction, time, memory, stalled writers."""
+"""The limits of connections, of both ports: their number, time, heads, frames, memory, and lines in the log.
+
+Those of requests, from the first byte of a body on, are in `serve/limits.py`.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import ipaddress
 import resource
+import time
 from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any, Protocol
 
+HANDSHAKE_TIMEOUT_SECONDS = 10.0
 HEAD_TIMEOUT_SECONDS = 10.0  # for a head to arrive, from its first byte to its last
 BODY_TIMEOUT_SECONDS = 60.0  # for a body, likewise
 WRITE_TIMEOUT_SECONDS = 30.0  # for a client to take any byte of its response
 LINGER_SECONDS = 2.0  # for a client to stop sending: closing on unread bytes would lose the response
-MAX_HEAD_BYTES = 32 << 10
+KEEP_ALIVE_SECONDS = 65.0  # longer than the idle timeout of the proxies in front, as kserve's is
+IDLE_SECONDS = 300.0  # of a gRPC connection
+MAX_HEAD_BYTES = 32 << 10  # in HTTP/2 decoded, where each field counts 32 bytes more (RFC 9113, 6.5.2)
+MAX_HEADERS = 128
+MAX_URL_BYTES = 8 << 10
+MAX_BLOCK_BYTES, MAX_BLOCK_FRAMES = 128 << 10, 64  # encoded; below it a head that is too long is answered with 431
+MAX_STREAMS = 2048
+MAX_QUEUED_BYTES = 64 << 20  # of answers for which the client opens no window
+LOG_LINES_PER_SECOND = 20  # of each kind that clients can cause
 _MAX_HTTP, _MAX_GRPC = 16 << 10, 2 << 10
 _FILES_PER_GRPC = 8  # one of so many open files may be a gRPC connection
 _OTHER_FILES = 128  # open files that are no connections of clients
@@ -22,6 +35,12 @@ MEMORY_BYTES = 64 << 20  # of all connections, for what has arrived, and as much
 MAX_CALL_BYTES = 256 << 20  # of memory that calls of all connections hold while they wait for their clients
 UNSENT_HIGH_WATER_BYTES = 16 << 10  # of one connection; above it no more is written, and its bytes are accounted
 _HOST_BYTES = 8  # of an IPv6 address: one customer gets at least a /64
+
+# Costs are in control frames, which take about 2 microseconds. A usual header block costs less than its answer earns.
+FIELDS_PER_COST = 16
+ENCODED_BYTES_PER_COST = 8  # of a turn; long values in Huffman's code take as long as many fields
+FLOOD_BUDGET, BUDGET_PER_SECOND = 2000, 500
+CREDIT_PER_ANSWER = 8  # a call comes with a few control frames
 
 
 class LimitedConnection(Protocol):
@@ -156,6 +175,28 @@ class CallMemory:
             if not self._evict():
                 return False
         return True
+
+
+class FloodGuard:
+    """A budget for frames that cost the client nothing. Answers earn credit, so busy connections may send many."""
+
+    __slots__ = ("_budget", "_refilled_at")
+
+    def __init__(self) -> None:
+        self._budget, self._refilled_at = FLOOD_BUDGET, time.monotonic()
+
+    def charge(self, cost: int) -> bool:
+        """Return False once the budget is used up."""
+        self._budget -= cost
+        if self._budget < 0:
+            now = time.monotonic()
+            self._budget += min(FLOOD_BUDGET, int((now - self._refilled_at) * BUDGET_PER_SECOND))
+            self._refilled_at = now
+        return self._budget >= 0
+
+    def credit(self) -> None:
+        if self._budget < FLOOD_BUDGET:
+            self._budget += CREDIT_PER_ANSWER
 
 
 class WriteTimeout:

@@ -12,10 +12,8 @@ import socket
 import ssl
 from collections.abc import Callable
 
-from serve.wire.connection_limits import PeerLimits, peer_address
+from serve.wire.connection_limits import HANDSHAKE_TIMEOUT_SECONDS, PeerLimits, peer_address
 from serve.wire.log import Log
-
-HANDSHAKE_TIMEOUT_SECONDS = 10.0
 
 
 class Handshakes:

@@ -26,8 +26,11 @@ import orjson
 from serve.wire.connection_limits import (
     BODY_TIMEOUT_SECONDS,
     HEAD_TIMEOUT_SECONDS,
+    KEEP_ALIVE_SECONDS,
     LINGER_SECONDS,
     MAX_HEAD_BYTES,
+    MAX_HEADERS,
+    MAX_URL_BYTES,
     UNSENT_HIGH_WATER_BYTES,
     BufferLimit,
     PeerLimits,
@@ -39,12 +42,9 @@ from serve.wire.connection_limits import (
 from serve.wire.log import Log
 from serve.wire.request import Disconnected, IncomingRequest, request_id
 
-KEEP_ALIVE_SECONDS = 65.0  # longer than the idle timeout of the proxies in front, as kserve's is
 _PROBE_SECONDS = 0.02  # after a client half-closed; most requests are answered by then
 _HIGH_WATER_BYTES = 256 << 10  # of a body are handed over at once; below it the application is not woken
 _SMALL_PIECE_BYTES = 1 << 10  # of a body, up to which pieces are joined as they come
-MAX_URL_BYTES = 8 << 10
-MAX_HEADERS = 128
 
 SLICE_BYTES = 8 << 10  # that are parsed at once, but for a body of stated length
 _CHUNKED_SLICE_BYTES = 16 << 10  # the same of a chunked body

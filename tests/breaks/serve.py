@@ -217,9 +217,9 @@ BREAKS: tuple[Break, ...] = (
     ),
     Break(
         "a flood of resets costs the client nothing",
-        "serve/wire/http2/streams.py",
-        "            self._budget += min(_FLOOD_BUDGET, int((now - self._refilled_at) * _BUDGET_PER_SECOND))",
-        "            self._budget += _FLOOD_BUDGET",
+        "serve/wire/connection_limits.py",
+        "            self._budget += min(FLOOD_BUDGET, int((now - self._refilled_at) * BUDGET_PER_SECOND))",
+        "            self._budget += FLOOD_BUDGET",
         "tests/serve/wire/http2/test_floods.py::test_work_of_a_flood_is_bounded_by_its_bytes[rapid reset]",
     ),
     # Generated texts

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import cast
 
-from serve.wire.connection_limits import HEAD_TIMEOUT_SECONDS, LINGER_SECONDS, CallMemory, WriteTimeout
+from serve.wire.connection_limits import HEAD_TIMEOUT_SECONDS, IDLE_SECONDS, LINGER_SECONDS, CallMemory, WriteTimeout
 from serve.wire.http2.frames import ConnectionFault, ErrorCode, goaway
 from serve.wire.http2.streams import SERVER_PREFACE, Application, Streams
 from serve.wire.log import Log
 
-IDLE_TIMEOUT_SECONDS = 300.0
 _DRAIN_TIMEOUT_SECONDS = 1.0  # for the client to acknowledge GOAWAY
 _UNUSED_LINGER_SECONDS = 0.3  # for a client without any request to close
 _PROGRESS_BYTES = 1 << 10  # moved by calls, at least, to count as progress
@@ -175,7 +174,7 @@ class Connection(asyncio.Protocol):
         if progress != self._progress:
             self._progress, self.active_at = progress, now
         if (streams.open or self.active_at == now) and not streams.is_awaiting_client:
-            self._deadline = now + IDLE_TIMEOUT_SECONDS
+            self._deadline = now + IDLE_SECONDS
         try:
             streams.check_timeouts(time.monotonic())
         except ConnectionFault as fault:
@@ -195,7 +194,7 @@ class Connection(asyncio.Protocol):
     @property
     def idle_until(self) -> float | None:
         """When the connection may be closed, from its last progress; None while the application works for it."""
-        return None if self._streams.running else self.active_at + IDLE_TIMEOUT_SECONDS
+        return None if self._streams.running else self.active_at + IDLE_SECONDS
 
     @property
     def waiting_since(self) -> float:

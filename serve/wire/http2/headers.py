@@ -9,15 +9,11 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from serve.wire.connection_limits import MAX_HEAD_BYTES
+from serve.wire.connection_limits import MAX_BLOCK_BYTES, MAX_BLOCK_FRAMES, MAX_HEAD_BYTES
 from serve.wire.http2 import frames
 from serve.wire.http2.frames import END_HEADERS, PRIORITY_FLAG, ConnectionFault, ErrorCode, StreamFault
 from serve.wire.http2.hpack import Decoder, Field, HpackBomb, HpackError
 
-MAX_HEADER_LIST_BYTES = MAX_HEAD_BYTES  # decoded; each field counts 32 bytes more, as in RFC 9113, 6.5.2
-# Encoded. A list above the limit is still decoded up to this size, so that the request can be answered with 431.
-_MAX_BLOCK_BYTES = 128 << 10
-_MAX_BLOCK_FRAMES = 64
 _CACHED_BLOCKS, _CACHED_BLOCK_BYTES = 16, 1024
 
 ParsedHead = tuple[Any, int | None]  # what Application.parse_head returned, and the content-length
@@ -34,7 +30,7 @@ class HeaderReader:
         self, parse_head: Callable[[dict[bytes, bytes] | None], Any], pay: Callable[[int, int], None] = lambda *_: None
     ) -> None:
         self._parse_head, self._pay = parse_head, pay
-        self._decoder = Decoder(MAX_HEADER_LIST_BYTES)
+        self._decoder = Decoder(MAX_HEAD_BYTES)
         self._cache: dict[bytes, ParsedHead] = {}
         self._table_version = 0  # of the decoder, when the cache was filled
         self._fragments: list[bytes] = []  # of a block that is not complete
@@ -65,10 +61,10 @@ class HeaderReader:
             raise ConnectionFault(ErrorCode.PROTOCOL_ERROR, "CONTINUATION without HEADERS before it")
         self._fragments.append(payload)
         self._fragment_bytes += len(payload)
-        if len(self._fragments) > _MAX_BLOCK_FRAMES or self._fragment_bytes > _MAX_BLOCK_BYTES:
+        if len(self._fragments) > MAX_BLOCK_FRAMES or self._fragment_bytes > MAX_BLOCK_BYTES:
             raise ConnectionFault(
                 ErrorCode.ENHANCE_YOUR_CALM,
-                f"the header block has more than {_MAX_BLOCK_BYTES} bytes or {_MAX_BLOCK_FRAMES} frames",
+                f"the header block has more than {MAX_BLOCK_BYTES} bytes or {MAX_BLOCK_FRAMES} frames",
             )
         if not flags & END_HEADERS:
             return None

@@ -3,39 +3,29 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
-from serve.wire.connection_limits import BODY_TIMEOUT_SECONDS, CallMemory
+from serve.wire import connection_limits as limits
 from serve.wire.http2 import frames
 from serve.wire.http2.frames import ACK, DATA, END_STREAM, HEADERS, ConnectionFault, ErrorCode, Frame, StreamFault
-from serve.wire.http2.headers import MAX_HEADER_LIST_BYTES, HeaderBlock, HeaderReader, validate_trailers
+from serve.wire.http2.headers import HeaderBlock, HeaderReader, validate_trailers
 from serve.wire.http2.stream import SMALL_DATA_BYTES, SendQueue, Stream
 
-MAX_STREAMS = 2048
 _CONNECTION_WINDOW, _STREAM_WINDOW = 16 << 20, 4 << 20
-_MAX_QUEUED_BYTES = 64 << 20  # of answers for which the client opens no window
 _STREAM_BYTES = 4 << 10  # of memory that a call takes without its body
 _USEFUL_WRITE_BYTES = 1 << 10
 _PING_PAYLOAD = b"retiring"
 SERVER_PREFACE = frames.settings(
     {
-        frames.MAX_CONCURRENT_STREAMS: MAX_STREAMS,
+        frames.MAX_CONCURRENT_STREAMS: limits.MAX_STREAMS,
         frames.INITIAL_WINDOW_SIZE: _STREAM_WINDOW,
-        frames.MAX_HEADER_LIST_SIZE: MAX_HEADER_LIST_BYTES,
+        frames.MAX_HEADER_LIST_SIZE: limits.MAX_HEAD_BYTES,
     }
 ) + frames.window_update(0, _CONNECTION_WINDOW - frames.DEFAULT_WINDOW)
 
-# Costs are in control frames, which take about 2 microseconds. A usual header block costs less than its answer earns.
-_FIELDS_PER_COST = 16
-_ENCODED_BYTES_PER_COST = 8  # of a turn; long values in Huffman's code take as long as many fields
-_FLOOD_BUDGET = 2000
-_BUDGET_PER_SECOND = 500
-_CREDIT_PER_ANSWER = 8  # a call comes with a few control frames
-
-# Of one connection before others have their turn, in the same unit: a few milliseconds.
+# Of one connection before others have their turn, in the unit of limits.FloodGuard: a few milliseconds.
 _TURN_COST = 2048
 _REQUEST_COST = 32  # of a call with its answer
 _CANCEL_COST = 8
@@ -73,28 +63,6 @@ class Application(Protocol):
         ...
 
 
-class FloodGuard:
-    """A budget for frames that cost the client nothing. Answers earn credit, so busy connections may send many."""
-
-    __slots__ = ("_budget", "_refilled_at")
-
-    def __init__(self) -> None:
-        self._budget, self._refilled_at = _FLOOD_BUDGET, time.monotonic()
-
-    def charge(self, cost: int) -> bool:
-        """Return False once the budget is used up."""
-        self._budget -= cost
-        if self._budget < 0:
-            now = time.monotonic()
-            self._budget += min(_FLOOD_BUDGET, int((now - self._refilled_at) * _BUDGET_PER_SECOND))
-            self._refilled_at = now
-        return self._budget >= 0
-
-    def credit(self) -> None:
-        if self._budget < _FLOOD_BUDGET:
-            self._budget += _CREDIT_PER_ANSWER
-
-
 class Streams:
     """`on_error` is called for each stream error, `on_drained` when a draining connection has answered everything."""
 
@@ -106,15 +74,15 @@ class Streams:
         write: Write,
         on_error: OnError,
         on_drained: Callable[[], None],
-        memory: CallMemory | None = None,
+        memory: limits.CallMemory | None = None,
     ) -> None:
         self._app, self._write, self._on_error, self._on_drained = app, write, on_error, on_drained
-        self._memory = CallMemory() if memory is None else memory
+        self._memory = limits.CallMemory() if memory is None else memory
         self.reader, self.send_queue = frames.FrameReader(), SendQueue(self._memory)
         self._frames: Iterator[Frame] | None = None  # received, and left for a later turn
         self._later = bytearray()  # received after those
         self._turn_cost = 0
-        self._headers, self._flood_guard = HeaderReader(app.parse_head, self._pay_for_decoding), FloodGuard()
+        self._headers, self._flood_guard = HeaderReader(app.parse_head, self._pay_for_decoding), limits.FloodGuard()
         self._has_settings = False  # the client's first SETTINGS arrived
         self.paused = False  # the transport's buffer is full
         self.open: dict[int, Stream] = {}
@@ -236,7 +204,7 @@ class Streams:
             self._reset(stream.id, ErrorCode.CANCEL, "the client opens no window for the answer")
         due = []
         for stream in self.open.values():
-            if now - stream.opened_at <= BODY_TIMEOUT_SECONDS:
+            if now - stream.opened_at <= limits.BODY_TIMEOUT_SECONDS:
                 break  # so are all that follow
             if not (stream.complete or stream.sending or stream.cancelled):
                 due.append(stream)
@@ -313,7 +281,7 @@ class Streams:
         head, content_length = self._headers.decode_request(block)
         if self.refusing:  # GOAWAY excluded this stream
             return
-        if len(self.open) >= MAX_STREAMS or self.send_queue.queued_bytes > _MAX_QUEUED_BYTES:
+        if len(self.open) >= limits.MAX_STREAMS or self.send_queue.queued_bytes > limits.MAX_QUEUED_BYTES:
             raise StreamFault(ErrorCode.REFUSED_STREAM, "too many streams are open")
         memory = self._memory
         if memory.held_bytes > memory.limit and not memory.fits():
@@ -437,9 +405,9 @@ class Streams:
             self._answered_early.append(stream_id)
 
     def _pay_for_decoding(self, fields: int, size: int) -> None:
-        self._turn_cost += fields + size // _ENCODED_BYTES_PER_COST
-        if fields >= _FIELDS_PER_COST:
-            self._charge(fields // _FIELDS_PER_COST)
+        self._turn_cost += fields + size // limits.ENCODED_BYTES_PER_COST
+        if fields >= limits.FIELDS_PER_COST:
+            self._charge(fields // limits.FIELDS_PER_COST)
 
     def _charge(self, cost: int = 1) -> None:
         if not self._flood_guard.charge(cost):

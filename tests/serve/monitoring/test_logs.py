@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from serve.monitoring.logs import (
-    LINES_PER_SECOND,
     JsonFormatter,
     LogLimit,
     TextFormatter,
@@ -20,6 +19,7 @@ from serve.monitoring.logs import (
 from serve.monitoring.request_log import RequestLog, is_failure
 from serve.monitoring.snapshot import Metrics
 from serve.request_context import RequestContext
+from serve.wire.connection_limits import LOG_LINES_PER_SECOND
 
 
 class Lines(logging.Handler):
@@ -168,11 +168,11 @@ def test_tracebacks_are_rate_limited_and_the_rest_counted(lines: Lines, monkeypa
     for _ in range(100):
         requests.fail(_request("aborted"), KeyError("a fault of ours"))
         log_loop_exception(None, {"message": "protocol.data_received() failed", "exception": KeyError()})
-    assert len(lines.found) == LINES_PER_SECOND
+    assert len(lines.found) == LOG_LINES_PER_SECOND
     now = 201.0
     log_loop_exception(None, {"message": "one more"})
-    assert [json.loads(line)["message"] for line in lines.found[LINES_PER_SECOND:]] == ["more", "one more"]
-    assert json.loads(lines.found[LINES_PER_SECOND])["left_out"] == 200 - LINES_PER_SECOND
+    assert [json.loads(line)["message"] for line in lines.found[LOG_LINES_PER_SECOND:]] == ["more", "one more"]
+    assert json.loads(lines.found[LOG_LINES_PER_SECOND])["left_out"] == 200 - LOG_LINES_PER_SECOND
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipeline.system.errors import InvalidPayload
+from serve.limits import MAX_SEARCHES
 from serve.protocol import v2_json
 from serve.protocol.v2 import Payload, parse
 from serve.protocol.v2_json import LONG_LIST_BYTES, read_v2_json
@@ -80,7 +81,7 @@ def test_search_for_lists_is_linear(part: bytes, monkeypatch: pytest.MonkeyPatch
     with counted_calls(calls):
         assert v2_json._cut_lists(text, []) == text
     assert 0 < Counted.searched <= 4 * len(text)
-    assert calls[-1] < 20 * v2_json._MAX_SEARCHES
+    assert calls[-1] < 20 * MAX_SEARCHES
 
 
 @pytest.mark.parametrize(
@@ -289,7 +290,7 @@ def test_flood_of_tensors_is_refused_before_objects_are_made(name: str) -> None:
         pytest.raises(InvalidPayload, match=r"puts: [0-9]+ in one request; the model has 1|puts\[[0-9]+\]: "),
     ):
         parse(FLOODS[name], None, signature=signature)
-    assert calls[-1] < 10 * v2_json._MAX_SEARCHES
+    assert calls[-1] < 10 * MAX_SEARCHES
 
 
 def test_few_surplus_inputs_are_named() -> None:

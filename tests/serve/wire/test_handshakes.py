@@ -16,9 +16,10 @@ import pytest
 import uvloop
 
 from serve.monitoring import logs
-from serve.monitoring.logs import LINES_PER_SECOND, ConnectionLog, LogLimit
+from serve.monitoring.logs import ConnectionLog, LogLimit
 from serve.security import CertificatePair, Tls
 from serve.wire import accepting, handshakes
+from serve.wire.connection_limits import HANDSHAKE_TIMEOUT_SECONDS, LOG_LINES_PER_SECOND
 from serve.wire.http2 import frames
 from serve.wire.listeners import Http1Listener, Http2Listener
 from tests.serve import certificates
@@ -97,7 +98,7 @@ def test_unfinished_handshake_times_out_and_is_counted(pair: CertificatePair, mo
 
 
 def test_handshake_timeout_is_short() -> None:
-    assert handshakes.HANDSHAKE_TIMEOUT_SECONDS <= 10
+    assert HANDSHAKE_TIMEOUT_SECONDS <= 10
 
 
 def test_unfinished_handshakes_of_one_address_are_limited(pair: CertificatePair) -> None:
@@ -196,13 +197,13 @@ def test_failed_handshakes_are_logged_at_the_bounded_rate(
     caplog.set_level(logging.INFO)
 
     async def what(port: Port) -> None:
-        for _ in range(2 * LINES_PER_SECOND):
+        for _ in range(2 * LOG_LINES_PER_SECOND):
             reader, writer = await port.connect()
             writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
             await reader.read()
             writer.close()
-        await port.wait_until(lambda: port.rejected["tls_handshake"] == 2 * LINES_PER_SECOND)
+        await port.wait_until(lambda: port.rejected["tls_handshake"] == 2 * LOG_LINES_PER_SECOND)
 
     talk(pair, what)
-    assert sum(record.getMessage() == "refused" for record in caplog.records) == LINES_PER_SECOND
+    assert sum(record.getMessage() == "refused" for record in caplog.records) == LOG_LINES_PER_SECOND
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

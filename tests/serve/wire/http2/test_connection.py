@@ -10,8 +10,8 @@ import h2.connection
 import h2.events
 import pytest
 
-from serve.wire.connection_limits import HEAD_TIMEOUT_SECONDS
-from serve.wire.http2 import connection, frames
+from serve.wire.connection_limits import HEAD_TIMEOUT_SECONDS, IDLE_SECONDS
+from serve.wire.http2 import frames
 from serve.wire.http2.frames import ACK, ErrorCode, frame
 from tests.serve.wire.http2.frames import CLIENT_PREFACE, GRPC, bodies, data, encode_block, headers, request
 from tests.serve.wire.http2.listener import Client, RunningListener, advance, run_with_listener, wait_until
@@ -93,10 +93,10 @@ def test_idle_connection_is_drained() -> None:
         client = await port.open()
         assert await client.request(1) == b"hello"
         advance(port, 0)
-        advance(port, connection.IDLE_TIMEOUT_SECONDS - 1)
+        advance(port, IDLE_SECONDS - 1)
         await client.send(frame(frames.PING, 0, 0, b"12345678"))
         assert (await client.receive())[:2] == (frames.PING, ACK)
-        advance(port, connection.IDLE_TIMEOUT_SECONDS + 1)
+        advance(port, IDLE_SECONDS + 1)
         _, (_, _, _, ping) = await client.receive_until(frames.PING)
         await client.send(frame(frames.PING, ACK, 0, ping))
         assert await client.goaway() == (ErrorCode.NO_ERROR, "")
@@ -111,7 +111,7 @@ def test_connection_with_a_call_is_not_idle() -> None:
         await client.send(request(1, path=b"/waits"))
         await wait_until(lambda: port.app.waiting)
         advance(port, 0)
-        advance(port, connection.IDLE_TIMEOUT_SECONDS + 1)
+        advance(port, IDLE_SECONDS + 1)
         port.app.answer(*port.app.waiting[0])
         assert bodies(await client.receive_until(frames.HEADERS, frames.END_STREAM)) == {1: b"hello"}
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
 from serve.monitoring.logs import ConnectionLog
-from serve.wire.connection_limits import CallMemory
-from serve.wire.http2 import frames, streams
+from serve.wire.connection_limits import FLOOD_BUDGET, MAX_STREAMS, CallMemory
+from serve.wire.http2 import frames
 from serve.wire.http2.connection import Connection, Host
 from serve.wire.http2.frames import END_HEADERS, END_STREAM, PADDED, ConnectionFault, ErrorCode, frame
 from tests.quick import quick
@@ -42,7 +42,7 @@ LINES_OF_BUDGET = 150_000  # the work that a connection may cause before the flo
 
 
 class LineCounter:
-    """Counts the lines that the server's HTTP/2 modules execute: work, independent of the machine's speed."""
+    """Counts the lines that the modules of connections execute: work, independent of the machine's speed."""
 
     def __init__(self) -> None:
         self.lines = 0
@@ -56,7 +56,7 @@ class LineCounter:
         sys.settrace(self._before)
 
     def _trace(self, code: FrameType, event: str, _argument: Any) -> Any:
-        if "http2" not in code.f_code.co_filename or "tests" in code.f_code.co_filename:
+        if "serve/wire" not in code.f_code.co_filename or "tests" in code.f_code.co_filename:
             return None
         if event == "line":
             self.lines += 1
@@ -237,7 +237,8 @@ def test_honest_client_is_answered_within_two_turns_of_a_flood(name: str) -> Non
 
 @pytest.mark.parametrize("name", quick(SAMPLE, FLOODS))
 def test_work_of_a_flood_is_bounded_by_its_bytes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "time", SimpleNamespace(monotonic=lambda: 0.0))  # however slow the machine is
+    time = SimpleNamespace(monotonic=lambda: 0.0)  # however slow the machine is
+    monkeypatch.setattr("serve.wire.connection_limits.time", time)
     client, flood = open_connection(), FLOODS[name]
     for part in split_frames(flood.setup):
         client.send(frame(*part))
@@ -252,7 +253,7 @@ def test_work_of_a_flood_is_bounded_by_its_bytes(name: str, monkeypatch: pytest.
         except ConnectionFault as fault:
             code = fault.code
     assert code is (None if flood.may_go_on else ErrorCode.ENHANCE_YOUR_CALM)
-    assert len(client.streams.open) <= streams.MAX_STREAMS
+    assert len(client.streams.open) <= MAX_STREAMS
     assert counter.lines < LINES_OF_BUDGET + LINES_PER_BYTE * received
 
 
@@ -399,13 +400,13 @@ def test_work_of_a_window_update_does_not_grow_with_waiting_answers() -> None:
 
 def test_answered_requests_earn_budget_for_control_frames() -> None:
     client = open_connection()
-    for number in range(1, 4 * streams._FLOOD_BUDGET, 2):
+    for number in range(1, 4 * FLOOD_BUDGET, 2):
         client.send(request(number), frames.window_update(0, 1), frame(frames.PING, 0, 0, b"12345678"))
     assert bodies(client.send(request(99_999))) == {99_999: b"hello"}
 
 
 def test_streams_above_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "MAX_STREAMS", 2)
+    monkeypatch.setattr("serve.wire.connection_limits.MAX_STREAMS", 2)
     client = open_connection()
     found = client.send(*(request(number, path=b"/waits") for number in (1, 3, 5)))
     assert resets(found) == {5: ErrorCode.REFUSED_STREAM}

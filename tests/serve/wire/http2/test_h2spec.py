@@ -27,7 +27,7 @@ from hyperframe.frame import (
     WindowUpdateFrame,
 )
 
-from serve.wire.http2 import streams
+from serve.wire.connection_limits import MAX_STREAMS
 from serve.wire.http2.frames import (
     ACK,
     CONTINUATION,
@@ -243,7 +243,7 @@ def streams_and_multiplexing() -> Iterator[Case]:
     lower = whole(GRPC, 5) + whole(GRPC, 3)
     yield Case("http2/5.1.1/2", "a lower stream id", lower, connection_error(PROTOCOL_ERROR, {5: b""}))
     yield Case("http2/5.1.1/3", "the same stream id", HALF_CLOSED + WHOLE, stream_error(STREAM_CLOSED))
-    limit = 2 * streams.MAX_STREAMS
+    limit = 2 * MAX_STREAMS
     many = b"".join(headers(stream_id) for stream_id in range(1, limit, 2))
     yield Case(
         "http2/5.1.2/1",

@@ -8,9 +8,10 @@ from typing import Any
 import hpack
 import pytest
 
+from serve.wire import connection_limits as limits
+from serve.wire.connection_limits import BUDGET_PER_SECOND, CREDIT_PER_ANSWER, FLOOD_BUDGET, FloodGuard
 from serve.wire.http2 import frames, streams
 from serve.wire.http2.frames import ACK, END_HEADERS, END_STREAM, PADDED, PRIORITY_FLAG, ErrorCode, Frame, frame
-from serve.wire.http2.streams import FloodGuard
 from tests.serve.wire.http2.frames import (
     GRPC,
     EchoConnection,
@@ -29,14 +30,14 @@ def test_flood_budget_returns_with_time_and_answers(monkeypatch: pytest.MonkeyPa
     now = time.monotonic()
     monkeypatch.setattr(time, "monotonic", lambda: now)
     guard = FloodGuard()
-    assert guard.charge(streams._FLOOD_BUDGET)
+    assert guard.charge(FLOOD_BUDGET)
     assert not guard.charge(1)
     guard.credit()
-    assert guard.charge(streams._CREDIT_PER_ANSWER - 1)
+    assert guard.charge(CREDIT_PER_ANSWER - 1)
     assert not guard.charge(1)
     now += 1
     assert guard.charge(1)
-    assert guard.charge(streams._BUDGET_PER_SECOND - 2)
+    assert guard.charge(BUDGET_PER_SECOND - 2)
     assert not guard.charge(2)
 
 
@@ -46,7 +47,7 @@ def test_flood_budget_never_exceeds_its_start(monkeypatch: pytest.MonkeyPatch) -
     guard = FloodGuard()
     for _ in range(10_000):
         guard.credit()
-    assert not guard.charge(streams._FLOOD_BUDGET + streams._CREDIT_PER_ANSWER)
+    assert not guard.charge(FLOOD_BUDGET + CREDIT_PER_ANSWER)
 
 
 UINT = 4
@@ -197,7 +198,7 @@ def test_cancelled_large_answer_is_discarded(client: EchoConnection) -> None:
 
 
 def test_client_without_window_opens_no_streams(client: EchoConnection, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(streams, "_MAX_QUEUED_BYTES", 10)
+    monkeypatch.setattr(limits, "MAX_QUEUED_BYTES", 10)
     client.send(frames.settings({frames.INITIAL_WINDOW_SIZE: 0}), request(1, b"x" * 11))
     assert resets(client.send(request(3))) == {3: ErrorCode.REFUSED_STREAM}
 
