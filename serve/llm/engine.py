@@ -394,7 +394,8 @@ class Engine:
         free = self.limits.sequences - self.running
         if not free or self._batch_with_room([self._waiting[0]]) is None:
             return
-        size = prefill_batch_size(self._waiting, _MAX_PREFILL_TOKENS, free, self._cached_tokens)
+        cached = lambda text: len(self.prefix.find(text)) * BLOCK_TOKENS  # noqa: E731
+        size = prefill_batch_size(self._waiting, _MAX_PREFILL_TOKENS, free, cached)
         while (batch := self._batch_with_room(list(itertools.islice(self._waiting, size)))) is None:
             size //= 2  # 1 has room, as seen above
         admitted = [self._waiting.popleft() for _ in range(size)]
@@ -408,9 +409,6 @@ class Engine:
         self.metrics.prefix_queries += sum(len(sequence.prompt) for sequence in admitted if not sequence.preemptions)
         self.metrics.tokens_in += sum(len(sequence.prompt) for sequence in admitted if not sequence.preemptions)
         self.metrics.prefix_hits += sum(sequence.cached_tokens for sequence in admitted if not sequence.preemptions)
-
-    def _cached_tokens(self, text: Tokens) -> int:
-        return len(self.prefix.find(text)) * BLOCK_TOKENS
 
     def _batch_with_room(self, joining: list[TextSequence]) -> Batch | None:
         """Return the batch for these sequences, or None where they have to wait for memory.

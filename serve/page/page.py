@@ -391,7 +391,8 @@ def _blocks(lines: Sequence[str], level: int) -> Iterator[Html]:
             yield el("pre", el("code", "\n".join(lines[place + 1 : end])))
             end += 1
         elif kind == "heading":
-            yield _heading(lines[place], level)
+            marks, _, title = lines[place].strip().partition(" ")
+            yield el(f"h{min(level + len(marks) - 1, _MAX_HEADING_LEVEL)}", inline(title))
         else:
             while end < len(lines) and _kind(lines[end]) == kind:
                 end += 1
@@ -409,11 +410,6 @@ def _kind(line: str) -> str:
     if re.match(r"[-*] ", bare):
         return "list"
     return "table" if bare.startswith("|") else "paragraph" if bare else ""
-
-
-def _heading(line: str, level: int) -> Html:
-    marks, _, text = line.strip().partition(" ")
-    return el(f"h{min(level + len(marks) - 1, _MAX_HEADING_LEVEL)}", inline(text))
 
 
 def _block(kind: str, lines: Sequence[str]) -> Html:

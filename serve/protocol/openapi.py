@@ -373,7 +373,9 @@ def infer_request(signature: Signature, name: str) -> Schema:
 
 
 def infer_answer(signature: Signature, name: str, version: str) -> Schema:
-    outputs = {"type": "array", "items": {"anyOf": _output_tensors(signature)}}
+    # Those of numbers again as strings: their largest values (`classification`).
+    classes = [classes_spec(spec) for spec in signature.outputs if is_classifiable(spec)]
+    outputs = {"type": "array", "items": {"anyOf": [*map(_output_tensor, (*signature.outputs, *classes))]}}
     fields = {"model_name": {"const": name}, "model_version": {"const": version}, "id": TEXT, "outputs": outputs}
     return object_schema(fields, required=["model_name", "model_version", "outputs"])
 
@@ -393,12 +395,6 @@ def _input_tensor(spec: TensorSpec, limits: Limits) -> Schema:
         "data": _data(spec, limits),
     }
     return object_schema(fields, required=["name", "shape", "datatype", "data"])
-
-
-def _output_tensors(signature: Signature) -> list[Schema]:
-    """Return each output, and each of numbers again as strings: its largest values (`classification`)."""
-    classes = [classes_spec(spec) for spec in signature.outputs if is_classifiable(spec)]
-    return [_output_tensor(spec) for spec in (*signature.outputs, *classes)]
 
 
 def _output_tensor(spec: TensorSpec) -> Schema:
@@ -470,7 +466,11 @@ def _openai_request(parsed_as: type[msgspec.Struct], names: Sequence[str]) -> Sc
     (_,), schemas = msgspec.json.schema_components([parsed_as], ref_template="{name}")
     schema: Schema = _with_parts(schemas.pop(parsed_as.__name__), schemas)
     required, properties = schema["required"], schema["properties"].items()
-    fields = {name: field if name in required else _or_null(field) for name, field in properties}
+    null: Schema = {"type": "null"}
+    fields = {}
+    for name, field in properties:
+        choices = field.get("anyOf", [field])
+        fields[name] = field if name in required or null in choices else {"anyOf": [*choices, null]}
     fields |= {name: field for name, field in _STRICTER.items() if name in fields}
     fields["model"] = {"anyOf": [{"enum": list(names)}, {"type": "string", "pattern": _VERSIONED_NAME}]}
     fields["user"] = {"description": "ignored, like some other fields of OpenAI"}
@@ -486,12 +486,6 @@ def _with_parts(schema: Any, parts: Schema) -> Any:
     if "$ref" in schema:
         return _with_parts(parts[schema["$ref"]], parts)
     return {key: _with_parts(value, parts) for key, value in schema.items()}
-
-
-def _or_null(schema: Schema) -> Schema:
-    choices = schema.get("anyOf", [schema])
-    null: Schema = {"type": "null"}
-    return schema if null in choices else {"anyOf": [*choices, null]}
 
 
 def embedding_answer() -> Schema:

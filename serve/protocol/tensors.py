@@ -213,7 +213,7 @@ def _narrow(wide: Array, datatype: str) -> Array:
         raise _out_of_range(datatype) from None
     if datatype != "BF16":
         return narrow
-    nearest = bfloat16.round_to_bfloat16(narrow)
+    nearest = bfloat16.from_bits(bfloat16.to_bits(narrow))
     if (np.isinf(nearest) & np.isfinite(narrow)).any():
         raise _out_of_range(datatype)
     return nearest

@@ -37,17 +37,15 @@ class Payload(CodecPayload):
     is_file: bool = False  # the body is an instance, in one of the codec's media types
 
     def decode(self, predictor: Predictor) -> tuple[Sequence[Part], Sequence[str]]:
-        self._parts = predictor.decode([file_instance(self.body)] if self.is_file else parse(self.body))
+        self._parts = predictor.decode(
+            [{"b64": base64.b64encode(self.body).decode()}] if self.is_file else parse(self.body)
+        )
         return self._parts, predictor.session.output_names
 
     def encode(self, predictor: Predictor, outputs: Sequence[Arrays], version: str) -> bytes:  # noqa: ARG002
         # NaN and infinity, which JSON does not have, become null.
         body = {"predictions": predictor.encode(outputs, self._parts)}
         return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
-
-
-def file_instance(body: bytes) -> dict[str, str]:
-    return {"b64": base64.b64encode(body).decode()}
 
 
 def parse(body: bytes) -> Any:

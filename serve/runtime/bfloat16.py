@@ -28,10 +28,6 @@ def to_bits(array: Array) -> Array:
     return np.where((whole & 0x7FFFFFFF) > 0x7F800000, quiet, nearest).astype(np.uint16)
 
 
-def round_to_bfloat16(array: Array) -> Array:
-    return from_bits(to_bits(array))
-
-
 def uses_bfloat16(session: Any) -> bool:
     """Return whether an input or output of the model is BF16."""
     return any(node.type == _TYPE for node in (*session.get_inputs(), *session.get_outputs()))

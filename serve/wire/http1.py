@@ -295,6 +295,7 @@ class Connection(asyncio.Protocol):
         self._queue: deque[Request] = deque()  # parsed requests, whose turn has not come
         self._refusal = b""  # sent when the requests before it are answered; nothing more is read
         self._url, self._head_is_open = b"", False
+        self._line_end = b""  # the last character of a request line whose end has not come
         self._headers: list[Header] = []
         self._paused_at = 0.0  # since when the next request may have waited in the kernel
         self._head_bytes = 0  # of an unfinished head, without the slice in which it began
@@ -427,18 +428,19 @@ class Connection(asyncio.Protocol):
         """
         data, start, reading = self._data, self._parsed, self._reading
         end, cost = start + SLICE_BYTES, 0
+        length = None if reading is None else reading.headers.get(b"content-length")
         if reading is None:
             if end < len(data):
                 head_end = data.find(_HEAD_END, start, end) + len(_HEAD_END)
                 if head_end > len(_HEAD_END) and data.find(_HEAD_END, head_end, head_end + _NEXT_HEAD_BYTES) < 0:
                     end = head_end  # the body behind it may be large, and is then one piece
             cost = end - start
-        elif (length := reading.headers.get(b"content-length")) is not None:
+        elif length is not None:
             end = start + int(length) - reading.body_bytes
         else:
             end = start + _CHUNKED_SLICE_BYTES
         self._body_pieces = 0
-        parsed = self._parse(memoryview(data)[start:end])
+        parsed = self._parse(data[start:end] if length is None else memoryview(data)[start:end])
         self._parsed += parsed
         if self._refusal or self._parsed >= len(data):
             self._data, self._parsed = b"", 0
@@ -452,13 +454,10 @@ class Connection(asyncio.Protocol):
         was_open, parsed, place = self._head_is_open, len(data), 0
         try:
             try:
-                for blanks in _BLANKS.finditer(b"\n" + data) if self._reading is None else ():
-                    if blanks.start() or not was_open:
-                        begun, place = place, blanks.end() - 2
-                        self._parser.feed_data(data[begun:place])
-                        if self._head_is_open:
-                            raise httptools.HttpParserError("several blanks")
-                self._parser.feed_data(data[place:] if place else data)
+                while place < parsed:
+                    end = self._part_end(data, place)
+                    self._parser.feed_data(data[place:end])
+                    place = end
             except httptools.HttpParserUpgrade as upgrade:  # to an unsupported protocol: ignore the upgrade
                 parsed = place + upgrade.args[0]
                 self._read_skipped_body()
@@ -476,6 +475,25 @@ class Connection(asyncio.Protocol):
         else:
             self._check_overhead(parsed, was_open)
         return parsed
+
+    def _part_end(self, data: Any, place: int) -> int:
+        """Return how far the parser may go on: to the end of a body, a head, or the newlines before one.
+
+        It skips several blanks in a request line, so each such line is looked at before it is parsed.
+        """
+        if (reading := self._reading) is not None and (length := reading.headers.get(b"content-length")) is not None:
+            left = int(length) - reading.body_bytes - (sum(map(len, self._body)) if self._body else 0)
+            return place + max(left, 1)
+        if data[place] in b"\r\n":
+            self._line_end = b""
+            return cast("re.Match[bytes]", _NEWLINES.match(data, place)).end()
+        if reading is None and (self._line_end or not self._head_is_open):
+            line, newline, _ = data[place : place + MAX_URL_BYTES].partition(b"\n")
+            if b"  " in self._line_end + line:
+                raise httptools.HttpParserError("several blanks")
+            self._line_end = b"" if newline else line[-1:]
+        end: int = data.find(_HEAD_END, place)
+        return end + len(_HEAD_END) if end >= 0 else len(data)
 
     def _check_overhead(self, parsed: int, was_open: bool) -> None:
         """Refuse endless heads and trailers after a slice of that size; `was_open`: it began within a head."""
@@ -862,7 +880,7 @@ _HOST = re.compile(rb"(?:[A-Za-z0-9._~!$&'()*+,;=%-]{0,255}|\[[0-9A-Fa-f:.]{2,45
 _ABSOLUTE_URL = re.compile(rb"(?i:https?)://(?:[A-Za-z0-9._~!$&'()*+,;=%-]+|\[[0-9A-Fa-f:.]+\])(?::[0-9]*)?(?:[/?].*)?")
 _FRAMING_HEADERS = (b"content-length", b"transfer-encoding")
 _HEAD_END = b"\r\n\r\n"
-_BLANKS = re.compile(rb"\n[A-Z-]++(?: [^ \r\n]++)?+  ")  # which the parser skips in a request line
+_NEWLINES = re.compile(rb"[\r\n]+")
 _STATUS = {status.value: b"HTTP/1.1 %d %b\r\n" % (status, status.phrase.encode()) for status in HTTPStatus}
 _STATUS[499] = b"HTTP/1.1 499 Client Closed Request\r\n"
 _CONTINUE = _STATUS[100] + b"\r\n"

@@ -96,7 +96,6 @@ def test_templates_for_pictures_take_a_file(tmp_path: Path) -> None:
     from PIL import Image
 
     from pipeline.contract.codec import load_codec, media_types
-    from serve.protocol.v1 import file_instance
 
     Image.new("RGB", (16, 16), "red").save(tmp_path / "red.png")
     Image.new("RGB", (16, 16), "red").save(tmp_path / "red.jpg")
@@ -105,5 +104,5 @@ def test_templates_for_pictures_take_a_file(tmp_path: Path) -> None:
         codec = load_codec("codec.py:Codec", folder)
         assert media_types(codec, template) == ("image/png", "image/jpeg")
         for file in ("red.png", "red.jpg"):
-            arrays = codec.decode([file_instance((tmp_path / file).read_bytes())])
+            arrays = codec.decode([{"b64": base64.b64encode((tmp_path / file).read_bytes()).decode()}])
             assert len(arrays["image"]) == 1

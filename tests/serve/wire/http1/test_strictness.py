@@ -20,13 +20,14 @@ def answers(sent: bytes) -> tuple[list[int], list[str]]:
     return transport.statuses, paths
 
 
-def exchange(sent: bytes) -> tuple[FakeTransport, list[str]]:
+def exchange(*pieces: bytes) -> tuple[FakeTransport, list[str]]:
     async def run() -> tuple[FakeTransport, list[str]]:
         app, transport = Application(), FakeTransport()
         connection = connect(app, transport)
-        for place in range(0, len(sent), 1000):
-            connection.data_received(sent[place : place + 1000])
-            await asyncio.sleep(0)
+        for sent in pieces:
+            for place in range(0, len(sent), 1000):
+                connection.data_received(sent[place : place + 1000])
+                await asyncio.sleep(0)
         for _ in range(10):
             await asyncio.sleep(0)
         return transport, [request.path for request in app.requests]
@@ -142,6 +143,25 @@ def test_a_forbidden_request_is_refused_and_nothing_behind_it_is_read(name: str)
     assert transport.statuses == [status]
     assert b'{"error":"' in transport.written
     assert b"\r\nconnection: close\r\n" in transport.written
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        b"",
+        b"\r\n",
+        GET + HOST + b"a: b  c\r\n\r\n",
+        POST + b"content-length: 9\r\n\r\n\r\n{  }GET  ",
+        chunked(b"4\r\n  GE\r\n0\r\n\r\n"),
+    ],
+)
+@pytest.mark.parametrize("sent", [b"GET  / HTTP/1.1\r\n", b"GET /  HTTP/1.1\r\n"])
+def test_several_blanks_are_refused_wherever_the_bytes_are_cut(before: bytes, sent: bytes) -> None:
+    whole = before + sent + HOST + b"\r\n"
+    answered = before.count(b"host")
+    for cut in range(len(whole)):
+        transport, paths = exchange(whole[:cut], whole[cut:])
+        assert (transport.statuses, len(paths)) == ([200] * answered + [400], answered), cut
 
 
 @pytest.mark.parametrize("path", ["/a", "/refused"])
