@@ -479,7 +479,7 @@ class Connection(asyncio.Protocol):
     def _part_end(self, data: Any, place: int) -> int:
         """Return how far the parser may go on: to the end of a body, a head, or the newlines before one.
 
-        It skips several blanks in a request line, so each such line is looked at before it is parsed.
+        It skips several blanks in a request line, so each such line is checked before it is parsed.
         """
         if (reading := self._reading) is not None and (length := reading.headers.get(b"content-length")) is not None:
             left = int(length) - reading.body_bytes - (sum(map(len, self._body)) if self._body else 0)
