@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import TextIO, TypeAlias
 
 from pipeline.contract.config import Config, load_config
-from pipeline.contract.run import PIPE, Run, RunFile, StepRecord, all_runs, sealed_text
+from pipeline.contract.run import Run, RunFile, StepRecord, all_runs, sealed_text
+from pipeline.contract.settings.section import PIPE
 from pipeline.system.errors import ConfigError, PipelineError, ResourceError
 from pipeline.system.files import digest_file, digest_mapping, digest_tree, empty_folders, write_atomic
 

@@ -17,7 +17,7 @@ from typing import Annotated
 
 import numpy as np
 import torch
-from pydantic import Field, ValidationError
+from pydantic import Field
 from torch import Tensor
 
 from pipeline.contract.settings.section import Frozen
@@ -79,11 +79,7 @@ def read_lines(path: Path, growing: bool = False) -> list[LedgerLine]:
         rows.append(last_row)
     lines = []
     for number, row in enumerate(rows, start=1):
-        try:
-            lines.append(LedgerLine.model_validate_json(row))
-        except ValidationError as error:
-            reason = error.errors()[0]["msg"].lower()
-            raise BundleError(f"{path}, line {number}: not a line of the ledger ({reason})") from error
+        lines.append(LedgerLine.parse(row.encode(), f"{path}, line {number}", "`pipe run --force train`", BundleError))
     return lines
 
 

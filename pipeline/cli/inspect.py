@@ -35,7 +35,7 @@ from pipeline.service.cluster_record import describe_clusters, read_cluster_stat
 from pipeline.service.process import LiveService, read_live, read_status
 from pipeline.system.errors import BundleError, ConfigError, PipelineError
 from pipeline.system.wording import age
-from pipeline.tune.record import count_trials
+from pipeline.tune.record import all_studies, study_trials
 
 
 @app.command()
@@ -52,17 +52,25 @@ def status(
     runs = [_run_row(run, body, problems) for run, body in shown]
     names = [run.id for run, _ in shown]
     restarts, overrides = _restarts(project, names), _overrides([run for run, _ in shown], problems)
-    studies = count_trials(project.runs, history)
-    live, clusters = read_live(project.runs), read_cluster_status(project)
-    service, service_lines = _service(live) if live else (None, ["no service is live"])
+    read_studies, damaged_studies = all_studies(project.runs)
+    studies = [{"study": one.name, "runs": len(study_trials(one.name, history))} for one in read_studies]
+    clusters = read_cluster_status(project)
+    try:
+        live = read_live(project.runs)
+        service, service_lines = _service(live) if live else (None, [] if clusters else ["no service is live"])
+    except PipelineError as error:
+        service, service_lines = None, [str(error)]
     lines = [table([_shown(row) for row in runs]), "", *map(_restart_line, restarts)]
     lines += [f"run {run.id}: {problem}" for run, problem in problems]
     lines += [f"run {override['run']} went past the gate: {override['text']}" for override in overrides]
     lines += [f"study {study['study']}: runs of {study['runs']} trials; see `pipe tune status`" for study in studies]
-    lines += service_lines if live or not clusters else []
+    lines += [*damaged_studies.values(), *service_lines]
     lines += describe_clusters(clusters)
     facts = {"runs": runs, "restarts": restarts, "overrides": overrides, "studies": studies, "service": service}
-    facts["problems"] = [{"run": run.id, "problem": problem} for run, problem in problems]
+    facts["problems"] = [
+        *({"run": run.id, "problem": problem} for run, problem in problems),
+        *({"study": name, "problem": problem} for name, problem in damaged_studies.items()),
+    ]
     emit(output, facts | {"clusters": [cluster.facts() for cluster in clusters]}, "\n".join(lines))
 
 

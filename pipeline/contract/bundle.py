@@ -14,14 +14,12 @@ import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
-
-from pydantic import ValidationError
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
 from pipeline.contract.settings.section import Frozen
 from pipeline.contract.signature import Signature
 from pipeline.contract.signing import Trust, check_cover
-from pipeline.system.errors import BundleError, GateError, PipelineError
+from pipeline.system.errors import BundleError, GateError
 from pipeline.system.files import digest_bytes, digest_file, empty_folders, write_json
 
 if TYPE_CHECKING:
@@ -210,7 +208,6 @@ def _varint(raw: mmap.mmap, at: int) -> tuple[int, int]:
             raise IndexError(at)
 
 
-SCHEMA = 1
 # Files that the manifest does not name: itself, its signature, and the provenance.
 BESIDE = ("manifest.json", "manifest.sig.json", "provenance.json")
 REQUIRED = ("model.onnx", "signature.json", "golden.npz", "golden.json", "card.md")
@@ -233,12 +230,7 @@ class Override(Frozen):
 def read_override(directory: Path) -> Override | None:
     """Return the override in the directory of a run or a bundle, whichever verdict it is about."""
     path = directory / OVERRIDE_FILE
-    try:
-        return Override.model_validate_json(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except ValidationError as error:
-        raise PipelineError(f"{path}: damaged ({error.errors()[0]['msg']}); `pipe gate override` writes it") from error
+    return Override.parse(path.read_bytes(), path, "`pipe gate override` writes it") if path.is_file() else None
 
 
 def write_override(directory: Path, override: Override) -> None:
@@ -277,6 +269,8 @@ class Ancestors(Frozen):
 
 
 class Manifest(Frozen):
+    SCHEMA: ClassVar[int] = 1
+
     schema_version: int
     name: str
     verdict: str  # pass, no-baseline or overridden
@@ -322,7 +316,7 @@ def write_manifest(directory: Path, name: str, verdict: str, ancestors: Ancestor
         for path in sorted(directory.rglob("*"))
         if path.is_file() and path.relative_to(directory).as_posix() not in BESIDE
     }
-    manifest = Manifest(schema_version=SCHEMA, name=name, verdict=verdict, ancestors=ancestors, files=files)
+    manifest = Manifest(schema_version=Manifest.SCHEMA, name=name, verdict=verdict, ancestors=ancestors, files=files)
     write_json(directory / "manifest.json", manifest.model_dump())
     return digest_file(directory / "manifest.json")
 
@@ -339,12 +333,11 @@ def open_bundle(directory: Path, trust: Trust | None = None) -> Bundle:
     check_cover(directory, raw)
     if trust is not None:
         trust.check(directory, raw)
-    try:
-        manifest = Manifest.model_validate_json(raw)
-    except ValidationError as error:
-        raise BundleError(f"{path}: not a valid manifest: {error.errors()[0]['msg']}") from error
-    if manifest.schema_version != SCHEMA:
-        raise BundleError(f"{path}: schema {manifest.schema_version}, this version reads {SCHEMA}; export again")
+    manifest = Manifest.parse(raw, path, "export again", BundleError)
+    if manifest.schema_version != Manifest.SCHEMA:
+        raise BundleError(
+            f"{path}: schema {manifest.schema_version}, this version reads {Manifest.SCHEMA}; export again"
+        )
     _check_names(directory, manifest)
     for name, entry in manifest.files.items():
         if (digest := digest_file(directory / name)) != entry.sha256:
@@ -398,7 +391,4 @@ def _check_names(directory: Path, manifest: Manifest) -> None:
 
 def _read_signature(directory: Path) -> Signature:
     path = directory / "signature.json"
-    try:
-        return Signature.model_validate(json.loads(path.read_text()))
-    except (ValidationError, json.JSONDecodeError) as error:
-        raise BundleError(f"{path}: not a valid signature: {error}") from error
+    return Signature.parse(path.read_bytes(), path, "export again", BundleError)

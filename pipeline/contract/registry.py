@@ -20,9 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path, PurePosixPath
-from typing import Any, NamedTuple, TypeAlias, TypeVar
-
-from pydantic import ValidationError
+from typing import Any, NamedTuple, TypeAlias
 
 from pipeline.contract.bundle import BESIDE, Bundle, Manifest, open_bundle
 from pipeline.contract.settings.section import Frozen
@@ -157,7 +155,7 @@ def count_comparison(runs: Path, url: str, fingerprint: str, key: str, run: str)
     store, folder = open_store(url, runs), f"{_TEST_SETS}/{fingerprint}"
     while True:
         files = _read_numbered(store, folder)
-        past = {number: _parse(Comparison, raw, f"{store.where}/{path}") for number, path, raw in files}
+        past = {number: Comparison.parse(raw, f"{store.where}/{path}", _COPY) for number, path, raw in files}
         number = next((number for number, each in past.items() if each.key == key), max(past, default=0) + 1)
         now = datetime.now(UTC).isoformat(timespec="seconds")
         comparison = Comparison(at=now, key=key, run=run, by=current_user(), token=secrets.token_hex(8))
@@ -180,14 +178,7 @@ def _read_numbered(store: RegistryStore, folder: str = "") -> Iterator[tuple[int
     return zip((int(name[:-5]) for name in names), paths, store.read(paths), strict=True)
 
 
-Parsed = TypeVar("Parsed", bound=Frozen)
-
-
-def _parse(kind: type[Parsed], raw: bytes, location: str) -> Parsed:
-    try:
-        return kind.model_validate_json(raw)
-    except ValidationError as error:
-        raise PipelineError(f"{location}: damaged ({error.errors()[0]['msg']}); restore it from a copy") from error
+_COPY = "restore it from a copy"
 
 
 def _history(store: RegistryStore) -> tuple[tuple[Change, ...], str]:
@@ -197,7 +188,7 @@ def _history(store: RegistryStore) -> tuple[tuple[Change, ...], str]:
     for number, path, raw in _read_numbered(store):
         if number != len(changes) + 1:
             raise PipelineError(f"{store.where}: change {len(changes) + 1:06d}.json is missing; restore it from a copy")
-        change = _parse(Change, raw, f"{store.where}/{path}")
+        change = Change.parse(raw, f"{store.where}/{path}", _COPY)
         if change.before != digest:
             raise PipelineError(
                 f"{store.where}/{path}: does not follow from the change before it, so one of the two was altered; "
@@ -304,10 +295,7 @@ def _bundle_files(entry: Entry, store: RegistryStore, champion: str) -> list[str
     (raw,) = store.read([_bundle_object(entry.bundle, _MANIFEST)])
     if digest_bytes(raw) != entry.bundle:
         raise BundleError(f"{champion}: the copy in the registry {store.where} was altered; {_HOW_TO_FIX}")
-    try:
-        manifest = Manifest.model_validate_json(raw)
-    except ValidationError as error:
-        raise BundleError(f"{champion}: no valid manifest in the registry {store.where}; {_HOW_TO_FIX}") from error
+    manifest = Manifest.parse(raw, f"{champion}: the manifest in the registry {store.where}", _HOW_TO_FIX, BundleError)
     for name in manifest.files:
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
             raise BundleError(f"{champion}: its manifest names {name}, outside the bundle; {_HOW_TO_FIX}")

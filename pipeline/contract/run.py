@@ -19,9 +19,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
-
-from pydantic import ValidationError
+from typing import Any, ClassVar, Literal
 
 from pipeline.contract.bundle import Bundle, Override, open_bundle, read_override
 from pipeline.contract.config import Config, parse_config
@@ -111,9 +109,6 @@ class StepRecord(Frozen):
         return self.accepted[-1].parts if self.accepted else self.parts
 
 
-SCHEMA = 3  # of run.json
-
-
 def own_identity() -> str:
     """Return what identifies this process, on all machines and for all time."""
     return _process_identity(os.getpid())
@@ -137,7 +132,9 @@ def _process_identity(pid: int) -> str:
 class RunFile(Frozen):
     """`run.json`."""
 
-    schema_version: int = SCHEMA
+    SCHEMA: ClassVar[int] = 3
+
+    schema_version: int = 3
     id: str
     created: str
     parent: str = ""  # the newest run when this one began, or the run that it deploys again
@@ -255,13 +252,7 @@ class Run:
             raw = path.read_bytes()
         except FileNotFoundError:
             raise PipelineError(f"{self.path}: not a run directory (no run.json)") from None
-        try:
-            file = RunFile.model_validate_json(raw)
-        except ValidationError as error:
-            raise PipelineError(f"{path}: {_describe_problem(raw, error)}") from error
-        if file.schema_version > SCHEMA:
-            raise PipelineError(f"{path}: {_describe_newer(file.model_dump(), '')}")
-        return file
+        return RunFile.parse(raw, path, "restore it from a copy, or move the folder of the run away")
 
     @property
     def problem(self) -> str:
@@ -308,38 +299,6 @@ class Run:
         """Return the override of exactly this verdict; an override of another verdict does not count."""
         override = read_override(self.path)
         return override if override is not None and override.verdict == verdict_digest else None
-
-
-PIPE = "pipe-road"  # name of the package, and of its version in the environment of a run
-
-
-def _describe_problem(body: bytes, error: ValidationError) -> str:
-    """Return what is wrong with a run.json that is not valid, and how to fix it."""
-    problem = error.errors()[0]
-    name = ".".join(map(str, problem["loc"]))
-    unknown_name = name if problem["type"] == "extra_forbidden" else ""
-    with contextlib.suppress(ValueError):
-        fields = json.loads(body)
-        if isinstance(fields, dict) and (unknown_name or _schema_version(fields) > SCHEMA):
-            return _describe_newer(fields, unknown_name)
-    reason = f"{name}: {problem['msg']}".removeprefix(": ") if body.strip(b"\0 \n") else "it is empty"
-    return f"damaged: {reason}; to fix it: restore it from a copy, or move the folder of the run away"
-
-
-def _describe_newer(fields: Mapping[str, object], unknown_name: str) -> str:
-    environment, version = fields.get("environment"), _schema_version(fields)
-    writer = environment.get(PIPE) if isinstance(environment, dict) else None
-    reason = f"schema {version}, this one reads {SCHEMA}" if version > SCHEMA else f"{unknown_name} is unknown here"
-    writer_version = f"{writer}; " if isinstance(writer, str) else ""
-    return (
-        f"written by a newer version of pipe ({writer_version}{reason}); to fix it: pip install --upgrade pipe-road, "
-        "or move the folder of the run away"
-    )
-
-
-def _schema_version(fields: Mapping[str, object]) -> int:
-    version = fields.get("schema_version")
-    return version if isinstance(version, int) else 0
 
 
 def run_of_bundle(path: Path) -> Run | None:

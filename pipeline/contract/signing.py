@@ -13,8 +13,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-
 from pipeline.contract.settings.section import Frozen
 from pipeline.system.errors import BundleError, ConfigError
 from pipeline.system.files import digest_bytes, digest_file, write_json
@@ -119,12 +117,7 @@ def check_cover(directory: Path, manifest: bytes) -> None:
 
 def read_envelope(directory: Path) -> Envelope | None:
     path = directory / SIGNATURE
-    if not path.is_file():
-        return None
-    try:
-        return Envelope.model_validate_json(path.read_bytes())
-    except ValidationError as error:
-        raise BundleError(f"{path}: not a valid signature file: {error.errors()[0]['msg']}") from error
+    return Envelope.parse(path.read_bytes(), path, "sign again", BundleError) if path.is_file() else None
 
 
 def sign(directory: Path, key: Ed25519PrivateKey, earlier: Envelope | None = None) -> str:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipeline.contract.settings.access import OPEN_ACCESS, Access
 from pipeline.contract.settings.section import Frozen
-from pipeline.system.errors import PipelineError, ResourceError, StageError
+from pipeline.system.errors import ResourceError, StageError
 from pipeline.system.files import write_json
 from pipeline.system.processes import PARENT_WATCH_VARIABLE
 
@@ -70,12 +70,8 @@ class LiveService(Frozen):
 def read_live(runs: Path) -> LiveService | None:
     """Return the recorded service, whether or not its process is alive."""
     path = runs / "live.json"
-    if not path.exists():
-        return None
-    try:
-        return LiveService.model_validate_json(path.read_text())
-    except ValueError as error:
-        raise PipelineError(f"{path}: damaged; to fix it: stop the service by hand, then remove the file") from error
+    remedy = "stop the service by hand, then remove the file"
+    return LiveService.parse(path.read_bytes(), path, remedy) if path.exists() else None
 
 
 def read_status(live: LiveService) -> dict[str, Any] | None:

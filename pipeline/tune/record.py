@@ -37,12 +37,7 @@ def study_folder(runs: Path, study: str) -> Path:
 
 def read_study(runs: Path, name: str) -> StudyFile:
     path = study_folder(runs, name) / "study.json"
-    try:
-        return StudyFile.model_validate_json(path.read_text())
-    except ValueError as error:
-        raise PipelineError(
-            f"{path}: damaged: {str(error).splitlines()[0]}; to fix it: move {path.parent} away"
-        ) from error
+    return StudyFile.parse(path.read_bytes(), path, f"move {path.parent} away")
 
 
 def study_parts(config: Config, project: Project) -> dict[str, str]:
@@ -85,10 +80,15 @@ def write_study(folder: Path, config: Config, parts: Mapping[str, str], lower: C
     write_atomic(folder / "study.json", body.model_dump_json(indent=2) + "\n")
 
 
-def all_studies(runs: Path) -> list[StudyFile]:
-    """Return all studies, newest first."""
-    studies = [read_study(runs, path.parent.name) for path in (runs / "tune").glob("*/study.json")]
-    return sorted(studies, key=lambda study: study.created, reverse=True)
+def all_studies(runs: Path) -> tuple[list[StudyFile], dict[str, str]]:
+    """Return the studies, newest first, and why others cannot be read, by name."""
+    studies, problems = [], {}
+    for path in sorted((runs / "tune").glob("*/study.json")):
+        try:
+            studies.append(read_study(runs, path.parent.name))
+        except PipelineError as error:
+            problems[path.parent.name] = str(error)
+    return sorted(studies, key=lambda study: study.created, reverse=True), problems
 
 
 def study_trials(study: str, history: History) -> dict[int, tuple[Run, RunFile]]:
@@ -98,10 +98,6 @@ def study_trials(study: str, history: History) -> dict[int, tuple[Run, RunFile]]
         if body.study == study and body.trial is not None:
             trials.setdefault(body.trial, (run, body))
     return trials
-
-
-def count_trials(runs: Path, history: History) -> list[dict[str, object]]:
-    return [{"study": study.name, "runs": len(study_trials(study.name, history))} for study in all_studies(runs)]
 
 
 def trial_value(run: Run, metric: str) -> float | None:
@@ -117,9 +113,13 @@ def trial_value(run: Run, metric: str) -> float | None:
 
 
 def needed_runs(runs: Path, history: History) -> set[str]:
-    """Return the runs that must be kept: the best trial of each study, unfinished and damaged ones."""
-    names: set[str] = set()
-    for study in all_studies(runs):
+    """Return the runs that must be kept: the best trial of each study, unfinished and damaged ones.
+
+    Of a study that cannot be read that is every trial.
+    """
+    studies, problems = all_studies(runs)
+    names = {run.id for run, body in history if body.study in problems}
+    for study in studies:
         trials = study_trials(study.name, history).values()
         names |= {run.id for run, body in trials if _train_status(body) in ("", "running", "interrupted")}
         values: dict[Run, float] = {}

@@ -36,7 +36,7 @@ from pipeline.executors.local import child_process, count_gpus
 from pipeline.history import FileLock, Project, exclusive_lock, load_history, lock_runs, try_lock
 from pipeline.plan import CHECK, STEP_KINDS, describe_changes, with_upstream
 from pipeline.run import run_pipeline
-from pipeline.system.errors import ConfigError, ConflictError, Interrupted, StageError, read_error
+from pipeline.system.errors import ConfigError, ConflictError, Interrupted, PipelineError, StageError, read_error
 from pipeline.system.fork_server import Process
 from pipeline.tune.record import (
     Direction,
@@ -71,7 +71,7 @@ class SearchRequest:
 
     def existing_study(self, display: Display) -> StudyFile:
         """Return the study of these settings and sources for reading; if there is none, the newest."""
-        studies = all_studies(self.project.runs)
+        studies, _ = all_studies(self.project.runs)
         if not studies:
             raise ConfigError(f"no study in {self.project.runs} yet; to fix it: start one with `pipe tune`")
         parts = study_parts(self.config, self.project)
@@ -125,7 +125,9 @@ def assign_gpus(worker: int, workers: int, env: Mapping[str, str]) -> dict[str, 
 def _record_study(request: SearchRequest, display: Display) -> None:
     """Prepare the data and record a new study; print why it does not continue an earlier one."""
     parts = study_parts(request.config, request.project)
-    name, studies = study_name(parts), all_studies(request.project.runs)
+    name, (studies, problems) = study_name(parts), all_studies(request.project.runs)
+    if name in problems:
+        raise PipelineError(problems[name])
     folder = study_folder(request.project.runs, name)
     folder.mkdir(parents=True, exist_ok=True)
     with exclusive_lock(folder / "claim.lock"):

@@ -347,9 +347,9 @@ BREAKS: tuple[Break, ...] = (
     ),
     Break(
         "a run of a newer pipe is called damaged",
-        "pipeline/contract/run.py",
-        "if isinstance(fields, dict) and (unknown_name or _schema_version(fields) > SCHEMA):",
-        "if isinstance(fields, dict) and _schema_version(fields) < 0:",
+        "pipeline/contract/settings/section.py",
+        "if isinstance(schema, int) and schema > cls.SCHEMA > 0:",
+        "if isinstance(schema, int) and schema < 0:",
         "tests/pipeline/contract/test_run.py::test_a_run_of_a_newer_version_is_named_as_such",
     ),
     # Overrides of the gate

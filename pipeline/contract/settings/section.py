@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
+import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from decimal import Decimal
-from typing import Annotated, Any, ClassVar, get_args
+from typing import Annotated, Any, ClassVar, Self, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
+
+from pipeline.system.errors import PipelineError
 
 Positive = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
@@ -47,10 +60,46 @@ def section_of(field: FieldInfo) -> type[Section] | None:
     return kind if isinstance(kind, type) and issubclass(kind, Section) else None
 
 
+PIPE = "pipe-road"  # name of the package, and of its version in the environment of a run
+
+
 class Frozen(BaseModel):
     """An immutable record that rejects unknown fields."""
 
+    SCHEMA: ClassVar[int] = 0  # the newest `schema_version` of its files, if they name theirs
+
     model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+
+    @classmethod
+    def parse(cls, raw: bytes, where: object, remedy: str, error: type[PipelineError] = PipelineError) -> Self:
+        """Return the record that a file holds; a file of a newer version of pipe is not called damaged."""
+        problem: Mapping[str, Any] = {}
+        try:
+            record = cls.model_validate_json(raw)
+            if getattr(record, "schema_version", 0) <= cls.SCHEMA:
+                return record
+        except ValidationError as invalid:
+            problem = invalid.errors()[0]
+        raise error(f"{where}: {cls._describe(raw, problem, remedy)}")
+
+    @classmethod
+    def _describe(cls, raw: bytes, problem: Mapping[str, Any], remedy: str) -> str:
+        """Return what is wrong with a file, and how to fix it."""
+        fields: Any = None
+        with contextlib.suppress(ValueError):
+            fields = json.loads(raw)
+        fields = fields if isinstance(fields, dict) else {}
+        name, schema = ".".join(map(str, problem.get("loc", ()))), fields.get("schema_version")
+        newer = f"{name} is unknown here" if problem.get("type") == "extra_forbidden" else ""
+        if isinstance(schema, int) and schema > cls.SCHEMA > 0:
+            newer = f"schema {schema}, this one reads {cls.SCHEMA}"
+        if newer:
+            environment = fields.get("environment")
+            writer = environment.get(PIPE) if isinstance(environment, dict) else None
+            version = f"{writer}; " if isinstance(writer, str) else ""
+            return f"written by a newer version of pipe ({version}{newer}); to fix it: pip install --upgrade {PIPE}"
+        reason = f"{name}: {problem['msg']}".removeprefix(": ") if raw.strip(b"\0 \n") else "it is empty"
+        return f"damaged: {reason}; to fix it: {remedy}"
 
 
 _SCALE = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}

@@ -25,7 +25,7 @@ def test_a_damaged_bundle_is_not_served(pipe_process: Pipe, tmp_path: Path) -> N
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         ports = ("--port", str(free.getsockname()[1]), "--grpc-port", "-1")
-    assert "not a valid manifest" in pipe_process("serve", str(tmp_path), *ports, expect=2).stderr
+    assert "manifest.json: damaged: " in pipe_process("serve", str(tmp_path), *ports, expect=2).stderr
 
 
 def test_predict_refuses_answers_of_a_bundle_that_was_not_deployed(monkeypatch: pytest.MonkeyPatch) -> None:

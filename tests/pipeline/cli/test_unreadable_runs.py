@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.contract.run import SCHEMA, Run, StepRecord
+from pipeline.contract.run import Run, RunFile, StepRecord
 from pipeline.history import begin_run, create_run, find_project, write_record
 
 from .conftest import Pipe
@@ -18,7 +18,7 @@ BAD = "29990101-000000-aaaa"  # newer than every other one
 
 def newer(body: bytes) -> bytes:
     environment = {"environment": {"pipe-road": "9.1.0"}}
-    return json.dumps(json.loads(body) | {"schema_version": SCHEMA + 1, "shiny": 1} | environment).encode()
+    return json.dumps(json.loads(body) | {"schema_version": RunFile.SCHEMA + 1, "shiny": 1} | environment).encode()
 
 
 CONTENTS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
@@ -28,7 +28,10 @@ CONTENTS: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     "no text": (lambda body: b"\xff\xfe", "damaged: Invalid JSON"),
     "list": (lambda body: b"[]", "damaged: Input should be an object"),
     "field": (lambda body: body.replace(b'"id"', b'"i"'), "damaged: id: Field required"),
-    "newer": (newer, f"newer version of pipe (9.1.0; schema {SCHEMA + 1}, this one reads {SCHEMA}); to fix it: pip"),
+    "newer": (
+        newer,
+        f"newer version of pipe (9.1.0; schema {RunFile.SCHEMA + 1}, this one reads {RunFile.SCHEMA}); to fix it: pip",
+    ),
     "schema": (lambda body: body.replace(b'"schema_version": 3', b'"schema_version": 44'), "newer version of pipe ("),
     "key": (lambda body: body.replace(b'"id"', b'"shiny": 1, "id"'), "shiny is unknown here); to fix it: pip install"),
 }
@@ -64,6 +67,18 @@ def test_status_names_the_run_and_the_fix(pipe: Pipe, good: Run, bad: Run, start
     assert [row["run"] for row in facts["runs"]] == [good.id]
     assert [row["run"] for row in facts["problems"]] == [BAD]
     assert sentence in facts["problems"][0]["problem"]
+
+
+@pytest.mark.parametrize("file", ["tune/abc/study.json", "live.json"])
+@pytest.mark.parametrize("content", [b"", bytes(9), b"{", b"[]", b'{"shiny": 1}', b"\xff"])
+def test_status_names_another_file_that_cannot_be_read(pipe: Pipe, good: Run, file: str, content: bytes) -> None:
+    path = good.runs / file
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content)
+    (line,) = [line for line in pipe("status").stdout.splitlines() if line.startswith(str(path))]
+    assert "; to fix it: " in line
+    assert good.id in pipe("plan").stdout + pipe("status").stdout
+    assert path.read_bytes() == content
 
 
 WORKING = [

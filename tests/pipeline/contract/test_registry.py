@@ -162,7 +162,7 @@ def test_a_damaged_comparison_is_named(runs: Path) -> None:
     path = runs / "registry" / "test_sets" / "f" / "000001.json"
     path.chmod(0o644)
     path.write_text("{}")
-    with pytest.raises(PipelineError, match=r"test_sets/f/000001\.json: damaged .*restore it from a copy"):
+    with pytest.raises(PipelineError, match=r"test_sets/f/000001\.json: damaged: .*restore it from a copy"):
         count_comparison(runs, "", "f", "two", "run")
 
 
@@ -260,6 +260,7 @@ def test_altered_removed_or_damaged_change_is_named(runs: Path) -> None:
     for text, message in (
         (whole.replace("bundle-b", "bundle-x"), r"000003\.json: does not follow"),
         ("{", r"000002\.json: damaged"),
+        (whole.replace('"at"', '"shiny": 1, "at"'), r"000002\.json: written by a newer version of pipe \(shiny is"),
     ):
         second.write_text(text)
         with pytest.raises(PipelineError, match=message):

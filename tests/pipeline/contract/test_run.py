@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pipeline.contract.run import SCHEMA, Run, RunFile, StepRecord, own_identity, step_main
+from pipeline.contract.run import Run, RunFile, StepRecord, own_identity, step_main
 from pipeline.executors.local import LocalLauncher, step_environment
 from pipeline.system.errors import ConfigError, DataError, GateError, PipelineError, clear_error, read_error
 from pipeline.system.files import digest_bytes, digest_file
@@ -46,12 +46,12 @@ def test_a_configuration_of_another_version_is_refused_by_its_key(tmp_path: Path
 
 def test_a_run_of_a_newer_version_is_named_as_such(tmp_path: Path) -> None:
     newer = json.loads(write(tmp_path, dict(CONFIG)).model_dump_json()) | {
-        "schema_version": SCHEMA + 1,
+        "schema_version": RunFile.SCHEMA + 1,
         "unheard_of": 1,
     }
     (tmp_path / "run.json").write_text(json.dumps(newer))
     with pytest.raises(
-        PipelineError, match=rf"written by a newer version of pipe \(schema {SCHEMA + 1}, this one reads"
+        PipelineError, match=rf"written by a newer version of pipe \(schema {RunFile.SCHEMA + 1}, this one reads"
     ):
         Run(tmp_path).read()
 
