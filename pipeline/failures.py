@@ -9,7 +9,14 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from pipeline.contract.run import Run
-from pipeline.system.errors import PipelineError, ResourceError, StageError, missing_module_in_log, read_error
+from pipeline.system.errors import (
+    PipelineError,
+    ResourceError,
+    StageError,
+    disk_full,
+    missing_module_in_log,
+    read_error,
+)
 from pipeline.system.processes import describe_exit
 
 MEMORY_HINT = (
@@ -86,7 +93,7 @@ def find_failure(run: Run, step: str, status: int, log: str) -> PipelineError | 
     if error is not None:
         return type(error)(f"{step}: {error}")
     if shutil.disk_usage(run.path).free < _DISK_FULL_BYTES:
-        return ResourceError(f"{step}: disk full under {run.path}; free some space, then `pipe run --resume {run.id}`")
+        return ResourceError(f"{step}: {disk_full(run.path, f'`pipe run --resume {run.id}`')}")
     ending = f"was killed by signal {-status}" if status < 0 else f"exited with status {status}"
     return StageError(f"{step}: its process {ending} and left no reason; its output is in {run.log(step)}")
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -13,7 +15,7 @@ from pipeline.executors.executor import check_config
 from pipeline.history import History, Project, changed_outputs
 from pipeline.override import outputs_with_override
 from pipeline.plan import JUDGED, START, Decision, decide_step, key_parts
-from pipeline.system.errors import ConfigError
+from pipeline.system.errors import ConfigError, PipelineError
 from pipeline.system.wording import join_names, seconds
 from pipeline.tracking.process import Tracking
 from pipeline.user.readers import changed_read_files
@@ -68,7 +70,20 @@ class Work:
             decision = replace(decision, reason=decision.reason + _last_duration(self.history))
         if decision.action == "run" and step in self.request.reuse_only:
             raise ConfigError(f"--from starts after {step}, but {step} has to run: {decision.reason}")
+        if decision.action == "reuse" and (changed := self._without_effect(decision)):
+            hint = f"; {join_names(changed, 3)} would have an effect with --force {step}"
+            decision = replace(decision, reason=decision.reason + hint)
         return decision
+
+    def _without_effect(self, decision: Decision) -> list[str]:
+        """Return the changed settings of how a reused step runs, as `train.trace=true`; no result depends on them."""
+        with contextlib.suppress(PipelineError, AttributeError):  # settings of another version, or none of the step's
+            old, new = (
+                getattr(config, decision.name) for config in (self.reused_record(decision)[0].config, self.config)
+            )
+            names = (name for name in sorted(new.OPERATIONAL) if getattr(old, name) != getattr(new, name))
+            return [f"{decision.name}.{name}={json.dumps(getattr(new, name), default=str)}" for name in names]
+        return []
 
     def _check_read_files(self, decision: Decision) -> Decision:
         """Run prepare where a data file changed that a reader of `pipeline` has read; the key cannot name it."""

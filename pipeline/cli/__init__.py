@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import json
+import os
 import re
 import signal
 import sys
@@ -15,7 +16,7 @@ import typer
 
 from pipeline.cli import experiments, inspect, project, registry, run, service
 from pipeline.cli.app import app
-from pipeline.system.errors import ConfigError, Interrupted, PipelineError, missing_extra
+from pipeline.system.errors import ConfigError, Interrupted, PipelineError, disk_full, missing_extra
 from pipeline.system.processes import TERMINATED, watch_parent
 
 __all__ = ["app", "experiments", "inspect", "main", "project", "registry", "run", "service"]
@@ -48,7 +49,7 @@ def main() -> None:
         _exit_with(missing)
     except OSError as error:
         fixes = {
-            errno.ENOSPC: "disk full; free some space, then repeat this command",
+            errno.ENOSPC: str(disk_full(error.filename or os.getcwd(), "repeat this command")),
             errno.EACCES: f"{error.filename}: permission denied",
             errno.EROFS: f"{error.filename}: the file system is read-only",
         }

@@ -43,7 +43,7 @@ from pipeline.redeploy import deployment_config, find_deployable, redeploy
 from pipeline.resume import accept_outputs, latest_unfinished
 from pipeline.run import check_pipeline, resume_run, run_pipeline, start_fork_server
 from pipeline.service.process import read_live
-from pipeline.system.errors import ConfigError, Interrupted, ResourceError
+from pipeline.system.errors import ConfigError, Interrupted, ResourceError, disk_full
 from pipeline.work import LONG_TRAINING_SECONDS, OnChanges, RunRequest, Work, last_training_seconds
 
 
@@ -289,8 +289,7 @@ def run_and_report(display: Display, run_steps: Callable[[], Run]) -> Run:
             command = f"pipe run --resume {display.run.id}" if display.run else "pipe run all"
             raise Interrupted(f"interrupted; nothing is lost, `{command}` continues") from None
         if isinstance(error, OSError) and error.errno == errno.ENOSPC and display.run is not None:
-            advice = f"free some space, then `pipe run --resume {display.run.id}`"
-            raise ResourceError(f"disk full under {display.run.path}; {advice}") from error
+            raise disk_full(display.run.path, f"`pipe run --resume {display.run.id}`") from error
         raise
     return finished_run
 

@@ -72,6 +72,11 @@ def open_pretrained(folder: Path) -> Pretrained:
         for path in sorted(small_folder.glob(pattern))
         if path.is_file()
     }
+    if "config.json" not in small_files and (small_folder / "adapter_config.json").is_file():
+        raise ConfigError(
+            f"model.pretrained: {folder} holds an adapter, not a whole model; to fix it: name its base model, or merge "
+            "the two with peft's merge_and_unload() and save_pretrained()"
+        )
     if "config.json" not in small_files:
         raise ConfigError(f"model.pretrained: no config.json in {small_folder}, which describes the model")
     names = _weight_names(weights_folder)

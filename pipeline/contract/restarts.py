@@ -189,7 +189,8 @@ def describe_restart(log: AttemptLog, allowed: int) -> str:
     if change:
         change += f", training goes on with {machines} machine{'s' if machines > 1 else ''}"
     if attempt.after == "change":
-        return f"{change.removeprefix('; ') or 'machines have joined or left'}; starting again {start}"
+        unknown = "machines have joined or left" if machines > 1 else "the processes ended for a reason that is unknown"
+        return f"{change.removeprefix('; ') or unknown}; starting again {start}"
     count = sum(attempt.after == "loss" for attempt in _attempts_from_same_checkpoint(log.attempts))
     # The advice after the first sentence is for when training stays down; "no. 3" does not end a sentence.
     cause = re.split(r"\. (?=[A-Z])", first_cause(previous.ends), maxsplit=1)[0]

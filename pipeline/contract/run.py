@@ -25,7 +25,15 @@ from pipeline.contract.bundle import Bundle, Override, open_bundle, read_overrid
 from pipeline.contract.config import Config, parse_config
 from pipeline.contract.settings.section import Frozen
 from pipeline.contract.signing import Trust
-from pipeline.system.errors import BundleError, PipelineError, ResourceError, StageError, missing_extra, write_error
+from pipeline.system.errors import (
+    BundleError,
+    PipelineError,
+    ResourceError,
+    StageError,
+    disk_full,
+    missing_extra,
+    write_error,
+)
 from pipeline.system.files import digest_bytes, digest_file, digest_mapping
 from pipeline.system.processes import Rank, watch_parent
 
@@ -398,7 +406,7 @@ def _not_writable(folder: Path) -> ResourceError:
 def _unexpected_error(error: Exception, root: Path, run: Run) -> PipelineError:
     """Return the error to print for an unexpected exception; its traceback is in the log."""
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-        return ResourceError(f"disk full on {socket.gethostname()}; free some space, then `pipe run --resume {run.id}`")
+        return disk_full(run.path, f"`pipe run --resume {run.id}`")
     if (missing := missing_extra(error)) is not None:
         return missing
     rank = f"rank {Rank.from_env().rank}: " if Rank.from_env().world_size > 1 else ""

@@ -17,7 +17,16 @@ from pathlib import Path
 
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.config import Config
-from pipeline.contract.registry import CHAMPION, PREVIOUS, Entry, ProposedChange, Registry, change_registry, publish
+from pipeline.contract.registry import (
+    CHAMPION,
+    PREVIOUS,
+    Entry,
+    ProposedChange,
+    Registry,
+    change_registry,
+    current_user,
+    publish,
+)
 from pipeline.contract.run import Run
 from pipeline.contract.settings.access import Access
 from pipeline.contract.settings.stages import service_view_options
@@ -148,8 +157,9 @@ def promote(run: Run, bundle: Bundle, reason: str = "", name: str = CHAMPION, lo
     )
 
     def decide(registry: Registry) -> ProposedChange | None:
-        current = registry.names.get(name)
-        if current is not None and current.bundle == entry.bundle:
+        last = registry.last_change(name)
+        is_recorded = last is not None and (not reason or (last.reason, last.by) == (reason, current_user()))
+        if last is not None and last.entry.bundle == entry.bundle and is_recorded:
             return None
         return ProposedChange(name, entry, reason or f"deployed by run {run.id}")
 

@@ -198,6 +198,11 @@ def _missing_module(name: str) -> ConfigError | None:
     return ConfigError(f"the module `{module}` is not installed; to fix it: {install_command(extra)}")
 
 
+def disk_full(path: object, command: str) -> ResourceError:
+    """Return the error for a full disk; `command` goes on after some space was freed."""
+    return ResourceError(f"disk full on {socket.gethostname()} under {path}; free some space, then {command}")
+
+
 def install_command(extra: str) -> str:
     """Return the command that installs an extra and keeps the ONNX Runtime that is installed."""
     gpu = "-gpu" if extra in _EXTRAS_WITH_RUNTIME and _is_installed("onnxruntime-gpu") else ""

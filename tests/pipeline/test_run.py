@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import socket
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -114,6 +115,20 @@ def test_trial_is_trained_again_where_its_validation_would_have_other_metrics(
     assert decided().action == "reuse"
     trial = decided(study="one")
     assert (trial.action, trial.reason) == ("run", "metrics() changed")
+
+
+def test_settings_without_effect_on_a_reused_step_are_named(project: Project, config: Config, new_run: NewRun) -> None:
+    def decided(config: Config) -> Decision:
+        return Work(project, config, TRAINED, load_history(project.runs), {"prepare": {"data.json": "d"}}).decide(
+            "train"
+        )
+
+    run = recorded(new_run(), "train")
+    write_record(run, run.read().steps["train"].model_copy(update={"key": decided(config).key}))
+    assert decided(config).reason == f"unchanged since {run.id}"
+    hint = 'train.launcher="mpirun", train.trace=true would have an effect with --force train'
+    train = config.train.model_copy(update={"trace": True, "launcher": "mpirun"})
+    assert decided(config.model_copy(update={"train": train})).reason == f"unchanged since {run.id}; {hint}"
 
 
 def test_from_a_step_with_missing_outputs_before_it_is_refused(project: Project, config: Config) -> None:
@@ -379,7 +394,7 @@ def test_killed_process_is_the_cause_rather_than_lost_contact(new_run: NewRun) -
 def test_a_full_disk_is_named(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> None:
     run = new_run()
     monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=4096))
-    assert "disk full under" in str(find_failure(run, "prepare", 1, ""))
+    assert f"disk full on {socket.gethostname()} under {run.path}; free" in str(find_failure(run, "prepare", 1, ""))
 
 
 def test_files_of_check_are_removed_where_prepare_is_reused(project: Project, config: Config, steps: Steps) -> None:

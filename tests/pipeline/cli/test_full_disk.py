@@ -85,7 +85,7 @@ def test_advice_after_a_full_disk_completes_the_run(pipe: Pipe, starter: Path, d
 
 def test_a_disk_that_is_full_before_a_run_exists_leaves_no_run(pipe: Pipe, starter: Path, disk: Disk) -> None:
     disk.full_at = "run.json"
-    assert "disk full; free some space, then repeat this command" in pipe("run", "check", expect=2).stderr
+    assert "; free some space, then repeat this command" in pipe("run", "check", expect=2).stderr
     assert [path for path in (starter / "runs").iterdir() if path.is_dir()] == []
     disk.full_at = ""
     pipe("run", "check")

@@ -145,6 +145,11 @@ def test_missing_folder_config_or_weights_are_refused(folder: Path, gone: str, m
     assert message in refused(folder if gone else folder / "none", ConfigError)
 
 
+def test_an_adapter_is_named_as_such(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "org/tiny"}')
+    assert "holds an adapter, not a whole model; to fix it: name its base model" in refused(tmp_path, ConfigError)
+
+
 def test_pretrained_is_a_hub_id_unless_the_folder_exists(tmp_path: Path, folder: Path) -> None:
     assert hub_id(Model(pretrained="deepseek-ai/DeepSeek-V2-Lite"), tmp_path) == ("deepseek-ai/DeepSeek-V2-Lite", "")
     assert hub_id(Model(pretrained="org/tiny@refs/pr/1"), tmp_path) == ("org/tiny", "refs/pr/1")

@@ -205,6 +205,11 @@ def test_restart_after_records_the_end_it_decides_on(tmp_path: Path) -> None:
     assert restart_after(tmp_path, killed, allowed=1) == GiveUp(killed.reason, 2, 0)
 
 
+def test_no_machine_is_named_where_there_is_one() -> None:
+    sentence = "the processes ended for a reason that is unknown; starting again from the checkpoint of step 5"
+    assert describe_restart(attempts_from([LAUNCH, start(1, 1.0, 5), start(2, 2.0, 5)]), 3) == sentence
+
+
 def test_the_cause_of_a_restart_is_its_whole_first_sentence() -> None:
     place = "rank 1 hangs at step 9 (gloo:all_reduce, no. 98, of [7] Float)"
     log = attempts_from(

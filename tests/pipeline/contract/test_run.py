@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -205,7 +206,7 @@ def test_a_bug_names_the_rank_where_there_are_several(tmp_path: Path, monkeypatc
 def test_a_full_disk_is_reported_with_its_fix(tmp_path: Path) -> None:
     status, found = left_behind(tmp_path, OSError(errno.ENOSPC, "No space left on device"))
     assert status == 2
-    assert "disk full" in str(found)
+    assert f"disk full on {socket.gethostname()} under {tmp_path}" in str(found)
 
 
 def test_interrupt_is_not_recorded_as_a_failure(tmp_path: Path) -> None:

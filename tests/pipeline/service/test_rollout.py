@@ -58,6 +58,17 @@ def test_the_same_bundle_in_a_later_run_changes_nothing(new_run: NewRun) -> None
     assert read_registry(first.runs, "") == before
 
 
+def test_another_reason_for_the_same_bundle_is_recorded_once(new_run: NewRun) -> None:
+    run, other = new_run(), new_run()
+    promote(other, bundle_of(other, "other"))
+    promote(run, bundle_of(run, "one"))
+    for _ in range(2):
+        promote(run, bundle_of(run, "one"), "approved by the board")
+    registry = read_registry(run.runs, "")
+    assert [change.reason for change in registry.history][1:] == [f"deployed by run {run.id}", "approved by the board"]
+    assert registry.names[PREVIOUS].bundle == "other"
+
+
 def test_each_rollback_goes_back_one_more_bundle(new_run: NewRun) -> None:
     run = new_run()
     for digest in ("one", "two", "three"):
