@@ -11,6 +11,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from pipeline.contract.restarts import read_attempts
 from pipeline.contract.run import Run, step_main
 from pipeline.contract.task import Task, build_model, open_task, save_weights
 from pipeline.system.errors import DataError, StageError
-from pipeline.system.files import digest_parts, write_json
+from pipeline.system.files import digest_mapping, digest_parts, write_json
 from pipeline.system.processes import Rank
 from train.batch_order import order_identity, read_order
 from train.batch_size import decide_batch_size
@@ -122,7 +123,7 @@ def _fit(
     build: BuildModel,
 ) -> None:
     directory = run.partial("train")
-    progress = resume(trainer, saved, group)
+    progress = resume(trainer, saved, group, group.share(_validated_on(run) if group.rank.first else ""))
     log = MetricsLog(directory, progress.step, "tensorboard" in run.config.track) if group.rank.first else None
     trainer.attempt = begin_attempt(run, group, progress.step)
     checksums = read_checksums(run.output("prepare"))
@@ -150,6 +151,14 @@ def _fit(
         summary["memory_bytes" if group.device.type == "cuda" else "resident_bytes"] = memory
         write_json(directory / "summary.json", summary)
         print(describe_summary(summary), flush=True)
+
+
+def _validated_on(run: Run) -> str:
+    """Return the digest of what the loss on the validation data depends on, beside the weights."""
+    data = json.loads((run.output("prepare") / "data.json").read_text())["splits"]["validation"]["fingerprint"]
+    record = run.read().steps.get("train")
+    sources = {} if record is None else {name: it for name, it in record.parts.items() if name.startswith("source:")}
+    return digest_mapping({"validation": data, **sources})
 
 
 def _tracer(trainer: Trainer, group: ProcessGroup, directory: Path, start: int) -> StepTracer | None:
@@ -185,6 +194,7 @@ def summarize(
         "best_step": progress.best_step,
         "best_validation": dict(progress.best_validation),
         **({"lost_best": dict(progress.lost_best)} if progress.lost_best else {}),
+        **({"best_since": progress.best_since} if progress.best_since else {}),
         "stopped_early": progress.step < trainer.total_steps,
         "world_size": group.size,
         "batch_size": trainer.order.batch_size,
@@ -206,22 +216,34 @@ def describe_summary(summary: Mapping[str, Any]) -> str:
     )
     if lost := summary.get("lost_best"):
         text += f" (that of step {lost['step']} was better, but its checkpoint was damaged)"
+    if since := summary.get("best_since"):
+        text += f" (of those since step {since}, as the validation data or the code had changed)"
     if "overflow_steps" not in summary:
         return text
     steps = "1 step" if summary["overflow_steps"] == 1 else f"{summary['overflow_steps']} steps"
     return f"{text}; {steps} skipped for overflow, loss scale {summary['loss_scale']:g}"
 
 
-def resume(trainer: Trainer, saved: SavedCheckpoint | None, group: ProcessGroup) -> Progress:
-    """Restore the state and return its progress; all take part."""
+def resume(trainer: Trainer, saved: SavedCheckpoint | None, group: ProcessGroup, validated_on: str) -> Progress:
+    """Restore the state and return its progress; all take part.
+
+    Losses on other data, or by other code, cannot be compared: then the best begins again.
+    """
     if saved is None:
-        return Progress()
+        return Progress(validated_on=validated_on)
     trainer.restore(saved)
+    progress = saved.progress
+    changed = bool(progress.best_step or progress.lost_best) and progress.validated_on not in ("", validated_on)
     if group.rank.first:
-        print(f"resumed from the checkpoint of step {saved.progress.step} of {trainer.total_steps}", flush=True)
-    if saved.progress.lost_best and not saved.progress.best_step:
-        return trainer.choose_best_again(saved.progress)
-    return saved.progress
+        print(f"resumed from the checkpoint of step {progress.step} of {trainer.total_steps}", flush=True)
+        if changed:
+            print("the validation data or the code changed: the best is chosen from this step on", flush=True)
+    if changed:
+        progress = Progress(progress.step, best_since=progress.step)
+    progress = replace(progress, validated_on=validated_on)
+    if changed or (progress.lost_best and not progress.best_step):
+        return trainer.choose_best_again(progress)
+    return progress
 
 
 _COMPARED_ROWS = 64  # of data in memory

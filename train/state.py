@@ -25,6 +25,8 @@ class Progress:
     best_validation: Mapping[str, float] = field(default_factory=dict)
     stale_epochs: int = 0
     lost_best: Mapping[str, float] | None = None  # step and loss of a better checkpoint that was damaged, if one was
+    validated_on: str = ""  # digest of the validation data and of the code by which the best was found
+    best_since: int = 0  # the step at which one of these changed, so that the best began again
 
 
 @dataclass(frozen=True)

@@ -98,6 +98,8 @@ def _summary(summary: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "best validation", ", ".join(f"{name} {number(value)}" for name, value in best)
     if lost := summary.get("lost_best"):
         yield "lost", f"the better checkpoint of step {lost['step']}, which was damaged"
+    if since := summary.get("best_since"):
+        yield "best of those since", f"step {since}, where the validation data or the code changed"
 
 
 @dataclass(frozen=True)

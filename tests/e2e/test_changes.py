@@ -45,6 +45,9 @@ def test_resume_lists_changes_and_accepts_them_on_request(interrupted: ProjectFo
     assert RESUMED.search(interrupted.pipe("run", "--resume", "--accept-changes").stderr)
     (acceptance,) = interrupted.latest.read().steps["train"].accepted
     assert acceptance.changes == "task.py changed"
+    summary = json.loads((interrupted.latest.output("train") / "summary.json").read_text())
+    assert 50 <= summary["best_since"] < 60, "with the loss before, every later checkpoint was worse"
+    assert summary["best_step"] >= summary["best_since"]
     assert interrupted.plan("train", "train.processes=1")["train"][0] == "reuse"
 
 

@@ -30,7 +30,7 @@ from train.checkpoint.format import (
 )
 from train.checkpoint.storage import Storage
 from train.process_group import ProcessGroup
-from train.state import Progress, Shape, local_shard, strip_prefix
+from train.state import Shape, local_shard, strip_prefix
 
 
 class SavedCheckpoint:
@@ -121,7 +121,7 @@ def find_newest(storage: Storage, identity: Mapping[str, Any], group: ProcessGro
         except StageError as error:
             _warn(group, f"{error}; it was the best so far, so the best one is chosen from step {step} on")
             lost = progress.lost_best or {"step": progress.best_step, "loss": progress.best_loss or 0.0}
-            left = Progress(step, stale_epochs=progress.stale_epochs, lost_best=lost)
+            left = replace(progress, best_step=0, best_loss=None, best_validation={}, lost_best=lost)
             return SavedCheckpoint(storage, replace(manifest, progress=left))
         return SavedCheckpoint(storage, manifest)
     return None
