@@ -50,7 +50,6 @@ from train.hang_report import MISMATCH_ADVICE
 _UNLIMITED_RESTARTS = 1 << 30  # `restart_after` decides, not torch's own counter
 # A machine without a heartbeat for 3 s is gone. Once enough machines have come, more are awaited for 2 s.
 _RENDEZVOUS_TIMES = {"last_call_timeout": 2, "keep_alive_interval": 1, "keep_alive_max_attempt": 3}
-_STORE_READ_SECONDS = 20
 _TRIAL_SECONDS = 60  # a process that uses a broken GPU may hang
 _LOG_END_BYTES = 1 << 16
 _MISMATCH = re.compile(r"(\d+) vs (\d+)\. Received data size doesn't match expected size")  # gloo, before it aborts
@@ -248,7 +247,7 @@ def _spec(options: argparse.Namespace) -> WorkerSpec:
         local_addr=options.address or (None if options.rendezvous else "127.0.0.1"),
         is_host=not options.rendezvous,
         join_timeout=options.timeout,
-        read_timeout=min(_STORE_READ_SECONDS, options.timeout),
+        read_timeout=options.timeout,  # of the store: a shorter interruption is waited for
         **_RENDEZVOUS_TIMES,
     )
     c10d_backend, store = create_backend(parameters)
