@@ -199,9 +199,7 @@ class App:
         version.unstarted -= 1
         given = request.headers.get(b"content-type")
         is_file = given is not None and media_type(given) in version.predictor.media_types
-        body = await read_body(
-            request, request.receive, version.predict_limits, self.budget, 0 if is_file else math.inf
-        )
+        body = await read_body(request, version.predict_limits, self.budget, 0 if is_file else math.inf)
         payload = v1.Payload(body, is_file)
         if version.canary is not None and not route.version:
             version = await _choose(request, version, payload)
@@ -211,7 +209,8 @@ class App:
         version.unstarted -= 1
         length = request.headers.get(_LENGTH)
         header = None if length is None else length.decode("latin-1")
-        body = await read_body(request, request.receive, version.infer_limits, self.budget, v2.json_bytes(header))
+        json_bytes = math.inf if header is None else v2.json_bytes(header)
+        body = await read_body(request, version.infer_limits, self.budget, json_bytes)
         payload = v2.Payload(version.name, body, header, version.predictor.signature)
         if version.canary is not None and not route.version:
             version = await _choose(request, version, payload)
@@ -257,7 +256,7 @@ class App:
         return _health({"name": route.model, "ready": self.repository.model_ready(route.model)})
 
     async def _index(self, request: HttpRequest, _: Route) -> Response:
-        body = await read_body(request, request.receive, _INDEX_LIMITS, self.budget)
+        body = await read_body(request, _INDEX_LIMITS, self.budget)
         ready = bool(body.strip()) and v2_json.index_is_ready_only(parse_object(body))
         return json_response(self.repository.index(ready=ready))
 

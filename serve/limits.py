@@ -90,6 +90,7 @@ class Budget:
             raise Busy(f"other requests take {self.held_bytes >> 20} MiB of memory already; try again in a moment")
         self.held_bytes += size
         request.held_bytes += size
+        request.work += size
         self._most_held = max(self._most_held, self.held_bytes)
 
     def release(self, request: RequestContext) -> None:

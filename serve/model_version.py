@@ -106,7 +106,6 @@ class ModelVersion:
     async def predict(self, request: RequestContext, payload: Payload) -> Any:
         """Decode an admitted request, run it together with those that arrive at the same moment, and encode."""
         predictor, clock, decoders = self.predictor, time.monotonic, self._budget.decoders
-        request.work += request.held_bytes
         request.model_version, request.decode_started_at = self, clock()
         size = request.size.bit_length()
         skips_codec = payload.is_quick and predictor.text_signature is None

@@ -12,7 +12,7 @@ import math
 import re
 import zlib
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Executor
 from typing import Any, TypeVar
 
@@ -21,34 +21,28 @@ import msgspec
 from pipeline.system.errors import InvalidPayload
 from serve.errors import TooLarge, UnsupportedMediaType
 from serve.limits import MAX_INFLATION, SLICE_BYTES, SMALL_BYTES, BodyLimits, BodyPrice, Budget
-from serve.request_context import RequestContext
+from serve.request_context import HttpRequest
 
 ACCEPTED_ENCODINGS = "gzip, deflate"
 _UNCOUNTED_BYTES = 4 << 10  # of a body that arrived in one piece
 _GZIP, _ZLIB, _RAW = 16 + zlib.MAX_WBITS, zlib.MAX_WBITS, -zlib.MAX_WBITS  # as zlib names the formats
 
 
-Receive = Callable[[], Awaitable[tuple[bytes, bool]]]  # of the next piece of a body, and whether more is to come
-
-
-async def read_body(
-    request: RequestContext, receive: Receive, limits: BodyLimits, budget: Budget, json_bytes: float = math.inf
-) -> bytes:
+async def read_body(request: HttpRequest, limits: BodyLimits, budget: Budget, json_bytes: float = math.inf) -> bytes:
     """Return the decompressed body; only its first `json_bytes` are JSON."""
     headers, limit = request.headers, limits.size
-    length = int(headers.get(b"content-length", b"0"))  # the parser refused what is not a number
-    if length > limit:
+    if request.length > limit:
         raise _too_large(limit)
     encoding = headers.get(b"content-encoding")
     name = "" if encoding is None else encoding_name(encoding)
-    if name or length > SMALL_BYTES or b"transfer-encoding" in headers:
+    if name or request.length > SMALL_BYTES or b"transfer-encoding" in headers:
         budget.check_address(request)
-    body, more = await receive()
+    body, more = await request.receive()
     if name or more:
         price = BodyPrice(request, limits, budget, json_bytes)
         inflater = Inflater(name, limits) if name else None
         parts = []
-        async for piece in _pieces(receive, body, more, limit):
+        async for piece in _pieces(request, body, more, limit):
             if inflater is None:
                 price.add(piece)
                 parts.append(piece)
@@ -67,7 +61,7 @@ async def read_body(
     return body
 
 
-async def _pieces(receive: Receive, piece: bytes, more: bool, limit: int) -> AsyncIterator[bytes]:
+async def _pieces(request: HttpRequest, piece: bytes, more: bool, limit: int) -> AsyncIterator[bytes]:
     """Yield the body as it is sent, from this piece on."""
     size = 0
     while True:
@@ -77,7 +71,7 @@ async def _pieces(receive: Receive, piece: bytes, more: bool, limit: int) -> Asy
         yield piece
         if not more:
             return
-        piece, more = await receive()
+        piece, more = await request.receive()
 
 
 def _too_large(limit: int, *, more: bool = True, prefix: str = "body:") -> TooLarge:
@@ -157,9 +151,12 @@ T = TypeVar("T")
 
 
 def decode_json(
-    decoder: msgspec.json.Decoder[T], body: bytes | memoryview, count_names: Callable[[T], int] = lambda _: 0
+    decoder: msgspec.json.Decoder[T],
+    body: bytes | memoryview,
+    count_names: Callable[..., int] = lambda _: 0,
+    *args: Any,
 ) -> T:
-    """Return what a body holds; an error names the field where one is wrong.
+    """Return what a body holds, which `count_names` gets with `args`; an error names the field where one is wrong.
 
     A name that an object has twice is refused: parsers take the first or the last.
     """
@@ -167,7 +164,7 @@ def decode_json(
         value = decoder.decode(body)
         text = bytes(body)  # no copy of what is bytes already
         colons = text.count(b":")
-        may_repeat = colons > 1 and colons != (count := count_names(value))
+        may_repeat = colons > 1 and colons != (count := count_names(value, *args))
         if may_repeat and (text.count(b'":') != count or _SPACE_BEFORE_COLON.search(text)):  # in no string
             _NAMES_DECODER.decode(text.decode())
         return value

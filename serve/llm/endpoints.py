@@ -92,8 +92,7 @@ class OpenAIEndpoints:
     async def _read(self, request: HttpRequest, parse: Callable[[bytes], T]) -> T:
         """Read and parse a body; the largest limit applies, as the model is known only then."""
         sizes = [(bool(one.openai_kinds), one.predict_limits.size) for one, _ in self._repository.loaded_versions()]
-        body = await read_body(request, request.receive, BodyLimits(max(sizes)[1]), self._budget)
-        request.work += request.held_bytes
+        body = await read_body(request, BodyLimits(max(sizes)[1]), self._budget)
         if len(body) <= SMALL_BYTES:
             return parse(body)
         return await asyncio.get_running_loop().run_in_executor(self._budget.decoders, parse, body)

@@ -136,9 +136,9 @@ def render(
     return Answer(b"".join([head, *raws]), len(head)) if raws else Answer(head, None)
 
 
-def json_bytes(header: str | None) -> float:
-    """Return how many bytes of a body are JSON; infinity for all."""
-    if header is None or not (header.isascii() and header.isdigit()) or len(header) > 18:
+def json_bytes(header: str) -> float:
+    """Return how many bytes of a body are JSON by its header; infinity for all."""
+    if not (header.isascii() and header.isdigit()) or len(header) > 18:
         return math.inf
     return int(header)
 

@@ -58,13 +58,12 @@ def read_v2_json(text: bytes | memoryview, signature: Signature | None = None) -
     """Parse and validate a request; the signature limits how many inputs and outputs it has."""
     lists: list[memoryview] = []
     rest = _cut_lists(bytes(text), lists) if len(text) >= LONG_LIST_BYTES else text
-    count_names = functools.partial(_count_names, signature=signature)
     try:
-        request = decode_json(_DECODER, rest, count_names)
+        request = decode_json(_DECODER, rest, _count_names, signature)
     except InvalidPayload:
         if not lists:
             raise
-        request = decode_json(_DECODER, text, count_names)  # an error names its place in the whole
+        request = decode_json(_DECODER, text, _count_names, signature)  # an error names its place in the whole
     for tensor in request.inputs if lists else ():
         if type(tensor.data) is int and 0 <= (place := tensor.data - _FIRST_LIST) < len(lists):
             tensor.data = functools.partial(_read_list, lists[place], tensor.datatype)

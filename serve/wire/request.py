@@ -29,6 +29,8 @@ class Disconnected(Exception):
 class IncomingRequest:
     """Each protocol adds how it receives the body and sends the response."""
 
+    length = -1  # of the body, where the head of an HTTP/1.1 request states it
+
     def __init__(self, headers: Mapping[bytes, bytes], path: str) -> None:
         self.received_at = time.monotonic()
         self.headers, self.path = headers, path

@@ -24,8 +24,9 @@ from serve.models import Model, ModelRepository
 from serve.monitoring.request_log import RequestLog
 from serve.monitoring.snapshot import Metrics
 from serve.request_body import parse_object, read_body
-from serve.request_context import RequestContext, parse_timeout_parameter
+from serve.request_context import HttpRequest, parse_timeout_parameter
 from serve.runtime.loading import load_predictor
+from serve.wire.request import IncomingRequest
 from tests.serve.wire.http1.fakes import connect
 from tests.serve.wire.transport import FakeTransport
 
@@ -89,23 +90,25 @@ def bare(data: bytes) -> bytes:
     return zlib.compress(data, wbits=-15)
 
 
-class Upload(RequestContext):
+class Upload(HttpRequest):
     """A request whose body comes in these pieces; without any, its client has disconnected."""
 
+    address = ""
+
     def __init__(self, headers: dict[bytes, bytes], *pieces: bytes) -> None:
-        super().__init__(headers, "/")
-        self._pieces = list(pieces)
+        IncomingRequest.__init__(self, headers, "/")
+        self._sent = list(pieces)
 
     async def receive(self) -> tuple[bytes, bool]:
-        if not self._pieces:
+        if not self._sent:
             raise ClientDisconnected("the client hung up")
-        return self._pieces.pop(0), bool(self._pieces)
+        return self._sent.pop(0), bool(self._sent)
 
 
 def body(coding: str, *pieces: bytes, most: int = MOST) -> bytes:
     """Return the body that the application reads from these pieces."""
     request = Upload({b"content-encoding": coding.encode()} if coding else {}, *pieces)
-    return asyncio.run(read_body(request, request.receive, BodyLimits(most, math.inf), Budget()))
+    return asyncio.run(read_body(request, BodyLimits(most, math.inf), Budget()))
 
 
 @pytest.mark.parametrize("pieces", [1, 4])
@@ -114,11 +117,11 @@ def test_bodies_share_one_memory_budget(pieces: int) -> None:
     sent = cut(b"x" * size, size // pieces)
     while budget.held_bytes + 2 * size <= total:
         held.append(Upload({}, *sent))
-        asyncio.run(read_body(held[-1], held[-1].receive, BodyLimits(MOST), budget))
+        asyncio.run(read_body(held[-1], BodyLimits(MOST), budget))
     assert len(held) == total // (2 * size), "in pieces and whole"
     last = Upload({}, *sent)
     with pytest.raises(Busy, match="other requests take"):
-        asyncio.run(read_body(last, last.receive, BodyLimits(MOST), budget))
+        asyncio.run(read_body(last, BodyLimits(MOST), budget))
     held.append(last)
     for request in held:
         budget.release(request)
@@ -128,10 +131,10 @@ def test_bodies_share_one_memory_budget(pieces: int) -> None:
 def test_compressed_body_counts_with_its_decompressed_size() -> None:
     budget, size = Budget(1 << 20), 500_000
     first, second = (Upload({b"content-encoding": b"gzip"}, gzip.compress(b"x" * size)) for _ in range(2))
-    asyncio.run(read_body(first, first.receive, BodyLimits(MOST), budget))
+    asyncio.run(read_body(first, BodyLimits(MOST), budget))
     assert budget.held_bytes == first.held_bytes == 2 * size, "in pieces and whole"
     with pytest.raises(Busy, match="other requests take"):
-        asyncio.run(read_body(second, second.receive, BodyLimits(MOST), budget))
+        asyncio.run(read_body(second, BodyLimits(MOST), budget))
 
 
 def test_refused_requests_give_their_memory_back(bundle: Bundle, pool: Executor) -> None:
