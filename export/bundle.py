@@ -5,7 +5,6 @@ The codec may import numpy and what it declares, because the service installs no
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from pipeline.contract.config import Config
 from pipeline.contract.signature import CODEC_FOLDER, FLOATS, Limits, Runtime, Signature, TensorSpec, codec_file
 from pipeline.contract.task import Classifier
 from pipeline.system.errors import ConfigError
+from pipeline.system.files import read_object
 from pipeline.system.sources import project_sources, third_party_imports
 
 
@@ -60,7 +60,7 @@ def fill_bundle(
 
 def columns_with_nan(profile: Path) -> frozenset[str]:
     """Return the columns that had NaN in any split, as prepare counted them."""
-    splits = json.loads(profile.read_text())["columns"].values()
+    splits = read_object(profile, "columns").values()
     columns = [item for split in splits for item in split.items()]
     return frozenset(name for name, column in columns if column["nan"])
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from pipeline.contract.signing import Trust
 from pipeline.contract.task import KEY, shared_files_folder
 from pipeline.history import changed_folders, changed_outputs
 from pipeline.system.errors import BundleError
-from pipeline.system.files import digest_file
+from pipeline.system.files import digest_file, read_object
 from serve.runtime.selfcheck import check_golden_requests
 from serve.runtime.session import Session
 from train.batch_order import BatchOrder, read_order
@@ -64,7 +63,7 @@ def verify_run(run: Run, trust: Trust | None = None) -> Iterator[str]:
 
 
 def _check_bundle_named_in(run: Run, name: str, relation: str) -> None:
-    if json.loads((run.path / name).read_text())["bundle"] != run.bundle().digest:
+    if read_object(run.path / name, "bundle") != run.bundle().digest:
         raise BundleError(f"{name}: {relation} another bundle than export/bundle")
 
 
@@ -105,7 +104,7 @@ def _verify_lineage(run: Run) -> Iterator[str]:
 def _check_shared_files(run: Run) -> None:
     """Check that the files the codec shares with the model are those of training."""
     shared_files_folder(run)  # raises where they changed since prepare
-    recorded = json.loads((run.output("prepare") / "data.json").read_text()).get(KEY, {})
+    recorded = read_object(run.output("prepare") / "data.json").get(KEY, {})
     for path, entry in run.bundle().manifest.files.items():
         folder, _, name = path.partition("/")
         if folder == FILES and recorded.get(name) != entry.sha256:
@@ -141,7 +140,7 @@ def ledger_verification(run: Run) -> LedgerVerification:
         raise BundleError(f"{run.path}: has no ledger; training has not begun")
     summary = directory / "summary.json"
     lines = read_lines(directory / LEDGER_FILE, growing=not summary.exists())
-    steps = json.loads(summary.read_text())["steps"] if summary.exists() else max([0, *(line.step for line in lines)])
+    steps = read_object(summary, "steps") if summary.exists() else max([0, *(line.step for line in lines)])
     return verify_lines(lines, batch_order(run, directory), steps, read_checksums(run.output("prepare")))
 
 
@@ -157,7 +156,7 @@ def batch_order(run: Run, directory: Path) -> BatchOrder:
     train = run.config.train
     batch_size = train.batch_size
     if batch_size == "auto":
-        batch_size = json.loads((directory / "batch_size.json").read_text())["batch_size"]
+        batch_size = read_object(directory / "batch_size.json", "batch_size")
     return read_order(run.output("prepare"), int(batch_size), train.seed, train.max_samples)
 
 
@@ -178,7 +177,7 @@ def describe_ledger(verification: LedgerVerification) -> str:
 
 def _check_end(directory: Path, verification: LedgerVerification, order: BatchOrder, validate_every: int) -> None:
     """Check that the ledger ends with a validation and that the model's step is the best of the summary."""
-    summary = json.loads((directory / "summary.json").read_text())
+    summary = read_object(directory / "summary.json")
     intervals = [order.steps_per_epoch, *filter(None, [validate_every])]
     is_end = verification.steps == summary.get("total_steps")
     if not is_end and all(verification.steps % interval for interval in intervals):

@@ -6,7 +6,6 @@ the first one writes `model.safetensors` and `summary.json`.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import time
@@ -23,7 +22,7 @@ from pipeline.contract.restarts import read_attempts
 from pipeline.contract.run import Run, step_main
 from pipeline.contract.task import Task, build_model, open_task, save_weights
 from pipeline.system.errors import DataError, StageError
-from pipeline.system.files import digest_mapping, digest_parts, write_json
+from pipeline.system.files import digest_mapping, digest_parts, read_object, write_json
 from pipeline.system.processes import Rank
 from train.batch_order import order_identity, read_order
 from train.batch_size import decide_batch_size
@@ -155,7 +154,7 @@ def _fit(
 
 def _validated_on(run: Run) -> str:
     """Return the digest of what the loss on the validation data depends on, beside the weights."""
-    data = json.loads((run.output("prepare") / "data.json").read_text())["splits"]["validation"]["fingerprint"]
+    data = read_object(run.output("prepare") / "data.json", "splits", "validation", "fingerprint")
     record = run.read().steps.get("train")
     sources = {} if record is None else {name: it for name, it in record.parts.items() if name.startswith("source:")}
     return digest_mapping({"validation": data, **sources})
@@ -169,9 +168,9 @@ def _tracer(trainer: Trainer, group: ProcessGroup, directory: Path, start: int) 
 
 def _check_matches_prepare(run: Run, splits: list[Samples]) -> None:
     """Check the number of samples, and of data in memory, where that is cheap, the fingerprints of `prepare`."""
-    report = json.loads((run.output("prepare") / "data.json").read_text())
+    recorded = read_object(run.output("prepare") / "data.json", "splits")
     for samples in splits:
-        expected = report["splits"][samples.split]
+        expected = recorded[samples.split]
         if len(samples) != expected["samples"] or (
             samples.in_memory and fingerprint(samples) != expected["fingerprint"]
         ):

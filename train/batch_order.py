@@ -6,7 +6,6 @@ It does not depend on the number of processes. Prepare records the order of the 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -17,7 +16,7 @@ import numpy as np
 
 from pipeline.contract.settings.stages import Train
 from pipeline.system.errors import ConfigError, DataError
-from pipeline.system.files import digest_file
+from pipeline.system.files import digest_file, read_object
 
 ORDER_FILE = "order.npy"  # of the prepare step: the weight, group or length of each training sample
 ORDER_KEY = "order"  # in data.json
@@ -175,7 +174,7 @@ def write_order(kind: Kind, values: np.ndarray[Any, Any] | None, folder: Path) -
 
 def read_order(folder: Path, batch_size: int, seed: int, most: int) -> BatchOrder:
     """Return the order that prepare recorded, for the first `most` samples; 0: all."""
-    report = json.loads((folder / "data.json").read_text())
+    report = read_object(folder / "data.json")
     count: int = report["splits"]["train"]["samples"]
     samples = min(most or count, count)
     entry = report.get(ORDER_KEY, {"kind": "shuffled"})
@@ -192,7 +191,7 @@ def read_order(folder: Path, batch_size: int, seed: int, most: int) -> BatchOrde
 
 def order_identity(folder: Path) -> dict[str, str]:
     """Return the entry of data.json; a resumed run continues only checkpoints of the same order."""
-    entry: dict[str, str] = json.loads((folder / "data.json").read_text()).get(ORDER_KEY, {})
+    entry: dict[str, str] = read_object(folder / "data.json").get(ORDER_KEY, {})
     return {ORDER_KEY: f"{entry['kind']} {entry.get('digest', '')}".strip()} if entry else {}
 
 

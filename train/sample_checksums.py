@@ -7,7 +7,6 @@ A checksum covers a few values of every column, spread over the sample.
 from __future__ import annotations
 
 import hashlib
-import json
 import platform
 import zlib
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor
 
 from pipeline.contract.data import Samples
+from pipeline.system.files import read_object
 from train.batch_order import Indices
 from train.optim import sample_rng
 
@@ -135,5 +135,5 @@ def _load_checksums(samples: Samples, indices: Indices) -> Indices:
 
 def read_checksums(folder: Path) -> SampleChecksums | None:
     """Return what prepare wrote to `folder`; None where it found nothing to compare."""
-    entry = json.loads((folder / "data.json").read_text()).get(CHECKSUMS_KEY)
+    entry = read_object(folder / "data.json").get(CHECKSUMS_KEY)
     return SampleChecksums(values=np.load(folder / CHECKSUMS_FILE, allow_pickle=False), **entry) if entry else None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import math
 import random
 import signal
@@ -30,6 +29,7 @@ from pipeline.contract.run import Run
 from pipeline.executors.local import child_process
 from pipeline.history import Project, create_run, link_outputs, write_record
 from pipeline.system.errors import ConfigError, ResourceError, StageError
+from pipeline.system.files import read_object
 from pipeline.system.fork_server import Process
 from train.chaos_hooks import CHAOS_VARIABLE, ChaosEvent, ChaosLog, Fault, Kill, KillPoint
 
@@ -416,14 +416,14 @@ class Campaign:
         return run
 
     def reduced_config(self, prepared: Run, kills: int, overrides: Sequence[str]) -> Config:
-        data = json.loads((prepared.output("prepare") / "data.json").read_text())
-        return reduced_config(prepared.config, data["splits"]["train"]["samples"], kills, list(overrides))
+        samples = read_object(prepared.output("prepare") / "data.json", "splits", "train", "samples")
+        return reduced_config(prepared.config, samples, kills, list(overrides))
 
     def train_reference(self, prepared: Run, config: Config) -> Reference:
         run = self.new_run(prepared, config)
         attack, started = self.attack(run, [], no_kill, lambda _: None), time.time()
         attack.train()
-        summary = json.loads((run.output("train") / "summary.json").read_text())
+        summary = read_object(run.output("train") / "summary.json")
         first_step = next(event for event in attack.log.events() if event.event == "step")
         seconds = statistics.median(row["step_seconds"] for row in training_log(run) if "step_seconds" in row)
         self.report(f"without kills: {summary['steps']} steps, the first after {first_step.time - started:.1f} s")

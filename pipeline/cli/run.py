@@ -44,6 +44,7 @@ from pipeline.resume import accept_outputs, latest_unfinished
 from pipeline.run import check_pipeline, resume_run, run_pipeline, start_fork_server
 from pipeline.service.process import read_live
 from pipeline.system.errors import ConfigError, Interrupted, ResourceError, disk_full
+from pipeline.system.files import read_object
 from pipeline.work import LONG_TRAINING_SECONDS, OnChanges, RunRequest, Work, last_training_seconds
 
 
@@ -378,7 +379,7 @@ def package(
 def _package_service(project: Project, config: Config, display: Display) -> dict[str, Any]:
     request = make_request(["package"], None, None, None)
     finished_run = run_and_report(display, lambda: run_pipeline(project, config, request, display))
-    return {"run": finished_run.id, **json.loads((finished_run.output("package") / "image.json").read_text())}
+    return {"run": finished_run.id, **read_object(finished_run.output("package") / "image.json")}
 
 
 def _package_training(project: Project, config: Config, display: Display) -> dict[str, Any]:

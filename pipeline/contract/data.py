@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import hashlib
 import inspect
-import json
 import math
 import os
 import sys
@@ -27,7 +26,7 @@ from torch.utils.data import IterableDataset, Subset, default_collate
 
 from pipeline.contract.task import BATCH, HasCollate, input_axes, max_axis_sizes, shortest_sizes
 from pipeline.system.errors import ConfigError, DataError
-from pipeline.system.files import digest_bytes
+from pipeline.system.files import digest_bytes, read_object
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -310,7 +309,7 @@ def open_split(task: Task, split: str, prepared: Path | None = None) -> Samples:
     source = task.data(split)
     count = 0
     if prepared is not None and is_stream(source) and not hasattr(source, "__len__"):
-        count = json.loads((prepared / "data.json").read_text())["splits"][split]["samples"]
+        count = read_object(prepared / "data.json", "splits", split, "samples")
     return Samples(split, source, task.collate if isinstance(task, HasCollate) else None, count)
 
 

@@ -6,7 +6,6 @@ file decodes greedily over a bundle's graph in the simplest way, as the referenc
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.contract.signature import NUMPY_TYPES, Generation, TensorSpec
-from pipeline.system.files import write_json
+from pipeline.system.files import read_object, write_json
 
 Array = np.ndarray[Any, Any]
 
@@ -49,7 +48,7 @@ class Golden:
 
     @classmethod
     def read(cls, directory: Path) -> Golden:
-        body = json.loads((directory / "golden.json").read_text())
+        body = read_object(directory / "golden.json")
         with np.load(directory / "golden.npz", allow_pickle=False) as arrays:
             tensors = {name: _texts(arrays[name]) for name in arrays.files}
         return cls(

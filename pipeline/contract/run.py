@@ -34,7 +34,7 @@ from pipeline.system.errors import (
     missing_extra,
     write_error,
 )
-from pipeline.system.files import digest_bytes, digest_file, digest_mapping
+from pipeline.system.files import digest_bytes, digest_file, digest_mapping, read_object
 from pipeline.system.processes import Rank, watch_parent
 
 _SECOND = len("20260131-235959")  # at the beginning of a run's name
@@ -142,7 +142,7 @@ class RunFile(Frozen):
 
     SCHEMA: ClassVar[int] = 3
 
-    schema_version: int = 3
+    schema_version: int = SCHEMA
     id: str
     created: str
     parent: str = ""  # the newest run when this one began, or the run that it deploys again
@@ -297,11 +297,9 @@ class Run:
         path = self.output("evaluate") / name
         if not path.is_file():
             raise PipelineError(f"run {self.id} has no evaluation yet; `pipe run --resume {self.id}` continues it")
-        with contextlib.suppress(ValueError):
-            body = json.loads(path.read_bytes())
-            if isinstance(body, dict) and key in body:
-                return body
-        raise PipelineError(f"{path}: damaged; `pipe run --resume {self.id}` evaluates again")
+        body: dict[str, Any] = read_object(path)
+        read_object(path, key)
+        return body
 
     def override(self, verdict_digest: str) -> Override | None:
         """Return the override of exactly this verdict; an override of another verdict does not count."""

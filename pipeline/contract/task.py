@@ -10,7 +10,6 @@ import copy
 import difflib
 import inspect
 import itertools
-import json
 import os
 import stat
 import sys
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, runtime_che
 
 from pipeline.contract.run import Run, describe
 from pipeline.system.errors import ConfigError, DataError, StageError
-from pipeline.system.files import digest_tree
+from pipeline.system.files import digest_tree, read_object
 from pipeline.system.imports import PROJECT, import_file
 
 if TYPE_CHECKING:
@@ -586,7 +585,7 @@ def shared_files_folder(run: Run) -> Path:
     folder, report = run.output("prepare") / SHARED_FOLDER, run.output("prepare") / "data.json"
     if not report.is_file():
         raise DataError(f"{report}: missing, so the files that the task shares are unknown; run the prepare step first")
-    recorded: Mapping[str, Any] = json.loads(report.read_text()).get(KEY, {})
+    recorded: Mapping[str, Any] = read_object(report).get(KEY, {})
     digests = shared_file_digests(folder)
     if changed := sorted(name for name in recorded.keys() | digests.keys() if recorded.get(name) != digests.get(name)):
         raise DataError(f"{folder / changed[0]}: changed since prepare; `pipe run all` creates it again")

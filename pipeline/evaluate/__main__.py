@@ -6,7 +6,6 @@ It is started by `python -m pipeline.evaluate RUN [--root ROOT]`, as one process
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -52,7 +51,7 @@ from pipeline.evaluate.worst_samples import worst_body
 from pipeline.statistics.metrics import lower_is_better
 from pipeline.statistics.scores import BASELINE, CANDIDATE, Columns, candidate_predictor, join_parts, score_batch
 from pipeline.system.errors import ConfigError, DataError, GateError, StageError
-from pipeline.system.files import digest_bytes, digest_file, digest_mapping, write_json
+from pipeline.system.files import digest_bytes, digest_file, digest_mapping, read_object, write_json
 from pipeline.system.processes import Rank
 
 if TYPE_CHECKING:
@@ -124,7 +123,7 @@ def _verify_test_data(run: Run, samples: Samples) -> DataOfTest:
     actual = data.fingerprint
     recorded = run.output("prepare") / "data.json"
     if recorded.is_file():
-        expected = json.loads(recorded.read_text())["splits"]["test"]["fingerprint"]
+        expected = read_object(recorded, "splits", "test", "fingerprint")
         if actual != expected:
             raise DataError(
                 f"data('test') changed since prepare: fingerprint {actual[:12]}, recorded {expected[:12]}; "
@@ -146,7 +145,7 @@ def _results(task: Task, columns: Columns, baseline: Baseline | None, data: Data
 def _lost_best(run: Run) -> str:
     """Return a note where the best checkpoint was damaged, so that the model is a later one; empty where it was not."""
     path = run.output("train") / "summary.json"
-    summary = json.loads(path.read_text()) if path.is_file() else {}
+    summary = read_object(path) if path.is_file() else {}
     if not (lost := summary.get("lost_best")):
         return ""
     return (

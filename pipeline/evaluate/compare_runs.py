@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
@@ -18,7 +17,7 @@ from pipeline.statistics.metrics import Metric, compute_metrics
 from pipeline.statistics.scores import ACTUAL, BASELINE, CANDIDATE, Columns
 from pipeline.statistics.significance import detectable_difference, holm, mcnemar, permutation_p_value
 from pipeline.system.errors import DataError
-from pipeline.system.files import digest_file
+from pipeline.system.files import digest_file, read_object
 
 
 def compare_runs(first: Run, second: Run, config: Evaluate) -> dict[str, Any]:
@@ -146,7 +145,7 @@ def _mcnemar(metric: Metric) -> dict[str, Any] | None:
 
 
 def _read_metrics(run: Run) -> dict[str, Any]:
-    metrics: dict[str, Any] = json.loads((run.output("evaluate") / "metrics.json").read_text())
+    metrics: dict[str, Any] = read_object(run.output("evaluate") / "metrics.json")
     return metrics
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from pipeline.contract.data import Fingerprint, Samples
 from pipeline.contract.results import NEAR_COPIES
 from pipeline.contract.settings.stages import Evaluate
 from pipeline.evaluate.rules import GateRule
+from pipeline.system.files import read_object
 
 SAMPLES_FILE = "test_samples.npy"  # a digest for each sample of the test set
 
@@ -53,7 +53,7 @@ def read_test_data(samples: Samples) -> DataOfTest:
 def read_near_copies(prepared: Path) -> tuple[int, ...]:
     """Return the test samples that prepare recorded as copies; none where it did not run."""
     path = prepared / NEAR_COPIES
-    return tuple(json.loads(path.read_text())["test"]) if path.is_file() else ()
+    return tuple(read_object(path, "test")) if path.is_file() else ()
 
 
 def compare_with_champion(own: DataOfTest, champion: str, run: Path) -> DataChange | None:

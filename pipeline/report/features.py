@@ -6,7 +6,6 @@ The bins of a profile are equally full in the training split; they are drawn in 
 from __future__ import annotations
 
 import bisect
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from pipeline.report.charts import (
     ticks,
 )
 from pipeline.system.errors import PipelineError
+from pipeline.system.files import read_object
 from pipeline.system.wording import number, percent
 
 _MAX_FEATURES = 12  # drawn
@@ -58,9 +58,9 @@ def read_champion_profile(run: Run, facts: Facts) -> Body:
         try:
             export = other.read().steps.get("export")
             if export is not None and export.outputs.get("bundle/manifest.json") == bundle:
-                body = json.loads(path.read_text())
-                return body if isinstance(body, dict) else {}
-        except (PipelineError, ValueError):  # damaged; commands that need the run report it
+                body: Body = read_object(path)
+                return body
+        except PipelineError:  # damaged; commands that need the run report it
             continue
     return {}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 from collections.abc import Sequence
@@ -20,7 +19,7 @@ from pipeline.service.cluster_record import begin_deployment, record_deployment
 from pipeline.service.process import check_golden, measure_latency, read_live
 from pipeline.service.rollout import VERSION_DIGITS, promote, reason_to_start, requested_start, shadow_bundle, start
 from pipeline.system.errors import BundleError, ClusterError
-from pipeline.system.files import write_json
+from pipeline.system.files import read_object, write_json
 from pipeline.system.processes import exit_by_exception
 
 
@@ -42,7 +41,7 @@ def image_on_cluster(run: Run, config: Config, bundle: Bundle) -> str:
     from k8s.objects.manifests import check_pinned  # slow to load
 
     _check_image(run, bundle)
-    record = json.loads((run.output("package") / "image.json").read_text())
+    record = read_object(run.output("package") / "image.json")
     image: str = config.deploy.image or record.get("reference") or record["image"]
     check_pinned(image, "deploy.image")
     return image
@@ -51,7 +50,7 @@ def image_on_cluster(run: Run, config: Config, bundle: Bundle) -> str:
 def _check_image(run: Run, bundle: Bundle) -> None:
     """Check that the image was made of this bundle, so that one that was replaced with its record is noticed, too."""
     path = run.output("package") / "image.json"
-    record = json.loads(path.read_text()) if path.is_file() else {"bundle": bundle.digest}
+    record = read_object(path) if path.is_file() else {"bundle": bundle.digest}
     if record["bundle"] != bundle.digest:
         raise BundleError(
             f"run {run.id}: its image has bundle {record['bundle'][:12]}, but the run has {bundle.digest[:12]}; "

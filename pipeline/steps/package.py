@@ -6,7 +6,6 @@ bundle can be signed afterwards; its provenance comes from the record.
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import shutil
@@ -42,7 +41,7 @@ from pipeline.contract.settings.stages import WHEELS_FOLDER, Package
 from pipeline.contract.signing import fingerprint
 from pipeline.history import Project, changed_outputs, load_history
 from pipeline.system.errors import BundleError, ConfigError, StageError
-from pipeline.system.files import write_json
+from pipeline.system.files import read_object, write_json
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -252,7 +251,7 @@ def _find_earlier_image(final: Path, push: bool) -> dict[str, Any] | None:
     path = final / "image.json"
     if not path.is_file():
         return None
-    record: dict[str, Any] = json.loads(path.read_text())
+    record: dict[str, Any] = read_object(path)
     return record if record["image_digest"] and (record["reference"] or not push) else None
 
 
@@ -283,7 +282,7 @@ def _packaged(runs: Path, reference: Reference) -> tuple[Run, StepRecord, dict[s
         step, path = body.steps.get("package"), run.output("package") / "image.json"
         if step is None or not step.complete or not path.is_file():
             continue
-        image: dict[str, Any] = json.loads(path.read_text())
+        image: dict[str, Any] = read_object(path)
         modelcar = {"bundle": image["bundle"], **(image["modelcar"] or {})}
         for record in (image, modelcar):
             if (record.get("reference") or "").endswith(f"@{reference.digest}"):

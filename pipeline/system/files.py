@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.system.errors import ConfigError, ResourceError
+from pipeline.system.errors import ConfigError, PipelineError, ResourceError
 
 
 def write_atomic(path: Path, data: str | bytes) -> None:
@@ -35,6 +35,23 @@ def write_atomic(path: Path, data: str | bytes) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Write deterministic JSON, so that equal content has an equal digest; NaN is an error."""
     write_atomic(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
+
+
+def read_object(path: Path, *keys: str) -> Any:
+    """Return the JSON object in a file of a run, or what the keys lead to in it; raise where that is damaged."""
+    reason = "it is missing"
+    try:
+        raw = path.read_bytes()
+        reason = "not a JSON object" if raw.strip(b"\0 \n") else "it is empty"
+        value: Any = {**json.loads(raw)}
+        for key in keys:
+            reason = f"it has no {key}"
+            value = value[key]
+        return value
+    except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
+        run = next((folder.name for folder in path.parents if (folder / "run.json").is_file()), "")
+        remedy = f"`pipe run --resume {run}`, which writes it again" if run else "restore it from a copy"
+        raise PipelineError(f"{path}: damaged: {reason}; to fix it: {remedy}") from error
 
 
 def unwritable(path: Path, error: OSError) -> ResourceError:

@@ -8,7 +8,6 @@ and misses nothing, and a later command continues the same run of the tracker.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import select
 import signal
@@ -25,7 +24,7 @@ from pipeline.contract.results import NewLines, read_facts
 from pipeline.contract.run import Run
 from pipeline.report.page import write_report
 from pipeline.system.errors import missing_extra
-from pipeline.system.files import write_json
+from pipeline.system.files import read_object, write_json
 from pipeline.tracking.contents import (
     bundle_files,
     read_ending,
@@ -64,7 +63,7 @@ class Sender:
     def __init__(self, name: str, tracker: Tracker, run: Run, root: Path) -> None:
         self._name, self._tracker, self._run, self._root = name, tracker, run, root
         self._path = state_file(run, name)
-        self._sent = Sent(**json.loads(self._path.read_text())) if self._path.exists() else Sent()
+        self._sent = Sent(**read_object(self._path)) if self._path.exists() else Sent()
         self._lines = NewLines()
         self._is_open = False
         self._seen = ""  # content of run.json that results and tags were read with

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import platform
 import secrets
@@ -65,7 +64,7 @@ from pipeline.system.errors import (
     read_error,
     write_error,
 )
-from pipeline.system.files import write_json
+from pipeline.system.files import read_object, write_json
 from pipeline.system.fork_server import has_server
 from pipeline.system.processes import (
     AgentStatus,
@@ -359,8 +358,8 @@ def describe_software(run: Run, root: Path) -> dict[str, str]:
 def check_same_software(run: Run, root: Path) -> None:
     """Refuse to join machines that would compute something else."""
     try:
-        leading = json.loads(_rendezvous_file(run).read_text()).get("software") or {}
-    except (OSError, ValueError):  # withdrawn meanwhile
+        leading = read_object(_rendezvous_file(run)).get("software") or {}
+    except PipelineError:  # withdrawn meanwhile
         return
     own = describe_software(run, root)
     for name in leading.keys() & own.keys():
@@ -373,10 +372,10 @@ def check_same_software(run: Run, root: Path) -> None:
 
 def read_rendezvous(run: Run) -> Rendezvous | None:
     try:
-        body = json.loads(_rendezvous_file(run).read_text())
-    except (OSError, ValueError):
+        body = read_object(_rendezvous_file(run))
+        return Rendezvous(body["address"], body["id"])
+    except (PipelineError, KeyError):
         return None
-    return Rendezvous(body["address"], body["id"])
 
 
 def withdraw_rendezvous(run: Run) -> None:

@@ -37,6 +37,7 @@ from pipeline.history import FileLock, Project, exclusive_lock, load_history, lo
 from pipeline.plan import CHECK, STEP_KINDS, describe_changes, with_upstream
 from pipeline.run import run_pipeline
 from pipeline.system.errors import ConfigError, ConflictError, Interrupted, PipelineError, StageError, read_error
+from pipeline.system.files import read_object
 from pipeline.system.fork_server import Process
 from pipeline.tune.record import (
     Direction,
@@ -138,7 +139,7 @@ def _record_study(request: SearchRequest, display: Display) -> None:
             display.report(
                 f"a new study, because {describe_changes(studies[0].parts, parts)}; study {studies[0].name} is kept"
             )
-        checks = json.loads((prepared_run.output("prepare") / "checks.json").read_text())
+        checks = read_object(prepared_run.output("prepare") / "checks.json")
         write_study(folder, request.config, parts, checks.get("lower_is_better", ()))
 
 

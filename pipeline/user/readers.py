@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pipeline.system.errors import DataError
-from pipeline.system.files import digest_file, write_json
+from pipeline.system.files import digest_file, read_object, write_json
 
 if TYPE_CHECKING:
     import numpy as np
@@ -349,13 +349,13 @@ def write_read_files(root: Path, folder: Path) -> None:
 def recall_read_files(folder: Path) -> None:
     """Record as read what another process recorded in a folder."""
     path = folder / READ_FILES
-    _patterns.update(dict.fromkeys(json.loads(path.read_text()) if path.is_file() else ()))
+    _patterns.update(dict.fromkeys(read_object(path) if path.is_file() else ()))
 
 
 def changed_read_files(root: Path, folder: Path) -> list[str]:
     """Return the data files that changed since prepare recorded them; none where the data are on another machine."""
     path = folder / READ_FILES
-    recorded: dict[str, dict[str, dict[str, Any]]] = json.loads(path.read_text()) if path.is_file() else {}
+    recorded: dict[str, dict[str, dict[str, Any]]] = read_object(path) if path.is_file() else {}
     changed = []
     for pattern, files in recorded.items():
         current = {os.path.relpath(file, root): file for file in _match(root, pattern)}

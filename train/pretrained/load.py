@@ -7,7 +7,6 @@ FP8 matrix with its scales; the models have experts in one tensor. transformers'
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import sys
 from collections import defaultdict
@@ -23,7 +22,7 @@ from pipeline.contract.pretrained import PRETRAINED_RECORD, Pretrained, locate_p
 from pipeline.contract.run import Run
 from pipeline.contract.task import transformers_model
 from pipeline.system.errors import ConfigError, DataError
-from pipeline.system.files import digest_file
+from pipeline.system.files import digest_file, read_object
 from train.optim import seed_step
 from train.pretrained.adapter import ADAPTER_WEIGHTS, adapter_sources
 from train.pretrained.matching import Matching, match
@@ -86,7 +85,7 @@ def _open_whole_weights(
     if resumes:
         yield partial(load_placeholder, build)
         return
-    recorded = json.loads((run.output("prepare") / PRETRAINED_RECORD).read_text())
+    recorded = read_object(run.output("prepare") / PRETRAINED_RECORD)
     folder = locate_pretrained(config.model, root, recorded["commit"], recorded["files"], recorded["run"])
     pretrained = open_pretrained(folder)
     states_before = _file_states(pretrained)
