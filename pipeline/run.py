@@ -270,7 +270,8 @@ def _put_earlier_attempt_aside(run: Run, step: str, display: Display) -> None:
     partial = run.partial(step)
     if not (partial / "checkpoints").is_dir():
         shutil.rmtree(partial, ignore_errors=True)
-        return
-    replaced = next(path for n in itertools.count(1) if not (path := run.path / f"{step}.replaced-{n}").exists())
-    partial.rename(replaced)
-    display.report(f"{step}: starting over; earlier checkpoints are kept in {replaced} until it is complete")
+    # A summary in a damaged output would end the new training at once.
+    for folder in filter(Path.is_dir, (partial, *([run.output(step)] if step == "train" else []))):
+        replaced = next(path for n in itertools.count(1) if not (path := run.path / f"{step}.replaced-{n}").exists())
+        folder.rename(replaced)
+        display.report(f"{step}: starting over; earlier checkpoints are kept in {replaced} until it is complete")

@@ -6,7 +6,6 @@ Without a rendezvous address, the first process opens a store and publishes its 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import secrets
@@ -26,8 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from pipeline.contract.restarts import collective_seconds
 from pipeline.contract.settings.stages import Train
-from pipeline.system.errors import ConfigError, DeviceFault, LostContact, StageError
-from pipeline.system.files import write_json
+from pipeline.system.errors import ConfigError, DeviceFault, LostContact, PipelineError, StageError
+from pipeline.system.files import read_object, write_json
 from pipeline.system.processes import Rank, split_address
 
 _POLL_SECONDS = 0.1
@@ -95,7 +94,7 @@ def _connect_to_store(file: Path) -> Store | None:
     An address left by an earlier launch leads nowhere, or to a store with another id.
     """
     try:
-        published = json.loads(file.read_text())
+        published = read_object(file)
         socket.create_connection((published["host"], published["port"]), _CONNECT_TIMEOUT_SECONDS).close()
         store = TCPStore(
             published["host"],
@@ -104,7 +103,7 @@ def _connect_to_store(file: Path) -> Store | None:
             wait_for_workers=False,
         )
         matches = store.check([_STORE_ID]) and store.get(_STORE_ID).decode() == published[_STORE_ID]
-    except (OSError, DistError):
+    except (OSError, KeyError, PipelineError, DistError):
         return None
     return store if matches else None
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field, TypeAdapter, ValidationError
 
 from pipeline.contract.config import Config
 from pipeline.contract.run import Run
@@ -76,9 +76,10 @@ def read_cluster_records(runs: Path) -> list[ClusterRecord]:
     if not path.exists():
         return []
     try:
-        return TypeAdapter(list[ClusterRecord]).validate_json(path.read_bytes())
-    except ValueError as error:
-        raise PipelineError(f"{path}: damaged; to fix it: move it away, `pipe deploy` writes a new one") from error
+        return TypeAdapter(list[ClusterRecord]).validate_json(raw := path.read_bytes())
+    except ValidationError as invalid:
+        problem = ClusterRecord.describe(raw, invalid.errors()[0], "move it away, `pipe deploy` writes a new one")
+        raise PipelineError(f"{path}: {problem}") from invalid
 
 
 def write_cluster_record(runs: Path, record: ClusterRecord) -> ClusterRecord:

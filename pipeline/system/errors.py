@@ -130,7 +130,7 @@ def write_error(error: PipelineError, directory: Path) -> None:
 def read_error(directory: Path) -> PipelineError | None:
     """Return the error that a step wrote, if any; an error that is a consequence of another one comes last."""
     for path in (directory / _FILE, directory / _PASSING_FILE, directory / _ECHO_FILE):
-        if path.exists():
+        with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):  # a damaged one is ignored
             body = json.loads(path.read_text())
             return _kinds(PipelineError).get(body["kind"], PipelineError)(body["message"])
     return None

@@ -392,7 +392,7 @@ BREAKS: tuple[Break, ...] = (
     Break(
         "a deployment of another bundle passes verify",
         "pipeline/verify.py",
-        'if json.loads((run.path / name).read_text())["bundle"] != run.bundle().digest:',
+        'if read_object(run.path / name, "bundle") != run.bundle().digest:',
         "if not run.bundle().digest:",
         "tests/pipeline/test_verify.py::test_a_container_made_of_another_bundle_is_reported",
     ),

@@ -348,6 +348,21 @@ def test_checkpoints_are_kept_until_the_new_training_is_complete(
     assert run.read().steps["train"].complete
 
 
+def test_a_damaged_training_is_run_again_in_its_place(project: Project, config: Config, steps: Steps) -> None:
+    run = run_pipeline(project, config, TRAINED, QUIET)
+    (run.output("train") / "model.safetensors").write_bytes(b"0")
+    (run.output("train") / "summary.json").write_bytes(b"")
+    steps.ends["train"] = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        resume_run(project, run, TRAINED, QUIET)
+    assert not run.output("train").exists(), "its summary would end the new training"
+    assert (run.path / "train.replaced-1" / "model.safetensors").is_file()
+    steps.ends.clear()
+    resume_run(project, run, TRAINED, QUIET)
+    assert steps.ran == ["prepare", "train", "train", "train"]
+    assert [path.name for path in run.path.glob("train*")] == ["train"]
+
+
 def test_an_edited_record_is_not_reused(project: Project, config: Config, steps: Steps) -> None:
     run = run_pipeline(project, config, RunRequest(("prepare",)), QUIET)
     path = run.path / "run.json"

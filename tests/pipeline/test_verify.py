@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,17 +12,19 @@ from onnx import numpy_helper
 from safetensors.numpy import save_file
 
 from pipeline.contract.bundle import Ancestors, Override, open_bundle, write_manifest, write_override
+from pipeline.contract.config import Config, parse_config
 from pipeline.contract.golden import Golden
 from pipeline.contract.run import Run, StepRecord
 from pipeline.contract.signing import SIGNATURE, Trust, new_key, private_key
 from pipeline.history import changed_outputs, link_outputs, publish_step, write_record, write_run
 from pipeline.override import sign_run
-from pipeline.system.errors import BundleError, ConfigError
+from pipeline.system.errors import BundleError, ConfigError, PipelineError
 from pipeline.system.files import digest_file, write_json
 from pipeline.verify import verify_bundle, verify_run
 from train.batch_order import BatchOrder
 from train.ledger import LedgerLine, batch_digest
 
+from .cli.conftest import run_here
 from .conftest import NewRun
 from .packing import write_bundle
 
@@ -41,17 +44,26 @@ def write_training(directory: Path) -> None:
 
 
 @pytest.fixture
+def config() -> Config:
+    return parse_config({"name": "a", "task": "task.py:T", "codec": "c.py:C", "train": {"batch_size": "auto"}}, "test")
+
+
+@pytest.fixture
 def run(new_run: NewRun) -> Run:
     """A run with the outputs of all steps, made by hand."""
     run = new_run()
-    for step in ("prepare", "train", "evaluate", "package"):
+    for step in ("prepare", "train", "evaluate", "package", "deploy"):
         run.partial(step).mkdir()
+    write_json(run.partial("prepare") / "checks.json", {"checks": []})
+    write_json(run.partial("train") / "batch_size.json", {"batch_size": 64})
+    write_json(run.partial("evaluate") / "metrics.json", {"candidate": {"loss": 0.5}})
     write_json(run.partial("prepare") / "data.json", {"splits": {"train": {"samples": 5}}})
     complete(run, "prepare")
     write_training(run.partial("train"))
     complete(run, "train")
     checkpoint = digest_file(run.output("train") / "model.safetensors")
-    write_json(run.partial("evaluate") / "verdict.json", {"verdict": "pass", "checkpoint": checkpoint})
+    verdict = {"verdict": "pass", "checkpoint": checkpoint, "summary": "", "rules": [], "samples": 5, "margin": 0.0}
+    write_json(run.partial("evaluate") / "verdict.json", verdict)
     complete(run, "evaluate")
     ancestors = Ancestors(
         code="c",
@@ -64,6 +76,8 @@ def run(new_run: NewRun) -> Run:
     complete(run, "export")
     write_json(run.partial("package") / "image.json", {"bundle": run.bundle().digest})
     complete(run, "package")
+    write_json(run.partial("deploy") / "deploy.json", {"bundle": run.bundle().digest})
+    complete(run, "deploy")
     return run
 
 
@@ -82,11 +96,12 @@ def reseal(run: Run, step: str) -> None:
 def test_intact_chain_is_reported_step_by_step(run: Run) -> None:
     assert list(verify_run(run)) == [
         "run.json: settings, environment and records as pipe wrote them",
-        "prepare: 1 files as recorded",
-        "train: 3 files as recorded",
-        "evaluate: 1 files as recorded",
+        "prepare: 2 files as recorded",
+        "train: 4 files as recorded",
+        "evaluate: 2 files as recorded",
         "export: 7 files as recorded",
         "package: 1 files as recorded",
+        "deploy: 1 files as recorded",
         "the verdict is about this checkpoint",
         "ledger: 1 step, 1 epoch, every one of 5 samples exactly once in each; 1 attempt, 2 processes",
         "the bundle descends from this data, this checkpoint and this verdict",
@@ -94,7 +109,44 @@ def test_intact_chain_is_reported_step_by_step(run: Run) -> None:
         "golden requests are answered as at export",
         f"it is the bundle that run {run.id} exported",
         "the container image has this bundle",
+        "the deployment is of this bundle",
     ]
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "zeros": lambda body: bytes(len(body)),
+    "empty": lambda body: b"",
+    "cut": lambda body: body[: len(body) // 2],
+    "list": lambda body: b"[]",
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_named_and_stops_only_what_needs_it(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    pipe, body = run_here(folder, monkeypatch), run.read()
+    files = [path for step in body.steps for path in run.output(step).rglob("*.json")]
+    assert len(files) == 11
+    for path in files:
+        intact = path.read_bytes()
+        path.write_bytes(DAMAGES[damage](intact))
+        step = path.relative_to(run.path).parts[0]
+        assert f"{path}: changed since" in pipe("verify", run.id, expect=2).stderr
+        reseal(run, step)  # so that it is read
+        for command in ("verify", "status", "report", "compare", "gate explain", "registry promote"):
+            done = pipe(*command.split(), *([] if command == "status" else [run.id]), expect=None)
+            assert done.returncode in (0, *[2] * (command not in ("status", "report"))), (command, path, done)
+            assert done.returncode == 0 or path.name in done.stderr, (command, path, done)
+        write_run(run, body)
+        path.write_bytes(intact)
+
+
+def test_a_damaged_summary_of_an_unfinished_training_is_named(run: Run) -> None:
+    write_record(run, run.read().steps["train"].model_copy(update={"status": "failed"}))
+    (run.output("train") / "summary.json").write_bytes(bytes(9))
+    with pytest.raises(PipelineError, match=rf"summary\.json: damaged: it is empty; .*`pipe run --resume {run.id}`"):
+        list(verify_run(run))
 
 
 def test_bundle_with_a_changed_shared_file_is_refused(run: Run) -> None:

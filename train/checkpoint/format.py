@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from pipeline.contract.settings.section import PIPE
 from pipeline.system.errors import StageError
 from pipeline.system.files import digest_bytes
 from train.state import Progress
@@ -119,6 +120,10 @@ class DamagedCheckpoint(StageError):
     """A checkpoint that differs from what was written; an older one may be intact."""
 
 
+class NewerCheckpoint(DamagedCheckpoint):
+    """An intact checkpoint that this version cannot read."""
+
+
 @dataclass(frozen=True)
 class FileRecord:
     """One file of a checkpoint."""
@@ -149,10 +154,14 @@ def decode_manifest(raw: bytes) -> Manifest:
         content = body["content"]
         if digest_bytes(_canonical(content).encode()) != body["sha256"]:
             raise DamagedCheckpoint("the digest of its manifest does not match")
-        files = tuple(FileRecord(**file) for file in content["files"])
-        return Manifest(**{**content, "progress": Progress(**content["progress"]), "files": files})
     except (ValueError, KeyError, TypeError) as error:
         raise DamagedCheckpoint(f"its manifest cannot be read ({error})") from error
+    try:
+        files = tuple(FileRecord(**file) for file in content["files"])
+        return Manifest(**{**content, "progress": Progress(**content["progress"]), "files": files})
+    except (KeyError, TypeError) as error:  # although the digest matches
+        newer = f"written by a newer version of pipe ({error}); to fix it: pip install --upgrade {PIPE}"
+        raise NewerCheckpoint(newer) from error
 
 
 def _canonical(content: Mapping[str, Any]) -> str:

@@ -24,6 +24,7 @@ from train.checkpoint.format import (
     DamagedCheckpoint,
     FileRecord,
     Manifest,
+    NewerCheckpoint,
     Span,
     decode_manifest,
     parse_header,
@@ -197,4 +198,5 @@ def find_damage(storage: Storage, step: int, files: Iterable[FileRecord]) -> str
 
 
 def _damage_error(step: int, reason: object) -> DamagedCheckpoint:
-    return DamagedCheckpoint(f"checkpoint step-{step:08d} is damaged: {reason}")
+    kind = "" if isinstance(reason, NewerCheckpoint) else "damaged: "
+    return DamagedCheckpoint(f"checkpoint step-{step:08d} is {kind}{reason}")

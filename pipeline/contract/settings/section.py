@@ -80,10 +80,10 @@ class Frozen(BaseModel):
                 return record
         except ValidationError as invalid:
             problem = invalid.errors()[0]
-        raise error(f"{where}: {cls._describe(raw, problem, remedy)}")
+        raise error(f"{where}: {cls.describe(raw, problem, remedy)}")
 
     @classmethod
-    def _describe(cls, raw: bytes, problem: Mapping[str, Any], remedy: str) -> str:
+    def describe(cls, raw: bytes, problem: Mapping[str, Any], remedy: str) -> str:
         """Return what is wrong with a file, and how to fix it."""
         fields: Any = None
         with contextlib.suppress(ValueError):

@@ -129,8 +129,8 @@ def test_naming_an_unreadable_run_is_an_error_with_its_fix(pipe: Pipe, good: Run
 
 
 FILES = {
-    "evaluate/verdict.json": "evaluates again",
-    "evaluate/metrics.json": "evaluates again",
+    "evaluate/verdict.json": "which writes it again",
+    "evaluate/metrics.json": "which writes it again",
     "override.json": "writes it",
 }
 

@@ -23,6 +23,7 @@ from pipeline.service.cluster_record import (
     without_canary,
 )
 from pipeline.system.errors import BundleError, ConfigError, PipelineError
+from pipeline.system.files import write_json
 
 from ..conftest import NewRun
 from ..packing import MakeRun
@@ -167,5 +168,15 @@ def test_a_damaged_record_is_named(new_run: NewRun) -> None:
     run: Run = new_run()
     record_deployment(run, "tiny", deployment("a"))
     (run.runs / "cluster.json").write_text("{")
-    with pytest.raises(PipelineError, match=r"cluster\.json: damaged"):
+    with pytest.raises(PipelineError, match=r"cluster\.json: damaged: .*; to fix it: move it away, `pipe deploy`"):
+        read_cluster_records(run.runs)
+
+
+def test_a_record_of_a_newer_version_is_not_called_damaged(new_run: NewRun) -> None:
+    run: Run = new_run()
+    record = record_deployment(run, "tiny", deployment("a"))
+    write_json(run.runs / "cluster.json", [record.model_dump() | {"shiny": 1}])
+    with pytest.raises(
+        PipelineError, match=r"newer version of pipe \(0\.shiny is unknown here\); to fix it: pip install"
+    ):
         read_cluster_records(run.runs)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 from pipeline.system.errors import StageError
+from pipeline.system.files import digest_bytes
 from train.state import Progress, State
 
 from .conftest import flip, names, save, state, store
@@ -66,6 +68,19 @@ def test_newest_checkpoint_is_kept_when_the_best_is_damaged(
     assert "step-00000010 is damaged" in warning
     assert "it was the best so far, so the best one is chosen from step 30 on" in warning
     assert names(tmp_path) == ["step-00000010"] * bool(name) + ["step-00000020", "step-00000030"]
+
+
+def test_checkpoint_of_a_newer_version_is_not_called_damaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save(tmp_path, 10, best=10, fill=10)
+    path = tmp_path / "step-00000010" / "manifest.json"
+    text = json.dumps(json.loads(path.read_bytes())["content"] | {"shiny": 1}, sort_keys=True)
+    path.write_text(f'{{"content": {text}, "sha256": "{digest_bytes(text.encode())}"}}')
+    assert store(tmp_path).newest() is None
+    warning = capsys.readouterr().err
+    assert "warning: checkpoint step-00000010 is written by a newer version of pipe (" in warning
+    assert "'shiny'); to fix it: pip install --upgrade pipe-road; skipped" in warning
 
 
 def test_lost_best_checkpoint_is_remembered(tmp_path: Path) -> None:
