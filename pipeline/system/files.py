@@ -37,7 +37,7 @@ def write_json(path: Path, value: Any) -> None:
     write_atomic(path, json.dumps(value, indent=2, sort_keys=True, allow_nan=False) + "\n")
 
 
-def read_object(path: Path, *keys: str) -> Any:
+def read_object(path: Path, *keys: str, remedy: str = "") -> Any:
     """Return the JSON object in a file of a run, or what the keys lead to in it; raise where that is damaged."""
     reason = "it is missing"
     try:
@@ -50,7 +50,7 @@ def read_object(path: Path, *keys: str) -> Any:
         return value
     except (FileNotFoundError, ValueError, KeyError, TypeError) as error:
         run = next((folder.name for folder in path.parents if (folder / "run.json").is_file()), "")
-        remedy = f"`pipe run --resume {run}`, which writes it again" if run else "restore it from a copy"
+        remedy = remedy or (f"`pipe run --resume {run}`, which writes it again" if run else "restore it from a copy")
         raise PipelineError(f"{path}: damaged: {reason}; to fix it: {remedy}") from error
 
 

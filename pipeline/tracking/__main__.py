@@ -23,7 +23,7 @@ from typing import TypeVar
 from pipeline.contract.results import NewLines, read_facts
 from pipeline.contract.run import Run
 from pipeline.report.page import write_report
-from pipeline.system.errors import missing_extra
+from pipeline.system.errors import PipelineError, missing_extra
 from pipeline.system.files import read_object, write_json
 from pipeline.tracking.contents import (
     bundle_files,
@@ -63,7 +63,8 @@ class Sender:
     def __init__(self, name: str, tracker: Tracker, run: Run, root: Path) -> None:
         self._name, self._tracker, self._run, self._root = name, tracker, run, root
         self._path = state_file(run, name)
-        self._sent = Sent(**read_object(self._path)) if self._path.exists() else Sent()
+        remedy = "delete it, and everything is sent again"
+        self._sent = Sent(**read_object(self._path, remedy=remedy)) if self._path.exists() else Sent()
         self._lines = NewLines()
         self._is_open = False
         self._seen = ""  # content of run.json that results and tags were read with
@@ -193,7 +194,11 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     run = Run(options.run.resolve())
     os.nice(_NICE)
-    sender = Sender(options.tracker, TRACKERS[options.tracker](run), run, options.root.resolve())
+    try:
+        sender = Sender(options.tracker, TRACKERS[options.tracker](run), run, options.root.resolve())
+    except PipelineError as error:
+        report(f"warning: {options.tracker}: {error}")
+        return 1
     status = follow(sender, options.tracker, _wait_for_end if options.follow else lambda _: True)
     if status:
         command = f"python -m pipeline.tracking {options.tracker} {options.run}"

@@ -18,7 +18,7 @@ from pipeline.contract.run import Run, StepRecord
 from pipeline.contract.signing import SIGNATURE, Trust, new_key, private_key
 from pipeline.history import changed_outputs, link_outputs, publish_step, write_record, write_run
 from pipeline.override import sign_run
-from pipeline.system.errors import BundleError, ConfigError, PipelineError
+from pipeline.system.errors import BundleError, ConfigError
 from pipeline.system.files import digest_file, write_json
 from pipeline.verify import verify_bundle, verify_run
 from train.batch_order import BatchOrder
@@ -113,24 +113,20 @@ def test_intact_chain_is_reported_step_by_step(run: Run) -> None:
     ]
 
 
-DAMAGES: dict[str, Callable[[bytes], bytes]] = {
-    "zeros": lambda body: bytes(len(body)),
-    "empty": lambda body: b"",
-    "cut": lambda body: body[: len(body) // 2],
-    "list": lambda body: b"[]",
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize(
+    "damage",
+    [lambda body: bytes(len(body)), lambda body: b"", lambda body: body[: len(body) // 2], lambda body: b"[]"],
+    ids=["zeros", "empty", "cut", "list"],
+)
 def test_a_damaged_file_is_named_and_stops_only_what_needs_it(
-    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[bytes], bytes]
 ) -> None:
     pipe, body = run_here(folder, monkeypatch), run.read()
     files = [path for step in body.steps for path in run.output(step).rglob("*.json")]
     assert len(files) == 11
     for path in files:
         intact = path.read_bytes()
-        path.write_bytes(DAMAGES[damage](intact))
+        path.write_bytes(damage(intact))
         step = path.relative_to(run.path).parts[0]
         assert f"{path}: changed since" in pipe("verify", run.id, expect=2).stderr
         reseal(run, step)  # so that it is read
@@ -140,13 +136,6 @@ def test_a_damaged_file_is_named_and_stops_only_what_needs_it(
             assert done.returncode == 0 or path.name in done.stderr, (command, path, done)
         write_run(run, body)
         path.write_bytes(intact)
-
-
-def test_a_damaged_summary_of_an_unfinished_training_is_named(run: Run) -> None:
-    write_record(run, run.read().steps["train"].model_copy(update={"status": "failed"}))
-    (run.output("train") / "summary.json").write_bytes(bytes(9))
-    with pytest.raises(PipelineError, match=rf"summary\.json: damaged: it is empty; .*`pipe run --resume {run.id}`"):
-        list(verify_run(run))
 
 
 def test_bundle_with_a_changed_shared_file_is_refused(run: Run) -> None:

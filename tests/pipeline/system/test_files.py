@@ -28,26 +28,18 @@ from pipeline.system.files import (
 
 
 @pytest.mark.parametrize(
-    ("content", "keys", "sentence"),
+    ("content", "sentence"),
     [
-        (None, (), "it is missing; to fix it: restore it from a copy"),
-        (b"", (), "it is empty"),
-        (bytes(9), (), "it is empty"),
-        (b'{"a": ', (), "not a JSON object"),
-        (b"\xff", (), "not a JSON object"),
-        (b"[]", (), "not a JSON object"),
-        (b'{"a": {}}', ("a", "b"), "it has no b"),
-        (b'{"a": 1}', ("a", "b"), "it has no b"),
+        (bytes(9), "it is empty; to fix it: restore it from a copy"),
+        (b"\xff", "not a JSON object"),
+        (b"[]", "not a JSON object"),
+        (b'{"a": {}}', "it has no b"),
     ],
 )
-def test_damaged_object_is_named(tmp_path: Path, content: bytes | None, keys: tuple[str, ...], sentence: str) -> None:
-    path = tmp_path / "data.json"
-    if content is not None:
-        path.write_bytes(content)
+def test_damaged_object_is_named(tmp_path: Path, content: bytes, sentence: str) -> None:
+    (tmp_path / "data.json").write_bytes(content)
     with pytest.raises(PipelineError, match=rf"data\.json: damaged: {sentence}"):
-        read_object(path, *keys)
-    path.write_text('{"a": {"b": 2}}')
-    assert read_object(path, "a", "b") == 2
+        read_object(tmp_path / "data.json", "a", "b")
 
 
 def test_digest_depends_on_the_boundaries_of_parts() -> None:

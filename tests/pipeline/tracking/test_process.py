@@ -14,7 +14,9 @@ from pipeline.history import Project, create_run
 from pipeline.plan import STEP_KINDS, config_parts
 from pipeline.system.errors import ConfigError
 from pipeline.tracking import process
+from pipeline.tracking.__main__ import main
 from pipeline.tracking.process import Tracking, check_trackers
+from pipeline.tracking.trackers import TRACKERS
 
 
 @pytest.fixture
@@ -64,6 +66,18 @@ def test_unreachable_tracker_is_reported(run: Run, project: Project, monkeypatch
     assert (
         f"does not have all of this run; `python -m pipeline.tracking mlflow {run.path}` sends the rest" in warnings[-1]
     )
+
+
+def test_damaged_record_of_what_was_sent_is_named(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os.nice", lambda _: 0)
+    monkeypatch.setitem(TRACKERS, "mlflow", lambda _: None)
+    process.state_file(run, "mlflow").parent.mkdir()
+    process.state_file(run, "mlflow").write_bytes(bytes(9))
+    assert main(["mlflow", str(run.path)]) == 1
+    assert "warning: mlflow: " in (line := capsys.readouterr().out)
+    assert "mlflow.json: damaged: it is empty; to fix it: delete it" in line
 
 
 def test_hanging_tracker_is_not_awaited(

@@ -78,9 +78,7 @@ def test_checkpoint_of_a_newer_version_is_not_called_damaged(
     text = json.dumps(json.loads(path.read_bytes())["content"] | {"shiny": 1}, sort_keys=True)
     path.write_text(f'{{"content": {text}, "sha256": "{digest_bytes(text.encode())}"}}')
     assert store(tmp_path).newest() is None
-    warning = capsys.readouterr().err
-    assert "warning: checkpoint step-00000010 is written by a newer version of pipe (" in warning
-    assert "'shiny'); to fix it: pip install --upgrade pipe-road; skipped" in warning
+    assert "checkpoint step-00000010 is written by a newer version of pipe (" in capsys.readouterr().err
 
 
 def test_lost_best_checkpoint_is_remembered(tmp_path: Path) -> None:
