@@ -150,7 +150,9 @@ def run_saved_model(
             f"{index}/{name}": array for index, feed in enumerate(feeds) for name, array in feed.items()
         }
         np.savez(cases, **arrays)
-        arguments = json.dumps({"model": str(path), "folder": str(folder), "inputs": str(cases), "outputs_file": str(results), "outputs": list(outputs)})  # fmt: skip  # noqa: E501
+        arguments = json.dumps(
+            {"model": str(path), "folder": str(folder), "inputs": str(cases), "outputs_file": str(results)}
+        )
         result = subprocess.run(
             [python or sys.executable, "-c", _PROGRAM, arguments],
             capture_output=True, text=True, check=False, timeout=_TIMEOUT_SECONDS, cwd=scratch,
@@ -168,35 +170,30 @@ def _cause(stderr: str) -> str:
     return errors[0][:400] if errors else " ".join(stderr.split()[-40:])
 
 
-# Runs where only onnx2tf, TensorFlow and numpy are. onnx2tf keeps the order of outputs, not always their names.
+# Runs where only onnx2tf, TensorFlow and numpy are. What onnx2tf saves itself has outputs `output_0`, `output_1`, ….
 _PROGRAM = """
-import json, shutil, sys
-from pathlib import Path
-from typing import Any
-import onnx2tf, numpy, onnx, tensorflow
+import json, sys
+import onnx2tf, numpy, onnx, tensorflow, tf_keras
 job = json.loads(sys.argv[1])
-names = [value.name for value in onnx.load(job["model"], load_external_data=False).graph.input]
-onnx2tf.convert(
+graph = onnx.load(job["model"], load_external_data=False).graph
+outputs = [value.name for value in graph.output]
+model = onnx2tf.convert(
     input_onnx_file_path=job["model"], output_folder_path=job["folder"], non_verbose=True, not_use_onnxsim=True,
-    output_signaturedefs=True, keep_shape_absolutely_input_names=names,
+    output_signaturedefs=True, keep_shape_absolutely_input_names=[value.name for value in graph.input],
+    disable_model_save=True,
 )
-for extra in Path(job["folder"]).glob("*.tflite"):
-    extra.unlink()
+archive = tf_keras.export.ExportArchive()
+archive.add_endpoint(
+    "serving_default", lambda *inputs: dict(zip(outputs, tensorflow.nest.flatten(model(inputs)), strict=True)),
+    [tensorflow.TensorSpec(tensor.shape, tensor.dtype, tensor.name) for tensor in model.inputs],
+)
+archive.write_out(job["folder"])
 serve = tensorflow.saved_model.load(job["folder"]).signatures["serving_default"]
 feeds = {}
 with numpy.load(job["inputs"]) as inputs:
     for key in inputs.files:
         index, _, name = key.partition("/")
         feeds.setdefault(index, {})[name] = tensorflow.constant(inputs[key])
-results = {}
-for index, feed in feeds.items():
-    outputs = serve(**feed)
-    order = job["outputs"]
-    if not set(order) <= set(outputs):
-        order = sorted(outputs, key=lambda name: int(name.rpartition("_")[2]))
-    if len(order) != len(job["outputs"]):
-        raise SystemExit(f"it has the outputs {sorted(outputs)}, the model has {job['outputs']}")
-    for name, key in zip(job["outputs"], order):
-        results[f"{index}/{name}"] = outputs[key].numpy()
+results = {f"{index}/{name}": value for index, feed in feeds.items() for name, value in serve(**feed).items()}
 numpy.savez(job["outputs_file"], **results)
 """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import zipfile
 from pathlib import Path
@@ -20,8 +22,16 @@ from pipeline.contract.settings.stages import Export
 from pipeline.system.errors import StageError
 from pipeline.system.files import digest_file
 
-from .conftest import Classes, linear, open_model, pairs
+from .conftest import Classes, Exporter, Small, linear, open_model, pairs
 from .recurrent import Tags
+
+TENSORFLOW = os.environ.get(other_formats.TENSORFLOW_PYTHON, "")
+NO_TENSORFLOW = saved_model_problem(TENSORFLOW)
+PRINT_NAMES = """
+import sys, tensorflow
+serve = tensorflow.saved_model.load(sys.argv[1]).signatures["serving_default"]
+print(*sorted(serve.structured_input_signature[1]), *sorted(serve.structured_outputs))
+"""
 
 
 class Sneaky(nn.Module):
@@ -29,6 +39,15 @@ class Sneaky(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x[:, :3] if torch.compiler.is_compiling() else x[:, :3] * 1.5
+
+
+class Doubled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = linear()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.net(x), 2 * x
 
 
 def original(folder: Path, net: nn.Module, **settings: Any) -> ModelExporter:
@@ -75,12 +94,26 @@ def test_format_that_differs_from_the_model_is_not_kept(tmp_path: Path) -> None:
 def test_saved_model_is_skipped_without_its_library(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.delenv(other_formats.TENSORFLOW_PYTHON, raising=False)
     monkeypatch.setattr(other_formats, "find_spec", lambda _: None)
     rows = write_formats(original(tmp_path, linear(), formats=("onnx", "savedmodel")), tmp_path / "formats")
     assert (rows[0]["passed"], rows[0]["skipped"]) == (False, True)
     assert rows[0]["reason"].startswith("skipped: onnx2tf and tensorflow not installed here; pip install -c")
     assert "savedmodel is skipped: onnx2tf and tensorflow not installed here" in capsys.readouterr().out
     require_formats(rows)
+
+
+@pytest.mark.skipif(bool(NO_TENSORFLOW), reason=NO_TENSORFLOW)
+@pytest.mark.parametrize(("net", "outputs"), [(linear(), ("scores",)), (Doubled(), ("scores", "doubled"))])
+def test_saved_model_has_the_names_of_the_task(
+    exported: Exporter, tmp_path: Path, net: nn.Module, outputs: tuple[str, ...]
+) -> None:
+    task: Any = Small(net, {"Row": pairs()["x"]}, inputs=("Row",), outputs=outputs)
+    (row,) = write_formats(exported(task, formats=("onnx", "savedmodel")).kind, tmp_path / "formats")
+    assert row["reason"] == "equal to torch"
+    argv = [TENSORFLOW or sys.executable, "-c", PRINT_NAMES, str(tmp_path / row["path"])]
+    names = subprocess.run(argv, capture_output=True, text=True, timeout=300, check=True).stdout.split()
+    assert names == ["Row", *sorted(outputs)]
 
 
 def test_missing_tensorflow_environment_is_named() -> None:
