@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
+from pipeline.contract.restarts import POSITIONS
 from pipeline.contract.run import Run
 from pipeline.system.errors import StageError, Stalled, write_error
 from train.hang_report import (
@@ -54,7 +55,7 @@ def run_watchdog(group: ProcessGroup, run: Run, root: Path, timeout_seconds: int
     if group.size == 1:
         yield
         return
-    directory = run.path / "logs" / "positions"
+    directory = run.path / POSITIONS
     directory.mkdir(parents=True, exist_ok=True)
     watchdog = Watchdog(group, directory, root, timeout_seconds)
     reports = HangReports(run.path / "logs" / "stalls")

@@ -8,6 +8,7 @@ starts the process again or passes the exit status on. Nothing else decides abou
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -24,6 +25,7 @@ from pydantic import ValidationError
 from pipeline.contract.settings.section import Frozen
 
 _FOLDER = "logs/attempts"  # a file for each machine: on NFS, lines that several append overwrite each other
+POSITIONS = "logs/positions"  # where each process is, as its watchdog reports every few seconds
 
 
 # How long the processes of training wait for each other. All of it follows from `train.timeout_seconds`: a process that
@@ -63,6 +65,7 @@ class Event(Frozen):
     host: str = ""
     echo: bool = False  # they ended because others did
     passing: bool = True  # another attempt may well succeed
+    since: float = 0.0  # the last progress; an end may be noticed only after a timeout
 
 
 @dataclass(frozen=True)
@@ -92,11 +95,11 @@ class AttemptLog:
 
     @property
     def seconds_lost(self) -> float:
-        """Seconds from the end of an attempt to the next completed step, where training continued by itself."""
+        """Seconds from the last progress to the next completed step, where training continued by itself."""
         total, lost_since = 0.0, None
         for previous, attempt in zip(self.attempts, self.attempts[1:], strict=False):
             if lost_since is None and attempt.after == "loss":
-                lost_since = previous.ends[0].time
+                lost_since = previous.ends[0].since or previous.ends[0].time
             if lost_since is not None and attempt.first_step_time is not None and attempt.after != "launch":
                 total += max(0.0, attempt.first_step_time - lost_since)
             if attempt.first_step_time is not None or attempt.after == "launch":
@@ -225,7 +228,19 @@ def record_event(run: Path, **values: Any) -> None:
 
 def record_end(run: Path, end: ProcessEnd) -> None:
     """Add an end to the current attempt."""
-    record_event(run, event="end", attempt=newest_attempt(read_events(run)), **asdict(end))
+    events = read_events(run)
+    since = _last_progress(run, max((event.time for event in events if event.event == "start"), default=0.0))
+    record_event(run, event="end", attempt=newest_attempt(events), since=since, **asdict(end))
+
+
+def _last_progress(run: Path, started: float) -> float:
+    """Return when a process last reported progress in the attempt; 0 where none has reported."""
+    moments = [0.0]
+    for path in (run / POSITIONS).glob("*.json"):
+        with contextlib.suppress(OSError, ValueError):  # lost with its machine
+            if (written := path.stat().st_mtime) > started:
+                moments.append(written - json.loads(path.read_text())["still_seconds"])
+    return max(moments)
 
 
 def attempt_files(run: Path) -> list[Path]:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -7,6 +9,7 @@ from typing import Any
 import pytest
 
 from pipeline.contract.restarts import (
+    POSITIONS,
     AttemptLog,
     Event,
     GiveUp,
@@ -112,6 +115,35 @@ def test_attempts_without_a_step_count_as_lost_time() -> None:
     second = [start(2, 13.0), event("end", 2, 14.0, host="a")]
     assert attempts_from([*first, *second, start(3, 17.0), event("step", 3, 18.0)]).seconds_lost == pytest.approx(8.0)
     assert attempts_from([*first, *second, LAUNCH, start(3, 1000.0), event("step", 3, 1001.0)]).seconds_lost == 0
+
+
+@pytest.mark.parametrize(
+    ("reports", "lost"),
+    [([(1180.0, 80.0), (1099.0, 1.0)], 144.0), ([(1005.0, 0.0)], 57.0), ([], 57.0)],
+    ids=["rank 0 waits, rank 1 is silent", "of an earlier attempt", "a single process"],
+)
+def test_lost_seconds_begin_with_the_last_progress(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reports: list[tuple[float, float]], lost: float
+) -> None:
+    """A half-open connection is noticed late."""
+
+    def record(seconds: float, **values: Any) -> None:
+        monkeypatch.setattr("time.time", lambda: seconds)
+        record_event(tmp_path, **values)
+
+    (tmp_path / POSITIONS).mkdir(parents=True)
+    (tmp_path / POSITIONS / "2.json").write_text("{")  # the rest was lost with its machine
+    for rank, (written, still_seconds) in enumerate(reports):
+        path = tmp_path / POSITIONS / f"{rank}.json"
+        path.write_text(json.dumps({"still_seconds": still_seconds}))
+        os.utime(path, (written, written))
+    record(1009.0, event="launch", attempt=0)
+    record(1010.0, event="start", attempt=1, hosts=["a", "b"], processes=2)
+    monkeypatch.setattr("time.time", lambda: 1187.0)
+    record_end(tmp_path, ProcessEnd("a", "rank 0 lost contact with another process"))
+    record(1240.0, event="start", attempt=2, hosts=["a"], processes=1)
+    record(1244.0, event="step", attempt=2)
+    assert read_attempts(tmp_path).seconds_lost == lost
 
 
 def test_ends_before_the_first_attempt_are_separate() -> None:
