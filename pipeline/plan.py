@@ -147,7 +147,7 @@ STEP_KINDS = {
         StepKind(
             "export",
             "export",
-            version=5,
+            version=6,
             settings=(
                 "name",
                 "task",
