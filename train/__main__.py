@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor, nn
+from torch import nn
 
 from pipeline.contract.data import Samples, check_columns, fingerprint, open_split, sample_digests
 from pipeline.contract.restarts import read_attempts
@@ -140,10 +140,13 @@ def _fit(
             log.close()
     memory = max(group.gather(peak_memory_bytes(group.device)))
     if group.rank.first:
-        weights: Mapping[str, Tensor] = store.load(progress.best_step).read_all("weights.")
-        if run.config.model.adapter != "none":  # later steps know only the model without adapters
-            weights = merge_adapter(build, weights, run.config.model, directory / ADAPTER_FOLDER, root)
-        save_weights(weights, directory / "model.safetensors", progress.best_step)
+        best = store.load(progress.best_step)
+        if run.config.model.adapter == "none":
+            best.save("weights.", directory / "model.safetensors")
+        else:  # later steps know only the model without adapters
+            adapter = directory / ADAPTER_FOLDER
+            weights = merge_adapter(build, best.read_all("weights."), run.config.model, adapter, root)
+            save_weights(weights, directory / "model.safetensors", progress.best_step)
         summary = summarize(trainer, group, progress, steps_before, time.perf_counter() - started)
         attempts = read_attempts(run.path)
         summary |= {"restarts": attempts.restarts, "seconds_lost": attempts.seconds_lost}

@@ -80,8 +80,11 @@ class Layout:
     bytes: int  # of the whole file
 
 
-def make_layout(chunks: Iterable[Chunk]) -> Layout:
-    """Order the chunks, wide elements first: so all are aligned without gaps, which the format does not allow."""
+def make_layout(chunks: Iterable[Chunk], facts: Mapping[str, str] | None = None) -> Layout:
+    """Order the chunks, wide elements first: so all are aligned without gaps, which the format does not allow.
+
+    `facts` are stored in the header.
+    """
     ordered = sorted(chunks, key=lambda chunk: (-chunk.dtype.itemsize, chunk.key))
     offsets = list(itertools.accumulate((chunk.bytes for chunk in ordered), initial=0))
     entries: dict[str, Any] = {}
@@ -90,7 +93,7 @@ def make_layout(chunks: Iterable[Chunk]) -> Layout:
         entries[chunk.key] = {"dtype": _NAMES[chunk.dtype], "shape": chunk.sizes, "data_offsets": limits}
         if chunk.key != chunk.name:
             parts[chunk.key] = (chunk.name, chunk.shape, chunk.offsets)
-    metadata = {"format": "pt", **({"chunks": json.dumps(parts)} if parts else {})}  # values must be strings
+    metadata = {"format": "pt", **(facts or {}), **({"chunks": json.dumps(parts)} if parts else {})}  # strings only
     text = json.dumps({"__metadata__": metadata, **entries}, separators=(",", ":")).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
     header = len(text).to_bytes(LENGTH_BYTES, "little") + text

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +29,7 @@ from train.checkpoint.format import (
     NewerCheckpoint,
     Span,
     decode_manifest,
+    make_layout,
     parse_header,
 )
 from train.checkpoint.storage import Storage
@@ -51,8 +54,12 @@ class SavedCheckpoint:
         return strip_prefix(prefix, {name: (torch.Size(chunk.shape), chunk.dtype) for name, chunk in chunks.items()})
 
     @torch.no_grad()
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Load values into the tensors; of a distributed tensor each process reads its own shard."""
+    def load(self, tensors: Mapping[str, Tensor], files: dict[str, Tensor] | None = None) -> None:
+        """Load values into the tensors; of a distributed tensor each process reads its own shard.
+
+        Files that were needed are kept in `files`, and otherwise unmapped at the end: NFS cannot remove a folder with
+        files that are mapped.
+        """
         shapes = self.shapes("")
         for name, tensor in tensors.items():
             if name not in shapes or shapes[name][0] != tensor.shape:
@@ -62,8 +69,7 @@ class SavedCheckpoint:
                     f"{tuple(tensor.shape)} in the model and {stored_shape} in the checkpoint; "
                     "to fix it: train again with `pipe run --force train`"
                 )
-        # Those that were needed so far; unmapped at the end, as NFS cannot remove a folder with files that are mapped.
-        files: dict[str, Tensor] = {}
+        files = {} if files is None else files
         for name, tensor in tensors.items():
             shard, offsets = local_shard(tensor), _shard_offsets(tensor)
             for file, span in self._spans[name]:
@@ -79,6 +85,22 @@ class SavedCheckpoint:
         tensors = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in self.shapes(prefix).items()}
         self.load({f"{prefix}{name}": tensor for name, tensor in tensors.items()})
         return tensors
+
+    def save(self, prefix: str, path: Path) -> None:
+        """Write all tensors with this prefix, whole, to one safetensors file; in memory is one at a time."""
+        shapes = self.shapes(prefix).items()
+        chunks = [Chunk(name, dtype, tuple(shape), (0,) * len(shape), tuple(shape)) for name, (shape, dtype) in shapes]
+        layout = make_layout(chunks, {"step": str(self.progress.step)})
+        files: dict[str, Tensor] = {}
+        with path.open("wb") as file:
+            file.write(layout.header)
+            for span in layout.spans:
+                tensor = torch.empty(span.chunk.shape, dtype=span.chunk.dtype)
+                self.load({f"{prefix}{span.chunk.name}": tensor}, files)
+                file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
+            file.flush()
+            os.fsync(file.fileno())  # before the summary that calls training complete
+        path.chmod(0o644)  # the next step may run as another user
 
     def _read_header(self, name: str) -> list[Span]:
         length = int.from_bytes(self._storage.read_range(self.progress.step, name, 0, LENGTH_BYTES), "little")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from pipeline.system.errors import StageError
 from pipeline.system.files import digest_bytes
@@ -99,3 +100,15 @@ def test_no_checkpoint_is_found_if_all_are_damaged(tmp_path: Path) -> None:
     save(tmp_path, 10)
     flip(tmp_path / "step-00000010" / "0.safetensors")
     assert store(tmp_path).newest() is None
+
+
+def test_weights_are_written_to_one_file(tmp_path: Path) -> None:
+    weights = {"scalar": torch.tensor(3.0), "mask": torch.tensor([True, False]), "half": torch.ones(3, 5).bfloat16()}
+    tensors = {**{f"weights.{name}": tensor for name, tensor in weights.items()}, "optimizer.it": torch.ones(2)}
+    with store(tmp_path / "checkpoints") as opened:
+        opened.save(State(Progress(step=7), tensors))
+    store(tmp_path / "checkpoints").load(7).save("weights.", tmp_path / "model.safetensors")
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
+        assert file.metadata()["step"] == "7"
+        written = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    torch.testing.assert_close(written, weights, rtol=0, atol=0)
