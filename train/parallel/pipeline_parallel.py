@@ -49,16 +49,18 @@ class PipelineStrategy(Strategy):
         self.mesh = self.group.mesh(shape, ("data", "pipeline"))
         self.model.eval()
         row = list(units(self.model, starts := self._starts_by_task()))
-        with TemporaryWeights(self._materializer, self.group.device).during_forward(self.model):
+        weights = TemporaryWeights(self._materializer, self.group.device)
+        with weights.during_forward(self.model):
             recorded = dry_run(row, self._try)
             self._plan = StagePlan(self.model, row, recorded, starts or self._choose_starts(row, recorded))
         index = self.mesh.get_local_rank("pipeline")
         self._stage = Stage(self.model, self._plan, recorded, index, self.group.device)
+        with weights.of_module(self.model, ""):
+            self._check(recorded)
         if self._materializer:  # only now, so that weights of other stages are not read
             self._materializer.materialize(self.model, self.group.device)
         self._tied_weights = TiedWeights(self._plan.ties, index, self.model)
         self._stage_module = _StageModule(self._stage, self.objective, self.model, self.group)
-        self._check(recorded)
         self.model.train()
         return self.model
 

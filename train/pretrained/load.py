@@ -28,6 +28,7 @@ from train.pretrained.adapter import ADAPTER_WEIGHTS, adapter_sources
 from train.pretrained.matching import Matching, match
 from train.pretrained.materialize import BuildModel, Materializer, MetaModel
 from train.pretrained.qlora import round_base_layers
+from train.pretrained.random_weights import create_split
 from train.pretrained.source import (
     Concatenated,
     Dequantized,
@@ -79,8 +80,13 @@ def _open_whole_weights(
     run: Run, root: Path, build: BuildModel, group: ProcessGroup, resumes: bool
 ) -> Iterator[CreateModel]:
     config = run.config
+    seed = partial(seed_step, config.train.seed, -1, 0)
     if not config.model.pretrained:
-        yield lambda: (build(), None)
+        splits = config.train.strategy == "fsdp" or config.train.expert_parallel * group.model_size > 1
+        if splits and group.size > 1 and config.model.adapter == "none":
+            yield partial(create_split, build, seed, group, resumes)
+        else:
+            yield lambda: (build(), None)
         return
     if resumes:
         yield partial(load_placeholder, build)
@@ -90,7 +96,6 @@ def _open_whole_weights(
     pretrained = open_pretrained(folder)
     states_before = _file_states(pretrained)
     check_recorded(pretrained, recorded["files"], group)
-    seed = partial(seed_step, config.train.seed, -1, 0)
     yield partial(
         load_from_files, build, pretrained, config.model.allow_mismatch, seed, adapter=config.model.adapter != "none"
     )

@@ -139,12 +139,22 @@ class Materializer:
     def bytes_read(self) -> int:
         return self._read.bytes
 
-    @torch.no_grad()
-    def materialize(self, model: nn.Module, device: torch.device, prefix: str = "", skip: Collection[int] = ()) -> None:
+    def boxes(self, model: nn.Module) -> dict[str, Box]:
+        """Return what `materialize` will read of each parameter."""
+        return {name: _own_box(getattr(module, own_name)) for module, own_name, name in _meta_slots(model, "", ())}
+
+    def materialize(self, model: nn.Module, device: torch.device, prefix: str = "") -> None:
         """Read all parameters on the meta device, and the buffers that files have.
 
-        `prefix` is the module's name in the whole model, with a dot; `skip` are ids of modules to leave out.
+        `prefix` is the module's name in the whole model, with a dot.
         """
+        self._read_weights(model, device, prefix)
+
+    @torch.no_grad()
+    def _read_weights(
+        self, model: nn.Module, device: torch.device, prefix: str = "", skip: Collection[int] = ()
+    ) -> None:
+        """`skip` are ids of modules to leave out."""
         materialized: dict[int, nn.Parameter] = {}  # tied weights stay one parameter
         for module, own_name, name in _meta_slots(model, prefix, skip):
             meta = getattr(module, own_name)
@@ -163,7 +173,7 @@ class Materializer:
         """Materialize a module within the context, and free its weights at the end."""
         slots = list(_meta_slots(module, prefix, skip))
         meta_parameters = [getattr(owner, own_name) for owner, own_name, _ in slots]
-        self.materialize(module, device, prefix, skip)
+        self._read_weights(module, device, prefix, skip)
         storages = [(name, local_shard(getattr(owner, own_name)).untyped_storage()) for owner, own_name, name in slots]
         self._temporary |= {storage.data_ptr(): name for name, storage in storages}
         try:
@@ -200,18 +210,23 @@ class Materializer:
                 f"parallelize() replaces {name} by a tensor of {list(meta.shape)}; since pretrained weights are read "
                 "later, it must make distributed tensors, as parallelize_module does"
             )
-        if not isinstance(meta, DTensor):
-            out = torch.empty(meta.shape, dtype=meta.dtype, device=device)
-            source.fill(full_box(meta.shape), out, self._read)
-            return out
-        shape, offset = local_box(meta.shape, meta.device_mesh, meta.placements)
-        box: Box = tuple((start, start + size) for start, size in zip(offset, shape, strict=True))
-        local = torch.empty(shape, dtype=meta.dtype, device=device)
+        box = _own_box(meta)
+        local = torch.empty([stop - start for start, stop in box], dtype=meta.dtype, device=device)
         if local.numel():
             source.fill(box, local, self._read)
+        if not isinstance(meta, DTensor):
+            return local
         return DTensor.from_local(
             local, meta.device_mesh, meta.placements, run_check=False, shape=meta.shape, stride=meta.stride()
         )
+
+
+def _own_box(meta: Tensor) -> Box:
+    """Return which part of a whole parameter this process has."""
+    if not isinstance(meta, DTensor):
+        return full_box(meta.shape)
+    shape, offset = local_box(meta.shape, meta.device_mesh, meta.placements)
+    return tuple((start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
 def _meta_slots(model: nn.Module, prefix: str, skip: Collection[int]) -> Iterator[Slot]:

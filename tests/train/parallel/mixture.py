@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch.nn import functional
 from pipeline.system.processes import Rank
 from train.checkpoint.store import CheckpointStore
 from train.metrics import MetricsLog
+from train.optim import seed_step
+from train.pretrained.random_weights import create_split
 from train.process_group import ProcessGroup
 from train.state import Progress
 from train.trainer import Trainer
@@ -112,7 +115,9 @@ def resumed_in(group: ProcessGroup, directory: Path, **settings: Any) -> Tensor 
 
 def _prepare(group: ProcessGroup, directory: Path, step: int, settings: dict[str, Any]) -> tuple[Trainer, Progress]:
     settings = {**SETTINGS, **settings}
-    fresh = trainer(group, Language(settings.pop("kind", "DeepseekV3")), **settings)
+    task = Language(settings.pop("kind", "DeepseekV3"))
+    sparse = partial(create_split, task.model, partial(seed_step, 0, -1, 0), group, bool(step), resident_bytes=0)
+    fresh = trainer(group, task, build=sparse if settings.pop("sparse", False) else None, **settings)
     if not step:
         return fresh, Progress()
     saved = store(directory, group).load(step)

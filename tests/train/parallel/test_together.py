@@ -32,6 +32,10 @@ TWO: dict[str, dict[str, Any]] = {
     "served-adapted": {"strategy": "parameter_server", "kind": "AdaptedLlama"},
     "tensor-v2": {"tensor_parallel": 2, "kind": "DeepseekV2"},
     "tensor-llama": {"tensor_parallel": 2, "kind": "Llama"},
+    "sparse-fsdp": {"strategy": "fsdp", "sparse": True},
+    "sparse-tensor": {"tensor_parallel": 2, "sparse": True},
+    "sparse-expert-fsdp": {"expert_parallel": 2, "strategy": "fsdp", "sparse": True},
+    "sparse-pipeline-tied": {"pipeline_parallel": 2, "accumulate": 2, "kind": "TiedQwen2", "sparse": True},
 }
 BF16: dict[str, dict[str, Any]] = {
     "expert-bf16": {"expert_parallel": 2, "strategy": "fsdp", "precision": "bf16"},
@@ -84,7 +88,7 @@ def train_in_two(
         _copy_first_step(folder, "TiedQwen2", "tied-resumed")
     torch.distributed.barrier()
     outputs["resumed"] = resumed_in(group, folder / "resumed", expert_parallel=2, strategy="fsdp")
-    outputs["tied-resumed"] = resumed_in(group, folder / "tied-resumed", **TWO["pipeline-tied"])
+    outputs["tied-resumed"] = resumed_in(group, folder / "tied-resumed", **TWO["sparse-pipeline-tied"])
     dispatches = {f"{axis} {name}": dispatched(axis, name) for axis, name in IMPLEMENTATIONS}
     return outputs, dispatches, train_pretrained(group, folder)
 
