@@ -225,6 +225,11 @@ def join_process_group(config: Train, rank: Rank, directory: Path) -> Iterator[P
             f"{rank.world_size // model_size} copies of the model; to fix it, make train.processes a multiple of "
             f"{config.expert_parallel * model_size}"
         )
+    if rank.world_size > 1 and rank.world_size // model_size % config.weight_copies:
+        raise ConfigError(
+            f"train.weight_copies={config.weight_copies}: {rank.world_size} processes cannot share so many copies; "
+            f"to fix it, make train.processes a multiple of {config.weight_copies * model_size}"
+        )
     if rank.world_size == 1:
         yield ProcessGroup(rank, device)
         return

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 class FSDPStrategy(Strategy):
     """Shards weights for `strategy: fsdp`, `tensor_parallel: N`, `expert_parallel: N`, or several of them.
 
+    With `weight_copies` neighbouring processes share the weights of one copy (hybrid sharding).
     Experts are split over more processes than the other layers, so there are fewer copies of them: their gradients
     are averaged over the mesh axis `copies`.
     """
@@ -38,8 +39,9 @@ class FSDPStrategy(Strategy):
     def wrap_model(self) -> nn.Module:
         # Passes need other processes' weights or experts. (Processes of one tensor group compute the same batch.)
         self.collective_forward = self.config.strategy == "fsdp" or self.config.expert_parallel > 1
-        shape = (self.group.data_size, self.group.model_size)
-        self.mesh = self.group.mesh(shape, ("data", "tensor"))
+        copies, axes = self.config.weight_copies, ("copy", "data", "tensor")
+        shape = (copies, self.group.data_size // copies, self.group.model_size)
+        self.mesh = self.group.mesh(shape, axes) if copies > 1 else self.group.mesh(shape[1:], axes[1:])
         self._is_first_of_tensor_group = self.mesh.get_local_rank("tensor") == 0  # all of the group compute the same
         # As in DistributedDataParallel: buffers that a training pass may read come from the first process at each step.
         self._sync_buffers = self.group.model_size == 1 and not has_only_running_statistics(self.model)
@@ -127,6 +129,7 @@ class FSDPStrategy(Strategy):
 
     def _shard(self) -> None:
         """Shard each repeated block by itself, so that only one at a time is unsharded; the rest with the root."""
+        mesh = self.mesh["copy", "data"] if self.config.weight_copies > 1 else self.mesh["data"]
         fp32_policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # gradients are always added up in fp32
         cast_policy = replace(fp32_policy, param_dtype=self.objective.precision.cast_by_model())
         blocks = [unit.module for unit in units(self.model) if unit.repeated and has_trained_parameters(unit.module)]
@@ -134,14 +137,14 @@ class FSDPStrategy(Strategy):
         if cast_policy.param_dtype:  # running statistics stay in fp32, and a batch norm needs its weights in their type
             for module in self.model.modules():
                 if isinstance(module, BatchNormBase) and has_trained_parameters(module):
-                    fully_shard(module, mesh=self.mesh["data"], mp_policy=fp32_policy)
+                    fully_shard(module, mesh=mesh, mp_policy=fp32_policy)
         for module in self._experts:  # over fewer processes, and with arguments in the type they have
             policy = replace(cast_policy, cast_forward_inputs=False)
             fully_shard(module, mesh=self.copies, mp_policy=policy, shard_placement_fn=self._placement)
         for block in blocks:
             if not isinstance(block, FSDPModule):
-                fully_shard(block, mesh=self.mesh["data"], mp_policy=cast_policy)
-        fully_shard(self.model, mesh=self.mesh["data"], mp_policy=replace(cast_policy, output_dtype=torch.float32))
+                fully_shard(block, mesh=mesh, mp_policy=cast_policy)
+        fully_shard(self.model, mesh=mesh, mp_policy=replace(cast_policy, output_dtype=torch.float32))
         self._compute_traffic(blocks)
 
     def _placement(self, parameter: nn.Parameter) -> Shard:
@@ -175,6 +178,8 @@ class FSDPStrategy(Strategy):
         self._gathered_bytes = sum(local_shard(p).numel() * width * times for p, times in gatherings.items())
         copies = {id(p): self.copies.size() for p in parameters if _is_expert(p)}
         numbers = sum(local_shard(p).numel() * copies[id(p)] if id(p) in copies else p.numel() for p in parameters)
+        if self.config.weight_copies > 1:  # then the copies exchange their shards
+            numbers += sum(local_shard(p).numel() for p in parameters)
         self._reduced_bytes = numbers * torch.float32.itemsize
 
 

@@ -36,7 +36,15 @@ def _yaml(value: Any) -> str:
 
 MANY = 2  # represents every number above one
 RANGE = "2:4"  # represents every other range
-_COUNTS = ("tensor_parallel", "expert_parallel", "pipeline_parallel", "accumulate", "workers", "threads")
+_COUNTS = (
+    "weight_copies",
+    "tensor_parallel",
+    "expert_parallel",
+    "pipeline_parallel",
+    "accumulate",
+    "workers",
+    "threads",
+)
 
 NO_LOSS_SCALE = {"auto", "fp32", "bf16"}  # of precisions
 COMPRESSED = {"fp16", "bf16", "powersgd", "topk"}
@@ -79,6 +87,8 @@ CONFLICTS = (
         "sync_overlap", {True}, "strategy", LOCAL, "it is for exchanges every few steps", "use strategy=local_sgd"
     ),
     Conflict("strategy", {"fsdp"}, "pipeline_parallel", {1}, "it does not split pipeline stages", DDP),
+    Conflict("weight_copies", {MANY}, "expert_parallel", {1}, "experts have their own copies", "use expert_parallel=1"),
+    Conflict("weight_copies", {MANY}, "strategy", {"fsdp"}, "it divides the processes of fsdp", "use strategy=fsdp"),
     Conflict(
         "tensor_parallel",
         {MANY},

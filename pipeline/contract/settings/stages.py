@@ -193,6 +193,9 @@ class Train(Section):
     strategy: Literal["ddp", "fsdp", "local_sgd", "diloco", "parameter_server", "horovod"] = Field(
         "ddp", description="distributed strategy: `ddp`, `fsdp`, `local_sgd`, `diloco`, `parameter_server` or `horovod`"
     )
+    weight_copies: Positive = Field(
+        1, description="with fsdp: number of whole copies of the sharded weights, such as one per machine"
+    )
     tensor_parallel: Positive = Field(
         1, description="number of processes that each layer is split over (tensor parallelism)"
     )

@@ -98,10 +98,17 @@ def test_model_without_experts_is_refused() -> None:
         check_experts({}, 2, 1)
 
 
-def test_process_count_that_cannot_share_experts_is_refused(tmp_path: Path) -> None:
-    config = Train(device="cpu", expert_parallel=4, tensor_parallel=2)
-    message = (
-        "the experts cannot be divided among 2 copies of the model; to fix it, make train.processes a multiple of 8"
-    )
+EXPERTS = "the experts cannot be divided among 2 copies of the model; to fix it, make train.processes a multiple of 8"
+COPIES = "4 processes cannot share so many copies; to fix it, make train.processes a multiple of 6"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (Train(device="cpu", expert_parallel=4, tensor_parallel=2), EXPERTS),
+        (Train(device="cpu", weight_copies=3, tensor_parallel=2, strategy="fsdp"), COPIES),
+    ],
+)
+def test_process_count_that_cannot_share_the_model_is_refused(config: Train, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message), join_process_group(config, Rank(0, 0, 4), tmp_path):
         pass

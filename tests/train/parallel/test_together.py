@@ -21,6 +21,7 @@ from .pretrained import PretrainedRun, train_pretrained
 TWO: dict[str, dict[str, Any]] = {
     "ddp": {},
     "fsdp": {"strategy": "fsdp"},
+    "whole-copies": {"strategy": "fsdp", "weight_copies": 2},
     "tensor": {"tensor_parallel": 2},
     "expert": {"expert_parallel": 2},
     "expert-fsdp": {"expert_parallel": 2, "strategy": "fsdp", "accumulate": 3},
@@ -52,6 +53,8 @@ FOUR: dict[str, dict[str, Any]] = {
     "tensor-qwen": {"tensor_parallel": 2, "kind": "Qwen2"},
     "tensor-expert-v2": {"tensor_parallel": 2, "expert_parallel": 2, "kind": "DeepseekV2"},
     "tensor-fsdp": {"tensor_parallel": 2, "strategy": "fsdp"},
+    "fsdp-copies": {"weight_copies": 2, "strategy": "fsdp", "accumulate": 2},
+    "sparse-fsdp-copies": {"weight_copies": 2, "strategy": "fsdp", "sparse": True},
     "pipeline-copies": {"pipeline_parallel": 2, "accumulate": 2},
     "tensor-latent-v3": {"tensor_parallel": 2, "strategy": "fsdp", "kind": "LatentDeepseekV3"},
     "pipeline-adapted": {"pipeline_parallel": 2, "accumulate": 2, "kind": "AdaptedLlama"},

@@ -14,6 +14,7 @@ from pipeline.system.errors import ConfigError
 DEFAULTS = Train().model_dump()
 CHOICES: dict[str, tuple[Any, ...]] = {
     "strategy": ("ddp", "fsdp", "local_sgd", "diloco", "parameter_server", "horovod"),
+    "weight_copies": (1, MANY),
     "tensor_parallel": (1, MANY),
     "expert_parallel": (1, MANY),
     "pipeline_parallel": (1, MANY),
