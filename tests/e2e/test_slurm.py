@@ -6,16 +6,20 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from ..ports import free_port
-from .project_folder import ProjectFolder, wait_for
+from pipeline.system.sources import SOURCE_ROOT
 
-NEEDED = ("munged", "slurmctld", "slurmd", "srun", "sinfo")
+from ..ports import free_port
+from .project_folder import ProjectFolder, environment, wait_for
+
+NEEDED = ("munged", "slurmctld", "slurmd", "srun", "sinfo", "sbatch", "scancel", "scontrol")
+BATCH = SOURCE_ROOT / "examples/slurm/train.sbatch"
 needs_slurm = pytest.mark.skipif(
     os.geteuid() != 0 or any(shutil.which(name) is None for name in NEEDED),
     reason="no Slurm, or not root: apt-get install slurm-wlm munge",
@@ -25,7 +29,7 @@ ClusterName=one
 SlurmctldHost={host}(127.0.0.1)
 SlurmUser=root
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge/socket
+AuthInfo=socket={folder}/munge/socket,cred_expire=5
 CredType=cred/munge
 SlurmctldPort={controller}
 SlurmdPort={daemon}
@@ -89,3 +93,26 @@ def test_srun_trains_the_weights_of_torchrun(
     assert run.config.train.launcher == "srun"
     done = copied.pipe("verify", run.id)
     assert "1 attempt, 2 processes" in done.stdout
+
+
+@pytest.mark.long
+@needs_slurm
+def test_batch_job_that_was_interrupted_goes_on(copied: ProjectFolder, slurm: dict[str, str]) -> None:
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    env = {**environment(slurm), "PATH": path}
+    steps = ("train", "--force", "train", "train.epochs=400")
+    options = ("--parsable", f"--chdir={copied.folder}", f"--output={copied.folder}/job.log", "--time=10")
+    done = subprocess.run(["sbatch", *options, BATCH, *steps], env=env, capture_output=True, text=True, check=True)
+    job = done.stdout.strip()
+    before = copied.latest.id
+
+    def is_training() -> bool:
+        journal = copied.latest.partial("train") / "metrics.jsonl"
+        return copied.latest.id != before and journal.is_file() and journal.read_text().count("step_seconds") > 1
+
+    wait_for(is_training)
+    _call("scancel", "--batch", "--signal=TERM", job, **slurm)
+    wait_for(lambda: "JobState=COMPLETED" in _call("scontrol", "show", "job", job, **slurm))
+    run, log = copied.latest, (copied.folder / "job.log").read_text()
+    assert "resumed from the checkpoint of step" in log, log
+    assert "2 attempts, 2 processes" in copied.pipe("verify", run.id).stdout
