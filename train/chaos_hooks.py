@@ -27,7 +27,8 @@ CHAOS_VARIABLE = "PIPE_CHAOS"  # names the folder of the chaos log
 
 HookPoint = Literal["step", "ledger", "write", "rename", "renamed"]  # places in the code of a training process
 KillPoint = Literal["start", "moment", HookPoint]  # `start` and `moment` are anywhere: `pipe chaos` kills from outside
-Fault = Literal["kill", "pause", "disk", "truncated", "flipped", "clock", "store", "resume"]
+StorageFault = Literal["truncated", "flipped", "best", "zeroed", "unreadable"]  # made before training is resumed
+Fault = Literal["kill", "pause", "disk", "clock", "store", "resume", StorageFault]
 
 _HOLD_SECONDS = 60.0  # how long a process waits for a kill from outside; after that, `pipe chaos` must be gone
 _POLL_SECONDS = 0.002
@@ -39,7 +40,8 @@ class Kill(Frozen):
     `pause` stops a process (SIGSTOP) for some seconds. `disk` makes a write of a checkpoint fail, as on a full disk.
     `clock` moves a process's clock by some seconds. `store` kills the first worker and its launcher, which has the
     store where processes meet. The others kill `pipe`: then a shard of the newest checkpoint is `truncated` or
-    `flipped`, or two commands `resume` at once.
+    `flipped`, or that of the `best` is NULs, or another file of the run is (`zeroed`), or another run is `unreadable`,
+    or two commands `resume` at once.
     """
 
     place: KillPoint

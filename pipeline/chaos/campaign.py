@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 import psutil
 
@@ -31,7 +31,7 @@ from pipeline.history import Project, create_run, link_outputs, write_record
 from pipeline.system.errors import ConfigError, ResourceError, StageError
 from pipeline.system.files import read_object
 from pipeline.system.fork_server import Process
-from train.chaos_hooks import CHAOS_VARIABLE, ChaosEvent, ChaosLog, Fault, Kill, KillPoint
+from train.chaos_hooks import CHAOS_VARIABLE, ChaosEvent, ChaosLog, Kill, KillPoint, StorageFault
 
 _POLL_SECONDS = 0.01
 _LOG_LINES = 3
@@ -66,19 +66,18 @@ class Attack:
 
     def train(self) -> None:
         """Train to the end through all kills; raise if that is impossible."""
-        fault: Fault = "kill"
+        kill: Kill | None = None
         while True:
             kills_before = len(kill_events(self._events))
-            status, excused = self._run_two() if fault == "resume" else self._run_command()
+            status, excused = self._run_two() if kill and kill.fault == "resume" else self._run_command()
             if status == 0:
                 return
             if len(kill_events(self._events)) == kills_before:
                 raise StageError(f"training ended without a kill: {last_lines(self._output)}")
-            fault = self.kills[kill_events(self._events)[-1].number].fault
-            if not excused and fault != "disk":  # a person must free the disk
+            kill = self.kills[kill_events(self._events)[-1].number]
+            if not excused and kill.fault != "disk":  # a person must free the disk
                 self.by_hand.append(last_lines(self._output))
-            if fault in ("truncated", "flipped"):
-                damage_newest_shard(self.run.partial("train") / "checkpoints", fault)
+            damage_storage(self.run, kill)
 
     def _run_command(self) -> tuple[int, bool]:
         """Run one command; return its exit status and whether one of our kills explains it."""
@@ -182,15 +181,37 @@ def last_lines(output: Path) -> str:
     return " / ".join(lines[-_LOG_LINES:]) or "no output"
 
 
-def damage_newest_shard(checkpoints: Path, fault: Fault) -> None:
-    """Cut the largest file of the newest checkpoint in half, or change one byte in it."""
-    folders = sorted(path for path in checkpoints.glob("step-*") if path.is_dir())
-    if not folders:
-        return
-    shard = max(folders[-1].glob("*.safetensors"), key=lambda path: path.stat().st_size)
-    content = bytearray(shard.read_bytes())
-    content[-1] ^= 0xFF
-    shard.write_bytes(content[: len(content) // 2] if fault == "truncated" else content)
+def damage_storage(run: Run, kill: Kill) -> None:
+    """Damage the file that the fault names, if there is one: training is resumed with what is left."""
+    if kill.fault == "unreadable":
+        other = run.path.with_name("99991231-235959-0000")  # the newest
+        other.mkdir(exist_ok=True)
+        (other / "run.json").touch()
+    elif kill.fault == "zeroed":
+        if files := replaceable_files(run):
+            _damage(random.Random(kill.share).choice(files), kill.fault)
+    elif kill.fault in get_args(StorageFault):
+        checkpoints = run.partial("train") / "checkpoints"
+        folder = max((path for path in checkpoints.glob("step-*") if path.is_dir()), default=checkpoints)
+        if kill.fault == "best" and folder != checkpoints:
+            step = read_object(folder / "manifest.json", "content", "progress", "best_step")
+            folder = checkpoints / f"step-{step:08d}"
+        if shards := sorted(folder.glob("*.safetensors"), key=lambda path: path.stat().st_size):
+            _damage(shards[-1], kill.fault)
+
+
+def replaceable_files(run: Run) -> list[Path]:
+    """Return the files of training without which it resumes, unlike the ledger, which is verified."""
+    files = [*run.partial("train").glob("*"), *(run.path / "logs").rglob("*")]
+    return sorted(path for path in files if path.is_file() and path.stat().st_size and path.name != "ledger.jsonl")
+
+
+def _damage(path: Path, fault: str) -> None:
+    """Cut the file in half, change its last byte, or overwrite all of it by NULs."""
+    content = path.read_bytes()
+    flipped = content[:-1] + bytes([content[-1] ^ 0xFF])
+    damaged = {"truncated": content[: len(content) // 2], "flipped": flipped}
+    path.write_bytes(damaged.get(fault, bytes(len(content))))
 
 
 def kill_events(events: Sequence[ChaosEvent]) -> list[ChaosEvent]:
@@ -296,7 +317,7 @@ HOLD_STEPS = 3  # during which a kill from outside can happen
 KILL_KINDS = (
     "step", "write", "rename", "renamed", "ledger", "pipe", "other worker", "launcher", "step", "first worker",
     "start", "step", "write", "step", "step", "renamed", "step", "rename", "step", "step",
-    "pause", "disk", "truncated", "flipped", "clock", "store", "resume", "server",
+    "pause", "disk", "truncated", "flipped", "clock", "store", "resume", "server", "best", "zeroed", "unreadable",
 )  # fmt: skip
 _PAUSE_SECONDS = (5.0, 30.0, 90.0)  # in turn
 _CLOCK_SECONDS = (3600.0, -3600.0)
@@ -338,11 +359,13 @@ def _kill(kind: str, index: int, total: int, steps: int, processes: int, generat
         seconds = _CLOCK_SECONDS[index % len(_CLOCK_SECONDS)]
         step = generator.randint(1, max(1, steps - 1))  # one follows, which shows that it goes on
         return Kill(place="step", step=step, rank=index % processes, fault="clock", seconds=seconds)
-    step = generator.randint(1, max(1, steps - HOLD_STEPS))
-    kill = Kill(place="moment", step=step, hold=step + HOLD_STEPS, share=generator.random())
+    last = max(1, steps - (1 if kind == "best" else HOLD_STEPS))
+    first = min(last, steps // _EPOCHS + 3) if kind == "best" else 1  # then a checkpoint after the best is complete
+    step = generator.randint(first, last)
+    kill = Kill(place="moment", step=step, hold=min(step + HOLD_STEPS, steps), share=generator.random())
     if kind in ("launcher", "server", "pipe"):
         return kill.model_copy(update={"who": kind})
-    if kind in ("truncated", "flipped", "resume"):
+    if kind in (*get_args(StorageFault), "resume"):
         return kill.model_copy(update={"who": "pipe", "fault": kind})
     if kind == "store":
         return kill.model_copy(update={"who": "launcher", "fault": kind})

@@ -12,6 +12,7 @@ from typing import Any
 
 from pipeline.contract.run import Run
 from pipeline.system.errors import PipelineError
+from pipeline.system.files import read_object
 from pipeline.verify import ledger_verification
 from train.chaos_hooks import ChaosEvent, Kill
 
@@ -37,6 +38,9 @@ _FAULTS = {
     "clock": "the clock jumps by an hour",
     "store": "first worker and its launcher at once",
     "resume": "two `pipe run --resume` at once",
+    "best": "the best checkpoint is damaged",
+    "zeroed": "a file of the run is NULs",
+    "unreadable": "another run cannot be read",
 }
 _OTHERS = tuple(text for who, text in _MOMENTS.items() if who != "worker")
 _KILLS = (*_INSIDE.values(), _MOMENTS["worker"], _OTHER, *_OTHERS, _STARTING)
@@ -65,6 +69,7 @@ class Training:
     ledger: str  # the first error in it
     weights: str  # SHA-256
     differs: str  # the first difference to the reference
+    lost_best: int = 0  # step of the best checkpoint that was damaged, where the weights are of another step therefore
 
     @property
     def held(self) -> bool:
@@ -146,6 +151,11 @@ class Verdict:
     def equal(self) -> bool:
         return all(not training.differs and not training.fault for training in self.trainings)
 
+    @property
+    def _exception(self) -> str:
+        steps = [str(training.lost_best) for training in self.trainings if training.lost_best]
+        return f", except that the best checkpoint, of step {', '.join(steps)}, was damaged" if steps else ""
+
     def sentence(self) -> str:
         """Return the verdict in one sentence."""
         if not self.held:
@@ -154,7 +164,7 @@ class Verdict:
         return (
             f"held: {self.kills} kills in {times} of {self.steps} steps on {self.processes} processes; every sample "
             "was used exactly once in each epoch, and the weights are equal to the reference training to the bit"
-        )
+        ) + self._exception
 
     def table(self) -> list[dict[str, Any]]:
         """Return a row per kind of kill, and one for all."""
@@ -170,7 +180,7 @@ class Verdict:
         lines = [
             f"samples lost      {self.lost}",
             f"samples repeated  {self.repeated}",
-            f"final weights     {'equal' if self.equal else 'DIFFERENT'}",
+            f"final weights     {'equal' if self.equal else 'DIFFERENT'}{self._exception}",
         ]
         for training in self.trainings:
             if not training.held:
@@ -209,7 +219,7 @@ def compare_training(
     run: Run, reference: Run, results: tuple[KillResult, ...], by_hand: tuple[str, ...], fault: str
 ) -> Training:
     """Count samples from the ledger and compare the training with the reference."""
-    lost = repeated = 0
+    lost = repeated = lost_best = 0
     ledger = weights = differs = ""
     if not fault:
         try:
@@ -218,20 +228,36 @@ def compare_training(
         except PipelineError as error:
             ledger = str(error)
         weights = weights_digest(run)
-        differs = difference(run, reference)
-    return Training(str(run.path), results, by_hand, fault, lost, repeated, ledger, weights, differs)
+        faults = {kill.place for kill in results}
+        if _FAULTS["best"] in faults and weights != weights_digest(reference):
+            lost_best = lost_best_step(run, reference)
+        differs = difference(run, reference, lacks_lines=_FAULTS["zeroed"] in faults, lost_best=lost_best)
+    return Training(str(run.path), results, by_hand, fault, lost, repeated, ledger, weights, differs, lost_best)
 
 
-def difference(run: Run, reference: Run) -> str:
-    """Describe the first different line of the training log, or different weights."""
-    for expected, actual in zip(compared_values(reference), compared_values(run), strict=False):
+def lost_best_step(run: Run, reference: Run) -> int:
+    """Return the step that the summary names as the lost best; 0 if the reference has another loss there, or none."""
+    lost = read_object(run.output("train") / "summary.json").get("lost_best") or {"step": 0}
+    losses = {row["step"]: row["validation"]["loss"] for row in compared_values(reference) if "validation" in row}
+    return int(lost["step"]) if lost.get("loss") == losses.get(lost["step"], lost) else 0
+
+
+def difference(run: Run, reference: Run, lacks_lines: bool = False, lost_best: int = 0) -> str:
+    """Describe the first different line of the training log, or different weights.
+
+    The log may lack lines if it was damaged, and the weights may differ if the best ones were.
+    """
+    expected_rows, rows = compared_values(reference), compared_values(run)
+    if lacks_lines:
+        names = [(row["step"], *row) for row in rows]
+        expected_rows = [row for row in expected_rows if (row["step"], *row) in names]
+    for expected, actual in zip(expected_rows, rows, strict=False):
         if expected != actual:
             return f"training differs from the reference from step {actual['step']} on: {expected} became {actual}"
-    if len(compared_values(run)) != len(compared_values(reference)):
-        return (
-            f"the training log has {len(compared_values(run))} lines, the reference {len(compared_values(reference))}"
-        )
-    return "" if weights_digest(run) == weights_digest(reference) else "the final weights differ from the reference"
+    if len(rows) != len(expected_rows):
+        return f"the training log has {len(rows)} lines, the reference {len(expected_rows)}"
+    equal = lost_best or weights_digest(run) == weights_digest(reference)
+    return "" if equal else "the final weights differ from the reference"
 
 
 def weights_digest(run: Run) -> str:

@@ -6,6 +6,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pipeline.chaos import campaign
+from pipeline.history import find_project, load_history, unreadable_runs
+from pipeline.system.files import read_object
+
 from .project_folder import PIPE, ProjectFolder, environment, wait_for
 
 # A task whose loss depends on the number of steps of its process, which no checkpoint restores.
@@ -34,13 +38,13 @@ def project(tmp_path: Path) -> ProjectFolder:
 
 @pytest.mark.long
 def test_training_survives_every_kind_of_kill(project: ProjectFolder) -> None:
-    done = project.pipe("chaos", "--kills", "28", "--seed", "7", "-o", "json", seconds=1500)
+    done = project.pipe("chaos", "--kills", "31", "--seed", "7", "-o", "json", seconds=1500)
     found = json.loads(done.stdout)
     assert found["held"], found["verdict"]
-    assert (found["kills"], found["lost"], found["repeated"], found["equal"]) == (28, 0, 0, True)
-    assert len(found["places"]) == 18, "eleven places of kills, and seven other faults"
+    assert (found["kills"], found["lost"], found["repeated"], found["equal"]) == (31, 0, 0, True)
+    assert len(found["places"]) == 21, "eleven places of kills, and ten other faults"
     assert all(place["recoveries"] == place["kills"] for place in found["places"])
-    missing = 28 - done.stderr.count("kill ")
+    missing = 31 - done.stderr.count("kill ")
     assert 0 <= missing <= len(found["trainings"]), "a line for each, except a training's last if no step follows it"
     assert list((project.runs / "chaos").iterdir()) == []
 
@@ -66,6 +70,31 @@ def test_samples_lost_and_repeated_by_a_broken_resume_are_counted(project: Proje
     assert found["lost"] > 0
     assert found["repeated"] > 0
     assert f"{found['lost']} samples were lost and {found['repeated']} repeated" in found["verdict"]
+
+
+# With this sign, training makes every validation worse than the one before: the first epoch ends with the best.
+WORSE = (STATEFUL[0], f"{STATEFUL[0]} * (1 if torch.is_grad_enabled() else -1)")
+
+
+@pytest.mark.long
+def test_training_survives_faults_of_storage(project: ProjectFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All processes are killed, storage is damaged, and training is resumed: several times for a file at random."""
+    project.replace("task.py", *WORSE)
+    chaos = campaign.Campaign.begin(find_project(project.folder), project.folder, print)
+    prepared = chaos.prepare(chaos.project.config())
+    reference = chaos.train_reference(prepared, chaos.reduced_config(prepared, 1, ["train.processes=1"]))
+    best = read_object(reference.run.output("train") / "summary.json", "best_step")
+    for fault, kills in (("best", 1), ("zeroed", 4), ("unreadable", 1)):
+        monkeypatch.setattr(campaign, "KILL_KINDS", (fault,))
+        (training,) = chaos.train_with_kills(prepared, reference, kills, seed=7)
+        assert training.held, training
+        assert len(training.made) == kills
+        summary = read_object(Path(training.run) / "train" / "summary.json")
+        lost = summary["lost_best"]["step"] if fault == "best" else 0
+        assert (lost, training.lost_best) == ((best, best) if fault == "best" else (0, 0)), "the summary names it"
+        assert (summary["best_step"] == best) == (fault != "best"), "a later step instead"
+        assert not Path(training.run, "train.partial").exists()
+    assert len(unreadable_runs(chaos.folder, load_history(chaos.folder))) == 1
 
 
 def test_killed_chaos_command_leaves_no_process(project: ProjectFolder) -> None:

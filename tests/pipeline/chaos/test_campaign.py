@@ -6,10 +6,11 @@ from typing import get_args
 
 import pytest
 
-from pipeline.chaos.campaign import KILL_KINDS, count_step_kills, damage_newest_shard, reduced_config, schedule
+from pipeline.chaos.campaign import KILL_KINDS, count_step_kills, damage_storage, reduced_config, schedule
 from pipeline.contract.config import Config, parse_config
+from pipeline.contract.run import Run, all_runs
 from pipeline.system.errors import ConfigError
-from train.chaos_hooks import Fault
+from train.chaos_hooks import Fault, Kill
 
 
 def test_schedule_depends_on_the_seed() -> None:
@@ -43,17 +44,46 @@ def test_pauses_and_clocks_differ() -> None:
     assert {kill.seconds for kill in found if kill.fault == "clock"} == {3600, -3600}
 
 
-@pytest.mark.parametrize("fault", ["truncated", "flipped"])
-def test_a_shard_of_the_newest_checkpoint_is_damaged(tmp_path: Path, fault: Fault) -> None:
-    damage_newest_shard(tmp_path, fault)  # nothing is there yet
+def files_after(folder: Path, fault: Fault, share: float = 0.0) -> dict[str, bytes]:
+    """Return the files that the fault changed, of a run whose best checkpoint is the older one."""
+    run = Run(folder / "run")
+    kill = Kill(place="moment", who="pipe", step=1, share=share, fault=fault)
+    damage_storage(run, kill)  # nothing is there yet
     for name in ("step-00000001", "step-00000002"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "0.safetensors").write_bytes(b"12345678")
-        (tmp_path / name / "manifest.json").write_bytes(b"1" * 20)
-    damage_newest_shard(tmp_path, fault)
-    assert (tmp_path / "step-00000001" / "0.safetensors").read_bytes() == b"12345678"
-    damaged = (tmp_path / "step-00000002" / "0.safetensors").read_bytes()
-    assert damaged == (b"1234" if fault == "truncated" else b"1234567\xc7")
+        (checkpoint := run.partial("train") / "checkpoints" / name).mkdir(parents=True)
+        (checkpoint / "0.safetensors").write_bytes(b"12345678")
+        (checkpoint / "manifest.json").write_text('{"content": {"progress": {"best_step": 1}}}')
+    (run.path / "logs" / "positions").mkdir(parents=True)
+    for name in ("run.json", "train.partial/ledger.jsonl", "train.partial/metrics.jsonl", "logs/positions/0.json"):
+        (run.path / name).write_bytes(b"{}")
+    before = {path: path.read_bytes() for path in folder.rglob("*.*") if path.is_file()}
+    damage_storage(run, kill)
+    after = {path: path.read_bytes() for path in folder.rglob("*.*") if path.is_file()}
+    return {path.relative_to(folder).as_posix(): after[path] for path in after if after[path] != before.get(path)}
+
+
+@pytest.mark.parametrize(
+    ("fault", "step", "content"), [("truncated", 2, b"1234"), ("flipped", 2, b"1234567\xc7"), ("best", 1, bytes(8))]
+)
+def test_only_a_shard_of_the_newest_or_best_checkpoint_is_damaged(
+    tmp_path: Path, fault: Fault, step: int, content: bytes
+) -> None:
+    damaged = files_after(tmp_path, fault)
+    assert damaged == {f"run/train.partial/checkpoints/step-0000000{step}/0.safetensors": content}
+
+
+def test_zeroed_file_is_one_that_training_can_do_without(tmp_path: Path) -> None:
+    damaged = [files_after(tmp_path / str(i), "zeroed", share=i / 20) for i in range(20)]
+    assert all(list(files.values()) == [bytes(2)] for files in damaged)
+    assert {name for files in damaged for name in files} == {
+        "run/train.partial/metrics.jsonl", "run/logs/positions/0.json",
+    }  # fmt: skip
+
+
+def test_unreadable_run_is_another_one(tmp_path: Path) -> None:
+    assert files_after(tmp_path, "unreadable") == {}, "the run itself is unchanged"
+    newest, run = all_runs(tmp_path)
+    assert (run.id, (newest.path / "run.json").read_bytes()) == ("run", b"")
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])

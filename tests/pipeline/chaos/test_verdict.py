@@ -84,6 +84,14 @@ def test_verdict_holds_without_loss_and_with_equal_weights() -> None:
     }  # fmt: skip
 
 
+def test_lost_best_checkpoint_is_named_where_weights_are_called_equal() -> None:
+    verdict = Verdict(3, 8, 2, (replace(HELD, lost_best=4),))
+    named = ", except that the best checkpoint, of step 4, was damaged"
+    assert verdict.held
+    assert verdict.sentence() == Verdict(3, 8, 2, (HELD,)).sentence() + named
+    assert f"final weights     equal{named}" in verdict.text().splitlines()
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [
