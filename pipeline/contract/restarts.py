@@ -237,7 +237,7 @@ def _last_progress(run: Path, started: float) -> float:
     """Return when a process last reported progress in the attempt; 0 where none has reported."""
     moments = [0.0]
     for path in (run / POSITIONS).glob("*.json"):
-        with contextlib.suppress(OSError, ValueError):  # lost with its machine
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # lost with its machine, or damaged
             if (written := path.stat().st_mtime) > started:
                 moments.append(written - json.loads(path.read_text())["still_seconds"])
     return max(moments)

@@ -207,8 +207,8 @@ class Materializer:
         source = self._sources[name]
         if tuple(meta.shape) != source.shape:
             raise ConfigError(
-                f"parallelize() replaces {name} by a tensor of {list(meta.shape)}; since pretrained weights are read "
-                "later, it must make distributed tensors, as parallelize_module does"
+                f"parallelize() replaces {name} by a tensor of {list(meta.shape)}; since it gets its "
+                "weights later, it must make distributed tensors, as parallelize_module does"
             )
         box = _own_box(meta)
         local = torch.empty([stop - start for start, stop in box], dtype=meta.dtype, device=device)

@@ -132,7 +132,8 @@ def test_lost_seconds_begin_with_the_last_progress(
         record_event(tmp_path, **values)
 
     (tmp_path / POSITIONS).mkdir(parents=True)
-    (tmp_path / POSITIONS / "2.json").write_text("{")  # the rest was lost with its machine
+    for rank, damaged in enumerate(("{", "[]", "{}", "\0\0"), 2):
+        (tmp_path / POSITIONS / f"{rank}.json").write_text(damaged)
     for rank, (written, still_seconds) in enumerate(reports):
         path = tmp_path / POSITIONS / f"{rank}.json"
         path.write_text(json.dumps({"still_seconds": still_seconds}))
