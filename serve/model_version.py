@@ -31,6 +31,7 @@ from serve.shadow import Shadow
 
 _TEXT_TENSORS = "one input `instances`, BYTES [-1], is answered with one output `predictions`, BYTES [-1]"
 _UNCOUNTED_ROW_BYTES = 1 << 10  # of an answer, as rows of the request take more
+_QUICK_SECONDS = 1e-3  # of decoding; it keeps Python's other threads waiting wherever it runs
 _MISSING = "a missing number is null in JSON, and NaN in raw and typed data"
 PLATFORM = "onnx_onnxv1"  # the protocol's name for an ONNX model run by ONNX Runtime
 
@@ -90,7 +91,7 @@ class ModelVersion:
         # Requests that are admitted and not in the queue of the batcher yet:
         self.unstarted = 0  # no task has begun with them
         self.decoding = 0  # their codec runs, or waits for a thread
-        self._decode_pace, self._encode_pace = RunTimeEstimate(), RunTimeEstimate()
+        self._decode_pace, self._encode_pace = RunTimeEstimate(_QUICK_SECONDS), RunTimeEstimate(_QUICK_SECONDS)
 
     @property
     def openai_kinds(self) -> frozenset[str]:
@@ -137,8 +138,7 @@ class ModelVersion:
         if skips_codec and payload.is_quick:
             answer = payload.encode(predictor, outputs, self.version)
         else:
-            args = (predictor, outputs, self.version)
-            answer = await self._encode_pace.call(decoders, size, payload.encode, *args)
+            answer = await self._encode_pace.call(decoders, size, payload.encode, predictor, outputs, self.version)
         request.encoded_at = clock()
         if self.shadow is not None:
             for part, computed in zip(parts, outputs, strict=True):

@@ -175,8 +175,7 @@ class Batcher:
         return 0.0 if full else max(0.0, delay - (now - self._oldest().items[0].queued_at))
 
     def _run_batches(self) -> None:
-        self._scheduled = False
-        self._delayed = None
+        self._scheduled, self._delayed = False, None
         if self._running:
             return
         end = time.monotonic() + _LOOP_SECONDS
@@ -330,7 +329,8 @@ _QUEUE_SECONDS = 1.0  # time constant: several batches may run in one iteration 
 class RunTimeEstimate:
     """Learns how long runs take, by the size of their inputs, and how fast the queue moves."""
 
-    def __init__(self) -> None:
+    def __init__(self, quick_seconds: float = _QUICK_SECONDS) -> None:
+        self._quick_seconds = quick_seconds
         self._seconds: dict[int, float] = {}  # shortest recent run, by the size of a batch
         self._distrusted: dict[int, int] = {}  # runs until a size is trusted again
         self._cpu_timed: dict[int, int] = {}  # runs of a quick size whose CPU time is still to be read
@@ -349,7 +349,7 @@ class RunTimeEstimate:
 
     def record(self, size: int, rows: int, seconds: float, cpu_seconds: float | None = math.inf) -> None:
         """`cpu_seconds`: CPU time of the run's thread; None: not read; infinity: the wall time alone counts."""
-        if cpu_seconds is None and seconds >= _QUICK_SECONDS:
+        if cpu_seconds is None and seconds >= self._quick_seconds:
             # Either another process had its turn or the values made it slow: the CPU time of the next runs decides.
             self._cpu_timed[size] = _DISTRUSTED_RUNS
         else:
@@ -386,7 +386,7 @@ class RunTimeEstimate:
 
     def is_quick(self, size: int) -> bool:
         """Return whether runs of this size are known to be short."""
-        return self._seconds.get(size, 1.0) < _QUICK_SECONDS and not self._distrusted.get(size)
+        return self._seconds.get(size, 1.0) < self._quick_seconds and not self._distrusted.get(size)
 
     def batch_started(self, rows: int, now: float, *, more: bool) -> None:
         """Measure the time from batch to batch while `more` requests wait.
