@@ -60,16 +60,16 @@ class Display:
         """What shows lines below the progress; None without a terminal."""
         return None if self._line is None else functools.partial(setattr, self._line, "panel")
 
-    def ask(self, question: str) -> bool:
-        """Ask a question on the terminal; the answer is yes without a terminal, or without an answer."""
+    def ask(self, question: str, default: bool = True) -> bool:
+        """Ask a question on the terminal; the answer is `default` without a terminal, or without an answer."""
         if not (sys.stdin.isatty() and sys.stderr.isatty()):
-            return True
+            return default
         progress = self._line.stop() if self._line is not None else None  # it would draw over the question
         print(question, end="", file=sys.stderr, flush=True)
         answer = sys.stdin.readline()
         if self._line is not None and progress is not None:
             self._line.start(progress)
-        return not answer.strip().lower().startswith("n")
+        return {"y": True, "n": False}.get(answer.strip().lower()[:1], default)
 
     def start(self, run: Run, step: str, reason: str, activity: str = "") -> None:
         """Begin a step; `activity` is shown on a terminal until more is known."""

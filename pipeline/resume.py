@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import getpass
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from pipeline.contract.config import Config, override_config
 from pipeline.contract.run import Acceptance, Run, RunFile, StepRecord
@@ -12,6 +14,7 @@ from pipeline.history import Project, changed_outputs, is_locked, load_history, 
 from pipeline.override import outputs_with_override
 from pipeline.plan import CHECK, STEP_KINDS, UNKNOWN, describe_changes, digest_key
 from pipeline.system.errors import ConfigError, ResourceError
+from pipeline.system.files import read_object, write_json
 from pipeline.user.readers import changed_read_files
 from pipeline.work import Work
 
@@ -21,6 +24,8 @@ RESUMABLE_SETTINGS = (
     "processes", "nodes", "rendezvous", "launcher", "image", "workers", "threads", "restarts", "timeout_seconds",
     "checkpoint_every", "keep_checkpoints", "log_every", "trace",
 )  # fmt: skip
+
+_TARGETS = "logs/targets.json"  # of some training samples, by their inputs, as the training had them
 
 
 def describe_kept_settings(project: Project, run: Run) -> str:
@@ -63,7 +68,9 @@ def has_progress(run: Run, training: StepRecord | None) -> bool:
     return training is not None and (training.complete or has_checkpoints)
 
 
-def settle_changes(work: Work, run: Run, record: StepRecord, parts: Mapping[str, str]) -> None:
+def settle_changes(
+    work: Work, run: Run, record: StepRecord, parts: Mapping[str, str], ask: Callable[[str], bool] = lambda _: False
+) -> None:
     """Accept what changed since a step of this run began, or stop; `--restart` begins it again."""
     if record.is_current(digest_key(parts)):
         return
@@ -74,8 +81,34 @@ def settle_changes(work: Work, run: Run, record: StepRecord, parts: Mapping[str,
             f"`pipe run --resume {run.id} --accept-changes`; to train from the beginning: add `--restart` instead"
         )
     if work.request.on_changes == "accept":
+        if record.step == "train" and not work.request.sure and (changed := _changed_targets(run)):
+            text = f"{changed}; the weights so far learned the old ones"
+            if not ask(f"{text}. Go on from them? [y/N] "):
+                raise ConfigError(
+                    f"{text}; to go on from them nevertheless: add `--yes`; to train from the beginning: `--restart` "
+                    "instead of `--accept-changes`"
+                )
         accept(run, record, parts, changes)
         work.history[:] = [(run, run.read())]
+
+
+def record_targets(run: Run) -> None:
+    """Keep the targets that training begins or goes on with: prepare may replace its own record of them."""
+    write_json(run.path / _TARGETS, _read(run.output("prepare") / "data.json").get("targets", {}))
+
+
+def _changed_targets(run: Run) -> str:
+    """Describe how the targets differ from those that the interrupted training had; empty where nothing is known."""
+    before, now = _read(run.path / _TARGETS), _read(run.output("prepare") / "data.json").get("targets", {})
+    differs = {name: before[name] != now[name] for name in before.keys() & now.keys()}
+    if differs.pop("classes", False):
+        return f"the classes were {before['classes']} and are {now['classes']}"
+    changed = sum(differs.values())
+    return f"{changed} of {len(differs)} compared training samples have other targets" if changed else ""
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return {**read_object(path)} if path.exists() else {}
 
 
 def accept_outputs(work: Work, named: Sequence[str]) -> list[tuple[str, Run, str]]:

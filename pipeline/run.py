@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import shutil
@@ -50,6 +51,7 @@ from pipeline.resume import (
     has_progress,
     is_unfinished,
     override_resumed,
+    record_targets,
     settle_changes,
 )
 from pipeline.system.errors import PipelineError, Pruned, clear_error
@@ -120,7 +122,8 @@ def _run_steps(work: Work, run: Run, display: Display) -> None:
             decision = work.decide(name)
             earlier = run.read().steps.get(name)
             if name == "train" and decision.action == "run" and earlier is not None and has_progress(run, earlier):
-                settle_changes(work, run, earlier, decision.parts)  # prepare may have made other data meanwhile
+                # prepare may have made other data meanwhile
+                settle_changes(work, run, earlier, decision.parts, functools.partial(display.ask, default=False))
                 decision = work.decide(name)
             if decision.action == "reuse":
                 record = _reuse_step(work, run, decision)
@@ -199,6 +202,8 @@ def run_step(work: Work, run: Run, decision: Decision, display: Display) -> Step
     started = time.monotonic()
     try:
         write_record(run, record)
+        if decision.name == "train":
+            record_targets(run)
         if decision.name == "train" and needs_other_machines(config):
             display.report(f"on each other machine, in this folder: pipe join {run.id}")
         if work.tracking is not None:

@@ -35,6 +35,7 @@ class RunRequest:
     trial: int | None = None
     cores: int = 0  # CPU cores for its steps, where other runs share the machine; 0: all
     on_changes: OnChanges = "stop"  # since an interrupted training began
+    sure: bool = False  # accept changes without a question
     starting_point: StartingPoint | None = None  # the checkpoint of another run from which training continues
 
 

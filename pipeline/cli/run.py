@@ -172,7 +172,7 @@ def run(
     restart: Annotated[
         bool, typer.Option("--restart", help="With --resume: if they changed, train from the beginning.")
     ] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Train again without asking, however long it took.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask, as before a long training.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="The same as `pipe plan`.")] = False,
     render: Render = None,
     executor: Executor = None,
@@ -197,7 +197,7 @@ def run(
     display = Display(live=sys.stderr.isatty())
     with lock_runs(_runs_folder(project, resume), shared=True):
         if resume is not None:
-            finished_run = _resume(project, resume, names, overrides, on_changes, display)
+            finished_run = _resume(project, resume, names, overrides, on_changes, yes, display)
         elif continued is not None:
             finished_run = _continue(project, continued, make_request(names, start, until, force), overrides, display)
         else:
@@ -254,11 +254,17 @@ def _ask_before_training(project: Project, config: Config, request: RunRequest) 
 
 
 def _resume(
-    project: Project, name: str, names: list[str], overrides: list[str], on_changes: OnChanges, display: Display
+    project: Project,
+    name: str,
+    names: list[str],
+    overrides: list[str],
+    on_changes: OnChanges,
+    yes: bool,
+    display: Display,
 ) -> Run:
     selected_steps = with_upstream(select_steps(names, None, None)) if names else ()
     stopped_run = latest_unfinished(project) if name == "latest" else find_run(project.runs, name)
-    request = RunRequest(selected_steps or stopped_run.read().wanted, on_changes=on_changes)
+    request = RunRequest(selected_steps or stopped_run.read().wanted, on_changes=on_changes, sure=yes)
     with lock_run(stopped_run):
         display.report(f"resuming run {stopped_run.id}")
         return run_and_report(display, lambda: resume_run(project, stopped_run, request, display, overrides))

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from pipeline.contract.data import Samples, check_columns, fingerprint, open_split
+from pipeline.contract.data import Samples, check_columns, fingerprint, open_split, sample_digests
 from pipeline.contract.pretrained import PRETRAINED_KEY, Pretrained, copy_small_files, find_pretrained, record
 from pipeline.contract.run import CHECKED_FILES, Run, step_main
 from pipeline.contract.task import (
@@ -35,7 +35,7 @@ from train.batch_order import ORDER_KEY, Kind, check_order_values, write_order
 from train.sample_checksums import write_checksums
 
 _MAX_LISTED = 100  # identical samples in data.json; all are counted
-_COMPARED = 64  # samples at the beginning of a split that show whether it is random
+_COMPARED = 64  # samples at the beginning of a split that show whether it is random, or has other targets
 
 
 def prepare(run: Run, root: Path) -> None:
@@ -63,6 +63,7 @@ def prepare(run: Run, root: Path) -> None:
         **pretrained_part,
         **_write_order(task, splits["train"], run.partial("prepare")),
         **write_checksums(splits["train"], run.partial("prepare")),
+        "targets": _describe_targets(task, splits["train"].first(_COMPARED)),
         "duplicate_count": len(checked.duplicates),
         "duplicates": checked.duplicates[:_MAX_LISTED],
     }
@@ -117,6 +118,16 @@ def _write_order(task: Task, train: Samples, folder: Path) -> dict[str, dict[str
         values = check_order_values(kind, method(train.source), len(train))
         return {ORDER_KEY: write_order(kind, values, folder)}
     return {}
+
+
+def _describe_targets(task: Task, samples: Samples) -> dict[str, str]:
+    """Return a digest of each sample's targets by that of its inputs, and the names of the classes."""
+    classes = {"classes": ", ".join(map(str, getattr(task, "classes", ())))}
+    names = {column: column in task.inputs for column in next(iter(samples.single_rows(range(1))))}
+    inputs, targets = ([name for name in names if names[name] == kind] for kind in (True, False))
+    if not inputs or not targets:
+        return classes
+    return {**dict(zip(*(sample_digests(samples, columns) for columns in (inputs, targets)), strict=True)), **classes}
 
 
 def _describe(reading: SplitSummary) -> dict[str, Any]:

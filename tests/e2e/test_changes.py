@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 from pathlib import Path
 
@@ -49,6 +50,25 @@ def test_resume_lists_changes_and_accepts_them_on_request(interrupted: ProjectFo
     assert 50 <= summary["best_since"] < 60, "with the loss before, every later checkpoint was worse"
     assert summary["best_step"] >= summary["best_since"]
     assert interrupted.plan("train", "train.processes=1")["train"][0] == "reuse"
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "change"),
+    [
+        ("points.py", "> np.sin", "< np.sin", "64 of 64 compared training samples have other targets"),
+        ("task.py", '"below", "above"', '"above", "below"', "the classes were below, above and are above, below"),
+    ],
+    ids=["targets", "classes"],
+)
+def test_changed_targets_are_learned_on_request_only(
+    interrupted: ProjectFolder, file: str, old: str, new: str, change: str
+) -> None:
+    shutil.rmtree(interrupted.runs / "registry")  # with a champion, prepare refuses other classes
+    interrupted.replace(file, old, new)
+    for _ in range(2):  # prepare has run meanwhile
+        stderr = interrupted.pipe("run", "--resume", "--accept-changes", expect=2).stderr
+        assert f"error: {change}; the weights so far learned the old ones; to go on from them " in stderr
+    assert RESUMED.search(interrupted.pipe("run", "--resume", "--accept-changes", "--yes").stderr)
 
 
 @pytest.mark.long
