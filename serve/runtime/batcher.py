@@ -130,9 +130,10 @@ class Batcher:
         request.batch_key, request.rows, request.queued_at = key, rows, time.monotonic()
         if request.queued_at >= request.deadline:
             raise DeadlineExceeded("the deadline passed before the request was queued; it was not computed")
-        if is_only and not self.waiting and not self._running and self._estimate.is_quick(input_size((request,))):
+        is_free = is_only and not self.waiting and not self._running
+        if is_free and self._estimate.is_quick(size := input_size((request,))):
             request.run_started_at = request.queued_at
-            (computed,) = self._compute([request])
+            (computed,) = self._compute([request], size)
             if isinstance(computed, BaseException):
                 raise computed
             return computed
@@ -216,11 +217,11 @@ class Batcher:
         return batch
 
     def _start(self, batch: list[RequestContext]) -> None:
-        if self._estimate.is_quick(input_size(batch)):
-            self._deliver(batch, self._compute(batch))
+        if self._estimate.is_quick(size := input_size(batch)):
+            self._deliver(batch, self._compute(batch, size))
             return
         try:
-            future = asyncio.get_running_loop().run_in_executor(self._pool, self._compute, batch)
+            future = asyncio.get_running_loop().run_in_executor(self._pool, self._compute, batch, size)
         except RuntimeError:  # the pool is shut down
             self._deliver(batch, [Busy("the service is shutting down; try again")] * len(batch))
             return
@@ -248,9 +249,8 @@ class Batcher:
             else:
                 item.outputs.set_result(answer)
 
-    def _compute(self, batch: list[RequestContext]) -> Sequence[dict[str, Array] | BaseException]:
+    def _compute(self, batch: list[RequestContext], size: int) -> Sequence[dict[str, Array] | BaseException]:
         """Return for each request its outputs or the exception it causes."""
-        size = input_size(batch)
         reads_cpu_time = self.options.cpu_bound and self._estimate.needs_cpu_time(size)
         started_at, cpu_started_at = time.perf_counter(), time.thread_time() if reads_cpu_time else 0.0
         try:
@@ -258,8 +258,8 @@ class Batcher:
         except Exception as error:  # may be caused by one request: halving the batch isolates it
             if len(batch) == 1:
                 return [error]
-            half = len(batch) // 2
-            return [*self._compute(batch[:half]), *self._compute(batch[half:])]
+            halves = (batch[: len(batch) // 2], batch[len(batch) // 2 :])
+            return [answer for half in halves for answer in self._compute(half, input_size(half))]
         seconds, rows = time.perf_counter() - started_at, total_rows(batch)
         if reads_cpu_time:
             self._estimate.record(size, rows, seconds, time.thread_time() - cpu_started_at)
