@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 from k8s.objects import training
 from k8s.objects.kustomize import Object
 from k8s.objects.manifests import identity_labels, load_manifests, set_metadata
+from k8s.objects.overlay import overlay_job
 from pipeline.contract.config import Config
 from pipeline.system.files import digest_bytes
 
@@ -63,6 +64,7 @@ def step_job(
     argv: tuple[str, ...],
     env: Mapping[str, str],
     user: PodUser = PodUser(),
+    overlay: Path | None = None,
 ) -> StepJob:
     """Return the objects for a step; `argv` is its local command, whose last argument is the run directory."""
     training.check_training_image(config)
@@ -74,6 +76,7 @@ def step_job(
     for item in parts.values():
         item["metadata"]["labels"] |= step_labels(run, step, key)
     _fill_step(parts["Job"], config, step_labels(run, step, key), user)
+    parts["Job"] = overlay_job(parts["Job"], overlay)
     pods = parts["Job"]["spec"].get("completions", 1)
     objects = training.wrap_in_workload(parts, config) if step == "train" else [parts["Job"]]
     container = training.container_name(config) if step == "train" else training.TRAINER_CONTAINER

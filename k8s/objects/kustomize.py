@@ -65,7 +65,7 @@ def _apply_patch(objects: list[Object], entry: Mapping[str, Any], file: Path) ->
     text = entry["patch"] if "patch" in entry else (file.parent / entry["path"]).read_text()
     patch = yaml.load(text, _LOADER)  # noqa: S506 - a safe loader
     target = entry.get("target") or {"kind": patch["kind"], "name": patch["metadata"]["name"]}
-    if not any(_is_target(item, target) for item in objects):
+    if not any(_is_target(item, target) for item in objects) and "labelSelector" not in target:
         raise ValueError(f"{file}: no object for a patch of {dict(target)}")
     if isinstance(patch, dict) and patch.get("$patch") == "delete":
         return [item for item in objects if not _is_target(item, target)]
@@ -74,8 +74,11 @@ def _apply_patch(objects: list[Object], entry: Mapping[str, Any], file: Path) ->
 
 
 def _is_target(item: Object, target: Mapping[str, str]) -> bool:
+    """Return whether kind, name and labels are as the target has them; a selector may match no object."""
+    labels = [f"{name}={value}" for name, value in item["metadata"].get("labels", {}).items()]
+    selected = all(pair.strip() in labels for pair in target.get("labelSelector", "").split(",") if pair.strip())
     identity = {"kind": item["kind"], "name": item["metadata"]["name"]}
-    return all(identity[field] == value for field, value in target.items())
+    return selected and all(identity[field] == value for field, value in target.items() if field != "labelSelector")
 
 
 def apply_merge_patch(item: Object, patch: Mapping[str, Any]) -> Object:
@@ -99,8 +102,12 @@ def apply_json_patch(item: Object, operations: Iterable[Mapping[str, Any]]) -> O
     for operation in operations:
         *parents, last = (part.replace("~1", "/").replace("~0", "~") for part in operation["path"].split("/")[1:])
         parent: Any = result
-        for part in parents:
-            parent = parent[int(part)] if isinstance(parent, list) else parent[part]
+        try:
+            for part in parents:
+                parent = parent[int(part)] if isinstance(parent, list) else parent[part]
+        except (KeyError, IndexError, ValueError, TypeError):
+            text = f"JSON patch: {operation['op']} {operation['path']}: there is no {part}"
+            raise ValueError(text) from None
         _apply_operation(parent, last, operation)
     return result
 

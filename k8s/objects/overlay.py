@@ -1,14 +1,15 @@
-"""The project's own changes to the objects of a service: `deploy.overlay`, a folder with a kustomize Component.
+"""The project's own changes to objects: `deploy.overlay` and `cluster.overlay`, folders with a kustomize Component.
 
-It is applied to the finished objects, so that it can add to them and change what no setting names. What the deployment
-itself relies on must stay: the name, selector, image and bundle of the workload, and the pods of the policy.
+That of a service is applied to the finished objects, so that it can add to them and change what no setting names; that
+of the cluster to the Job of each step, before training is put into another workload. What pipe itself relies on must
+stay: the name, selector, image and bundle of the workload, and the pods of the policy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from k8s.objects import kustomize
 from k8s.objects.kustomize import Object
@@ -18,14 +19,17 @@ from pipeline.system.errors import ConfigError
 from pipeline.system.files import digest_mapping, digest_tree
 
 # Paths in objects that an overlay must leave as they are.
+_CONTAINER = "spec.template.spec.containers.0"
 _KEPT = {
+    "Job": (
+        *("spec.completionMode", "spec.completions", "spec.parallelism", "spec.template.metadata.labels"),
+        *(f"{_CONTAINER}.{field}" for field in ("name", "image", "command", "args", "workingDir")),
+    ),
     "Deployment": (
         "spec.selector",
         "spec.template.metadata.annotations",
         "spec.template.metadata.labels",
-        "spec.template.spec.containers.0.name",
-        "spec.template.spec.containers.0.image",
-        "spec.template.spec.containers.0.envFrom",
+        *(f"{_CONTAINER}.{field}" for field in ("name", "image", "envFrom")),
     ),
     "InferenceService": ("spec.predictor.annotations", "spec.predictor.containers.0.image"),
     "ServingRuntime": ("spec.containers.0.image",),
@@ -35,13 +39,14 @@ _KEPT = {
 }
 
 
-def overlay_folder(root: Path, config: Config) -> Path | None:
+def overlay_folder(root: Path, config: Config, section: Literal["deploy", "cluster"] = "deploy") -> Path | None:
     """Return the folder of the overlay; None without one."""
-    if not config.deploy.overlay:
+    name = config.deploy.overlay if section == "deploy" else config.cluster.overlay
+    if not name:
         return None
-    folder = root / config.deploy.overlay
+    folder = root / name
     if not (folder / "kustomization.yaml").is_file():
-        raise ConfigError(f"deploy.overlay: no kustomization.yaml in {folder}; see docs/kubernetes.md, Overlay")
+        raise ConfigError(f"{section}.overlay: no kustomization.yaml in {folder}; see docs/kubernetes.md, Overlay")
     return folder
 
 
@@ -51,11 +56,7 @@ def overlay_digest(folder: Path | None) -> str:
 
 def apply_overlay(objects: Sequence[Object], folder: Path, config: Config) -> list[Object]:
     """Apply the overlay and check the result."""
-    try:
-        changed = kustomize.apply(folder, objects)
-    except (ValueError, KeyError, IndexError, OSError) as error:
-        raise ConfigError(f"deploy.overlay: {folder}: {error}") from error
-    _check_kept(objects, changed)
+    changed = _apply("deploy.overlay", folder, objects)
     known = {_identity(item) for item in objects}
     for item in changed:
         if _identity(item) not in known:
@@ -63,26 +64,45 @@ def apply_overlay(objects: Sequence[Object], folder: Path, config: Config) -> li
     return changed
 
 
+def overlay_job(job: Object, folder: Path | None) -> Object:
+    """Return the Job of a step with the overlay of the cluster."""
+    if folder is None:
+        return job
+    changed, *added = _apply("cluster.overlay", folder, [job])
+    if added:
+        raise ConfigError(f"cluster.overlay: adds {kubectl_name(added[0])}; it can only change Jobs")
+    return changed
+
+
+def _apply(setting: str, folder: Path, objects: Sequence[Object]) -> list[Object]:
+    try:
+        changed = kustomize.apply(folder, objects)
+    except (ValueError, KeyError, IndexError, OSError) as error:
+        raise ConfigError(f"{setting}: {folder}: {error}") from error
+    _check_kept(setting, objects, changed)
+    return changed
+
+
 def _identity(item: Object) -> tuple[str, str]:
     return item["kind"], item["metadata"]["name"]
 
 
-def _check_kept(objects: Sequence[Object], changed: Sequence[Object]) -> None:
+def _check_kept(setting: str, objects: Sequence[Object], changed: Sequence[Object]) -> None:
     after = {_identity(item): item for item in changed}
     for item in objects:
         kept = _KEPT.get(item["kind"])
         if kept is None:
             continue
         if (other := after.get(_identity(item))) is None:
-            raise ConfigError(f"deploy.overlay: removes {kubectl_name(item)}, which every deployment needs")
+            raise ConfigError(f"{setting}: removes {kubectl_name(item)}, which must stay")
         for path in ("metadata.namespace", "metadata.annotations", *kept):
             before, now = _value_at(item, path), _value_at(other, path)
             is_open = path.endswith((".annotations", ".labels")) and isinstance(now, dict)
             if before != now and not (is_open and (before or {}).items() <= now.items()):
-                raise ConfigError(f"deploy.overlay: changes {path} of {kubectl_name(item)}, which pipe sets; leave it")
+                raise ConfigError(f"{setting}: changes {path} of {kubectl_name(item)}, which pipe sets; leave it")
     for item in changed:
         if item["kind"] in WORKLOAD_KINDS and _identity(item) not in {_identity(made) for made in objects}:
-            raise ConfigError(f"deploy.overlay: adds {kubectl_name(item)}; a deployment has one workload")
+            raise ConfigError(f"{setting}: adds {kubectl_name(item)}; a deployment has one workload")
 
 
 def _value_at(item: Any, path: str) -> Any:

@@ -10,7 +10,7 @@ import copy
 import json
 import re
 from collections.abc import Mapping
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from k8s.objects.kustomize import Object
@@ -25,6 +25,7 @@ from k8s.objects.manifests import (
     load_manifests,
     set_metadata,
 )
+from k8s.objects.overlay import overlay_job
 from pipeline.contract.config import Config, override_config
 from pipeline.contract.settings.cluster import Cluster, NodePlacement
 from pipeline.contract.settings.stages import Train
@@ -44,7 +45,9 @@ _JOBSET_RESTARTS = 3  # of all pods together; a single lost pod is replaced by i
 _TOLERATION = re.compile(r"^(?P<key>[^=:]+)(=(?P<value>[^:]*))?(:(?P<effect>\w+))?$")
 
 
-def training_objects(config: Config, run_dir: str, name: str = "", *, standalone: bool = False) -> list[dict[str, Any]]:
+def training_objects(
+    config: Config, run_dir: str, name: str = "", *, standalone: bool = False, overlay: Path | None = None
+) -> list[dict[str, Any]]:
     """Return all objects in the order they are applied.
 
     `run_dir` is the path of the run directory in the pods, on the shared volume. `standalone` training creates the
@@ -57,6 +60,7 @@ def training_objects(config: Config, run_dir: str, name: str = "", *, standalone
         make_standalone(trainer, config, _absolute_path(run_dir), _processes(config.train), rendezvous)
     if config.cluster.queue:
         parts["Job"]["metadata"]["labels"][QUEUE_LABEL] = config.cluster.queue
+    parts["Job"] = overlay_job(parts["Job"], overlay)
     return [*volume_claims(config), *wrap_in_workload(parts, config)]
 
 

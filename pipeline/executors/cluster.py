@@ -12,6 +12,7 @@ from k8s.cluster.api import Connection, connect
 from k8s.cluster.rollout_status import JobResult
 from k8s.objects.jobs import PodUser, step_job
 from k8s.objects.manifests import kubectl_name, write_documents, write_manifests
+from k8s.objects.overlay import overlay_folder
 from k8s.objects.training import check_training_image, run_name, training_objects, volume_claims
 from k8s.step_runner import StepRunner
 from k8s.workflows import WorkflowTask
@@ -124,10 +125,11 @@ class ClusterExecutor:
         if self._connection is None:
             self._connection = connect(config.deploy.context)
         command = step_command(step, config, run_argument(self._root, run))
+        overlay = overlay_folder(self._root, config, "cluster")
         return StepRunner(
             self._connection,
             config.deploy.namespace,
-            step_job(config, step, run.id, key, command, pod_environment(), pod_user(run)),
+            step_job(config, step, run.id, key, command, pod_environment(), pod_user(run), overlay),
             run.path / "logs" / step,
             run.log(step),
             PENDING_TIMEOUT_SECONDS,
@@ -168,13 +170,18 @@ def check_jobs(config: Config) -> None:
 def render_training(project: Project, config: Config, directory: str) -> list[Path]:
     """Write the manifests that train this project on a cluster without `pipe run`."""
     check_training_image(config)
-    objects = training_objects(config, f"runs/{run_name(config)}", standalone=True)
+    overlay = overlay_folder(project.root, config, "cluster")
+    objects = training_objects(config, f"runs/{run_name(config)}", standalone=True, overlay=overlay)
     return list(write_manifests(objects, _target(project, directory, "train")))
 
 
 def render_workflow(project: Project, config: Config, engine: str, directory: str) -> list[Path]:
     """Write all steps as a workflow for an engine, and the claim for the volume of the runs."""
     check_training_image(config)
+    if config.cluster.overlay:
+        raise ConfigError(
+            "cluster.overlay: changes Jobs, and a workflow has none; leave it empty, and change the files"
+        )
     config = override_config(config, _pod_overrides(config))
     target = _target(project, directory, engine)
     claims = volume_claims(config)

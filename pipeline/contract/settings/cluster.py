@@ -58,6 +58,11 @@ class Cluster(NodePlacement):
     env_secret: Name = Field(
         "", description="Secret whose keys become environment variables of the steps, such as object store credentials"
     )
+    overlay: Text = Field(
+        "",
+        description="folder of the project with a kustomize Component that is applied to the Jobs of the steps, for "
+        "what no setting names, such as RDMA devices or further volumes",
+    )
     active_deadline_seconds: Positive = Field(
         604_800, description="maximum duration of training; it is terminated afterwards"
     )

@@ -1,7 +1,8 @@
-"""`deploy.overlay`: changes of a project to the objects of a service, and changes that are refused."""
+"""`deploy.overlay` and `cluster.overlay`: changes of a project to objects, and changes that are refused."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from k8s.cluster.rollout_status import minimum_replicas
 from k8s.objects import serving
+from k8s.objects.jobs import step_job
 from k8s.objects.manifests import write_manifests
 from k8s.objects.overlay import overlay_digest, overlay_folder
 from pipeline.contract.bundle import Bundle
@@ -132,3 +134,62 @@ def test_added_objects_are_rendered(configure: Configure, bundle: Bundle, tmp_pa
     made = serving.serving_objects(configure(), bundle, IMAGE, overlay=write_overlay(tmp_path / "overlay"))
     names = {file.name for file in write_manifests(made, tmp_path / "manifests")}
     assert {"servicemonitor-twice.yaml", "scaledobject-twice.yaml"} <= names
+
+
+PODS = """\
+apiVersion: kustomize.config.k8s.io/v1alpha1
+kind: Component
+patches:
+  - target: {kind: Job}
+    patch: |
+      - {op: add, path: /spec/template/spec/volumes/-, value: {name: data, persistentVolumeClaim: {claimName: data}}}
+      - {op: add, path: /spec/template/spec/containers/0/volumeMounts/-, value: {name: data, mountPath: /data}}
+  - target: {kind: Job, labelSelector: app.kubernetes.io/component=training}
+    patch: |
+      - {op: add, path: /spec/template/spec/containers/0/resources/limits/rdma~1hca, value: 1}
+      - {op: add, path: /spec/template/spec/containers/0/securityContext/capabilities/add, value: [IPC_LOCK]}
+"""
+TRAINING = {"image": IMAGE, "nodes": 2, "device": "cuda"}
+
+
+def write_component(folder: Path, text: str) -> Path:
+    folder.mkdir()
+    (folder / "kustomization.yaml").write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("workload", ["job", "jobset", "trainjob"])
+@pytest.mark.parametrize("step", ["prepare", "train"])
+def test_overlay_of_the_cluster_reaches_the_pods_of_each_step(
+    configure: Configure, tmp_path: Path, step: str, workload: str
+) -> None:
+    config = configure(train=TRAINING, cluster={"workload": workload})
+    made = step_job(config, step, "r1", "k", ("x", "runs/r1"), {}, overlay=write_component(tmp_path / "pods", PODS))
+    for item in made.objects:
+        validate(item)
+    text = json.dumps(made.objects)
+    assert '"claimName": "data"' in text
+    assert '"mountPath": "/data"' in text
+    assert ('"rdma/hca": 1' in text) == ('"IPC_LOCK"' in text) == (step == "train")
+
+
+@pytest.mark.parametrize(
+    ("patch", "problem"),
+    [
+        ("{op: add, path: /spec/completions, value: 3}", "changes spec.completions of job/twice-prepare-"),
+        ("{op: remove, path: /spec/template/metadata/labels}", "changes spec.template.metadata.labels of job/"),
+        (
+            "{op: replace, path: /spec/template/spec/containers/0/command, value: [sh]}",
+            "changes spec.template.spec.con",
+        ),
+        ("{op: add, path: /spec/nowhere/x, value: 1}", "add /spec/nowhere/x: there is no nowhere"),
+    ],
+    ids=["pods", "labels", "command", "path"],
+)
+def test_overlay_of_the_cluster_cannot_change_what_a_step_relies_on(
+    configure: Configure, tmp_path: Path, patch: str, problem: str
+) -> None:
+    text = f"kind: Component\npatches:\n  - target: {{kind: Job}}\n    patch: '[{patch}]'\n"
+    overlay = write_component(tmp_path / "pods", text)
+    with pytest.raises(ConfigError, match=rf"^cluster\.overlay: .*{problem}"):
+        step_job(configure(train=TRAINING), "prepare", "r1", "k", ("x", "runs/r1"), {}, overlay=overlay)
