@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -11,6 +12,7 @@ import pytest
 import yaml
 
 from k8s.objects import serving
+from k8s.objects.jobs import step_job
 from k8s.objects.kustomize import build
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.config import parse_config
@@ -66,6 +68,18 @@ def test_documented_overlay_is_valid_with_the_service(files: Path, bundle: Bundl
     for item in objects:
         validate(item)
     assert objects[-1]["kind"] == "ServiceMonitor"
+
+
+@pytest.mark.parametrize(("step", "training"), [("prepare", False), ("train", True)])
+def test_documented_overlay_of_the_cluster_reaches_training(files: Path, step: str, training: bool) -> None:
+    train = {"image": f"registry.example/train@sha256:{'0' * 64}", "device": "cuda"}
+    config = parse_config({"name": "digits", "task": "t.py:T", "codec": "c.py:C", "train": train}, "docs")
+    *_, job = step_job(config, step, "r", "k", ("x", "runs/r"), {}, overlay=files / "pods").objects
+    validate(job)
+    text = json.dumps(job)
+    assert '"mountPath": "/data"' in text
+    for part in ('"rdma/hca": 1', "IPC_LOCK", "NCCL_IB_HCA", "podset-required-topology"):
+        assert (part in text) == training
 
 
 def test_the_documented_custom_manifests_build(files: Path) -> None:
