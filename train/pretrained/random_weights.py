@@ -24,6 +24,7 @@ from train.process_group import ProcessGroup
 
 RESIDENT_BYTES = 256 << 20  # of values that no process needs, before their memory is given back
 _MADV_DONTNEED = 4
+_PAST_DISPATCH = ("numpy", "tolist")  # methods of tensors that read values without an operation
 
 
 def create_split(
@@ -141,6 +142,8 @@ class SparseBuild(TorchDispatchMode):
             self._add(duplicate)
             return duplicate
 
+        for name in _PAST_DISPATCH:
+            setattr(Tensor, name, self._reader(name))
         nn.Module.register_parameter = register  # type: ignore[method-assign,assignment]
         nn.Parameter.__deepcopy__ = deepcopy  # type: ignore[method-assign,assignment]
         super().__enter__()  # type: ignore[no-untyped-call]
@@ -148,6 +151,8 @@ class SparseBuild(TorchDispatchMode):
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+        for name in _PAST_DISPATCH:
+            delattr(Tensor, name)
         nn.Module.register_parameter = self._register  # type: ignore[method-assign]
         nn.Parameter.__deepcopy__ = self._copy  # type: ignore[method-assign]
         if self.dropped:
@@ -168,6 +173,16 @@ class SparseBuild(TorchDispatchMode):
         if written:
             self._write(written)
         return result
+
+    def _reader(self, name: str) -> Callable[..., Any]:
+        read: Callable[..., Any] = getattr(Tensor, name)
+
+        def reads(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if _address(tensor) in self._by_address:
+                self.problem = self.problem or f"Tensor.{name}()"
+            return read(tensor, *args, **kwargs)
+
+        return reads
 
     def _add(self, parameter: nn.Parameter | None) -> None:
         if parameter is None or id(parameter) in self.positions or not (address := _address(parameter)):

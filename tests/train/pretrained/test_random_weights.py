@@ -95,20 +95,28 @@ def test_columns_of_rows_are_kept() -> None:
     assert (sparse.weight[0] == 0).float().mean() > 0.5
 
 
-def _copied() -> nn.Module:
-    first = nn.Linear(SIDE, 4)
-    second = nn.Linear(SIDE, 4)
-    second.weight.data.copy_(first.weight.data)
-    return nn.Sequential(first, second)
+READS: dict[str, Callable[[Tensor], Tensor]] = {
+    "operation": lambda weight: weight,
+    "numpy": lambda weight: torch.from_numpy(weight.numpy().copy()),
+    "list": lambda weight: torch.tensor(weight.tolist()),
+}
 
 
-def test_initialization_that_reads_weights_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("read", READS.values(), ids=READS)
+def test_initialization_that_reads_weights_is_whole(
+    read: Callable[[Tensor], Tensor], capsys: pytest.CaptureFixture[str]
+) -> None:
+    def build() -> nn.Module:
+        first, second = nn.Linear(SIDE, 4), nn.Linear(SIDE, 4)
+        second.weight.data.copy_(read(first.weight.data))
+        return nn.Sequential(first, second)
+
     SEED()
-    model, materializer = create_split(_copied, SEED, SINGLE, resumes=False, resident_bytes=0)
+    model, materializer = create_split(build, SEED, SINGLE, resumes=False, resident_bytes=0)
     assert materializer is None
     assert "each process initializes the whole model" in capsys.readouterr().out
     SEED()
-    for parameter, expected in zip(model.parameters(), _copied().parameters(), strict=True):
+    for parameter, expected in zip(model.parameters(), build().parameters(), strict=True):
         assert torch.equal(parameter, expected)
 
 
