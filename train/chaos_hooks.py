@@ -10,12 +10,15 @@ import errno
 import json
 import os
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+
+import psutil
 
 from pipeline.contract.settings.section import Frozen
 from pipeline.system.files import write_json
@@ -28,7 +31,7 @@ CHAOS_VARIABLE = "PIPE_CHAOS"  # names the folder of the chaos log
 HookPoint = Literal["step", "ledger", "write", "rename", "renamed"]  # places in the code of a training process
 KillPoint = Literal["start", "moment", HookPoint]  # `start` and `moment` are anywhere: `pipe chaos` kills from outside
 StorageFault = Literal["truncated", "flipped", "best", "zeroed", "unreadable"]  # made before training is resumed
-Fault = Literal["kill", "pause", "disk", "clock", "store", "resume", StorageFault]
+Fault = Literal["kill", "pause", "disk", "clock", "half-open", "store", "resume", StorageFault]
 
 _HOLD_SECONDS = 60.0  # how long a process waits for a kill from outside; after that, `pipe chaos` must be gone
 _POLL_SECONDS = 0.002
@@ -38,10 +41,11 @@ class Kill(Frozen):
     """One planned kill -9 or other fault. It is due once those before it have happened and training has reached `step`.
 
     `pause` stops a process (SIGSTOP) for some seconds. `disk` makes a write of a checkpoint fail, as on a full disk.
-    `clock` moves a process's clock by some seconds. `store` kills the first worker and its launcher, which has the
-    store where processes meet. The others kill `pipe`: then a shard of the newest checkpoint is `truncated` or
-    `flipped`, or that of the `best` is NULs, or another file of the run is (`zeroed`), or another run is `unreadable`,
-    or two commands `resume` at once.
+    `clock` moves a process's clock by some seconds. `half-open` drops what arrives over a process's connections: both
+    ends believe that they are alive, and the others that they have sent their data. `store` kills the first worker and
+    its launcher, which has the store where processes meet. The others kill `pipe`: then a shard of the newest
+    checkpoint is `truncated` or `flipped`, or that of the `best` is NULs, or another file of the run is (`zeroed`), or
+    another run is `unreadable`, or two commands `resume` at once.
     """
 
     place: KillPoint
@@ -137,7 +141,9 @@ def install_chaos_hook(hook: Callable[[HookPoint], None] | None) -> None:
     _hook = hook
 
 
-_LASTING = ("pause", "clock")  # faults that a process survives
+# Faults that a process survives, and the steps after which it has. Exchanges that do not use TCP survive a half-open
+# connection; otherwise, others may end the step that they are in, and the next one, before they wait.
+_LASTING = {"pause": 1, "clock": 1, "half-open": 3}
 _now = time.time  # also after the clock was moved
 
 
@@ -173,6 +179,7 @@ class ChaosHook:
         self._number = self._log.next_kill()
         self._due: Kill | None = self._kills[self._number] if self._number < len(self._kills) else None
         self._visits = 0  # of the point that is due, since its step
+        self._steps_since = 0  # the fault
 
     def _harm(self) -> None:
         due = self._due
@@ -181,6 +188,8 @@ class ChaosHook:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         if due.fault == "clock":
             move_clock(due.seconds)
+        elif due.fault == "half-open":
+            drop_received_data()
         else:
             self._kill()
 
@@ -190,9 +199,11 @@ class ChaosHook:
         if first:
             self._record("step")
         elif self._due is not None and self._due.fault in _LASTING and self._log.is_claimed(self._number):
-            if self._due.rank % self._size == self._rank:
-                self._record("recovered")
-            self._find_due()
+            self._steps_since += 1
+            if self._steps_since == _LASTING[self._due.fault]:
+                if self._due.rank % self._size == self._rank:
+                    self._record("recovered")
+                self._find_due()
 
     def _is_due(self, point: HookPoint, due: Kill) -> bool:
         if point != due.place or self._steps < due.step:
@@ -225,6 +236,19 @@ def move_clock(seconds: float) -> None:
     real, real_ns = time.time, time.time_ns
     time.time = lambda: real() + seconds
     time.time_ns = lambda: real_ns() + int(seconds * 1e9)
+
+
+_IP_MINTTL, _IPV6_MINHOPCOUNT = 21, 73  # of Linux; Python does not name them
+
+
+def drop_received_data() -> None:
+    """Let the kernel drop all that arrives over the TCP connections of this process: it came over too many routers."""
+    for connection in psutil.net_connections("tcp"):
+        if connection.pid == os.getpid() and connection.status == psutil.CONN_ESTABLISHED:
+            with socket.socket(fileno=os.dup(connection.fd)) as other:
+                other.setsockopt(socket.IPPROTO_IP, _IP_MINTTL, 255)  # packets leave with 64
+                if other.family == socket.AF_INET6:
+                    other.setsockopt(socket.IPPROTO_IPV6, _IPV6_MINHOPCOUNT, 255)
 
 
 def _kill_this_process() -> None:

@@ -12,6 +12,7 @@ import math
 import random
 import signal
 import statistics
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -318,6 +319,7 @@ KILL_KINDS = (
     "step", "write", "rename", "renamed", "ledger", "pipe", "other worker", "launcher", "step", "first worker",
     "start", "step", "write", "step", "step", "renamed", "step", "rename", "step", "step",
     "pause", "disk", "truncated", "flipped", "clock", "store", "resume", "server", "best", "zeroed", "unreadable",
+    "half-open",
 )  # fmt: skip
 _PAUSE_SECONDS = (5.0, 30.0, 90.0)  # in turn
 _CLOCK_SECONDS = (3600.0, -3600.0)
@@ -335,6 +337,8 @@ _PLACES: tuple[KillPoint, ...] = (
 def schedule(kills: int, seed: int, steps: int, processes: int) -> tuple[Kill, ...]:
     """Return the kills in order. With enough kills at step ends, every step has one."""
     kinds = [KILL_KINDS[i % len(KILL_KINDS)] for i in range(kills)]
+    if processes == 1 or sys.platform != "linux":  # no connections, or no minimum TTL for them
+        kinds = ["write" if kind == "half-open" else kind for kind in kinds]
     kind_counts, kinds_scheduled = Counter(kinds), Counter[str]()
     random_numbers = random.Random(f"{kills} {seed} {steps} {processes}")
     scheduled_kills = []
@@ -355,10 +359,11 @@ def _kill(kind: str, index: int, total: int, steps: int, processes: int, generat
         return Kill(place=place, step=generator.randint(1, steps), rank=generator.randrange(processes))
     if kind == "disk":
         return Kill(place="write", step=generator.randint(1, steps), rank=generator.randrange(processes), fault="disk")
-    if kind == "clock":
-        seconds = _CLOCK_SECONDS[index % len(_CLOCK_SECONDS)]
+    if kind in ("clock", "half-open"):
+        fault: Any = kind
+        seconds = _CLOCK_SECONDS[index % len(_CLOCK_SECONDS)] if kind == "clock" else 0
         step = generator.randint(1, max(1, steps - 1))  # one follows, which shows that it goes on
-        return Kill(place="step", step=step, rank=index % processes, fault="clock", seconds=seconds)
+        return Kill(place="step", step=step, rank=index % processes, fault=fault, seconds=seconds)
     last = max(1, steps - (1 if kind == "best" else HOLD_STEPS))
     first = min(last, steps // _EPOCHS + 3) if kind == "best" else 1  # then a checkpoint after the best is complete
     step = generator.randint(first, last)
@@ -405,6 +410,7 @@ def describe_kill(kill: KillResult, number: int, total: int) -> str:
 
 
 _EXTRA_HANG_SECONDS = 120.0  # beyond train.timeout_seconds, after which training detects a hang itself
+_SHORT_TIMEOUT_SECONDS = 60
 
 
 @dataclass(frozen=True)
@@ -415,6 +421,13 @@ class Reference:
     steps: int
     processes: int
     timing: ReferenceTiming
+
+    @property
+    def config_with_kills(self) -> Config:
+        """Return the configuration in which processes wait shorter for each other: a half-open link costs all of it."""
+        seconds = max(_SHORT_TIMEOUT_SECONDS, math.ceil(10 * self.timing.start_seconds))
+        seconds = min(self.run.config.train.timeout_seconds, seconds)
+        return override_config(self.run.config, [f"train.timeout_seconds={seconds}"])
 
 
 @dataclass(frozen=True)
@@ -467,7 +480,7 @@ class Campaign:
     def _train_with_kills(
         self, prepared: Run, reference: Reference, kills: Sequence[Kill], kills_before: int
     ) -> Training:
-        run = self.new_run(prepared, reference.run.config)
+        run = self.new_run(prepared, reference.config_with_kills)
         reporter = KillReporter(kills, kills_before, kills_before + len(kills), self.report)
         attack, fault = (
             self.attack(run, kills, functools.partial(next_scheduled_kill, kills, reference.timing), reporter),

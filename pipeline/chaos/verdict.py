@@ -36,6 +36,7 @@ _FAULTS = {
     "truncated": "a truncated shard",
     "flipped": "a shard with a flipped byte",
     "clock": "the clock jumps by an hour",
+    "half-open": "connections are half-open",
     "store": "first worker and its launcher at once",
     "resume": "two `pipe run --resume` at once",
     "best": "the best checkpoint is damaged",

@@ -84,7 +84,7 @@ def _with_rounded_floats(row: dict[str, Any]) -> dict[str, Any]:
 def chaos(
     context: typer.Context,
     words: Overrides = None,
-    kills: Annotated[int, typer.Option("--kills", min=1, help="Number of kills and other faults.")] = 31,
+    kills: Annotated[int, typer.Option("--kills", min=1, help="Number of kills and other faults.")] = 32,
     seed: Annotated[int, typer.Option("--seed", help="Seed for where and when to kill.")] = 0,
     output: OutputOption = Output.text,
 ) -> None:

@@ -1,14 +1,19 @@
 from __future__ import annotations
 
+import os
+import socket
+import sys
 import threading
 import time
 from pathlib import Path
+from typing import NamedTuple
 
+import psutil
 import pytest
 import torch
 
 from pipeline.system.processes import Rank
-from train.chaos_hooks import ChaosEvent, ChaosHook, ChaosLog, Kill
+from train.chaos_hooks import ChaosEvent, ChaosHook, ChaosLog, Kill, drop_received_data
 from train.process_group import ProcessGroup
 
 
@@ -26,6 +31,12 @@ class Process:
     def step(self, step: int) -> None:
         self.group.heartbeat.at(step - 1, "update")
         self.hook("step")
+
+
+class Connection(NamedTuple):
+    fd: int
+    status: str
+    pid: int
 
 
 def _die() -> None:
@@ -76,6 +87,41 @@ def test_process_that_survives_a_fault_takes_the_next_one(tmp_path: Path, monkey
     assert all(event.time > 4600 for event in log.events()), "the log keeps the clock of the machine"
     with pytest.raises(Dead):
         Process(tmp_path, 0).step(3)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a minimum TTL")
+@pytest.mark.parametrize("address", ["127.0.0.1", "::1"])
+def test_half_open_connection_hides_that_data_is_dropped(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with (
+        socket.create_server((address, 0), family=family) as server,
+        socket.create_connection(server.getsockname()[:2]) as deaf,
+        server.accept()[0] as other,
+    ):
+        connection = Connection(deaf.fileno(), psutil.CONN_ESTABLISHED, os.getpid())  # one of several
+        monkeypatch.setattr(psutil, "net_connections", lambda *_: [connection])
+        drop_received_data()
+        deaf.sendall(b"heard")
+        assert other.recv(5) == b"heard"
+        other.sendall(b"never heard")  # without an error
+        deaf.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            deaf.recv(1)
+
+
+def test_half_open_process_goes_on_only_after_more_steps_than_buffers_allow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(psutil, "net_connections", lambda *_: [])
+    log = planned(tmp_path, Kill(place="step", step=1, rank=1, fault="half-open"), Kill(place="step", step=1))
+    first, second = Process(tmp_path, 0), Process(tmp_path, 1)
+    second.step(1)
+    for step in (1, 2):
+        first.step(step)  # the second one's data still came
+    assert made(log) == [(0, 1, 1)]
+    first.step(3)
+    with pytest.raises(Dead):
+        first.step(4)
 
 
 def test_each_process_takes_at_most_one_kill(tmp_path: Path) -> None:
