@@ -45,6 +45,14 @@ class Host:
     def fast(self) -> None:
         _do("tc", "-n", self.namespace, "qdisc", "delete", "dev", self.interface, "root")
 
+    def deafen(self) -> None:
+        """Drop all that is sent to the host, which keeps its carrier: what it sends itself arrives."""
+        nothing = ["tbf", "rate", "8bit", "burst", "1", "limit", "1"]  # every packet is larger
+        _do("tc", "-n", self.switch, "qdisc", "replace", "dev", self.interface, "root", *nothing)
+
+    def hear(self) -> None:
+        _do("tc", "-n", self.switch, "qdisc", "delete", "dev", self.interface, "root")
+
     def cut(self) -> None:
         """Take the link down at the switch, so that the host loses its carrier."""
         _do("ip", "-n", self.switch, "link", "set", self.interface, "down")

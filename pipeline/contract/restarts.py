@@ -120,6 +120,7 @@ class ProcessEnd:
     reason: str
     echo: bool = False
     passing: bool = True
+    attempt: int = 0  # for which they were started; 0: unknown
 
 
 @dataclass(frozen=True)
@@ -227,10 +228,14 @@ def record_event(run: Path, **values: Any) -> None:
 
 
 def record_end(run: Path, end: ProcessEnd) -> None:
-    """Add an end to the current attempt."""
+    """Add an end to the current attempt, or to an earlier one: a machine that was cut off notices an end late."""
     events = read_events(run)
-    since = _last_progress(run, max((event.time for event in events if event.event == "start"), default=0.0))
-    record_event(run, event="end", attempt=newest_attempt(events), since=since, **asdict(end))
+    starts = [event for event in events if event.event == "start"]
+    attempt = newest_attempt(events)
+    if end.attempt and starts and end.host not in starts[-1].hosts:
+        attempt = min(attempt, end.attempt)
+    since = _last_progress(run, max((event.time for event in starts), default=0.0))
+    record_event(run, event="end", since=since, **asdict(replace(end, attempt=attempt)))
 
 
 def _last_progress(run: Path, started: float) -> float:
@@ -285,6 +290,8 @@ def _add_event(log: AttemptLog, event: Event) -> AttemptLog:
         return AttemptLog((*log.attempts, attempt), launched=False)
     if log.launched:
         return replace(log, early_ends=(*log.early_ends, event)) if event.event == "end" else log
+    if event.event == "end" and event.attempt < log.attempts[-1].number:
+        return log
     *earlier, last = log.attempts
     return replace(log, attempts=(*earlier, _update_attempt(last, event)))
 

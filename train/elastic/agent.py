@@ -17,6 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple
@@ -41,7 +42,15 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousBackend, Token, create_handler
 
-from pipeline.contract.restarts import PROCESS_END_SECONDS, GiveUp, ProcessEnd, Restart, restart_after
+from pipeline.contract.restarts import (
+    PROCESS_END_SECONDS,
+    GiveUp,
+    ProcessEnd,
+    Restart,
+    newest_attempt,
+    read_events,
+    restart_after,
+)
 from pipeline.system.errors import DeviceFault, Stalled, missing_module_in_log, read_error
 from pipeline.system.fork_server import Process, start_module
 from pipeline.system.processes import TERMINATED, AgentStatus, describe_exit, was_terminated, watch_parent
@@ -66,9 +75,11 @@ class Agent(SimpleElasticAgent):
         self._log_start = _size(log)
         self._gpus = torch.cuda.device_count()
         self._processes: dict[int, Process] = {}  # by rank
+        self._attempt = 0  # of these processes
         self.lost_device = False
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
+        self._attempt = 1 + newest_attempt(read_events(self._run))
         for worker in worker_group.workers:
             env = {**os.environ, **_rank_variables(worker_group, worker)}
             arguments = [str(argument) for argument in worker_group.spec.args[2:]]  # after `-m train`
@@ -104,7 +115,7 @@ class Agent(SimpleElasticAgent):
         }
         self._shutdown()
         end = describe_failures(statuses, self._run / "train.partial", self._new_output())
-        decision = restart_after(self._run, end, self._restarts)
+        decision = restart_after(self._run, replace(end, attempt=self._attempt), self._restarts)
         self.lost_device = isinstance(decision, Restart) and self._has_lost_device(statuses.values())
         if isinstance(decision, GiveUp) or self.lost_device:
             self._remaining_restarts = 0
