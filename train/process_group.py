@@ -214,9 +214,9 @@ def join_process_group(config: Train, rank: Rank, directory: Path) -> Iterator[P
     device = choose_device(config.device, rank)
     model_size = config.tensor_parallel * config.pipeline_parallel
     if rank.world_size % model_size:
-        name = "tensor_parallel" if config.tensor_parallel > 1 else "pipeline_parallel"
+        names = [name for name in ("tensor_parallel", "pipeline_parallel") if getattr(config, name) > 1]
         raise ConfigError(
-            f"train.{name}={model_size}: {rank.world_size} processes cannot be divided evenly; "
+            f"train.{' * train.'.join(names)}={model_size}: {rank.world_size} processes cannot be divided evenly; "
             f"to fix it, make train.processes a multiple of {model_size}"
         )
     if config.expert_parallel > 1 and rank.world_size // model_size % config.expert_parallel:

@@ -32,12 +32,12 @@ def make_strategy(
     a model that has none yet. A process that needs all weights reads all of them: a broadcast would save reading, but
     needs memory for a second copy, and on one machine the files are read from disk only once anyway.
     """
-    if group.size > 1 and (config.strategy == "fsdp" or config.tensor_parallel > 1 or config.expert_parallel > 1):
-        return FSDPStrategy(model, objective, group, config, samples, materializer)
     if group.size > 1 and config.pipeline_parallel > 1:
         from train.parallel.pipeline_parallel import PipelineStrategy  # slow to import: torch's compiler comes with it
 
         return PipelineStrategy(model, objective, group, config, samples, materializer)
+    if group.size > 1 and (config.strategy == "fsdp" or config.tensor_parallel > 1 or config.expert_parallel > 1):
+        return FSDPStrategy(model, objective, group, config, samples, materializer)
     if materializer:
         materializer.materialize(model, group.device)
     if config.elastic_shards > 0:

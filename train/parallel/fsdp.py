@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,29 +38,40 @@ class FSDPStrategy(Strategy):
     copies: DeviceMesh
 
     def wrap_model(self) -> nn.Module:
-        # Passes need other processes' weights or experts. (Processes of one tensor group compute the same batch.)
-        self.collective_forward = self.config.strategy == "fsdp" or self.config.expert_parallel > 1
-        copies, axes = self.config.weight_copies, ("copy", "data", "tensor")
-        shape = (copies, self.group.data_size // copies, self.group.model_size)
-        self.mesh = self.group.mesh(shape, axes) if copies > 1 else self.group.mesh(shape[1:], axes[1:])
-        self._is_first_of_tensor_group = self.mesh.get_local_rank("tensor") == 0  # all of the group compute the same
         # As in DistributedDataParallel: buffers that a training pass may read come from the first process at each step.
         self._sync_buffers = self.group.model_size == 1 and not has_only_running_statistics(self.model)
-        self._temporary_weights = TemporaryWeights(self._materializer, self.group.device)
-        if self.group.model_size > 1:
-            split_layers(self.model, self.objective.task, self.mesh["tensor"], self._try, self._temporary_weights)
-        self._experts = self._split_experts()
+        self._split_layers()
         if self.config.strategy == "fsdp":
-            self._shard()
+            self._shard(self.model, self.objective.precision.cast_by_model())
         if self._materializer:  # only now, so that this process reads its own shards alone
             self._materializer.materialize(self.model, self.group.device)
         return super().wrap_model()
+
+    def _split_layers(self) -> None:
+        """Arrange the processes in a mesh, and split the layers over each tensor group."""
+        # Passes need other processes' weights or experts. (Processes of one tensor group compute the same batch.)
+        self.collective_forward = self.config.strategy == "fsdp" or self.config.expert_parallel > 1
+        copies = self.config.weight_copies
+        self.mesh = self._make_mesh(copy=copies, data=self.group.data_size // copies)
+        self._is_first_of_tensor_group = self.mesh.get_local_rank("tensor") == 0  # all of the group compute the same
+        self._temporary_weights = TemporaryWeights(self._materializer, self.group.device)
+        if self.config.tensor_parallel > 1:
+            split_layers(self.model, self.objective.task, self.mesh["tensor"], self._try, self._temporary_weights)
+        self._experts = self._split_experts()
+        if self.config.strategy == "fsdp":
+            self._refuse_shared_weights(self._blocks())
+
+    def _make_mesh(self, **sizes: int) -> DeviceMesh:
+        """Arrange the processes: neighbours are in one tensor group, and neighbouring groups are pipeline stages."""
+        sizes |= {"pipeline": self.config.pipeline_parallel, "tensor": self.config.tensor_parallel}
+        axes = {name: size for name, size in sizes.items() if size > 1 or name not in ("copy", "pipeline")}
+        return self.group.mesh(tuple(axes.values()), tuple(axes))
 
     def compute_gradient(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
         if self._sync_buffers:
             self.group.broadcast(self.model.buffers())
         if self.collective_forward:
-            micro_batches = _pad(micro_batches, self.config.accumulate)
+            micro_batches = pad(micro_batches, self.config.accumulate)
         total = super().compute_gradient(self._track_counting(micro_batches))
         if self.config.strategy != "fsdp":
             with self.stopwatch.waiting():
@@ -104,18 +116,17 @@ class FSDPStrategy(Strategy):
             names = parameter.device_mesh.mesh_dim_names or ()
             placements = dict(zip(names, parameter.placements, strict=True))
         mesh = self._expert_mesh if _is_expert(parameter) else self.mesh
-        axes = mesh.mesh_dim_names or ()
+        axes = [axis for axis in mesh.mesh_dim_names or () if axis != "pipeline"]  # a shard is on one stage only
         replicated = [axis for axis in axes if axis not in placements or placements[axis].is_replicate()]
         return all(mesh.get_local_rank(axis) == 0 for axis in replicated)
 
     def _split_experts(self) -> list[nn.Module]:
         """Split the experts of every layer over neighbouring copies of the model."""
-        expert, tensor = self.config.expert_parallel, self.config.tensor_parallel
-        if expert * tensor == 1:
+        expert = self.config.expert_parallel
+        self.copies = self.mesh["data"]
+        if expert * self.config.tensor_parallel == 1:
             return []
-        shape = (self.group.data_size // expert, expert, tensor)
-        axes = ("copies", "expert", "tensor")
-        self._expert_mesh = self.group.mesh(shape, axes)
+        self._expert_mesh = self._make_mesh(copies=self.group.data_size // expert, expert=expert)
         self.copies = self._expert_mesh["copies"]
         holders = self._expert_mesh["expert", "tensor"]
         holders._flatten()  # so that one exchange and not two puts whole tensors together
@@ -127,25 +138,39 @@ class FSDPStrategy(Strategy):
             self.counts_samples = self._is_first_of_tensor_group and micro_batch.count > 0
             yield micro_batch
 
-    def _shard(self) -> None:
-        """Shard each repeated block by itself, so that only one at a time is unsharded; the rest with the root."""
+    def _blocks(self) -> list[nn.Module]:
+        return [unit.module for unit in units(self.model) if unit.repeated and has_trained_parameters(unit.module)]
+
+    def _shard(
+        self,
+        root: nn.Module,
+        cast_type: torch.dtype | None,
+        ignored: Collection[nn.Parameter] = (),
+        *,
+        keep: bool = False,
+    ) -> None:
+        """Shard each repeated block by itself, so that only one at a time is unsharded; the rest with the root.
+
+        With `keep`, weights stay whole from the first pass of a step to the last.
+        """
+        wrap = partial(fully_shard, ignored_params=set(ignored), reshard_after_forward=False if keep else None)
         mesh = self.mesh["copy", "data"] if self.config.weight_copies > 1 else self.mesh["data"]
         fp32_policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)  # gradients are always added up in fp32
-        cast_policy = replace(fp32_policy, param_dtype=self.objective.precision.cast_by_model())
-        blocks = [unit.module for unit in units(self.model) if unit.repeated and has_trained_parameters(unit.module)]
-        self._refuse_shared_weights(blocks)
+        cast_policy = replace(fp32_policy, param_dtype=cast_type)
+        blocks = self._blocks()
         if cast_policy.param_dtype:  # running statistics stay in fp32, and a batch norm needs its weights in their type
             for module in self.model.modules():
                 if isinstance(module, BatchNormBase) and has_trained_parameters(module):
-                    fully_shard(module, mesh=mesh, mp_policy=fp32_policy)
+                    wrap(module, mesh=mesh, mp_policy=fp32_policy)
         for module in self._experts:  # over fewer processes, and with arguments in the type they have
             policy = replace(cast_policy, cast_forward_inputs=False)
-            fully_shard(module, mesh=self.copies, mp_policy=policy, shard_placement_fn=self._placement)
+            if not set(ignored).issuperset(module.parameters()):
+                wrap(module, mesh=self.copies, mp_policy=policy, shard_placement_fn=self._placement)
         for block in blocks:
             if not isinstance(block, FSDPModule):
-                fully_shard(block, mesh=mesh, mp_policy=cast_policy)
-        fully_shard(self.model, mesh=mesh, mp_policy=replace(cast_policy, output_dtype=torch.float32))
-        self._compute_traffic(blocks)
+                wrap(block, mesh=mesh, mp_policy=cast_policy)
+        wrap(root, mesh=mesh, mp_policy=replace(cast_policy, output_dtype=None if keep else torch.float32))
+        self._compute_traffic([] if keep else blocks, cast_type or torch.float32)
 
     def _placement(self, parameter: nn.Parameter) -> Shard:
         """Return the axis to shard an expert's weights on; the first one is already split over processes."""
@@ -169,13 +194,12 @@ class FSDPStrategy(Strategy):
                         "sharded one by one; use train.strategy=ddp"
                     )
 
-    def _compute_traffic(self, blocks: list[nn.Module]) -> None:
+    def _compute_traffic(self, blocks: list[nn.Module], dtype: torch.dtype) -> None:
         """Compute the bytes this process sends: its shards for every gathering, and whole gradients once."""
         parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         block_parameters = {parameter for block in blocks for parameter in block.parameters()}  # for backward, too
-        width = (self.objective.precision.type or torch.float32).itemsize
         gatherings = {p: 2 if p in block_parameters else 1 for p in parameters}
-        self._gathered_bytes = sum(local_shard(p).numel() * width * times for p, times in gatherings.items())
+        self._gathered_bytes = sum(local_shard(p).numel() * dtype.itemsize * times for p, times in gatherings.items())
         copies = {id(p): self.copies.size() for p in parameters if _is_expert(p)}
         numbers = sum(local_shard(p).numel() * copies[id(p)] if id(p) in copies else p.numel() for p in parameters)
         if self.config.weight_copies > 1:  # then the copies exchange their shards
@@ -187,7 +211,7 @@ def _is_expert(parameter: Tensor) -> bool:
     return isinstance(parameter, DTensor) and "expert" in (parameter.device_mesh.mesh_dim_names or ())
 
 
-def _pad(micro_batches: Iterable[MicroBatch], count: int) -> Iterator[MicroBatch]:
+def pad(micro_batches: Iterable[MicroBatch], count: int) -> Iterator[MicroBatch]:
     """Yield `count` micro-batches, even if the slice has fewer: a pass needs the weights of all processes.
 
     A padding pass repeats the last samples and counts for nothing.

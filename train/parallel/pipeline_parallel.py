@@ -1,4 +1,8 @@
-"""Pipeline parallelism: consecutive processes have consecutive stages of the model, and micro-batches pass through."""
+"""Pipeline parallelism: micro-batches pass through the stages of a model.
+
+Neighbouring processes have neighbouring stages; with tensor parallelism, neighbouring tensor groups have. A stage may
+also be sharded by FSDP over the copies of the model.
+"""
 
 from __future__ import annotations
 
@@ -9,12 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from pipeline.contract.task import HasParallelize
 from pipeline.system.errors import ConfigError
-from train.parallel.base import MicroBatch, Objective, Strategy, average_gradients, clip_gradients
+from train.parallel.base import MicroBatch, Objective
+from train.parallel.fsdp import FSDPStrategy, pad
 from train.parallel.pipeline_split import (
     META,
     SAMPLE_COUNTS,
@@ -22,7 +28,6 @@ from train.parallel.pipeline_split import (
     ScalingShape,
     Stage,
     StagePlan,
-    TemporaryWeights,
     TiedWeights,
     Unit,
     check_stage_starts,
@@ -42,69 +47,68 @@ if TYPE_CHECKING:
 _OPTIMIZER = "optimizer."  # prefix of the optimizer's state in a checkpoint
 
 
-class PipelineStrategy(Strategy):
+class PipelineStrategy(FSDPStrategy):
     def wrap_model(self) -> nn.Module:
         self._schedules: dict[tuple[int, int], PipelineScheduleSingle] = {}
-        shape = (self.group.data_size, self.group.model_size)
-        self.mesh = self.group.mesh(shape, ("data", "pipeline"))
+        self._split_layers()
+        self._ranks = dist.get_process_group_ranks(self.mesh.get_group("pipeline"))  # of this copy's stages
         self.model.eval()
         row = list(units(self.model, starts := self._starts_by_task()))
-        weights = TemporaryWeights(self._materializer, self.group.device)
+        weights = self._temporary_weights
         with weights.during_forward(self.model):
-            recorded = dry_run(row, self._try)
+            recorded = dry_run(row, self._pass_whole)
             self._plan = StagePlan(self.model, row, recorded, starts or self._choose_starts(row, recorded))
         index = self.mesh.get_local_rank("pipeline")
         self._stage = Stage(self.model, self._plan, recorded, index, self.group.device)
         with weights.of_module(self.model, ""):
             self._check(recorded)
+        self._stage_module = _StageModule(self._stage, self.objective, self.model, self.group)
+        if self.config.strategy == "fsdp":
+            stages, parameters = self._plan.stage_by_tensor, self.model.named_parameters(remove_duplicate=False)
+            # Autocast stays on: it covers the model's inputs, which do not pass through the module sharded last.
+            self._shard(self._stage_module, None, [p for name, p in parameters if stages[name] != index], keep=True)
         if self._materializer:  # only now, so that weights of other stages are not read
             self._materializer.materialize(self.model, self.group.device)
         self._tied_weights = TiedWeights(self._plan.ties, index, self.model)
-        self._stage_module = _StageModule(self._stage, self.objective, self.model, self.group)
         self.model.train()
         return self.model
 
     def compute_gradient(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
-        """Run micro-batches of one size through the pipeline together; sizes differ by one sample at most."""
+        """Run all micro-batches through the pipeline; with FSDP as many of them on every copy of the model."""
         torch.manual_seed(torch.initial_seed() + self._stage.index)  # dropout differs between stages
-        sizes: dict[int, list[MicroBatch]] = {}
-        for micro_batch in micro_batches:
-            sizes.setdefault(micro_batch.count, []).append(micro_batch)
-        total = torch.zeros((), dtype=torch.float64, device=self.group.device)
-        for count, same_size in sorted(sizes.items()):
-            total += self._pass(count, same_size)
-        if self.group.data_size > 1:
+        total = self._pass(
+            list(pad(micro_batches, self.config.accumulate) if self.collective_forward else micro_batches)
+        )
+        if self.config.strategy == "fsdp":  # the schedule has averaged gradients
+            self.traffic.sent_bytes += self._gathered_bytes + self._reduced_bytes
+        else:
             with self.stopwatch.waiting():
-                group, copies = self.mesh.get_group("data"), self.group.data_size
-                self.traffic.sent_bytes += average_gradients(self.model.parameters(), group, copies)
-        self.traffic.sent_bytes += self._tied_weights.sum_gradients(self.group.rank.rank)
-        return total
-
-    def clip(self, limit: float) -> Tensor:
-        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        is_first_copy = self.group.data_rank == 0
-        return clip_gradients(parameters, limit, lambda p: is_first_copy and self._tied_weights.is_owned(p))
+                self._average()
+        self.traffic.sent_bytes += self._tied_weights.sum_gradients(self._ranks)
+        return total if self._is_first_of_tensor_group else torch.zeros_like(total)
 
     def sync_weights(self) -> None:
         """Broadcast running statistics from the stage that computes them, on the first copy of the model."""
         for name, buffer in self.model.named_buffers():
-            dist.broadcast(buffer, self._plan.stage_by_tensor.get(name, 0))
+            dist.broadcast(buffer, self._plan.stage_by_tensor.get(name, 0) * self.config.tensor_parallel)
 
     def predict(self, batch: Mapping[str, Tensor]) -> Outputs | None:
-        count, rank, device = len(next(iter(batch.values()))), self.group.rank.rank, self.group.device
+        count, index, device = _sample_count(batch), self._stage.index, self.group.device
         received = [shape.empty(count, device) for shape in self._stage.input_shapes]
         for tensor in received:
-            dist.recv(tensor, rank - 1)
-        result = self._stage.run(received, count, lambda: self.objective.outputs(self.model, batch))
+            dist.recv(tensor, self._ranks[index - 1])
+        self._stage_module.begin([MicroBatch(batch, count, 0.0, last=True)], count)
+        outputs: Any = self._stage_module(*received)
         if self._stage.is_last:
-            outputs: Outputs = result
-            return outputs
-        for tensor in result:
-            dist.send(tensor.contiguous(), rank + 1)
+            return outputs if self._is_first_of_tensor_group else None
+        for tensor in outputs:
+            dist.send(tensor.contiguous(), self._ranks[index + 1])
         return None
 
     def weights(self) -> dict[str, Tensor]:
         """Return the weights of this stage; of other stages there are only constants."""
+        if isinstance(self._stage_module, FSDPModule):
+            self._stage_module.reshard()  # what a forward pass has left whole
         return {name: tensor for name, tensor in super().weights().items() if name not in self._stage.dropped}
 
     def state(self, optimizer: torch.optim.Optimizer, progress: Progress) -> State:
@@ -120,15 +124,20 @@ class PipelineStrategy(Strategy):
         return self._tied_weights.to_model_names(super().optimizer_state(optimizer))
 
     def shared_targets(self, optimizer: torch.optim.Optimizer, saved: SavedCheckpoint) -> dict[str, Tensor]:
+        weights = self.weights()
         shapes = self._tied_weights.to_stage_names(saved.shapes(_OPTIMIZER))
         optimizer_state = self._tied_weights.to_model_names(allocate_optimizer_state(self.model, optimizer, shapes))
-        return {**add_prefix("weights.", self.weights()), **add_prefix(_OPTIMIZER, optimizer_state)}
+        return {**add_prefix("weights.", weights), **add_prefix(_OPTIMIZER, optimizer_state)}
 
-    def _pass(self, count: int, micro_batches: list[MicroBatch]) -> Tensor:
-        """Make forward and backward passes of micro-batches of `count` samples, in the order of the schedule."""
+    def _is_counted(self, parameter: nn.Parameter) -> bool:
+        return super()._is_counted(parameter) and self._tied_weights.is_owned(parameter)
+
+    def _pass(self, micro_batches: list[MicroBatch]) -> Tensor:
+        """Make forward and backward passes in the order of the schedule; stages exchange tensors of one size."""
+        count = max(_sample_count(micro_batch.columns) for micro_batch in micro_batches)
         targets = torch.arange(len(micro_batches))  # a schedule needs some to split; the loss reads the batch
         try:
-            total = self._stage_module.begin(micro_batches)
+            total = self._stage_module.begin(self._track_counting(micro_batches), count)
             schedule = self._schedule(count, len(micro_batches))
             schedule.step(target=targets if self._stage.is_last else None, return_outputs=False)
         except RuntimeError as error:
@@ -164,7 +173,7 @@ class PipelineStrategy(Strategy):
         if not isinstance(task, HasParallelize):
             return []
         names = list(task.parallelize(self.model, self.mesh["pipeline"]) or [])
-        check_stage_starts(self.model, names, self.group.model_size)
+        check_stage_starts(self.model, names, self.config.pipeline_parallel)
         return names
 
     def _choose_starts(self, row: list[Unit], recorded: DryRun) -> list[str]:
@@ -172,9 +181,9 @@ class PipelineStrategy(Strategy):
         repeated_blocks = {unit.name for unit in row if unit.repeated and has_trained_parameters(unit.module)}
         sizes = [sum(p.numel() for p in module.parameters() if p.requires_grad) for module in modules.values()]
         may_start = [name in repeated_blocks and bool(recorded.calls[name].positions) for name in modules]
-        return [list(modules)[index] for index in choose_stage_starts(sizes, may_start, self.group.model_size)]
+        return [list(modules)[index] for index in choose_stage_starts(sizes, may_start, self.config.pipeline_parallel)]
 
-    def _try(self, count: int) -> Outputs:
+    def _pass_whole(self, count: int) -> Outputs:
         """Make a forward pass of the whole model, as validation does, but with gradients."""
         assert self._samples is not None
         batch = self._samples.batch([i % len(self._samples) for i in range(count)])
@@ -185,7 +194,7 @@ class PipelineStrategy(Strategy):
         """Check every stage by itself; all processes raise the problem that one of them has."""
         problem = ""
         try:
-            self._stage.check(recorded, lambda: self._try(SAMPLE_COUNTS[0]))
+            self._stage.check(recorded, lambda: self._pass_whole(SAMPLE_COUNTS[0]))
         except ConfigError as error:
             problem = str(error)
         for text in self.group.gather(problem):
@@ -194,28 +203,42 @@ class PipelineStrategy(Strategy):
 
 
 class _StageModule(nn.Module):
-    """The module that a schedule calls for every micro-batch; on the last stage it returns the weighted loss."""
+    """The module that a schedule calls for every micro-batch; on the last stage it returns the weighted loss.
+
+    What stages exchange is padded to the largest micro-batch, so that all pass through in one schedule.
+    """
 
     def __init__(self, stage: Stage, objective: Objective, model: nn.Module, group: ProcessGroup) -> None:
         super().__init__()
         self._stage, self._objective, self._group = stage, objective, group
         self._model = model
         self._micro_batches: Iterator[MicroBatch] = iter(())
+        self._count = 0  # samples in the largest one
         self._total = torch.zeros(0)
 
-    def begin(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
+    def begin(self, micro_batches: Iterable[MicroBatch], count: int) -> Tensor:
         """Return the sum of losses that the passes will fill; every schedule takes micro-batches in this order."""
-        self._micro_batches = iter(micro_batches)
+        self._micro_batches, self._count = iter(micro_batches), count
         self._total = torch.zeros((), dtype=torch.float64, device=self._group.device)
         return self._total
 
     def forward(self, *received: Tensor) -> Any:
-        batch = next(self._micro_batches)
-        if not self._stage.is_last:
-            return self._stage.run(received, batch.count, lambda: self._objective.outputs(self._model, batch.columns))
-        result = self._stage.run(received, batch.count, lambda: self._objective.loss(self._model, batch.columns))
+        batch, stage = next(self._micro_batches), self._stage
+        count = _sample_count(batch.columns)  # what counts for nothing has samples, too
+        own = [shape.narrow(tensor, count) for shape, tensor in zip(stage.input_shapes, received, strict=True)]
+        wants_loss = stage.is_last and self._model.training
+        compute = self._objective.loss if wants_loss else self._objective.outputs
+        result = stage.run(own, count, lambda: compute(self._model, batch.columns))
+        if not stage.is_last:
+            return tuple(shape.pad(t, self._count) for shape, t in zip(stage.output_shapes, result, strict=True))
+        if not wants_loss:
+            return result
         self._total += result.detach().double() * batch.fraction
         return (result.float() * batch.fraction * self._group.data_size)[None]  # copies are averaged
+
+
+def _sample_count(batch: Mapping[str, Tensor]) -> int:
+    return len(next(iter(batch.values())))
 
 
 def _meta_tensors(shapes: Iterable[ScalingShape], count: int) -> tuple[Tensor, ...]:

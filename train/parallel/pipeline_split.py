@@ -27,6 +27,7 @@ from pipeline.system.errors import ConfigError
 from pipeline.system.torch_private import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 from train.parallel.placeholder import NoValuesError, Placeholder, describe_line, has_placeholder
 from train.pretrained.materialize import Materializer
+from train.state import local_shard
 
 META = torch.device("meta")
 _CONTAINERS = (nn.ModuleList, nn.Sequential)
@@ -82,6 +83,16 @@ class ScalingShape:
 
     def empty(self, count: int, device: torch.device) -> Tensor:
         return torch.empty(self.at(count), dtype=self.dtype, device=device)
+
+    def narrow(self, tensor: Tensor, count: int) -> Tensor:
+        """Return the part of a tensor of more samples."""
+        return tensor[tuple(slice(size) for size in self.at(count))]
+
+    def pad(self, tensor: Tensor, count: int) -> Tensor:
+        """Add zeros for the samples that are missing."""
+        missing = [size - own for size, own in zip(self.at(count), tensor.shape, strict=True)]
+        padding = [number for size in reversed(missing) for number in (0, size)]
+        return nn.functional.pad(tensor, padding) if any(missing) else tensor
 
 
 @dataclass(frozen=True)
@@ -429,21 +440,21 @@ class TiedWeights:
         self._owned_elsewhere = {tie.names[stage]: tie.name for tie in self._ties if tie.owner != stage}
 
     @torch.no_grad()
-    def sum_gradients(self, rank: int) -> int:
-        """Add up the gradients of all copies; return the bytes this process sent. Stages are neighbouring ranks."""
+    def sum_gradients(self, ranks: Sequence[int]) -> int:
+        """Add up the gradients of all copies, `ranks` being those of the stages; return the bytes this process sent."""
         sent = 0
         for tie in self._ties:
             parameter = self._model.get_parameter(tie.names[self._stage])
-            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            other_ranks = [rank - self._stage + stage for stage in tie.names if stage != tie.owner]
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            gradient = local_shard(parameter.grad)
+            other_ranks = [ranks[stage] for stage in tie.names if stage != tie.owner]
             if self._stage == tie.owner:
                 sent += _sum_and_return(gradient, other_ranks)
             else:
-                owner = rank - self._stage + tie.owner
-                dist.send(gradient.contiguous(), owner)
-                dist.recv(gradient, owner)
+                dist.send(gradient.contiguous(), ranks[tie.owner])
+                dist.recv(gradient, ranks[tie.owner])
                 sent += gradient.nbytes
-            parameter.grad = gradient
         return sent
 
     def is_owned(self, parameter: nn.Parameter) -> bool:

@@ -86,17 +86,8 @@ CONFLICTS = (
     Conflict(
         "sync_overlap", {True}, "strategy", LOCAL, "it is for exchanges every few steps", "use strategy=local_sgd"
     ),
-    Conflict("strategy", {"fsdp"}, "pipeline_parallel", {1}, "it does not split pipeline stages", DDP),
     Conflict("weight_copies", {MANY}, "expert_parallel", {1}, "experts have their own copies", "use expert_parallel=1"),
     Conflict("weight_copies", {MANY}, "strategy", {"fsdp"}, "it divides the processes of fsdp", "use strategy=fsdp"),
-    Conflict(
-        "tensor_parallel",
-        {MANY},
-        "pipeline_parallel",
-        {1},
-        "only one of them can split the model",
-        "use pipeline_parallel=1; tensor_parallel goes with strategy=fsdp",
-    ),
     Conflict(
         "expert_parallel",
         {MANY},

@@ -62,6 +62,21 @@ FOUR: dict[str, dict[str, Any]] = {
     "tensor-adapted-fsdp": {"tensor_parallel": 2, "strategy": "fsdp", "kind": "AdaptedDeepseekV3"},
     "pipeline-tied-copies": {"pipeline_parallel": 2, "accumulate": 2, "kind": "TiedQwen2"},
 }
+# Copies of three and four samples: some pass one by one, and others in twos or not at all.
+STAGES: dict[str, dict[str, Any]] = {
+    "stages-fsdp": {"strategy": "fsdp", "pipeline_parallel": 2, "accumulate": 4, "kind": "Llama"},
+    "stages-tied-fsdp": {"strategy": "fsdp", "pipeline_parallel": 2, "accumulate": 2, "kind": "TiedQwen2"},
+    "stages-sparse-fsdp": {
+        "strategy": "fsdp",
+        "pipeline_parallel": 2,
+        "accumulate": 2,
+        "kind": "AdaptedLlama",
+        "sparse": True,
+    },
+    "stages-tensor": {"tensor_parallel": 2, "pipeline_parallel": 2, "accumulate": 3, "kind": "TiedQwen2"},
+    "stages-experts": {"tensor_parallel": 2, "pipeline_parallel": 2, "accumulate": 2, "sparse": True},
+}
+ALL_THREE = {"strategy": "fsdp", "tensor_parallel": 2, "pipeline_parallel": 2, "accumulate": 4, "kind": "TiedQwen2"}
 IMPLEMENTATIONS = [(axis, name) for axis in ("expert", "tensor") for name in ("eager", "batched_mm", "grouped_mm")]
 Outputs = dict[str, list[Tensor | None]]
 
@@ -123,7 +138,7 @@ def by_name(results: list[dict[str, Tensor | None]]) -> Outputs:
 
 
 def kind_of(name: str) -> str:
-    settings = {**TWO, **FOUR, "tied-resumed": TWO["pipeline-tied"]}.get(name, {})
+    settings = {**TWO, **FOUR, **STAGES, "tied-resumed": TWO["pipeline-tied"]}.get(name, {})
     return str(settings.get("kind", "DeepseekV3"))
 
 
@@ -216,3 +231,33 @@ def test_four_processes_train_and_predict_like_one(tmp_path: Path) -> None:
             [line["expert_loads"] for line in read_log(tmp_path / folder)] for folder in (name, kind_of(name))
         )
         assert own == expected
+
+
+def train_stages(group: ProcessGroup, folder: Path) -> dict[str, Tensor | None]:
+    return train_in_all(group, folder, STAGES)
+
+
+@pytest.mark.long
+def test_stages_with_sharded_or_split_layers_train_and_predict_like_one(tmp_path: Path) -> None:
+    outputs_by_name = by_name(run_distributed(train_stages, 4, tmp_path, seconds=400))
+    for name in STAGES:
+        assert_same(tmp_path, name, outputs_by_name, kind_of(name))
+
+
+def train_in_eight(group: ProcessGroup, folder: Path) -> dict[str, Tensor | None]:
+    """Train by all three axes, and resume from there in one process and back."""
+    outputs = train_in_all(group, folder, {"all": ALL_THREE})
+    if group.rank.first:
+        _copy_first_step(folder, "all", "alone")
+        _copy_first_step(folder, "TiedQwen2", "resumed")
+        outputs["alone"] = resumed_in(single(), folder / "alone", kind="TiedQwen2")
+    torch.distributed.barrier()
+    outputs["resumed"] = resumed_in(group, folder / "resumed", **ALL_THREE)
+    return outputs
+
+
+@pytest.mark.long
+def test_eight_processes_share_data_stages_and_layers(tmp_path: Path) -> None:
+    outputs_by_name = by_name(run_distributed(train_in_eight, 8, tmp_path, seconds=400))
+    for name in ("all", "alone", "resumed"):
+        assert_same(tmp_path, name, outputs_by_name, "TiedQwen2")

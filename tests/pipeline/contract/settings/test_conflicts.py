@@ -46,8 +46,8 @@ def fixed(train: dict[str, Any], sentence: str) -> dict[str, Any]:
 
 def test_conflict_error_shows_the_values_as_written() -> None:
     assert find_conflict(DEFAULTS) == ""
-    sentence = find_conflict({**DEFAULTS, "tensor_parallel": 4, "pipeline_parallel": 8})
-    assert sentence.startswith("tensor_parallel=4 does not go with pipeline_parallel=8")
+    sentence = find_conflict({**DEFAULTS, "expert_parallel": 4, "pipeline_parallel": 8})
+    assert sentence.startswith("expert_parallel=4 does not go with pipeline_parallel=8")
     values = {"name": "x", "task": "t.py:T", "codec": "c.py:C", "train": {"compress": "powersgd:4", "strategy": "fsdp"}}
     message = r"`train`: compress=powersgd:4 does not go with strategy=fsdp: .*; use compress="
     with pytest.raises(ConfigError, match=message):
