@@ -133,7 +133,7 @@ class Materializer:
     def __init__(self, sources: Mapping[str, Source]) -> None:
         self._sources = sources
         self._read = TensorReader()
-        self._temporary: dict[int, str] = {}  # names of temporary weights, by memory address
+        self._temporary: dict[int, tuple[str, Tensor]] = {}  # temporary weights on the meta device, by memory address
 
     @property
     def bytes_read(self) -> int:
@@ -174,14 +174,15 @@ class Materializer:
         slots = list(_meta_slots(module, prefix, skip))
         meta_parameters = [getattr(owner, own_name) for owner, own_name, _ in slots]
         self._read_weights(module, device, prefix, skip)
-        storages = [(name, local_shard(getattr(owner, own_name)).untyped_storage()) for owner, own_name, name in slots]
-        self._temporary |= {storage.data_ptr(): name for name, storage in storages}
+        storages = [local_shard(getattr(owner, own_name)).untyped_storage() for owner, own_name, _ in slots]
+        for storage, (*_, name), meta in zip(storages, slots, meta_parameters, strict=True):
+            self._temporary[storage.data_ptr()] = name, meta
         try:
             yield
         finally:
             for (owner, own_name, _), meta in zip(slots, meta_parameters, strict=True):
                 setattr(owner, own_name, meta)
-            for _, storage in storages:
+            for storage in storages:
                 self._temporary.pop(storage.data_ptr(), None)
                 storage.resize_(0)  # an autograd graph may keep the tensor, but not its memory
 
@@ -189,17 +190,26 @@ class Materializer:
         """Return a context for passes with temporary weights: autograd saves their names and reads them again."""
 
         def pack(tensor: Tensor) -> Any:
-            name = self._temporary.get(tensor.untyped_storage().data_ptr())
-            if name is None:
+            local = local_shard(tensor)
+            if type(local) not in (Tensor, nn.Parameter):  # the result of an exchange, without memory of its own
                 return tensor
-            return name, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+            weight = self._temporary.get(local.untyped_storage().data_ptr())
+            if weight is None:
+                return tensor
+            whole: tuple[Any, ...] = ()
+            if isinstance(tensor, DTensor):
+                whole = tensor.device_mesh, tensor.placements, tensor.size(), tensor.stride()
+            return weight, (local.size(), local.stride(), local.storage_offset()), whole
 
         def unpack(saved: Any) -> Tensor:
             if isinstance(saved, Tensor):
                 return saved
-            name, dtype, *view = saved
-            meta = torch.empty(self._sources[name].shape, dtype=dtype, device="meta")
-            return self._read_shard(name, meta, device).as_strided(*view)
+            (name, meta), view, whole = saved
+            local = local_shard(self._read_shard(name, meta, device)).as_strided(*view)
+            if not whole:
+                return local
+            mesh, placements, size, stride = whole
+            return DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=stride)
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
