@@ -76,9 +76,9 @@ class PipelineStrategy(FSDPStrategy):
     def compute_gradient(self, micro_batches: Iterable[MicroBatch]) -> Tensor:
         """Run all micro-batches through the pipeline; with FSDP as many of them on every copy of the model."""
         torch.manual_seed(torch.initial_seed() + self._stage.index)  # dropout differs between stages
-        total = self._pass(
-            list(pad(micro_batches, self.config.accumulate) if self.collective_forward else micro_batches)
-        )
+        if self.collective_forward:
+            micro_batches = pad(micro_batches, self.config.accumulate)
+        total = self._pass(list(micro_batches))
         if self.config.strategy == "fsdp":  # the schedule has averaged gradients
             self.traffic.sent_bytes += self._gathered_bytes + self._reduced_bytes
         else:
@@ -234,7 +234,7 @@ class _StageModule(nn.Module):
         if not wants_loss:
             return result
         self._total += result.detach().double() * batch.fraction
-        return (result.float() * batch.fraction * self._group.data_size)[None]  # copies are averaged
+        return torch.stack([result.float() * batch.fraction * self._group.data_size])  # copies are averaged
 
 
 def _sample_count(batch: Mapping[str, Tensor]) -> int:

@@ -234,7 +234,8 @@ def test_four_processes_train_and_predict_like_one(tmp_path: Path) -> None:
 
 
 def train_stages(group: ProcessGroup, folder: Path) -> dict[str, Tensor | None]:
-    return train_in_all(group, folder, STAGES)
+    half = {**STAGES["stages-fsdp"], "kind": "DeepseekV3", "precision": "bf16"}
+    return train_in_all(group, folder, {**STAGES, "stages-bf16": half})
 
 
 @pytest.mark.long
@@ -242,6 +243,20 @@ def test_stages_with_sharded_or_split_layers_train_and_predict_like_one(tmp_path
     outputs_by_name = by_name(run_distributed(train_stages, 4, tmp_path, seconds=400))
     for name in STAGES:
         assert_same(tmp_path, name, outputs_by_name, kind_of(name))
+        assert_same_norms(tmp_path, name, kind_of(name))
+    own, half, expected = (read_log(tmp_path / name) for name in ("stages-experts", "stages-bf16", "DeepseekV3"))
+    assert [line["expert_loads"] for line in own] == [line["expert_loads"] for line in expected]
+    assert [line["loss"] for line in half] == pytest.approx([line["loss"] for line in expected], rel=0.02)
+
+
+def assert_same_norms(folder: Path, name: str, kind: str) -> None:
+    """Compare the norms by which gradients are clipped."""
+    texts = ((folder / case / "metrics.jsonl").read_text() for case in (name, kind))
+    own, expected = (
+        [line["grad_norm"] for line in map(json.loads, t.splitlines()) if "grad_norm" in line] for t in texts
+    )
+    assert len(own) == 2 and max(own) > 1.0
+    assert own == pytest.approx(expected, rel=1e-4)
 
 
 def train_in_eight(group: ProcessGroup, folder: Path) -> dict[str, Tensor | None]:
@@ -261,3 +276,4 @@ def test_eight_processes_share_data_stages_and_layers(tmp_path: Path) -> None:
     outputs_by_name = by_name(run_distributed(train_in_eight, 8, tmp_path, seconds=400))
     for name in ("all", "alone", "resumed"):
         assert_same(tmp_path, name, outputs_by_name, "TiedQwen2")
+    assert_same_norms(tmp_path, "all", "TiedQwen2")
