@@ -263,12 +263,16 @@ def set_determinism(config: Train) -> None:
 
 def seed_step(seed: int, step: int, slice_number: int) -> None:
     """Seed every generator that a task may use, before a slice of a step; step -1 creates the model."""
-    value = _seed_value(seed, step, slice_number)
+    value = seed_value(seed, step, slice_number)
     _seed_python(value)
     if step < 0:
         torch.manual_seed(value)  # all devices, also those not in use yet
         return
-    # torch.manual_seed() records a stack trace while CUDA is not initialized.
+    seed_torch(value)
+
+
+def seed_torch(value: int) -> None:
+    """Seed torch's generators; torch.manual_seed() records a stack trace while CUDA is not initialized."""
     torch.default_generator.manual_seed(value)
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed(value)
@@ -278,7 +282,7 @@ def seed_step(seed: int, step: int, slice_number: int) -> None:
 def sample_rng(seed: int, step: int, part: int, slice_number: int) -> Iterator[None]:
     """Load samples with their own random numbers, the same in a worker and here; restore the generators after."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    value = _seed_value(seed, step, slice_number, "data", part)
+    value = seed_value(seed, step, slice_number, "data", part)
     _seed_python(value)
     torch.default_generator.manual_seed(value)  # no GPU generator: samples are loaded on the CPU
     try:
@@ -289,7 +293,8 @@ def sample_rng(seed: int, step: int, part: int, slice_number: int) -> Iterator[N
         torch.set_rng_state(states[2])
 
 
-def _seed_value(*components: object) -> int:
+def seed_value(*components: object) -> int:
+    """Return a number of 32 bits that depends on all components."""
     parts = (str(part).encode() for part in components)
     digest = hashlib.sha256(b"".join(len(part).to_bytes(8, "big") + part for part in parts))  # the same everywhere
     return int(digest.hexdigest()[:8], 16)

@@ -40,26 +40,35 @@ class FSDPStrategy(Strategy):
     def wrap_model(self) -> nn.Module:
         # As in DistributedDataParallel: buffers that a training pass may read come from the first process at each step.
         self._sync_buffers = self.group.model_size == 1 and not has_only_running_statistics(self.model)
-        self._split_layers()
+        names = self._split_layers()
         if self.config.strategy == "fsdp":
             self._shard(self.model, self.objective.precision.cast_by_model())
         if self._materializer:  # only now, so that this process reads its own shards alone
             self._materializer.materialize(self.model, self.group.device)
+        self._partial = [self.model.get_parameter(name) for name in names]  # as it is after sharding
         return super().wrap_model()
 
-    def _split_layers(self) -> None:
-        """Arrange the processes in a mesh, and split the layers over each tensor group."""
+    def _split_layers(self) -> list[str]:
+        """Arrange the processes in a mesh, and split the layers over each tensor group.
+
+        Return the weights of which each process of a tensor group gets a part of the gradient.
+        """
         # Passes need other processes' weights or experts. (Processes of one tensor group compute the same batch.)
         self.collective_forward = self.config.strategy == "fsdp" or self.config.expert_parallel > 1
         copies = self.config.weight_copies
         self.mesh = self._make_mesh(copy=copies, data=self.group.data_size // copies)
         self._is_first_of_tensor_group = self.mesh.get_local_rank("tensor") == 0  # all of the group compute the same
         self._temporary_weights = TemporaryWeights(self._materializer, self.group.device)
+        names: list[str] = []
         if self.config.tensor_parallel > 1:
-            split_layers(self.model, self.objective.task, self.mesh["tensor"], self._try, self._temporary_weights)
+            names = split_layers(
+                *(self.model, self.objective.task, self.mesh["tensor"], self._try, self._temporary_weights),
+                self.config.sequence_parallel,
+            )
         self._experts = self._split_experts()
         if self.config.strategy == "fsdp":
             self._refuse_shared_weights(self._blocks())
+        return names
 
     def _make_mesh(self, **sizes: int) -> DeviceMesh:
         """Arrange the processes: neighbours are in one tensor group, and neighbouring groups are pipeline stages."""
@@ -76,6 +85,9 @@ class FSDPStrategy(Strategy):
         if self.config.strategy != "fsdp":
             with self.stopwatch.waiting():
                 self._average()
+        if local_gradients(self._partial):
+            with self.stopwatch.waiting():  # all gradients of a step at once
+                self.traffic.sent_bytes += average_gradients(self._partial, self.mesh["tensor"].get_group(), copies=1)
         return total if self._is_first_of_tensor_group else torch.zeros_like(total)
 
     def gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[object]:

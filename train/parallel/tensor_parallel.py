@@ -12,28 +12,39 @@ import contextlib
 import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from pipeline.contract.task import HasParallelize, Task
 from pipeline.system.errors import ConfigError
 from pipeline.system.torch_private import tree_leaves
 from train.parallel.experts import all_reduce_backward, check_experts, find_experts, shard_experts
-from train.parallel.pipeline_split import TemporaryWeights
+from train.parallel.pipeline_split import TemporaryWeights, units
+from train.parallel.sequence_parallel import SequenceShards, sequence_problem
 
 Run = Callable[[], Any]  # a forward pass of the whole model on a few samples
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def split_layers(model: nn.Module, task: Task, mesh: DeviceMesh, run: Run, weights: TemporaryWeights) -> None:
-    """Split the model in place; its outputs stay the same, and every process has its part of the layers."""
+def split_layers(
+    model: nn.Module, task: Task, mesh: DeviceMesh, run: Run, weights: TemporaryWeights, by_sequence: bool = False
+) -> list[str]:
+    """Split the model in place; its outputs stay the same, and every process has its part of the layers.
+
+    Return the parameters of which a process has the gradient of its part of the sequence.
+    """
     model.eval()
+    shards: SequenceShards | None = None
     if isinstance(task, HasParallelize):
+        if by_sequence:
+            raise ConfigError(sequence_problem("the model", "the task's parallelize() splits it, and can do this, too"))
         with torch.no_grad():
             with weights.during_forward(model):
                 expected = _float_tensors(run())
@@ -43,11 +54,16 @@ def split_layers(model: nn.Module, task: Task, mesh: DeviceMesh, run: Run, weigh
             if not _agree(actual, expected):
                 raise ConfigError("parallelize(): the model's outputs differ from those of the whole model")
     else:
-        _split_by_names(model, mesh, run, weights)
+        shards = _split_by_names(model, mesh, run, weights, by_sequence)
+    if shards:
+        _check_sequence(model, mesh, run, weights, shards)
     model.train()
+    return shards.partial_gradients if shards else []
 
 
-def _split_by_names(model: nn.Module, mesh: DeviceMesh, run: Run, weights: TemporaryWeights) -> None:
+def _split_by_names(
+    model: nn.Module, mesh: DeviceMesh, run: Run, weights: TemporaryWeights, by_sequence: bool
+) -> SequenceShards | None:
     pairs = find_pairs(model, mesh.size())
     with _compared(model, [pair.owner for pair in pairs], run, weights, "tensor_parallel"):
         for pair in pairs:
@@ -55,11 +71,15 @@ def _split_by_names(model: nn.Module, mesh: DeviceMesh, run: Run, weights: Tempo
         layers = [(name, True) for pair in pairs for name in pair.columns] + [(pair.row, False) for pair in pairs]
         styles: dict[str, ParallelStyle] = {}
         for name, by_outputs in layers:
-            styles |= parallel_styles(name, model.get_submodule(name), by_outputs=by_outputs)
+            module = model.get_submodule(name)
+            styles |= parallel_styles(name, module, by_outputs=by_outputs, partial_sums=by_sequence)
         parallelize_module(model, mesh, styles)
+        row_layers = [name for name, style in styles.items() if isinstance(style, RowwiseParallel)]
+        shards = SequenceShards(model, mesh, pairs, row_layers) if by_sequence else None
         for owner in {pair.owner: model.get_submodule(pair.owner) for pair in pairs}.values():
             if latent_column_layers(owner):
                 sum_rotary_gradient(owner, mesh)
+    return shards
 
 
 def split_experts(model: nn.Module, mesh: DeviceMesh, run: Run, weights: TemporaryWeights) -> list[nn.Module]:
@@ -140,12 +160,65 @@ def _gradients(module: nn.Module, arguments: Arguments) -> Mapping[str, Tensor]:
     if not parameters:  # frozen
         return {f"output {i}": result.detach() for i, result in enumerate(results)}
     outputs = [tensor for tensor in results if tensor.requires_grad]
-    weights = [torch.arange(float(t.numel()), device=t.device).sin().view_as(t).to(t) for t in outputs]
-    gradients = torch.autograd.grad(outputs, list(parameters.values()), weights, allow_unused=True)
+    gradients = torch.autograd.grad(outputs, list(parameters.values()), _ramps(outputs), allow_unused=True)
     return {
         name: torch.zeros_like(parameter) if gradient is None else _full_tensor(gradient)
         for (name, parameter), gradient in zip(parameters.items(), gradients, strict=True)
     }
+
+
+def _ramps(outputs: list[Tensor]) -> list[Tensor]:
+    """Return gradients of the outputs, another number for each entry."""
+    return [torch.arange(float(t.numel()), device=t.device).sin().view_as(t).to(t) for t in outputs]
+
+
+def _check_sequence(
+    model: nn.Module, mesh: DeviceMesh, run: Run, weights: TemporaryWeights, shards: SequenceShards
+) -> None:
+    """Enable sequence parallelism, and check that the outputs and all gradients of the whole model stay the same."""
+    expected = _sample_gradients(model, run, weights)
+    shards.enabled = True
+    try:
+        actual = _sample_gradients(model, run, weights)
+    except (RuntimeError, ValueError, TypeError, IndexError, AssertionError) as error:
+        text = " ".join(str(error).split())[:200]
+        raise ConfigError(sequence_problem(shards.site, f"the model does not run ({text})")) from error
+    for name in actual.keys() & shards.partial_gradients:
+        dist.all_reduce(actual[name], group=mesh.get_group())
+    largest = max(float(sample.abs().max()) for sample in expected.values())
+    for name, sample in expected.items():
+        if name not in actual or not _agree([actual[name]], [sample], noise=1e-5 * largest):
+            raise ConfigError(sequence_problem(name, "it or its gradient differs from that of the whole sequence"))
+
+
+_SAMPLE_SIZE = 4096  # entries of a gradient; a wrong one is wrong almost everywhere
+
+
+def _sample_gradients(model: nn.Module, run: Run, weights: TemporaryWeights) -> dict[str, Tensor]:
+    """Return the outputs and some entries of each gradient, which is freed at once."""
+    samples: dict[str, Tensor] = {}
+    hooks: dict[Tensor, Any] = {}
+
+    def keep(name: str, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        gradient, parameter.grad = _full_tensor(parameter.grad).flatten(), None
+        samples[name] = gradient[:: len(gradient) // _SAMPLE_SIZE + 1].clone()
+
+    def watch(prefix: str, module: nn.Module, _: Any) -> None:
+        for name, parameter in module.named_parameters(prefix):
+            if parameter.requires_grad and not parameter.is_meta and parameter not in hooks:
+                register: Any = parameter.register_post_accumulate_grad_hook  # published without types
+                hooks[parameter] = register(partial(keep, name))
+
+    with weights.during_forward(model):
+        named_modules = [("", model), *((unit.name, unit.module) for unit in units(model))]
+        watches = [module.register_forward_pre_hook(partial(watch, name)) for name, module in named_modules]
+        outputs = _float_tensors(run())
+        trained = [output for output in outputs if output.requires_grad]
+        torch.autograd.backward(trained, _ramps(trained))
+    for handle in (*hooks.values(), *watches):
+        handle.remove()
+    return {**{f"output {i}": output.detach() for i, output in enumerate(outputs)}, **samples}
 
 
 def _agree(actual: list[Tensor], expected: list[Tensor], noise: float = 0.0) -> bool:
@@ -330,13 +403,17 @@ def base_linear(module: nn.Module) -> nn.Linear | None:
     return base if isinstance(base, nn.Linear) and _is_plain_lora(module) else None
 
 
-def parallel_styles(name: str, module: nn.Module, *, by_outputs: bool) -> dict[str, ParallelStyle]:
+def parallel_styles(
+    name: str, module: nn.Module, *, by_outputs: bool, partial_sums: bool = False
+) -> dict[str, ParallelStyle]:
     """Return torch's style for each part of the layer `name`.
 
     With LoRA the output is that of the layer plus `lora_B(lora_A(x))` for each adapter. Where a layer is split by
-    outputs, so is lora_B, and every process has lora_A; where it is split by inputs, so is lora_A.
+    outputs, so is lora_B, and every process has lora_A; where it is split by inputs, so is lora_A. With `partial_sums`
+    the outputs of the latter are not added up yet.
     """
-    style, lora_matrix = (ColwiseParallel, "lora_B") if by_outputs else (RowwiseParallel, "lora_A")
+    summed: dict[str, Any] = {"output_layouts": Partial(), "use_local_output": False} if partial_sums else {}
+    style, lora_matrix = (ColwiseParallel, "lora_B") if by_outputs else (partial(RowwiseParallel, **summed), "lora_A")
     if isinstance(module, nn.Linear):
         return {name: style()}
     adapters = module.get_submodule(lora_matrix)

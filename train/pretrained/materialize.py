@@ -190,26 +190,20 @@ class Materializer:
         """Return a context for passes with temporary weights: autograd saves their names and reads them again."""
 
         def pack(tensor: Tensor) -> Any:
-            local = local_shard(tensor)
-            if type(local) not in (Tensor, nn.Parameter):  # the result of an exchange, without memory of its own
+            local = local_shard(tensor.detach())
+            if type(local) is not Tensor:  # the result of an exchange, without memory of its own
                 return tensor
-            weight = self._temporary.get(local.untyped_storage().data_ptr())
-            if weight is None:
+            if (temporary := self._temporary.get(local.untyped_storage().data_ptr())) is None:
                 return tensor
-            whole: tuple[Any, ...] = ()
-            if isinstance(tensor, DTensor):
-                whole = tensor.device_mesh, tensor.placements, tensor.size(), tensor.stride()
-            return weight, (local.size(), local.stride(), local.storage_offset()), whole
+            form = distributed_form(tensor) if isinstance(tensor, DTensor) else None
+            return temporary, form, local.size(), local.stride(), local.storage_offset()
 
         def unpack(saved: Any) -> Tensor:
             if isinstance(saved, Tensor):
                 return saved
-            (name, meta), view, whole = saved
+            (name, meta), form, *view = saved
             local = local_shard(self._read_shard(name, meta, device)).as_strided(*view)
-            if not whole:
-                return local
-            mesh, placements, size, stride = whole
-            return DTensor.from_local(local, mesh, placements, run_check=False, shape=size, stride=stride)
+            return DTensor.from_local(local, **form) if form else local
 
         return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
@@ -226,9 +220,13 @@ class Materializer:
             source.fill(box, local, self._read)
         if not isinstance(meta, DTensor):
             return local
-        return DTensor.from_local(
-            local, meta.device_mesh, meta.placements, run_check=False, shape=meta.shape, stride=meta.stride()
-        )
+        return DTensor.from_local(local, **distributed_form(meta))
+
+
+def distributed_form(tensor: DTensor) -> dict[str, Any]:
+    """Return the arguments that make a tensor like this one of a shard."""
+    form = {"device_mesh": tensor.device_mesh, "placements": tensor.placements}
+    return {**form, "shape": tensor.shape, "stride": tensor.stride(), "run_check": False}
 
 
 def _own_box(meta: Tensor) -> Box:

@@ -199,6 +199,11 @@ class Train(Section):
     tensor_parallel: Positive = Field(
         1, description="number of processes that each layer is split over (tensor parallelism)"
     )
+    sequence_parallel: bool = Field(
+        False,
+        description="with tensor_parallel: between the split layers, each process has a part of the sequence, which "
+        "saves memory",
+    )
     expert_parallel: Positive = Field(
         1, description="number of processes that the experts of a mixture are split over (expert parallelism)"
     )
