@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,14 @@ from train.optim import seed_torch, seed_value
 from train.parallel.experts import find_experts
 from train.parallel.pipeline_split import units
 
-if TYPE_CHECKING:
-    from train.parallel.tensor_parallel import Pair
+
+class Pair(NamedTuple):
+    """Linear layers of which the outputs of the first are the inputs of the last."""
+
+    owner: str  # the module that calls them
+    columns: tuple[str, ...]  # split by outputs
+    row: str  # split by inputs
+    attention: bool
 
 
 class SequenceShards:
@@ -95,8 +101,9 @@ class SequenceShards:
         """
         self.site = site
         if module.training:
-            common = seed_value(torch.initial_seed() % (1 << 32), site)
-            seed_torch(common + ((1 + self._mesh.get_local_rank()) << 32 if own else 0))
+            last = torch.initial_seed()
+            common = seed_value(last >> 32 or last, site) | 1  # in the upper half, which the CPU's generator ignores
+            seed_torch(common << 32 | seed_value(common, self._mesh.get_local_rank() if own else "all"))
 
     def _enter(self, hidden: Tensor) -> Tensor:
         self._length = hidden.shape[1]

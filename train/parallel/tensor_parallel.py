@@ -13,7 +13,7 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,7 +27,7 @@ from pipeline.system.errors import ConfigError
 from pipeline.system.torch_private import tree_leaves
 from train.parallel.experts import all_reduce_backward, check_experts, find_experts, shard_experts
 from train.parallel.pipeline_split import TemporaryWeights, units
-from train.parallel.sequence_parallel import SequenceShards, sequence_problem
+from train.parallel.sequence_parallel import Pair, SequenceShards, sequence_problem
 
 Run = Callable[[], Any]  # a forward pass of the whole model on a few samples
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -278,13 +278,6 @@ _ELEMENTWISE = (
     *(nn.ReLU, nn.GELU, nn.Tanh, nn.SiLU, nn.Sigmoid, nn.LeakyReLU, nn.ELU, nn.Softplus, nn.Mish, nn.Hardswish),
     *(nn.Dropout, nn.Identity),
 )
-
-
-class Pair(NamedTuple):
-    owner: str  # the module that calls them
-    columns: tuple[str, ...]  # split by outputs
-    row: str  # split by inputs
-    attention: bool
 
 
 def find_pairs(model: nn.Module, size: int) -> list[Pair]:

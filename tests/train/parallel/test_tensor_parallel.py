@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import re
+from functools import partial
+from typing import Any, cast
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from pipeline.contract.settings.stages import Train
+from pipeline.contract.task import Task
 from pipeline.system.errors import ConfigError
-from train.parallel.tensor_parallel import find_pairs
+from train.optim import seed_torch
+from train.parallel.blocks import recompute_blocks
+from train.parallel.pipeline_split import TemporaryWeights
+from train.parallel.tensor_parallel import find_pairs, split_layers
+from train.process_group import ProcessGroup
+from train.state import local_shard
 
 from ..conftest import Project, equal, weights
+from ..distributed import run_distributed
 from .conftest import assert_close, resumed, script, trained
-from .transformer import Attention, Llama
+from .transformer import Attention, Block, Llama, Tiny
 
 
 def linear(**shapes: tuple[int, int]) -> nn.Module:
@@ -110,7 +123,7 @@ SPLITS = '''
 import os, sys
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from pipeline.system.errors import ConfigError
 from task import Attention, Tiny
 from train.parallel.pipeline_split import TemporaryWeights
@@ -195,3 +208,143 @@ def test_parallelize_of_the_task_is_used(project: Project) -> None:
     one = trained(project, "one", 1, epochs=1)
     project.replace("\n    def model(", PARALLELIZE)
     assert_close(trained(project, "two", 2, tensor_parallel=2, epochs=1), one)
+
+
+class Positions(Block):
+    """Each process takes its part for the beginning."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.place = nn.Parameter(torch.randn(6, 16))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.place[: x.shape[1]])
+
+
+class Mean(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x - x.mean(dim=1, keepdim=True))
+
+
+class Mask(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * torch.ones(1, 6, 1))
+
+
+class OnceMore(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.attention(super().forward(x).repeat(1, 2, 1))
+        return out[:, ::2]
+
+
+class ScaledBetween(Llama):
+    """Has a weight outside the blocks that meets parts of the sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(16))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.layers[0](self.embed(tokens)) * self.scale
+        logits: Tensor = self.head(self.norm(self.layers[2](self.layers[1](x))))
+        return logits
+
+
+class OwnSplit(Tiny):
+    def parallelize(self, model: nn.Module, mesh: object) -> None:
+        pass
+
+
+def llama(block: type[Block]) -> Llama:
+    model = Llama()
+    model.layers = nn.ModuleList(block() for _ in range(2))
+    return model
+
+
+def reason_of_refusal(group: ProcessGroup) -> dict[str, str]:
+    mesh = init_device_mesh("cpu", (group.size,), mesh_dim_names=("tensor",))
+    flat = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 2))
+    models: dict[str, nn.Module] = {block.__name__: llama(block) for block in (Block, Positions, Mean, Mask, OnceMore)}
+    models |= {"ScaledBetween": ScaledBetween(), "OwnSplit": Llama(), "flat": flat}
+    reasons = {}
+    for name, model in models.items():
+        tokens, task = torch.arange(12).view(2, 6) % 11, cast("Task", OwnSplit() if name == "OwnSplit" else Tiny())
+        inputs = tokens.float() if name == "flat" else tokens
+        for parameter in model.parameters():
+            torch.distributed.broadcast(parameter.data, 0)
+        try:
+            split_layers(model, task, mesh, partial(model, inputs), TemporaryWeights(None, group.device), True)
+            reasons[name] = ""
+        except ConfigError as error:
+            reasons[name] = str(error)
+    return reasons
+
+
+def test_models_that_cannot_have_parts_of_the_sequence_are_refused() -> None:
+    for reasons in run_distributed(reason_of_refusal, 2):
+        assert reasons.pop("Block") == ""
+        assert all(reason.startswith("train.sequence_parallel: ") for reason in reasons.values()), reasons
+        expected = {
+            "Positions": "output 0 cannot have parts of the sequence",
+            "Mean": "output 0 cannot have parts of the sequence",
+            "Mask": "layers.0 cannot have parts of the sequence: the model does not run",
+            "OnceMore": "layers.0.attention cannot have parts of the sequence: it gets [2, 6, 16] and not 3",
+            "ScaledBetween": "scale cannot have parts of the sequence: it or its gradient differs",
+            "OwnSplit": "the task's parallelize()",
+            "flat": "no repeated blocks with split layers",
+        }
+        assert {name: text for name, text in expected.items() if text not in reasons[name]} == {}, reasons
+    with pytest.raises(ValueError, match="sequence_parallel=true does not go with tensor_parallel=1"):
+        Train(sequence_parallel=True)
+
+
+class Observed:
+    """A model with dropout, and what it does in two passes."""
+
+    def __init__(self, mesh: DeviceMesh, recompute: bool, by_sequence: bool) -> None:
+        torch.manual_seed(0)
+        tokens, model = torch.arange(256).view(64, 4) % 11, llama(Block)
+        if recompute:
+            recompute_blocks(model)
+        task: Any = Tiny()
+        split_layers(model, task, mesh, lambda: model(tokens[:2]), TemporaryWeights(None, tokens.device), by_sequence)
+        masks: list[Tensor] = []
+        seeds: list[int] = []
+        for block in model.layers:
+            block.drop.p = 0.5  # type: ignore[union-attr]
+            block.drop.register_forward_hook(lambda _, __, output: masks.append(output != 0))  # type: ignore[union-attr]
+            block.attention.q_proj.register_forward_hook(  # type: ignore[union-attr]
+                lambda *_: seeds.append(torch.initial_seed())
+            )
+        gradients = []
+        for _ in range(2):
+            seed_torch(5)
+            self.kept: dict[int, int] = {}  # bytes for the backward pass, by address
+            with saved_tensors_hooks(self._count, lambda tensor: tensor):
+                loss = model(tokens).square().mean()
+            loss.backward()
+            gradients.append(model.layers[0].norm_1.weight.grad.clone())  # type: ignore[union-attr,operator]
+            model.zero_grad()
+        self.mask, self.attention_seeds, self.repeats = masks[0], seeds[:2], torch.equal(*gradients)
+
+    def _count(self, tensor: Tensor) -> Tensor:
+        storage = local_shard(tensor.detach()).untyped_storage()
+        self.kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+
+def observe(group: ProcessGroup, recompute: bool) -> tuple[Observed, Observed]:
+    mesh = init_device_mesh("cpu", (group.size,), mesh_dim_names=("tensor",))
+    return Observed(mesh, recompute, by_sequence=False), Observed(mesh, recompute, by_sequence=True)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_parts_of_the_sequence_have_their_own_dropout_and_less_memory(recompute: bool) -> None:
+    (whole, first), (other_whole, second) = run_distributed(observe, 2, recompute)
+    assert torch.equal(whole.mask, other_whole.mask)
+    assert first.mask.shape == second.mask.shape == (64, 2, 16)
+    assert 0.45 < (first.mask == second.mask).float().mean() < 0.55
+    assert first.repeats and second.repeats
+    assert first.attention_seeds == second.attention_seeds and len({*first.attention_seeds}) == 2
+    if not recompute:
+        assert sum(first.kept.values()) < 0.85 * sum(whole.kept.values()), "the pairs gather their inputs"

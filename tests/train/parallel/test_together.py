@@ -18,6 +18,7 @@ from .dispatch import Values, dispatched
 from .mixture import resumed_in, single, store, trained_in
 from .pretrained import PretrainedRun, train_pretrained
 
+SEQUENCE = {"tensor_parallel": 2, "sequence_parallel": True}  # of five tokens, which two processes cannot share evenly
 TWO: dict[str, dict[str, Any]] = {
     "ddp": {},
     "fsdp": {"strategy": "fsdp"},
@@ -36,6 +37,9 @@ TWO: dict[str, dict[str, Any]] = {
     "sparse-fsdp": {"strategy": "fsdp", "sparse": True},
     "sparse-tensor": {"tensor_parallel": 2, "sparse": True},
     "sparse-expert-fsdp": {"expert_parallel": 2, "strategy": "fsdp", "sparse": True},
+    "sequence": {**SEQUENCE, "accumulate": 2},
+    "sequence-adapted": {**SEQUENCE, "kind": "AdaptedLlama"},
+    "sparse-sequence": {**SEQUENCE, "sparse": True, "recompute": "blocks"},
     "sparse-pipeline-tied": {"pipeline_parallel": 2, "accumulate": 2, "kind": "TiedQwen2", "sparse": True},
 }
 BF16: dict[str, dict[str, Any]] = {
@@ -53,6 +57,9 @@ FOUR: dict[str, dict[str, Any]] = {
     "tensor-qwen": {"tensor_parallel": 2, "kind": "Qwen2"},
     "tensor-expert-v2": {"tensor_parallel": 2, "expert_parallel": 2, "kind": "DeepseekV2"},
     "tensor-fsdp": {"tensor_parallel": 2, "strategy": "fsdp"},
+    "sequence-fsdp": {**SEQUENCE, "strategy": "fsdp", "accumulate": 2, "kind": "Llama"},
+    "sequence-expert-fsdp": {**SEQUENCE, "expert_parallel": 2, "strategy": "fsdp"},
+    "sequence-of-four": {**SEQUENCE, "tensor_parallel": 4, "kind": "DeepseekV2"},
     "fsdp-copies": {"weight_copies": 2, "strategy": "fsdp", "accumulate": 2},
     "sparse-fsdp-copies": {"weight_copies": 2, "strategy": "fsdp", "sparse": True},
     "pipeline-copies": {"pipeline_parallel": 2, "accumulate": 2},
@@ -102,10 +109,14 @@ def train_in_two(
         outputs["resumed-single"] = resumed_in(single(), folder / "resumed-single")
         _copy_first_step(folder, "pipeline-tied", "tied-resumed-single")
         outputs["tied-resumed-single"] = resumed_in(single(), folder / "tied-resumed-single", kind="TiedQwen2")
+        _copy_first_step(folder, "sequence", "sequence-resumed-single")
+        outputs["sequence-resumed-single"] = resumed_in(single(), folder / "sequence-resumed-single")
         _copy_first_step(folder, "DeepseekV3", "resumed")
+        _copy_first_step(folder, "DeepseekV3", "resumed-sequence")
         _copy_first_step(folder, "TiedQwen2", "tied-resumed")
     torch.distributed.barrier()
     outputs["resumed"] = resumed_in(group, folder / "resumed", expert_parallel=2, strategy="fsdp")
+    outputs["resumed-sequence"] = resumed_in(group, folder / "resumed-sequence", **SEQUENCE)
     outputs["tied-resumed"] = resumed_in(group, folder / "tied-resumed", **TWO["sparse-pipeline-tied"])
     dispatches = {f"{axis} {name}": dispatched(axis, name) for axis, name in IMPLEMENTATIONS}
     return outputs, dispatches, train_pretrained(group, folder)
@@ -154,7 +165,7 @@ def two(results: tuple[Path, list[Any]]) -> tuple[Path, Outputs]:
     return folder, by_name([outputs_by_name for outputs_by_name, *_ in outputs])
 
 
-@pytest.mark.parametrize("name", [*TWO, "resumed", "tied-resumed"])
+@pytest.mark.parametrize("name", [*TWO, "resumed", "resumed-sequence", "tied-resumed"])
 def test_two_processes_train_and_predict_like_one(two: tuple[Path, Outputs], name: str) -> None:
     assert_same(two[0], name, two[1], kind_of(name))
 
@@ -162,7 +173,15 @@ def test_two_processes_train_and_predict_like_one(two: tuple[Path, Outputs], nam
 def test_one_process_resumes_from_checkpoints_of_two(two: tuple[Path, Outputs]) -> None:
     folder, outputs_by_name = two
     assert_same(folder, "resumed-single", outputs_by_name)
+    assert_same(folder, "sequence-resumed-single", outputs_by_name)
     assert_same(folder, "tied-resumed-single", outputs_by_name, "TiedQwen2")
+
+
+def test_clipping_counts_weights_that_all_processes_have_once(two: tuple[Path, Outputs]) -> None:
+    expected = [line["grad_norm"] for line in read_log(two[0] / "DeepseekV3")]
+    assert min(expected) > 1, "all gradients are clipped"
+    for name in ("tensor", "sequence", "sparse-sequence"):
+        assert [line["grad_norm"] for line in read_log(two[0] / name)] == pytest.approx(expected, rel=1e-5), name
 
 
 def test_expert_loads_are_those_of_all_processes(two: tuple[Path, Outputs]) -> None:
