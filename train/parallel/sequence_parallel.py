@@ -39,7 +39,8 @@ class SequenceShards:
 
     def __init__(self, model: nn.Module, mesh: DeviceMesh, pairs: list[Pair], row_layers: list[str]) -> None:
         self.enabled, self.site = False, ""  # the module whose hook ran last
-        self._model, self._mesh, self._length = model, mesh, 0
+        self._model, self._mesh = model, mesh
+        self._lengths: dict[str, int] = {}  # of the whole sequence, by the start of the blocks' names
         blocks = [unit.name for unit in units(model) if unit.repeated]
         mixtures = [path for name in find_experts(model) if _is_in(path := _parent(name), blocks)]
         pairs = [pair for pair in pairs if _is_in(pair.owner, blocks) and not _is_in(pair.owner, mixtures)]
@@ -106,7 +107,7 @@ class SequenceShards:
             seed_torch(common << 32 | seed_value(common, self._mesh.get_local_rank() if own else "all"))
 
     def _enter(self, hidden: Tensor) -> Tensor:
-        self._length = hidden.shape[1]
+        self._lengths[self.site[: self.site.rfind(".") + 1]] = hidden.shape[1]
         return self._split(hidden)
 
     def _split(self, hidden: Tensor) -> Tensor:
@@ -115,12 +116,13 @@ class SequenceShards:
 
     def _gather(self, hidden: Tensor, keep: bool = False) -> Tensor:
         """Return the hidden states of the whole sequence; `keep`: as a distributed tensor."""
-        most = -(-self._length // self._mesh.size())
-        expected = min(most, max(0, self._length - self._mesh.get_local_rank() * most))
+        length = next(length for start, length in self._lengths.items() if self.site.startswith(start))
+        most = -(-length // self._mesh.size())
+        expected = min(most, max(0, length - self._mesh.get_local_rank() * most))
         if hidden.ndim < 2 or hidden.shape[1] != expected:
             problem = f"it gets {list(hidden.shape)} and not {expected} positions"
             raise ConfigError(sequence_problem(self.site, problem))
-        shape = torch.Size((len(hidden), self._length, *hidden.shape[2:]))
+        shape = torch.Size((len(hidden), length, *hidden.shape[2:]))
         stride = torch.empty(shape, device="meta").stride()
         part = DTensor.from_local(hidden.contiguous(), self._mesh, [Shard(1)], shape=shape, stride=stride)
         whole = part.redistribute(placements=[Replicate()])
