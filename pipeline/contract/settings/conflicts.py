@@ -88,7 +88,14 @@ CONFLICTS = (
     ),
     Conflict("weight_copies", {MANY}, "expert_parallel", {1}, "experts have their own copies", "use expert_parallel=1"),
     Conflict("weight_copies", {MANY}, "strategy", {"fsdp"}, "it divides the processes of fsdp", "use strategy=fsdp"),
-    Conflict("sequence_parallel", {True}, "pipeline_parallel", {1}, "stages exchange whole sequences", "leave one out"),
+    Conflict(
+        "sequence_parallel",
+        {True},
+        "pipeline_parallel",
+        {1},
+        "stages exchange whole sequences",
+        "use pipeline_parallel=1",
+    ),
     Conflict("sequence_parallel", {True}, "compile", {False}, "it gathers sequences in hooks", "use compile=false"),
     Conflict(
         "sequence_parallel", {True}, "tensor_parallel", {MANY}, "it divides what is between", "use tensor_parallel=2"
