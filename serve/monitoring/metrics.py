@@ -83,10 +83,10 @@ class ModelMetrics:
                 batches, total = self.batch_sizes.get(rows, (0, 0.0))
                 self.batch_sizes[rows] = [batches + 1, total + seconds]
 
-    def record_request(self, protocol: str, status: int | str, seconds: float, phases: Sequence[float] = ()) -> None:
-        """Count a request that has ended, with the seconds of its phases if it was answered; on the event loop."""
+    def record_request(self, protocol: str, status: int | str, seconds: float, times: Sequence[float] = ()) -> None:
+        """Count a request that has ended, with the times of its phases if it was answered; on the event loop."""
         self.last_request_at = time.time()
-        self._buffer.append((protocol, status, seconds, phases))
+        self._buffer.append((protocol, status, seconds, times))
         if len(self._buffer) >= _BUFFERED_REQUESTS:
             self.flush()
 
@@ -100,8 +100,8 @@ class ModelMetrics:
                 self.failed_seconds += taken
         for protocol in {protocol for protocol, _, _, _ in buffer}:
             self.seconds[protocol].add([seconds for name, _, seconds, _ in buffer if name == protocol])
-        if answered := [phases for _, _, _, phases in buffer if phases]:
-            for phase, seconds in zip(PHASES, zip(*answered, strict=True), strict=True):
+        if answered := [times for _, _, _, times in buffer if times]:
+            for phase, seconds in zip(PHASES, np.diff(answered).T.tolist(), strict=True):
                 self.phases[phase].add(seconds)
 
     def __getstate__(self) -> dict[str, Any]:

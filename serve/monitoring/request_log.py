@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 from serve.errors import RequestError, as_request_error
@@ -53,9 +52,9 @@ class RequestLog:
         now = request.ended_at = time.monotonic()
         if request.protocol:
             in_flight.count -= 1
-            phases = [end - start for start, end in pairwise(request.phase_times)] if request.encoded_at else ()
+            times = request.phase_times if request.encoded_at else ()
             metrics = self.metrics.of_model(request.model_version)
-            metrics.record_request(request.protocol, request.status, now - request.received_at, phases)
+            metrics.record_request(request.protocol, request.status, now - request.received_at, times)
             if self.trace is not None:
                 self.trace(request)
         if is_failure(request.status):

@@ -81,7 +81,7 @@ def test_statistics_are_those_of_the_metrics(requests: RequestLog, loaded: list[
     for status in (200, "OK", 400):
         _answer(requests, version, status)
     before = time.time()
-    version.metrics.record_request("v2", 200, 0.5, (0.1, 0.2, 0.3, 0.05))
+    version.metrics.record_request("v2", 200, 0.5, (1.0, 1.125, 1.375, 1.875, 1.9375))
     for rows in (4, 1, 4):
         version.metrics.record_batch(1, rows, 0.25)
     found = version_statistics(VersionSnapshot.of(version, is_current=True))
@@ -91,7 +91,7 @@ def test_statistics_are_those_of_the_metrics(requests: RequestLog, loaded: list[
     stats = found["inference_stats"]
     assert (stats["success"]["count"], stats["fail"]["count"]) == (3, 1)
     assert stats["success"]["ns"] >= 500_000_000 > stats["fail"]["ns"] > 0
-    nanoseconds = {"queue": 200, "compute_input": 100, "compute_infer": 300, "compute_output": 50}
+    nanoseconds = {"queue": 250, "compute_input": 125, "compute_infer": 500, "compute_output": 62.5}
     for name, expected in nanoseconds.items():
         assert stats[name] == {"count": 1, "ns": expected * 1_000_000}
     assert stats["cache_hit"] == {"count": 0, "ns": 0}

@@ -282,7 +282,7 @@ def test_metrics_of_processes_are_merged_by_their_meaning() -> None:
     def snapshot(requests: int) -> Snapshot:
         metrics = ModelMetrics()
         for _ in range(requests):
-            metrics.record_request("v2", 200, 0.25, (0.1, 0.1, 0.1, 0.1))
+            metrics.record_request("v2", 200, 0.25, (1.0, 1.1, 1.2, 1.3, 1.4))
         metrics.record_batch(requests, 8 * requests, 0.5)
         tokens = Tokens(TokenMetrics(), 1, 2, 3, 4, 5)
         tokens.metrics.record_token(2.0, 1.0, 0.0)
