@@ -8,18 +8,19 @@ an address whose large bodies are refused again and again has to wait.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import math
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -60,6 +61,9 @@ _MAX_ADDRESSES = 4096  # whose refused work is remembered
 _RETURNED_BYTES = 64 << 20  # of memory that requests have given back, to be given back to the system
 
 
+T = TypeVar("T")
+
+
 class BodyLimits(NamedTuple):
     """What the body of one request may cost."""
 
@@ -76,8 +80,24 @@ class Budget:
         self.total_bytes, self.held_bytes = total_bytes, 0
         # Apart from inference: what is decoded must not take its turn.
         self.decoders = ThreadPoolExecutor(threads or max(4, os.cpu_count() or 1), thread_name_prefix="decode")
+        self._parsing = asyncio.Lock()
         self._most_held = 0  # since memory was given back to the system
         self._refused: dict[str, tuple[float, float]] = {}  # work by address, and when it was that
+
+    def submit(self, work: Callable[..., T], *args: Any) -> asyncio.Future[T]:
+        return asyncio.get_running_loop().run_in_executor(self.decoders, work, *args)
+
+    async def parse(self, size: float, parser: Callable[..., T], *args: Any) -> T:
+        """Call the parser of a small body at once, and that of a large one in a thread.
+
+        Parsers hold the interpreter: between two of them, the event loop has its turn.
+        """
+        if size <= SMALL_BYTES:
+            return parser(*args)
+        await self._parsing.acquire()
+        parsed = self.submit(parser, *args)
+        parsed.add_done_callback(lambda _: self._parsing.release())
+        return await asyncio.shield(parsed)  # its thread goes on when its client has gone
 
     def reserve(self, request: RequestContext, size: int) -> None:
         """Reserve memory for a request, or raise TooLarge if it can never have so much, or Busy if others have it."""

@@ -10,10 +10,10 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 from pipeline.contract.codec import Part
@@ -39,27 +39,21 @@ PLATFORM = "onnx_onnxv1"  # the protocol's name for an ONNX model run by ONNX Ru
 class Payload(Protocol):
     """The body of a prediction in its wire format."""
 
-    @property
-    def is_quick(self) -> bool:
-        """True if decoding, and then encoding, is known to be quick enough for the event loop without measuring it."""
-        ...
+    is_quick: bool  # to decode, and then to encode: quick enough for the event loop, without measuring it
+    uses_codec: bool  # of any model; it is user code, which may block
 
     @property
     def timeout_seconds(self) -> float:
         """The timeout in the body, valid once it is decoded."""
-        ...
 
     def request_id(self) -> str:
-        """Return the id in the body, empty if there is none."""
-        ...
+        """Parse the body, and return the id in it, empty if there is none."""
 
     def decode(self, predictor: Predictor) -> tuple[Sequence[Part], Sequence[str]]:
         """Return the checked input arrays and the names of the requested outputs."""
-        ...
 
     def encode(self, predictor: Predictor, outputs: Sequence[Mapping[str, Array]], version: str) -> Any:
         """Return the answer from the outputs of each part."""
-        ...
 
 
 class ModelVersion:
@@ -106,18 +100,22 @@ class ModelVersion:
 
     async def predict(self, request: RequestContext, payload: Payload) -> Any:
         """Decode an admitted request, run it together with those that arrive at the same moment, and encode."""
-        predictor, clock, decoders = self.predictor, time.monotonic, self._budget.decoders
+        predictor, budget, clock = self.predictor, self._budget, time.monotonic
         request.model_version, request.decode_started_at = self, clock()
         size = request.size.bit_length()
-        skips_codec = payload.is_quick and predictor.text_signature is None
-        if skips_codec:
+        uses_codec = payload.uses_codec or predictor.text_signature is not None
+        if payload.is_quick and not uses_codec:
             parts, output_names = payload.decode(predictor)
         else:
             seconds = min(request.deadline - clock(), DECODE_SECONDS)
             self.decoding += 1
             try:
-                decoded = self._decode_pace.call(decoders, size, payload.decode, predictor, seconds=seconds)
-                parts, output_names = await decoded
+                async with asyncio.timeout(seconds):
+                    run: Callable[..., Awaitable[Any]] = partial(budget.parse, math.inf)
+                    if uses_codec:
+                        await budget.parse(request.size, payload.request_id)
+                        run = budget.submit
+                    parts, output_names = await self._decode_pace.call(run, size, payload.decode, predictor)
             except TimeoutError:
                 passed = "the deadline passed" if clock() >= request.deadline else f"{DECODE_SECONDS:.0f} s passed"
                 raise DeadlineExceeded(f"{passed} while the request was decoded; it was not computed") from None
@@ -126,7 +124,7 @@ class ModelVersion:
         request.decoded_at = clock()
         if self._answer_row_bytes > _UNCOUNTED_ROW_BYTES:
             rows = sum(len(array) for part in parts for array in list(part.arrays.values())[:1])
-            self._budget.reserve(request, rows * self._answer_row_bytes)
+            budget.reserve(request, rows * self._answer_row_bytes)
         if (timeout := min(payload.timeout_seconds, request.timeout_seconds)) < math.inf:
             request.deadline = request.received_at + timeout
         alone = in_flight.count == 1
@@ -135,10 +133,10 @@ class ModelVersion:
             outputs.append(await self.batcher.outputs(part.arrays, output_names, request, is_only=alone))
             started_at = started_at or request.run_started_at  # set by the batcher
         request.run_started_at, request.run_ended_at = started_at, clock()
-        if skips_codec and payload.is_quick:
+        if payload.is_quick and not uses_codec:
             answer = payload.encode(predictor, outputs, self.version)
         else:
-            answer = await self._encode_pace.call(decoders, size, payload.encode, predictor, outputs, self.version)
+            answer = await self._encode_pace.call(budget.submit, size, payload.encode, predictor, outputs, self.version)
         request.encoded_at = clock()
         if self.shadow is not None:
             for part, computed in zip(parts, outputs, strict=True):
@@ -155,7 +153,7 @@ class ModelVersion:
         if payload.is_quick:
             key = payload.request_id()
         else:
-            key = await asyncio.get_running_loop().run_in_executor(self._budget.decoders, payload.request_id)
+            key = await self._budget.parse(math.inf, payload.request_id)
         return self.choose_by_id(key.encode() or request_id)
 
     def choose_by_id(self, request_id: bytes) -> ModelVersion:

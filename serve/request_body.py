@@ -6,14 +6,12 @@ refused while it grows.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import re
 import zlib
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import Executor
 from typing import Any, TypeVar
 
 import msgspec
@@ -47,7 +45,7 @@ async def read_body(request: HttpRequest, limits: BodyLimits, budget: Budget, js
                 price.add(piece)
                 parts.append(piece)
                 continue
-            async for part in inflater.feed_in_turns(piece, budget.decoders):
+            async for part in inflater.feed_in_turns(piece, budget):
                 price.add(part, inflater.fed)
                 parts.append(part)
         if inflater is not None:
@@ -109,15 +107,15 @@ class Inflater:
                 yield part
                 piece = self._stream.unconsumed_tail
 
-    async def feed_in_turns(self, data: bytes, decoders: Executor) -> AsyncIterator[bytes]:
-        """Yield the same; what is more than one slice of work is done in a thread."""
-        parts, loop = self.feed(data), asyncio.get_running_loop()
-        part = next(parts, None)
+    async def feed_in_turns(self, data: bytes, budget: Budget) -> AsyncIterator[bytes]:
+        """Yield the same; what is more than a little work is done in a thread."""
+        parts = self.feed(data)
+        part = await budget.parse(len(data), next, parts, None)
         while part is not None:
             yield part
             if len(part) < SLICE_BYTES and len(data) <= SLICE_BYTES:  # this was all
                 return
-            part = await loop.run_in_executor(decoders, next, parts, None)
+            part = await budget.parse(math.inf, next, parts, None)
 
     def _decompress(self, piece: bytes) -> bytes:
         try:

@@ -58,6 +58,8 @@ _QUICK_BYTES = 256 << 10  # a message of this size is decoded in well under a mi
 class Payload:
     """The message of one inference."""
 
+    uses_codec = False
+
     def __init__(self, message: Any) -> None:
         self._message = message  # a ModelInferRequest
         self._request = InferRequest("", (), ())
@@ -233,7 +235,7 @@ async def decompress(data: bytes, coding: str, request: RequestContext, limits: 
         raise MalformedMessage("message: is marked as compressed, but grpc-encoding names no encoding")
     parts: list[bytes] = []
     inflater = Inflater(coding, limits)
-    async for part in inflater.feed_in_turns(data, budget.decoders):
+    async for part in inflater.feed_in_turns(data, budget):
         request.work += len(part)
         budget.reserve(request, COPIES * len(part))
         parts.append(part)

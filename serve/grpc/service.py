@@ -39,7 +39,6 @@ from serve.wire.http2.stream import Stream
 from serve.wire.http2.streams import Streams
 
 _OVERHEAD_BYTES = 1 << 16  # names and shapes around the tensors' own bytes
-_QUICK_MEMORY_BYTES = 2 << 20  # of a message that is parsed in less time than handing it to a thread takes
 _CONTENT_TYPE = b"application/grpc"
 _CONTENT_SUBTYPES = (b"", b"+proto")  # others are not protobuf
 
@@ -192,14 +191,10 @@ class Calls:
         if compressed:
             data = await messages.decompress(data, call.head.encoding, call, self._limits, self._budget)
         call.size = len(data)
-        if len(data) <= SMALL_BYTES:
-            return _parse(method, data)
         fields = open_inference.RAW_CONTENTS_FIELD, open_inference.TENSOR_FIELDS
         memory = message_memory(data, self._limits.fields, *fields)
         self._budget.reserve(call, memory)
-        if memory <= _QUICK_MEMORY_BYTES:
-            return _parse(method, data)
-        return await asyncio.get_running_loop().run_in_executor(self._budget.decoders, _parse, method, data)
+        return await self._budget.parse(memory, _parse, method, data)
 
     # A call with several messages, in either direction
 

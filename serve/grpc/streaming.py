@@ -22,15 +22,12 @@ class Answering(Protocol):
 
     def on_message(self, message: Any) -> None:
         """Handle a message of the client."""
-        ...
 
     def on_end(self) -> None:
         """Handle the end of the client's messages."""
-        ...
 
     def close(self) -> None:
         """Clean up after the call has ended, in whatever way."""
-        ...
 
 
 Open = Callable[["MessageStream"], Answering]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -10,7 +9,7 @@ from contextlib import aclosing
 from typing import TypeVar
 
 from serve.errors import NotFound
-from serve.limits import SMALL_BYTES, BodyLimits, Budget
+from serve.limits import BodyLimits, Budget
 from serve.llm import openai_api
 from serve.llm.model import TextGenerator
 from serve.llm.openai_api import ChatRequest, Choice, CompletionRequest, ResponseBuilder, parse_chat, parse_completion
@@ -93,9 +92,7 @@ class OpenAIEndpoints:
         """Read and parse a body; the largest limit applies, as the model is known only then."""
         sizes = [(bool(one.openai_kinds), one.predict_limits.size) for one, _ in self._repository.loaded_versions()]
         body = await read_body(request, BodyLimits(max(sizes)[1]), self._budget)
-        if len(body) <= SMALL_BYTES:
-            return parse(body)
-        return await asyncio.get_running_loop().run_in_executor(self._budget.decoders, parse, body)
+        return await self._budget.parse(len(body), parse, body)
 
     def _version(self, model: str, request_id: bytes) -> ModelVersion:
         """Find a model by name, with a canary's share, or one version as `NAME/versions/2`."""

@@ -6,6 +6,7 @@ import base64
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import orjson
@@ -22,7 +23,7 @@ _FIELDS = {"instances", "signature_name"}
 class CodecPayload:
     """A request in a protocol without ids and timeouts. Its codec is user code, which may block."""
 
-    is_quick, timeout_seconds = False, math.inf
+    is_quick, uses_codec, timeout_seconds = False, True, math.inf
     _parts: Sequence[Part] = ()
 
     def request_id(self) -> str:
@@ -36,10 +37,16 @@ class Payload(CodecPayload):
     body: bytes
     is_file: bool = False  # the body is an instance, in one of the codec's media types
 
+    @cached_property
+    def instances(self) -> Any:
+        return [{"b64": base64.b64encode(self.body).decode()}] if self.is_file else parse(self.body)
+
+    def request_id(self) -> str:
+        _ = self.instances  # parsed now
+        return ""
+
     def decode(self, predictor: Predictor) -> tuple[Sequence[Part], Sequence[str]]:
-        self._parts = predictor.decode(
-            [{"b64": base64.b64encode(self.body).decode()}] if self.is_file else parse(self.body)
-        )
+        self._parts = predictor.decode(self.instances)
         return self._parts, predictor.session.output_names
 
     def encode(self, predictor: Predictor, outputs: Sequence[Arrays], version: str) -> bytes:  # noqa: ARG002

@@ -35,6 +35,8 @@ class Answer(NamedTuple):
 class Payload:
     """The body of tensor inference."""
 
+    uses_codec = False
+
     def __init__(self, model: str, body: bytes, length_header: str | None, signature: Signature | None) -> None:
         """`signature`: of the model's current version, by which a flood of tensors is refused."""
         self._model, self._body, self._length, self._signature = model, body, length_header, signature

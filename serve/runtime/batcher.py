@@ -10,7 +10,7 @@ import asyncio
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -369,14 +369,11 @@ class RunTimeEstimate:
         elif self._distrusted:
             self._distrusted[size] = max(0, self._distrusted.get(size, 0) - 1)
 
-    async def call(
-        self, pool: Executor, size: int, work: Callable[..., T], *args: Any, seconds: float | None = None
-    ) -> T:
-        """Call `work` in a thread, for so many seconds at most, or directly where such calls are known to be quick."""
+    async def call(self, run: Callable[..., Awaitable[T]], size: int, work: Callable[..., T], *args: Any) -> T:
+        """Let `run` call `work` in a thread, or call it directly where such calls are known to be quick."""
         if self.is_quick(size):
             return self._timed(size, work, *args)
-        async with asyncio.timeout(seconds):
-            return await asyncio.get_running_loop().run_in_executor(pool, self._timed, size, work, *args)
+        return await run(self._timed, size, work, *args)
 
     def _timed(self, size: int, work: Callable[..., T], *args: Any) -> T:
         started_at = time.perf_counter()

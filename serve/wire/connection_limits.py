@@ -55,7 +55,6 @@ class LimitedConnection(Protocol):
     @property
     def idle_until(self) -> float | None:
         """When it will be closed as idle; None while it has a request."""
-        ...
 
     def give_way(self) -> None: ...
 

@@ -69,7 +69,6 @@ class Application(Protocol[R]):
 
         Return the coroutine that answers it, or None if it has been answered at once.
         """
-        ...
 
 
 class Request(IncomingRequest):
@@ -228,14 +227,12 @@ class Request(IncomingRequest):
                 self._pieces.append(self._small_pieces)
             self._small_pieces += b"".join(pieces)
         if self.body_bytes - self._taken_bytes >= _HIGH_WATER_BYTES:
-            if self._waiter is None:
-                self._connection.pause_reading()
+            self._connection.pause_reading()
             self._wake()
 
     def end_body(self) -> None:
         self._more = False
-        if self._waiter is not None:
-            self._wake()
+        self._wake()
 
     @property
     def untaken_bytes(self) -> int:

@@ -10,8 +10,6 @@ class Log(Protocol):
 
     def refused(self, label: str, **fields: Any) -> None:
         """Count a refusal under this label, and write its fields in a line, if there are any."""
-        ...
 
     def failed(self, text: str, **fields: Any) -> None:
         """Write a fault of ours, with the exception that is being handled, if any."""
-        ...

@@ -116,9 +116,30 @@ BREAKS: tuple[Break, ...] = (
     Break(
         "bodies are decoded in the threads of inference",
         "serve/model_version.py",
-        "time.monotonic, self._budget.decoders",
-        "time.monotonic, self.batcher._pool",
+        "run = budget.submit",
+        "run = lambda *call: asyncio.wrap_future(self.batcher._pool.submit(*call))",
         "tests/serve/test_limits.py::test_decoding_does_not_wait_for_inference",
+    ),
+    Break(
+        "a codec that waits keeps all others waiting",
+        "serve/model_version.py",
+        "run = budget.submit",
+        "pass",
+        "tests/serve/test_limits.py::test_codecs_do_not_wait_for_one_another",
+    ),
+    Break(
+        "a parser whose client has gone runs beside the next",
+        "serve/limits.py",
+        "await asyncio.shield(parsed)",
+        "await parsed",
+        "tests/serve/test_limits.py::test_parsers_take_turns_with_the_event_loop",
+    ),
+    Break(
+        "all of a body that is there is read in one turn of the event loop",
+        "serve/wire/http1.py",
+        "            self._connection.pause_reading()\n            self._wake()\n",
+        "            self._wake()\n",
+        "tests/serve/wire/http1/test_floods.py::test_a_body_is_read_a_piece_at_a_time",
     ),
     Break(
         "refused requests never give their memory back",

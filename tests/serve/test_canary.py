@@ -22,6 +22,7 @@ from serve.runtime.loading import load_predictor
 from tests.serve.wire.http1.fakes import connect
 from tests.serve.wire.transport import FakeTransport
 
+INSTANCES = b'{"instances": []}'
 IDS = [f"request-{number}".encode() for number in range(4000)]
 
 
@@ -69,8 +70,8 @@ def test_id_in_the_body_takes_precedence_over_the_header(model: Model) -> None:
     assert _chosen(model, call(taken), left) is model.current.canary.candidate
     assert _chosen(model, call(left), taken) is model.current
     assert _chosen(model, call(b""), taken) is model.current.canary.candidate
-    assert _chosen(model, v1.Payload(b"{}"), taken) is model.current.canary.candidate
-    assert _chosen(model, v1.Payload(b"{}"), left) is model.current
+    assert _chosen(model, v1.Payload(INSTANCES), taken) is model.current.canary.candidate
+    assert _chosen(model, v1.Payload(INSTANCES), left) is model.current
 
 
 def test_id_is_read_from_a_long_body_too(model: Model) -> None:

@@ -19,7 +19,7 @@ from pipeline.contract.bundle import Bundle
 from pipeline.contract.signature import Limits, Runtime, Signature, TensorSpec
 from serve import limits
 from serve.errors import Busy, RequestError, TooLarge, TooManyRefused
-from serve.limits import BodyLimits, BodyPrice, Budget, body_limits, json_memory
+from serve.limits import SMALL_BYTES, BodyLimits, BodyPrice, Budget, body_limits, json_memory
 from serve.model_version import ModelVersion
 from serve.protocol import v1
 from serve.request_context import RequestContext
@@ -130,6 +130,65 @@ def test_memory_that_is_free_is_given_back() -> None:
     )
     freed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert int(freed) > 80_000_000
+
+
+def test_parsers_take_turns_with_the_event_loop() -> None:
+    """Each holds the interpreter: several at once would leave the event loop little of it."""
+
+    async def run() -> None:
+        budget, running, most, turns = Budget(threads=4), [0], [0], [0]
+        first_runs, gate = asyncio.Event(), threading.Event()
+        loop = asyncio.get_running_loop()
+
+        def parser(number: int) -> tuple[int, int]:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+            if not number:
+                loop.call_soon_threadsafe(first_runs.set)
+                assert gate.wait(60)
+            running[0] -= 1
+            return number, turns[0]
+
+        async def count_turns() -> None:
+            while True:
+                turns[0] += 1
+                await asyncio.sleep(0)
+
+        parsing = [asyncio.create_task(budget.parse(math.inf, parser, number)) for number in range(4)]
+        await first_runs.wait()
+        parsing.pop(0).cancel()  # its client has gone, and its parser runs on
+        counting = asyncio.create_task(count_turns())
+        await asyncio.sleep(0.01)
+        gate.set()
+        found = await asyncio.gather(*parsing)
+        counting.cancel()
+        budget.decoders.shutdown()
+        assert [number for number, _ in found] == [1, 2, 3]
+        assert most == [1]
+        assert len({turn for _, turn in found}) == 3, "the event loop had a turn between any two"
+
+    asyncio.run(run())
+
+
+def test_codecs_do_not_wait_for_one_another(bundle: Bundle, pool: Executor) -> None:
+    """They are user code, which may wait for anything."""
+    meeting = threading.Barrier(2)
+
+    class Payload(v1.Payload):
+        def decode(self, predictor: Any) -> Any:
+            meeting.wait(60)
+            return super().decode(predictor)
+
+    async def run() -> None:
+        version = ModelVersion("tiny", "1", load_predictor(bundle, "cpu", 1), pool)
+        body = json.dumps({"instances": bundle.golden().instances}).encode() + b" " * SMALL_BYTES
+        requests = [RequestContext({}, "/") for _ in range(2)]
+        for one in requests:
+            one.size = len(body)
+        answers = await asyncio.gather(*(version.predict(one, Payload(body)) for one in requests))
+        assert all(b"predictions" in answer for answer in answers)
+
+    asyncio.run(run())
 
 
 def test_decoding_does_not_wait_for_inference(bundle: Bundle, pool: Executor) -> None:

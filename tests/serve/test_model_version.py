@@ -33,6 +33,7 @@ class SlowPayload:
 
     timeout_seconds: float = math.inf
     is_quick: bool = False
+    uses_codec: bool = False
     seconds: float = 0.0  # taken by its codec
     thread: str = ""  # that decoded it last
 

@@ -40,27 +40,21 @@ class Application(Protocol):
 
     def parse_head(self, request: dict[bytes, bytes] | None) -> Any:
         """Return what becomes `stream.head`; it is reused for equal headers. None: the headers exceed the limit."""
-        ...
 
     def on_headers(self, streams: Streams, stream: Stream) -> None:
         """Handle a new stream."""
-        ...
 
     def on_data(self, streams: Streams, stream: Stream, size: int) -> None:
         """Handle `size` more bytes of the body, with more to come."""
-        ...
 
     def on_complete(self, streams: Streams, stream: Stream) -> None:
         """Handle a complete request that was not answered yet: `stream.running` until it is answered."""
-        ...
 
     def on_timeout(self, streams: Streams, stream: Stream) -> None:
         """Answer a request whose body did not arrive in time."""
-        ...
 
     def on_cancel(self, stream: Stream) -> None:
         """Clean up after a stream that the client cancelled before it was complete."""
-        ...
 
 
 class Streams:

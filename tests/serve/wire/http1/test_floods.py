@@ -232,6 +232,28 @@ def test_endless_bodies_are_bounded_over_all_connections(begun: bytes) -> None:
     asyncio.run(run())
 
 
+def test_a_body_is_read_a_piece_at_a_time() -> None:
+    """The event loop would read all of a body that is there, or 8 MB of it, before it had time for others."""
+
+    async def run() -> None:
+        port = Port()
+        client = port.connect()
+        client.connection.data_received(POST + b"content-length: 10000000\r\n\r\n")
+        await asyncio.sleep(0)  # the application waits for the body
+        for _ in range(20):
+            client.connection.data_received(b"a" * 250_000)
+            client.connection.data_received(b"a" * 250_000)
+            assert client.reading_paused
+            while client.reading_paused and not client.written:
+                await asyncio.sleep(0)
+        while not client.written:
+            await asyncio.sleep(0)
+        assert client.statuses == [200]
+        await port.close()
+
+    asyncio.run(run())
+
+
 def test_discarded_bodies_take_no_memory() -> None:
     """A body that comes after its answer is read only to reach the next request."""
 
