@@ -88,16 +88,16 @@ class Budget:
         return asyncio.get_running_loop().run_in_executor(self.decoders, work, *args)
 
     async def parse(self, size: float, parser: Callable[..., T], *args: Any) -> T:
-        """Call the parser of a small body at once, and that of a large one in a thread.
-
-        Parsers hold the interpreter: between two of them, the event loop has its turn.
-        """
+        """Parse a large body in a thread. That holds the interpreter: before the next, the event loop has its turn."""
         if size <= SMALL_BYTES:
             return parser(*args)
         await self._parsing.acquire()
         parsed = self.submit(parser, *args)
         parsed.add_done_callback(lambda _: self._parsing.release())
-        return await asyncio.shield(parsed)  # its thread goes on when its client has gone
+        try:
+            return await asyncio.shield(parsed)  # its thread goes on when its client has gone
+        finally:
+            del parsed  # it has the error, which has this frame and those of callers, with the body
 
     def reserve(self, request: RequestContext, size: int) -> None:
         """Reserve memory for a request, or raise TooLarge if it can never have so much, or Busy if others have it."""

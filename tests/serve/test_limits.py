@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import gzip
 import json
 import math
 import subprocess
 import sys
 import threading
+import weakref
 from concurrent.futures import Executor
 from types import SimpleNamespace
 from typing import Any
@@ -168,6 +171,32 @@ def test_parsers_take_turns_with_the_event_loop() -> None:
         assert len({turn for _, turn in found}) == 3, "the event loop had a turn between any two"
 
     asyncio.run(run())
+
+
+def test_a_refused_body_is_freed_without_the_garbage_collector() -> None:
+    """It runs rarely; each body of 16 MB that was refused would wait for it."""
+
+    class Body:
+        """Bytes cannot be watched."""
+
+    def refuse(body: Body) -> None:
+        raise TooLarge("a body")
+
+    async def run() -> None:
+        budget, body = Budget(threads=1), Body()
+        watched = weakref.ref(body)
+        with contextlib.suppress(TooLarge):
+            await budget.parse(math.inf, refuse, body)
+        del body
+        await asyncio.sleep(0)
+        assert watched() is None
+        budget.decoders.shutdown()
+
+    gc.disable()
+    try:
+        asyncio.run(run())
+    finally:
+        gc.enable()
 
 
 def test_codecs_do_not_wait_for_one_another(bundle: Bundle, pool: Executor) -> None:
