@@ -217,11 +217,8 @@ class HangReports:
         """Write the report unless another process has: all of them see the same hang."""
         sections = [_section(report, hang, describe_locally(report)) for report in hang.reports]
         text = "\n".join([describe_hang(hang) + "\n", *sections])
-        temporary = self._path.with_name(f".{self._path.stem}-{socket.gethostname()}-{os.getpid()}")
-        temporary.write_text(text)
-        with contextlib.suppress(FileExistsError):  # link() never replaces
-            os.link(temporary, self._path)
-        temporary.unlink()
+        with contextlib.suppress(FileExistsError), self._path.open("x") as file:
+            file.write(text)
         return self._path
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import socket
 from importlib import metadata
@@ -120,11 +119,9 @@ def write_error(error: PipelineError, directory: Path) -> None:
     """
     directory.mkdir(parents=True, exist_ok=True)
     body = json.dumps({"kind": type(error).__name__, "message": str(error)})
-    temporary = directory / f".error-{socket.gethostname()}-{os.getpid()}"
-    temporary.write_text(body)
-    with contextlib.suppress(FileExistsError):  # link() is atomic and never replaces: first one wins
-        os.link(temporary, directory / (_ECHO_FILE if error.echo else _PASSING_FILE if error.passing else _FILE))
-    temporary.unlink()
+    path = directory / (_ECHO_FILE if error.echo else _PASSING_FILE if error.passing else _FILE)
+    with contextlib.suppress(FileExistsError), path.open("x") as file:
+        file.write(body)
 
 
 def read_error(directory: Path) -> PipelineError | None:

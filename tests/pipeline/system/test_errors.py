@@ -35,6 +35,17 @@ def test_first_error_of_several_ranks_is_kept(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["error.json"]
 
 
+def test_an_error_needs_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Mounts of object storage have none, and mostly say so by this error."""
+
+    def link(*_: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("os.link", link)
+    write_error(DataError("the cause"), tmp_path)
+    assert str(read_error(tmp_path)) == "the cause"
+
+
 @pytest.mark.parametrize("order", [1, -1])
 def test_cause_takes_precedence_over_lost_contact(tmp_path: Path, order: int) -> None:
     for error in [DataError("the cause"), LostContact("rank 0 lost contact")][::order]:
