@@ -23,8 +23,8 @@ METRICS_FILE = "metrics.jsonl"
 _TAIL_BYTES = 4096
 _TAIL_LINES = 12
 _RATE_WINDOW_SECONDS = 120.0  # long enough for validations and checkpoints, short enough to notice a change
-# Beginnings of lines by launchers (torch's agent, mpirun, srun, horovodrun), and by torch if it loses a connection or
-# aborts. They stay in the log; the messages of `pipe` say what they mean.
+# Beginnings of lines by launchers (agent, mpirun, srun, horovodrun), and by torch if it loses a connection or aborts.
+# They stay in the log; the messages of `pipe` say what they mean.
 _LAUNCHER = re.compile(
     r"(\[rank\d+\]:)?\[?[EWIF]\d{4} \d\d:|\*{20}|Setting OMP_NUM|-{60}|srun: |slurmstepd: |Process \d+ exit with"
     r"|agent: |Exception raised from|frame #\d+: |<omitting python frames>|terminate called |  what\(\): "

@@ -1,9 +1,9 @@
 """Restarts of training: the record of its attempts, and the one decision whether it starts again.
 
-Four kinds of process start one another: `pipe` starts the node, the node a launcher, and the launcher (torch's elastic
-agent) the training processes. Each of them only watches the process below it. When that process ends too early, the
-watcher calls `restart_after`, which records the end in `logs/attempts/` of the run and decides; the watcher then
-starts the process again or passes the exit status on. Nothing else decides about restarts.
+Four kinds of process start one another: `pipe` starts the node, the node a launcher, and the launcher (an agent) the
+training processes. Each of them only watches the process below it. When that process ends too early, the watcher calls
+`restart_after`, which records the end in `logs/attempts/` of the run and decides; the watcher then starts the process
+again or passes the exit status on. Nothing else decides about restarts.
 """
 
 from __future__ import annotations

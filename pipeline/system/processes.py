@@ -154,7 +154,7 @@ def was_terminated(status: int) -> bool:
 
 
 class AgentStatus(IntEnum):
-    """Exit status of the elastic agent, which starts the training processes of one machine."""
+    """Exit status of the agent, which starts the training processes of one machine."""
 
     DONE = 0
     FAILED = 1  # its processes failed and it does not restart them

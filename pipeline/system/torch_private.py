@@ -1,6 +1,4 @@
-"""The private names of torch that `pipe` needs, each with the reason.
-
-No other file has one, but `train/elastic/agent.py`, which overrides a method of torch's elastic agent.
+"""The private names of torch that `pipe` needs, each with the reason; no other file has one.
 
 pyproject.toml allows the minor versions of torch for which tests/train/test_torch_private.py passed.
 """

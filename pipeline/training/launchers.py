@@ -1,4 +1,4 @@
-"""Launch commands of training: torch's elastic agent, mpirun, srun and horovodrun, from the settings of `train`."""
+"""Launch commands of training: our agent, mpirun, srun and horovodrun, from the settings of `train`."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def launch_command(
         return mpirun(per_node, python, train.most_nodes)
     if train.launcher == "srun":
         return srun(per_node, python, train.most_nodes)
-    # Our elastic agent, which replaces torchrun; it is started once on each machine.
+    # Our agent, which replaces torchrun; it is started once on each machine.
     options: tuple[str, ...] = (f"--processes={per_node}", f"--restarts={train.restarts}")
     if log is not None:
         options += (f"--log={log}",)

@@ -283,7 +283,7 @@ class TrainingNode:
         self._raise_permanent_error()
 
     def _find_end(self, status: int, log: str) -> ProcessEnd | None:
-        """Return how the launcher ended; None where the elastic agent has recorded that itself."""
+        """Return how the launcher ended; None where the agent has recorded that itself."""
         has_agent = uses_agent(self.train)
         if has_agent and status == AgentStatus.FAILED:
             return None

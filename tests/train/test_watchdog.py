@@ -251,7 +251,7 @@ ONCE = """
 
 @pytest.mark.long
 def test_training_restarts_after_a_stopped_process(project: Project) -> None:
-    """The watchdog kills the stopped process, for which torch's agent would wait."""
+    """The watchdog kills the stopped process, for which the agent would wait."""
     project.replace(IN_LOSS, IN_LOSS + ONCE)
     run = project.run(timeout_seconds=3)  # 15 steps; a checkpoint after every fifth, the stop is in the tenth or so
     agent = start(
