@@ -21,7 +21,7 @@ from benchmarks.faults.measure import percentile
 from pipeline.contract.restarts import Attempt, Event, read_attempts
 
 from ..e2e.project_folder import wait_for
-from .cluster import Cluster, cluster
+from .cluster import Cluster, cluster, lines_of
 from .machine import Machine
 
 _WIDTH = 6464  # 83.6 million weights, with two moments of AdamW each: 1.003 GB
@@ -73,10 +73,13 @@ def main(argv: Sequence[str]) -> int:
         rows = [recover(three, number % len(three.machines)) for number in range(options.kills)]
         for command in three.commands.values():
             command.ends()
+        metrics = lines_of(three.run.output("train") / "metrics.jsonl")
         print(three.project.pipe("verify", three.run.id).stdout)
     print(f"{'seconds':<42}{'p50':>6}{'p90':>6}{'max':>6}")
     for phase, seconds in zip(_PHASES, zip(*rows, strict=True), strict=True):
         print(f"{phase:<42}{statistics.median(seconds):>6.1f}{percentile(seconds, 0.9):>6.1f}{max(seconds):>6.1f}")
+    steps = [line["step_seconds"] for line in metrics if "step_seconds" in line]
+    print(f"a step takes {statistics.median(steps):.1f} s")
     return 0
 
 
