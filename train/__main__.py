@@ -87,9 +87,12 @@ def train(run: Run, root: Path) -> None:
                 f"the checkpoint to continue from ({start}) is damaged, or of other data or another batch order; "
                 "to fix it: choose an earlier one (`pipe run --continue RUN@STEP`), or train from the beginning"
             )
+        resumes = saved is not None
         trainer_class = ParameterServerTrainer if config.strategy == "parameter_server" and group.size > 1 else Trainer
-        with open_recorded_weights(run, root, build, group, resumes=saved is not None) as create_model:
-            trainer = trainer_class(task, run.config, group, splits[0], splits[1], batch_size, create_model, order)
+        with open_recorded_weights(run, root, build, group, resumes) as create_model:
+            trainer = trainer_class(
+                task, run.config, group, splits[0], splits[1], batch_size, create_model, order, resumes
+            )
         _fit(trainer, run, root, group, store, saved, build)
 
 

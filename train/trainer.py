@@ -62,7 +62,9 @@ class Trainer:
         batch_size: int,
         create_model: CreateModel | None = None,
         order: BatchOrder | None = None,
+        resumes: bool = False,
     ) -> None:
+        """`resumes`: `restore` is called before `fit`."""
         self._task, self._group, self.config = task, group, config.train
         self._weighted = task if isinstance(task, HasLossWeight) else None  # asking at every step would take time
         self._validation, self._validation_cuts = whole_groups(task, validation)
@@ -102,7 +104,7 @@ class Trainer:
         self.attempt: AttemptReporter | None = None
         self.flops = measure_flops(self.strategy, self.config, lambda: self._micro_batches(0))
         self._meter = StepMeter(self.strategy, self._loader, self._precision, group, self.flops)
-        self.strategy.warm_up(lambda: self._micro_batches(0))
+        self.strategy.warm_up(lambda: self._micro_batches(0), resumes)
         self.expert_balance.reset()
 
     def restore(self, saved: SavedCheckpoint) -> None:

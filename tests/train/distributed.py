@@ -57,7 +57,12 @@ class Wave:
 
 
 def trainer(
-    group: ProcessGroup, task: Any = None, order: BatchOrder | None = None, build: Any = None, **train: Any
+    group: ProcessGroup,
+    task: Any = None,
+    order: BatchOrder | None = None,
+    build: Any = None,
+    resumes: bool = False,
+    **train: Any,
 ) -> Trainer:
     """Return a trainer of 8 epochs with 10 steps each by default; `build` replaces the task's model()."""
     task, words = task or Wave(), {"epochs": 8, "batch_size": 15, "lr": 0.02, "device": "cpu", **train}
@@ -65,7 +70,7 @@ def trainer(
     group = replace(group, model_size=config.train.tensor_parallel * config.train.pipeline_parallel)
     splits = Samples("train", task.data("train")), Samples("validation", task.data("validation"))
     kind = ParameterServerTrainer if config.train.strategy == "parameter_server" and group.size > 1 else Trainer
-    return kind(task, config, group, *splits, words["batch_size"], build, order)
+    return kind(task, config, group, *splits, words["batch_size"], build, order, resumes)
 
 
 def trained(group: ProcessGroup, directory: Path, **train: Any) -> tuple[Trainer, Progress]:
@@ -75,7 +80,7 @@ def trained(group: ProcessGroup, directory: Path, **train: Any) -> tuple[Trainer
 
 def resumed(group: ProcessGroup, directory: Path, step: int, **train: Any) -> tuple[Trainer, Progress]:
     """Resume from a checkpoint of `trained`, as a new process does."""
-    made, store = trainer(group, **train), CheckpointStore(directory, 99, {}, group)
+    made, store = trainer(group, resumes=True, **train), CheckpointStore(directory, 99, {}, group)
     saved = store.load(step)
     made.restore(saved)
     return made, made.fit(saved.progress, store, None)

@@ -65,10 +65,10 @@ def test_each_launch_leaves_one_report(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 IN_LOSS = "    def loss(self, outputs, batch):\n"
-SECOND_AT_ITS_FIFTH_LOSS = """
+SECOND_AT_ITS_FOURTH_LOSS = """
         import os
         self.losses = getattr(self, "losses", 0) + 1
-        if os.environ["SLURM_PROCID"] == "1" and self.losses == 5:
+        if os.environ["SLURM_PROCID"] == "1" and self.losses == 4:
             {hang}
 """
 ASLEEP = "import time; time.sleep(600)"
@@ -96,7 +96,7 @@ def end(processes: list[ForkedProcess]) -> None:
     ids=["asleep", "stopped", "frozen"],
 )
 def test_a_hung_process_is_named_and_all_processes_end(project: Project, hang: str, message: str) -> None:
-    project.replace(IN_LOSS, IN_LOSS + SECOND_AT_ITS_FIFTH_LOSS.format(hang=hang))
+    project.replace(IN_LOSS, IN_LOSS + SECOND_AT_ITS_FOURTH_LOSS.format(hang=hang))
     run = project.run(timeout_seconds=3)
     processes = start_both(project, run)
     try:
@@ -106,7 +106,7 @@ def test_a_hung_process_is_named_and_all_processes_end(project: Project, hang: s
         assert failure(run).passing, "training may start again by itself"
         text = str(failure(run))
         assert text.startswith(f"rank 1 on {os.uname().nodename} (process {processes[1].pid}) {message}")
-        # Three losses belong to the warm-up and the check of parameters; a stopped process is noticed a little earlier.
+        # Two losses belong to the warm-up and the check of parameters; a stopped process is noticed a little earlier.
         assert re.search("step [12], forward and backward", text)
         assert "Waiting for it: rank 0 at step 2, forward and backward" in text
         assert "gloo:" in text, "the exchange that waits"

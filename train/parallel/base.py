@@ -83,8 +83,8 @@ class Strategy:
         """Return the optimizer that the trainer uses; Horovod's exchange is part of it."""
         return optimizer
 
-    def warm_up(self, micro_batches: Callable[[], Iterable[MicroBatch]]) -> None:
-        """Do what must happen once before the first step; called before any weights are restored."""
+    def warm_up(self, micro_batches: Callable[[], Iterable[MicroBatch]], resumes: bool = False) -> None:
+        """Do what must happen once before the first step; `resumes`: a checkpoint is about to replace all weights."""
 
     def slices(self, count: int) -> dict[int, range]:
         """Return this process's slices of a batch or split of `count` samples, by slice number.

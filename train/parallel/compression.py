@@ -27,10 +27,10 @@ from train.state import strip_prefix
 
 
 class CompressedDDPStrategy(DDPStrategy):
-    def warm_up(self, micro_batches: Callable[[], Iterable[MicroBatch]]) -> None:
-        """Register the hook once the buckets have their final order: remainders are kept by bucket."""
+    def warm_up(self, micro_batches: Callable[[], Iterable[MicroBatch]], resumes: bool = False) -> None:
+        """Register the hook when the final order of the buckets is known: remainders are kept by bucket."""
         self._compressor = make_compressor(self.config, self.traffic, self.stopwatch, self.group.device)
-        super().warm_up(micro_batches)
+        super().warm_up(micro_batches, resumes)
         self.ddp.register_comm_hook(self._compressor, compression_hook)
 
     def gradient_sync(self, last: bool) -> contextlib.AbstractContextManager[object]:

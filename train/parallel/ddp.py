@@ -41,12 +41,12 @@ class DDPStrategy(Strategy):
         self._exchanged_bytes = sum(p.numel() * p.element_size() for p in self.model.parameters() if p.requires_grad)
         return self.model  # `warm_up` wraps it
 
-    def warm_up(self, micro_batches: Callable[[], Iterable[MicroBatch]]) -> None:
-        """Wrap the model, make two passes and discard their gradients.
+    def warm_up(self, micro_batches: Callable[[], Iterable[MicroBatch]], resumes: bool = False) -> None:
+        """Wrap the model, exchange the gradients of a pass and discard them.
 
-        DistributedDataParallel reorders its buckets after the first exchange. Done here, always on the same batch,
-        a resumed run adds up gradients in the same order as an uninterrupted one: with three processes or more the
-        order changes the bits.
+        DistributedDataParallel reorders its buckets at the first forward pass after an exchange. After this one, always
+        of the same batch, a resumed run adds up gradients in the same order as an uninterrupted one: with three
+        processes or more the order changes the bits.
 
         It waits for the gradient of every parameter, unless it searches the graph of each pass for them. A pass
         without an exchange shows whether it must.
@@ -54,19 +54,18 @@ class DDPStrategy(Strategy):
         names = {name for own in self.group.gather(self._missing_gradients(micro_batches)) for name in own}
         if names and self.group.rank.first:
             print(describe_unreached(sorted(names)), flush=True)
-        self._wrap(find_unused=bool(names))
-        first_batch = replace(next(iter(micro_batches())), last=True)
+        self._wrap(find_unused=bool(names), init_sync=not resumes)
         with restored_buffers(self.model):
-            for _ in range(2):  # buckets are reordered at the second forward pass
-                self.compute_gradient([first_batch])
+            self.compute_gradient([replace(next(iter(micro_batches())), last=True)])
         self.model.zero_grad(set_to_none=True)
         self.traffic.sent_bytes = 0
 
-    def _wrap(self, find_unused: bool) -> None:
+    def _wrap(self, find_unused: bool, init_sync: bool) -> None:
         on_gpu = self.group.device.type == "cuda"
         buffers: dict[str, Any] = {_SYNC_BUFFERS: not has_only_running_statistics(self.model)}
         self.ddp = DistributedDataParallel(
             self.model,
+            init_sync=init_sync,  # without it, buffers are sent with the first pass that reads them
             bucket_cap_mb=self.BUCKET_CAP_MB or (None if on_gpu else _ONE_BUCKET_MB),
             gradient_as_bucket_view=True,
             find_unused_parameters=find_unused,

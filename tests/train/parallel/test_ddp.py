@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from train.parallel.ddp import BufferSnapshot, DDPStrategy, has_only_running_statistics
 from train.process_group import ProcessGroup
 
-from ..distributed import run_distributed, trainer, weights
+from ..distributed import Wave, run_distributed, trainer, weights
 
 
 def test_buffer_snapshot_restores_running_statistics() -> None:
@@ -67,6 +67,34 @@ def runs(group: ProcessGroup) -> dict[str, tuple[dict[str, Tensor], list[int], i
         sizes = str(ddp._get_ddp_logging_data()["rebuilt_bucket_sizes"])
         found[case] = (weights(made), [int(size) for size in sizes.split(",")], made.strategy.traffic.sent_bytes)
     return found
+
+
+class Unseeded(Wave):
+    def model(self) -> nn.Module:
+        torch.seed()
+        return super().model()
+
+
+def starts(group: ProcessGroup) -> list[tuple[int, int, dict[str, Tensor]]]:
+    """Return the broadcasts and reductions before the first step of a new and of a resumed run, and the weights."""
+    results = []
+    for resumes in (False, True):
+        with torch.profiler.profile() as profiler:
+            made = trainer(group, Unseeded(), resumes=resumes)
+        names = [event.name for event in profiler.events() or []]
+        results.append((names.count("c10d::broadcast_"), names.count("c10d::allreduce_"), weights(made)))
+    return results
+
+
+def test_weights_are_broadcast_unless_a_checkpoint_replaces_them() -> None:
+    results = run_distributed(starts, 2)
+    for (broadcasts, reductions, _), (resumed_broadcasts, resumed_reductions, _) in results:
+        assert broadcasts > resumed_broadcasts == 0
+        assert reductions == resumed_reductions == 1, "gradients are exchanged once, for the order of the buckets"
+    new, resumed = ([result[i][2] for result in results] for i in range(2))
+    parameters = [name for name in new[0] if not is_statistic(name)]
+    assert all(torch.equal(new[0][name], new[1][name]) for name in parameters)
+    assert not torch.equal(resumed[0]["0.weight"], resumed[1]["0.weight"])
 
 
 def test_only_running_statistics_may_differ_between_processes() -> None:
