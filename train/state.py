@@ -84,8 +84,8 @@ def allocate_optimizer_state(
 def _like(parameter: Tensor, size: torch.Size, dtype: torch.dtype) -> Tensor:
     """Create an empty tensor; a moment is sharded like its parameter, a step count is not."""
     if size == parameter.shape:
-        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
-    return torch.zeros(size, dtype=dtype, device=parameter.device)
+        return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    return torch.empty(size, dtype=dtype, device=parameter.device)
 
 
 @contextlib.contextmanager

@@ -48,7 +48,7 @@ Trainer.restore = restore_with_stamp
 class Sides:"""
 _PHASES = (
     "the end is recorded", "the machines meet", "processes start and check the checkpoint",
-    "model and warm-up, with three passes", "the checkpoint is read", "first step", "all",
+    "model and warm-up, with two passes", "the checkpoint is read", "first step", "all",
 )  # fmt: skip
 _WORDS = ("train.elastic_shards=0", "train.max_samples=72", "train.timeout_seconds=60")  # a checkpoint in three steps
 
