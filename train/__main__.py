@@ -20,13 +20,14 @@ from torch import nn
 from pipeline.contract.data import Samples, check_columns, fingerprint, open_split, sample_digests
 from pipeline.contract.restarts import read_attempts
 from pipeline.contract.run import Run, step_main
-from pipeline.contract.task import Task, build_model, open_task, save_weights
+from pipeline.contract.task import Task, build_model, open_task
 from pipeline.system.errors import DataError, StageError
 from pipeline.system.files import digest_mapping, digest_parts, read_object, write_json
 from pipeline.system.processes import Rank
 from train.batch_order import order_identity, read_order
 from train.batch_size import decide_batch_size
 from train.chaos_hooks import CHAOS_VARIABLE, ChaosHook, install_chaos_hook
+from train.checkpoint.format import write_tensors
 from train.checkpoint.load import SavedCheckpoint
 from train.checkpoint.storage import make_storage
 from train.checkpoint.store import CheckpointStore
@@ -143,13 +144,10 @@ def _fit(
             log.close()
     memory = max(group.gather(peak_memory_bytes(group.device)))
     if group.rank.first:
-        best = store.load(progress.best_step)
-        if run.config.model.adapter == "none":
-            best.save("weights.", directory / "model.safetensors")
-        else:  # later steps know only the model without adapters
-            adapter = directory / ADAPTER_FOLDER
-            weights = merge_adapter(build, best.read_all("weights."), run.config.model, adapter, root)
-            save_weights(weights, directory / "model.safetensors", progress.best_step)
+        weights = store.load(progress.best_step).tensors("weights.")
+        if run.config.model.adapter != "none":  # later steps know only the model without adapters
+            weights = merge_adapter(build, weights, run.config.model, directory / ADAPTER_FOLDER, root)
+        write_tensors(directory / "model.safetensors", weights, {"step": str(progress.best_step)})
         summary = summarize(trainer, group, progress, steps_before, time.perf_counter() - started)
         attempts = read_attempts(run.path)
         summary |= {"restarts": attempts.restarts, "seconds_lost": attempts.seconds_lost}

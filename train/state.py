@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -40,6 +40,22 @@ class State:
     progress: Progress
     tensors: Mapping[str, Tensor]
     scaler: Mapping[str, Any] = field(default_factory=dict)
+
+
+class LazyTensors(Mapping[str, Tensor]):
+    """Tensors that are read anew each time, so that no two need to be in memory."""
+
+    def __init__(self, shapes: Mapping[str, Shape], read: Callable[[str], Tensor]) -> None:
+        self.shapes, self._read = shapes, read
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shapes)
+
+    def __len__(self) -> int:
+        return len(self.shapes)
 
 
 def add_prefix(prefix: str, tensors: Mapping[str, Value]) -> dict[str, Value]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,5 +107,5 @@ def failure(run: Run) -> PipelineError:
     return found
 
 
-def equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+def equal(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
     return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)

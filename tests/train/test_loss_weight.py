@@ -65,7 +65,7 @@ def run_all(group: ProcessGroup, folder: Path) -> dict[str, float | None]:
 def test_two_processes_train_the_mean_over_all_tokens_of_the_batch(tmp_path: Path) -> None:
     losses, _ = run_distributed(run_all, 2, tmp_path)
     folders = [*CASES, "alone", "elastic alone", "local"]
-    weights = {name: CheckpointStore(tmp_path / name, 99, {}).load(10).read_all("weights.") for name in folders}
+    weights = {name: CheckpointStore(tmp_path / name, 99, {}).load(10).tensors("weights.") for name in folders}
     for name in CASES:
         torch.testing.assert_close(weights[name], weights["alone"], rtol=1e-4, atol=1e-6)
         assert losses[name] == pytest.approx(losses["alone"], rel=1e-5)

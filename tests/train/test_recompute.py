@@ -98,6 +98,6 @@ def test_every_strategy_trains_the_same_bits_with_recomputation(tmp_path: Path) 
     for name in CASES:
         none, blocks = (CheckpointStore(tmp_path / f"{name} {kind}", 9, {}) for kind in ("none", "blocks"))
         assert none.steps() == blocks.steps() != []
-        expected, weights = (store.load(none.steps()[-1]).read_all("") for store in (none, blocks))
+        expected, weights = (store.load(none.steps()[-1]).tensors("") for store in (none, blocks))
         assert expected.keys() == weights.keys()
         assert all(torch.equal(expected[key], weights[key]) for key in expected), name

@@ -64,7 +64,7 @@ def test_the_best_weights_become_the_model(project: Project) -> None:
     assert project.train(run).returncode == 0
     storage = LocalStorage(run.partial("train") / "checkpoints")
     first, last = (
-        open_checkpoint(storage, step, decode_manifest(storage.manifest(step)).identity).read_all("weights.")
+        open_checkpoint(storage, step, decode_manifest(storage.manifest(step)).identity).tensors("weights.")
         for step in storage.steps()
     )
     assert equal(weights(run), first)

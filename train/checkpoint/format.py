@@ -9,8 +9,10 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ import torch
 from pipeline.contract.settings.section import PIPE
 from pipeline.system.errors import StageError
 from pipeline.system.files import digest_bytes
-from train.state import Progress
+from train.state import LazyTensors, Progress
 
 DTYPES = {
     "F64": torch.float64,
@@ -99,6 +101,22 @@ def make_layout(chunks: Iterable[Chunk], facts: Mapping[str, str] | None = None)
     header = len(text).to_bytes(LENGTH_BYTES, "little") + text
     spans = tuple(Span(chunk, len(header) + start) for chunk, start in zip(ordered, offsets[:-1], strict=True))
     return Layout(header, spans, len(header) + offsets[-1])
+
+
+def write_tensors(path: Path, tensors: LazyTensors, facts: Mapping[str, str]) -> None:
+    """Write whole tensors to a safetensors file, one after the other."""
+    chunks = [
+        Chunk(name, dtype, tuple(shape), (0,) * len(shape), tuple(shape))
+        for name, (shape, dtype) in tensors.shapes.items()
+    ]
+    layout = make_layout(chunks, facts)
+    with path.open("wb") as file:
+        file.write(layout.header)
+        for span in layout.spans:
+            file.write(tensors[span.chunk.name].contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        file.flush()
+        os.fsync(file.fileno())  # before the summary that calls training complete
+    path.chmod(0o644)  # the next step may run as another user
 
 
 def parse_header(header: bytes) -> list[Span]:

@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,12 +27,11 @@ from train.checkpoint.format import (
     NewerCheckpoint,
     Span,
     decode_manifest,
-    make_layout,
     parse_header,
 )
 from train.checkpoint.storage import Storage
 from train.process_group import ProcessGroup
-from train.state import Shape, local_shard, strip_prefix
+from train.state import LazyTensors, Shape, local_shard, strip_prefix
 
 
 class SavedCheckpoint:
@@ -54,11 +51,10 @@ class SavedCheckpoint:
         return strip_prefix(prefix, {name: (torch.Size(chunk.shape), chunk.dtype) for name, chunk in chunks.items()})
 
     @torch.no_grad()
-    def load(self, tensors: Mapping[str, Tensor], files: dict[str, Tensor] | None = None) -> None:
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Load values into the tensors; of a distributed tensor each process reads its own shard.
 
-        Files that were needed are kept in `files`, and otherwise unmapped at the end: NFS cannot remove a folder with
-        files that are mapped.
+        All files are unmapped at the end: NFS cannot remove a folder with files that are mapped.
         """
         shapes = self.shapes("")
         for name, tensor in tensors.items():
@@ -69,7 +65,7 @@ class SavedCheckpoint:
                     f"{tuple(tensor.shape)} in the model and {stored_shape} in the checkpoint; "
                     "to fix it: train again with `pipe run --force train`"
                 )
-        files = {} if files is None else files
+        files: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             shard, offsets = local_shard(tensor), _shard_offsets(tensor)
             for file, span in self._spans[name]:
@@ -80,27 +76,19 @@ class SavedCheckpoint:
                     in_shard, in_chunk = overlap
                     shard[in_shard].copy_(raw.view(span.chunk.dtype).view(span.chunk.sizes)[in_chunk])
 
-    def read_all(self, prefix: str) -> dict[str, Tensor]:
-        """Return all tensors with this prefix, whole and in this process's memory."""
-        tensors = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in self.shapes(prefix).items()}
-        self.load({f"{prefix}{name}": tensor for name, tensor in tensors.items()})
-        return tensors
+    def tensors(self, prefix: str) -> LazyTensors:
+        """Return all tensors with this prefix, whole."""
+        return LazyTensors(self.shapes(prefix), lambda name: self._read(f"{prefix}{name}"))
 
-    def save(self, prefix: str, path: Path) -> None:
-        """Write all tensors with this prefix, whole, to one safetensors file; in memory is one at a time."""
-        shapes = self.shapes(prefix).items()
-        chunks = [Chunk(name, dtype, tuple(shape), (0,) * len(shape), tuple(shape)) for name, (shape, dtype) in shapes]
-        layout = make_layout(chunks, {"step": str(self.progress.step)})
-        files: dict[str, Tensor] = {}
-        with path.open("wb") as file:
-            file.write(layout.header)
-            for span in layout.spans:
-                tensor = torch.empty(span.chunk.shape, dtype=span.chunk.dtype)
-                self.load({f"{prefix}{span.chunk.name}": tensor}, files)
-                file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
-            file.flush()
-            os.fsync(file.fileno())  # before the summary that calls training complete
-        path.chmod(0o644)  # the next step may run as another user
+    def _read(self, name: str) -> Tensor:
+        """Read one tensor, and no more of the files than that."""
+        shape, dtype = self.shapes("")[name]
+        tensor = torch.empty(shape, dtype=dtype)
+        for file, span in self._spans[name]:
+            if overlap := _overlap(shape, (0,) * len(shape), span.chunk):
+                raw = self._storage.read_range(self.progress.step, file, span.start, span.chunk.bytes)
+                tensor[overlap[0]] = torch.frombuffer(bytearray(raw), dtype=dtype).view(span.chunk.sizes)
+        return tensor
 
     def _read_header(self, name: str) -> list[Span]:
         length = int.from_bytes(self._storage.read_range(self.progress.step, name, 0, LENGTH_BYTES), "little")

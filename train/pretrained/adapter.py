@@ -21,8 +21,9 @@ from pipeline.contract.task import transformers_model
 from pipeline.system.errors import ConfigError, ResourceError
 from pipeline.system.files import sync_tree
 from train.pretrained.materialize import BuildModel, MetaModel
-from train.pretrained.qlora import adapter_layers, require_bitsandbytes, restore_whole_weights
+from train.pretrained.qlora import adapter_layers, require_bitsandbytes, whole_weights
 from train.pretrained.source import Initialized, RowNorms, Source
+from train.state import LazyTensors
 
 ADAPTER_FOLDER = "adapter"  # in the folder of the train step
 ADAPTER_WEIGHTS = "*.lora_*"
@@ -138,22 +139,43 @@ def adapter_sources(
 
 
 @torch.no_grad()
-def merge_adapter(
-    build: BuildModel, weights: Mapping[str, Tensor], settings: Model, folder: Path, root: Path
-) -> dict[str, Tensor]:
-    """Write the adapter to a folder as peft does; return the weights of the task's model, with the adapter merged."""
+def merge_adapter(build: BuildModel, weights: LazyTensors, settings: Model, folder: Path, root: Path) -> LazyTensors:
+    """Write the adapter to a folder as peft does; return the weights of the task's model, merged as they are read."""
     model = MetaModel(build).model
     if settings.adapter == "qlora":
-        weights = restore_whole_weights(weights, model)
-    model.load_state_dict(dict(weights), assign=True)
+        weights = whole_weights(weights, model)
+    frozen = {name for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad}
+    trained = {name: weights[name] for name in model.state_dict().keys() - frozen}
+    model.load_state_dict(trained, strict=False, assign=True)
     located = transformers_model(model)
     assert located is not None
     _write_adapter(located[1], settings, folder, root)
-    for name, layer in adapter_layers(model):
-        layer.merge(safe_merge=True)  # in a copy of the weights
-        parent, _, own_name = name.rpartition(".")
+    layers = dict(adapter_layers(model))
+    for path, layer in layers.items():
+        parent, _, own_name = path.rpartition(".")
         setattr(model.get_submodule(parent), own_name, layer.get_base_layer())
-    return dict(model.state_dict())
+
+    sources = {}  # of each weight, its name below the adapter
+    for name in model.state_dict():
+        path, _, own_name = name.rpartition(".")
+        sources[name] = f"{path}.base_layer.{own_name}" if path in layers else name
+
+    @torch.no_grad()
+    def read(name: str) -> Tensor:
+        path, _, own_name = name.rpartition(".")
+        tensor = weights[sources[name]]
+        if own_name != "weight" or path not in layers:
+            return tensor
+        layer = layers[path]
+        base = layer.get_base_layer()
+        placeholder, base.weight = base.weight, nn.Parameter(tensor, requires_grad=False)
+        layer.merge(safe_merge=True)
+        merged: Tensor = base.weight.data
+        base.weight = placeholder
+        layer.merged_adapters.clear()
+        return merged
+
+    return LazyTensors({name: weights.shapes[source] for name, source in sources.items()}, read)
 
 
 def _write_adapter(transformer: Any, settings: Model, folder: Path, root: Path) -> None:

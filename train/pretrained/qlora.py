@@ -8,7 +8,6 @@ T. Dettmers et al., "QLoRA: Efficient Finetuning of Quantized LLMs", NeurIPS 202
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 
 from pipeline.system.errors import ResourceError
 from train.pretrained.materialize import Materializer
+from train.state import LazyTensors
 
 _BLOCK = 64  # weights with a common scale
 _SCALES = ".absmax"
@@ -67,19 +67,25 @@ def round_base_layers(model: nn.Module, materializer: Materializer | None, devic
         adapter.base_layer = FourBitLinear(layer.to(device))
 
 
-def restore_whole_weights(weights: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+def whole_weights(weights: LazyTensors, model: nn.Module) -> LazyTensors:
     """Return the weights of a checkpoint with rounded ones as numbers; `model` has the whole layers."""
     from bitsandbytes.functional import QuantState, dequantize_4bit, get_4bit_type
 
-    whole = {name: tensor for name, tensor in weights.items() if not name.endswith(_SCALES)}
-    for name in weights.keys() - whole.keys():
-        path = name.removesuffix(_SCALES)
-        layer = model.get_submodule(path)
-        assert isinstance(layer, nn.Linear)
+    scales = {f"{name.removesuffix(_SCALES)}.weight": name for name in weights if name.endswith(_SCALES)}
+    shapes = {name: shape for name, shape in weights.shapes.items() if not name.endswith(_SCALES)}
+    for name in scales:
+        shapes[name] = model.get_parameter(name).shape, model.get_parameter(name).dtype
+
+    def read(name: str) -> Tensor:
+        if name not in scales:
+            return weights[name]
         code = get_4bit_type("nf4", device="cpu", blocksize=_BLOCK)
-        state = QuantState(weights[name], layer.weight.shape, code, _BLOCK, "nf4", layer.weight.dtype)
-        whole[f"{path}.weight"] = dequantize_4bit(weights[f"{path}.weight"], state)
-    return whole
+        shape, dtype = shapes[name]
+        state = QuantState(weights[scales[name]], shape, code, _BLOCK, "nf4", dtype)
+        whole: Tensor = dequantize_4bit(weights[name], state)
+        return whole
+
+    return LazyTensors(shapes, read)
 
 
 def adapter_layers(model: nn.Module) -> list[tuple[str, Any]]:

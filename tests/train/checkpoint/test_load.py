@@ -11,6 +11,7 @@ from safetensors import safe_open
 
 from pipeline.system.errors import StageError
 from pipeline.system.files import digest_bytes
+from train.checkpoint.format import write_tensors
 from train.state import Progress, State
 
 from .conftest import flip, names, save, state, store
@@ -31,7 +32,7 @@ def test_damaged_checkpoint_is_skipped_for_an_older_one(
     saved = store(tmp_path).newest()
     assert saved is not None
     assert saved.progress.step == 10
-    assert torch.equal(saved.read_all("weights.")["it"], torch.full((2, 2), 10.0))
+    assert torch.equal(saved.tensors("weights.")["it"], torch.full((2, 2), 10.0))
     assert "warning: checkpoint step-00000020 is damaged" in capsys.readouterr().err
 
 
@@ -64,7 +65,7 @@ def test_newest_checkpoint_is_kept_when_the_best_is_damaged(
     saved = store(tmp_path).newest()
     assert saved is not None
     assert saved.progress == Progress(step=30, lost_best={"step": 10, "loss": 0.1})
-    assert torch.equal(saved.read_all("weights.")["it"], torch.full((2, 2), 30.0))
+    assert torch.equal(saved.tensors("weights.")["it"], torch.full((2, 2), 30.0))
     warning = capsys.readouterr().err
     assert "step-00000010 is damaged" in warning
     assert "it was the best so far, so the best one is chosen from step 30 on" in warning
@@ -107,7 +108,9 @@ def test_weights_are_written_to_one_file(tmp_path: Path) -> None:
     tensors = {**{f"weights.{name}": tensor for name, tensor in weights.items()}, "optimizer.it": torch.ones(2)}
     with store(tmp_path / "checkpoints") as opened:
         opened.save(State(Progress(step=7), tensors))
-    store(tmp_path / "checkpoints").load(7).save("weights.", tmp_path / "model.safetensors")
+    write_tensors(
+        tmp_path / "model.safetensors", store(tmp_path / "checkpoints").load(7).tensors("weights."), {"step": "7"}
+    )
     with safe_open(tmp_path / "model.safetensors", framework="pt") as file:
         assert file.metadata()["step"] == "7"
         written = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

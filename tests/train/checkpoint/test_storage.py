@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pipeline.system.errors import ConfigError
-from train.checkpoint.storage import LocalStorage, make_storage
+from train.checkpoint.storage import LocalStorage, Storage, make_storage
 from train.checkpoint.store import CheckpointStore
 
 from .conftest import IDENTITY, state
@@ -44,7 +44,24 @@ def test_newest_checkpoints_and_the_best_are_kept(url: str) -> None:
     assert store(url).steps() == [10, 30, 40]
     saved = store(url).newest()
     assert saved is not None
-    assert torch.equal(saved.read_all("weights.")["it"], torch.full((2, 2), 40.0))
+    assert torch.equal(saved.tensors("weights.")["it"], torch.full((2, 2), 40.0))
+
+
+def test_weights_are_read_without_the_rest_of_their_files(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(url, 10)
+    saved, most = store(url).load(10), 0
+    read_range = type(saved._storage).read_range
+
+    def read(storage: Storage, step: int, name: str, start: int, count: int) -> bytes:
+        nonlocal most
+        most = max(most, count)
+        return read_range(storage, step, name, start, count)
+
+    monkeypatch.setattr(type(saved._storage), "read_range", read)
+    monkeypatch.delattr(type(saved._storage), "read")
+    it = saved.tensors("weights.")["it"]
+    assert torch.equal(it, torch.full((2, 2), 10.0))
+    assert most == it.nbytes
 
 
 def test_checkpoint_without_manifest_is_ignored_and_removed(url: str) -> None:
@@ -99,7 +116,9 @@ def test_no_file_stays_mapped_after_it_was_loaded(tmp_path: Path) -> None:
     save(str(tmp_path), 10)
     saved = store(str(tmp_path)).newest()
     assert saved is not None
-    assert torch.equal(saved.read_all("weights.")["it"], torch.full((2, 2), 10.0))
+    it = torch.empty(2, 2)
+    saved.load({"weights.it": it})
+    assert torch.equal(it, torch.full((2, 2), 10.0))
     assert mapped_files(tmp_path) == []
 
 

@@ -155,7 +155,7 @@ def test_state_with_other_shapes_is_saved_as_it_is(tmp_path: Path) -> None:
         for number, tensors in enumerate(({"a": (2,)}, {"a": (2,), "b": (3,)}, {"a": (4,)}), start=1):
             held = {name: torch.full(shape, float(number)) for name, shape in tensors.items()}
             checkpoints.save(type(state(0))(Progress(number), held))
-    saved = [store(tmp_path).load(number).read_all("") for number in (1, 2, 3)]
+    saved = [store(tmp_path).load(number).tensors("") for number in (1, 2, 3)]
     assert [{name: tuple(tensor.shape) for name, tensor in one.items()} for one in saved] == [
         {"a": (2,)},
         {"a": (2,), "b": (3,)},
@@ -194,7 +194,7 @@ def test_damaged_later_checkpoint_does_not_displace_a_new_one(tmp_path: Path) ->
     assert saved is not None
     assert saved.progress.step == 15
     save(tmp_path, 20, fill=2.0, keep=1)
-    assert torch.equal(store(tmp_path).load(20).read_all("weights.")["it"], torch.full((2, 2), 2.0))
+    assert torch.equal(store(tmp_path).load(20).tensors("weights.")["it"], torch.full((2, 2), 2.0))
     assert names(tmp_path) == ["step-00000020"]
 
 

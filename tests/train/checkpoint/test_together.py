@@ -120,7 +120,7 @@ def save_behind_url(group: ProcessGroup, directory: Path) -> None:
 def load_behind_url(group: ProcessGroup, directory: Path) -> float:
     saved = CheckpointStore(make_storage(f"local://{directory}", Path("/nowhere"), "run-1"), 2, {}, group).newest()
     assert saved is not None
-    return float(sum(tensor[0] for tensor in saved.read_all("weights.").values()))
+    return float(sum(tensor[0] for tensor in saved.tensors("weights.").values()))
 
 
 def run_two_processes(group: ProcessGroup, folder: Path) -> dict[str, Any]:
@@ -244,7 +244,7 @@ def continue_after_kill(group: ProcessGroup, folder: Path, places: tuple[str, ..
         store = make_store(group, folder / place)
         saved = store.newest()
         assert saved is not None
-        assert torch.equal(saved.read_all("weights.")["it"], torch.full((9,), float(saved.progress.step)))
+        assert torch.equal(saved.tensors("weights.")["it"], torch.full((9,), float(saved.progress.step)))
         with store:
             store.save(state(3))
         steps.append(saved.progress.step)

@@ -56,7 +56,7 @@ def losses(run: Run) -> list[float]:
 def checkpoint(run: Run, step: int) -> dict[str, Tensor]:
     """Return weights and optimizer state."""
     storage = LocalStorage(run.partial("train") / "checkpoints")
-    return open_checkpoint(storage, step, decode_manifest(storage.manifest(step)).identity).read_all("")
+    return dict(open_checkpoint(storage, step, decode_manifest(storage.manifest(step)).identity).tensors(""))
 
 
 def weights_after(run: Run, step: int) -> dict[str, Tensor]:

@@ -82,7 +82,7 @@ def test_single_process_resumes_from_the_average(folder: Path) -> None:
     single = trainer(ProcessGroup(Rank(), torch.device("cpu")))
     saved = CheckpointStore(folder / "diloco with overlap", 99, {}).load(37)
     single.restore(saved)
-    own = saved.read_all("own.")
+    own = saved.tensors("own.")
     for name, tensor in weights(single).items():
         first, second = (own[f"{rank}.model.{name}"] for rank in (0, 1))
         if tensor.is_floating_point():

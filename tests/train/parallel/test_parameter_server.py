@@ -70,12 +70,12 @@ def train_with_slow_worker(group: ProcessGroup, directory: Path) -> tuple[bool, 
     store = CheckpointStore(directory / "checkpoints", 9, {}, group)
     fresh.fit(Progress(), store, MetricsLog(directory, 0) if group.rank.first else None)
     saved = store.load(40)
-    return equal(saved.read_all("weights."), weights(fresh)), updates_of(saved)
+    return equal(saved.tensors("weights."), weights(fresh)), updates_of(saved)
 
 
 def updates_of(saved: SavedCheckpoint) -> int:
     """Return the optimizer's own count."""
-    (count,) = {int(tensor) for name, tensor in saved.read_all("optimizer.").items() if name.endswith(".step")}
+    (count,) = {int(tensor) for name, tensor in saved.tensors("optimizer.").items() if name.endswith(".step")}
     return count
 
 

@@ -135,7 +135,7 @@ def read_log(folder: Path) -> list[dict[str, Any]]:
 def assert_same(folder: Path, name: str, outputs_by_name: Outputs, kind: str = "DeepseekV3") -> None:
     """Compare logits, and the weights after one step and after two."""
     for step in (1, 2):
-        whole, split = (store(folder / case, single()).load(step).read_all("") for case in (kind, name))
+        whole, split = (store(folder / case, single()).load(step).tensors("") for case in (kind, name))
         torch.testing.assert_close(split, whole, rtol=1e-4, atol=1e-6)
     (expected,) = outputs_by_name[kind]
     outputs = [output for output in outputs_by_name[name] if output is not None]
@@ -210,7 +210,7 @@ def test_bf16_follows_fp32_and_local_sgd_reports_all_loads(two: tuple[Path, Outp
 def test_bias_moves_towards_idle_experts_and_is_saved(two: tuple[Path, Outputs]) -> None:
     (load,) = read_log(two[0] / "DeepseekV3")[0]["expert_loads"]
     moved = torch.tensor([0.001 * ((mean := sum(load) / 4) > count) - 0.001 * (mean < count) for count in load])
-    kept = store(two[0] / "pipeline", single()).load(1).read_all("weights.")
+    kept = store(two[0] / "pipeline", single()).load(1).tensors("weights.")
     torch.testing.assert_close(kept["inner.model.layers.1.mlp.gate.e_score_correction_bias"], moved)
     assert moved.abs().sum() > 0
 

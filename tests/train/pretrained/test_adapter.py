@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftConfig, PeftModel
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -17,12 +19,13 @@ from pipeline.contract.pretrained import open_pretrained
 from pipeline.contract.settings.stages import Model
 from pipeline.system.errors import ConfigError
 from pipeline.system.processes import Rank
+from train.checkpoint.format import write_tensors
 from train.checkpoint.store import CheckpointStore
 from train.optim import seed_step
 from train.pretrained.adapter import add_adapter, merge_adapter
 from train.pretrained.load import PretrainedModel, load_from_files
 from train.process_group import ProcessGroup
-from train.state import Progress
+from train.state import LazyTensors, Progress
 from train.trainer import Trainer
 
 from ..distributed import run_distributed, trainer
@@ -47,7 +50,7 @@ class Task(Labelling):
     outputs = ("logits",)
 
 
-def fit(group: ProcessGroup, folder: Path, adapter: Model, **settings: Any) -> tuple[Trainer, Any, dict[str, Tensor]]:
+def fit(group: ProcessGroup, folder: Path, adapter: Model, **settings: Any) -> tuple[Trainer, Any, LazyTensors]:
     """Return the trainer, the function that builds its model, and the weights of the last checkpoint."""
 
     def make() -> nn.Module:
@@ -61,7 +64,7 @@ def fit(group: ProcessGroup, folder: Path, adapter: Model, **settings: Any) -> t
     name = "-".join(map(str, (adapter.adapter, group.size, *settings.values())))
     store = CheckpointStore(folder / name, 1, {}, group)
     progress = made.fit(Progress(), store, None)
-    return made, make, dict(store.load(progress.step).read_all("weights."))
+    return made, make, store.load(progress.step).tensors("weights.")
 
 
 @pytest.fixture(scope="module", params=["qwen2", "deepseek_v3"])
@@ -105,11 +108,35 @@ def test_an_adapter_names_the_revision_of_a_hub_id_as_peft_does(
     def make() -> nn.Module:
         return add_adapter(classifier(folder), settings)
 
-    merge_adapter(make, make().state_dict(), settings, tmp_path, tmp_path)
+    weights = make().state_dict()
+    shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in weights.items()}
+    merge_adapter(make, LazyTensors(shapes, weights.__getitem__), settings, tmp_path, tmp_path)
     assert base_of(tmp_path) == ("org/tiny", revision)
 
 
-def _original(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+def test_weights_are_merged_and_written_one_after_the_other(folder: Path, tmp_path: Path) -> None:
+    settings = Model(pretrained="org/tiny", adapter="lora", rank=2)
+    weights, most = add_adapter(classifier(folder), settings).state_dict(), 0
+    frozen = weakref.WeakSet[Tensor]()
+
+    def read(name: str) -> Tensor:
+        nonlocal most
+        tensor: Tensor = weights[name].clone()
+        if ".base_layer." in name:
+            frozen.add(tensor)
+        most = max(most, len(frozen))
+        return tensor
+
+    shapes = {name: (tensor.shape, tensor.dtype) for name, tensor in weights.items()}
+    merged = merge_adapter(
+        lambda: add_adapter(classifier(folder), settings), LazyTensors(shapes, read), settings, tmp_path, tmp_path
+    )
+    write_tensors(tmp_path / "model.safetensors", merged, {})
+    assert most == 1
+    torch.testing.assert_close(load_file(tmp_path / "model.safetensors"), dict(merged), rtol=0, atol=0)
+
+
+def _original(weights: LazyTensors) -> dict[str, Tensor]:
     return {name.replace(".base_layer", ""): tensor for name, tensor in weights.items() if ".lora_" not in name}
 
 
@@ -141,7 +168,7 @@ def fit_in_several_ways(group: ProcessGroup, folders: dict[str, Path], ways: lis
             adapter = Model(pretrained="x", adapter=kind, rank=2)
         _, make, weights = fit(group, folders[family], adapter, **settings)
         name = f"adapter-{group.rank.rank}-{len(results)}"
-        results.append(merge_adapter(make, weights, adapter, folders[family] / name, folders[family]))
+        results.append(dict(merge_adapter(make, weights, adapter, folders[family] / name, folders[family])))
     return results
 
 
