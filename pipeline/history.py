@@ -1,12 +1,14 @@
 """The project folder and its runs: create, find, record and lock them.
 
-All locks are the kernel's: they are released when their process ends, however it ends.
+All locks are the kernel's: they are released when their process ends, however it ends. On a file system without locks
+a command goes on with a warning, unless it needs one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import platform
@@ -28,6 +30,7 @@ from pipeline.contract.run import Run, RunFile, StepRecord, all_runs, sealed_tex
 from pipeline.contract.settings.section import PIPE
 from pipeline.system.errors import ConfigError, PipelineError, ResourceError
 from pipeline.system.files import digest_file, digest_mapping, digest_tree, empty_folders, write_atomic
+from pipeline.system.locks import lock_file, no_locks
 
 PACKAGES = ("torch", "numpy", "onnx", "onnxscript", "onnxruntime-gpu", "onnxruntime", "kserve", "pydantic", PIPE)
 _POLL_SECONDS = 0.2
@@ -265,8 +268,11 @@ OnWait: TypeAlias = Callable[[str], None]  # reports what is waited for; without
 
 
 @contextlib.contextmanager
-def lock_runs(runs: Path, shared: bool = False, on_wait: OnWait | None = None) -> Iterator[None]:
-    """Lock the folder of runs against all other commands, or `shared` for commands that only add runs of their own."""
+def lock_runs(runs: Path, shared: bool = False, on_wait: OnWait | None = None, need: str = "") -> Iterator[None]:
+    """Lock the folder of runs against all other commands, or `shared` for commands that only add runs of their own.
+
+    The `need` for a lock is an error where there are none.
+    """
     try:
         runs.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:
@@ -277,7 +283,11 @@ def lock_runs(runs: Path, shared: bool = False, on_wait: OnWait | None = None) -
         locks = [path, *(run.path / ".lock" for run in all_runs(runs) if is_locked(run))]
         return lock_owner(next((lock for lock in locks if lock.read_text()), path))
 
-    with _wait_for_lock(path, owner, f"{runs}: ", "is working here", shared, on_wait):
+    with _wait_for_lock(path, owner, f"{runs}: ", "is working here", shared, on_wait) as lock:
+        if not lock.is_effective:
+            if need:
+                raise no_locks(runs, need)
+            _warn_without_locks(runs)
         yield
 
 
@@ -285,15 +295,27 @@ def lock_runs(runs: Path, shared: bool = False, on_wait: OnWait | None = None) -
 def lock_run(run: Run, on_wait: OnWait | None = None) -> Iterator[None]:
     """Lock one run for the command that works on it."""
     path = run.path / ".lock"
-    with _wait_for_lock(path, lambda: lock_owner(path), f"run {run.id}: ", "is working on it", False, on_wait):
+    with _wait_for_lock(path, lambda: lock_owner(path), f"run {run.id}: ", "is working on it", False, on_wait) as lock:
+        if not lock.is_effective:
+            _warn_without_locks(run.runs)
         yield
 
 
+@functools.cache  # once in a command
+def _warn_without_locks(runs: Path) -> None:
+    print(
+        f"warning: {runs}: this file system has no locks (Lustre has them with the mount option `flock`), "
+        "so do not let two commands work on one run at the same time",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
 def is_locked(run: Run) -> bool:
-    """Return whether a command is working on the run now."""
+    """Return whether a command is working on the run now; False where there are no locks."""
     with contextlib.suppress(FileNotFoundError), (run.path / ".lock").open() as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            lock_file(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
     return False
@@ -321,7 +343,7 @@ _held: set[Path] = set()
 @contextlib.contextmanager
 def _wait_for_lock(
     path: Path, owner: Callable[[], str], place: str, activity: str, shared: bool, on_wait: OnWait | None
-) -> Iterator[None]:
+) -> Iterator[FileLock]:
     lock = try_lock(path, shared)
     if lock is None and on_wait is None:
         raise ResourceError(f"{place}{owner()} {activity}; wait until it ends, or end it")
@@ -331,33 +353,26 @@ def _wait_for_lock(
         time.sleep(_POLL_SECONDS)
         lock = try_lock(path, shared)
     with lock:
-        yield
-
-
-@contextlib.contextmanager
-def exclusive_lock(path: Path) -> Iterator[None]:
-    """Lock a file for a short time; wait for it."""
-    with path.open("a+") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        yield lock
 
 
 def try_lock(path: Path, shared: bool = False) -> FileLock | None:
     """Return a lock that lasts until it is released or this process ends; None where another process has it."""
     file = path.open("a+")
     try:
-        fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        is_effective = lock_file(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         file.close()
         return None
-    return FileLock(file)
+    return FileLock(file, is_effective)
 
 
 class FileLock:
     """A lock on a file, which contains the owner's name meanwhile."""
 
-    def __init__(self, file: TextIO) -> None:
+    def __init__(self, file: TextIO, is_effective: bool) -> None:
         self._file = file
+        self.is_effective = is_effective  # False where there are no locks
         owner = {"pid": os.getpid(), "host": socket.gethostname(), "command": " ".join(sys.argv[1:])}
         file.truncate(0)
         file.write(json.dumps(owner))

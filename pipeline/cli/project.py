@@ -317,7 +317,10 @@ def gc(
     project = project_of(context)
     if not project.runs.is_dir():
         return emit(output, {"removed": [], "dry_run": dry_run}, "nothing to remove")
-    with lock_runs(project.runs):
+    need = (
+        "so that a run in use could be removed; to fix it: end all commands, then remove what `pipe gc --dry-run` lists"
+    )
+    with lock_runs(project.runs, need="" if dry_run else need):
         entries = list(read_registry(project.runs, project.config().registry).names.values())
         removable = _removable_runs(project, entries, keep)
         if not dry_run:

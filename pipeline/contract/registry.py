@@ -7,8 +7,6 @@ and never changed. The bundle of an entry is in its run, or in the registry's ow
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
 import getpass
 import os
 import re
@@ -26,6 +24,7 @@ from pipeline.contract.bundle import BESIDE, Bundle, Manifest, open_bundle
 from pipeline.contract.settings.section import Frozen
 from pipeline.system.errors import BundleError, ConfigError, PipelineError, ResourceError
 from pipeline.system.files import digest_bytes, sync
+from pipeline.system.locks import NOT_SUPPORTED, exclusive_lock
 
 CHAMPION = "champion"
 PREVIOUS = "previous"  # follows from the history and cannot be set
@@ -309,7 +308,6 @@ def _bundle_object(digest: str, name: str) -> str:
 # File systems that create an object in one request, which the store rejects if the name is taken.
 _EXCLUSIVE = ("memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss")
 _FOLDERS = ("file://", "local://")
-_NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 _TAKEN = (409, 412)  # HTTP status of a taken name, if the library does not translate it
 _TEST_OBJECT = "exclusive"  # an object created twice, to check that the store rejects the second one
 
@@ -395,16 +393,21 @@ def _link(aside: Path, path: Path) -> bool:
     except FileExistsError:
         return False
     except OSError as error:
-        if error.errno not in _NO_LINKS:
+        if error.errno not in NOT_SUPPORTED:
             raise
         return _rename_exclusively(aside, path)
     return True
 
 
+_NEED = (
+    "and no hard links either, so that writers could overwrite each other; to fix it: set `registry` to a folder on "
+    "another one, or to a bucket (s3://, gs:// or az://)"
+)
+
+
 def _rename_exclusively(aside: Path, path: Path) -> bool:
     """Rename under a lock, for file systems without hard links."""
-    with (path.parent / ".lock").open("a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with exclusive_lock(path.parent / ".lock", _NEED):
         if path.exists():
             return False
         aside.rename(path)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from pipeline.contract.run import Run
-from pipeline.history import exclusive_lock
+from pipeline.system.locks import exclusive_lock
 from pipeline.tracking.contents import Ending, Point, is_uploaded
 
 _BATCH = 100  # params, or tags, of one request to MLflow; it accepts ten times as many metrics
@@ -37,7 +37,8 @@ class MLflow:
         """Continue the run with this id, or begin one where there is none; return its id."""
         from mlflow import MlflowClient  # slow to load
 
-        with exclusive_lock(self._run.runs / ".mlflow.lock"):  # of several trials, one creates the database
+        need = "which the database needs; to fix it: set MLFLOW_TRACKING_URI to a server" if self._local else ""
+        with exclusive_lock(self._run.runs / ".mlflow.lock", need):  # of several trials, one creates the database
             self._client = MlflowClient(f"sqlite:///{self._run.runs / 'mlflow.db'}" if self._local else None)
             self._experiment = os.environ.get("MLFLOW_EXPERIMENT_ID") or self._find_experiment()
         if run_id and self._has_run(run_id):

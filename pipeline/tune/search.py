@@ -7,7 +7,6 @@ that one is killed. Trials are stored in Optuna's journal, a file that all worke
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
@@ -18,7 +17,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, TextIO, TypeAlias, get_args
+from typing import Any, BinaryIO, Literal, TypeAlias, get_args
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
@@ -33,12 +32,13 @@ from pipeline.contract.run import Run
 from pipeline.contract.settings.stages import Axis, Tune
 from pipeline.display import Display
 from pipeline.executors.local import child_process, count_gpus
-from pipeline.history import FileLock, Project, exclusive_lock, load_history, lock_runs, try_lock
+from pipeline.history import FileLock, Project, load_history, lock_runs, try_lock
 from pipeline.plan import CHECK, STEP_KINDS, describe_changes, with_upstream
 from pipeline.run import run_pipeline
 from pipeline.system.errors import ConfigError, ConflictError, Interrupted, PipelineError, StageError, read_error
 from pipeline.system.files import read_object
 from pipeline.system.fork_server import Process
+from pipeline.system.locks import exclusive_lock
 from pipeline.tune.record import (
     Direction,
     StudyFile,
@@ -52,6 +52,7 @@ from pipeline.tune.record import (
 from pipeline.work import RunRequest, Work
 
 _POLL_SECONDS = 0.1
+_NEED = "without which two workers could train one trial; to fix it: search in a project folder on another one"
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class SearchRequest:
 def run_search(request: SearchRequest, display: Display) -> Study:
     """Run all trials, together with any other `pipe tune` on the same runs."""
     search_space(request.config)  # fail before anything is written
-    with lock_runs(request.project.runs, shared=True):
+    with lock_runs(request.project.runs, shared=True, need=_NEED):
         _record_study(request, display)
         study = request.study()
         total = request.config.tune.trials
@@ -411,18 +412,17 @@ class KernelLock(JournalFileOpenLock):
     def __init__(self, journal: Path) -> None:
         super().__init__(str(journal))
         self._journal = journal
-        self._held: TextIO | None = None
+        self._held = contextlib.ExitStack()
 
     def acquire(self) -> bool:
-        self._held = self._journal.with_suffix(".lock").open("a")
-        fcntl.flock(self._held, fcntl.LOCK_EX)
-        truncate_incomplete_line(self._journal)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(exclusive_lock(self._journal.with_suffix(".lock"), _NEED))
+            truncate_incomplete_line(self._journal)
+            self._held = stack.pop_all()
         return True
 
     def release(self) -> None:
-        if self._held is not None:
-            self._held.close()
-            self._held = None
+        self._held.close()
 
 
 def truncate_incomplete_line(path: Path) -> None:

@@ -235,8 +235,8 @@ BREAKS: tuple[Break, ...] = (
     Break(
         "two commands work on one run",
         "pipeline/history.py",
-        "fcntl.flock(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)",
-        "fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)",
+        "lock_file(file, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)",
+        "lock_file(file, fcntl.LOCK_SH | fcntl.LOCK_NB)",
         "tests/pipeline/test_history.py::test_second_process_learns_who_holds_the_lock",
     ),
     Break(

@@ -148,12 +148,12 @@ class ProjectFolder:
         return self.pipe("deploy", run.id, f"deploy.port={self.port}", expect=expect, env=env)
 
     @contextlib.contextmanager
-    def paused_training(self, after: int, *words: str) -> Iterator[subprocess.Popen[str]]:
+    def paused_training(self, after: int, *words: str, prefix: tuple[str, ...] = ()) -> Iterator[subprocess.Popen[str]]:
         """Run a command whose training pauses after a number of steps, until the block ends."""
         hold = self.folder / "hold"
         hold.write_text(str(after))
         process = subprocess.Popen(
-            [*PIPE, *words],
+            [*prefix, *PIPE, *words],
             cwd=self.folder,
             env=environment({}),
             stdin=subprocess.DEVNULL,

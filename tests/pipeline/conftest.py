@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,17 @@ def project(folder: Path) -> Project:
 @pytest.fixture
 def config() -> Config:
     return parse_config({"name": "tiny", "task": "task.py:T", "codec": "codec.py:C"}, "test")
+
+
+@pytest.fixture(params=["ENOSYS", "ENOLCK", "EOPNOTSUPP"])
+def without_locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system without locks, such as Lustre, NFS and others answer."""
+    number = getattr(errno, request.param)
+
+    def flock(*_: object) -> None:
+        raise OSError(number, request.param)
+
+    monkeypatch.setattr("fcntl.flock", flock)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import subprocess
@@ -19,7 +20,6 @@ from pipeline.history import (
     describe_commit,
     describe_environment,
     example_folder,
-    exclusive_lock,
     find_project,
     find_run,
     is_locked,
@@ -35,6 +35,7 @@ from pipeline.history import (
 )
 from pipeline.system.errors import ConfigError, PipelineError, ResourceError
 from pipeline.system.files import digest_bytes, digest_mapping
+from pipeline.system.locks import exclusive_lock
 from pipeline.system.sources import SOURCE_ROOT
 
 from .conftest import NewRun
@@ -255,6 +256,33 @@ def test_try_lock_returns_none_if_the_lock_is_held(tmp_path: Path) -> None:
         assert held is not None
         assert try_lock(tmp_path / "one") is None
         held.release()
+
+
+@pytest.mark.usefixtures("without_locks")
+def test_command_without_locks_warns_once(tmp_path: Path, config: Config, capsys: pytest.CaptureFixture[str]) -> None:
+    run = create_run(tmp_path, config, ("train",), parent="")
+    with lock_runs(tmp_path, shared=True), lock_service(tmp_path), lock_run(run), lock_run(run):
+        assert not is_locked(run)
+    assert capsys.readouterr().err == (
+        f"warning: {tmp_path}: this file system has no locks (Lustre has them with the mount option `flock`), "
+        "so do not let two commands work on one run at the same time\n"
+    )
+
+
+@pytest.mark.usefixtures("without_locks")
+def test_command_that_needs_a_lock_is_refused_without_locks(tmp_path: Path) -> None:
+    refused = pytest.raises(ResourceError, match=f"^{tmp_path}: this file system has no locks, which x needs$")
+    with refused, lock_runs(tmp_path, need="which x needs"):
+        pass
+
+
+def test_other_errors_of_a_lock_are_not_hidden(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.raises(OSError, match="Input/output error"), exclusive_lock(tmp_path / "one"):
+        pass
 
 
 def test_a_folder_with_settings_is_its_own_project(folder: Path) -> None:

@@ -107,6 +107,17 @@ def test_gc_keeps_the_newest_runs_the_champion_and_what_is_live(pipe: Pipe, star
     assert pipe("gc", "--keep", "2").stdout == "nothing to remove\n"
 
 
+@pytest.mark.usefixtures("without_locks")
+def test_gc_removes_nothing_where_it_cannot_see_what_is_in_use(pipe: Pipe, starter: Path) -> None:
+    project = find_project(starter)
+    runs = [create_run(project.runs, project.config(), ("prepare",), parent="").id for _ in range(3)]
+    assert "no locks, so that a run in use could be removed; to fix it" in pipe("gc", "--keep", "1", expect=2).stderr
+    assert {path.name for path in project.runs.glob("2*")} == set(runs)
+    listed = pipe("gc", "--keep", "1", "--dry-run")
+    assert listed.stdout.count("would remove") == 2
+    assert listed.stderr.startswith(f"warning: {project.runs}: this file system has no locks")
+
+
 def test_templates_are_listed_with_what_their_models_do(pipe: Pipe) -> None:
     rows = json.loads(pipe("init", "--list", "-o", "json").stdout)
     assert [row["template"] for row in rows] == list(TEMPLATES)

@@ -191,6 +191,21 @@ def test_concurrent_processes_lose_no_change(runs: Path, links: bool, monkeypatc
     assert left == ([] if links else [".lock"])
 
 
+@pytest.mark.usefixtures("without_locks")
+def test_folder_without_locks_is_written_by_hard_links(runs: Path) -> None:
+    assert give(runs, "a").names == {CHAMPION: entry("a")}
+
+
+@pytest.mark.usefixtures("without_locks")
+def test_folder_without_locks_and_hard_links_is_only_read(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = give(runs, "a")
+    monkeypatch.setattr(os, "link", _refuse)
+    with pytest.raises(ResourceError, match=r"registry: .* no locks, and no hard links .* set `registry` to .* bucket"):
+        give(runs, "b")
+    assert read_registry(runs, "") == before
+    assert "could not be recorded" in count_comparison(runs, "", "f", "one", "run").unrecorded
+
+
 def test_concurrent_threads_lose_no_change_of_a_store(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     word, one_request, create = f"memory://{secrets.token_hex(4)}", threading.Lock(), MemoryFileSystem.pipe_file
 

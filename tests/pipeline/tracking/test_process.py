@@ -12,7 +12,7 @@ from pipeline.contract.config import Config, override_config
 from pipeline.contract.run import Run
 from pipeline.history import Project, create_run
 from pipeline.plan import STEP_KINDS, config_parts
-from pipeline.system.errors import ConfigError
+from pipeline.system.errors import ConfigError, ResourceError
 from pipeline.tracking import process
 from pipeline.tracking.__main__ import main
 from pipeline.tracking.process import Tracking, check_trackers
@@ -66,6 +66,17 @@ def test_unreachable_tracker_is_reported(run: Run, project: Project, monkeypatch
     assert (
         f"does not have all of this run; `python -m pipeline.tracking mlflow {run.path}` sends the rest" in warnings[-1]
     )
+
+
+@pytest.mark.usefixtures("without_locks")
+def test_only_mlflows_own_database_needs_locks(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "30")
+    with pytest.raises(ResourceError, match="no locks, which the database needs; to fix it: set MLFLOW_TRACKING_URI"):
+        TRACKERS["mlflow"](run).open("")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    with pytest.raises(Exception, match="Connection refused"):  # the request was sent
+        TRACKERS["mlflow"](run).open("")
 
 
 def test_damaged_record_of_what_was_sent_is_named(

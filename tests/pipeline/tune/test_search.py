@@ -9,7 +9,8 @@ from pipeline.contract.config import override_config
 from pipeline.contract.run import StepRecord, all_runs
 from pipeline.display import Display
 from pipeline.history import Project, create_run, write_record
-from pipeline.system.errors import ConfigError, StageError
+from pipeline.system.errors import ConfigError, ResourceError, StageError
+from pipeline.tune.record import study_folder
 from pipeline.tune.search import (
     SearchRequest,
     Study,
@@ -84,6 +85,15 @@ def test_rejected_space_leaves_no_files(project: Project, make_config: MakeConfi
     with pytest.raises(ConfigError, match="greater than 0"):
         run_search(SearchRequest(project.root, project, (), 1, config), QUIET)
     assert not project.runs.exists()
+
+
+@pytest.mark.usefixtures("without_locks")
+def test_search_without_locks_is_refused(request_: SearchRequest) -> None:
+    with pytest.raises(ResourceError, match="no locks, without which two workers could train one trial; to fix it"):
+        run_search(request_, QUIET)
+    assert not study_folder(request_.project.runs, "").exists()
+    with pytest.raises(ResourceError, match="no locks, without which"):  # as for `pipe tune status`
+        recorded_study(request_)
 
 
 def test_type_of_a_range_is_that_of_the_setting(make_config: MakeConfig) -> None:
