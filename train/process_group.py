@@ -213,23 +213,18 @@ def join_process_group(config: Train, rank: Rank, directory: Path) -> Iterator[P
     """Join the other processes; without an address from the launcher they meet in the run directory."""
     device = choose_device(config.device, rank)
     model_size = config.tensor_parallel * config.pipeline_parallel
-    if rank.world_size % model_size:
-        names = [name for name in ("tensor_parallel", "pipeline_parallel") if getattr(config, name) > 1]
-        raise ConfigError(
-            f"train.{' * train.'.join(names)}={model_size}: {rank.world_size} processes cannot be divided evenly; "
-            f"to fix it, make train.processes a multiple of {model_size}"
-        )
-    if config.expert_parallel > 1 and rank.world_size // model_size % config.expert_parallel:
-        raise ConfigError(
-            f"train.expert_parallel={config.expert_parallel}: the experts cannot be divided among "
-            f"{rank.world_size // model_size} copies of the model; to fix it, make train.processes a multiple of "
-            f"{config.expert_parallel * model_size}"
-        )
-    if rank.world_size > 1 and rank.world_size // model_size % config.weight_copies:
-        raise ConfigError(
-            f"train.weight_copies={config.weight_copies}: {rank.world_size} processes cannot share so many copies; "
-            f"to fix it, make train.processes a multiple of {config.weight_copies * model_size}"
-        )
+    split = (f"{name}={getattr(config, name)}" for name in ("tensor_parallel", "pipeline_parallel"))
+    copies = config.weight_copies if rank.world_size > 1 else 1
+    for setting, factor in (
+        (" * train.".join(name for name in split if not name.endswith("=1")), model_size),
+        (f"expert_parallel={config.expert_parallel}", config.expert_parallel * model_size),
+        (f"weight_copies={copies}", copies * model_size),
+    ):
+        if rank.world_size % factor:
+            raise ConfigError(
+                f"train.{setting}: {rank.world_size} processes cannot be divided evenly; to fix it, make "
+                f"train.processes a multiple of {factor}"
+            )
     if rank.world_size == 1:
         yield ProcessGroup(rank, device)
         return

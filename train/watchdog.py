@@ -123,8 +123,10 @@ class Watchdog:
             activity=activity,
             place=place,
             still_seconds=now - self._since,
+            exchanges="",
+            calls={},
+            stacks="",
         )
-        self._own = replace(self._own, exchanges="", calls={}, stacks="")
         if self._suspicious:
             collectives = unfinished_collectives()
             exchanges, calls = describe_collectives(collectives), numbered_calls(collectives)

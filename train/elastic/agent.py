@@ -32,7 +32,7 @@ from pipeline.contract.restarts import (
 from pipeline.system.errors import DeviceFault, Stalled, missing_module_in_log, read_error
 from pipeline.system.fork_server import Process, start_module
 from pipeline.system.processes import AgentStatus, describe_exit, exit_by_exception, was_terminated, watch_parent
-from train.elastic.meeting import Meeting, MeetingClosed, Round, TooFewMachines, open_meeting_store
+from train.elastic.meeting import Meeting, MeetingEnded, Round, open_meeting_store
 from train.hang_report import MISMATCH_ADVICE
 
 _POLL_SECONDS = 0.1
@@ -190,10 +190,8 @@ def main(argv: Sequence[str]) -> int:
                 return agent.train()
             finally:
                 agent.stop()
-    except MeetingClosed:
-        return AgentStatus.CLOSED
-    except TooFewMachines:
-        return AgentStatus.TOO_FEW
+    except MeetingEnded as end:
+        return end.status
     except DistError as error:
         print(f"agent: {error}", file=sys.stderr)
         return AgentStatus.NO_STORE

@@ -20,7 +20,7 @@ from pydantic import Field
 from torch.distributed import DistError, HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from pipeline.contract.settings.section import Frozen
-from pipeline.system.processes import split_address
+from pipeline.system.processes import AgentStatus, split_address
 
 _BEAT_SECONDS = 1.0
 _ALIVE_SECONDS = 3.0  # a machine without a heartbeat for so long is gone
@@ -76,12 +76,12 @@ class Round:
         return sum(place.processes for place in self.places)
 
 
-class MeetingClosed(Exception):
-    """The other machines have finished."""
+class MeetingEnded(Exception):
+    """There is no next round for this machine."""
 
-
-class TooFewMachines(Exception):
-    """Not enough machines came within the timeout."""
+    def __init__(self, status: AgentStatus) -> None:
+        super().__init__(status.name)
+        self.status = status
 
 
 class Meeting:
@@ -104,7 +104,7 @@ class Meeting:
         while True:
             state, machines = self._read()
             if machines.closed:
-                raise MeetingClosed
+                raise MeetingEnded(AgentStatus.CLOSED)
             if machines.round > self._round and self._name in machines.members:
                 self._round = machines.round
                 return Round(self._round, [*machines.members].index(self._name), tuple(machines.members.values()))
@@ -114,7 +114,7 @@ class Meeting:
             if self._name not in after.joined:  # there is no room until another machine has gone
                 deadline = now + self._timeout
             elif now > deadline:
-                raise TooFewMachines
+                raise MeetingEnded(AgentStatus.TOO_FEW)
             awaited = after.awaited(alive)
             if seen != ({*after.joined}, awaited):
                 seen, quiet_since = ({*after.joined}, awaited), now

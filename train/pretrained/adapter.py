@@ -155,18 +155,15 @@ def merge_adapter(build: BuildModel, weights: LazyTensors, settings: Model, fold
         parent, _, own_name = path.rpartition(".")
         setattr(model.get_submodule(parent), own_name, layer.get_base_layer())
 
-    sources = {}  # of each weight, its name below the adapter
-    for name in model.state_dict():
+    def below_adapter(name: str) -> str:
         path, _, own_name = name.rpartition(".")
-        sources[name] = f"{path}.base_layer.{own_name}" if path in layers else name
+        return f"{path}.base_layer.{own_name}" if path in layers else name
 
     @torch.no_grad()
     def read(name: str) -> Tensor:
-        path, _, own_name = name.rpartition(".")
-        tensor = weights[sources[name]]
-        if own_name != "weight" or path not in layers:
+        tensor, layer = weights[below_adapter(name)], layers.get(name.removesuffix(".weight"))
+        if layer is None:
             return tensor
-        layer = layers[path]
         base = layer.get_base_layer()
         placeholder, base.weight = base.weight, nn.Parameter(tensor, requires_grad=False)
         layer.merge(safe_merge=True)
@@ -175,7 +172,7 @@ def merge_adapter(build: BuildModel, weights: LazyTensors, settings: Model, fold
         layer.merged_adapters.clear()
         return merged
 
-    return LazyTensors({name: weights.shapes[source] for name, source in sources.items()}, read)
+    return LazyTensors({name: weights.shapes[below_adapter(name)] for name in model.state_dict()}, read)
 
 
 def _write_adapter(transformer: Any, settings: Model, folder: Path, root: Path) -> None:

@@ -61,44 +61,29 @@ def open_recorded_weights(
 
     A resumed run takes all weights from its checkpoint: the pretrained files may be gone by then.
     """
-    with _open_whole_weights(run, root, build, group, resumes) as create_model:
-        if run.config.model.adapter == "qlora":
-            yield partial(create_rounded, create_model, group.device)
-        else:
-            yield create_model
-
-
-def create_rounded(create_model: CreateModel, device: torch.device) -> tuple[nn.Module, Materializer | None]:
-    """Create a model whose weights below the adapters are rounded to 4 bits."""
-    model, materializer = create_model()
-    round_base_layers(model, materializer, device)
-    return model, materializer
-
-
-@contextlib.contextmanager
-def _open_whole_weights(
-    run: Run, root: Path, build: BuildModel, group: ProcessGroup, resumes: bool
-) -> Iterator[CreateModel]:
     config = run.config
+
+    def rounded(create: CreateModel) -> CreateModel:
+        return partial(create_rounded, create, group.device) if config.model.adapter == "qlora" else create
+
     seed = partial(seed_step, config.train.seed, -1, 0)
     if not config.model.pretrained:
         splits = config.train.strategy == "fsdp" or config.train.expert_parallel * group.model_size > 1
         if splits and group.size > 1 and config.model.adapter == "none":
             yield partial(create_split, build, seed, group, resumes)
         else:
-            yield lambda: (build(), None)
+            yield rounded(lambda: (build(), None))
         return
     if resumes:
-        yield partial(load_placeholder, build)
+        yield rounded(partial(load_placeholder, build))
         return
     recorded = read_object(run.output("prepare") / PRETRAINED_RECORD)
     folder = locate_pretrained(config.model, root, recorded["commit"], recorded["files"], recorded["run"])
     pretrained = open_pretrained(folder)
     states_before = _file_states(pretrained)
     check_recorded(pretrained, recorded["files"], group)
-    yield partial(
-        load_from_files, build, pretrained, config.model.allow_mismatch, seed, adapter=config.model.adapter != "none"
-    )
+    adapter, allow = config.model.adapter != "none", config.model.allow_mismatch
+    yield rounded(partial(load_from_files, build, pretrained, allow, seed, adapter=adapter))
     if _file_states(pretrained) != states_before:
         raise DataError(
             f"{pretrained.folder}: its files changed while they were read; "
@@ -106,6 +91,13 @@ def _open_whole_weights(
         )
     if group.rank.first:
         print(f"starting from {config.model.pretrained}, digest {recorded['digest'][:12]}", flush=True)
+
+
+def create_rounded(create_model: CreateModel, device: torch.device) -> tuple[nn.Module, Materializer | None]:
+    """Create a model whose weights below the adapters are rounded to 4 bits."""
+    model, materializer = create_model()
+    round_base_layers(model, materializer, device)
+    return model, materializer
 
 
 def load_from_files(

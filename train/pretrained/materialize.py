@@ -132,12 +132,8 @@ class Materializer:
 
     def __init__(self, sources: Mapping[str, Source]) -> None:
         self._sources = sources
-        self._read = TensorReader()
+        self.read = TensorReader()
         self._temporary: dict[int, tuple[str, Tensor]] = {}  # temporary weights on the meta device, by memory address
-
-    @property
-    def bytes_read(self) -> int:
-        return self._read.bytes
 
     def boxes(self, model: nn.Module) -> dict[str, Box]:
         """Return what `materialize` will read of each parameter."""
@@ -164,7 +160,7 @@ class Materializer:
             setattr(module, own_name, materialized[id(meta)])
         for name, buffer in model.named_buffers(prefix.removesuffix(".")):
             if (source := self._sources.get(name)) is not None:
-                source.fill(full_box(buffer.shape), buffer, self._read)
+                source.fill(full_box(buffer.shape), buffer, self.read)
 
     @contextlib.contextmanager
     def materialize_temporarily(
@@ -217,7 +213,7 @@ class Materializer:
         box = _own_box(meta)
         local = torch.empty([stop - start for start, stop in box], dtype=meta.dtype, device=device)
         if local.numel():
-            source.fill(box, local, self._read)
+            source.fill(box, local, self.read)
         if not isinstance(meta, DTensor):
             return local
         return DTensor.from_local(local, **distributed_form(meta))

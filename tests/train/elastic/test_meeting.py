@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from train.elastic.meeting import Heartbeats, Machines, Meeting, MeetingClosed, Place, Round, TooFewMachines
+from train.elastic.meeting import Heartbeats, Machines, Meeting, MeetingEnded, Place, Round
 
 HERE = Place(address="127.0.0.1", port=1, processes=1)
 
@@ -62,7 +62,7 @@ def test_there_is_room_for_a_machine_once_another_one_has_gone() -> None:
 
 
 def test_too_few_machines_end_the_waiting() -> None:
-    with pytest.raises(TooFewMachines):
+    with pytest.raises(MeetingEnded, match="TOO_FEW"):
         machines(1, 1, fewest=2, timeout=0)[0].next_round()
 
 
@@ -73,7 +73,7 @@ def test_a_meeting_is_closed_once_all_have_finished() -> None:
         finishing = threads.submit(one.finish, first)
         other.finish(second)
         finishing.result(timeout=300)
-        with pytest.raises(MeetingClosed):
+        with pytest.raises(MeetingEnded, match="CLOSED"):
             late.next_round()
 
 

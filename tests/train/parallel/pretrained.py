@@ -48,7 +48,7 @@ def _begin(group: ProcessGroup, folder: Path, settings: dict[str, object]) -> Pr
         return built[0]
 
     made = trainer(group, Language(""), build=build, **{**SETTINGS, **settings})
-    initial, bytes_read = _whole(made), built[0].materializer.bytes_read
+    initial, bytes_read = _whole(made), built[0].materializer.read.bytes
     parameter_bytes = sum(local_shard(p).numel() * p.element_size() for p in made.strategy.model.parameters())
     # The single process of each rank has its own folder.
     place = folder / "-".join(["checkpoints", *settings, *([] if settings else [str(dist.get_rank())])])

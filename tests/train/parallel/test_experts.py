@@ -98,8 +98,8 @@ def test_model_without_experts_is_refused() -> None:
         check_experts({}, 2, 1)
 
 
-EXPERTS = "the experts cannot be divided among 2 copies of the model; to fix it, make train.processes a multiple of 8"
-COPIES = "4 processes cannot share so many copies; to fix it, make train.processes a multiple of 6"
+EXPERTS = "expert_parallel=4: 4 processes cannot be divided evenly; to fix it, make train.processes a multiple of 8"
+COPIES = "weight_copies=3: 4 processes cannot be divided evenly; to fix it, make train.processes a multiple of 6"
 
 
 @pytest.mark.parametrize(

@@ -62,7 +62,7 @@ def train(group: ProcessGroup, folder: Path, settings: dict[str, Any]) -> Result
     made = trainer(group, PretrainedTask(), build=build, epochs=1, batch_size=50, **settings)
     initial = own_weights(made.strategy.model)
     parameter_bytes = sum(local_shard(p).numel() * p.element_size() for p in made.strategy.model.parameters())
-    bytes_read = built[0].materializer.bytes_read
+    bytes_read = built[0].materializer.read.bytes
     made.fit(Progress(), CheckpointStore(folder / "-".join(["checkpoints", *settings]), 1, {}, group), None)
     return Result(initial, own_weights(made.strategy.model), bytes_read, parameter_bytes)
 
