@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
+from pipeline.contract.chaos import CHAOS_VARIABLE
 from pipeline.contract.data import Samples, check_columns, fingerprint, open_split, sample_digests
 from pipeline.contract.restarts import read_attempts
 from pipeline.contract.run import Run, step_main
@@ -26,7 +27,7 @@ from pipeline.system.files import digest_mapping, digest_parts, read_object, wri
 from pipeline.system.processes import Rank
 from train.batch_order import order_identity, read_order
 from train.batch_size import decide_batch_size
-from train.chaos_hooks import CHAOS_VARIABLE, ChaosHook, install_chaos_hook
+from train.chaos_hooks import ChaosHook, install_chaos_hook
 from train.checkpoint.format import write_tensors
 from train.checkpoint.load import SavedCheckpoint
 from train.checkpoint.storage import make_storage

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from pipeline.chaos.campaign import DueKill, NextKill, kill_events, no_kill
-from train.chaos_hooks import ChaosEvent, Kill
+from pipeline.contract.chaos import ChaosEvent, Kill
 
 Victim = Literal["worker", "launcher", "pipe"]
 

@@ -15,9 +15,9 @@ from typing import Any
 from benchmarks.faults.failures import Victim, failures
 from pipeline.chaos.campaign import Campaign, kill_events
 from pipeline.chaos.verdict import recoveries, training_log
+from pipeline.contract.chaos import ChaosEvent
 from pipeline.contract.run import Run
 from pipeline.history import Project
-from train.chaos_hooks import ChaosEvent
 
 PROJECT = Path(__file__).with_name("project")
 _BATCH_SIZE, _EPOCH_STEPS = 32, 512

@@ -25,6 +25,7 @@ from typing import Any, TypeAlias, get_args
 import psutil
 
 from pipeline.chaos.verdict import KillResult, Training, compare_training, kill_results, training_log
+from pipeline.contract.chaos import CHAOS_VARIABLE, ChaosEvent, ChaosLog, Kill, KillPoint, StorageFault
 from pipeline.contract.config import Config, override_config
 from pipeline.contract.run import Run
 from pipeline.executors.local import child_process
@@ -32,7 +33,6 @@ from pipeline.history import Project, create_run, link_outputs, write_record
 from pipeline.system.errors import ConfigError, ResourceError, StageError
 from pipeline.system.files import read_object
 from pipeline.system.fork_server import Process
-from train.chaos_hooks import CHAOS_VARIABLE, ChaosEvent, ChaosLog, Kill, KillPoint, StorageFault
 
 _POLL_SECONDS = 0.01
 _LOG_LINES = 3

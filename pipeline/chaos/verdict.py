@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from pipeline.contract.chaos import ChaosEvent, Kill
 from pipeline.contract.run import Run
 from pipeline.system.errors import PipelineError
 from pipeline.system.files import read_object
 from pipeline.verify import ledger_verification
-from train.chaos_hooks import ChaosEvent, Kill
 
 _STARTING, _OTHER = "while processes start", "at any moment: another worker"
 _INSIDE = {

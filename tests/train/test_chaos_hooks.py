@@ -12,8 +12,9 @@ import psutil
 import pytest
 import torch
 
+from pipeline.contract.chaos import ChaosEvent, ChaosLog, Kill
 from pipeline.system.processes import Rank
-from train.chaos_hooks import ChaosEvent, ChaosHook, ChaosLog, Kill, drop_received_data
+from train.chaos_hooks import ChaosHook, drop_received_data
 from train.process_group import ProcessGroup
 
 

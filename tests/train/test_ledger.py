@@ -7,13 +7,13 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
+from pipeline.contract.chaos import CHAOS_VARIABLE, ChaosLog, Kill, KillPoint
 from pipeline.contract.run import Run
 from pipeline.system.errors import ResourceError
 from pipeline.system.processes import Rank
 from pipeline.verify import ledger_verification, verify_run_ledger
 from tests.train.distributed import run_distributed, trainer
 from train.batch_order import BatchOrder
-from train.chaos_hooks import CHAOS_VARIABLE, ChaosLog, Kill, KillPoint
 from train.checkpoint.store import CheckpointStore
 from train.ledger import Ledger, read_lines, verify_ledger
 from train.parameter_server import ParameterServerTrainer

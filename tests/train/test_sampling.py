@@ -13,13 +13,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipeline.contract.chaos import CHAOS_VARIABLE, ChaosLog, Kill
 from pipeline.contract.run import Run
 from pipeline.verify import verify_run_ledger
 from tests.fork_server import launch
 from tests.quick import quick
 from tests.train.distributed import Wave, run_distributed, trainer, weights
 from train.batch_order import BatchOrder, Indices
-from train.chaos_hooks import CHAOS_VARIABLE, ChaosLog, Kill
 from train.checkpoint.store import CheckpointStore
 from train.ledger import Ledger, read_lines, verify_ledger
 from train.process_group import ProcessGroup

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.faults.failures import failures, gaps
 from benchmarks.faults.measure import Course, Row, percentile, text
-from train.chaos_hooks import ChaosEvent, Kill
+from pipeline.contract.chaos import ChaosEvent, Kill
 
 STEP = ChaosEvent(event="step", time=100.0, born=90.0)
 

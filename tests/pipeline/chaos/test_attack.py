@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from pipeline.chaos.campaign import ReferenceTiming, choose_victim, next_scheduled_kill
-from train.chaos_hooks import ChaosEvent, Kill
+from pipeline.contract.chaos import ChaosEvent, Kill
 
 TIMING = ReferenceTiming(start_seconds=4.0, hold_seconds=0.6)
 

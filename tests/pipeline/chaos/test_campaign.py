@@ -7,10 +7,10 @@ from typing import get_args
 import pytest
 
 from pipeline.chaos.campaign import KILL_KINDS, count_step_kills, damage_storage, reduced_config, schedule
+from pipeline.contract.chaos import Fault, Kill
 from pipeline.contract.config import Config, parse_config
 from pipeline.contract.run import Run, all_runs
 from pipeline.system.errors import ConfigError
-from train.chaos_hooks import Fault, Kill
 
 
 def test_schedule_depends_on_the_seed() -> None:

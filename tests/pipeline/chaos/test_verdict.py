@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from pipeline.chaos.verdict import KillResult, Training, Verdict, kill_results, recovery_rows
-from train.chaos_hooks import ChaosEvent, Kill
+from pipeline.contract.chaos import ChaosEvent, Kill
 
 KILLS = (
     Kill(place="step", step=1),
