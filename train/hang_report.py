@@ -218,10 +218,11 @@ def thread_stacks() -> str:
 
 
 def silence_reason(pid: int, started: float) -> str:
-    """Return why a process of this machine does not report, as far as the kernel knows."""
-    if _find_process(pid, started) is None:
-        return "it has ended"
-    return _KERNEL_STATES.get(kernel_state(pid)[:1], "its interpreter is blocked in native code")
+    """Return why a process of this machine does not report, as far as the kernel knows; a pid can be reused."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        if abs(psutil.Process(pid).create_time() - started) < _SAME_START_SECONDS:
+            return _KERNEL_STATES.get(kernel_state(pid)[:1], "its interpreter is blocked in native code")
+    return "it has ended"
 
 
 def kernel_state(pid: int) -> str:
@@ -235,26 +236,9 @@ def kernel_state(pid: int) -> str:
     return state
 
 
-def kill_process(pid: int, started: float) -> None:
-    """Kill a process of this machine that hangs: its launcher would wait for it."""
-    if (process := _find_process(pid, started)) is not None:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
-
-
 def process_start() -> float:
     """Return the start time; with the pid it identifies this process."""
     return float(psutil.Process().create_time())
-
-
-def _find_process(pid: int, started: float) -> psutil.Process | None:
-    """Return the process; None when the pid is free or belongs to another one by now."""
-    try:
-        process = psutil.Process(pid)
-        is_same = abs(process.create_time() - started) < _SAME_START_SECONDS
-    except psutil.NoSuchProcess:
-        return None
-    return process if is_same else None
 
 
 def enable_flight_recorder() -> None:

@@ -32,7 +32,6 @@ from train.hang_report import (
     is_mismatch,
     is_network_cut,
     kernel_state,
-    kill_process,
     locate,
     numbered_calls,
     process_start,
@@ -177,16 +176,13 @@ class Watchdog:
         return report
 
     def _end(self, hang: Hang, run: Run, hang_reports: HangReports) -> None:
-        """Write the report, kill the silent processes of this machine, and exit: the main thread may be blocked."""
+        """Write the report and exit, as the main thread may be blocked; the launcher ends the others."""
         try:
             path = hang_reports.write(hang, self._describe_locally).relative_to(run.path)
             kind = StageError if is_mismatch(hang) else Stalled  # another attempt would end in the same way
             error = kind(f"{describe_hang(hang)}; what each process was doing is in {path} of the run")
             print(f"error: {error}", file=sys.stderr, flush=True)
             write_error(error, run.partial("train"))
-            for report in hang.culprits:
-                if report.rank in hang.silent and self._is_here(report):
-                    kill_process(report.pid, report.started)
         finally:
             os._exit(Stalled.exit_code)
 

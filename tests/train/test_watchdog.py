@@ -7,7 +7,6 @@ import itertools
 import json
 import os
 import re
-import signal
 import threading
 import time
 from dataclasses import asdict, replace
@@ -95,7 +94,7 @@ def end(processes: list[ForkedProcess]) -> None:
     ],
     ids=["asleep", "stopped", "frozen"],
 )
-def test_a_hung_process_is_named_and_all_processes_end(project: Project, hang: str, message: str) -> None:
+def test_a_hung_process_is_named_and_ends_training(project: Project, hang: str, message: str) -> None:
     project.replace(IN_LOSS, IN_LOSS + SECOND_AT_ITS_FOURTH_LOSS.format(hang=hang))
     run = project.run(timeout_seconds=3)
     processes = start_both(project, run)
@@ -111,12 +110,9 @@ def test_a_hung_process_is_named_and_all_processes_end(project: Project, hang: s
         assert "Waiting for it: rank 0 at step 2, forward and backward" in text
         assert "gloo:" in text, "the exchange that waits"
         assert_hang_report(run, hang)
-        end_of_second = processes[1].wait(timeout=300)
         if hang == ASLEEP:
             assert "task.py, line" in text
-            assert end_of_second == Stalled.exit_code, "it can still end itself"
-        else:
-            assert end_of_second == -signal.SIGKILL, "the watchdog killed it"
+            assert processes[1].wait(timeout=300) == Stalled.exit_code, "it can still end itself"
     finally:
         end(processes)
 
@@ -251,7 +247,7 @@ ONCE = """
 
 @pytest.mark.long
 def test_training_restarts_after_a_stopped_process(project: Project) -> None:
-    """The watchdog kills the stopped process, for which the agent would wait."""
+    """The watchdog of the other one ends it, and the agent kills the stopped one."""
     project.replace(IN_LOSS, IN_LOSS + ONCE)
     run = project.run(timeout_seconds=3)  # 15 steps; a checkpoint after every fifth, the stop is in the tenth or so
     agent = start(

@@ -29,13 +29,14 @@ from pipeline.contract.restarts import (
     read_events,
     restart_after,
 )
-from pipeline.system.errors import DeviceFault, Stalled, missing_module_in_log, read_error
+from pipeline.system.errors import DeviceFault, missing_module_in_log, read_error
 from pipeline.system.fork_server import Process, start_module
 from pipeline.system.processes import AgentStatus, describe_exit, exit_by_exception, was_terminated, watch_parent
 from train.elastic.meeting import Meeting, MeetingEnded, Round, open_meeting_store
 from train.hang_report import MISMATCH_ADVICE
 
 _POLL_SECONDS = 0.1
+_LOSS_SECONDS = 1.0  # without one of them, the others cannot save a checkpoint, and only write why they end
 _TRIAL_SECONDS = 60  # a process that uses a broken GPU may hang
 _LOG_END_BYTES = 1 << 16
 _MISMATCH = re.compile(r"(\d+) vs (\d+)\. Received data size doesn't match expected size")  # gloo, before it aborts
@@ -59,11 +60,11 @@ class Agent:
             if status is not None:
                 return status
 
-    def stop(self) -> None:
+    def stop(self, seconds: float = PROCESS_END_SECONDS) -> None:
         """End all processes, and kill those that have not ended in time."""
         for process in self._processes.values():
             process.send_signal(signal.SIGTERM)
-        deadline = time.monotonic() + PROCESS_END_SECONDS
+        deadline = time.monotonic() + seconds
         for process in self._processes.values():
             try:
                 process.wait(max(0, deadline - time.monotonic()))
@@ -89,12 +90,12 @@ class Agent:
             if None not in ends.values():
                 self._meeting.finish(current)
                 return AgentStatus.DONE
-            if self._meeting.others_wait():
-                self.stop()
+            if interruption := self._meeting.interruption():
+                self.stop(_LOSS_SECONDS if interruption == "loss" else PROCESS_END_SECONDS)
                 return None
 
     def _decide(self, statuses: Mapping[int, int]) -> AgentStatus | None:
-        self.stop()
+        self.stop(PROCESS_END_SECONDS if all(map(was_terminated, statuses.values())) else _LOSS_SECONDS)
         end = describe_failures(statuses, self._run / "train.partial", self._new_output())
         decision = restart_after(self._run, replace(end, attempt=self._attempt), self._restarts)
         if isinstance(decision, GiveUp):
@@ -158,8 +159,6 @@ def describe_failures(statuses: Mapping[int, int], directory: Path, output: str 
     error = read_error(directory)
     if error is not None and not error.passing:
         return ProcessEnd(host, str(error), passing=False)
-    if isinstance(error, Stalled):  # the watchdogs of the others killed the process that hung
-        return ProcessEnd(host, str(error))
     if causes[rank] == -signal.SIGABRT and (sizes := _MISMATCH.search(output)):
         received, expected = sizes.groups()
         reason = f"rank {rank} on {host} received {received} bytes in a collective where it expected {expected}"

@@ -15,6 +15,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Literal
 
 from pydantic import Field
 from torch.distributed import DistError, HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
@@ -126,9 +127,11 @@ class Meeting:
             else:
                 self._write(state, after)
 
-    def others_wait(self) -> bool:
-        """Return whether other machines have joined the next round."""
-        return bool(self.heartbeats.alive(self._read()[1].joined))
+    def interruption(self) -> Literal["", "newcomer", "loss"]:
+        """Return why other machines have joined the next round: one is new, or one of this round lost its processes."""
+        machines = self._read()[1]
+        joined = self.heartbeats.alive(machines.joined)
+        return "loss" if joined & machines.members.keys() else "newcomer" if joined else ""
 
     def finish(self, current: Round) -> None:
         """Close the meeting once the other machines have finished this round, or after a while."""

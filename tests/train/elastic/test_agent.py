@@ -12,7 +12,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from pipeline.contract.restarts import ProcessEnd
-from pipeline.system.errors import DataError, DeviceFault, LostContact, Stalled, write_error
+from pipeline.system.errors import DataError, DeviceFault, LostContact, write_error
 from pipeline.system.processes import AgentStatus
 from train.elastic import agent as module
 from train.elastic.agent import Agent, describe_failures, devices_work
@@ -26,12 +26,6 @@ def test_a_killed_process_is_the_cause_of_lost_contact(tmp_path: Path) -> None:
     assert describe_failures({0: 1, 1: -signal.SIGKILL}, tmp_path) == ProcessEnd(
         HOST, f"rank 1 on {HOST} was killed (SIGKILL)"
     )
-
-
-def test_a_hung_process_killed_by_the_watchdog_is_reported_as_hung(tmp_path: Path) -> None:
-    write_error(Stalled("rank 1 does not answer: it is stopped (SIGSTOP)"), tmp_path)
-    end = describe_failures({0: 1, 1: -signal.SIGKILL}, tmp_path)
-    assert end == ProcessEnd(HOST, "rank 1 does not answer: it is stopped (SIGSTOP)")
 
 
 def test_a_permanent_error_ends_training(tmp_path: Path) -> None:

@@ -34,13 +34,25 @@ def test_enough_machines_begin_after_a_last_call_and_a_later_one_ends_their_roun
     one, other, late = machines(1, 1, 1, fewest=2)
     with one.heartbeats.beating(), other.heartbeats.beating(), late.heartbeats.beating():
         assert [len(its.places) for its in begin(one, other)] == [2, 2]
-        assert not one.others_wait()
+        assert one.interruption() == ""
         with ThreadPoolExecutor(1) as threads:
             joining = threads.submit(late.next_round)
-            while not (one.others_wait() and other.others_wait()):
+            while one.interruption() == "":
                 assert not joining.done(), "it waits for those that still train"
+            assert other.interruption() == "newcomer"
             assert [len(its.places) for its in begin(one, other)] == [3, 3]
             assert joining.result(timeout=300).number == 2
+
+
+def test_a_lost_process_ends_the_round_of_the_others() -> None:
+    one, other = machines(1, 1, fewest=2)
+    with one.heartbeats.beating(), other.heartbeats.beating(), ThreadPoolExecutor(1) as threads:
+        begin(one, other)
+        joining = threads.submit(other.next_round)
+        while one.interruption() == "":
+            assert not joining.done()
+        assert one.interruption() == "loss"
+        assert [its.number for its in (*begin(one), joining.result(timeout=300))] == [2, 2]
 
 
 def test_a_machine_that_is_gone_is_not_waited_for() -> None:
