@@ -232,8 +232,9 @@ def record_end(run: Path, end: ProcessEnd) -> None:
     events = read_events(run)
     starts = [event for event in events if event.event == "start"]
     attempt = newest_attempt(events)
-    if end.attempt and starts and end.host not in starts[-1].hosts:
-        attempt = min(attempt, end.attempt)
+    if starts and end.host not in starts[-1].hosts:
+        own = end.attempt or max((event.attempt for event in starts if end.host in event.hosts), default=attempt)
+        attempt = min(attempt, own)
     since = _last_progress(run, max((event.time for event in starts), default=0.0))
     record_event(run, event="end", since=since, **asdict(replace(end, attempt=attempt)))
 

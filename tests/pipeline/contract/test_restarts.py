@@ -238,12 +238,13 @@ def test_restart_after_records_the_end_it_decides_on(tmp_path: Path) -> None:
     assert restart_after(tmp_path, killed, allowed=1) == GiveUp(killed.reason, 2, 0)
 
 
-def test_late_end_of_a_machine_that_was_cut_off_is_no_loss_of_the_current_attempt(tmp_path: Path) -> None:
+@pytest.mark.parametrize("known", [1, 0], ids=["of its processes", "of its connection to the store"])
+def test_late_end_of_a_machine_that_was_cut_off_is_no_loss_of_the_current_attempt(tmp_path: Path, known: int) -> None:
     record_event(tmp_path, event="launch", attempt=0)
     record_event(tmp_path, event="start", attempt=1, hosts=["a", "b"], processes=2)
     record_end(tmp_path, ProcessEnd("a", "the network is cut", attempt=1))
     record_event(tmp_path, event="start", attempt=2, hosts=["a"], processes=1)
-    assert restart_after(tmp_path, ProcessEnd("b", "no reason is left", attempt=1), allowed=2) == Restart(
+    assert restart_after(tmp_path, ProcessEnd("b", "no reason is left", attempt=known), allowed=2) == Restart(
         "a machine was lost"
     )
     assert [len(attempt.ends) for attempt in read_attempts(tmp_path).attempts] == [1, 0]
