@@ -82,12 +82,13 @@ class SavedCheckpoint:
 
     def _read(self, name: str) -> Tensor:
         """Read one tensor, and no more of the files than that."""
-        shape, dtype = self.shapes("")[name]
-        tensor = torch.empty(shape, dtype=dtype)
+        whole = self._spans[name][0][1].chunk
+        tensor = torch.empty(whole.shape, dtype=whole.dtype)
         for file, span in self._spans[name]:
-            if overlap := _overlap(shape, (0,) * len(shape), span.chunk):
+            if overlap := _overlap(whole.shape, (0,) * len(whole.shape), span.chunk):
                 raw = self._storage.read_range(self.progress.step, file, span.start, span.chunk.bytes)
-                tensor[overlap[0]] = torch.frombuffer(bytearray(raw), dtype=dtype).view(span.chunk.sizes)
+                values = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+                tensor[overlap[0]] = values.view(whole.dtype).view(span.chunk.sizes)
         return tensor
 
     def _read_header(self, name: str) -> list[Span]:
