@@ -10,7 +10,6 @@ import copy
 import difflib
 import inspect
 import itertools
-import os
 import stat
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -616,20 +615,6 @@ def require_adapt(task: Task, reference: str) -> HasPretrained:
             "write it, or leave model.pretrained out"
         )
     return task
-
-
-def save_weights(state: Mapping[str, Tensor], path: Path, step: int | None = None) -> None:
-    """Write safetensors, which cannot run code when they are loaded; `step` is stored in the header.
-
-    Tied weights are written once per name, because safetensors rejects shared memory.
-    """
-    from safetensors.torch import save_file
-
-    tensors = {name: tensor.detach().cpu().clone().contiguous() for name, tensor in state.items()}
-    save_file(tensors, path, None if step is None else {"step": str(step)})
-    path.chmod(0o644)  # not only for this user, as safetensors leaves it: the next step may run as another one
-    with path.open("rb") as file:
-        os.fsync(file.fileno())  # before the summary that calls training complete
 
 
 def load_weights(model: nn.Module, path: Path, device: torch.device | str = "cpu") -> nn.Module:

@@ -28,7 +28,7 @@ from pipeline.contract.registry import (
     read_registry,
 )
 from pipeline.contract.run import Run, RunFile, StepRecord
-from pipeline.contract.task import load_task, save_weights
+from pipeline.contract.task import load_task
 from pipeline.evaluate.__main__ import evaluate
 from pipeline.history import publish_step, write_record, write_run
 from pipeline.steps.prepare import prepare
@@ -37,6 +37,7 @@ from pipeline.system.files import digest_bytes, digest_file, write_json
 from pipeline.verify import verify_bundle, verify_run
 from tests.damages.damages import Damage
 from tests.damages.kinds import KINDS, Kind, Splits
+from tests.weights import save_weights
 from train.batch_order import read_order
 from train.ledger import LedgerLine, batch_digest
 

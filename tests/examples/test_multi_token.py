@@ -16,7 +16,8 @@ from export.llm.decoder import convert_language, make_generation
 from pipeline.contract.data import Samples, forward
 from pipeline.contract.pretrained import open_pretrained
 from pipeline.contract.settings.stages import Export
-from pipeline.contract.task import load_class, save_weights
+from pipeline.contract.task import load_class
+from tests.weights import save_weights
 from train.pretrained.load import match_weights
 
 from .conftest import DEEPSEEK, Module, smallest

@@ -23,12 +23,12 @@ from pipeline.contract.bundle import Bundle, open_bundle
 from pipeline.contract.data import Samples, open_split
 from pipeline.contract.run import Run, RunFile
 from pipeline.contract.settings.stages import Export
-from pipeline.contract.task import save_weights
 from pipeline.data_checks.profile import SchemaBuilder
 from pipeline.system.errors import DataError
 from pipeline.system.files import digest_file, write_json
 from serve.protocol import v1, v2
 from serve.runtime.loading import load_predictor
+from tests.weights import save_weights
 
 from .conftest import COUNT, Exporter, Small, pairs
 

@@ -17,12 +17,12 @@ from export.__main__ import export
 from pipeline.api import Bundle
 from pipeline.contract.codec import join_equal_shapes
 from pipeline.contract.run import Run, RunFile
-from pipeline.contract.task import save_weights
 from pipeline.system.files import digest_file, write_json
 from serve.model_version import ModelVersion
 from serve.protocol import v1, v2
 from serve.request_context import RequestContext
 from serve.runtime.loading import load_predictor
+from tests.weights import save_weights
 
 TASK = """
 import numpy as np

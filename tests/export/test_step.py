@@ -17,10 +17,10 @@ from pipeline.contract.bundle import Override, open_bundle, write_override
 from pipeline.contract.codec import load_bundled_codec
 from pipeline.contract.golden import difference
 from pipeline.contract.run import Run, RunFile
-from pipeline.contract.task import save_weights
 from pipeline.system.errors import BundleError, ConfigError, DataError, GateError, PipelineError, StageError
 from pipeline.system.files import digest_file, digest_tree, write_json
 from pipeline.verify import verify_bundle
+from tests.weights import save_weights
 
 TASK = """
 import numpy as np

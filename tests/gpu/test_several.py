@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
 
 from pipeline.system.processes import Rank
 from train.checkpoint.store import CheckpointStore
@@ -63,7 +64,7 @@ def train(rank: int, size: int, device: str, settings: dict[str, Any], folder: P
 def compare(way: str, device: str, folder: Path) -> None:
     size, settings = WAYS[way]
     for name, count, words in (("whole", 1, {}), ("split", size, settings)):
-        torch.multiprocessing.spawn(train, (count, device, words, folder / name), nprocs=count)  # type: ignore[attr-defined]
+        spawn(train, (count, device, words, folder / name), nprocs=count)  # type: ignore[no-untyped-call]
     stores = [CheckpointStore(folder / name, 99, {}) for name in ("whole", "split")]
     whole, split = (store.load(store.steps()[-1]).tensors("weights.") for store in stores)
     torch.testing.assert_close(dict(split), dict(whole), rtol=1e-3, atol=1e-5)

@@ -200,8 +200,11 @@ def find_damage(storage: Storage, step: int, files: Iterable[FileRecord]) -> str
     """Return what is wrong with the first damaged file; empty if all are intact."""
     try:
         for file in files:
-            content = storage.read(step, file.name)
-            if len(content) != file.bytes or hashlib.sha256(content.numpy().data).hexdigest() != file.sha256:
+            digest, size = hashlib.sha256(), 0
+            for block in storage.blocks(step, file.name):
+                digest.update(block)
+                size += len(block)
+            if size != file.bytes or digest.hexdigest() != file.sha256:
                 return f"the digest of {file.name} does not match"
     except (OSError, RuntimeError) as error:  # torch raises RuntimeError if a file cannot be memory-mapped
         return str(error)

@@ -52,6 +52,9 @@ class Storage(Protocol):
 
     def read_range(self, step: int, name: str, start: int, count: int) -> bytes: ...
 
+    def blocks(self, step: int, name: str) -> Iterator[memoryview | bytes]:
+        """Yield the bytes of a file, without all of them in memory."""
+
     def remove(self, step: int) -> None:
         """Remove a checkpoint; what cannot be removed is no checkpoint any more."""
 
@@ -113,6 +116,9 @@ class LocalStorage(Storage):
             file.seek(start)
             return file.read(count)
 
+    def blocks(self, step: int, name: str) -> Iterator[memoryview | bytes]:
+        yield self.read(step, name).numpy().data
+
     def remove(self, step: int) -> None:
         """Rename the folder first: on NFS, files that another process has open keep it from being removed at once."""
         self._step_folder(step).rename(self._path / f".step-{step:08d}.{secrets.token_hex(4)}{_REMOVED}")
@@ -137,6 +143,9 @@ def _halves(file: BinaryIO, data: memoryview) -> Iterator[memoryview]:
     file.flush()
     run_chaos_hook("write")
     yield data[middle:]
+
+
+_BLOCK_BYTES = 64 << 20
 
 
 class RemoteStorage(Storage):
@@ -181,6 +190,11 @@ class RemoteStorage(Storage):
 
     def read_range(self, step: int, name: str, start: int, count: int) -> bytes:
         return self._cat(step, name, start, start + count)
+
+    def blocks(self, step: int, name: str) -> Iterator[memoryview | bytes]:
+        size = self._files.size(f"{self._step_folder(step)}/{name}")
+        for start in range(0, size, _BLOCK_BYTES):
+            yield self.read_range(step, name, start, _BLOCK_BYTES)
 
     def remove(self, step: int) -> None:
         """Remove the manifest first: from then on the checkpoint is incomplete."""

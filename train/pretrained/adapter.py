@@ -185,7 +185,7 @@ def _write_adapter(transformer: Any, settings: Model, folder: Path, root: Path) 
     state |= {name: value for name, value in transformer.state_dict().items() if name.partition(".")[0] in heads}
     tensors = {_PREFIX + name: value.detach().cpu().contiguous() for name, value in state.items()}
     save_file(tensors, folder / "adapter_model.safetensors", {"format": "pt"})
-    (folder / "adapter_model.safetensors").chmod(0o644)  # as `save_weights` does
+    (folder / "adapter_model.safetensors").chmod(0o644)  # as `write_tensors` does
     config = transformer.peft_config["default"]
     config.inference_mode, config.modules_to_save = True, heads or None
     identifier, revision = hub_id(settings, root)

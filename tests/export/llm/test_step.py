@@ -11,9 +11,10 @@ import pytest
 from export.__main__ import export
 from pipeline.contract.bundle import open_bundle
 from pipeline.contract.run import Run, RunFile
-from pipeline.contract.task import SHARED_FOLDER, save_weights, shared_file_digests
+from pipeline.contract.task import SHARED_FOLDER, shared_file_digests
 from pipeline.system.files import digest_file, write_json
 from pipeline.verify import verify_bundle
+from tests.weights import save_weights
 
 from .languages import WORDS, causal, tokenizer
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from pipeline.contract.run import Run
 from pipeline.contract.settings.stages import Export
@@ -22,7 +20,6 @@ from pipeline.contract.task import (
     load_class,
     load_task,
     open_task,
-    save_weights,
     shared_file_digests,
 )
 from pipeline.system.errors import ConfigError, DataError
@@ -274,12 +271,3 @@ def test_formats_that_cannot_hold_the_model_are_refused(root: Path) -> None:
         check_export(task, Export(formats=("onnx", "savedmodel")))
     with pytest.raises(ConfigError, match="genai is for language models"):
         check_export(task, Export(formats=("onnx", "genai")))
-
-
-def test_weights_can_be_read_by_all_users_and_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[int] = []
-    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.fstat(handle).st_ino))
-    path = tmp_path / "model.safetensors"
-    save_weights({"weight": torch.ones(2)}, path)
-    assert path.stat().st_mode & 0o777 == 0o644
-    assert synced == [path.stat().st_ino]

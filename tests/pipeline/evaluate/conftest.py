@@ -18,8 +18,8 @@ from pipeline.contract.golden import Golden
 from pipeline.contract.registry import CHAMPION, Entry, ProposedChange, change_registry
 from pipeline.contract.run import Run
 from pipeline.contract.signature import Cache, Generation, Limits, Runtime, Signature, TensorSpec
-from pipeline.contract.task import save_weights
 from pipeline.system.files import digest_file, write_json
+from tests.weights import save_weights
 
 from ..records import write_run_file
 

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 
 from pipeline.contract.run import Run
-from pipeline.contract.task import load_task, save_weights
+from pipeline.contract.task import load_task
 from pipeline.system.sources import SOURCE_ROOT
 from tests.ports import free_port
+from tests.weights import save_weights
 
 from ...fork_server import launch
 from ..records import write_run_file

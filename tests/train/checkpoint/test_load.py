@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -8,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
 
 from pipeline.system.errors import StageError
 from pipeline.system.files import digest_bytes
 from train.checkpoint.format import write_tensors
-from train.state import Progress, State
+from train.state import LazyTensors, Progress, State
 
 from .conftest import flip, names, save, state, store
 
@@ -115,3 +118,23 @@ def test_weights_are_written_to_one_file(tmp_path: Path) -> None:
         assert file.metadata()["step"] == "7"
         written = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     torch.testing.assert_close(written, weights, rtol=0, atol=0)
+
+
+def lazy(tensors: dict[str, Tensor]) -> LazyTensors:
+    return LazyTensors({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}, tensors.__getitem__)
+
+
+def test_weights_can_be_read_by_all_users_and_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.fstat(handle).st_ino))
+    path = tmp_path / "model.safetensors"
+    write_tensors(path, lazy({"weight": torch.ones(2)}), {})
+    assert path.stat().st_mode & 0o777 == 0o644
+    assert synced == [path.stat().st_ino]
+
+
+def test_views_and_transposed_tensors_are_written_whole(tmp_path: Path) -> None:
+    matrix = torch.arange(9.0).reshape(3, 3)
+    tensors = {"weight": matrix.T[:, :2], "bias": matrix[:, 1], "scalar": matrix[1, 1]}
+    write_tensors(tmp_path / "it", lazy(tensors), {})
+    torch.testing.assert_close(load_file(tmp_path / "it"), tensors, rtol=0, atol=0)

@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from pipeline.contract.pretrained import open_pretrained
-from pipeline.contract.task import load_weights, save_weights
+from pipeline.contract.task import load_weights
 from pipeline.system.errors import DataError
 from pipeline.system.processes import Rank
+from tests.weights import save_weights
 from train.checkpoint.store import CheckpointStore
 from train.optim import seed_step
 from train.pretrained.load import PretrainedModel, load_from_files
