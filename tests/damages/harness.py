@@ -55,7 +55,7 @@ MESSAGES = {
     "golden requests": "golden requests",
     "record": "changed since the step was done",
     "seal": "were edited since pipe wrote it",
-    "history": "does not follow from the change before it|is missing; restore|: damaged ",
+    "history": r"does not follow from the change before it|is missing; restore|registry/[0-9]{6}\.json: damaged: ",
     "champion": "^champion ",
     "exported bundle": "but the one that was exported is",
     "random operators": "draws random numbers",
