@@ -9,14 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from k8s.cluster import smoke
-from k8s.cluster.canary import (
-    CanaryResult,
-    CanaryRollout,
-    KnativeCanaryRollout,
-    canary_deployment,
-    canary_name,
-    revision_service,
-)
+from k8s.cluster.canary import CanaryResult, CanaryRollout, canary_deployment, canary_name
 from k8s.cluster.cluster import Change, Cluster, Report
 from k8s.cluster.garbage_collection import delete_unused_configuration
 from k8s.cluster.lease import LEASE_TIMEOUT_SECONDS, Lease, holder_identity
@@ -146,12 +139,7 @@ class Deployer:
         """Run the canary if one is configured, then give the new version all requests."""
         live, rollout = self.cluster.read(self.workload), self.config.rollout
         if rollout.canary_percent and (result := self._run_canary(live)) is not None:
-            return {
-                "canary": rollout.canary_percent,
-                "canary_in_place": self.config.deploy.by_knative,
-                "canary_result": result,
-                "applied": [],
-            }
+            return {"canary": rollout.canary_percent, "canary_result": result, "applied": []}
         objects = [*network.access_secrets(self.config, self.access), *self.objects]
         self.check_lease()
         self.before_apply()
@@ -180,18 +168,15 @@ class Deployer:
         try:
             result = self._start_canary(live)
         except StageError:
-            if not self.config.deploy.by_knative:  # its object still describes the canary
-                self._delete_unused_configuration("")
+            self._delete_unused_configuration("")
             raise
         return result.text if result.outcome == "inconclusive" else None
 
     def _start_canary(self, live: Object) -> CanaryResult:
-        by_knative = self.config.deploy.by_knative
-        canary_class = KnativeCanaryRollout if by_knative else CanaryRollout
-        result = canary_class(
+        result = CanaryRollout(
             cluster=self.cluster,
             bundle=self.bundle,
-            candidate=self.workload if by_knative else canary_deployment(self.objects),
+            candidate=canary_deployment(self.objects),
             stable=live,
             settings=self.config.rollout,
             timeout_seconds=self.config.deploy.timeout_seconds,
@@ -228,8 +213,6 @@ class Deployer:
 
     def _service_name(self) -> str:
         """Return the Service of the pods, as the API server's proxy names it."""
-        if self.config.deploy.by_knative:
-            return revision_service(self.cluster, self.workload)
         return ("https:" if self.access.tls_key else "") + serving.service_name(self.config)
 
 

@@ -1,8 +1,7 @@
 """Canaries on the cluster: a new version next to the stable one, verified, measured and promoted or rolled back.
 
-A plain Deployment gets a second Deployment behind the same Service; the ratio of their pods sets the traffic. A KServe
-service in Knative mode gets a second revision, and Knative splits the traffic. Either way the pods' own request
-counters are compared; the decision (`compare_versions`) is a pure function.
+The Deployment gets a second Deployment behind the same Service; the ratio of their pods sets the traffic. The pods' own
+request counters are compared; the decision (`compare_versions`) is a pure function.
 """
 
 from __future__ import annotations
@@ -24,15 +23,11 @@ from pipeline.contract.bundle import Bundle
 from pipeline.contract.settings.cluster import Rollout
 from pipeline.system.errors import PipelineError, StageError
 
-CANARY_TRAFFIC_PERCENT = "canaryTrafficPercent"
-
 _OBSERVATION_ATTEMPTS = 5  # at a percentage whose measurements are not conclusive yet
 _SECOND_STEP_PERCENT = 50.0  # after the first percentage and before all requests
 _CONFIDENCE = 0.95  # of the intervals that are compared
 _SLOW_MARGIN = 0.05  # how much larger the canary's fraction of slow requests may be
 _FAST_FRACTION = 0.95  # of the stable version's requests; slower than these counts as slow
-REVISION_LABEL = "serving.knative.dev/revision"
-KNATIVE_PROXY_PORT = 8012  # Knative's proxy in each pod; the network policy lets requests in only there
 _HTTP_OK, _HTTP_UNAUTHORIZED, _HTTP_NOT_FOUND = 200, 401, 404
 
 Outcome = Literal["promote", "inconclusive", "roll back"]
@@ -250,74 +245,3 @@ def is_ready(pod: Object) -> bool:
 def _sum_since(earlier: Mapping[str, RequestCounts], now: Mapping[str, RequestCounts]) -> RequestCounts:
     increases = (counts.since(earlier.get(pod, RequestCounts())) for pod, counts in now.items())
     return sum(increases, RequestCounts())
-
-
-@dataclass(frozen=True)
-class KnativeCanaryRollout(CanaryRollout):
-    """A canary as a new revision; here `candidate` and `stable` are the InferenceService after and before."""
-
-    def end(self) -> None:
-        """Set the canary's traffic to 0, as KServe rolls back: the object still describes the candidate."""
-        self._apply(0)
-        self.report(
-            "the stable revision gets all requests again; `pipe registry rollback` removes the canary from the object"
-        )
-
-    def _set_traffic(self, percent: float) -> None:
-        self.check_lease()
-        whole_percent = max(1, round(percent))
-        self.report(f"canary: Knative sends it {whole_percent} % of the requests")
-        item = self._apply(whole_percent)
-        self.cluster.wait([item], self.timeout_seconds, self.report)
-        service = revision_service(self.cluster, item)
-        count = smoke.check_service(self.cluster, service, self.bundle, self.report, self.headers)
-        self.report(f"{service}: {count} golden requests answered as at export")
-
-    def _apply(self, percent: int) -> Object:
-        item = copy.deepcopy(self.candidate)
-        item["spec"]["predictor"][CANARY_TRAFFIC_PERCENT] = percent
-        self.cluster.apply([item], self.report)
-        return item
-
-    def _canary_pods(self) -> list[str]:
-        live = self.cluster.read(self.candidate)
-        return self._revision_pods(latest_ready_revision(live)) if live else []
-
-    def _stable_pods(self) -> list[str]:
-        return self._revision_pods(stable_revision(self.stable))
-
-    def _revision_pods(self, revision: str) -> list[str]:
-        return ready_pods(self.cluster.select(f"{REVISION_LABEL}={revision}"))
-
-    def _pod_address(self, pod: str, owner: Object) -> str:  # noqa: ARG002 - KServe ends TLS before the pods
-        return f"{pod}:{KNATIVE_PROXY_PORT}"
-
-
-def latest_ready_revision(live: Object) -> str:
-    """Return the newest revision that is ready; empty if there is none."""
-    return str(_predictor_status(live).get("latestReadyRevision", ""))
-
-
-def stable_revision(live: Object) -> str:
-    """Return the revision that had all requests last: KServe remembers it during a canary."""
-    return str(_predictor_status(live).get("latestRolledoutRevision") or latest_ready_revision(live))
-
-
-def revision_service(cluster: Cluster, service: Object) -> str:
-    """Return the Service of the newest revision's pods: the public one only names a gateway in another namespace."""
-    live = cluster.read(service)
-    revision = latest_ready_revision(live) if live else ""
-    if not revision:
-        raise StageError(f"inferenceservice/{service['metadata']['name']}: Knative reports no revision that is ready")
-    return f"{revision}-private"
-
-
-def canary_percent(live: Object) -> int | None:
-    """Return the percentage of requests of the newest revision; None if it gets all of them."""
-    percent: int | None = live["spec"]["predictor"].get(CANARY_TRAFFIC_PERCENT)
-    return percent
-
-
-def _predictor_status(live: Object) -> Object:
-    status: Object = live.get("status", {}).get("components", {}).get("predictor", {})
-    return status

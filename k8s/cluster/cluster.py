@@ -185,21 +185,19 @@ class Cluster:
             raise StageError(f"{kubectl_name(item)}: cannot be read ({response.status}): {response.reason}")
         progress = rollout_progress(response.json(), replicas)
         if progress.done and item["kind"] == "InferenceService":
-            return self._created_progress(item, replicas, response.json()) or progress
+            return self._created_progress(item, replicas) or progress
         return progress
 
-    def _created_progress(self, item: Object, replicas: int, live: Object) -> Progress | None:
-        """Return the state of KServe's Deployment or Revision: the InferenceService is ready while old pods answer."""
-        created = created_workload(live)
-        response = self.connection.request("GET", _object_path(created, self.namespace))
+    def _created_progress(self, item: Object, replicas: int) -> Progress | None:
+        """Return the state of KServe's Deployment: the InferenceService is ready while old pods answer."""
+        response = self.connection.request("GET", _object_path(created_workload(item), self.namespace))
         if not response.ok:
             return None
         workload = response.json()
-        pod_owner = workload if created["kind"] == "Revision" else workload["spec"]["template"]
-        bundle = pod_owner["metadata"].get("annotations", {}).get(BUNDLE_ANNOTATION)
+        bundle = workload["spec"]["template"]["metadata"].get("annotations", {}).get(BUNDLE_ANNOTATION)
         if bundle != item["metadata"]["annotations"][BUNDLE_ANNOTATION]:
             return Progress(False, "KServe has not adopted the new version yet")
-        return rollout_progress(workload, replicas) if created["kind"] == "Deployment" else None
+        return rollout_progress(workload, replicas)
 
     def _report_crash_logs(self, item: Object, report: Report) -> None:
         """Report the last lines of each container that crashed: its exit reason rarely explains it."""

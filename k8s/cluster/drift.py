@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from k8s.cluster.canary import canary_name, canary_percent
+from k8s.cluster.canary import canary_name
 from k8s.cluster.cluster import Cluster
 from k8s.cluster.rollout_status import minimum_replicas, rollout_progress
 from k8s.objects.kustomize import Object
@@ -89,12 +89,7 @@ def _find_drift(cluster: Cluster, objects: Sequence[Object], live: Object, bundl
     live_bundle = live["metadata"].get("annotations", {}).get(BUNDLE_ANNOTATION, "none")
     drift = []
     if live_bundle != bundle:
-        drift.append(f"bundle {live_bundle[:12]} {_describe_traffic(live)}, {bundle[:12]} is recorded")
+        drift.append(f"bundle {live_bundle[:12]} serves, {bundle[:12]} is recorded")
     for change in cluster.plan(objects, force=True):
         drift += [f"{change.name} is gone"] if change.new else [f"{change.name}: {field}" for field in change.fields]
     return drift
-
-
-def _describe_traffic(live: Object) -> str:
-    percent = canary_percent(live) if live["kind"] == "InferenceService" else None
-    return "serves" if percent is None else f"gets {percent} % of the requests"

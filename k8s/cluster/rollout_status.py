@@ -82,23 +82,16 @@ def _deployment_progress(live: Object, status: Object, minimum: int) -> Progress
 
 def _inference_service_progress(status: Object) -> Progress:
     conditions = _conditions(status)
-    predictor = status.get("components", {}).get("predictor", {})
-    created, ready = predictor.get("latestCreatedRevision"), predictor.get("latestReadyRevision")
     if conditions.get("Ready", {}).get("status") == "True":
-        if created != ready:
-            return Progress(False, f"revision {created} is not ready, {ready} serves")
         return Progress(True, "ready")
     failing = (item for item in conditions.values() if item.get("status") == "False")
     texts = [f"{item['type']}: {item.get('message') or item.get('reason') or 'not ready'}" for item in failing]
     return Progress(False, "; ".join(sorted(texts)) or "not ready")
 
 
-def created_workload(live: Object) -> Object:
-    """Return what KServe creates for an InferenceService: a Revision in Knative mode, else a Deployment."""
-    revision = live.get("status", {}).get("components", {}).get("predictor", {}).get("latestReadyRevision")
-    if revision:
-        return {"apiVersion": "serving.knative.dev/v1", "kind": "Revision", "metadata": {"name": revision}}
-    name = f"{live['metadata']['name']}-predictor"
+def created_workload(service: Object) -> Object:
+    """Return the Deployment that KServe creates for an InferenceService."""
+    name = f"{service['metadata']['name']}-predictor"
     return {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": name}}
 
 

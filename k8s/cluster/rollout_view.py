@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from k8s.cluster.canary import KNATIVE_PROXY_PORT, REVISION_LABEL, is_ready, pod_address
+from k8s.cluster.canary import is_ready, pod_address
 from k8s.cluster.cluster import Cluster, Report
 from k8s.cluster.request_counts import RequestCounts, parse_request_counts
 from k8s.cluster.rollout_status import pod_problem
@@ -75,8 +75,7 @@ class RolloutView:
         """Return the requests since the oldest reading in the window, and the time since then."""
         assert self._cluster is not None
         name = pod["metadata"]["name"]
-        is_knative = REVISION_LABEL in pod["metadata"]["labels"]  # whose proxy ends TLS
-        address = f"{name}:{KNATIVE_PROXY_PORT}" if is_knative else pod_address(name, pod["spec"])
+        address = pod_address(name, pod["spec"])
         status, _, raw = self._cluster.send(f"pods/{address}", "/metrics", headers=self.headers)
         if status != _HTTP_OK:
             return RequestCounts(), 0.0
@@ -134,9 +133,8 @@ def _describe_latency(counts: RequestCounts) -> str:
 
 
 def _group(pod: Object) -> str:
-    """Return what all pods of one version have in common: their ReplicaSet or their revision."""
-    labels = pod["metadata"]["labels"]
-    return str(labels.get(REVISION_LABEL) or labels.get("pod-template-hash") or pod["metadata"]["name"])
+    """Return what all pods of one version have in common: their ReplicaSet."""
+    return str(pod["metadata"]["labels"].get("pod-template-hash") or pod["metadata"]["name"])
 
 
 @contextmanager

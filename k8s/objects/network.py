@@ -36,8 +36,7 @@ def check_settings(deploy: Deploy) -> None:
         raise ConfigError("deploy.ingress_class and deploy.gateway are both set; requests come in by one of them")
     if not deploy.by_kserve:
         return
-    unused = ["ingress_class", "gateway"]
-    for name in unused if deploy.by_knative else [*unused, "target_concurrency"]:
+    for name in ("ingress_class", "gateway", "target_concurrency"):
         if value := getattr(deploy, name):
             raise ConfigError(
                 f"deploy.{name}={value}: KServe creates the Service, its routes and its autoscaler; leave it out, "

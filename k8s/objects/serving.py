@@ -1,6 +1,6 @@
 """Objects that serve one bundle: a Deployment with Service and autoscaler, or a KServe InferenceService.
 
-An InferenceService runs our container, or a ServingRuntime with KServe's storage; canaries included.
+An InferenceService runs our container, or a ServingRuntime with KServe's storage.
 """
 
 from __future__ import annotations
@@ -64,9 +64,6 @@ def serving_objects(
         _fill_deployment(parts, config, bundle, image, access)
     if runtime is not None:
         use_storage(parts, runtime, config.deploy, bundle.path.absolute().parents[1].name)
-    if config.deploy.by_kserve and config.deploy.render and config.rollout.canary_percent:
-        # Knative keeps the stable revision, which gets the other requests.
-        parts["InferenceService"]["spec"]["predictor"]["canaryTrafficPercent"] = int(config.rollout.canary_percent)
     objects = [parts[kind] for kind in _ORDER if kind in parts]
     return objects if overlay is None else apply_overlay(objects, overlay, config)
 
@@ -82,7 +79,7 @@ def _load_parts(config: Config) -> dict[str, Object]:
     nodes = training.node_component(deploy.gpus)
     if not deploy.by_kserve:
         return load_manifests("serve", [nodes, *network.components(deploy)])
-    parts = load_manifests("kserve", [nodes, *(["knative"] if deploy.by_knative else [])])
+    parts = load_manifests("kserve", [nodes])
     if deploy.storage_uri:
         parts["ServingRuntime"] = load_manifests("kserve", ["storage"])["ServingRuntime"]
     return parts
@@ -115,9 +112,7 @@ def _fill_inference_service(
     service = parts["InferenceService"]
     predictor = service["spec"]["predictor"]
     predictor.update(_pod_metadata(predictor, service, parts["ConfigMap"]))
-    set_replicas(service, config.deploy)
-    if config.deploy.by_knative and (seconds := loading_seconds(bundle)):
-        predictor["annotations"]["serving.knative.dev/progress-deadline"] = f"{_KNATIVE_DEADLINE_SECONDS + seconds}s"
+    predictor["minReplicas"], predictor["maxReplicas"] = config.deploy.min_replicas, config.deploy.max_replicas
     _fill_pod(predictor, config, bundle, image, access, parts["ConfigMap"])
 
 
@@ -197,8 +192,8 @@ def loading_seconds(bundle: Bundle) -> int:
 
 
 def _allow_for_loading(container: Object, seconds: int) -> None:
-    """Give the probe that waits for the start so much longer; on Knative that is the liveness probe."""
-    probe: Object = container["startupProbe" if "startupProbe" in container else "livenessProbe"]
+    """Give the probe that waits for the start so much longer."""
+    probe: Object = container["startupProbe"]
     probe["failureThreshold"] += math.ceil(seconds / probe["periodSeconds"])
 
 
@@ -217,18 +212,6 @@ def _check_settings(config: Config) -> None:
     network.check_settings(deploy)
     check_host(config)
     check_canary(config)
-
-
-_KNATIVE_DEADLINE_SECONDS = 900  # as of a Deployment
-_KNATIVE_CONCURRENCY = 8  # requests in flight per pod, where `deploy.target_concurrency` is not set
-
-
-def set_replicas(service: Object, deploy: Deploy) -> None:
-    """Set the number of replicas, and the target that Knative scales by."""
-    predictor = service["spec"]["predictor"]
-    predictor["minReplicas"], predictor["maxReplicas"] = deploy.min_replicas, deploy.max_replicas
-    if deploy.by_knative:
-        predictor["scaleTarget"] = deploy.target_concurrency or _KNATIVE_CONCURRENCY
 
 
 def use_storage(parts: dict[str, Object], runtime: Object, deploy: Deploy, run: str) -> None:
@@ -259,14 +242,9 @@ def check_host(config: Config) -> None:
 
 
 def check_canary(config: Config) -> None:
-    """Check what KServe requires of a canary that is in its object."""
-    deploy, percent = config.deploy, config.rollout.canary_percent
-    if not percent or not deploy.by_kserve:
-        return
-    if percent != int(percent):
-        raise ConfigError(f"rollout.canary_percent={percent:g}: KServe takes whole numbers")
-    if not deploy.by_knative:
+    """Refuse a canary on KServe: its `spec.canary` stands beside the live predictor, which only the cluster knows."""
+    if config.rollout.canary_percent and config.deploy.by_kserve:
         raise ConfigError(
-            "rollout.canary_percent: in KServe's Standard mode no request can choose the version, so golden requests "
-            "cannot check it; set deploy.target=kserve-knative or deploy.target=kubernetes"
+            "rollout.canary_percent: with KServe no request can choose the version, so golden requests cannot check a "
+            "canary; set deploy.target=kubernetes, or leave it out and add KServe's own spec.canary by deploy.overlay"
         )

@@ -235,10 +235,8 @@ def _roll_back_cluster(project: Project, record: ClusterRecord, context: str | N
     Where the cluster has the recorded version, restore the one before it, and forget the recorded one, so that another
     rollback goes one version further.
     """
-    if record.canary is not None and not record.canary_in_place:
-        return _end_cluster_canary(project, record, context, output)
     if record.canary is not None:
-        return _restore_current(project, record, context, output)
+        return _end_cluster_canary(project, record, context, output)
     from k8s.cluster.drift import read_live_version  # slow to load
 
     manifests = Run(project.runs / record.current.run).output("deploy") / "manifests"

@@ -42,7 +42,7 @@ class ClusterRecord(Frozen):
     canary: Version | None = None
     percent: float = 0.0
     target: str = ""  # `deploy.target` of the newest deployment; empty in older records
-    canary_in_place: bool = False  # in the object of the stable version, as with Knative; else in its own objects
+    canary_in_place: bool = False  # unused; older records have it
 
     @property
     def key(self) -> tuple[str, str, str]:
@@ -98,8 +98,7 @@ def record_deployment(run: Run, name: str, deployed: dict[str, Any]) -> ClusterR
     if record is None:
         return write_cluster_record(run.runs, new)
     if deployed.get("canary"):
-        in_place = deployed.get("canary_in_place", False)
-        update = {"canary": version, "percent": deployed["canary"], "canary_in_place": in_place}
+        update = {"canary": version, "percent": deployed["canary"]}
         return write_cluster_record(run.runs, record.model_copy(update={**location, **update}))
     if (record.current.bundle, record.current.image) == (version.bundle, version.image):
         versions = (*record.versions[:-1], version.model_copy(update={"since": record.current.since}))
@@ -206,10 +205,9 @@ def describe_clusters(clusters: Sequence[ClusterStatus]) -> list[str]:
 def _read_status(project: Project, record: ClusterRecord) -> ClusterStatus:
     from k8s.cluster.drift import inspect_deployment  # slow to load
 
-    version = record.canary if record.canary and record.canary_in_place else record.current
-    manifests = Run(project.runs / version.run).output("deploy") / "manifests"
+    manifests = Run(project.runs / record.current.run).output("deploy") / "manifests"
     has_canary = record.canary is not None
     state = inspect_deployment(
-        record.context, record.namespace, manifests, version.bundle, canary=has_canary, server=record.server
+        record.context, record.namespace, manifests, record.current.bundle, canary=has_canary, server=record.server
     )
     return ClusterStatus(record, state)

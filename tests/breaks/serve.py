@@ -299,7 +299,7 @@ BREAKS: tuple[Break, ...] = (
         "a canary is recorded as the version that serves",
         "pipeline/service/cluster_record.py",
         '    if deployed.get("canary"):',
-        '    if deployed.get("canary_in_place"):',
+        '    if deployed.get("canaries"):',
         "tests/pipeline/service/test_cluster_record.py::test_a_canary_replaces_nothing_until_it_is_promoted",
     ),
 )

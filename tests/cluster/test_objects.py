@@ -34,7 +34,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "network": {"clients": ["shop"], "egress": ["10.0.0.0/8:4318"]},
     "gpu": {"gpus": 1, "tolerations": ["pool=gpus:NoSchedule"]},
     "kserve": {"target": "kserve"},
-    "knative": {"target": "kserve-knative"},
     "storage": {"target": "kserve", "storage_uri": "pvc://bundles/twice"},
 }
 

@@ -19,7 +19,6 @@ KINDS = {
     "pods": "Pod",
     "poddisruptionbudgets": "PodDisruptionBudget",
     "replicasets": "ReplicaSet",
-    "revisions": "Revision",
     "scaledobjects": "ScaledObject",
     "secrets": "Secret",
     "services": "Service",

@@ -18,7 +18,6 @@ from tests.k8s import mock_streams
 from .admission import immutable_field_causes, validation_causes, validation_problem
 from .api_requests import KINDS, ApiRequest, parse_request
 from .http_server import serve_http
-from .knative import Knative
 from .mock_pods import POD_OWNERS, Nodes
 from .object_store import Conflict, Object, Store
 
@@ -48,7 +47,6 @@ class ApiServer:
         self.crds: set[str] = set()
         self.store = Store()
         self.nodes = Nodes(self.store)
-        self.knative = Knative(self.store)
         self.statuses: dict[str, Object] = {}  # kind → status, instead of that of a working controller
         self.unready_polls = 1
         self.unscaled_polls = 0  # while the autoscaler has not seen a new Deployment
@@ -203,8 +201,6 @@ class ApiServer:
         if not dry:
             self._polls[request.path] = 0
             self.nodes.on_apply(request.path, item)
-            if item["kind"] == "InferenceService":
-                self.knative.on_apply(request.path)
         return 200, {"Warning": f'299 - "{self.warning}"'} if self.warning else {}, kept
 
     def _delete(self, request: ApiRequest, options: Object) -> Response:
@@ -289,8 +285,6 @@ class ApiServer:
                 return status_of(404, f'pods "{name}" not found')
             self.pod_ports.add(port)
             return self.pod(name, rest, json.loads(body) if body else None)
-        if self.knative.has_service(name) and port == "http":
-            return self.pod(self.knative.pods[name], rest, json.loads(body) if body else None)
         names = {"Service": "", "InferenceService": "-predictor"}
         made = [(item["kind"], item["metadata"]["name"]) for item in self.objects.values()]
         if name not in {made_name + names[kind] for kind, made_name in made if kind in names} or port != "http":

@@ -91,11 +91,9 @@ def _check_serving(parts: dict[str, Object], owner: Object) -> None:
         assert selector.items() <= labels.items()
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     _check_probes(container, ports)
-    knative = owner["metadata"].get("annotations", {}).get("serving.kserve.io/deploymentMode") == "Knative"
-    if not knative:
-        _check_drain(pod, container)
-        allowed = {port["port"] for port in parts["NetworkPolicy"]["spec"]["ingress"][0]["ports"]}
-        assert allowed == set(ports.values())
+    _check_drain(pod, container)
+    allowed = {port["port"] for port in parts["NetworkPolicy"]["spec"]["ingress"][0]["ports"]}
+    assert allowed == set(ports.values())
     _check_options(container, parts["ConfigMap"])
     assert pod["serviceAccountName"] == parts["ServiceAccount"]["metadata"]["name"]
     assert parts["ServiceAccount"]["automountServiceAccountToken"] is False

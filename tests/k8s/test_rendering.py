@@ -30,7 +30,7 @@ KSERVE: dict[str, Any] = {name: DEPLOY[name] for name in ("namespace", "environm
 SECTIONS: list[dict[str, Any]] = [
     {"deploy": {**DEPLOY, "target": "kubernetes"}, "cluster": {"workload": "job"}},
     {"deploy": {**KSERVE, "target": "kserve", "storage_uri": STORAGE}, "cluster": {"workload": "jobset"}},
-    {"deploy": {**KSERVE, "target": "kserve-knative"}, "cluster": {"workload": "trainjob"}},
+    {"deploy": {**KSERVE, "target": "kubernetes"}, "cluster": {"workload": "trainjob"}},
 ]
 RENDER = """
 import sys

@@ -35,7 +35,6 @@ OTHER_SETTINGS: dict[str, dict[str, Any]] = {
     "gateway": {"gateway": "front"},
     "kserve": {"target": "kserve"},
     "storage": {"target": "kserve", "storage_uri": "pvc://bundles/twice"},
-    "knative": {"target": "kserve-knative"},
 }
 ROLE = yaml.safe_load((ACCESS / "role.yaml").read_text())
 
@@ -57,7 +56,6 @@ def guarded(api: ApiServer, model: Callable[[str, Any], Response], no_observatio
     api.service, api.pod = model, counting_pods(model)
     api.crds |= {"serving.kserve.io/v1beta1", "serving.kserve.io/v1alpha1"}
     api.crds |= {"jobset.x-k8s.io/v1alpha2", "trainer.kubeflow.org/v1alpha1", "kueue.x-k8s.io/v1beta2"}
-    api.crds |= {"serving.knative.dev/v1"}
     api.crds |= {"gateway.networking.k8s.io/v1", "monitoring.coreos.com/v1", "keda.sh/v1alpha1"}
     claim = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "twice-runs"}, "spec": {}}
     api.add(claim)

@@ -100,8 +100,7 @@ class ServingPods(NodePlacement):
     hostname: Host = Field("", description="external host name; empty: any")
     target_concurrency: Natural = Field(
         0,
-        description="requests in flight per pod that the autoscaler aims at; needs prometheus-adapter, except with "
-        "Knative; 0: scale by CPU",
+        description="requests in flight per pod that the autoscaler aims at; needs prometheus-adapter; 0: scale by CPU",
     )
     storage_uri: Storage = Field(
         "",

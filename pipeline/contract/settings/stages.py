@@ -589,10 +589,10 @@ def service_view_options(serve: Serve) -> list[str]:
 class Deploy(ServingPods):
     """Where the service runs: as a process on this machine, or on Kubernetes."""
 
-    target: Literal["local", "kubernetes", "kserve", "kserve-knative"] = Field(
+    target: Literal["local", "kubernetes", "kserve"] = Field(
         "local",
         description="`local`: background process on this machine; `kubernetes`: Deployment; `kserve`: InferenceService "
-        "in Standard mode; `kserve-knative`: InferenceService in Knative mode",
+        "in Standard mode",
     )
     host: str = Field("127.0.0.1", description="address that the local service listens on")
     port: Port = Field(8080, description="HTTP port of the service; locally the next free port is used if it is taken")
@@ -613,11 +613,7 @@ class Deploy(ServingPods):
 
     @property
     def by_kserve(self) -> bool:
-        return self.target in ("kserve", "kserve-knative")
-
-    @property
-    def by_knative(self) -> bool:
-        return self.target == "kserve-knative"
+        return self.target == "kserve"
 
 
 class Axis(Section):

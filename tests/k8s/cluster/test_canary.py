@@ -1,4 +1,4 @@
-"""Canaries against the test API server: the decision, a second Deployment, and revisions of Knative."""
+"""Canaries against the test API server: the decision, and a second Deployment."""
 
 from __future__ import annotations
 
@@ -26,8 +26,6 @@ Model = Callable[[str, Any], Response]
 Deploy = Callable[..., dict[str, Any]]
 RULES = Rollout(min_requests=100, observe_seconds=1)
 OLD = "0" * 64
-KNATIVE = {"target": "kserve-knative"}
-INFERENCE_SERVICE = "/apis/serving.kserve.io/v1beta1/namespaces/default/inferenceservices/twice"
 
 
 def counts(requests: int, failed: int = 0, slow: int = 0) -> RequestCounts:
@@ -272,86 +270,3 @@ def test_a_version_that_serves_already_gets_no_canary(stable: ApiServer, deploy_
     deploy_canary(reports, auto=True)
     assert "rollout.canary_percent: this version serves already" in reports
     assert not any(line.startswith("canary:") for line in reports)
-
-
-def knative_pods(model: Model, failure_rate: float = 0.0) -> Callable[[str, str, Any], Response]:
-    """Return pods of two revisions; only the second sends the digest of its bundle."""
-    pods = counting_pods(model, failure_rate, candidate="-00002-")
-
-    def respond(pod: str, path: str, body: Any) -> Response:
-        status, headers, answer = pods(pod, path, body)
-        return status, headers if "-00002-" in pod else {}, answer
-
-    return respond
-
-
-@pytest.fixture
-def knative(
-    api: ApiServer, model: Model, configure: Configure, bundle: Bundle, tmp_path: Path, no_observation: None
-) -> ApiServer:
-    """Let a Knative revision serve an older bundle."""
-    api.unready_polls, api.pod = 0, knative_pods(model)
-    api.crds |= {"serving.kserve.io/v1beta1", "serving.knative.dev/v1"}
-    old = replace(bundle, digest=OLD)
-    record = deploy.deploy(configure(KNATIVE), old, "twice:1", tmp_path / "old", False, print)
-    assert record["golden"] == {"requests": 2}
-    return api
-
-
-def traffic_percent(api: ApiServer) -> Any:
-    return api.objects[INFERENCE_SERVICE]["spec"]["predictor"].get("canaryTrafficPercent")
-
-
-def test_a_good_knative_canary_gets_a_quarter_then_half_then_all(
-    knative: ApiServer, configure: Configure, bundle: Bundle, tmp_path: Path
-) -> None:
-    reports: list[str] = []
-    config = with_canary(configure(KNATIVE), auto=True)
-    record = deploy.deploy(config, bundle, "twice:2", tmp_path, False, reports.append)
-    assert (record["canary"], record["golden"]) == (None, {"requests": 2})
-    assert traffic_percent(knative) is None
-    text = "\n".join(reports)
-    for part in ("sends it 25 %", "sends it 50 %", "twice-predictor-00002-private: 2 golden", "at 50 %: promote"):
-        assert part in text
-    assert knative.pod_ports == {"8012"}, "only Knative's proxy takes requests"
-    assert len(knative.knative.pods) == 2, "changing the traffic creates no revision"
-
-
-def test_a_bad_knative_canary_gets_no_requests_and_can_be_tried_again(
-    knative: ApiServer, model: Model, configure: Configure, bundle: Bundle, tmp_path: Path
-) -> None:
-    knative.pod = knative_pods(model, failure_rate=0.1)
-    config = with_canary(configure(KNATIVE), auto=True)
-    with pytest.raises(StageError, match=r"the canary was rolled back, .* failed: 10.00% compared with 0.00%"):
-        deploy.deploy(config, bundle, "twice:2", tmp_path, False, print)
-    assert traffic_percent(knative) == 0
-    found = drift.inspect_deployment("", "default", tmp_path, OLD)
-    assert f"bundle {bundle.digest[:12]} gets 0 % of the requests, {OLD[:12]} is recorded" in found.drift
-    knative.pod = knative_pods(model)
-    record = deploy.deploy(with_canary(config), bundle, "twice:2", tmp_path, False, print)
-    assert (record["canary"], record["canary_in_place"], traffic_percent(knative)) == (25, True, 25)
-
-
-def test_a_knative_canary_that_answers_wrongly_is_ended(
-    knative: ApiServer, configure: Configure, bundle: Bundle, tmp_path: Path
-) -> None:
-    knative.pod = wrong_answers
-    with pytest.raises(StageError, match="what runs is not what was evaluated"):
-        deploy.deploy(with_canary(configure(KNATIVE)), bundle, "twice:2", tmp_path, False, print)
-    assert traffic_percent(knative) == 0
-
-
-def test_a_knative_revision_that_is_not_ready_fails_the_deployment(
-    knative: ApiServer, configure: Configure, bundle: Bundle, tmp_path: Path
-) -> None:
-    predictor = {"latestCreatedRevision": "twice-predictor-00003", "latestReadyRevision": "twice-predictor-00002"}
-    knative.statuses["InferenceService"] = {
-        "conditions": [{"type": "Ready", "status": "True"}],
-        "components": {"predictor": predictor},
-    }
-    knative.knative.on_apply = lambda path: knative.store.change(path, lambda item: item.pop("status"))  # type: ignore[method-assign, assignment]
-    config = configure({**KNATIVE, "timeout_seconds": 1})
-    with pytest.raises(
-        StageError, match=r"revision twice-predictor-00003 is not ready.*`pipe registry rollback` restores"
-    ):
-        deploy.deploy(config, bundle, "twice:2", tmp_path, False, print)

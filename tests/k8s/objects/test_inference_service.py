@@ -13,7 +13,6 @@ from pipeline.contract.settings.cluster import Rollout
 from pipeline.system.errors import ConfigError
 
 from ..conftest import Configure
-from ..schemas import validate
 
 IMAGE = "registry.example/serve@sha256:" + "1" * 64
 MODE = {"target": "kserve"}
@@ -47,32 +46,10 @@ def test_an_unknown_storage_scheme_is_refused(uri: str, configure: Configure) ->
         configure({**MODE, "storage_uri": uri})
 
 
-def test_knative_scales_by_requests_and_gets_no_unsupported_fields(configure: Configure, bundle: Bundle) -> None:
-    made = service(configure, bundle, target="kserve-knative", target_concurrency=3)
-    predictor = made["spec"]["predictor"]
-    assert (predictor["scaleMetric"], predictor["scaleTarget"]) == ("concurrency", 3)
-    (container,) = predictor["containers"]
-    assert len(container["ports"]) == 1
-    assert not {"lifecycle", "startupProbe"} & set(container)
-    assert not {"terminationGracePeriodSeconds", "topologySpreadConstraints", "securityContext"} & set(predictor)
-
-
-def test_a_knative_canary_sets_its_traffic_percentage(configure: Configure, bundle: Bundle) -> None:
-    made = service(configure, bundle, target="kserve-knative", canary_percent=10, render=True)
-    validate(made)
-    whole = service(configure, bundle, target="kserve-knative", render=True)
-    assert made["spec"]["predictor"] == {**whole["spec"]["predictor"], "canaryTrafficPercent": 10}
-
-
 @pytest.mark.parametrize("render", [True, False])
-def test_a_canary_in_standard_mode_is_refused(configure: Configure, bundle: Bundle, render: bool) -> None:
-    with pytest.raises(ConfigError, match=r"set deploy\.target=kserve-knative or deploy\.target=kubernetes"):
+def test_a_canary_on_kserve_is_refused(configure: Configure, bundle: Bundle, render: bool) -> None:
+    with pytest.raises(ConfigError, match=r"set deploy\.target=kubernetes, or .* spec\.canary by deploy\.overlay"):
         service(configure, bundle, render=render, canary_percent=10)
-
-
-def test_kserve_takes_whole_percentages_only(configure: Configure, bundle: Bundle) -> None:
-    with pytest.raises(ConfigError, match=r"rollout\.canary_percent=2\.5: KServe takes whole numbers"):
-        service(configure, bundle, canary_percent=2.5, target="kserve-knative")
 
 
 def test_a_host_name_that_is_too_long_is_refused(configure: Configure, bundle: Bundle) -> None:

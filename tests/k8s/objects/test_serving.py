@@ -35,11 +35,9 @@ PLAIN: tuple[dict[str, Any], ...] = (
     {"target_concurrency": 4},
 )
 KSERVE: tuple[dict[str, Any], ...] = (
-    {"target": "kserve-knative"},
-    {"target": "kserve-knative", "gpus": 1},
     {"storage_uri": "pvc://bundles/twice"},
     {"storage_uri": "s3://bundles/twice", "gpus": 1},
-    {"storage_uri": "oci://registry.example/twice@sha256:" + "0" * 64, "target": "kserve-knative"},
+    {"storage_uri": "oci://registry.example/twice@sha256:" + "0" * 64},
 )
 ALL = [
     *({**deploy, "target": target} for target in ("kubernetes", "kserve") for deploy in DEPLOYS),
@@ -141,25 +139,17 @@ def test_memory_follows_the_size_of_the_bundle(
     }
 
 
-@pytest.mark.parametrize("target", ["kubernetes", "kserve", "kserve-knative"])
+@pytest.mark.parametrize("target", TARGETS)
 def test_a_large_bundle_has_more_time_to_start(target: str, configure: Configure, bundle: Bundle) -> None:
     found = []
     for sizes in ({"model": 1000}, {"model": 10, "weights": 30 * 1024}):
         parts = objects(configure({"target": target}), _with_files(bundle, sizes))
         container = pod_of(parts)[1]["containers"][0]
-        probe = container.get("startupProbe", container["livenessProbe"])
+        probe = container["startupProbe"]
         found.append(probe["periodSeconds"] * probe["failureThreshold"])
         if target == "kubernetes":
             assert parts["Deployment"]["spec"]["progressDeadlineSeconds"] == found[-1] + 300
     assert found == [600, 600 + 30 * 60]
-
-
-def test_knative_waits_for_a_large_bundle(configure: Configure, bundle: Bundle) -> None:
-    for gibibytes, expected in ((0, None), (2, "1020s")):
-        large = _with_files(bundle, {"model": 10, "weights": gibibytes * 1024})
-        service = objects(configure({"target": "kserve-knative"}), large)["InferenceService"]
-        annotations = service["spec"]["predictor"]["annotations"]
-        assert annotations.get("serving.knative.dev/progress-deadline") == expected
 
 
 def test_memory_of_a_language_model_includes_its_cache(configure: Configure, bundle: Bundle) -> None:

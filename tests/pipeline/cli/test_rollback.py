@@ -73,7 +73,6 @@ A, B, C, FAILS = ({"bundle": letter * 64} for letter in "abcf")
     [
         ("b", [A, B], False, "a"),
         ("c", [A, B], False, "b"),  # a deployment of c was interrupted
-        ("c", [A, B, {**C, "canary": 10.0, "canary_in_place": True}], False, "b"),
         ("b", [A, B], True, "b"),  # another deployment of b has failed
     ],
 )

@@ -77,6 +77,12 @@ def test_a_canary_replaces_nothing_until_it_is_promoted(new_run: NewRun) -> None
     assert (promoted.current.bundle[0], promoted.canary) == ("b", None)
 
 
+def test_a_record_of_an_older_version_is_read(new_run: NewRun) -> None:
+    record = record_deployment(run := new_run(), "tiny", deployment("a"))
+    write_json(run.runs / "cluster.json", [{**record.model_dump(), "canary_in_place": True}])
+    assert [found.versions for found in read_cluster_records(run.runs)] == [record.versions]
+
+
 def test_each_cluster_and_namespace_has_its_own_history(new_run: NewRun) -> None:
     for bundle, namespace in (("a", "staging"), ("a", "production"), ("b", "staging"), ("c", "staging")):
         record_deployment(new_run(), "tiny", deployment(bundle, namespace=namespace))
