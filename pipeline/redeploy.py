@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from pipeline.contract.config import Config, parse_config
+from pipeline.contract.config import Config, override_config, parse_config
 from pipeline.contract.run import Run, RunFile, StepRecord
 from pipeline.display import Display
 from pipeline.history import Project, changed_outputs, create_run, link_outputs, load_history, lock_run, write_record
@@ -19,11 +19,16 @@ REDEPLOYED = "deployed again"  # reason in the records of `pipe deploy`, whose s
 
 
 def redeploy(project: Project, source: Run, config: Config, display: Display) -> Run:
-    """Deploy the bundle of an earlier run unchanged, whatever has changed in the project since, as a new run."""
-    records = check_deployable(source)
+    """Deploy the bundle of an earlier run unchanged, whatever has changed in the project since, as a new run.
+
+    Where `config` has other settings of the package, its image is made again.
+    """
+    records, again = check_deployable(source), ["deploy"]
+    if config.package != source.config.package:
+        records, again = [record for record in records if record.step != "package"], ["package", "deploy"]
     request = RunRequest(tuple(record.step for record in records))
     work = Work(project, config, request, [(source, source.read())])
-    run = create_run(project.runs, config, (*request.steps, "deploy"), parent=source.id)
+    run = create_run(project.runs, config, (*request.steps, *again), parent=source.id)
     with lock_run(run):
         display.run = run
         copy_override(source, run)
@@ -32,26 +37,34 @@ def redeploy(project: Project, source: Run, config: Config, display: Display) ->
             update = {"reused_from": record.reused_from or source.id, "reason": REDEPLOYED, "seconds": 0.0}
             linked_record = write_record(run, record.model_copy(update=update))
             work.outputs[record.step] = outputs_with_override(run, linked_record)
-        run_step(work, run, work.decide("deploy"), display)
+        for step in again:
+            work.outputs[step] = outputs_with_override(run, run_step(work, run, work.decide(step), display))
     return run
 
 
 def deployment_config(project: Project, source: Run, overrides: Sequence[str]) -> Config:
     """Return the settings of a run's bundle, with those of deployments as pipe.yaml and the command line have them now.
 
-    What an earlier deployment of the bundle was started with has no effect.
+    What an earlier deployment of the bundle was started with has no effect. Only the command line changes its package.
     """
-    for override in overrides:
-        section, _, name = override.partition("=")[0].partition(".")
-        if section not in ("deploy", "rollout") and not (section == "serve" and name in DEPLOYMENT_SETTINGS):
-            raise ConfigError(
-                f"{override}: a deployment may change only deploy.*, rollout.* and "
-                f"serve.{{{','.join(DEPLOYMENT_SETTINGS)}}}; use `pipe run` to change other settings"
-            )
-    values, current = source.config.model_dump(mode="json"), project.config(overrides).model_dump(mode="json")
+    check_deployment_overrides(overrides)
+    of_package = [override for override in overrides if override.startswith("package")]
+    values = override_config(source.config, of_package).model_dump(mode="json")
+    current = project.config(overrides).model_dump(mode="json")
     values |= {name: current[name] for name in ("registry", "deploy", "rollout")}
     values["serve"] |= {name: current["serve"][name] for name in DEPLOYMENT_SETTINGS}
     return parse_config(values, f"{project.root / 'pipe.yaml'} with the bundle of run {source.id}")
+
+
+def check_deployment_overrides(overrides: Sequence[str]) -> None:
+    for override in overrides:
+        section, _, name = override.partition("=")[0].partition(".")
+        is_served = section == "serve" and name in DEPLOYMENT_SETTINGS
+        if section not in ("deploy", "package", "rollout") and not is_served:
+            raise ConfigError(
+                f"{override}: a deployment may change only deploy.*, package.*, rollout.* and "
+                f"serve.{{{','.join(DEPLOYMENT_SETTINGS)}}}; use `pipe run` to change other settings"
+            )
 
 
 def find_deployable(project: Project, source: Run, report: Callable[[str], None]) -> Run:

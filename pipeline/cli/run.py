@@ -39,7 +39,7 @@ from pipeline.display import Display
 from pipeline.history import Project, find_run, load_history, lock_run, lock_runs, lock_service
 from pipeline.plan import CHECK, Decision, select_steps, with_upstream
 from pipeline.plan_memory import describe_memory, plan_memory
-from pipeline.redeploy import deployment_config, find_deployable, redeploy
+from pipeline.redeploy import check_deployment_overrides, deployment_config, find_deployable, redeploy
 from pipeline.resume import accept_outputs, latest_unfinished
 from pipeline.run import check_pipeline, resume_run, run_pipeline, start_fork_server
 from pipeline.service.process import read_live
@@ -109,6 +109,8 @@ def plan(
         return _write_workflow(project, project.config(overrides), workflow, render or "default", output)
     if render:
         raise ConfigError("--render: needs --workflow argo or --workflow kfp; `pipe deploy --render` writes manifests")
+    if names == ["deploy"] and context.info_name == "plan":  # not `pipe run deploy --dry-run`
+        check_deployment_overrides(overrides)
     request = make_request(names, start, until, force)
     config = project.config(overrides)
     steps = Work(project, config, request, load_history(project.runs)).preview()
@@ -121,8 +123,7 @@ def plan(
     changes: list[dict[str, Any]] = []
     if "deploy" in names and steps[-1].name == "deploy":
         if waiting := [step.name for step in steps if step.action == "run" and step.name != "deploy"]:
-            note = f"note: what a deployment would change is known once {waiting[-1]} is complete"
-            print(f"{note}; `pipe deploy --dry-run` compares the newest bundle", file=sys.stderr)
+            _note_unknown_changes(waiting[-1], "; `pipe deploy --dry-run` compares the newest bundle")
         else:
             source = find_run(project.runs, next(step.source for step in steps if step.name == "package"))
             changes, text = _preview_deployment(project, source, config)
@@ -428,7 +429,12 @@ def deploy(
     overrides += canary_overrides(project.config(overrides).deploy.target, canary, auto)
     if dry_run:
         source = _find_deployable(project, names)
-        changes, text = _preview_deployment(project, source, deployment_config(project, source, overrides))
+        config = deployment_config(project, source, overrides)
+        if config.package != source.config.package:
+            _note_unknown_changes("package")
+            changes, text = [{"object": "image", "new": True, "fields": []}], "image: new"
+        else:
+            changes, text = _preview_deployment(project, source, config)
         emit(output, changes, text)
         if exit_code and changes:
             raise typer.Exit(4)
@@ -454,6 +460,10 @@ def _watch(project: Project, config: Config, display: Display) -> contextlib.Abs
     connect = functools.partial(Cluster.connect, config.deploy.context, config.deploy.namespace)
     view = RolloutView(connect, config.name, headers)
     return following(view, display.panel, display.report)
+
+
+def _note_unknown_changes(step: str, advice: str = "") -> None:
+    print(f"note: what a deployment would change is known once {step} is complete{advice}", file=sys.stderr)
 
 
 def _preview_deployment(project: Project, source: Run, config: Config) -> tuple[list[dict[str, Any]], str]:

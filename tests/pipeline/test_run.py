@@ -214,9 +214,31 @@ def test_deployment_takes_settings_as_they_are_now(project: Project, config: Con
     )
     with pytest.raises(
         ConfigError,
-        match=r"train\.lr=1: a deployment may change only deploy\.\*, rollout\.\* and serve\.\{.*api_keys.*\}",
+        match=r"train\.lr=1: a deployment may change only deploy\.\*, package\.\*, rollout\.\* and "
+        r"serve\.\{.*api_keys.*\}",
     ):
         deployment_config(project, source, ["train.lr=1"])
+
+
+def test_deployment_with_package_settings_makes_a_new_image_of_the_same_bundle(
+    project: Project, config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = project.root / "pipe.yaml"
+    file.write_text(file.read_text() + "package: {builder: podman}\n")
+    source, ran = complete_run(project, config), []
+
+    def run_step(work: Work, run: Run, decision: Decision, display: Display) -> StepRecord:
+        ran.append(f"{decision.name} {run.config.package.image!r} {run.config.package.builder}")
+        return recorded(run, decision.name).read().steps[decision.name]
+
+    monkeypatch.setattr("pipeline.redeploy.run_step", run_step)
+    redeploy(project, source, deployment_config(project, source, []), QUIET)
+    assert ran == ["deploy '' auto"], "pipe.yaml alone makes no new image"
+    run = redeploy(project, source, deployment_config(project, source, ["package.image=r.example/m"]), QUIET)
+    assert ran[1:] == ["package 'r.example/m' auto", "deploy 'r.example/m' auto"]
+    steps = run.read().steps
+    assert (steps["export"].reused_from, steps["package"].reused_from) == (source.id, "")
+    assert steps["export"].digest == source.read().steps["export"].digest
 
 
 def test_complete_run_of_the_same_bundle_is_deployed(project: Project, config: Config) -> None:

@@ -38,6 +38,7 @@ def complaint(pipe: Pipe, *words: str) -> str:
         ("run task=task.py:Other", "task.py has no class Other"),
         ("run train.nodes=2", "train.nodes=2 needs train.rendezvous=HOST:PORT"),
         ("run trian", "no step 'trian'; there are check, prepare, train, evaluate"),
+        ("plan deploy train.lr=1", "train.lr=1: a deployment may change only deploy.*, package.*, rollout.* and "),
         ("plan --from trian", "no step 'trian'; there are check, prepare, train, evaluate"),
         ("run --force trian", "--force trian: no such step"),
         ("run --resume", "nothing to resume"),
@@ -191,3 +192,14 @@ def test_plan_of_a_deployment_prints_what_would_change(
     assert "changes" not in json.loads(pipe("plan", "all", "-o", "json").stdout)[-1]
     changes.clear()
     assert pipe("plan", "deploy", "--exit-code").stdout.endswith("nothing would change\n")
+
+
+def test_preview_of_a_deployment_with_package_settings_names_the_new_image(
+    pipe: Pipe, starter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = find_project(starter)
+    run = create_run(project.runs, project.config(), ("export", "package"), parent="")
+    monkeypatch.setattr("pipeline.cli.run._find_deployable", lambda *_: run)
+    done = pipe("deploy", "--dry-run", "--exit-code", "package.image=r.example/m", expect=4)
+    assert done.stdout == "image: new\n"
+    assert "known once package is complete" in done.stderr
