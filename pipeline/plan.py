@@ -163,7 +163,7 @@ STEP_KINDS = {
         StepKind(
             "package",
             "pipeline.steps.package",
-            version=1,
+            version=2,
             settings=("name", "package", "deploy.on_cluster", "deploy.gpus"),
             inputs=("export/bundle/manifest.json",),
             packages=("onnxruntime", "onnxruntime-gpu", "numpy", "pydantic"),

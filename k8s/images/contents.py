@@ -1,4 +1,4 @@
-"""What is in an image: exact versions of all packages it needs, and the bill of materials in CycloneDX.
+"""What is in an image: exact versions of all packages it needs, the bill of materials in CycloneDX, and the provenance.
 
 Versions are those installed here. The bill lists the packages that the image's requirements pin, and the bundle's files
 with digests; what the base image brings is for a scanner of images to list.
@@ -7,6 +7,7 @@ with digests; what the base image brings is for a scanner of images to list.
 from __future__ import annotations
 
 import functools
+import json
 import re
 import tomllib
 import uuid
@@ -21,7 +22,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from pipeline.contract.bundle import Bundle
+from pipeline.contract.bundle import BUILDER, PROVENANCE, Bundle
 from pipeline.system.errors import StageError, install_command
 from pipeline.system.files import digest_mapping
 from pipeline.system.sources import SOURCE_ROOT
@@ -83,6 +84,30 @@ def _bundle_components(bundle: Bundle) -> list[dict[str, Any]]:
         }
         for name, digest in sorted(named.items())
     ]
+
+
+def image_provenance(bundle: Bundle, materials: Mapping[str, str | None], run: str) -> dict[str, Any]:
+    """Return the SLSA predicate of an image with a bundle: its own build, and that of the model.
+
+    `materials` are the SHA-256 digests of what else the image is made from, where they are known.
+    """
+    path = bundle.path / PROVENANCE  # a bundle may come without it
+    model = json.loads(path.read_bytes())["predicate"] if path.is_file() else {}
+    definition, builder = model.get("buildDefinition", {}), model.get("runDetails", {}).get("builder", {})
+    dependencies = [
+        {"name": name, "digest": {"sha256": digest.removeprefix("sha256:")}}
+        for name, digest in {"bundle": bundle.digest, **materials}.items()
+        if digest
+    ]
+    return {
+        "buildDefinition": {
+            "buildType": f"{BUILDER}#package",
+            "externalParameters": definition.get("externalParameters", {}),
+            "internalParameters": {"verdict": bundle.manifest.verdict},
+            "resolvedDependencies": [*dependencies, *definition.get("resolvedDependencies", ())],
+        },
+        "runDetails": {"builder": {"id": f"{BUILDER}#pipe", **builder}, "metadata": {"invocationId": run}},
+    }
 
 
 PROJECT = "pipe-road"

@@ -180,13 +180,6 @@ class Repository:
         body: dict[str, Any] = json.loads(response.body)
         return body
 
-    def blob(self, digest: str) -> bytes:
-        """Fetch a small blob."""
-        response = self._send("GET", f"blobs/{digest}")
-        self._expect(response, (200,), f"the blob {digest} is not given")
-        self._check(f"sha256:{digest_bytes(response.body)}", digest)
-        return response.body
-
     def fetch(self, digest: str, target: Path) -> None:
         """Fetch a blob into a file, which gets its name once its digest is verified."""
         partial = target.with_name(f"{target.name}.part")

@@ -139,11 +139,6 @@ def project_of(context: typer.Context) -> Project:
     return find_project(context.obj)
 
 
-def names_image(text: str) -> bool:
-    """Return whether a text names an image in a registry, by tag or digest, and not a run or a folder."""
-    return "/" in text and ":" in text.rpartition("/")[2] and not Path(text).exists()
-
-
 def emit(output: Output, value: Any, text: str) -> None:
     """Print a result for a program or for a person."""
     print(json.dumps(value, indent=2) if output is Output.json else text)

@@ -11,18 +11,7 @@ from typing import Annotated, Any, TypeAlias
 
 import typer
 
-from pipeline.cli.app import (
-    Output,
-    OutputOption,
-    RunName,
-    app,
-    complete_logs,
-    complete_runs,
-    emit,
-    names_image,
-    project_of,
-    table,
-)
+from pipeline.cli.app import Output, OutputOption, RunName, app, complete_logs, complete_runs, emit, project_of, table
 from pipeline.compare import align_columns, describe_different_tests, differences, result_row
 from pipeline.contract.bundle import check_gate, open_bundle, read_override
 from pipeline.contract.restarts import read_attempts
@@ -290,9 +279,7 @@ def _write_index(runs: Path, file: Path | None, output: Output) -> None:
 @app.command()
 def verify(
     context: typer.Context,
-    target: Annotated[
-        str, typer.Argument(metavar="[RUN|BUNDLE|IMAGE]", help="A run, a bundle directory, or a pushed image.")
-    ] = "latest",
+    target: Annotated[str, typer.Argument(metavar="[RUN|BUNDLE]", help="A run, or a bundle directory.")] = "latest",
     key: Annotated[
         Path | None, typer.Option("--key", metavar="PUB", help="Public keys: one of them must have signed.")
     ] = None,
@@ -304,8 +291,8 @@ def verify(
 ) -> None:
     """Check every digest of the chain and repeat the golden requests.
 
-    `--bundle` and an image are checked without a project, and nothing of them is run: digests, the signature, and the
-    verdict of the gate.
+    `--bundle` is checked without a project, and nothing of it is run: digests, the signature, and the verdict of the
+    gate.
     """
     checked = []
     for sentence in _verify(target, key, bundle, context.obj):
@@ -317,16 +304,12 @@ def verify(
 
 
 def _verify(target: str, key: Path | None, bundle: Path | None, folder: Path) -> Iterator[str]:
-    if bundle is not None or names_image(target):
+    if bundle is not None:
         if key is None:
             raise ConfigError("--key FILE is needed: the public keys, one of which must have signed")
-        if bundle is not None:
-            if target != "latest":
-                raise ConfigError(f"{target}: --bundle checks a folder and nothing else; leave one out")
-            return _verify_before_deployment(bundle, Trust(key))
-        from k8s.images.cosign import verify_image
-
-        return verify_image(target, Trust(key))
+        if target != "latest":
+            raise ConfigError(f"{target}: --bundle checks a folder and nothing else; leave one out")
+        return _verify_before_deployment(bundle, Trust(key))
     from pipeline.verify import (
         verify_bundle,
         verify_run,  # onnxruntime is slow to load

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pipeline.cli.app import KubeContext, Output, OutputOption, app, emit, names_image, project_of, table
+from pipeline.cli.app import KubeContext, Output, OutputOption, app, emit, project_of, table
 from pipeline.cli.run import cluster_overrides, emit_run, newest_bundle, run_and_report
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.config import override_config
@@ -288,8 +288,7 @@ PASSPHRASE = "PIPE_KEY_PASSPHRASE"  # noqa: S105 - the name of a variable
 def sign(
     context: typer.Context,
     target: Annotated[
-        str,
-        typer.Argument(metavar="[RUN|BUNDLE|IMAGE]", help="Run, bundle or pushed image; the newest bundle by default."),
+        str, typer.Argument(metavar="[RUN|BUNDLE]", help="Run or bundle; the newest bundle by default.")
     ] = "",
     key: Annotated[
         Path | None, typer.Option("--key", metavar="FILE", help="Private ed25519 key, in PEM or OpenSSH format.")
@@ -299,7 +298,7 @@ def sign(
     ] = None,
     output: OutputOption = Output.text,
 ) -> None:
-    """Sign a bundle or an image, or make a key pair."""
+    """Sign a bundle, or make a key pair."""
     if (key is None) == (new_key_path is None):
         raise ConfigError("give --key FILE to sign with, or --new-key FILE to make one")
     if new_key_path is not None:
@@ -311,13 +310,6 @@ def sign(
         )
     assert key is not None
     signing_key = private_key(key, os.environ.get(PASSPHRASE, ""))
-    if names_image(target):
-        from pipeline.steps.package import sign_packaged_image
-
-        project = project_of(context)
-        with lock_runs(project.runs, shared=True):
-            image, keyid = sign_packaged_image(project.runs, target, signing_key)
-        return emit(output, {"image": image, "keyid": keyid}, f"{image} is signed by {keyid}")
     if target and (Path(target) / "manifest.json").is_file():
         bundle, keyid = sign_bundle(Path(target), signing_key)
     else:

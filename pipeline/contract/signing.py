@@ -1,4 +1,4 @@
-"""Signatures with ed25519 keys. That of a bundle is a DSSE envelope over manifest and provenance, next to them."""
+"""Signatures of bundles with ed25519 keys: a DSSE envelope over manifest and provenance, next to them."""
 
 from __future__ import annotations
 
@@ -74,15 +74,6 @@ class Trust:
                 raise BundleError(f"{directory / SIGNATURE}: was not made by the key {signature.keyid}")
         return known_signatures[0].keyid
 
-    def signer(self, message: bytes, signature: str) -> str:
-        """Return the id of the key that made a signature, given in base64; empty if none of the keys did."""
-        return next((fingerprint(key) for key in self.keys() if _is_made_by(key, message, signature)), "")
-
-    def envelope_signer(self, envelope: Envelope) -> str:
-        """Return the id of a key that signed an envelope; empty if none of the keys did."""
-        signers = (self.signer(envelope.message, signed.sig) for signed in envelope.signatures)
-        return next(filter(None, signers), "")
-
     def keys(self) -> list[Ed25519PublicKey]:
         try:
             text = self.path.read_text()
@@ -127,19 +118,12 @@ def sign(directory: Path, key: Ed25519PrivateKey, earlier: Envelope | None = Non
     """
     digests = {name: digest_file(directory / name) for name in COVERED if (directory / name).is_file()}
     payload = json.dumps(digests, sort_keys=True, separators=(",", ":")).encode()
-    envelope = sign_payload(_KIND, payload, key)
-    (own,) = envelope.signatures
+    envelope = Envelope(payload=_base64(payload), payloadType=_KIND, signatures=())
+    own = Signed(keyid=fingerprint(key.public_key()), sig=_base64(key.sign(envelope.message)))
     before = earlier.signatures if earlier is not None and earlier.payload == envelope.payload else ()
     others = (signed for signed in before if signed.keyid != own.keyid)
     write_json(directory / SIGNATURE, envelope.model_copy(update={"signatures": (*others, own)}).model_dump())
     return own.keyid
-
-
-def sign_payload(kind: str, payload: bytes, key: Ed25519PrivateKey) -> Envelope:
-    """Return a DSSE envelope with a payload of this media type and its signature."""
-    signature = _base64(key.sign(_pre_authentication_encoding(kind, payload)))
-    signed = Signed(keyid=fingerprint(key.public_key()), sig=signature)
-    return Envelope(payload=_base64(payload), payloadType=kind, signatures=(signed,))
 
 
 def new_key(path: Path) -> str:

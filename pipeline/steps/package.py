@@ -1,7 +1,7 @@
 """The package step: write a container build context for the bundle, and build and push images where possible.
 
-The image of the training pods is built the same way from the project, and kept in `runs/images/`. A pushed image of a
-bundle can be signed afterwards; its provenance comes from the record.
+The image of the training pods is built the same way from the project, and kept in `runs/images/`. The provenance of an
+image is for `cosign attest`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import shutil
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from datetime import datetime, timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from k8s.images.build import (
     BuildRequest,
@@ -29,22 +28,17 @@ from k8s.images.build import (
     write_context,
     write_training_context,
 )
-from k8s.images.contents import bill_of_materials, packages_from_pins
-from k8s.images.cosign import attest_image, image_digests, image_statement, open_image, sign_image
+from k8s.images.contents import bill_of_materials, image_provenance, packages_from_pins
 from k8s.images.modelcar import ModelcarBase, bundle_annotations, write_modelcar
 from k8s.images.oci_layout import Layout
-from k8s.images.registry import BaseImage, Reference, Repository, find_login, parse_reference, resolve_base_image
-from pipeline.contract.bundle import Bundle, check_gate
+from k8s.images.registry import BaseImage, Repository, find_login, parse_reference, resolve_base_image
+from pipeline.contract.bundle import PROVENANCE, Bundle, check_gate
 from pipeline.contract.config import Config
-from pipeline.contract.run import Run, StepRecord, step_main
+from pipeline.contract.run import Run, step_main
 from pipeline.contract.settings.stages import WHEELS_FOLDER, Package
-from pipeline.contract.signing import fingerprint
-from pipeline.history import Project, changed_outputs, load_history
-from pipeline.system.errors import BundleError, ConfigError, StageError
+from pipeline.history import Project
+from pipeline.system.errors import ConfigError, StageError
 from pipeline.system.files import read_object, write_json
-
-if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 SBOM = "sbom.cdx.json"
 _IMAGES_FOLDER = "images"  # of the runs folder: training images
@@ -76,6 +70,8 @@ def package(run: Run, root: Path) -> None:
         **make_image(config, request, recipe.accelerator, bundle, os.environ),
         "modelcar": _modelcar(config, bundle, run, os.environ) if config.package.modelcar else None,
     }
+    materials = {"context": context, record["base"]: record["base_digest"]}
+    write_json(partial / PROVENANCE, image_provenance(bundle, materials, run.id))
     run.bundle()  # raises where files were replaced while they were packaged
     write_json(partial / "image.json", record)
 
@@ -94,6 +90,8 @@ def _modelcar(config: Config, bundle: Bundle, run: Run, env: Mapping[str, str]) 
         base = ModelcarBase(base_reference, Repository(base_reference, find_login(base_reference.host, env)))
     directory = run.partial("package") / "modelcar"
     index = write_modelcar(bundle, directory, name, base)
+    materials = {config.package.modelcar: base_reference.digest if base else None}
+    write_json(run.partial("package") / f"modelcar-{PROVENANCE}", image_provenance(bundle, materials, run.id))
     record = {"image": name, "digest": index.digest, "reference": None, "uri": None}
     print(f"modelcar ready: {run.output('package') / 'modelcar'}, {index.digest}", flush=True)
     if config.package.push:
@@ -253,45 +251,6 @@ def _find_earlier_image(final: Path, push: bool) -> dict[str, Any] | None:
         return None
     record: dict[str, Any] = read_object(path)
     return record if record["image_digest"] and (record["reference"] or not push) else None
-
-
-def sign_packaged_image(runs: Path, image: str, key: Ed25519PrivateKey) -> tuple[str, str]:
-    """Sign an image that a run has pushed, and attach its provenance; return its name and the id of the key."""
-    reference, repository = open_image(image)
-    run, step, record = _packaged(runs, reference)
-    bundle = run.bundle()
-    if record["bundle"] != bundle.digest:
-        raise BundleError(f"run {run.id}: its image has bundle {record['bundle'][:12]}, but the run has another one")
-    digests = image_digests(reference.digest, repository)
-    finished = datetime.fromisoformat(step.started) + timedelta(seconds=round(step.seconds))
-    metadata = {
-        "invocationId": step.reused_from or run.id,
-        "startedOn": step.started,
-        "finishedOn": finished.isoformat(timespec="seconds"),
-    }
-    statement = image_statement(f"{reference.host}/{reference.repository}", digests, bundle, record, metadata)
-    for digest in digests:
-        sign_image(reference, digest, repository, key)
-        attest_image(digest, statement, repository, key)
-    return reference.at(reference.digest), fingerprint(key.public_key())
-
-
-def _packaged(runs: Path, reference: Reference) -> tuple[Run, StepRecord, dict[str, Any]]:
-    """Return the first run that pushed this image or modelcar, its step, and what it recorded of it."""
-    for run, body in reversed(load_history(runs)):
-        step, path = body.steps.get("package"), run.output("package") / "image.json"
-        if step is None or not step.complete or not path.is_file():
-            continue
-        image: dict[str, Any] = read_object(path)
-        modelcar = {"bundle": image["bundle"], **(image["modelcar"] or {})}
-        for record in (image, modelcar):
-            if (record.get("reference") or "").endswith(f"@{reference.digest}"):
-                if changed := changed_outputs(run, step):
-                    raise BundleError(f"{run.output('package') / changed[0]}: changed since the image was made")
-                return run, step, record
-    raise ConfigError(
-        f"no run in {runs} has pushed {reference.at(reference.digest)}; sign it where `pipe package --push` ran"
-    )
 
 
 if __name__ == "__main__":

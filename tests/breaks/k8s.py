@@ -214,13 +214,6 @@ BREAKS: tuple[Break, ...] = (
     ),
     # Images.
     Break(
-        "the signature of another image is accepted",
-        "k8s/images/cosign.py",
-        "        if keyid and _claims(payload, digest):\n",
-        "        if keyid:\n",
-        "tests/k8s/images/test_cosign.py::test_signature_and_provenance_of_another_image_are_refused",
-    ),
-    Break(
         "a base image pinned by digest may be another one",
         "k8s/images/registry.py",
         '        if name.startswith("sha256:"):\n',

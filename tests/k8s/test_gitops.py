@@ -2,28 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from k8s.images.cosign import attest_image, image_statement, open_image, sign_image
-from k8s.images.modelcar import write_modelcar
-from k8s.images.oci_layout import Layout
 from k8s.objects.manifests import write_manifests
 from k8s.objects.serving import serving_objects
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.signing import new_key, private_key
 from pipeline.system.sources import SOURCE_ROOT
 
 from .conftest import Configure
 from .invariants import check_pods
-from .registry_server import RegistryServer
 from .schemas import validate
 
 EXAMPLES = SOURCE_ROOT / "docs" / "gitops"
@@ -100,32 +93,3 @@ def test_the_folders_build_with_kustomize(repository: Path) -> None:
     assert job["spec"]["template"]["spec"]["containers"][0]["env"][0] == {"name": "IMAGE", "value": IMAGE}
     assert [item for item in gated if item["kind"] != "Job"] == manifests
     assert job in gated
-
-
-def test_the_job_passes_only_with_an_image_that_the_key_signed(
-    bundle: Bundle, registry: RegistryServer, tmp_path: Path
-) -> None:
-    index = write_modelcar(bundle, tmp_path / "car", "twice:1")
-    image = f"{registry.host}/twice@{index.digest}"
-    reference, store = open_image(image)
-    store.push(Layout(tmp_path / "car"), index.digest, "1")
-    for name in ("team.key", "other"):
-        new_key(tmp_path / name)
-    assert "is not signed by a key of" in run_gate(image, tmp_path).stderr
-    for name, expected in (("other", 2), ("team.key", 0)):
-        sign_image(reference, index.digest, store, private_key(tmp_path / name))
-        statement = image_statement(f"{registry.host}/twice", [index.digest], bundle, {}, {})
-        attest_image(index.digest, statement, store, private_key(tmp_path / name))
-        done = run_gate(image, tmp_path)
-        assert done.returncode == expected, done.stderr
-    assert f"{image} is signed by" in done.stdout
-
-
-def run_gate(image: str, keys: Path) -> subprocess.CompletedProcess[str]:
-    """Run the Job's command, away from any project, with its volumes in a folder."""
-    (container,) = load(EXAMPLES / "gated" / "gate.yaml")[0]["spec"]["template"]["spec"]["containers"]
-    assert container["command"] == ["python", "-m", "pipeline"]
-    arguments = [word.replace("$(IMAGE)", image).replace("/keys", str(keys)) for word in container["args"]]
-    env = {**os.environ, "PYTHONPATH": str(SOURCE_ROOT), "DOCKER_CONFIG": str(keys / "login")}
-    command = [sys.executable, "-m", "pipeline", *arguments]
-    return subprocess.run(command, cwd=keys, env=env, capture_output=True, text=True, timeout=120, check=False)

@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 
-from k8s.images.contents import Package, bill_of_materials, packages_from_pins, serving_requirements
-from pipeline.contract.bundle import Bundle
+from k8s.images.contents import Package, bill_of_materials, image_provenance, packages_from_pins, serving_requirements
+from pipeline.contract.bundle import PROVENANCE, Bundle, open_bundle, statement
+from pipeline.system.files import write_json
 
 PACKAGES = [Package("PyYAML", "6.0.3"), Package("numpy", "2.4.6")]
 SUBJECT = {"name": "r.example/twice", "version": "0123456789ab"}
@@ -55,3 +58,23 @@ def test_locked_requirements_are_listed(accelerator: str) -> None:
     lines = serving_requirements(accelerator)
     assert len(packages_from_pins(lines)) == len(lines)
     assert all(package.version[0].isdigit() for package in packages_from_pins(lines))
+
+
+def test_the_provenance_names_run_bundle_base_and_sources(bundle: Bundle, tmp_path: Path) -> None:
+    copy = tmp_path / "bundle"
+    shutil.copytree(bundle.path, copy)
+    raw = (copy / "manifest.json").read_bytes()
+    model = statement(bundle.manifest, raw, {"train": {"lr": 0.1}}, {"torch": "2.11"}, {"python": "3.11"})
+    write_json(copy / PROVENANCE, model)
+    materials = {"context": "c" * 64, "python:3.11-slim": f"sha256:{'b' * 64}", "unknown": None}
+    predicate = image_provenance(open_bundle(copy), materials, "20260101-120000-a1b2")
+    build, details = predicate["buildDefinition"], predicate["runDetails"]
+    digests = {item["name"]: item.get("digest", item.get("uri")) for item in build["resolvedDependencies"]}
+    assert build["externalParameters"] == {"config": {"train": {"lr": 0.1}}}
+    assert (digests["bundle"], digests["context"]) == ({"sha256": bundle.digest}, {"sha256": "c" * 64})
+    assert (digests["python:3.11-slim"], "unknown" in digests) == ({"sha256": "b" * 64}, False)
+    assert (digests["checkpoint"], digests["torch"]) == ({"sha256": "c"}, "pkg:pypi/torch@2.11")
+    assert details["metadata"] == {"invocationId": "20260101-120000-a1b2"}
+    assert details["builder"]["version"] == {"python": "3.11"}
+    assert build["internalParameters"] == {"verdict": "pass"}
+    image_provenance(bundle, {}, "run")  # a bundle may come without provenance

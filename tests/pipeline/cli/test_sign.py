@@ -1,9 +1,7 @@
 from __future__ import annotations
 
-import base64
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,23 +10,12 @@ from typer.testing import CliRunner
 
 from pipeline.cli import app
 from pipeline.contract.bundle import Manifest, open_bundle, write_manifest
-from pipeline.contract.run import StepRecord
 from pipeline.contract.signing import SIGNATURE, Trust, new_key, private_key, sign
-from pipeline.history import write_record
 from pipeline.steps.deploy import deploy
 from pipeline.system.errors import BundleError, ConfigError, PipelineError
-from pipeline.system.files import digest_tree
 
-from ...k8s.registry_server import RegistryServer
-from ..packing import MakeRun, pack, write_bundle
+from ..packing import MakeRun, write_bundle
 from .conftest import Pipe
-
-
-@pytest.fixture
-def registry() -> Iterator[RegistryServer]:
-    server = RegistryServer().start()
-    yield server
-    server.stop()
 
 
 def typed(*words: str) -> Any:
@@ -58,7 +45,6 @@ def test_new_key_signs_a_bundle_that_then_verifies(tmp_path: Path) -> None:
         ("sign --key a --new-key b", "--new-key"),
         ("sign --new-key b run", "--new-key"),
         ("verify --bundle some-folder", "--key FILE is needed"),
-        ("verify registry.example/team/digits:0123456789ab", "--key FILE is needed"),
         ("verify some-run --bundle some-folder --key key.pub", "leave one out"),
     ],
 )
@@ -127,46 +113,6 @@ def test_verify_checks_signature_verdict_and_files_without_running_code(
     write_manifest(bundle, "twice", "fail", manifest.ancestors)
     sign(bundle, private_key(key))
     assert "the gate's verdict is 'fail'" in pipe_process(*gate, expect=3).stderr
-
-
-def test_a_pushed_image_is_signed_and_verified(
-    make_run: MakeRun, registry: RegistryServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settings = {"image": f"{registry.host}/twice", "push": True, "builder": "none", "modelcar": "scratch"}
-    run, key = make_run(package=settings), tmp_path / "key"
-    record = pack(run)
-    run.partial("package").rename(run.output("package"))
-    outputs = digest_tree(run.output("package"))
-    step = StepRecord(
-        step="package", status="done", key="k", parts={}, outputs=outputs, started="2026-01-01T12:00:00+00:00",
-        seconds=9.6,
-    )  # fmt: skip
-    write_record(run, step)
-    (tmp_path / "pipe.yaml").write_text("name: twice\ntask: task.py:T\ncodec: codec.py:C\n")
-    monkeypatch.chdir(tmp_path)
-    new_key(key)
-    image = record["modelcar"]["reference"]
-    for target in (image, record["modelcar"]["image"]):
-        assert typed("sign", target, "--key", str(key))["image"] == image
-        checked = typed("verify", target, "--key", f"{key}.pub")["checked"]
-        assert checked[-1] == f"bundle {run.bundle().digest[:12]}: the gate's verdict is pass"
-    (manifest,) = [json.loads(body) for tag, (_, body) in registry.manifests.items() if tag.startswith(tag_of(image))]
-    envelope = json.loads(registry.blobs[manifest["layers"][0]["digest"]])
-    details = json.loads(base64.b64decode(envelope["payload"]))["predicate"]["runDetails"]
-    assert details["metadata"] == {
-        "invocationId": run.id,
-        "startedOn": "2026-01-01T12:00:00+00:00",
-        "finishedOn": "2026-01-01T12:00:10+00:00",
-    }
-    with pytest.raises(ConfigError, match=r"no run in .* has pushed"):
-        typed("sign", f"{registry.host}/twice@sha256:{'0' * 64}", "--key", str(key))
-    (run.output("package") / "sbom.cdx.json").write_text("{}")
-    with pytest.raises(BundleError, match=r"sbom\.cdx\.json: changed since the image was made"):
-        typed("sign", image, "--key", str(key))
-
-
-def tag_of(image: str) -> str:
-    return f"{image.partition('@')[2].replace(':', '-')}.att"
 
 
 def open_manifest(bundle: Path) -> Manifest:

@@ -126,7 +126,7 @@ def test_pushed_image_is_referenced_by_the_registrys_digest(
     assert record["image"] in pushed
     assert "tls-verify" not in pushed
     left = {path.name for path in run.partial("package").iterdir()}
-    assert left == {"context", "image.json", "sbom.cdx.json"}
+    assert left == {"context", "image.json", "provenance.json", "sbom.cdx.json"}
 
 
 def test_a_registry_of_this_machine_needs_no_tls(make_run: MakeRun, builders: PutBuilders) -> None:
