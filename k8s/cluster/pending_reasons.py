@@ -5,9 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
 
 from k8s.cluster.api import Connection, Response, list_objects
-from k8s.cluster.rollout_status import pod_problem
+from k8s.cluster.rollout_status import abandoned_since, pod_problem, read_conditions
 from k8s.objects.kustomize import Object
 from k8s.objects.manifests import kubectl_name
 from k8s.objects.training import QUEUE_LABEL
@@ -19,6 +20,7 @@ _KUEUE_WORKLOADS = [
 ]
 _EVENT = {"apiVersion": "v1", "kind": "Event"}
 _REFRESH_SECONDS = 5.0
+_KUBELET_TIMEOUT = timedelta(seconds=20)  # for taking a pod
 _MAX_PODS = 2  # whose events are read: the others usually wait for the same
 _MAX_REASON_CHARACTERS = 300
 
@@ -62,19 +64,35 @@ class PendingReasons:
 
 
 def pending_pod_warnings(connection: Connection, namespace: str, pods: Sequence[Object]) -> list[str]:
-    """Return the warnings of pods that are pending without a reason in their status, as for a missing Secret."""
+    """Return the nodes that do not work, and the warnings of pods that are pending without a reason in their status."""
     pending = [pod for pod in pods if pod.get("status", {}).get("phase") == "Pending" and not pod_problem(pod)]
-    warnings = []
+    warnings = [problem for pod in pods for problem in _node_problem(connection, pod)]
     for pod in pending[:_MAX_PODS]:
         name = pod["metadata"]["name"]
         warnings += [f"{name}: {text}" for text in newest_warning(connection, namespace, "Pod", name, pod)]
     return warnings
 
 
+def _node_problem(connection: Connection, pod: Object) -> list[str]:
+    """Return the pod's node if it does not report on the pod; we may not be allowed to read why."""
+    since, latest = abandoned_since(pod), (datetime.now(UTC) - _KUBELET_TIMEOUT).isoformat()
+    if not "" < since < latest:
+        return []
+    node, text = pod["spec"]["nodeName"], "has not responded"
+    response = connection.request("GET", f"/api/v1/nodes/{node}")
+    ready = read_conditions(response.json()["status"]).get("Ready", {}) if response.ok else {}
+    if ready.get("status", "True") != "True":
+        text, since = f"is not ready, {ready.get('message')},", ready["lastTransitionTime"]
+    return [
+        f"{pod['metadata']['name']}: node {node} {text} since {datetime.fromisoformat(since).astimezone():%H:%M:%S}"
+    ]
+
+
 def newest_warning(connection: Connection, namespace: str, kind: str, name: str, since: Object) -> list[str]:
     """Return the newest warning about an object that is not older than `since`; none if we may not list events.
 
     Without a warning, it is the image that is being pulled: from a registry that does not answer that takes minutes.
+    Probes fail while a container starts, so that they are none.
     """
     query = {"fieldSelector": f"involvedObject.kind={kind},involvedObject.name={name}"}
     listing = list_objects(connection, _EVENT, namespace, query)
@@ -82,7 +100,7 @@ def newest_warning(connection: Connection, namespace: str, kind: str, name: str,
         return []
     created = since["metadata"].get("creationTimestamp", "")
     events = sorted((item for item in listing.items if _event_time(item)[:19] >= created[:19]), key=_event_time)
-    warnings = [event for event in events if event.get("type") == "Warning"]
+    warnings = [event for event in events if event.get("type") == "Warning" and event.get("reason") != "Unhealthy"]
     pulls = [event for event in events[-1:] if event.get("reason") == "Pulling"]
     return [_event_text(event) for event in (warnings or pulls)[-1:]]
 
@@ -106,7 +124,7 @@ def _event_text(event: Object) -> str:
 def _kueue_reasons(workloads: Sequence[Object]) -> list[str]:
     """Return Kueue's message: first about quota, then about the admission checks that follow."""
     for item in workloads:
-        conditions = {condition["type"]: condition for condition in item.get("status", {}).get("conditions", [])}
+        conditions = read_conditions(item.get("status", {}))
         for kind in ("QuotaReserved", "Admitted"):
             condition = conditions.get(kind, {})
             if condition.get("status") == "False" and condition.get("message"):

@@ -61,7 +61,7 @@ def rollout_progress(live: Object, replicas: int = 0) -> Progress:
 
 
 def _deployment_progress(live: Object, status: Object, minimum: int) -> Progress:
-    conditions = _conditions(status)
+    conditions = read_conditions(status)
     failure = conditions.get("ReplicaFailure", {})
     if failure.get("status") == "True":
         return Progress(False, f"no pod can be created: {failure.get('message', failure.get('reason', 'unknown'))}")
@@ -81,7 +81,7 @@ def _deployment_progress(live: Object, status: Object, minimum: int) -> Progress
 
 
 def _inference_service_progress(status: Object) -> Progress:
-    conditions = _conditions(status)
+    conditions = read_conditions(status)
     if conditions.get("Ready", {}).get("status") == "True":
         return Progress(True, "ready")
     failing = (item for item in conditions.values() if item.get("status") == "False")
@@ -103,7 +103,7 @@ class JobResult:
 
 def job_result(job: Object, pods: Sequence[Object]) -> JobResult | None:
     """Return how a Job, JobSet or TrainJob ended; None while it runs."""
-    conditions = _conditions(job.get("status", {}))
+    conditions = read_conditions(job.get("status", {}))
     true_conditions = {kind: condition for kind, condition in conditions.items() if condition["status"] == "True"}
     if any(kind in true_conditions for kind in _SUCCESS_CONDITIONS):
         return JobResult(0)
@@ -146,10 +146,10 @@ def pod_problem(pod: Object) -> str | None:
         terminated = container.get("state", {}).get("terminated", {})
         if terminated.get("exitCode"):
             return describe_termination(terminated)
-    scheduled = _conditions(status).get("PodScheduled", {})
+    scheduled = read_conditions(status).get("PodScheduled", {})
     if status.get("phase") == "Pending" and scheduled.get("status") == "False":
         return f"Pending: {scheduled.get('message') or scheduled.get('reason', 'not scheduled')}"
-    if status.get("phase") == "Failed":
+    if status.get("phase") == "Failed" or status.get("reason"):  # as NodeLost, of a pod that was running
         return f"{status.get('reason', 'Failed')}: {status.get('message', 'the pod failed')}"
     return None
 
@@ -196,7 +196,20 @@ def pod_rank(pod: Object) -> str:
     return str(metadata.get("annotations", {}).get(COMPLETION_INDEX) or label)
 
 
-def _conditions(status: Object) -> dict[str, Object]:
+def abandoned_since(pod: Object) -> str:
+    """Return since when a pod's node has not reported on it, as the API server writes times; empty if it does.
+
+    A kubelet that takes a pod sets its startTime; the controller of a lost node sets Ready to False and nothing else.
+    """
+    conditions = read_conditions(pod["status"])
+    ready, containers, scheduled = (conditions.get(kind, {}) for kind in ("Ready", "ContainersReady", "PodScheduled"))
+    if (ready.get("status"), containers.get("status"), ready.get("reason")) == ("False", "True", None):
+        return str(ready["lastTransitionTime"])
+    is_taken = "startTime" in pod["status"] or scheduled.get("status") != "True"
+    return "" if is_taken else str(scheduled["lastTransitionTime"])
+
+
+def read_conditions(status: Object) -> dict[str, Object]:
     return {item["type"]: item for item in status.get("conditions", [])}
 
 

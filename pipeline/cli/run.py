@@ -123,7 +123,8 @@ def plan(
     changes: list[dict[str, Any]] = []
     if "deploy" in names and steps[-1].name == "deploy":
         if waiting := [step.name for step in steps if step.action == "run" and step.name != "deploy"]:
-            _note_unknown_changes(waiting[-1], "; `pipe deploy --dry-run` compares the newest bundle")
+            note = f"note: what a deployment would change is known once {waiting[-1]} is complete"
+            print(f"{note}; `pipe deploy --dry-run` compares the newest bundle", file=sys.stderr)
         else:
             source = find_run(project.runs, next(step.source for step in steps if step.name == "package"))
             changes, text = _preview_deployment(project, source, config)
@@ -431,8 +432,7 @@ def deploy(
         source = _find_deployable(project, names)
         config = deployment_config(project, source, overrides)
         if config.package != source.config.package:
-            _note_unknown_changes("package")
-            changes, text = [{"object": "image", "new": True, "fields": []}], "image: new"
+            changes, text = [{"object": "image", "new": True, "fields": []}], "image: new; what follows depends on it"
         else:
             changes, text = _preview_deployment(project, source, config)
         emit(output, changes, text)
@@ -460,10 +460,6 @@ def _watch(project: Project, config: Config, display: Display) -> contextlib.Abs
     connect = functools.partial(Cluster.connect, config.deploy.context, config.deploy.namespace)
     view = RolloutView(connect, config.name, headers)
     return following(view, display.panel, display.report)
-
-
-def _note_unknown_changes(step: str, advice: str = "") -> None:
-    print(f"note: what a deployment would change is known once {step} is complete{advice}", file=sys.stderr)
 
 
 def _preview_deployment(project: Project, source: Run, config: Config) -> tuple[list[dict[str, Any]], str]:

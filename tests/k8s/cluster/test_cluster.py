@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -212,6 +213,54 @@ def test_image_whose_pull_takes_too_long_is_named(api: ApiServer, objects: list[
     cluster.apply(objects, print)
     with pytest.raises(StageError, match=f'twice-abc: Pulling: Pulling image "{IMAGE}"'):
         cluster.wait(objects, 0.05, print)
+
+
+def conditions(changed: str, **status: str) -> list[dict[str, str]]:
+    return [{"type": kind, "status": value, "lastTransitionTime": changed} for kind, value in status.items()]
+
+
+EARLIER = "2026-01-01T00:00:00Z"
+STARTED = {"phase": "Running", "startTime": EARLIER}
+# What the node controller makes of a running pod, what a stopped kubelet leaves, and a pod that starts.
+LOST = {**STARTED, "conditions": conditions(EARLIER, ContainersReady="True", Ready="False")}
+NOT_TAKEN = {"phase": "Pending", "conditions": conditions(EARLIER, PodScheduled="True")}
+STARTING = {**STARTED, "conditions": conditions(EARLIER, PodScheduled="True", ContainersReady="False", Ready="False")}
+SCHEDULED = {"phase": "Pending", "conditions": conditions("2999-01-01T00:00:00Z", PodScheduled="True")}
+
+
+@pytest.mark.parametrize(
+    ("status", "node", "problem"),
+    [
+        (LOST, "Unknown", "twice-0: node kind-2 is not ready, Kubelet stopped, since TIME"),
+        (LOST, "forbidden", "twice-0: node kind-2 has not responded since TIME"),
+        (NOT_TAKEN, "True", "twice-0: node kind-2 has not responded since TIME"),
+        (STARTING, "forbidden", ""),
+        (SCHEDULED, "True", ""),
+    ],
+    ids=["lost", "lost, may not read", "kubelet stopped", "starting", "just scheduled"],
+)
+def test_a_node_that_does_not_respond_is_named(
+    status: dict[str, Any], node: str, problem: str, api: ApiServer, objects: list[dict[str, Any]]
+) -> None:
+    deployment = next(item for item in objects if item["kind"] == "Deployment")
+    metadata = {"name": "twice-0", "labels": deployment["spec"]["template"]["metadata"]["labels"]}
+    body = {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": {"nodeName": "kind-2"}}
+    api.add({**body, "status": status})
+    if node == "forbidden":
+        api.fail("GET", "/api/v1/nodes/", status=403, times=-1)
+    ready = {"type": "Ready", "status": node, "lastTransitionTime": EARLIER, "message": "Kubelet stopped"}
+    api.store.create("/api/v1/nodes/kind-2", {"kind": "Node", "metadata": {}, "status": {"conditions": [ready]}})
+    problems = "; ".join(fast_polling_cluster().pod_problems(deployment))
+    assert re.sub(r"\d\d:\d\d:\d\d", "TIME", problems) == problem
+
+
+def test_probes_that_fail_while_a_pod_starts_are_not_reported(api: ApiServer, objects: list[dict[str, Any]]) -> None:
+    deployment = next(item for item in objects if item["kind"] == "Deployment")
+    api.add_pod("twice-0", deployment["spec"]["template"]["metadata"]["labels"], {"phase": "Pending"})
+    event = {"apiVersion": "v1", "kind": "Event", "metadata": {"name": "twice-0.1"}, "type": "Warning"}
+    about = {"involvedObject": {"kind": "Pod", "name": "twice-0"}, "lastTimestamp": EARLIER}
+    api.add({**event, **about, "reason": "Unhealthy", "message": "Startup probe failed: connection refused"})
+    assert fast_polling_cluster().pod_problems(deployment) == []
 
 
 def test_an_exceeded_progress_deadline_ends_the_wait(api: ApiServer, objects: list[dict[str, Any]]) -> None:

@@ -68,6 +68,8 @@ def test_a_starting_pod_is_no_problem() -> None:
     assert pod_problems([{"metadata": {"name": "p"}, "status": {"containerStatuses": [starting]}}]) == []
 
 
-def test_an_evicted_pod_is_reported() -> None:
+def test_an_evicted_or_lost_pod_is_reported() -> None:
     status = {"phase": "Failed", "reason": "Evicted", "message": "node low on memory"}
     assert pod_problems([{"metadata": {"name": "p"}, "status": status}]) == ["p: Evicted: node low on memory"]
+    lost = {"phase": "Running", "reason": "NodeLost", "message": "node kind-2 is unresponsive"}
+    assert pod_problems([{"metadata": {"name": "p"}, "status": lost}]) == ["p: NodeLost: node kind-2 is unresponsive"]
