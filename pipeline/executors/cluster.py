@@ -207,10 +207,15 @@ def missing_image(config: Config) -> str:
 
 
 def workflow_tasks(config: Config, run: str) -> tuple[WorkflowTask, ...]:
-    """Return the steps as a graph: each after those it reads from."""
+    """Return the steps as a graph: each after those it reads from.
+
+    `pipeline.pod` keeps the run's records and runs the step's own command, after `--`.
+    """
     return tuple(
         WorkflowTask(
-            step, step_command(step, config, run), tuple(name for name in STEPS if name in STEP_KINDS[step].upstream)
+            step,
+            ("python", "-m", "pipeline.pod", step, run, "--", *step_command(step, config, run)),
+            tuple(name for name in STEPS if name in STEP_KINDS[step].upstream),
         )
         for step in STEPS
     )
