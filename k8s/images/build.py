@@ -81,10 +81,7 @@ def supports_annotations(builder: str, env: Mapping[str, str]) -> bool:
     """Return whether the builder can set annotations: docker only with a recent buildx."""
     if builder != "docker":
         return True
-    argv = ["docker", "buildx", "build", "--help"]
-    done = subprocess.run(
-        argv, capture_output=True, text=True, timeout=_BUILDER_TIMEOUT_SECONDS, check=False, env=dict(env)
-    )
+    done = _capture(["docker", "buildx", "build", "--help"], env)
     return done.returncode == 0 and "--annotation" in done.stdout
 
 
@@ -141,10 +138,7 @@ def push(builder: str, image: str, digest_file: Path, env: Mapping[str, str]) ->
 
 
 def _docker_digest(image: str, reference: Reference, env: Mapping[str, str]) -> str:
-    argv = ["docker", "image", "inspect", "--format", "{{json .RepoDigests}}", image]
-    done = subprocess.run(
-        argv, capture_output=True, text=True, timeout=_BUILDER_TIMEOUT_SECONDS, check=False, env=dict(env)
-    )
+    done = _capture(["docker", "image", "inspect", "--format", "{{json .RepoDigests}}", image], env)
     found = [parse_reference(name) for name in (json.loads(done.stdout) or [])] if done.returncode == 0 else []
     for name in found:
         if (name.host, name.repository) == (reference.host, reference.repository):
@@ -168,6 +162,13 @@ def _run(argv: list[str], env: Mapping[str, str]) -> tuple[int, str]:
     return process.returncode, last[:300]
 
 
+def _capture(argv: list[str], env: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
+        timeout=_BUILDER_TIMEOUT_SECONDS, check=False, env=dict(env),
+    )  # fmt: skip
+
+
 def _builder_problem(name: str, env: Mapping[str, str]) -> str | None:
     """Return why a builder cannot be used; None if it can. A client is not enough: its daemon must answer."""
     path = shutil.which(name, path=env.get("PATH", ""))
@@ -175,10 +176,7 @@ def _builder_problem(name: str, env: Mapping[str, str]) -> str | None:
         return f"{name} is not installed"
     engine = "its daemon does not answer" if name == "docker" else "it does not work here"
     try:
-        done = subprocess.run(
-            [path, "info"], stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace",
-            timeout=_BUILDER_TIMEOUT_SECONDS, check=False, env=dict(env),
-        )  # fmt: skip
+        done = _capture([path, "info"], env)
     except (OSError, subprocess.TimeoutExpired) as error:
         return f"{name} is installed but {engine} ({type(error).__name__})"
     if done.returncode == 0:

@@ -62,13 +62,11 @@ class Layout:
         body: dict[str, Any] = json.loads(self.file(digest).read_bytes())
         return body
 
-    def add(self, media_type: str, content: bytes) -> Blob:
+    def add_json(self, media_type: str, body: Mapping[str, Any]) -> Blob:
+        content = canonical_json(body)
         blob = Blob(media_type, f"sha256:{digest_bytes(content)}", len(content))
         self.file(blob.digest).write_bytes(content)
         return blob
-
-    def add_json(self, media_type: str, body: Mapping[str, Any]) -> Blob:
-        return self.add(media_type, canonical_json(body))
 
     def add_layer(self, folder: Path, at: str) -> Layer:
         """Add a layer with the files of a folder under the path `at`, in one pass over the files."""
