@@ -22,6 +22,7 @@ from k8s.objects.jobs import KEY_LABEL, RUN_LABEL, StepJob
 from k8s.objects.kustomize import Object
 from k8s.objects.manifests import kubectl_name
 from pipeline.system.errors import PipelineError, ResourceError, StageError
+from pipeline.system.wording import number
 
 _POD = {"apiVersion": "v1", "kind": "Pod"}
 _CLAIM = {"apiVersion": "v1", "kind": "PersistentVolumeClaim"}
@@ -143,7 +144,7 @@ class StepRunner:
             problems = unrecoverable_problems(pods)
             stuck_since = (stuck_since or time.monotonic()) if problems else None
             if stuck_since and time.monotonic() - stuck_since > self.timeout_seconds:
-                return JobResult(1, f"{problems}; waited {self.timeout_seconds:g} s for it")
+                return JobResult(1, f"{problems}; waited {number(self.timeout_seconds)} s for it")
 
     def _read_events(self, events: Events, objects_by_kind: dict[str, ObjectsByName]) -> None:
         """Read events until none comes for a moment."""

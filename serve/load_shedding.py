@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from pipeline.system.wording import seconds
 from serve.errors import Busy, DeadlineExceeded
 from serve.model_version import ModelVersion
 from serve.request_context import TIMEOUT_HEADER, RequestContext, parse_timeout_header
@@ -49,12 +50,12 @@ def check_capacity(batcher: Batcher, deadline: float, arriving: int = 0) -> None
     if waiting >= limit:
         batcher.remove_obsolete_if_due(now)
         if (waiting := batcher.waiting + arriving) >= limit:
-            seconds = batcher.expected_seconds(now, arriving)
-            raise Busy(f"{waiting} requests wait already; try again in a moment", seconds)
+            wait = batcher.expected_seconds(now, arriving)
+            raise Busy(f"{waiting} requests wait already; try again in a moment", wait)
     if waiting and deadline < math.inf:  # with an empty queue the estimate does not count, so that it is renewed
-        seconds = batcher.expected_seconds(now, arriving)
-        if now + seconds * _SAFETY_FACTOR > deadline:
-            raise Busy(f"the requests before it take about {seconds:.2g} s, longer than its deadline", seconds)
+        wait = batcher.expected_seconds(now, arriving)
+        if now + wait * _SAFETY_FACTOR > deadline:
+            raise Busy(f"the requests before it take about {seconds(wait)}, longer than its deadline", wait)
 
 
 _PAUSE_SECONDS = 0.05

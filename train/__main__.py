@@ -25,6 +25,7 @@ from pipeline.contract.task import Task, build_model, open_task
 from pipeline.system.errors import DataError, StageError
 from pipeline.system.files import digest_mapping, digest_parts, read_object, write_json
 from pipeline.system.processes import Rank
+from pipeline.system.wording import number
 from train.batch_order import order_identity, read_order
 from train.batch_size import decide_batch_size
 from train.chaos_hooks import ChaosHook, install_chaos_hook
@@ -225,7 +226,7 @@ def describe_summary(summary: Mapping[str, Any]) -> str:
     if "overflow_steps" not in summary:
         return text
     steps = "1 step" if summary["overflow_steps"] == 1 else f"{summary['overflow_steps']} steps"
-    return f"{text}; {steps} skipped for overflow, loss scale {summary['loss_scale']:g}"
+    return f"{text}; {steps} skipped for overflow, loss scale {number(summary['loss_scale'])}"
 
 
 def resume(trainer: Trainer, saved: SavedCheckpoint | None, group: ProcessGroup, validated_on: str) -> Progress:

@@ -39,6 +39,7 @@ from k8s.objects.manifests import (
     kubectl_name,
 )
 from pipeline.system.errors import PipelineError, ResourceError, StageError
+from pipeline.system.wording import number
 
 APPLY_QUERY = {"fieldManager": "pipe", "fieldValidation": "Strict"}
 DRY_RUN = {**APPLY_QUERY, "dryRun": "All"}
@@ -165,8 +166,9 @@ class Cluster:
             if progress.failed or time.monotonic() >= deadline:
                 self._report_crash_logs(item, report)
                 raise StageError(
-                    f"{kubectl_name(item)} did not get ready within {timeout_seconds:g} s: {text}; to find the cause: "
-                    f"`kubectl --context {self.context} -n {self.namespace} describe pods -l {_version_selector(item)}`"
+                    f"{kubectl_name(item)} did not get ready within {number(timeout_seconds)} s: {text}; to find the "
+                    f"cause: `kubectl --context {self.context} -n {self.namespace} describe pods "
+                    f"-l {_version_selector(item)}`"
                 )
             time.sleep(min(self.poll_seconds, max(0.0, deadline - time.monotonic())))
 

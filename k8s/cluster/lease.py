@@ -18,6 +18,7 @@ from k8s.cluster.cluster import read_object
 from k8s.cluster.errors import api_error
 from k8s.objects.kustomize import Object
 from pipeline.system.errors import PipelineError, ResourceError
+from pipeline.system.wording import number
 
 LEASE_TIMEOUT_SECONDS = 120  # longest wait for another deployment of the same model
 
@@ -76,10 +77,10 @@ class Lease:
             if owner and time.monotonic() >= deadline:
                 raise ResourceError(
                     f"{owner} is deploying {self.name.removesuffix('-deploy')} in namespace {self.namespace}; waited "
-                    f"{wait_seconds:g} s for it"
+                    f"{number(wait_seconds)} s for it"
                 )
             if owner and owner != reported:
-                report(f"{owner} is deploying here; waiting for it, {wait_seconds:g} s at most")
+                report(f"{owner} is deploying here; waiting for it, {number(wait_seconds)} s at most")
                 reported = owner
             time.sleep(self.poll_seconds)
 

@@ -20,7 +20,7 @@ from k8s.cluster.rollout_status import pod_problem
 from k8s.objects.kustomize import Object
 from k8s.objects.manifests import BUNDLE_ANNOTATION, format_selector, identity_labels
 from pipeline.system.errors import PipelineError
-from pipeline.system.wording import align
+from pipeline.system.wording import align, milliseconds
 
 _PAUSE_SECONDS = 2.0
 _JOIN_SECONDS = 5.0  # for a request that is under way at the end
@@ -128,8 +128,8 @@ def _cells(pods: Sequence[PodView]) -> tuple[str, ...]:
 def _describe_latency(counts: RequestCounts) -> str:
     """Describe the bound of the histogram that most requests kept."""
     if math.isfinite(bound := counts.seconds_of(_FRACTION)):
-        return f"≤ {bound * 1e3:g} ms"
-    return f"> {max(filter(math.isfinite, counts.answered_within), default=0.0) * 1e3:g} ms"
+        return f"≤ {milliseconds(bound * 1e3)}"
+    return f"> {milliseconds(max(filter(math.isfinite, counts.answered_within), default=0.0) * 1e3)}"
 
 
 def _group(pod: Object) -> str:

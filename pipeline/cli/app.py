@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 from pipeline.contract import __version__
 from pipeline.contract.run import STEPS, all_runs
 from pipeline.history import Project, find_project
-from pipeline.system.wording import align
+from pipeline.system.wording import align, number
 
 GROUPS = {
     "Start": ("demo", "init", "doctor", "explain"),
@@ -163,7 +163,7 @@ def _cell(value: object) -> str:
         return "-"
     if not isinstance(value, float):
         return str(value)
-    return f"{value:.4g}" if abs(value) < 10_000 else f"{value:.0f}"
+    return number(value)
 
 
 def split_overrides(words: list[str] | None) -> tuple[list[str], list[str]]:

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 
 from pipeline.data_checks.profile import ColumnSummary, Feature, Floats, Histogram, Profile
-from pipeline.system.wording import join_names
+from pipeline.system.wording import join_names, number
 
 Counts: TypeAlias = np.ndarray[Any, Any]
 
@@ -66,7 +66,7 @@ def _numeric_difference(before: Histogram, after: Histogram) -> Difference:
     groups = _decile_groups(a)
     description = f"KS distance {distance:.3f}"
     if before.mean is not None and after.mean is not None:
-        description += f", mean {before.mean:.4g} → {after.mean:.4g}"
+        description += f", mean {number(before.mean)} → {number(after.mean)}"
     return Difference(
         psi(np.bincount(groups, a), np.bincount(groups, b)),
         ks_p_value(distance, int(a.sum()), int(b.sum())),
@@ -176,7 +176,7 @@ def check_missing(
     worst = max((fraction for *_, fraction, _ in rows), default=0.0)
     for split, name, facts, fraction, feature in rows:
         if fraction > share:
-            description = "every number is" if fraction == 1 else f"{100 * fraction:.2g}% of the numbers are"
+            description = "every number is" if fraction == 1 else f"{number(100 * fraction, 2)}% of the numbers are"
             detail = (
                 f"{description} NaN or infinite ({facts.missing} of {facts.values} in {name}); to fix it: fill or drop "
                 f"them in data({split!r}), or set prepare.missing_share={_round_up(worst):g}, which accepts all "
@@ -184,7 +184,7 @@ def check_missing(
             )
             yield CheckResult("missing", f"{split}.{feature}", severity, False, detail, fraction, share)
     if worst <= share:
-        detail = f"at most {100 * worst:.2g}% of a feature are" if worst else "no number is"
+        detail = f"at most {number(100 * worst, 2)}% of a feature are" if worst else "no number is"
         yield CheckResult("missing", "all splits", severity, True, f"{detail} NaN or infinite", worst, share)
 
 
@@ -330,8 +330,8 @@ def check_ranges(
                 "former values are outside the latter" if outside[0] in left else "latter values are outside the former"
             )
             detail = (
-                f"{a.low:.4g} … {a.high:.4g} became {b.low:.4g} … {b.high:.4g}, and {share:.0%} of the {which} range"
-                f"{also}; to fix it: look for a change of unit, scale or encoding"
+                f"{number(a.low)} … {number(a.high)} became {number(b.low)} … {number(b.high)}, and {share:.0%} of "
+                f"the {which} range{also}; to fix it: look for a change of unit, scale or encoding"
             )
             location = f"{where}.{outside[0] if len(fractions) == 1 else column}"
             text = detail if location.endswith(outside[0]) else f"{outside[0]}: {detail}"

@@ -54,6 +54,7 @@ from pipeline.data_checks.scan import (
 )
 from pipeline.system.errors import ConfigError, DataError
 from pipeline.system.files import write_json
+from pipeline.system.wording import number
 
 _MAX_PAIRS = 100  # near-duplicates that are written; all are counted
 _MAX_PRINTED = 5  # results on the terminal; all are written
@@ -204,8 +205,9 @@ def check_overlap(times: Mapping[str, Any], groups: Mapping[str, Any], config: P
         early = int((times[split] < newest).sum())
         if early:
             detail = (
-                f"{early} of {len(times[split])} samples are earlier than the newest training sample ({newest:.10g}); "
-                "to fix it: split by time, so that training ends before the others begin, or set prepare.overlap=warn"
+                f"{early} of {len(times[split])} samples are earlier than the newest training sample "
+                f"({number(newest, 10)}); to fix it: split by time, so that training ends before the others begin, or "
+                "set prepare.overlap=warn"
             )
             place = f"{split}.{config.time_column}"
             yield CheckResult("time_order", place, config.overlap, False, detail, float(early), 0.0)

@@ -20,7 +20,7 @@ def number(value: float | None, digits: int = 4) -> str:
         return f"{int(value):,}"
     if value < 1e-4 or value >= 1e15:
         return _power_of_ten(value, digits)
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.{digits}g}"
+    return f"{value:,.0f}" if value >= 10 ** (digits - 1) else f"{value:.{digits}g}"
 
 
 def signed(value: float) -> str:

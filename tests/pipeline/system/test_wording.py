@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import math
+import re
 from datetime import timedelta
 
 import pytest
 
-from pipeline.system.wording import age, align, clock, number, percent, seconds, signed, size
+from pipeline.system.sources import SOURCE_ROOT
+from pipeline.system.wording import age, align, clock, milliseconds, number, percent, seconds, signed, size
 
 
 @pytest.mark.parametrize(
@@ -27,6 +29,16 @@ from pipeline.system.wording import age, align, clock, number, percent, seconds,
 )
 def test_numbers_have_four_significant_digits(value: float | None, text: str) -> None:
     assert number(value) == text
+
+
+def test_numbers_of_fewer_digits_have_no_exponent() -> None:
+    assert [number(value, 2) for value in (0.05, 9.96, 99.6, 271.3)] == ["0.05", "10", "100", "271"]
+    assert [milliseconds(value) for value in (12.34, 999.7, 43210.9)] == ["12.3 ms", "1,000 ms", "43,211 ms"]
+
+
+def test_seconds_in_messages_have_no_exponent() -> None:
+    sources = (path for stage in ("k8s", "pipeline", "serve", "train") for path in (SOURCE_ROOT / stage).rglob("*.py"))
+    assert [path.name for path in sources if re.search(r":[#.\d]*g\} s\b", path.read_text())] == []
 
 
 def test_differences_of_small_units_are_not_zero() -> None:
