@@ -1,33 +1,33 @@
-"""Deploying a bundle to a cluster: render manifests, run a canary, apply, wait, and send the golden requests."""
+"""Deploying a bundle to a cluster: render manifests, run a canary, apply, wait, and send the golden requests.
+
+Promoting a canary, continuing it, and restoring an earlier version start from what is recorded on the cluster.
+"""
 
 from __future__ import annotations
 
+import functools
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from k8s.cluster import smoke
-from k8s.cluster.canary import CanaryResult, CanaryRollout, canary_deployment, canary_name
+from k8s.cluster.canary import CanaryRollout, canary_deployment, canary_name, uses_tls
 from k8s.cluster.cluster import Change, Cluster, Report
-from k8s.cluster.garbage_collection import delete_unused_configuration
+from k8s.cluster.history import History, Version, delete, delete_unused, delete_version, read_history, write_version
 from k8s.cluster.lease import LEASE_TIMEOUT_SECONDS, Lease, holder_identity
 from k8s.objects import network, serving
 from k8s.objects.kustomize import Object
-from k8s.objects.manifests import (
-    BUNDLE_ANNOTATION,
-    WORKLOAD_KINDS,
-    format_selector,
-    identity_labels,
-    kubectl_name,
-    write_manifests,
-)
+from k8s.objects.manifests import BUNDLE_ANNOTATION, format_selector, identity_labels, kubectl_name, write_manifests
 from k8s.objects.overlay import overlay_digest
 from pipeline.contract.bundle import Bundle, check_gate
 from pipeline.contract.config import Config
 from pipeline.contract.settings.access import OPEN_ACCESS, Access
-from pipeline.system.errors import ClusterError, ResourceError, StageError
+from pipeline.system.errors import ClusterError, ConfigError, ResourceError, StageError
+
+FindBundle = Callable[[Version], Bundle | None]  # None if it is not on this machine
 
 
 def deploy(
@@ -38,13 +38,10 @@ def deploy(
     render_only: bool,
     report: Report,
     access: Access = OPEN_ACCESS,
-    on_apply: Callable[[str], None] = lambda _: None,
     overlay: Path | None = None,
+    run: str = "",
 ) -> dict[str, Any]:
-    """Render the manifests into a folder and, unless `render_only`, deploy them; return what is recorded.
-
-    `on_apply` is called with the server before the new version is applied to it.
-    """
+    """Render the manifests into a folder and, unless `render_only`, deploy them; return what is recorded."""
     check_gate(bundle.manifest.verdict, str(bundle.path))
     objects = serving.serving_objects(config, bundle, image, access, overlay)
     files = write_manifests(objects, directory)
@@ -65,14 +62,14 @@ def deploy(
         report(f"nothing was applied; {commands}")
         return record
     try:
-        cluster = Cluster.connect(config.deploy.context, config.deploy.namespace)
-    except ResourceError as error:
+        with _deployer(config, access, report) as deployer:
+            version = deployer.history().begin(objects, run=run, bundle=bundle.digest, image=image)
+            secrets = network.access_secrets(config, access)
+            outcome = deployer.deploy(version, smoke.Expected.from_bundle(bundle, bundle.digest), secrets)
+            cluster = deployer.cluster
+    except NoCluster as error:
         message = f"no cluster to deploy to: {error}. The manifests are in {directory}; {commands}"
         raise ClusterError(message) from error
-    report(f"deploying to {cluster.describe()}")
-    with deployment_lease(cluster, config).hold(LEASE_TIMEOUT_SECONDS, report) as check_lease:
-        before_apply = lambda: on_apply(cluster.connection.server)  # noqa: E731
-        outcome = Deployer(config, bundle, objects, access, cluster, report, check_lease, before_apply).run()
     return {**record, **outcome, "context": cluster.context, "server": cluster.connection.server}
 
 
@@ -86,115 +83,202 @@ def preview(
 ) -> list[Change]:
     """Return what a deployment would change, by a dry run on the server; write nothing."""
     check_gate(bundle.manifest.verdict, str(bundle.path))
-    secrets = network.access_secrets(config, access)
-    objects = [*secrets, *serving.serving_objects(config, bundle, image, access, overlay)]
+    objects = serving.serving_objects(config, bundle, image, access, overlay)
     cluster = Cluster.connect(config.deploy.context, config.deploy.namespace)
     report(f"comparing with {cluster.describe()}")
     if percent := config.rollout.canary_percent:
-        report(f"a canary with {percent:g} % of the requests would come first; the changes below are those for all")
-    for item in objects:
-        if item["kind"] == "Secret":
-            report(f"{kubectl_name(item)} would be written again; its current content is never read")
-    return cluster.plan(objects)
+        report(f"a canary with {percent:g} % of the connections would come first; the changes below are those for all")
+    history = read_versions(cluster, config)
+    version = history.begin(objects, run="", bundle=bundle.digest, image=image)
+    secrets = network.access_secrets(config, access)
+    for item in secrets:
+        report(f"{kubectl_name(item)} would be written again; its current content is never read")
+    return [*cluster.plan([*secrets, *version.objects]), *_deletions(history.unwanted_objects(cluster, objects))]
 
 
-def end_canary(config: Config, report: Report) -> None:
-    """Delete the canary's Deployment: the stable version gets all requests again."""
-    cluster = Cluster.connect(config.deploy.context, config.deploy.namespace)
-    report(f"ending the canary on {cluster.describe()}")
-    canary = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": canary_name(config.name)}}
+def promote(config: Config, access: Access, report: Report, find: FindBundle, run: str = "") -> Version:
+    """Give the canary on the cluster all requests; `run` is that which it must be of."""
+    with _deployer(config, access, report) as deployer:
+        version = deployer.require_canary()
+        if run not in ("", version.run):
+            raise ConfigError(f"the canary is {version.title}, so run {run} is not promoted")
+        deployer.serve(version, _expected(find, version), version.objects)
+        return version
+
+
+def find_canary(config: Config) -> Version | None:
+    """Return the canary on the cluster, if there is one."""
+    return read_versions(Cluster.connect(config.deploy.context, config.deploy.namespace), config).canary
+
+
+def continue_canary(config: Config, access: Access, report: Report, find: FindBundle) -> Version:
+    """Measure the canary on the cluster, then promote it or end it."""
+    with _deployer(config, access, report) as deployer:
+        version = deployer.require_canary()
+        if not (config.rollout.auto and config.rollout.canary_percent):
+            raise ConfigError(
+                f"a canary is on the cluster, {version.title}: `pipe deploy --watch --canary PERCENT --auto` measures "
+                "it, `pipe registry promote` or `pipe registry rollback` ends it, `pipe deploy RUN` deploys another run"
+            )
+        report(f"continuing the canary of {version.title}")
+        deployer.deploy(version, _expected(find, version))
+        return version
+
+
+def roll_back(
+    config: Config, access: Access, report: Report, find: FindBundle, number: int | None = None
+) -> tuple[Version | None, Version | None]:
+    """End the canary, or restore the previous version, or the one with this number.
+
+    Returns the version that serves now, if `pipe` has deployed it, and the canary that was ended.
+    """
+    with _deployer(config, access, report) as deployer:
+        history = deployer.history()
+        if history.live_canary is not None and number is None:
+            deployer.end_canary(history.canary)
+            return history.current, history.canary
+        version = history.to_restore(number)
+        report(f"restoring {version.title}")
+        deployer.serve(version, _expected(find, version), version.pod_objects, restore=True)
+        return version, None
+
+
+def _expected(find: FindBundle, version: Version) -> smoke.Expected:
+    return smoke.Expected.from_bundle(find(version), version.bundle)
+
+
+class NoCluster(ResourceError):
+    """No connection to the cluster."""
+
+
+@contextmanager
+def _deployer(config: Config, access: Access, report: Report) -> Iterator[Deployer]:
+    """Connect, and hold the lease of the service."""
+    try:
+        cluster = Cluster.connect(config.deploy.context, config.deploy.namespace)
+    except ResourceError as error:
+        raise NoCluster(str(error)) from error
+    report(f"deploying to {cluster.describe()}")
     with deployment_lease(cluster, config).hold(LEASE_TIMEOUT_SECONDS, report) as check_lease:
-        cluster.delete(canary)
-        delete_unused_configuration(cluster, config.name, "", report, check_lease)
+        yield Deployer(config, access, cluster, report, check_lease)
 
 
 def deployment_lease(cluster: Cluster, config: Config) -> Lease:
     return Lease(cluster.connection, config.deploy.namespace, f"{config.name}-deploy", holder_identity())
 
 
+def read_versions(cluster: Cluster, config: Config) -> History:
+    return read_history(cluster, config.name, "InferenceService" if config.deploy.by_kserve else "Deployment")
+
+
+def _deletions(objects: Sequence[Object]) -> list[Change]:
+    return [Change(kubectl_name(item), False, ("deleted, as no setting makes it any more",)) for item in objects]
+
+
 @dataclass(frozen=True)
 class Deployer:
-    """Deploys one bundle to one cluster."""
+    """Changes the version that one cluster serves, while it holds the lease."""
 
     config: Config
-    bundle: Bundle
-    objects: list[Object]
     access: Access
     cluster: Cluster
     report: Report
     check_lease: Callable[[], None]  # raises once another deployment has started
-    before_apply: Callable[[], None]
 
-    @property
-    def workload(self) -> Object:
-        return next(item for item in self.objects if item["kind"] in WORKLOAD_KINDS)
+    def history(self) -> History:
+        return read_versions(self.cluster, self.config)
 
-    @property
-    def configuration(self) -> list[Object]:
-        """The Secret of the pods, if there is one, and their ConfigMap."""
-        config_maps = [item for item in self.objects if item["kind"] == "ConfigMap"]
-        return [*network.access_secrets(self.config, self.access), *config_maps]
+    def deploy(self, version: Version, expected: smoke.Expected, secrets: Sequence[Object] = ()) -> dict[str, Any]:
+        """Run the canary if one is configured, then give the version all requests."""
+        percent = self.config.rollout.canary_percent
+        if percent and not self._run_canary(version, expected, secrets):
+            return {"canary": percent, "applied": []}
+        objects = [*secrets, *version.objects]
+        count = self.serve(version, expected, objects)
+        return {"canary": None, "applied": [kubectl_name(item) for item in objects], "golden": {"requests": count}}
 
-    def run(self) -> dict[str, Any]:
-        """Run the canary if one is configured, then give the new version all requests."""
-        live, rollout = self.cluster.read(self.workload), self.config.rollout
-        if rollout.canary_percent and (result := self._run_canary(live)) is not None:
-            return {"canary": rollout.canary_percent, "canary_result": result, "applied": []}
-        objects = [*network.access_secrets(self.config, self.access), *self.objects]
-        self.check_lease()
-        self.before_apply()
-        previous = self._read_digests(live)
-        applied = self.cluster.apply(objects, self.report)
+    def serve(
+        self, version: Version, expected: smoke.Expected, objects: Sequence[Object], restore: bool = False
+    ) -> int:
+        """Apply objects of the version, wait for it and record it; return the number of golden requests."""
+        history = self.history()
+        unwanted = [] if restore else history.unwanted_objects(self.cluster, version.objects)
+        previous = self._read_digests(history.live)
+        for change in _deletions(unwanted):
+            self.report(f"plan: {change.name}: {change.fields[0]}")
+        applied = self.cluster.apply(objects, self.report, functools.partial(self._begin, version, restore))
         self.report(f"applied {', '.join(applied)}")
         try:
-            count = self._wait_and_check(previous)
+            count = self._wait_and_check(version, expected, previous)
         except StageError as error:
-            hint = "; it is applied, and `pipe registry rollback` restores the version before it" if live else ""
+            write_version(self.cluster, self.config.name, version, "begun")
+            hint = "; it is applied, and `pipe registry rollback` restores the version before it" if previous else ""
             raise StageError(f"{error}{hint}") from error
-        self.report(f"{count} golden requests answered as at export")
-        self._delete_unused_configuration(self.configuration[-1]["metadata"]["name"])
-        return {"canary": None, "applied": applied, "golden": {"requests": count}}
+        self.report(expected.describe(count))
+        write_version(self.cluster, self.config.name, version, "served")
+        if restore and history.unfinished not in (None, version):
+            write_version(self.cluster, self.config.name, history.unfinished, "undone")
+        for item in unwanted:
+            delete(item, self.cluster, self.report)
+        self._delete_unused()
+        return count
 
-    def _run_canary(self, live: Object | None) -> str | None:
-        """Return the result of a canary that a person has to end; None if the new version gets all requests."""
-        if live is None:
-            self.report("rollout.canary_percent: nothing serves yet, so this bundle gets all requests")
-            return None
-        if not self._changes_pods():
-            self.report("rollout.canary_percent: this version serves already")
-            return None
+    def require_canary(self) -> Version:
+        history = self.history()
+        if history.canary is None:
+            raise ConfigError(
+                f"{self.config.name} has no canary in namespace {self.cluster.namespace} of {self.cluster.context}, so "
+                "nothing is promoted; `pipe deploy --canary PERCENT` starts one"
+            )
+        return history.canary
+
+    def end_canary(self, version: Version | None) -> None:
+        """Delete the canary's Deployment and its record: the stable version gets all requests again."""
         self.check_lease()
-        self.cluster.apply(self.configuration, self.report)
-        try:
-            result = self._start_canary(live)
-        except StageError:
-            self._delete_unused_configuration("")
-            raise
-        return result.text if result.outcome == "inconclusive" else None
+        self.cluster.delete(_canary_object(self.config.name))
+        if version is not None:
+            delete_version(self.cluster, self.config.name, version.number)
+        self._delete_unused()
 
-    def _start_canary(self, live: Object) -> CanaryResult:
-        result = CanaryRollout(
+    def _begin(self, version: Version, restore: bool) -> None:
+        self.check_lease()
+        write_version(self.cluster, self.config.name, version, "restoring" if restore else "begun")
+
+    def _run_canary(self, version: Version, expected: smoke.Expected, secrets: Sequence[Object]) -> bool:
+        """Return whether the version gets all requests; False if the canary stays until a person ends it."""
+        history = self.history()
+        if history.live is None:
+            self.report("rollout.canary_percent: nothing serves yet, so this bundle gets all requests")
+            return True
+        if history.current is not None and history.current.has_pods_of(version.objects):
+            self.report("rollout.canary_percent: this version serves already")
+            return True
+        options = [item for item in version.objects if item["kind"] == "ConfigMap"]
+        self.cluster.apply([*secrets, *options], self.report, functools.partial(self._begin, version, restore=False))
+        rollout = CanaryRollout(
             cluster=self.cluster,
-            bundle=self.bundle,
-            candidate=canary_deployment(self.objects),
-            stable=live,
+            name=self.config.name,
+            expected=expected,
+            candidate=canary_deployment(version.objects),
+            stable=history.live,
             settings=self.config.rollout,
             timeout_seconds=self.config.deploy.timeout_seconds,
             headers=self.access.headers(),
             report=self.report,
             check_lease=self.check_lease,
-        ).run()
+        )
+        try:
+            result = rollout.run()
+        except StageError:
+            self.end_canary(version)
+            raise
         if result.outcome == "roll back":
+            self.end_canary(version)
             raise StageError(f"the canary was rolled back, the stable version gets all requests: {result.text}")
-        return result
+        return result.outcome == "promote"
 
-    def _delete_unused_configuration(self, keep: str) -> None:
-        delete_unused_configuration(self.cluster, self.config.name, keep, self.report, self.check_lease)
-
-    def _changes_pods(self) -> bool:
-        """Return whether the pods would change, be it in their bundle, image or options."""
-        (change,) = self.cluster.plan([self.workload])
-        return any(field.startswith(("spec.template.", "spec.predictor.")) for field in change.fields)
+    def _delete_unused(self) -> None:
+        delete_unused(self.cluster, self.history, self.report, self.check_lease)
 
     def _read_digests(self, live: Object | None) -> frozenset[str]:
         """Return the bundles of all pods there are, and of the workload."""
@@ -203,17 +287,19 @@ class Deployer:
         annotations = (item["metadata"].get("annotations", {}) for item in owners)
         return frozenset(item[BUNDLE_ANNOTATION] for item in annotations if BUNDLE_ANNOTATION in item)
 
-    def _wait_and_check(self, previous: frozenset[str]) -> int:
+    def _wait_and_check(self, version: Version, expected: smoke.Expected, previous: frozenset[str]) -> int:
         """Wait for the roll-out and send the golden requests; return their number."""
-        self.cluster.wait(self.objects, self.config.deploy.timeout_seconds, self.report)
+        self.cluster.wait(version.objects, self.config.deploy.timeout_seconds, self.report)
         if not self.config.deploy.by_kserve:
-            self.cluster.delete(canary_deployment(self.objects))
-        headers = self.access.headers()
-        return smoke.check_service(self.cluster, self._service_name(), self.bundle, self.report, headers, previous)
+            self.cluster.delete(_canary_object(self.config.name))
+        service = serving.service_name(self.config)
+        if not self.config.deploy.by_kserve and uses_tls(version.workload["spec"]["template"]["spec"]):
+            service = f"https:{service}"
+        return smoke.check_service(self.cluster, service, expected, self.report, self.access.headers(), previous)
 
-    def _service_name(self) -> str:
-        """Return the Service of the pods, as the API server's proxy names it."""
-        return ("https:" if self.access.tls_key else "") + serving.service_name(self.config)
+
+def _canary_object(name: str) -> Object:
+    return {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": {"name": canary_name(name)}}
 
 
 def _remaining_commands(config: Config, access: Access, directory: Path) -> str:

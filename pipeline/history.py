@@ -337,6 +337,11 @@ def lock_service(runs: Path, on_wait: OnWait | None = None) -> Iterator[None]:
                 _held.remove(path)
 
 
+def lock_place(runs: Path, config: Config) -> contextlib.AbstractContextManager[None]:
+    """Lock what is deployed on this machine; on a cluster, a lease at the place does so."""
+    return lock_runs(runs, shared=True) if config.deploy.on_cluster else lock_service(runs)
+
+
 _held: set[Path] = set()
 
 

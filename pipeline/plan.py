@@ -19,7 +19,7 @@ from packaging.version import Version
 from pipeline.contract.bundle import OVERRIDE_FILE
 from pipeline.contract.config import Config, all_sections
 from pipeline.contract.pretrained import pretrained_parts
-from pipeline.contract.registry import read_registry
+from pipeline.contract.registry import BASELINE_PART, champion_name, read_registry
 from pipeline.contract.results import NEAR_COPIES
 from pipeline.contract.run import STEPS, Run, StepRecord
 from pipeline.contract.settings.bundled import BUNDLED_SETTINGS
@@ -313,12 +313,14 @@ def key_parts(step: str, config: Config, project: Project, outputs: Mapping[str,
         parts |= _add_prefix("pretrained", pretrained_parts(config, project.root, project.runs))
         parts |= _add_prefix("file", data_file_digests(project.root, config.prepare.files))
     if step == "prepare":
-        champion = comparable_champion(read_registry(project.runs, config.registry), project.runs, parts)
+        registry = read_registry(project.runs, config.registry)
+        champion = comparable_champion(registry, project.runs, parts, champion_name(config))
         parts[CHAMPION_PART] = champion.bundle if champion else NO_CHAMPION
     if step == "evaluate":
         registry = read_registry(project.runs, config.registry)
-        champion = registry.champion_for(outputs.get("train", {}).get("model.safetensors"))
-        parts["baseline:champion"] = champion.bundle if champion else "the task's own"
+        checkpoint = outputs.get("train", {}).get("model.safetensors")
+        champion = registry.champion_for(checkpoint, champion_name(config))
+        parts[BASELINE_PART] = champion.bundle if champion else "the task's own"
     if step == "package":
         if any((project.root / WHEELS_FOLDER).glob("*.whl")):
             parts |= _add_prefix("file", data_file_digests(project.root, (f"{WHEELS_FOLDER}/*.whl",)))

@@ -132,10 +132,8 @@ def _run_steps(work: Work, run: Run, display: Display) -> None:
                 if name in (CHECK, "prepare", "train") and "train" in request.steps and not work.fork_server:
                     server = start_fork_server(work.project.root, work.config, request.cores)
                     work.fork_server = until_exported.enter_context(server)
-                changes_service = (
-                    lock_service(run.runs, display.report) if name == "deploy" else contextlib.nullcontext()
-                )
-                with changes_service:
+                is_local = name == "deploy" and not work.config.deploy.on_cluster  # a lease locks a place on a cluster
+                with lock_service(run.runs, display.report) if is_local else contextlib.nullcontext():
                     record = run_step(work, run, decision, display)
             if name == "prepare":  # which has taken them, unless it was reused
                 shutil.rmtree(run.path / CHECKED_FILES, ignore_errors=True)

@@ -19,7 +19,6 @@ from k8s.cluster.cluster import Cluster, Report
 from k8s.cluster.request_counts import RequestCounts, parse_request_counts
 from k8s.objects.kustomize import Object
 from k8s.objects.manifests import HTTP_PORT, TRACK_LABEL
-from pipeline.contract.bundle import Bundle
 from pipeline.contract.settings.cluster import Rollout
 from pipeline.system.errors import PipelineError, StageError
 
@@ -90,7 +89,7 @@ def traffic_steps(first: float) -> list[float]:
 
 
 def replicas_for(percent: float, stable: int) -> int:
-    """Return the number of pods whose percentage comes nearest: a Service gives every pod as many requests."""
+    """Return the number of pods whose percentage comes nearest: a Service gives every pod as many connections."""
     return max(1, round(stable * percent / (100 - percent)))
 
 
@@ -98,7 +97,7 @@ def describe_traffic(percent: float, stable: int) -> str:
     """Describe the percentage that the pods really get, and the number of pods that the requested one needs."""
     pods = replicas_for(percent, stable)
     actual_percent = 100 * pods / (pods + stable)
-    text = f"{pods} pod{'s' * (pods > 1)} next to {stable} get about {actual_percent:.0f} % of the requests"
+    text = f"{pods} pod{'s' * (pods > 1)} next to {stable} get about {actual_percent:.0f} % of the connections"
     if actual_percent > percent + 1:
         needed_pods = math.ceil((100 - percent) / percent)
         text += f" ({percent:g} % needs {needed_pods} stable pods for each pod of the canary)"
@@ -110,7 +109,8 @@ class CanaryRollout:
     """A canary of one bundle, as a second Deployment next to the stable one."""
 
     cluster: Cluster
-    bundle: Bundle
+    name: str  # of the model
+    expected: smoke.Expected
     candidate: Object  # the canary's Deployment
     stable: Object  # the stable version's Deployment, as it is on the cluster
     settings: Rollout
@@ -122,24 +122,32 @@ class CanaryRollout:
     def run(self) -> CanaryResult:
         """Raise the traffic step by step; any error ends the canary, and the stable version gets all requests again.
 
-        Without `rollout.auto` only the first step is made, and the canary stays until a person ends it.
+        Without `rollout.auto` only the first step is made, and the canary stays until a person ends it. A canary that
+        is there already, as after an interruption, goes on with the step that it had reached.
         """
         try:
             if not self.settings.auto:
                 self._set_traffic(self.settings.canary_percent)
                 return CanaryResult("inconclusive", "`pipe registry promote` or `pipe registry rollback` ends it")
-            for percent in traffic_steps(self.settings.canary_percent):
+            live = self.cluster.read(self.candidate)
+            steps = traffic_steps(self.settings.canary_percent)
+            if live is not None and live["spec"]["replicas"] > replicas_for(steps[0], self._stable_replicas):
+                steps = steps[-1:]
+            for percent in steps:
                 self._set_traffic(percent)
                 result = self._observe()
                 self.report(f"canary at {percent:g} %: {result.outcome}: {result.text}")
                 if result.outcome != "promote":
                     self.end()
                     return CanaryResult("roll back", result.text)
-        except BaseException:
+        except Exception:
             try:
                 self.end()
             except PipelineError as error:  # it must not hide the error that led here
                 self.report(f"warning: the canary could not be ended: {error}; to fix it: `pipe registry rollback`")
+            raise
+        except BaseException:
+            self.report("the canary stays: `pipe deploy --watch` goes on with it, `pipe registry rollback` ends it")
             raise
         return result
 
@@ -150,15 +158,18 @@ class CanaryRollout:
     def _set_traffic(self, percent: float) -> None:
         """Scale the canary for a percentage, wait for its pods, and send the golden requests to each."""
         self.check_lease()
-        stable_replicas = self.stable.get("status", {}).get("replicas") or self.stable["spec"].get("replicas", 1)
-        self.report(f"canary: {describe_traffic(percent, stable_replicas)}")
+        self.report(f"canary: {describe_traffic(percent, self._stable_replicas)}")
         item = copy.deepcopy(self.candidate)
-        item["spec"]["replicas"] = replicas_for(percent, stable_replicas)
+        item["spec"]["replicas"] = replicas_for(percent, self._stable_replicas)
         self.cluster.apply([item], self.report)
         self.cluster.wait([item], self.timeout_seconds, self.report)
         for pod in self._canary_pods():
-            count = smoke.check_pod(self.cluster, self._pod_address(pod, self.candidate), self.bundle, self.headers)
-            self.report(f"{pod}: {count} golden requests answered as at export")
+            count = smoke.check_pod(self.cluster, self._pod_address(pod, self.candidate), self.expected, self.headers)
+            self.report(f"{pod}: {self.expected.describe(count)}")
+
+    @property
+    def _stable_replicas(self) -> int:
+        return int(self.stable.get("status", {}).get("replicas") or self.stable["spec"].get("replicas", 1))
 
     def _observe(self) -> CanaryResult:
         """Compare the requests since now, again and again until the comparison is conclusive."""
@@ -197,7 +208,7 @@ class CanaryRollout:
                 )
             if status != _HTTP_OK:
                 raise StageError(f"{pod}: GET /metrics returned {status}; a canary needs them to be measured")
-            counts[pod] = parse_request_counts(text, self.bundle.name)
+            counts[pod] = parse_request_counts(text, self.name)
         return counts
 
     def _canary_pods(self) -> list[str]:
@@ -225,8 +236,11 @@ def canary_deployment(objects: Sequence[Object]) -> Object:
 
 def pod_address(pod: str, spec: Object) -> str:
     """Return a pod's address for the API server's proxy."""
-    uses_tls = any("--tls-key" in container.get("args", []) for container in spec["containers"])
-    return f"{'https:' if uses_tls else ''}{pod}:{HTTP_PORT}"
+    return f"{'https:' if uses_tls(spec) else ''}{pod}:{HTTP_PORT}"
+
+
+def uses_tls(spec: Object) -> bool:
+    return any("--tls-key" in container.get("args", []) for container in spec["containers"])
 
 
 def canary_name(name: str) -> str:

@@ -19,7 +19,7 @@ from k8s.cluster.api import (
     plural,
     response_warnings,
 )
-from k8s.cluster.errors import api_error
+from k8s.cluster.errors import api_error, only_undone
 from k8s.cluster.pending_reasons import pending_pod_warnings
 from k8s.cluster.rollout_status import (
     Progress,
@@ -102,10 +102,14 @@ class Cluster:
             for change, item in zip(changes, objects, strict=True)
         ]
 
-    def apply(self, objects: Sequence[Object], report: Report) -> list[str]:
-        """Apply on the server side; all objects are planned first, so that a refusal leaves nothing half applied."""
+    def apply(self, objects: Sequence[Object], report: Report, begin: Callable[[], None] = lambda: None) -> list[str]:
+        """Apply on the server side; all objects are planned first, so that a refusal leaves nothing half applied.
+
+        `begin` is called in between.
+        """
         for line in describe_changes(self.plan(objects)) or ["plan: nothing changes"]:
             report(line)
+        begin()
         for item in objects:
             apply_object(self.connection, item, self.namespace, report)
         return [kubectl_name(item) for item in objects]
@@ -262,9 +266,13 @@ def apply_object(connection: Connection, item: Object, namespace: str, report: R
 
 
 def patch_object(connection: Connection, item: Object, namespace: str, query: Mapping[str, str]) -> Response:
-    """Apply on the server side; DRY_RUN changes nothing."""
-    body = json.dumps(item).encode()
-    response = connection.request("PATCH", _object_path(item, namespace), query, body, APPLY_CONTENT_TYPE)
+    """Apply on the server side; DRY_RUN changes nothing. What `kubectl rollout undo` has set is overwritten."""
+    path, body = _object_path(item, namespace), json.dumps(item).encode()
+    response = connection.request("PATCH", path, query, body, APPLY_CONTENT_TYPE)
+    if response.status == 409 and only_undone(response.reason) and (live := read_object(connection, item, namespace)):
+        managers = [(fields["manager"], fields["operation"]) for fields in live["metadata"].get("managedFields", [])]
+        if ("kubectl", "Update") in managers:
+            response = connection.request("PATCH", path, {**query, "force": "true"}, body, APPLY_CONTENT_TYPE)
     if not response.ok:
         raise api_error(response, kubectl_name(item), namespace, item["apiVersion"])
     return response

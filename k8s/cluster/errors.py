@@ -73,6 +73,13 @@ def conflicting_fields(reason: str) -> list[tuple[str, str]]:
     return [(owner, field) for owner, text in owners for field in _FIELD.findall(text)]
 
 
+def only_undone(reason: str) -> bool:
+    """Return whether all conflicts are about what `kubectl rollout undo` sets: the pods and the annotations."""
+    conflicts = conflicting_fields(reason)
+    undone = (".spec.template.", ".metadata.annotations.")
+    return bool(conflicts) and all(owner == "kubectl" and field.startswith(undone) for owner, field in conflicts)
+
+
 def _immutable_fields_error(subject: str, namespace: str, fields: list[str]) -> PipelineError:
     kind, _, name = subject.partition("/")
     return ConfigError(

@@ -22,6 +22,7 @@ from pipeline.system.files import digest_bytes, digest_mapping, write_atomic
 
 HTTP_PORT = 8080
 BUNDLE_ANNOTATION = "pipe-road/bundle"
+VERSION_ANNOTATION = "pipe-road/version"  # of a workload that `pipe deploy` applied: the number of its version
 TRACK_LABEL = "pipe-road/track"  # of a canary and its pods
 WORKLOAD_KINDS = ("Deployment", "InferenceService")  # the kinds that run a service
 GPU_RESOURCE = "nvidia.com/gpu"
@@ -63,6 +64,10 @@ def set_metadata(
     metadata["labels"] = {**metadata.get("labels", {}), **labels}
     if merged := {**metadata.get("annotations", {}), **annotations}:
         metadata["annotations"] = merged
+
+
+def find_workload(objects: Iterable[Object]) -> Object:
+    return next(item for item in objects if item["kind"] in WORKLOAD_KINDS)
 
 
 def kubectl_name(item: Object) -> str:

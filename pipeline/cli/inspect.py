@@ -20,7 +20,7 @@ from pipeline.contract.run import STEPS, Run, RunFile
 from pipeline.contract.signing import Trust
 from pipeline.history import Project, find_run, load_history, lock_run, lock_runs, open_run, unreadable_runs
 from pipeline.override import override_verdict, verdict_digest
-from pipeline.service.cluster_record import describe_clusters, read_cluster_status
+from pipeline.service.places import describe_places, read_places
 from pipeline.service.process import LiveService, read_live, read_status
 from pipeline.system.errors import BundleError, ConfigError, PipelineError
 from pipeline.system.wording import age
@@ -43,7 +43,7 @@ def status(
     restarts, overrides = _restarts(project, names), _overrides([run for run, _ in shown], problems)
     read_studies, damaged_studies = all_studies(project.runs)
     studies = [{"study": one.name, "runs": len(study_trials(one.name, history))} for one in read_studies]
-    clusters = read_cluster_status(project)
+    clusters = read_places(project)
     try:
         live = read_live(project.runs)
         service, service_lines = _service(live) if live else (None, [] if clusters else ["no service is live"])
@@ -54,7 +54,7 @@ def status(
     lines += [f"run {override['run']} went past the gate: {override['text']}" for override in overrides]
     lines += [f"study {study['study']}: runs of {study['runs']} trials; see `pipe tune status`" for study in studies]
     lines += [*damaged_studies.values(), *service_lines]
-    lines += describe_clusters(clusters)
+    lines += describe_places(clusters)
     facts = {"runs": runs, "restarts": restarts, "overrides": overrides, "studies": studies, "service": service}
     facts["problems"] = [
         *({"run": run.id, "problem": problem} for run, problem in problems),

@@ -44,7 +44,6 @@ from pipeline.doctor import check_machine
 from pipeline.history import Project, example_folder, find_run, load_history, lock_runs
 from pipeline.plan import steps_of_setting
 from pipeline.run import run_pipeline
-from pipeline.service.cluster_record import read_cluster_records
 from pipeline.service.process import read_live
 from pipeline.system.errors import ConfigError
 from pipeline.tune.record import needed_runs
@@ -336,8 +335,6 @@ def _removable_runs(project: Project, entries: list[Entry], keep: int) -> list[R
     history = load_history(project.runs)
     live = read_live(project.runs)
     needed_names = {live.run} if live else set()
-    for record in read_cluster_records(project.runs):
-        needed_names |= record.needed_runs()
     needed_names |= {entry.run for entry in entries}
     needed_names |= needed_runs(project.runs, history)
     needed_names |= {run.id for run in [run for run, body in history if not body.study][:keep]}

@@ -2,42 +2,31 @@
 
 from __future__ import annotations
 
-import json
+import functools
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from pipeline.cli.app import KubeContext, Output, OutputOption, app, emit, project_of, table
-from pipeline.cli.run import cluster_overrides, emit_run, newest_bundle, run_and_report
+from pipeline.cli.run import newest_bundle
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.config import override_config
+from pipeline.contract.config import Config
 from pipeline.contract.registry import CHAMPION, PREVIOUS, Entry, Registry, open_store, read_registry
 from pipeline.contract.run import Run
+from pipeline.contract.settings.access import Access
 from pipeline.contract.signing import new_key, private_key
-from pipeline.display import Display
 from pipeline.history import Project, find_run, lock_run, lock_runs, lock_service
 from pipeline.override import sign_bundle, sign_run
-from pipeline.redeploy import redeploy
-from pipeline.service.cluster_record import (
-    ClusterRecord,
-    Version,
-    end_failed_restore,
-    read_cluster_records,
-    run_of_version,
-    select_record,
-    step_back,
-    without_canary,
-)
+from pipeline.service.places import choose_place, crown, find_bundle
 from pipeline.service.process import LiveService, read_live
 from pipeline.service.rollout import end_canary as end_local_canary
 from pipeline.service.rollout import finish_canary, serve_bundle
 from pipeline.service.rollout import promote as promote_name
 from pipeline.service.rollout import rollback as roll_back_name
-from pipeline.system.errors import ConfigError, StageError
+from pipeline.system.errors import ConfigError
 
 commands = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Show the registry's names, promote a bundle, or roll back."
@@ -101,30 +90,31 @@ def promote(
     namespace: Namespace = None,
     output: OutputOption = Output.text,
 ) -> None:
-    """Make a run's bundle the champion, or give it another name; a canary that becomes champion gets all requests."""
+    """Give a canary all requests and make it the champion; without a cluster, make any bundle champion or name it.
+
+    Each place on a cluster has its own champion: the version that serves there.
+    """
     project = project_of(context)
+    if name == CHAMPION and (place := _choose_place(project, cluster_context, namespace)):
+        return _promote_on_cluster(project, place, run, reason, output)
     with lock_service(project.runs):
-        if name == CHAMPION:
-            live = _live_service(project.runs)
-            records = _cluster_records(project.runs, live, cluster_context, namespace)
-            canaries = [
-                item
-                for item in records
-                if item.canary and (not run or find_run(project.runs, run).id == item.canary.run)
-            ]
-            if (record := _select_record(canaries, cluster_context)) and record.canary:
-                return _deploy_version(project, record, record.canary, cluster_context, output)
-            if live and live.canary and (not run or find_run(project.runs, run).id == live.canary.run):
-                return _print_entry(output, name, finish_canary(project.runs, live, _report), "; it gets all requests")
+        live = _live_service(project.runs) if name == CHAMPION else None
+        if live and live.canary and (not run or find_run(project.runs, run).id == live.canary.run):
+            return _print_entry(output, name, finish_canary(project.runs, live, _report), "; it gets all requests")
         promoted_run = find_run(project.runs, run) if run else newest_bundle(project)
         entry = promote_name(promoted_run, bundle_of(promoted_run), reason, name, project.config().registry)
-        return _print_entry(output, name, entry)
+        others = live is not None and live.bundle != entry.bundle
+        more = f"; the live service goes on with bundle {live.bundle[:12]}" if live and others else ""
+        return _print_entry(output, name, entry, more)
 
 
 @commands.command()
 def rollback(
     context: typer.Context,
     name: Name = CHAMPION,
+    number: Annotated[
+        int | None, typer.Option("--to", metavar="VERSION", help="Number of the version on the cluster to restore.")
+    ] = None,
     reason: Reason = "rolled back",
     cluster_context: KubeContext = None,
     namespace: Namespace = None,
@@ -133,13 +123,14 @@ def rollback(
     """End a canary; without one, restore the previous champion and serve it again, or restore another name."""
     project = project_of(context)
     runs = project.runs
+    if name == CHAMPION and (place := _choose_place(project, cluster_context, namespace)):
+        return _roll_back_on_cluster(project, place, number, reason, output)
+    if number is not None:
+        raise ConfigError("--to: names a version on a cluster, and nothing is deployed to one; leave it out")
     with lock_service(runs):
         if name != CHAMPION:
             return _print_entry(output, name, roll_back_name(runs, project.config().registry, name, reason))
         live = _live_service(runs)
-        records = _cluster_records(runs, live, cluster_context, namespace)
-        if record := _select_record(records, cluster_context):
-            return _roll_back_cluster(project, record, cluster_context, output)
         if live and live.canary:
             return _end_local_canary(runs, live, output)
         entry = roll_back_name(runs, project.config().registry, name, reason)
@@ -151,36 +142,36 @@ def _live_service(runs: Path) -> LiveService | None:
     return live if live and live.alive else None
 
 
-def _cluster_records(
-    runs: Path, live: LiveService | None, context: str | None, namespace: str | None
-) -> list[ClusterRecord]:
-    """Return what serves on clusters, at the named place; without a name, a service on this machine comes first."""
-    if context is None and namespace is None:
-        return [] if live else read_cluster_records(runs)
-    records = [record for record in read_cluster_records(runs) if namespace in (None, record.namespace)]
-    if context is not None:
-        server = _server_of(context)  # the same name may be that of another cluster in another kubeconfig
-        records = [record for record in records if record.server == server]
-    if not records:
-        raise ConfigError("nothing that this project deployed is recorded there; `pipe status` lists all places")
-    return records
+def _choose_place(project: Project, context: str | None, namespace: str | None) -> Config | None:
+    """Return the settings of the place on a cluster; without a name, a service on this machine comes first."""
+    if context is None and namespace is None and _live_service(project.runs):
+        return None
+    return choose_place(project, context, namespace)
 
 
-def _select_record(records: Sequence[ClusterRecord], context: str | None) -> ClusterRecord | None:
-    """Return the only record, or None without one; its context must still be that of its cluster."""
-    record = select_record(records)
-    if record and context is None and (server := _server_of(record.context)) != record.server:
-        raise ConfigError(
-            f"{record.name} was deployed to {record.place}, but the context {record.context} is that of {server} now; "
-            "name the right one with --context, or set KUBECONFIG"
-        )
-    return record
+def _promote_on_cluster(project: Project, place: Config, run: str, reason: str, output: Output) -> None:
+    from k8s.deploy import promote as promote_canary  # slow to load
+
+    access = Access.from_settings(place.serve, project.root)
+    expected_run = find_run(project.runs, run).id if run else ""
+    version = promote_canary(place, access, _report, functools.partial(find_bundle, project), expected_run)
+    text = f"{version.title} gets all requests in namespace {place.deploy.namespace}"
+    emit(output, version.facts(), f"{text}; {crown(project, place, version, reason)}")
 
 
-def _server_of(context: str) -> str:
-    from k8s.cluster.api import connect  # slow to load
+def _roll_back_on_cluster(project: Project, place: Config, number: int | None, reason: str, output: Output) -> None:
+    from k8s.deploy import roll_back  # slow to load
 
-    return connect(context).server
+    access = Access.from_settings(place.serve, project.root)
+    version, canary = roll_back(place, access, _report, functools.partial(find_bundle, project), number)
+    facts = {"current": version and version.facts(), "canary": canary and canary.facts()}
+    serving = version.title if version else "what was applied by hand"
+    text = f"{serving} gets all requests in namespace {place.deploy.namespace}"
+    if canary is not None:
+        text = f"the canary of {canary.title} has ended; {text}"
+    elif version is not None:
+        text += f"; {crown(project, place, version, reason, rollback=True)}"
+    emit(output, facts, text)
 
 
 def _end_local_canary(runs: Path, live: LiveService, output: Output) -> None:
@@ -202,72 +193,6 @@ def _serve_again(runs: Path, live: LiveService | None, entry: Entry) -> str:
 
 def _report(text: str) -> None:
     print(text, file=sys.stderr)
-
-
-def _deploy_version(
-    project: Project, record: ClusterRecord, version: Version, context: str | None, output: Output
-) -> None:
-    """Give one version all requests again, with the image and the settings that it was deployed with."""
-    display = Display(live=sys.stderr.isatty())
-    source = run_of_version(project.runs, version)
-    overrides = [
-        *record.place_overrides(source.config),
-        f"deploy.image={version.image}",
-        f"registry={json.dumps(project.config().registry)}",
-        "rollout.canary_percent=0",
-        *cluster_overrides(None, context),
-    ]
-    config = override_config(source.config, overrides)
-    emit_run(output, run_and_report(display, lambda: redeploy(project, source, config, display)))
-
-
-def _restore_current(project: Project, record: ClusterRecord, context: str | None, output: Output) -> None:
-    try:
-        _deploy_version(project, record, record.current, context, output)
-    except StageError:
-        end_failed_restore(project.runs, record)
-        raise
-
-
-def _roll_back_cluster(project: Project, record: ClusterRecord, context: str | None, output: Output) -> None:
-    """Restore the recorded version where the cluster has another one, as after an interrupted deployment.
-
-    Where the cluster has the recorded version, restore the one before it, and forget the recorded one, so that another
-    rollback goes one version further.
-    """
-    if record.canary is not None:
-        return _end_cluster_canary(project, record, context, output)
-    from k8s.cluster.drift import read_live_version  # slow to load
-
-    manifests = Run(project.runs / record.current.run).output("deploy") / "manifests"
-    live = read_live_version(context or record.context, record.namespace, manifests)
-    if record.unfinished or live.bundle != record.current.bundle:
-        bundle = f"bundle {live.bundle[:12]}" if live.bundle else "an unknown bundle"
-        deployment = f" of run {record.unfinished}" if record.unfinished else ""
-        print(f"{bundle}{deployment}, whose deployment was not verified, is replaced", file=sys.stderr)
-        return _restore_current(project, record, context, output)
-    if live.canary:
-        return _end_cluster_canary(project, record, context, output)
-    if record.previous is None:
-        raise ConfigError(
-            f"{record.name} in namespace {record.namespace} has no previous version; there is nothing to roll back to"
-        )
-    run_of_version(project.runs, record.previous)  # nothing is recorded if its run is gone
-    record = step_back(project.runs, record)
-    return _restore_current(project, record, context, output)
-
-
-def _end_cluster_canary(project: Project, record: ClusterRecord, context: str | None, output: Output) -> None:
-    from k8s.deploy import end_canary  # slow to load
-
-    recorded = run_of_version(project.runs, record.current).config
-    config = override_config(recorded, [*record.place_overrides(recorded), *cluster_overrides(None, context)])
-    end_canary(config, lambda text: print(text, file=sys.stderr))
-    without_canary(project.runs, record)
-    canary = f"the canary of run {record.canary.run}" if record.canary else "the unrecorded canary"
-    text = f"{canary} has ended; bundle {record.current.bundle[:12]} gets all requests"
-    facts = {"canary": record.canary.model_dump() if record.canary else None, "current": record.current.model_dump()}
-    emit(output, facts, text)
 
 
 def bundle_of(run: Run) -> Bundle:

@@ -36,12 +36,13 @@ from pipeline.contract.config import Config
 from pipeline.contract.run import STEPS, Run
 from pipeline.contract.settings.access import Access
 from pipeline.display import Display
-from pipeline.history import Project, find_run, load_history, lock_run, lock_runs, lock_service
+from pipeline.history import Project, find_run, load_history, lock_place, lock_run, lock_runs
 from pipeline.plan import CHECK, Decision, select_steps, with_upstream
 from pipeline.plan_memory import describe_memory, plan_memory
 from pipeline.redeploy import check_deployment_overrides, deployment_config, find_deployable, redeploy
 from pipeline.resume import accept_outputs, latest_unfinished
 from pipeline.run import check_pipeline, resume_run, run_pipeline, start_fork_server
+from pipeline.service.places import crown, find_bundle
 from pipeline.service.process import read_live
 from pipeline.system.errors import ConfigError, Interrupted, ResourceError, disk_full
 from pipeline.system.files import read_object
@@ -439,14 +440,30 @@ def deploy(
         if exit_code and changes:
             raise typer.Exit(4)
         return
-    display = Display(live=sys.stderr.isatty())
-    with lock_service(project.runs):
+    display, config = Display(live=sys.stderr.isatty()), project.config(overrides)
+    if watch and not names and _continue_canary(project, config, display, output):
+        return
+    with lock_place(project.runs, config):
         source = _find_deployable(project, names)
         config = deployment_config(project, source, overrides)
         with _watch(project, config, display) if watch else contextlib.nullcontext():
             finished_run = run_and_report(display, lambda: redeploy(project, source, config, display))
     _copy_manifests(finished_run, render)
     emit_run(output, finished_run)
+
+
+def _continue_canary(project: Project, config: Config, display: Display, output: Output) -> bool:
+    """Go on with the canary on the cluster, which this or another machine began; return whether there is one."""
+    with _watch(project, config, display):
+        from k8s.deploy import continue_canary, find_canary  # slow to load
+
+        if find_canary(config) is None:
+            return False
+        access = Access.from_settings(config.serve, project.root)
+        version = continue_canary(config, access, display.report, functools.partial(find_bundle, project))
+    text = f"{version.title} gets all requests; {crown(project, config, version, 'canary promoted')}"
+    emit(output, version.facts(), text)
+    return True
 
 
 def _watch(project: Project, config: Config, display: Display) -> contextlib.AbstractContextManager[None]:

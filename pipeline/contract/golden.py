@@ -109,7 +109,7 @@ def _is_null_in_json(value: Any) -> bool:
 @dataclass(frozen=True)
 class GoldenRequest:
     path: str
-    body: dict[str, Any]
+    body: dict[str, Any] | None  # None: GET
     problem: Callable[[Any], str | None]  # returns what is wrong with an answer, if anything
 
 

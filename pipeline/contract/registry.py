@@ -21,13 +21,16 @@ from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, TypeAlias
 
 from pipeline.contract.bundle import BESIDE, Bundle, Manifest, open_bundle
+from pipeline.contract.config import Config
 from pipeline.contract.settings.section import Frozen
 from pipeline.system.errors import BundleError, ConfigError, PipelineError, ResourceError
 from pipeline.system.files import digest_bytes, sync
+from pipeline.system.kubeconfig import server_of
 from pipeline.system.locks import NOT_SUPPORTED, exclusive_lock
 
 CHAMPION = "champion"
 PREVIOUS = "previous"  # follows from the history and cannot be set
+BASELINE_PART = "baseline:champion"  # part of the key of evaluate: the bundle of the champion, if there is one
 
 _CHANGE = re.compile(r"\d{6,}\.json")
 _TEST_SETS = "test_sets"  # folder with one folder for each fingerprint
@@ -65,14 +68,19 @@ class Registry:
         entries: dict[str, Entry] = {}
         for change in self.history:
             entries[change.name] = change.entry
-        if previous := self.previous_entry(CHAMPION):
-            entries[PREVIOUS] = previous
+        for champion in [name for name in entries if is_champion(name)]:
+            if previous := self.previous_entry(champion):
+                entries[champion.replace(CHAMPION, PREVIOUS, 1)] = previous
         return entries
 
-    def champion_for(self, checkpoint: str | None) -> Entry | None:
-        """Return the newest champion that is not the candidate itself."""
-        past = (change.entry for change in reversed(self.history) if change.name == CHAMPION)
+    def champion_for(self, checkpoint: str | None, name: str = CHAMPION) -> Entry | None:
+        """Return the newest champion of a place that is not the candidate itself."""
+        past = (change.entry for change in reversed(self.history) if change.name == name)
         return next((entry for entry in past if entry.checkpoint != checkpoint), None)
+
+    def find_entry(self, bundle: str) -> Entry | None:
+        """Return the newest entry of a bundle."""
+        return next((change.entry for change in reversed(self.history) if change.entry.bundle == bundle), None)
 
     def previous_entry(self, name: str) -> Entry | None:
         """Return the previous entry of a name, where those that were rolled back do not count."""
@@ -86,11 +94,23 @@ class Registry:
         return entries[-2] if len(entries) > 1 else None
 
     def promotion(self, entry: Entry) -> Change:
-        """Return the latest change that made this entry the champion."""
-        return next(change for change in reversed(self.history) if (change.name, change.entry) == (CHAMPION, entry))
+        """Return the latest change that made this entry a champion."""
+        return next(change for change in reversed(self.history) if is_champion(change.name) and change.entry == entry)
 
     def last_change(self, name: str) -> Change | None:
         return next((change for change in reversed(self.history) if change.name == name), None)
+
+
+def champion_name(config: Config) -> str:
+    """Return the champion's name of the place that the settings deploy to: each cluster has its own."""
+    deploy = config.deploy
+    if not deploy.on_cluster or deploy.render:  # rendered manifests go to a place that others choose
+        return CHAMPION
+    return f"{CHAMPION}@{server_of(deploy.context) or deploy.context}/{deploy.namespace}/{config.name}"
+
+
+def is_champion(name: str) -> bool:
+    return name.partition("@")[0] == CHAMPION
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.contract.registry import CHAMPION, Entry, Registry
+from pipeline.contract.registry import CHAMPION, Entry, Registry, champion_name
 from pipeline.contract.run import Run, RunFile
 from pipeline.system.errors import BundleError, PipelineError
 from pipeline.system.files import digest_file
@@ -19,14 +19,14 @@ NO_CHAMPION = "none that is trained on other data"
 _MAX_PAST_CHAMPIONS = 32  # champions of the past that are considered
 
 
-def comparable_champion(registry: Registry, runs: Path, parts: Mapping[str, str]) -> Entry | None:
+def comparable_champion(registry: Registry, runs: Path, parts: Mapping[str, str], name: str = CHAMPION) -> Entry | None:
     """Return the newest champion that was trained on other data than prepare produces from these parts.
 
     Data is not compared with itself: after a deployment a rerun finds the champion it had before, so that its key does
     not change. Champions whose run was deleted are skipped.
     """
     own_parts = _without_champion(parts)
-    for entry in _past_champions(registry):
+    for entry in _past_champions(registry, name):
         body = _read_run(entry, runs)
         record = body.steps.get("prepare") if body else None
         if body is not None and (record is None or _without_champion(record.parts) != own_parts):
@@ -38,8 +38,8 @@ def recorded_champion(registry: Registry, runs: Path, run: Run) -> Entry | None:
     """Return the champion in the run's key; without a key (prepare called directly) the current one."""
     record = run.read().steps.get("prepare")
     if record is None or CHAMPION_PART not in record.parts:
-        return comparable_champion(registry, runs, record.parts if record else {})
-    return next((entry for entry in _past_champions(registry) if entry.bundle == record.parts[CHAMPION_PART]), None)
+        return comparable_champion(registry, runs, record.parts if record else {}, champion_name(run.config))
+    return registry.find_entry(record.parts[CHAMPION_PART])
 
 
 def champion_profile(entry: Entry, runs: Path) -> Profile | None:
@@ -56,9 +56,9 @@ def champion_profile(entry: Entry, runs: Path) -> Profile | None:
     return read_profile(path)
 
 
-def missing_champion_note(registry: Registry, runs: Path) -> str:
+def missing_champion_note(registry: Registry, runs: Path, name: str = CHAMPION) -> str:
     """Return a note if the champion's run does not exist here, else an empty string."""
-    entry = registry.names.get(CHAMPION)
+    entry = registry.names.get(name)
     if entry is None or _read_run(entry, runs) is not None:
         return ""
     return (
@@ -67,9 +67,9 @@ def missing_champion_note(registry: Registry, runs: Path) -> str:
     )
 
 
-def _past_champions(registry: Registry) -> Iterator[Entry]:
+def _past_champions(registry: Registry, name: str) -> Iterator[Entry]:
     """Yield the current champion, then earlier ones, each once."""
-    past = (change.entry for change in reversed(registry.history) if change.name == CHAMPION)
+    past = (change.entry for change in reversed(registry.history) if change.name == name)
     yield from list({entry.path: entry for entry in past}.values())[:_MAX_PAST_CHAMPIONS]
 
 

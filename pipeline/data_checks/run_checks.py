@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.contract.data import Samples
-from pipeline.contract.registry import Entry, read_registry
+from pipeline.contract.registry import Entry, champion_name, read_registry
 from pipeline.contract.results import NEAR_COPIES
 from pipeline.contract.run import Run
 from pipeline.contract.settings.stages import Prepare
@@ -111,7 +111,7 @@ def check_data(run: Run, task: Task, splits: Mapping[str, Samples]) -> CheckedDa
         *check_constant(profile, "off" if config.columns == "off" else "warn"),
     ]
     results = [result for result in results if result.severity != "off"]
-    missing = missing_champion_note(registry, run.runs)
+    missing = missing_champion_note(registry, run.runs, champion_name(run.config))
     notes = [*plan.notes, *copy_notes, *_champion_notes(missing, champion, champion_scan)]
     compared = champion if champion_scan else None
     return CheckedData(summaries, profile, results, duplicates, near_duplicates, copies, compared, notes)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.data import Samples, as_task_outputs, name_outputs
-from pipeline.contract.registry import Change, champion_bundle, open_store, read_registry
+from pipeline.contract.registry import BASELINE_PART, Change, champion_bundle, champion_name, open_store, read_registry
 from pipeline.contract.run import Run, describe
 from pipeline.contract.signature import NUMPY_TYPES, TensorSpec
 from pipeline.contract.task import HasBaseline, Task
@@ -40,12 +40,16 @@ class Baseline:
 
 def find_baseline(task: Task, samples: Samples, run: Run, checkpoint: str) -> Baseline | None:
     registry = read_registry(run.runs, run.config.registry)
-    entry = registry.champion_for(checkpoint)
+    record = run.read().steps.get("evaluate")
+    if record is not None and BASELINE_PART in record.parts:
+        entry = registry.find_entry(record.parts[BASELINE_PART])
+    else:  # called directly
+        entry = registry.champion_for(checkpoint, champion_name(run.config))
     if entry is not None:
         bundle = champion_bundle(entry, run.runs, run.config.registry)
-        record = _champion_record(registry.promotion(entry), bundle, run)
+        champion = _champion_record(registry.promotion(entry), bundle, run)
         predictor = champion_predictor(bundle, task, samples)
-        return Baseline("champion", bundle.digest, predictor, record, bundle.manifest.ancestors.test_set)
+        return Baseline("champion", bundle.digest, predictor, champion, bundle.manifest.ancestors.test_set)
     if isinstance(task, HasBaseline):
         return Baseline("task", None, _checked_predictor(task, _fit_baseline(task)))
     return None

@@ -10,12 +10,12 @@ from typing import Any
 
 from pipeline.contract.bundle import OVERRIDDEN, Bundle
 from pipeline.contract.config import Config
+from pipeline.contract.registry import champion_name
 from pipeline.contract.run import Run, step_main
 from pipeline.contract.settings.access import Access
 from pipeline.executors.local import Report
 from pipeline.history import Project
 from pipeline.redeploy import check_deployable
-from pipeline.service.cluster_record import begin_deployment, record_deployment
 from pipeline.service.process import check_golden, measure_latency, read_live
 from pipeline.service.rollout import VERSION_DIGITS, promote, reason_to_start, requested_start, shadow_bundle, start
 from pipeline.system.errors import BundleError, ClusterError
@@ -33,7 +33,7 @@ def deploy(run: Run, root: Path) -> None:
     if record["live"] and bundle.manifest.verdict == OVERRIDDEN:
         _print("the gate was overridden: this bundle is served, but does not become the champion")
     elif record["live"] and not record.get("canary"):
-        promote(run, bundle)
+        promote(run, bundle, name=champion_name(run.config))
 
 
 def image_on_cluster(run: Run, config: Config, bundle: Bundle) -> str:
@@ -78,13 +78,11 @@ def _on_cluster(run: Run, bundle: Bundle, access: Access, root: Path) -> dict[st
             render,
             lambda text: _print(final_path(text)),
             access,
-            on_apply=lambda server: begin_deployment(run, run.config, server),
-            overlay=overlay_folder(root, run.config),
+            overlay_folder(root, run.config),
+            run.id,
         )
     except ClusterError as error:
         raise ClusterError(final_path(str(error))) from error
-    if not render:
-        record_deployment(run, run.config.name, record)
     return {**record, "live": not render}
 
 

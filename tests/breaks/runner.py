@@ -79,8 +79,8 @@ BREAKS: tuple[Break, ...] = (
     Break(
         "another champion is not compared with",
         "pipeline/plan.py",
-        'parts["baseline:champion"] = champion.bundle if champion else "the task\'s own"',
-        'parts["baseline:champion"] = "the task\'s own"',
+        'parts[BASELINE_PART] = champion.bundle if champion else "the task\'s own"',
+        'parts[BASELINE_PART] = "the task\'s own"',
         "tests/pipeline/test_plan.py::test_champion_is_in_the_key_of_evaluate_only",
     ),
     Break(

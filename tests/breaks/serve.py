@@ -295,11 +295,4 @@ BREAKS: tuple[Break, ...] = (
         "is_same =",
         "tests/pipeline/service/test_process.py::test_another_process_with_the_same_pid_is_neither_alive_nor_ended",
     ),
-    Break(
-        "a canary is recorded as the version that serves",
-        "pipeline/service/cluster_record.py",
-        '    if deployed.get("canary"):',
-        '    if deployed.get("canaries"):',
-        "tests/pipeline/service/test_cluster_record.py::test_a_canary_replaces_nothing_until_it_is_promoted",
-    ),
 )

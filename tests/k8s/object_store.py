@@ -48,6 +48,8 @@ class Store:
             if not keep:
                 return self._stamped(new, old, advance=False)
             self._fields[path] = {**owners, manager: set(wanted) - _OWN}
+            operations = {name: "Apply" if name == "pipe" else "Update" for name in self._fields[path]}
+            new["metadata"]["managedFields"] = [{"manager": n, "operation": operations[n]} for n in operations]
             return self._put(path, new, old)
 
     def create(self, path: str, item: Object) -> Object:

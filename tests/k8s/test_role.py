@@ -91,23 +91,26 @@ def roll_out(configure: Configure, bundle: Bundle, api: ApiServer, folder: Path)
     deploy.deploy(configure(), old, "twice:1", folder / "old", False, print, access)
     config = configure().model_copy(update={"rollout": Rollout(canary_percent=10, auto=True, observe_seconds=1)})
     deploy.deploy(config, bundle, "twice:2", folder / "new", False, print, access)
-    assert drift.inspect_deployment("", "default", folder / "new", bundle.digest) == drift.DeploymentState(
-        "2 replicas available"
-    )
+    cluster = Cluster.connect("", "default")
+    state = drift.inspect_deployment(cluster, deploy.read_versions(cluster, config))
+    assert state == drift.DeploymentState("2 replicas available")
     (folder / "keys").write_text("a-key\nanother-key\n")
     other = configure(serve={"log_requests": 0.5}).model_copy(update={"rollout": Rollout(canary_percent=10)})
     deploy.deploy(other, bundle, "twice:2", folder / "other", False, print, access)
-    deploy.end_canary(config, print)
+    deploy.roll_back(config, access, print, lambda version: None)
     for name, settings in OTHER_SETTINGS.items():
         deploy.deploy(configure(settings), bundle, "twice:1", folder / name, False, print)
+    deploy.deploy(configure(), bundle, "twice:1", folder / "plain", False, print)
     overlay = write_overlay(folder / "component")
     deploy.deploy(configure(), bundle, "twice:1", folder / "overlay", False, print, overlay=overlay)
+    deploy.deploy(configure(), bundle, "twice:1", folder / "again", False, print)
 
 
 def get_stuck(configure: Configure, bundle: Bundle, api: ApiServer, folder: Path) -> None:
     """Wait for a pod that crashes, whose log is read."""
-    objects = drift.read_manifests(folder / "new")
-    deployment = next(item for item in objects if item["kind"] == "Deployment")
+    current = deploy.read_versions(Cluster.connect("", "default"), configure()).current
+    assert current is not None
+    deployment = current.workload
     status = {"containerStatuses": [{"name": "server", "state": {"terminated": {"exitCode": 2, "reason": "Error"}}}]}
     api.add_pod("twice-crashed", deployment["metadata"]["labels"], {"phase": "Running", **status})
     api.unready_polls = 10**6

@@ -13,9 +13,11 @@ import pytest
 
 from k8s import deploy
 from k8s.cluster import canary, drift
+from k8s.cluster.cluster import Cluster
 from k8s.cluster.request_counts import RequestCounts, parse_request_counts
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.config import Config
+from pipeline.contract.settings.access import OPEN_ACCESS
 from pipeline.contract.settings.cluster import Rollout
 from pipeline.system.errors import StageError
 
@@ -61,8 +63,8 @@ def test_canary_without_requests_passes_only_if_none_are_required() -> None:
 @pytest.mark.parametrize(
     ("percent", "stable", "pods", "text"),
     [
-        (10, 9, 1, "1 pod next to 9 get about 10 % of the requests"),
-        (10, 2, 1, "get about 33 % of the requests (10 % needs 9 stable pods for each pod of the canary)"),
+        (10, 9, 1, "1 pod next to 9 get about 10 % of the connections"),
+        (10, 2, 1, "get about 33 % of the connections (10 % needs 9 stable pods for each pod of the canary)"),
         (50, 3, 3, "3 pods next to 3 get about 50 %"),
         (10, 30, 3, "3 pods next to 30 get about 9 %"),
     ],
@@ -167,8 +169,8 @@ def test_a_good_canary_gets_all_requests_and_leaves_nothing(
     assert deployed_bundle(stable) == bundle.digest
     assert not deployed_bundle(stable, "twice-canary")
     text = "\n".join(reports)
-    assert "canary: 1 pod next to 3 get about 25 % of the requests" in text
-    assert "canary: 3 pods next to 3 get about 50 % of the requests" in text
+    assert "canary: 1 pod next to 3 get about 25 % of the connections" in text
+    assert "canary: 3 pods next to 3 get about 50 % of the connections" in text
     assert "canary at 50 %: promote" in text
 
 
@@ -222,11 +224,12 @@ def test_without_auto_a_canary_stays_until_a_person_ends_it(
     stable.pod = counting_pods(model)
     assert deploy_canary([])["canary"] == 25
     assert (deployed_bundle(stable), deployed_bundle(stable, "twice-canary")) == (OLD, bundle.digest)
-    found = drift.inspect_deployment("", "default", tmp_path / "old", OLD)
-    assert found.drift == ("deployment/twice-canary exists, and no canary is recorded",)
-    assert drift.inspect_deployment("", "default", tmp_path / "old", OLD, canary=True).drift == ()
-    assert drift.read_live_version("", "default", tmp_path / "old") == drift.LiveVersion(OLD, canary=True)
-    deploy.end_canary(configure(), print)
+    cluster = Cluster.connect("", "default")
+    history = deploy.read_versions(cluster, configure())
+    assert history.canary is not None
+    assert history.canary.bundle == bundle.digest
+    assert drift.inspect_deployment(cluster, history).drift == ()
+    deploy.roll_back(configure(), OPEN_ACCESS, print, lambda version: None)
     assert (deployed_bundle(stable), deployed_bundle(stable, "twice-canary")) == (OLD, "")
 
 

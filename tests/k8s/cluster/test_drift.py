@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from k8s import deploy
 from k8s.cluster.cluster import Cluster, describe_changes, field_changes
 from k8s.cluster.drift import inspect_deployment
 from k8s.objects import serving
-from k8s.objects.manifests import write_manifests
 from pipeline.contract.bundle import Bundle
 from pipeline.system.errors import ConfigError
 
-from ..api_server import ApiServer
+from ..api_server import ApiServer, Response
 from ..conftest import Configure
 
 DEPLOYMENT = "/apis/apps/v1/namespaces/default/deployments/twice"
@@ -89,25 +90,24 @@ def test_fields_set_by_others_are_not_overwritten(api: ApiServer, objects: list[
 
 
 def test_drift_is_listed_field_by_field(
-    api: ApiServer, objects: list[dict[str, Any]], bundle: Bundle, tmp_path: Path
+    api: ApiServer, configure: Configure, bundle: Bundle, model: Callable[[str, Any], Response], tmp_path: Path
 ) -> None:
-    api.unready_polls = 0
-    write_manifests(objects, tmp_path)
-    assert inspect_deployment("", "default", tmp_path, bundle.digest).drift == ()
+    api.unready_polls, api.service = 0, model
+    config = configure()
+    deploy.deploy(config, bundle, "twice:1", tmp_path, False, print)
+    cluster = Cluster.connect("", "default")
+    assert inspect_deployment(cluster, deploy.read_versions(cluster, config)).drift == ()
     edit(api)
     api.store.delete("/api/v1/namespaces/default/services/twice")
-    drift = inspect_deployment("", "default", tmp_path, "f" * 64).drift
-    assert drift == (
-        f"bundle {bundle.digest[:12]} serves, {'f' * 12} is recorded",
-        "deployment/twice: spec.progressDeadlineSeconds: 7 → 900",
+    assert inspect_deployment(cluster, deploy.read_versions(cluster, config)).drift == (
         "service/twice is gone",
+        "deployment/twice: spec.progressDeadlineSeconds: 7 → 900",
     )
-
-
-def test_missing_context_or_deployment_is_reported_as_state(
-    api: ApiServer, objects: list[dict[str, Any]], bundle: Bundle, tmp_path: Path
-) -> None:
-    write_manifests(objects, tmp_path)
-    assert inspect_deployment("elsewhere", "default", tmp_path, bundle.digest).state.startswith("unknown: ")
     api.store.delete(DEPLOYMENT)
-    assert inspect_deployment("", "default", tmp_path, bundle.digest).state == "gone"
+    assert inspect_deployment(cluster, deploy.read_versions(cluster, config)).state == "gone"
+
+
+def test_what_others_applied_is_named(objects: list[dict[str, Any]], configure: Configure, bundle: Bundle) -> None:
+    cluster = Cluster.connect("", "default")
+    found = inspect_deployment(cluster, deploy.read_versions(cluster, configure()))
+    assert found.state == f"bundle {bundle.digest[:12]} serves, which `pipe deploy` did not deploy"

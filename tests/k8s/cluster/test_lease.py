@@ -12,7 +12,8 @@ import pytest
 from k8s.cluster.api import connect
 from k8s.cluster.cluster import Cluster
 from k8s.cluster.lease import Lease
-from k8s.deploy import Deployer, deploy, end_canary
+from k8s.cluster.smoke import Expected
+from k8s.deploy import Deployer, deploy, read_versions, roll_back
 from k8s.objects.serving import serving_objects
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.settings.access import OPEN_ACCESS
@@ -136,7 +137,7 @@ def test_a_canary_is_not_ended_while_a_deployment_runs(
     metadata = {"name": "twice-canary"}
     path = api.add({"apiVersion": "apps/v1", "kind": "Deployment", "metadata": metadata, "spec": {}})
     with lease("ann on a").hold(0, print), pytest.raises(ResourceError, match="ann on a is deploying twice"):
-        end_canary(configure(), print)
+        roll_back(configure(), OPEN_ACCESS, print, lambda version: None)
     assert path in api.objects
 
 
@@ -162,9 +163,11 @@ def test_a_deployment_checks_its_lease_before_it_applies(
 
     api.service, api.unready_polls, config = model, 0, configure()
     objects = serving_objects(config, bundle, "twice:1")
-    late = Deployer(config, bundle, objects, OPEN_ACCESS, Cluster.connect("", "default"), print, lost, lambda: None)
+    cluster = Cluster.connect("", "default")
+    version = read_versions(cluster, config).begin(objects, run="", bundle=bundle.digest, image="twice:1")
+    late = Deployer(config, OPEN_ACCESS, cluster, print, lost)
     with pytest.raises(ResourceError, match="another process took it"):
-        late.run()
+        late.deploy(version, Expected.from_bundle(bundle, bundle.digest))
     assert api.objects == {}
 
 
