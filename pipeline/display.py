@@ -21,6 +21,7 @@ from pipeline.system.wording import clock
 
 METRICS_FILE = "metrics.jsonl"
 _TAIL_BYTES = 4096
+_LINE_SECONDS = 60.0  # between lines with the progress of training, without a terminal
 _TAIL_LINES = 12
 _RATE_WINDOW_SECONDS = 120.0  # long enough for validations and checkpoints, short enough to notice a change
 # Beginnings of lines by launchers (agent, mpirun, srun, horovodrun), and by torch if it loses a connection or aborts.
@@ -41,6 +42,7 @@ class Display:
     def __init__(self, live: bool) -> None:
         self._line = StatusLine() if live and can_draw(sys.stderr) else None
         self._progress: StepProgress | None = None  # of the running step
+        self._next_line = 0.0
         self.run: Run | None = None  # that the command works on
         self._step = self._activity = ""
         self._log_start = self._log_position = 0
@@ -79,7 +81,7 @@ class Display:
         self._hidden = False
         self._begin_attempt()
         self.report(f"{step}: {reason}")
-        self._progress = StepProgress(step, (activity,))
+        self._progress, self._next_line = StepProgress(step, (activity,)), time.monotonic() + _LINE_SECONDS
         if self._line is not None:
             self._line.start(self._progress)
 
@@ -93,8 +95,12 @@ class Display:
             self._hidden = (self._hidden or begins_error(line)) and not restarts
             if not self._hidden and not is_raw(line):
                 self.report(f"{self._step} | {line}")
-        if self._step == "train" and self._line is not None:
+        if self._step == "train" and (self._line is not None or time.monotonic() >= self._next_line):
+            assert self._progress is not None
+            shown, self._next_line = self._progress.facts, time.monotonic() + _LINE_SECONDS
             self._update_progress()
+            if self._line is None and self._progress.facts != shown:
+                self.report(f"train: {self._progress.facts[0]}")
 
     def end(self, text: str) -> None:
         try:

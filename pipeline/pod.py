@@ -24,7 +24,8 @@ from pipeline.plan import step_command, with_upstream
 from pipeline.run import resume_run
 from pipeline.system.errors import ConfigError, PipelineError
 from pipeline.system.processes import raise_interrupt
-from pipeline.training.node import PASSING_EXIT_CODE, POD_NUMBER
+from pipeline.training.launchers import POD_NUMBER
+from pipeline.training.node import PASSING_EXIT_CODE
 from pipeline.work import RunRequest
 
 _POLL_SECONDS = 0.5

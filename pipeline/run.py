@@ -58,7 +58,7 @@ from pipeline.system.errors import PipelineError, Pruned, clear_error
 from pipeline.system.files import empty_folders
 from pipeline.system.fork_server import has_server
 from pipeline.tracking.process import TRACKED_STEPS, check_trackers, track_run
-from pipeline.training.launchers import check_launcher, uses_agent
+from pipeline.training.launchers import POD_NUMBER, check_launcher, uses_agent
 from pipeline.work import RunRequest, Work
 
 # What a terminal shows of the steps that have no metrics.
@@ -202,7 +202,7 @@ def run_step(work: Work, run: Run, decision: Decision, display: Display) -> Step
         write_record(run, record)
         if decision.name == "train":
             record_targets(run)
-        if decision.name == "train" and needs_other_machines(config):
+        if decision.name == "train" and needs_other_machines(config) and POD_NUMBER not in os.environ:
             display.report(f"on each other machine, in this folder: pipe join {run.id}")
         if work.tracking is not None:
             work.tracking.begin(decision.name)

@@ -14,6 +14,7 @@ from pipeline.executors.local import DEFAULTS_OF_STEPS
 from pipeline.system.errors import ConfigError
 from pipeline.system.processes import PARENT_WATCH_VARIABLE
 
+POD_NUMBER = "JOB_COMPLETION_INDEX"  # variable of an Indexed Job; the first pod leads
 # Variables that mpirun must pass on explicitly to processes on other machines.
 PASSED_ON = ("PYTHONSAFEPATH", "PYTHONUNBUFFERED", "OMP_NUM_THREADS", *DEFAULTS_OF_STEPS, PARENT_WATCH_VARIABLE)
 _HOW_TO_INSTALL = {

@@ -75,10 +75,9 @@ from pipeline.system.processes import (
     watch_parent,
 )
 from pipeline.system.sources import project_code
-from pipeline.training.launchers import Rendezvous, launch_command, launcher_environment, uses_agent
+from pipeline.training.launchers import POD_NUMBER, Rendezvous, launch_command, launcher_environment, uses_agent
 
 PASSING_EXIT_CODE = 75  # a batch system may try again
-POD_NUMBER = "JOB_COMPLETION_INDEX"  # of an Indexed Job; the first pod leads
 _COMPARED_PACKAGES = ("torch", "numpy", "pipe-road")
 _RESTART_PAUSE_SECONDS = 0.5
 _POLL_SECONDS = 0.2
@@ -210,7 +209,7 @@ class TrainingNode:
         self.presence.remove()
         if not keeps_store:
             raise fault
-        self.output.print_line(f"{fault}; the other machines go on")
+        print(f"{fault}; the other machines go on", flush=True)
         deadline = time.monotonic() + meeting_seconds(self.train.timeout_seconds)
         while not self._is_complete():
             self.output.update()
@@ -254,7 +253,7 @@ class TrainingNode:
                 return None
             if not waits:
                 waits = True
-                self.output.print_line(self._no_leader(f"waiting {timeout} s for it"))
+                print(self._no_leader(f"waiting {timeout} s for it"), flush=True)
             self.presence.renew()
             if took_part:
                 self._raise_permanent_error()
@@ -315,10 +314,11 @@ class TrainingNode:
     def _too_few_machines(self) -> StageError:
         count, required = self.presence.count(), self.train.fewest_nodes
         found = f"{count} of {required} machines came" if count < required else f"{count} machines did not meet"
-        return StageError(
-            f"train.nodes={self.train.nodes}: {found} within {meeting_seconds(self.train.timeout_seconds)} s; to fix "
-            f"it, on each other machine, in this folder: pipe join {self.run.id}"
-        )
+        advice = f"on each other machine, in this folder: pipe join {self.run.id}"
+        if POD_NUMBER in self.env:
+            advice = "see why the Job's other pods do not start, or do not reach this one"
+        seconds = meeting_seconds(self.train.timeout_seconds)
+        return StageError(f"train.nodes={self.train.nodes}: {found} within {seconds} s; to fix it, {advice}")
 
     def _no_leader(self, waiting: str) -> str:
         return (
@@ -463,11 +463,8 @@ class NodeOutput:
         log = read_attempts(self._run.path)
         for count in range(self._attempts + 1, len(log.attempts) + 1):
             if text := describe_restart(replace(log, attempts=log.attempts[:count]), self._restarts):
-                self.print_line(text)
+                print(text, flush=True)
         self._attempts = len(log.attempts)
-
-    def print_line(self, text: str) -> None:
-        print(text, flush=True)
 
     def _size(self) -> int:
         return sum(path.stat().st_size for path in attempt_files(self._run.path))

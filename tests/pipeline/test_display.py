@@ -5,8 +5,10 @@ import json
 import os
 import pty
 import re
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -85,6 +87,29 @@ def test_lines_of_an_earlier_attempt_are_not_shown_again(run: Run, capsys: pytes
     display.start(run, "train", "resumed")
     display.tick()
     assert printed_lines(capsys) == ["train: resumed"]
+
+
+def test_progress_of_training_is_a_line_each_minute_without_a_terminal(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = {"now": 0.0}
+    fake = SimpleNamespace(monotonic=lambda: clock["now"], strftime=time.strftime)
+    monkeypatch.setattr("pipeline.display.time", fake)
+    display = Display(live=False)
+    display.start(run, "train", "never run", "starting 2 processes")
+    capsys.readouterr()
+    run.partial("train").mkdir()
+    for clock["now"], metrics, shown in (
+        (59.0, None, []),
+        (60.0, LINE, ["train: epoch 2, step 20, loss 0.5000, 12,346 samples/s"]),
+        (119.0, {**LINE, "step": 40}, []),
+        (120.0, {**LINE, "step": 40}, ["train: epoch 2, step 40, loss 0.5000, 12,346 samples/s"]),
+        (180.0, {**LINE, "step": 40}, []),  # nothing new
+    ):
+        if metrics:
+            (run.partial("train") / "metrics.jsonl").write_text(json.dumps(metrics) + "\n")
+        display.tick()
+        assert printed_lines(capsys) == shown
 
 
 def test_failed_step_shows_its_last_lines_and_how_to_continue(

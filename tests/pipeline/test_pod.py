@@ -28,7 +28,8 @@ from pipeline.history import Project, lock_run
 from pipeline.pod import main, run_in_pod
 from pipeline.system.errors import ConfigError, LostContact
 from pipeline.system.sources import SOURCE_ROOT
-from pipeline.training.node import PASSING_EXIT_CODE, POD_NUMBER
+from pipeline.training.launchers import POD_NUMBER
+from pipeline.training.node import PASSING_EXIT_CODE
 
 TINY = Path(__file__).resolve().parents[1] / "project"
 IMAGE = "registry.example/train@sha256:" + "1" * 64
@@ -188,6 +189,7 @@ def test_standalone_training_creates_its_run_with_two_pods(tiny: Project, tmp_pa
     with ThreadPoolExecutor(2) as pods:
         done = list(pods.map(lambda number: start(tiny, *words, **{**env, POD_NUMBER: number}), ("0", "1")))
     assert [pod.returncode for pod in done] == [0, 0], "".join(pod.stderr for pod in done)
+    assert "pipe join" not in done[0].stderr, "the Job starts the other pods"
     (run,) = map(Run, tiny.runs.glob("*/run.json"))
     run = Run(run.path.parent)
     statuses = {name: record.status for name, record in run.read().steps.items()}
@@ -263,6 +265,7 @@ def test_pods_of_a_workflow_train_together(tiny: Project, tmp_path: Path) -> Non
     with ThreadPoolExecutor(2) as pods:
         done = list(pods.map(lambda number: _pod(container, tiny, number), ("0", "1")))
     assert [pod.returncode for pod in done] == [0, 0], "".join(pod.stderr for pod in done)
+    assert "pipe join" not in done[0].stderr, "the Job starts the other pods"
     run = Run(tiny.runs / "pipeline-abcde")
     assert run.read().steps["train"].status == "done"
     assert len(list((run.path / "logs").glob("train*.log"))) == 2

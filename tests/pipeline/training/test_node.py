@@ -16,7 +16,7 @@ from pipeline.contract.settings.stages import Train
 from pipeline.system.errors import ConfigError, DeviceFault, PipelineError, StageError, read_error, write_error
 from pipeline.system.processes import AgentStatus
 from pipeline.training import node
-from pipeline.training.launchers import Rendezvous
+from pipeline.training.launchers import POD_NUMBER, Rendezvous
 from pipeline.training.node import (
     NodePresence,
     TrainingNode,
@@ -132,6 +132,11 @@ def test_too_few_machines_are_an_error(
     monkeypatch.setattr(made.training.presence, "count", lambda: present)
     with pytest.raises(StageError, match=rf"train\.nodes=2: {found}; to fix it, .*pipe join"):
         made.training.train_to_end()
+    in_pod = machine(AgentStatus.TOO_FEW)
+    in_pod.training.env[POD_NUMBER] = "0"
+    monkeypatch.setattr(in_pod.training.presence, "count", lambda: present)
+    with pytest.raises(StageError, match=rf"{found}; to fix it, see why the Job's other pods do not start"):
+        in_pod.training.train_to_end()
 
 
 def lose_device(run: Run) -> None:
@@ -335,7 +340,7 @@ def test_no_machine_waits_for_others_once_training_is_complete(joined: bool, mac
 def test_loss_of_the_leading_pod_counts_as_a_restart(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> None:
     run = new_run()
     monkeypatch.setattr(TrainingNode, "train_to_end", lambda _self: None)
-    monkeypatch.setenv(node.POD_NUMBER, "0")
+    monkeypatch.setenv(POD_NUMBER, "0")
     train = Train(processes=1)
     for attempt in (1, 2):  # the second pod has the number and name of the first
         node.run_node(run, Path(), joined=False, train=train)
@@ -349,7 +354,7 @@ def test_loss_of_the_leading_pod_counts_as_a_restart(new_run: NewRun, monkeypatc
 def test_a_pod_after_a_permanent_error_is_a_new_launch(new_run: NewRun, monkeypatch: pytest.MonkeyPatch) -> None:
     run = new_run()
     monkeypatch.setattr(TrainingNode, "train_to_end", lambda _self: None)
-    monkeypatch.setenv(node.POD_NUMBER, "0")
+    monkeypatch.setenv(POD_NUMBER, "0")
     record_event(run.path, event="start", attempt=1, hosts=("train-0",))
     write_error(ConfigError("train.lr: too large"), run.partial("train"))
     node.run_node(run, Path(), joined=False, train=Train(processes=1))
@@ -361,7 +366,7 @@ def test_last_lines_of_processes_are_printed_on_sigterm(
     new_run: NewRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     training = training_node(new_run(), tmp_path, nodes=1)
-    monkeypatch.setenv(node.POD_NUMBER, "0")
+    monkeypatch.setenv(POD_NUMBER, "0")
 
     class Launcher:
         def __init__(self, *_arguments: object, **_options: object) -> None: ...
