@@ -31,11 +31,13 @@ from k8s.images.registry import Reference, parse_reference
 from pipeline.contract.bundle import Bundle, open_bundle
 from pipeline.system.errors import BundleError, ConfigError, StageError
 from pipeline.system.files import digest_file, digest_mapping, digest_tree
+from pipeline.system.processes import end_group
 from pipeline.system.sources import PACKAGES, SOURCE_ROOT, project_sources, third_party_imports
 
 BUILDERS = ("docker", "podman", "buildah")
 
 _BUILDER_TIMEOUT_SECONDS = 30
+_BUILDER_END_SECONDS = 20.0  # from SIGTERM to SIGKILL; a step has 45 s
 # Passed by name: the builder reads the values itself, so that a password in a URL is in no file and no command line.
 _PASSED_VARIABLES = (
     "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_TRUSTED_HOST",
@@ -153,12 +155,16 @@ def _run(argv: list[str], env: Mapping[str, str]) -> tuple[int, str]:
     last = "it printed nothing"
     with subprocess.Popen(
         argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        errors="replace", env=dict(env),
+        errors="replace", env=dict(env), process_group=0,
     ) as process:  # fmt: skip
         assert process.stdout is not None
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            last = line.strip() or last
+        try:
+            for line in process.stdout:
+                print(line, end="", flush=True)
+                last = line.strip() or last
+        except BaseException:
+            end_group(process, _BUILDER_END_SECONDS)
+            raise
     return process.returncode, last[:300]
 
 

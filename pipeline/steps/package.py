@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ from pipeline.contract.settings.stages import WHEELS_FOLDER, Package
 from pipeline.history import Project
 from pipeline.system.errors import ConfigError, StageError
 from pipeline.system.files import read_object, write_json
+from pipeline.system.processes import exit_by_exception
 
 SBOM = "sbom.cdx.json"
 _IMAGES_FOLDER = "images"  # of the runs folder: training images
@@ -254,4 +256,5 @@ def _find_earlier_image(final: Path, push: bool) -> dict[str, Any] | None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, exit_by_exception)  # ends the builder
     sys.exit(step_main("package", package, sys.argv[1:]))

@@ -16,13 +16,14 @@ import io
 import logging
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pipeline.system.errors import ConfigError
 from pipeline.system.files import digest_parts
@@ -146,6 +147,14 @@ def raise_interrupt(signal_number: int, _frame: object) -> None:
 def exit_by_exception(signal_number: int, _frame: object) -> None:
     """Handle a signal so that what is held is released: processes are ended, a lease, a canary."""
     sys.exit(128 + signal_number)
+
+
+def end_group(process: subprocess.Popen[Any], grace_seconds: float) -> None:
+    """Send SIGTERM to a process group and wait for its first process; then kill what is left of the group."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(process.pid, number)
+            process.wait(grace_seconds)
 
 
 def was_terminated(status: int) -> bool:

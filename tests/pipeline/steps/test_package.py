@@ -3,6 +3,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -97,6 +99,21 @@ def test_package_index_url_is_passed_by_name_and_never_written(
         "building from https://user:secret@index.example/simple" in capfd.readouterr().out
     )  # it did reach the builder
     assert not [path for path in run.path.rglob("*") if path.is_file() and b"user:secret" in path.read_bytes()]
+
+
+def test_sigterm_ends_the_builder_and_its_processes(
+    make_run: MakeRun, builders: PutBuilders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its pip, here a process that keeps a pipe open, must not survive it."""
+    sleep, alive = shutil.which("sleep"), tmp_path / "alive"
+    os.mkfifo(alive)
+    builders(buildah=f'#!/bin/sh\n[ "$1" = info ] && exit\n({sleep} 30; echo survived) > {alive} &\nwait\n')
+    run = make_run(package={"builder": "buildah"})
+    argv = [sys.executable, "-m", "pipeline.steps.package", str(run.path), "--root", str(tmp_path)]
+    with subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as step, alive.open() as pip:
+        step.terminate()
+        assert pip.read() == ""
+    assert step.returncode == 128 + signal.SIGTERM
 
 
 def test_failed_build_is_a_warning_for_a_local_deployment(
