@@ -36,7 +36,7 @@ from pipeline.system.sources import PACKAGES, SOURCE_ROOT, project_sources, thir
 
 BUILDERS = ("docker", "podman", "buildah")
 
-_BUILDER_TIMEOUT_SECONDS = 30
+_BUILDER_TIMEOUT_SECONDS = 180  # to report its state, which takes long on a busy machine
 _BUILDER_END_SECONDS = 20.0  # from SIGTERM to SIGKILL; a step has 45 s
 # Passed by name: the builder reads the values itself, so that a password in a URL is in no file and no command line.
 _PASSED_VARIABLES = (
