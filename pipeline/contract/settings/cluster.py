@@ -98,6 +98,11 @@ class ServingPods(NodePlacement):
         "HTTPRoute",
     )
     hostname: Host = Field("", description="external host name; empty: any")
+    pre_stop_seconds: Positive = Field(
+        60,
+        description="time a pod keeps serving once it is deleted, except with Knative: until proxies that lost the API "
+        "server send it nothing more, at most a minute; spot nodes may allow less",
+    )
     target_concurrency: Natural = Field(
         0,
         description="requests in flight per pod that the autoscaler aims at; needs prometheus-adapter; 0: scale by CPU",

@@ -95,6 +95,16 @@ def test_the_autoscaler_keeps_the_configured_replica_bounds(
 
 
 @pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("seconds", [1, 300])
+def test_a_deleted_pod_keeps_serving_and_still_has_time_to_drain(
+    target: str, seconds: int, configure: Configure, bundle: Bundle
+) -> None:
+    parts = objects(configure({"target": target, "pre_stop_seconds": seconds}), bundle)
+    check([*parts.values()])
+    assert pod_of(parts)[1]["containers"][0]["lifecycle"] == {"preStop": {"sleep": {"seconds": seconds}}}
+
+
+@pytest.mark.parametrize("target", TARGETS)
 def test_resources_come_from_the_configuration(target: str, configure: Configure, bundle: Bundle) -> None:
     deploy = {"target": target, "cpu": "2", "memory": "3Gi", "gpus": 1}
     spec = pod_of(objects(configure(deploy), bundle))[1]
