@@ -122,11 +122,11 @@ def recipe_of(package: Package, root: Path, cuda: bool) -> Recipe:
 
 
 def base_name(config: Config) -> str:
-    name = config.package.image or config.name
+    name = config.package.image or f"localhost/{config.name}"  # as podman calls it; docker takes every name
     if "@" in name or ":" in name.rpartition("/")[2]:
         raise ConfigError(f"package.image: {name!r} has a tag; remove it, the digest of the content is the tag")
-    if config.package.push and "/" not in name:
-        raise ConfigError(f"package.push: {name!r} names no registry; set package.image, as in registry.example/{name}")
+    if config.package.push and "/" not in config.package.image:
+        raise ConfigError(f"package.push: package.image names no registry; set it, as in registry.example/{config.name}")
     return name
 
 

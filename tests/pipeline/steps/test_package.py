@@ -244,7 +244,7 @@ def test_a_modelcar_needs_no_builder(make_run: MakeRun, builders: PutBuilders) -
     index = json.loads((run.partial("package") / "modelcar" / "index.json").read_text())
     assert index["manifests"][0]["digest"] == car["digest"]
     assert car == {
-        "image": f"twice-modelcar:{run.bundle().digest[:12]}",
+        "image": f"localhost/twice-modelcar:{run.bundle().digest[:12]}",
         "digest": car["digest"],
         "reference": None,
         "uri": None,
@@ -263,7 +263,7 @@ def test_the_context_is_complete_and_its_digest_is_on_record(make_run: MakeRun) 
         "wheels",
     ]  # fmt: skip
     assert {name: value for name, value in record.items() if value} == {
-        "image": f"twice:{run.bundle().digest[:12]}",
+        "image": f"localhost/twice:{run.bundle().digest[:12]}",
         "bundle": run.bundle().digest,
         "context": digest_mapping(digest_tree(context)),
         "base": "registry.example/python:3.12-slim",
@@ -376,7 +376,7 @@ def test_a_project_becomes_an_image_named_by_its_context(project: Project, build
     builders(podman=WORKING)
     record, printed = make(project)
     folder = project.runs / "images" / f"train-{record['context'][:12]}"
-    assert record["image"] == f"tiny-train:{record['context'][:12]}"
+    assert record["image"] == f"localhost/tiny-train:{record['context'][:12]}"
     assert json.loads((folder / "image.json").read_text()) == record
     assert (record["image_digest"], record["accelerator"]) == (f"sha256:{DIGEST}", "cpu")
     assert {path.name for path in folder.iterdir()} == {"context", "image.json", "sbom.cdx.json"}
@@ -406,7 +406,7 @@ def test_unchanged_training_image_is_pushed_if_it_was_not(project: Project, buil
 
 def test_failed_build_of_a_training_image_is_an_error(project: Project, builders: PutBuilders) -> None:
     builders(podman=FAILING)
-    with pytest.raises(StageError, match=r"podman could not build tiny-train:.*no space left on device"):
+    with pytest.raises(StageError, match=r"podman could not build localhost/tiny-train:.*no space left on device"):
         make(project)
     assert not list(project.runs.glob("images/train-*"))
 
