@@ -211,7 +211,7 @@ class StepRunner:
         if read_object(self.connection, claim, self.namespace) is None:
             raise ResourceError(
                 f"namespace {self.namespace} has no volume claim {self.step_job.claim}, which must hold the folder of "
-                "runs here as in the pods; to fix it: docs/kubernetes.md describes how to create one"
+                "runs here as in the pods; to fix it: docs/kubernetes-training.md describes how to create one"
             )
 
     def _list(self, kind: Mapping[str, Any], timeout_seconds: float = 0.0) -> list[Object]:

@@ -46,7 +46,9 @@ def overlay_folder(root: Path, config: Config, section: Literal["deploy", "clust
         return None
     folder = root / name
     if not (folder / "kustomization.yaml").is_file():
-        raise ConfigError(f"{section}.overlay: no kustomization.yaml in {folder}; see docs/kubernetes.md, Overlay")
+        raise ConfigError(
+            f"{section}.overlay: no kustomization.yaml in {folder}; see docs/kubernetes-production.md, Overlay"
+        )
     return folder
 
 

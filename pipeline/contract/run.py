@@ -397,7 +397,7 @@ def _not_writable(folder: Path) -> ResourceError:
     return ResourceError(
         f"cannot write to {folder}: this process is user {os.geteuid()}, and the folder belongs to user "
         f"{owner.st_uid} and group {owner.st_gid} with mode {stat.S_IMODE(owner.st_mode):04o}; to fix it: give the "
-        "folder to this user, or on a cluster see docs/kubernetes.md, Users of the volume"
+        "folder to this user, or on a cluster see docs/kubernetes-training.md, Users of the volume"
     )
 
 

@@ -201,7 +201,7 @@ def missing_image(config: Config) -> str:
         return ""
     return (
         "pods have no container builder, so the workflow's deploy step finds no image of its bundle: set deploy.image, "
-        "deploy.target=kserve and deploy.storage_uri (docs/kubernetes.md, Argo and Kubeflow Pipelines), or "
+        "deploy.target=kserve and deploy.storage_uri (docs/kubernetes-training.md, Argo and Kubeflow Pipelines), or "
         "deploy the run from a machine with a builder"
     )
 

@@ -61,8 +61,8 @@ def choose_place(project: Project, context: str | None, namespace: str | None) -
         )
     if len(places) < 2 or _is_cluster(project.config()):
         return places[0] if places else None
-    listed = ", or ".join(f"--context {place.deploy.context} --namespace {place.deploy.namespace}" for place in places)
-    raise ConfigError(f"{project.config().name} is deployed at {len(places)} places; name one of them: {listed}")
+    listed = ", or".join(map(_options, places))
+    raise ConfigError(f"{project.config().name} is deployed at {len(places)} places; name one of them:{listed}")
 
 
 def find_bundle(project: Project, version: Version) -> Bundle | None:
@@ -152,9 +152,13 @@ def read_places(project: Project) -> list[PlaceStatus]:
 def describe_places(places: Sequence[PlaceStatus]) -> list[str]:
     lines = []
     for status in places:
-        deploy = status.place.deploy
-        lines += status.lines(f" --context {deploy.context} --namespace {deploy.namespace}" if len(places) > 1 else "")
+        lines += status.lines(_options(status.place) if len(places) > 1 else "")
     return lines
+
+
+def _options(place: Config) -> str:
+    context = f" --context {place.deploy.context}" if place.deploy.context else ""
+    return f"{context} --namespace {place.deploy.namespace}"
 
 
 def _read_place(place: Config) -> PlaceStatus:

@@ -126,7 +126,9 @@ def base_name(config: Config) -> str:
     if "@" in name or ":" in name.rpartition("/")[2]:
         raise ConfigError(f"package.image: {name!r} has a tag; remove it, the digest of the content is the tag")
     if config.package.push and "/" not in config.package.image:
-        raise ConfigError(f"package.push: package.image names no registry; set it, as in registry.example/{config.name}")
+        raise ConfigError(
+            f"package.push: package.image names no registry; set it, as in registry.example/{config.name}"
+        )
     return name
 
 

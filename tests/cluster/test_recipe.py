@@ -1,4 +1,4 @@
-"""The parts of the cluster suite and of its recipe in docs/kubernetes.md, as far as they need no cluster."""
+"""The parts of the cluster suite and of its recipe in the docs, as far as they need no cluster."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pipeline.system.sources import SOURCE_ROOT
 from .images import NAME, PAUSE_SECONDS, image_name, make_bundle
 from .tcp_proxy import TcpProxy
 
-TEXT = (SOURCE_ROOT / "docs" / "kubernetes.md").read_text()
+TEXT = "".join(path.read_text() for path in sorted((SOURCE_ROOT / "docs").glob("kubernetes*.md")))
 
 
 def test_documented_files_and_targets_exist() -> None:

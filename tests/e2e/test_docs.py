@@ -7,7 +7,6 @@ import shlex
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -107,25 +106,6 @@ def test_commands_of_the_readme_work_in_order(copied: ProjectFolder) -> None:
     assert [words[0] for words in commands] == [
         "status", "predict", "report", "run", "plan", "verify", "registry", "stop",
     ]  # fmt: skip
-
-
-@pytest.mark.long
-def test_laptop_section_of_kubernetes_passes_both_gates(project: ProjectFolder) -> None:
-    """Run what needs no cluster; the first version is deployed as a process instead of in pods."""
-    text = (SOURCE_ROOT / "docs" / "kubernetes.md").read_text().partition("## Images")[0]
-    lines = [line for language, body in _BLOCK.findall(text) if language == "sh" for line in body.splitlines()]
-    commands = [shlex.split(line)[1:] for line in lines if line.startswith("pipe ")]
-    assert [words[0] for words in commands] == ["init", "run", "run", "run", "deploy", "registry"]
-    project.pipe(*commands[0])
-    wine = ProjectFolder(project.folder / "wine", project.port)
-    try:
-        wine.pipe(*commands[1], "package.builder=none")
-        wine.pipe("run", "all", "package.builder=none", f"deploy.port={wine.port}")
-        wine.pipe(*commands[3], "package.builder=none")
-        verdict: dict[str, Any] = wine.latest.verdict()
-        assert (verdict["baseline"]["kind"], verdict["verdict"]) == ("champion", "pass")
-    finally:
-        wine.stop()
 
 
 @pytest.mark.long

@@ -1,4 +1,4 @@
-"""The commands and files in docs/kubernetes.md work, as far as they need no cluster."""
+"""The commands and files in the pages about Kubernetes work, as far as they need no cluster."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pipeline.system.sources import SOURCE_ROOT
 from .invariants import check
 from .schemas import validate
 
-TEXT = (SOURCE_ROOT / "docs" / "kubernetes.md").read_text()
+TEXT = "".join(path.read_text() for path in sorted((SOURCE_ROOT / "docs").glob("kubernetes*.md")))
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 IMAGE = "registry.example/serve@sha256:" + "1" * 64
 

@@ -544,7 +544,9 @@ class Package(Section):
         "`none`: do not build; a named builder is required to work",
     )
     base_image: str = Field("python:3.11-slim", description="base image; specify a digest to pin it")
-    image: str = Field("", description="image name without tag, as in registry/name; empty: localhost/ and the model's name")
+    image: str = Field(
+        "", description="image name without tag, as in registry/name; empty: localhost/ and the model's name"
+    )
     push: bool = Field(False, description="push built images to their registry; `--push` sets it")
     modelcar: str = Field(
         "",
