@@ -13,12 +13,12 @@ from .place import Place, wait_until
 
 _NAME = "load"
 _MAX_SECONDS = 1800
-_MORE_REQUESTS = 100  # before the test begins, and after it
+_MORE_REQUESTS = 25  # of each thread, before the test begins and after it
 # Every response must be right. Each thread connects anew for each request. The name of the Service is looked up once:
 # the cluster's name server fails on a busy machine, and its address stays the same.
 _PROGRAM = """
 import json, socket, sys, threading, time, urllib.request
-counts, lock, errors = {"requests": 0, "failed": 0}, threading.Lock(), []
+counts, lock, errors = {"requests": [0] * 4, "failed": 0}, threading.Lock(), []
 host, path, seconds = sys.argv[1], sys.argv[2], float(sys.argv[3])
 body = json.dumps({"instances": [[1, 2]]}).encode()
 end = time.monotonic() + seconds
@@ -29,23 +29,23 @@ while not url:
     except OSError:
         time.sleep(1)
 
-def send():
+def send(thread):
     while time.monotonic() < end:
         try:
             request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
-            with urllib.request.urlopen(request, timeout=10) as response:
+            with urllib.request.urlopen(request, timeout=60) as response:
                 right = json.load(response) == {"predictions": [[2, 4]]}
                 error = "" if right else "a wrong answer"
         except Exception as caught:
             error = repr(caught)
         with lock:
-            counts["requests"] += 1
+            counts["requests"][thread] += 1
             counts["failed"] += bool(error)
             errors.extend([error] if error and len(errors) < 5 else [])
         time.sleep(0.02)
 
-for _ in range(4):
-    threading.Thread(target=send, daemon=True).start()
+for thread in range(4):
+    threading.Thread(target=send, args=(thread,), daemon=True).start()
 while time.monotonic() < end:
     time.sleep(0.5)
     with lock:
@@ -61,13 +61,18 @@ class Load:
         path = f"/api/v1/namespaces/{self._place.namespace}/pods/{_NAME}/log"
         response = self._place.cluster.connection.request("GET", path, {"tailLines": "1"})
         lines = response.body.splitlines() if response.ok else []
-        counts: Object = json.loads(lines[-1]) if lines else {"requests": 0, "failed": 0, "errors": []}
+        counts: Object = json.loads(lines[-1]) if lines else {"requests": [0], "failed": 0, "errors": []}
         return counts
 
     def check(self) -> None:
-        """Check that requests go on, and that none has failed."""
-        enough = self.counts()["requests"] + _MORE_REQUESTS
-        wait_until(lambda: self.counts()["requests"] >= enough, f"{_MORE_REQUESTS} more requests")
+        """Check that requests go on in each thread, so that none hangs, and that none has failed."""
+        before = self.counts()["requests"]
+
+        def all_go_on() -> bool:
+            pairs = zip(before, self.counts()["requests"], strict=False)  # no counts were printed before
+            return all(now >= earlier + _MORE_REQUESTS for earlier, now in pairs)
+
+        wait_until(all_go_on, f"{_MORE_REQUESTS} more requests")
         counts = self.counts()
         print(f"load: {counts}")
         assert counts["failed"] == 0, counts

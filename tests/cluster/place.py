@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from k8s.cluster.api import Response, Unreachable
+from k8s.cluster.canary import ready_pods
 from k8s.cluster.cluster import Cluster
 from k8s.deploy import deploy
 from k8s.objects.kustomize import Object
@@ -95,13 +96,9 @@ class Place:
         return int(response.status)
 
     def wait_for_replicas(self, count: int, report: Reports, timeout_seconds: float = 180) -> None:
-        """Wait until the Deployment is complete and this many pods are ready."""
-        wait_until(lambda: self._available() >= count, f"{count} ready pods", timeout_seconds)
+        """Wait until this many pods are ready; those that are being deleted do not count."""
+        wait_until(lambda: len(ready_pods(self.pods())) >= count, f"{count} ready pods", timeout_seconds)
         report(f"{count} pods are ready")
-
-    def _available(self) -> int:
-        live = self.cluster.read(DEPLOYMENT)
-        return int(live["status"].get("availableReplicas", 0)) if live else 0
 
     def _headers(self) -> dict[str, str]:
         settings = self.cluster.connection.configuration.auth_settings().values()

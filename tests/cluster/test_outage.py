@@ -22,7 +22,7 @@ from .tcp_proxy import TcpProxy
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.usefixtures("image")]
 
 OUTAGE_SECONDS = 30
-CANARY = {"canary_percent": 30, "auto": True, "observe_seconds": 10, "min_requests": 0}
+CANARY = {"canary_percent": 30, "auto": True, "observe_seconds": 10, "min_requests": 0, "margin": 0.5}
 # The messages with which phases begin.
 PHASES = {"lease": "deploying to", "apply": "plan:", "wait": "applied", "golden requests": "replicas available"}
 CANARY_PHASES = {"scale": "canary: ", "pods": "deployment/twice-canary", "observe": "golden requests answered"}
@@ -40,7 +40,7 @@ def test_deployment_during_an_outage_ends_and_can_be_repeated(
 def test_canary_during_an_outage_ends_and_can_be_repeated(
     place: Place, reports: Reports, proxy: TcpProxy, phase: str
 ) -> None:
-    place.deploy("stable", reports)
+    place.deploy("slow", reports)  # equal versions differ by chance on a busy machine
     deploy_through_outage(place, reports, proxy, CANARY_PHASES[phase], CANARY, must_succeed=False)
     canary = {**DEPLOYMENT, "metadata": {"name": canary_name(NAME)}}
     assert place.cluster.read(canary) is None
