@@ -40,7 +40,7 @@ _BUILDER_TIMEOUT_SECONDS = 180  # to report its state, which takes long on a bus
 _BUILDER_END_SECONDS = 20.0  # from SIGTERM to SIGKILL; a step has 45 s
 # Passed by name: the builder reads the values itself, so that a password in a URL is in no file and no command line.
 _PASSED_VARIABLES = (
-    "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_TRUSTED_HOST",
+    "PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL", "PIP_TRUSTED_HOST", "TORCH_INDEX_URL",
     "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy",
 )  # fmt: skip
 _IMAGES = Path(__file__).resolve().parent

@@ -8,11 +8,17 @@ ARG ACCELERATOR=cpu
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 ARG PIP_TRUSTED_HOST
+# Without GPUs: the builds of torch and its packages without CUDA, unless the wheels have one.
+ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
 COPY requirements-${ACCELERATOR}.txt /build/
 COPY wheels /build/wheels
 RUN python3 -m venv --without-pip /venv \
- && python3 -m pip --python /venv/bin/python install --no-cache-dir --disable-pip-version-check \
-    --find-links /build/wheels -r /build/requirements-${ACCELERATOR}.txt
+ && install="python3 -m pip --python /venv/bin/python install --no-cache-dir --disable-pip-version-check \
+    --find-links /build/wheels" \
+ && if [ "$ACCELERATOR" = cpu ] && ! ls /build/wheels/torch-*.whl > /dev/null 2>&1; then \
+    $install --no-deps --index-url "$TORCH_INDEX_URL" \
+    $(sed -nE 's/^torch(audio|vision)?==.*/&+cpu/p' /build/requirements-cpu.txt); fi \
+ && $install -r /build/requirements-${ACCELERATOR}.txt
 
 FROM ${BASE}
 ARG BASE=python:3.11-slim

@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import os
+import re
+import subprocess
 from dataclasses import replace
+from importlib import metadata
 from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from k8s.images import build
 from k8s.images.build import (
@@ -106,6 +111,35 @@ def test_the_training_context_is_complete_and_reproducible(project: Path, tmp_pa
     assert {"torch", "onnx", "onnxruntime-gpu[cuda,cudnn]", "safetensors"} <= {
         line.partition("==")[0] for line in pins.splitlines()
     }
+
+
+def pip_calls(context: Path, folder: Path) -> list[str]:
+    """Run the command of a Dockerfile that installs the packages, with a python3 that only prints its arguments."""
+    text = (context / "Dockerfile").read_text()
+    arguments = dict(re.findall(r"^ARG (\w+)=(.+)$", text, re.MULTILINE))
+    (command,) = re.findall(r"^RUN (python3 -m venv(?:.*\\\n)*.*)$", text, re.MULTILINE)
+    folder.mkdir()
+    (folder / "python3").write_text('#!/bin/sh\necho "$*"\n')
+    (folder / "python3").chmod(0o755)
+    env = {**arguments, "PATH": f"{folder}:{os.environ['PATH']}"}
+    script = command.replace("/build/", f"{context}/")
+    printed = subprocess.run(["sh", "-ec", script], env=env, capture_output=True, text=True, check=True).stdout
+    return [line.partition(" install ")[2] for line in printed.splitlines() if " install " in line]
+
+
+def test_training_image_for_cpu_takes_torch_from_its_own_index(project: Path, tmp_path: Path) -> None:
+    content = replace(project_content(project, REFERENCES, []), packages=("torch",))
+    for accelerator in ("cpu", "gpu"):
+        recipe = Recipe("python:3.11-slim", accelerator)
+        write_training_context("round", project, content, recipe, tmp_path / accelerator)
+    torch, others = pip_calls(tmp_path / "cpu", tmp_path / "bin")
+    version = Version(metadata.version("torch")).public
+    assert torch.endswith(f"--no-deps --index-url https://download.pytorch.org/whl/cpu torch=={version}+cpu")
+    assert others.endswith("requirements-cpu.txt")
+    assert "index-url" not in others
+    assert len(pip_calls(tmp_path / "gpu", tmp_path / "other")) == 1, "the CUDA builds are in pip's own index"
+    (tmp_path / "cpu" / "wheels" / f"torch-{version}+ours-py3-none-any.whl").touch()
+    assert len(pip_calls(tmp_path / "cpu", tmp_path / "third")) == 1, "the project's own build"
 
 
 def test_without_a_checkout_our_metadata_are_copied(
