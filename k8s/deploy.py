@@ -209,7 +209,7 @@ class Deployer:
         applied = self.cluster.apply(objects, self.report, functools.partial(self._begin, version, restore))
         self.report(f"applied {', '.join(applied)}")
         try:
-            count = self._wait_and_check(version, expected, previous)
+            count = self._wait_and_check(version, expected, history, previous)
         except StageError as error:
             write_version(self.cluster, self.config.name, version, "begun")
             hint = "; it is applied, and `pipe registry rollback` restores the version before it" if previous else ""
@@ -219,6 +219,7 @@ class Deployer:
         if restore and history.unfinished not in (None, version):
             write_version(self.cluster, self.config.name, history.unfinished, "undone")
         for item in unwanted:
+            self.check_lease()
             delete(item, self.cluster, self.report)
         self._delete_unused()
         return count
@@ -287,11 +288,15 @@ class Deployer:
         annotations = (item["metadata"].get("annotations", {}) for item in owners)
         return frozenset(item[BUNDLE_ANNOTATION] for item in annotations if BUNDLE_ANNOTATION in item)
 
-    def _wait_and_check(self, version: Version, expected: smoke.Expected, previous: frozenset[str]) -> int:
-        """Wait for the roll-out and send the golden requests; return their number."""
+    def _wait_and_check(
+        self, version: Version, expected: smoke.Expected, history: History, previous: frozenset[str]
+    ) -> int:
+        """Wait for the roll-out, end the canary, and send the golden requests; return their number."""
         self.cluster.wait(version.objects, self.config.deploy.timeout_seconds, self.report)
-        if not self.config.deploy.by_kserve:
+        if history.live_canary is not None:
             self.cluster.delete(_canary_object(self.config.name))
+        if history.canary is not None and history.canary.number != version.number:
+            delete_version(self.cluster, self.config.name, history.canary.number)
         service = serving.service_name(self.config)
         if not self.config.deploy.by_kserve and uses_tls(version.workload["spec"]["template"]["spec"]):
             service = f"https:{service}"

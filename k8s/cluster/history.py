@@ -46,7 +46,7 @@ class Version(Frozen):
     bundle: str
     image: str
     by: str
-    since: str  # when it got this state
+    since: str  # when it was deployed or restored
     after: int = 0  # number of the version that it replaced; 0: none
     objects: tuple[dict[str, Any], ...]
 
@@ -185,7 +185,10 @@ _API_VERSIONS = {"Deployment": "apps/v1", "InferenceService": "serving.kserve.io
 
 
 def write_version(cluster: Cluster, name: str, version: Version, state: State) -> None:
-    version = version.model_copy(update={"state": state, "since": datetime.now(UTC).isoformat(timespec="seconds")})
+    """Write the record; a version that is deployed again without a change serves since its first deployment."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    since = now if state == "restoring" else version.since or now
+    version = version.model_copy(update={"state": state, "since": since})
     labels = identity_labels(name, "version")
     metadata = {"name": f"{name}-version-{version.number}", "namespace": cluster.namespace, "labels": labels}
     item = {**_CONFIG_MAP, "metadata": metadata, "data": {_KEY: version.model_dump_json()}}

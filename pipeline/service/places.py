@@ -99,6 +99,7 @@ def crown(project: Project, place: Config, version: Version, reason: str, rollba
 @dataclass(frozen=True)
 class PlaceStatus:
     place: Config
+    context: str
     server: str
     state: Mapping[str, Any]  # state, problems and drift
     current: Version | None = None
@@ -125,8 +126,7 @@ class PlaceStatus:
         """Return what a person needs to know; `options` name the place where there are several."""
         deploy, rollback = self.place.deploy, f"`pipe registry rollback{options}`"
         serves = f"{self.place.name} serves {self.current.title} since {self.current.since}: " if self.current else ""
-        where = f"cluster {deploy.context or 'of the current context'}"
-        where += f" ({self.server})" if self.server else ""
+        where = f"cluster {self.context} ({self.server})" if self.server else f"cluster {self.context}".rstrip()
         lines = [f"{where}, namespace {deploy.namespace}: {serves}{self.state['state']}"]
         lines += [f"problem: {problem}" for problem in self.state["problems"]]
         lines += [f"drift (live → recorded): {drift}" for drift in self.state["drift"]]
@@ -171,6 +171,8 @@ def _read_place(place: Config) -> PlaceStatus:
         history = read_versions(cluster, place)
         state = vars(inspect_deployment(cluster, history))
     except PipelineError as error:
-        return PlaceStatus(place, "", {"state": f"unknown: {error}", "problems": (), "drift": ()})
+        return PlaceStatus(place, place.deploy.context, "", {"state": f"unknown: {error}", "problems": (), "drift": ()})
     server = cluster.connection.server
-    return PlaceStatus(place, server, state, history.current, history.canary, history.unfinished, history.restorable())
+    return PlaceStatus(
+        place, cluster.context, server, state, history.current, history.canary, history.unfinished, history.restorable()
+    )

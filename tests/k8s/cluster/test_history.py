@@ -387,3 +387,28 @@ def test_a_config_map_of_another_owner_stays(cluster: ApiServer, roll_out: RollO
     cluster.add({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": {}})
     roll_out(0.1)
     assert "twice-options" in names(cluster, "ConfigMap")
+
+
+def test_restoring_a_version_ends_the_canary_and_leaves_nothing_unfinished(
+    cluster: ApiServer, roll_out: RollOut, roll_back: Callable[..., Any]
+) -> None:
+    roll_out(0.1)
+    roll_out(0.2)
+    roll_out(0.3, canary=Rollout(canary_percent=25))
+    assert roll_back(1)[0].number == 1
+    found = history()
+    assert (found.live_canary, found.unfinished, sorted(found.versions)) == (None, None, [1, 2])
+
+
+def test_a_version_serves_since_its_first_deployment(cluster: ApiServer, roll_out: RollOut) -> None:
+    roll_out(0.1)
+    path = "/api/v1/namespaces/default/configmaps/twice-version-1"
+    text = cluster.objects[path]["data"]["version.json"]
+    version = history().current
+    assert version is not None
+    older = text.replace(version.since, "2026-01-01T00:00:00+00:00")
+    cluster.store.change(path, lambda item: item["data"].update({"version.json": older}))
+    roll_out(0.1)
+    version = history().current
+    assert version is not None
+    assert (version.since, version.state) == ("2026-01-01T00:00:00+00:00", "served")
