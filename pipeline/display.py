@@ -96,11 +96,8 @@ class Display:
             if not self._hidden and not is_raw(line):
                 self.report(f"{self._step} | {line}")
         if self._step == "train" and (self._line is not None or time.monotonic() >= self._next_line):
-            assert self._progress is not None
-            shown, self._next_line = self._progress.facts, time.monotonic() + _LINE_SECONDS
+            self._next_line = time.monotonic() + _LINE_SECONDS
             self._update_progress()
-            if self._line is None and self._progress.facts != shown:
-                self.report(f"train: {self._progress.facts[0]}")
 
     def end(self, text: str) -> None:
         try:
@@ -148,12 +145,15 @@ class Display:
         values = last_metrics(self.run.partial("train") / METRICS_FILE)
         if values is not None:
             self._progress.completed, self._progress.total = values["step"], values.get("total_steps", 0)
+        shown = self._progress.facts
         if values is None or values == self._outdated:
             self._progress.facts = (describe_start(read_events(self.run.path)[self._old_events :], self._activity),)
-            return
-        self._rate.add(values["step"], time.monotonic())
-        seconds_left = self._rate.seconds_left(self._progress.total) if self._progress.total else None
-        self._progress.facts = describe_metrics(values, seconds_left)
+        else:
+            self._rate.add(values["step"], time.monotonic())
+            seconds_left = self._rate.seconds_left(self._progress.total) if self._progress.total else None
+            self._progress.facts = describe_metrics(values, seconds_left)
+        if self._line is None and self._progress.facts != shown:
+            self.report(f"train: {self._progress.facts[0]}")
 
     def _new_lines(self, log: Path) -> list[str]:
         if not log.exists():

@@ -19,13 +19,9 @@ REDEPLOYED = "deployed again"  # reason in the records of `pipe deploy`, whose s
 
 
 def redeploy(project: Project, source: Run, config: Config, display: Display) -> Run:
-    """Deploy the bundle of an earlier run unchanged, whatever has changed in the project since, as a new run.
-
-    Where `config` has other settings of the package, its image is made again.
-    """
-    records, again = check_deployable(source), ["deploy"]
-    if config.package != source.config.package:
-        records, again = [record for record in records if record.step != "package"], ["package", "deploy"]
+    """Deploy the bundle of an earlier run as a new run, with a new image where `config` has other settings of it."""
+    again = ["deploy"] if config.package == source.config.package else ["package", "deploy"]
+    records = [record for record in check_deployable(source) if record.step not in again]
     request = RunRequest(tuple(record.step for record in records))
     work = Work(project, config, request, [(source, source.read())])
     run = create_run(project.runs, config, (*request.steps, *again), parent=source.id)
@@ -48,9 +44,8 @@ def deployment_config(project: Project, source: Run, overrides: Sequence[str]) -
     What an earlier deployment of the bundle was started with has no effect. Only the command line changes its package.
     """
     check_deployment_overrides(overrides)
-    of_package = [override for override in overrides if override.startswith("package")]
-    values = override_config(source.config, of_package).model_dump(mode="json")
-    current = project.config(overrides).model_dump(mode="json")
+    packaged = override_config(source.config, [text for text in overrides if text.startswith("package")])
+    values, current = (config.model_dump(mode="json") for config in (packaged, project.config(overrides)))
     values |= {name: current[name] for name in ("registry", "deploy", "rollout")}
     values["serve"] |= {name: current["serve"][name] for name in DEPLOYMENT_SETTINGS}
     return parse_config(values, f"{project.root / 'pipe.yaml'} with the bundle of run {source.id}")

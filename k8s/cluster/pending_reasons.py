@@ -101,8 +101,9 @@ def newest_warning(connection: Connection, namespace: str, kind: str, name: str,
     created = since["metadata"].get("creationTimestamp", "")
     events = sorted((item for item in listing.items if _event_time(item)[:19] >= created[:19]), key=_event_time)
     warnings = [event for event in events if event.get("type") == "Warning" and event.get("reason") != "Unhealthy"]
-    pulls = [event for event in events[-1:] if event.get("reason") == "Pulling"]
-    return [_event_text(event) for event in (warnings or pulls)[-1:]]
+    reasons = warnings or [event for event in events[-1:] if event.get("reason") == "Pulling"]
+    texts = (f"{item.get('reason', 'Warning')}: {item.get('message', '')}" for item in reasons[-1:])
+    return [" ".join(text.split())[:_MAX_REASON_CHARACTERS] for text in texts]
 
 
 def _pod_owner_name(job: Object) -> str:
@@ -114,11 +115,6 @@ def _pod_owner_name(job: Object) -> str:
 def _event_time(event: Object) -> str:
     times = (event.get("lastTimestamp"), event.get("eventTime"), event["metadata"].get("creationTimestamp"))
     return next((str(time) for time in times if time), "")
-
-
-def _event_text(event: Object) -> str:
-    text = " ".join(str(event.get("message", "")).split())
-    return f"{event.get('reason', 'Warning')}: {text}"[:_MAX_REASON_CHARACTERS]
 
 
 def _kueue_reasons(workloads: Sequence[Object]) -> list[str]:

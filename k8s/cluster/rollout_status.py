@@ -48,16 +48,11 @@ def rollout_progress(live: Object, replicas: int = 0) -> Progress:
     A new Deployment has one replica until the autoscaler has seen it, so at least `replicas` are required.
     """
     status = live.get("status", {})
-    if live["kind"] == "InferenceService":
-        # KServe fills observedGeneration only since 0.16.
-        observed = status.get("observedGeneration", live["metadata"].get("generation", 0))
-    else:
-        observed = status.get("observedGeneration", 0)
-    if observed < live["metadata"].get("generation", 0):
+    is_kserve, generation = live["kind"] == "InferenceService", live["metadata"].get("generation", 0)
+    # KServe fills observedGeneration only since 0.16.
+    if status.get("observedGeneration", generation if is_kserve else 0) < generation:
         return Progress(False, "waiting for the controller to see the new version")
-    if live["kind"] == "InferenceService":
-        return _inference_service_progress(status)
-    return _deployment_progress(live, status, replicas)
+    return _inference_service_progress(status) if is_kserve else _deployment_progress(live, status, replicas)
 
 
 def _deployment_progress(live: Object, status: Object, minimum: int) -> Progress:
@@ -142,7 +137,8 @@ def pod_problem(pod: Object) -> str | None:
         waiting: Any = container.get("state", {}).get("waiting", {})
         reason = waiting.get("reason")
         if reason and reason not in ("ContainerCreating", "PodInitializing"):
-            return f"{reason}: {_waiting_message(container, waiting)}"
+            crash = container.get("lastState", {}).get("terminated")  # of a process that crashes repeatedly
+            return f"{reason}: {describe_termination(crash) if crash else waiting.get('message', 'no message')}"
         terminated = container.get("state", {}).get("terminated", {})
         if terminated.get("exitCode"):
             return describe_termination(terminated)
@@ -216,12 +212,6 @@ def read_conditions(status: Object) -> dict[str, Object]:
 def _container_statuses(status: Object) -> Iterator[Object]:
     yield from status.get("initContainerStatuses", [])
     yield from status.get("containerStatuses", [])
-
-
-def _waiting_message(container: Object, waiting: Object) -> str:
-    """Return how the process ended if it crashes repeatedly, else the message of the kubelet."""
-    terminated = container.get("lastState", {}).get("terminated")
-    return describe_termination(terminated) if terminated else str(waiting.get("message", "no message"))
 
 
 def _belongs_to(pod: Object, job: Object) -> bool:

@@ -62,8 +62,7 @@ def find_builder(wanted: str, env: Mapping[str, str]) -> tuple[str | None, str]:
     """Check one builder by name, or with `auto` each in turn; return the first that works, and why others do not."""
     problems: list[str] = []
     for name in BUILDERS if wanted == "auto" else (wanted,):
-        problem = _builder_problem(name, env)
-        if problem is None:
+        if (problem := _builder_problem(name, env)) is None:
             return name, "; ".join(problems)
         problems.append(problem)
     return None, "; ".join(problems)

@@ -8,7 +8,7 @@ ARG ACCELERATOR=cpu
 ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 ARG PIP_TRUSTED_HOST
-# Without GPUs: the builds of torch and its packages without CUDA, unless the wheels have one.
+# For torch and its packages in an image for the CPU, unless the project has a wheel of torch.
 ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
 COPY requirements-${ACCELERATOR}.txt /build/
 COPY wheels /build/wheels

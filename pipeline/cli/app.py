@@ -149,8 +149,7 @@ def table(rows: Sequence[Mapping[str, object]]) -> str:
     if not rows:
         return "nothing yet"
     names = list(rows[0])
-    lines = [names, *([_cell(row[name]) for name in names] for row in rows)]
-    return "\n".join(align(lines))
+    return "\n".join(align([names, *([_cell(row[name]) for name in names] for row in rows)]))
 
 
 def pairs(facts: Mapping[str, object]) -> str:
@@ -159,11 +158,7 @@ def pairs(facts: Mapping[str, object]) -> str:
 
 
 def _cell(value: object) -> str:
-    if value is None:
-        return "-"
-    if not isinstance(value, float):
-        return str(value)
-    return number(value)
+    return "-" if value is None else number(value) if isinstance(value, float) else str(value)
 
 
 def split_overrides(words: list[str] | None) -> tuple[list[str], list[str]]:

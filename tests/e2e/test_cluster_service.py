@@ -69,6 +69,7 @@ def test_bundle_is_deployed_replaced_tried_as_canary_and_rolled_back(api: ApiSer
     second = copied.latest
     stdout = copied.pipe("deploy", second.id, *ON_CLUSTER, "--dry-run", "--exit-code", expect=4).stdout
     assert f"pipe-road/bundle: {first.bundle().digest} → {second.bundle().digest}" in stdout
+    assert f" → {second.bundle().digest}" in copied.pipe("run", "deploy", "--dry-run", *ON_CLUSTER, *NEXT).stdout
     copied.pipe("run", "--until", "export", *NEXT)
     done = copied.pipe("deploy", *ON_CLUSTER, "--dry-run", "--exit-code", expect=4)
     assert f"has no finished package; run {second.id} has one of the same bundle" in done.stderr
