@@ -1,8 +1,11 @@
-"""The API server is gone for 30 seconds in the middle of each phase of a deployment and of a step."""
+"""The API server is gone for 30 seconds in the middle of each phase of a deployment and of a step; a kubelet stops."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import shlex
+import subprocess
 from collections.abc import Mapping
 
 import pytest
@@ -12,7 +15,7 @@ from k8s.cluster.canary import canary_name
 from k8s.objects.jobs import StepJob, step_job
 from k8s.objects.manifests import BUNDLE_ANNOTATION
 from k8s.step_runner import StepRunner
-from pipeline.system.errors import PipelineError
+from pipeline.system.errors import PipelineError, StageError
 
 from .images import NAME
 from .load import send_load
@@ -62,6 +65,20 @@ def deploy_through_outage(
     live = place.cluster.read(DEPLOYMENT)
     assert live is not None
     assert live["metadata"]["annotations"][BUNDLE_ANNOTATION] == place.bundles["candidate"].digest
+
+
+def test_node_whose_kubelet_is_frozen_is_named(place: Place, reports: Reports) -> None:
+    """PIPE_TEST_KUBELET is a command that sends the signal, which is appended, to the kubelet of one node."""
+    if not (command := shlex.split(os.environ.get("PIPE_TEST_KUBELET", ""))):
+        pytest.skip("needs PIPE_TEST_KUBELET, and two nodes")
+    place.deploy("stable", reports)
+    subprocess.run([*command, "STOP"], check=True)
+    try:
+        with pytest.raises(StageError, match=r"twice-\S+: node \S+ (has not responded|is not ready, .*) since \d"):
+            place.deploy("candidate", reports, place.config({"timeout_seconds": 90}))
+    finally:
+        subprocess.run([*command, "CONT"], check=True)
+    place.deploy("candidate", reports)
 
 
 PROGRAM = "import time\nfor i in range(60): print('line', i, flush=True); time.sleep(1)"
