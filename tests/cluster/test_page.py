@@ -42,7 +42,7 @@ def test_a_reader_reaches_the_canary_promotes_it_and_rolls_back(place: Place, tm
 
 @dataclass
 class Reader:
-    """Does what the page says, in the folder where its commands are."""
+    """Does what the page describes, in the folder where its commands are."""
 
     place: Place
     folder: Path
