@@ -15,7 +15,7 @@ endif
 INSTALL_TORCH = $(PIP) --no-deps --retries 1 $(CPU_INDEX) torch
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-long test-cluster fuzz lint lint-all types unit format clean
+.PHONY: help run test test-long test-cluster test-api-server fuzz lint lint-all types unit format clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## /{printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,6 +34,12 @@ test-long: $(VENV)/.dev  ## the tests that take minutes
 test-cluster: export PIPE_TEST_CLUSTER = $(if $(findstring command,$(origin KUBECONFIG)),$(KUBECONFIG))
 test-cluster: $(VENV)/.dev  ## the tests on a real cluster: make test-cluster KUBECONFIG=FILE
 	$(BIN)/python -m pytest -m cluster -v tests/cluster
+
+# Its API server is on this machine; where none can be started, pytest prints why.
+test-api-server: export PIPE_TEST_CLUSTER =
+test-api-server: $(VENV)/.dev  ## the tests of an API server without nodes, as CI runs them
+	$(BIN)/python -m pytest -m cluster -k "not outage" \
+	  tests/cluster/test_access.py tests/cluster/test_control_plane.py tests/cluster/test_objects.py
 
 # atheris is for Linux and CPython up to 3.13, and nothing else needs it.
 MINUTES := 10

@@ -14,7 +14,7 @@ import pytest
 from k8s.cluster.cluster import Cluster
 from pipeline.contract.bundle import Bundle
 
-from .control_plane import missing_binaries, run_control_plane
+from .control_plane import missing_binaries, run_control_plane, unpack_binaries
 from .images import PAUSE_SECONDS, make_bundle
 from .place import Place, Reports, wait_until
 from .tcp_proxy import TcpProxy, write_proxied_kubeconfig
@@ -26,10 +26,16 @@ _OLDEST_VERSION = (1, 30)
 def kubeconfig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     if given := os.environ.get("PIPE_TEST_CLUSTER"):
         yield Path(given).absolute()
-    elif missing := missing_binaries():
-        pytest.skip(f"no API server: PIPE_TEST_CLUSTER is not set and {', '.join(missing)} not on PATH")
-    else:
-        with run_control_plane(tmp_path_factory.mktemp("control-plane")) as plane:
+        return
+    folder, missing, problem = tmp_path_factory.mktemp("control-plane"), missing_binaries(), ""
+    with pytest.MonkeyPatch.context() as patch:
+        if missing:
+            problem = unpack_binaries(folder)
+            patch.setenv("PATH", str(folder / "bin"), prepend=os.pathsep)
+        if problem or missing_binaries():
+            reason = f"PIPE_TEST_CLUSTER is not set, and {', '.join(missing)} not on PATH; {problem}"
+            pytest.skip(f"no API server: {reason}")
+        with run_control_plane(folder) as plane:
             yield plane.kubeconfig
 
 

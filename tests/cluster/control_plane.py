@@ -1,9 +1,13 @@
-"""A Kubernetes control plane without nodes on 127.0.0.1: etcd and kube-apiserver, with its controllers if present."""
+"""A Kubernetes control plane without nodes on 127.0.0.1: etcd and kube-apiserver, with its controllers if present.
+
+It needs no rights. The programs are on PATH, or in an archive beside the checkout or at PIPE_TEST_CLUSTER_ARCHIVE.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import http.client
+import os
 import secrets
 import shutil
 import ssl
@@ -14,15 +18,36 @@ from pathlib import Path
 
 import yaml
 
+from pipeline.system.sources import SOURCE_ROOT
 from tests.ports import free_port
 
 _START_TIMEOUT_SECONDS = 120
 _STOP_TIMEOUT_SECONDS = 30
 _OPTIONAL = ("kube-controller-manager", "kube-scheduler")
+_ARCHIVE = SOURCE_ROOT.parent / "shared" / "cluster" / "cluster.tar.zst"
+_ARCHIVE_FILES = ("./bin/etcd", "./bin/hyperkube")  # hyperkube is all programs of Kubernetes, by its name
 
 
 def missing_binaries() -> list[str]:
     return [name for name in ("etcd", "kube-apiserver", "openssl") if shutil.which(name) is None]
+
+
+def unpack_binaries(folder: Path) -> str:
+    """Unpack the archive's programs into a folder; return why that is impossible, or nothing."""
+    archive = Path(os.environ.get("PIPE_TEST_CLUSTER_ARCHIVE", _ARCHIVE))
+    if not archive.is_file():
+        return f"there is no archive {archive}"
+    argv = ["tar", "-x", "-f", str(archive), "-C", str(folder), *_ARCHIVE_FILES]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return f"{archive}: {done.stderr.strip()}"
+    for name in ("kube-apiserver", *_OPTIONAL):
+        (folder / "bin" / name).symlink_to("hyperkube")
+    try:
+        subprocess.run([folder / "bin" / "etcd", "--version"], check=True, capture_output=True)
+    except OSError as error:  # it is for one operating system and processor
+        return f"{archive}: {error}"
+    return ""
 
 
 class ControlPlane:
@@ -37,7 +62,7 @@ class ControlPlane:
         self._run(
             "etcd", f"--data-dir={self.folder / 'etcd'}", f"--listen-client-urls={etcd}",
             f"--advertise-client-urls={etcd}", f"--listen-peer-urls={peer}",
-            f"--initial-advertise-peer-urls={peer}", f"--initial-cluster=default={peer}",
+            f"--initial-advertise-peer-urls={peer}", f"--initial-cluster=default={peer}", "--unsafe-no-fsync",
         )  # fmt: skip
         self._run(
             "kube-apiserver", f"--etcd-servers={etcd}", "--bind-address=127.0.0.1", "--advertise-address=127.0.0.1",
