@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -53,7 +54,8 @@ def list_names(context: typer.Context, output: OutputOption = Output.text) -> No
 
 
 def _name_row(registry: Registry, name: str, entry: Entry) -> dict[str, Any]:
-    change = registry.last_change(CHAMPION if name == PREVIOUS else name)  # `previous` changes with the champion
+    is_previous = name.partition("@")[0] == PREVIOUS  # it changes with the champion
+    change = registry.last_change(name.replace(PREVIOUS, CHAMPION, 1) if is_previous else name)
     assert change is not None
     return {
         "name": name, "bundle": entry.bundle, "run": entry.run, "since": change.at, "by": change.by,
@@ -153,8 +155,9 @@ def _promote_on_cluster(project: Project, place: Config, run: str, reason: str, 
     from k8s.deploy import promote as promote_canary  # slow to load
 
     access = Access.from_settings(place.serve, project.root)
-    expected_run = find_run(project.runs, run).id if run else ""
-    version = promote_canary(place, access, _report, functools.partial(find_bundle, project), expected_run)
+    with contextlib.suppress(ConfigError):  # the run may be on another machine
+        run = find_run(project.runs, run).id if run else ""
+    version = promote_canary(place, access, _report, functools.partial(find_bundle, project), run)
     text = f"{version.title} gets all requests in namespace {place.deploy.namespace}"
     emit(output, version.facts(), f"{text}; {crown(project, place, version, reason)}")
 

@@ -146,7 +146,7 @@ def serve_bundle(runs: Path, live: LiveService, run_id: str, digest: str, report
 def promote(run: Run, bundle: Bundle, reason: str = "", name: str = CHAMPION, location: str | None = None) -> Entry:
     """Point a name of the registry to the run's bundle; `location` is the registry's, by default that of the run."""
     location = run.config.registry if location is None else location
-    if name == PREVIOUS:
+    if name.partition("@")[0] == PREVIOUS:
         raise ConfigError(f"{PREVIOUS} follows from the history of {CHAMPION}; give the bundle another name")
     if not name.strip():
         raise ConfigError("--name is empty; give the bundle a name")

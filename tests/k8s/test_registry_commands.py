@@ -63,7 +63,9 @@ def test_versions_are_promoted_and_restored_from_another_clone(clone: Path, roll
     roll_out(0.2, 25, name="second")
     status = json.loads(pipe(clone, "status", "-o", "json"))["clusters"][0]
     assert (status["current"]["run"], status["canary"]["run"], status["drift"]) == ("first", "second", [])
-    assert "version 2, bundle" in pipe(clone, "registry", "promote")
+    with pytest.raises(ConfigError, match=r"the canary is version 2, .* of run second, so run first is not promoted"):
+        pipe(clone, "registry", "promote", "first")
+    assert "version 2, bundle" in pipe(clone, "registry", "promote", "second")
     with pytest.raises(ConfigError, match="twice has no canary"):
         pipe(clone, "registry", "promote")
     text = pipe(clone, "status")
@@ -96,6 +98,10 @@ def test_each_place_has_its_own_champion(
     assert name == f"champion@{serving.url}/default/twice"
     for proposed in (ProposedChange(name, item, "deployed") for item in (entry, other)):
         change_registry(runs, "", partial(_propose, proposed))
+    listed = json.loads(pipe(clone, "registry", "list", "-o", "json"))["names"]
+    assert [(row["name"], row["bundle"]) for row in listed] == [
+        (name, other.bundle), (name.replace("champion", "previous"), entry.bundle),
+    ]  # fmt: skip
     roll_out(0.1)
     roll_out(0.2)
     assert f"{name} is bundle {bundle.digest[:12]}" in pipe(clone, "registry", "rollback")
