@@ -74,14 +74,14 @@ class Lease:
             duration = live["spec"].get("leaseDurationSeconds", self.duration_seconds) if live else 0
             if (not owner or time.monotonic() - unchanged_since > duration) and self._write(live, self.holder):
                 return
+            if owner and owner != reported:
+                report(f"{owner} is deploying here; waiting for it, {number(wait_seconds)} s at most")
+                reported = owner
             if owner and time.monotonic() >= deadline:
                 raise ResourceError(
                     f"{owner} is deploying {self.name.removesuffix('-deploy')} in namespace {self.namespace}; waited "
                     f"{number(wait_seconds)} s for it"
                 )
-            if owner and owner != reported:
-                report(f"{owner} is deploying here; waiting for it, {number(wait_seconds)} s at most")
-                reported = owner
             time.sleep(self.poll_seconds)
 
     def _renew(self, stop: threading.Event, lost: threading.Event) -> None:
