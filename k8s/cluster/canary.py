@@ -1,91 +1,25 @@
 """Canaries on the cluster: a new version next to the stable one, verified, measured and promoted or rolled back.
 
 The Deployment gets a second Deployment behind the same Service; the ratio of their pods sets the traffic. The pods' own
-request counters are compared; the decision (`compare_versions`) is a pure function.
+request counters are compared, as `pipeline.contract.canary` describes.
 """
 
 from __future__ import annotations
 
 import copy
 import math
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
-from typing import Literal
 
 from k8s.cluster import smoke
 from k8s.cluster.cluster import Cluster, Report
-from k8s.cluster.request_counts import RequestCounts, parse_request_counts
 from k8s.objects.kustomize import Object
 from k8s.objects.manifests import HTTP_PORT, TRACK_LABEL
+from pipeline.contract.canary import CanaryResult, RequestCounts, observe, parse_request_counts, traffic_steps
 from pipeline.contract.settings.cluster import Rollout
 from pipeline.system.errors import PipelineError, StageError
 
-_OBSERVATION_ATTEMPTS = 5  # at a percentage whose measurements are not conclusive yet
-_SECOND_STEP_PERCENT = 50.0  # after the first percentage and before all requests
-_CONFIDENCE = 0.95  # of the intervals that are compared
-_SLOW_MARGIN = 0.05  # how much larger the canary's fraction of slow requests may be
-_FAST_FRACTION = 0.95  # of the stable version's requests; slower than these counts as slow
 _HTTP_OK, _HTTP_UNAUTHORIZED, _HTTP_NOT_FOUND = 200, 401, 404
-
-Outcome = Literal["promote", "inconclusive", "roll back"]
-
-
-@dataclass(frozen=True)
-class CanaryResult:
-    outcome: Outcome
-    text: str  # the reasons
-
-
-def compare_versions(stable: RequestCounts, canary: RequestCounts, settings: Rollout) -> CanaryResult:
-    """Decide whether the canary is not inferior in its rates of failed and of slow requests, with confidence."""
-    if min(stable.requests, canary.requests) < settings.min_requests:
-        counts = f"{canary.requests:.0f} requests to the canary and {stable.requests:.0f} to the stable version"
-        return CanaryResult("inconclusive", f"{counts}, {settings.min_requests} of each are needed")
-    if not settings.min_requests and not (stable.requests and canary.requests):
-        return CanaryResult("promote", "no requests to compare; the golden requests were answered as at export")
-    z = NormalDist().inv_cdf(_CONFIDENCE)
-    failed = [(counts.failed, counts.requests) for counts in (canary, stable)]
-    comparisons = [_compare_rates("failed", failed[0], failed[1], settings.margin, z)]
-    if stable.timed and canary.timed:
-        threshold = stable.seconds_of(_FAST_FRACTION)
-        slow = [
-            (counts.timed - counts.answered_within.get(threshold, 0.0), counts.timed) for counts in (canary, stable)
-        ]
-        comparisons.append(_compare_rates(f"slower than {threshold * 1000:g} ms", slow[0], slow[1], _SLOW_MARGIN, z))
-    worst_first: tuple[Outcome, ...] = ("roll back", "inconclusive", "promote")
-    outcome = min((outcome for outcome, _ in comparisons), key=worst_first.index)
-    return CanaryResult(outcome, "; ".join(text for _, text in comparisons))
-
-
-def _compare_rates(
-    subject: str, canary: tuple[float, float], stable: tuple[float, float], margin: float, z: float
-) -> tuple[Outcome, str]:
-    """Compare two rates by the interval of their difference (Newcombe's, from two Wilson intervals)."""
-    canary_rate, stable_rate = canary[0] / canary[1], stable[0] / stable[1]
-    (canary_low, canary_high), (stable_low, stable_high) = _wilson_interval(*canary, z), _wilson_interval(*stable, z)
-    difference = canary_rate - stable_rate
-    upper = difference + math.hypot(canary_high - canary_rate, stable_rate - stable_low)
-    lower = difference - math.hypot(canary_rate - canary_low, stable_high - stable_rate)
-    rates = f"{subject}: {canary_rate:.2%} compared with {stable_rate:.2%}"
-    if upper <= margin:
-        return "promote", f"{rates}, at most {max(upper, 0):.2%} more"
-    if lower > margin:
-        return "roll back", f"{rates}, at least {lower:.2%} more; {margin:.2%} is allowed"
-    return "inconclusive", f"{rates}, up to {upper:.2%} more; at most {margin:.2%} is not shown yet"
-
-
-def _wilson_interval(count: float, total: float, z: float) -> tuple[float, float]:
-    rate = count / total
-    center = (rate + z * z / (2 * total)) / (1 + z * z / total)
-    half_width = z / (1 + z * z / total) * math.sqrt(rate * (1 - rate) / total + z * z / (4 * total * total))
-    return max(0.0, center - half_width), min(1.0, center + half_width)
-
-
-def traffic_steps(first: float) -> list[float]:
-    """Return the percentages of requests that a canary gets before it gets all of them."""
-    return [first, _SECOND_STEP_PERCENT] if first < _SECOND_STEP_PERCENT else [first]
 
 
 def replicas_for(percent: float, stable: int) -> int:
@@ -135,7 +69,7 @@ class CanaryRollout:
                 steps = steps[-1:]
             for percent in steps:
                 self._set_traffic(percent)
-                result = self._observe()
+                result = observe(self._read_counts, self.settings, self.report)
                 self.report(f"canary at {percent:g} %: {result.outcome}: {result.text}")
                 if result.outcome != "promote":
                     self.end()
@@ -171,25 +105,9 @@ class CanaryRollout:
     def _stable_replicas(self) -> int:
         return int(self.stable.get("status", {}).get("replicas") or self.stable["spec"].get("replicas", 1))
 
-    def _observe(self) -> CanaryResult:
-        """Compare the requests since now, again and again until the comparison is conclusive."""
-        stable_before, canary_before = self._read_counts()
-        result = CanaryResult("inconclusive", "")
-        for _ in range(_OBSERVATION_ATTEMPTS):
-            time.sleep(self.settings.observe_seconds)
-            self.check_lease()
-            stable, canary = self._read_counts()
-            result = compare_versions(
-                _sum_since(stable_before, stable), _sum_since(canary_before, canary), self.settings
-            )
-            if result.outcome != "inconclusive":
-                return result
-            self.report(f"canary: {result.text}")
-        waited_seconds = _OBSERVATION_ATTEMPTS * self.settings.observe_seconds
-        return CanaryResult("roll back", f"inconclusive after {waited_seconds} s: {result.text}")
-
     def _read_counts(self) -> tuple[dict[str, RequestCounts], dict[str, RequestCounts]]:
         """Return the counters of the stable version's pods and of the canary's, by pod."""
+        self.check_lease()
         canary_pods, stable_pods = self._canary_pods(), self._stable_pods()
         return self._read_metrics(stable_pods, self.stable), self._read_metrics(canary_pods, self.candidate)
 
@@ -254,8 +172,3 @@ def ready_pods(pods: Iterable[Object]) -> list[str]:
 def is_ready(pod: Object) -> bool:
     conditions = {item["type"]: item["status"] for item in pod.get("status", {}).get("conditions", [])}
     return conditions.get("Ready") == "True" and "deletionTimestamp" not in pod["metadata"]
-
-
-def _sum_since(earlier: Mapping[str, RequestCounts], now: Mapping[str, RequestCounts]) -> RequestCounts:
-    increases = (counts.since(earlier.get(pod, RequestCounts())) for pod, counts in now.items())
-    return sum(increases, RequestCounts())

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 
 from k8s.cluster.canary import is_ready, pod_address
 from k8s.cluster.cluster import Cluster, Report
-from k8s.cluster.request_counts import RequestCounts, parse_request_counts
 from k8s.cluster.rollout_status import pod_problem
 from k8s.objects.kustomize import Object
 from k8s.objects.manifests import BUNDLE_ANNOTATION, format_selector, identity_labels
+from pipeline.contract.canary import RequestCounts, parse_request_counts
 from pipeline.system.errors import PipelineError
 from pipeline.system.wording import align, milliseconds
 

@@ -86,7 +86,7 @@ BREAKS: tuple[Break, ...] = (
     # Canaries.
     Break(
         "a canary that is only slower is promoted",
-        "k8s/cluster/canary.py",
+        "pipeline/contract/canary.py",
         "    outcome = min((outcome for outcome, _ in comparisons), key=worst_first.index)\n",
         "    outcome = max((outcome for outcome, _ in comparisons), key=worst_first.index)\n",
         "tests/k8s/cluster/test_canary.py::test_only_a_canary_shown_to_be_no_worse_is_promoted",
@@ -100,7 +100,7 @@ BREAKS: tuple[Break, ...] = (
     ),
     Break(
         "a failed grpc request does not count against a canary",
-        "k8s/cluster/request_counts.py",
+        "pipeline/contract/canary.py",
         ' if labels["code"].startswith("5") or labels["code"] in _SERVER_ERROR_CODES else 0.0',
         ' if labels["code"].startswith("5") else 0.0',
         "tests/k8s/cluster/test_canary.py::test_server_errors_of_grpc_count_as_failed_and_errors_of_clients_do_not",

@@ -64,7 +64,7 @@ def registry() -> Iterator[RegistryServer]:
 @pytest.fixture
 def no_observation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Judge canaries without waiting for their requests."""
-    monkeypatch.setattr("k8s.cluster.canary.time", SimpleNamespace(sleep=lambda seconds: None))
+    monkeypatch.setattr("pipeline.contract.canary.time", SimpleNamespace(sleep=lambda seconds: None))
 
 
 @pytest.fixture

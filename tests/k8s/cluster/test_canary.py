@@ -14,8 +14,8 @@ import pytest
 from k8s import deploy
 from k8s.cluster import canary, drift
 from k8s.cluster.cluster import Cluster
-from k8s.cluster.request_counts import RequestCounts, parse_request_counts
 from pipeline.contract.bundle import Bundle
+from pipeline.contract.canary import RequestCounts, compare_versions, parse_request_counts, traffic_steps
 from pipeline.contract.config import Config
 from pipeline.contract.settings.access import OPEN_ACCESS
 from pipeline.contract.settings.cluster import Rollout
@@ -49,15 +49,15 @@ def counts(requests: int, failed: int = 0, slow: int = 0) -> RequestCounts:
 def test_only_a_canary_shown_to_be_no_worse_is_promoted(
     stable: RequestCounts, candidate: RequestCounts, outcome: str, text: str
 ) -> None:
-    result = canary.compare_versions(stable, candidate, RULES)
+    result = compare_versions(stable, candidate, RULES)
     assert result.outcome == outcome, result
     assert text in result.text
 
 
 def test_canary_without_requests_passes_only_if_none_are_required() -> None:
     no_minimum = RULES.model_copy(update={"min_requests": 0})
-    assert canary.compare_versions(RequestCounts(), RequestCounts(), RULES).outcome == "inconclusive"
-    assert canary.compare_versions(RequestCounts(), RequestCounts(), no_minimum).outcome == "promote"
+    assert compare_versions(RequestCounts(), RequestCounts(), RULES).outcome == "inconclusive"
+    assert compare_versions(RequestCounts(), RequestCounts(), no_minimum).outcome == "promote"
 
 
 @pytest.mark.parametrize(
@@ -75,8 +75,8 @@ def test_percentage_that_whole_pods_give_is_reported(percent: float, stable: int
 
 
 def test_canary_below_half_gets_half_before_all_requests() -> None:
-    assert canary.traffic_steps(10) == [10, 50]
-    assert canary.traffic_steps(60) == [60]
+    assert traffic_steps(10) == [10, 50]
+    assert traffic_steps(60) == [60]
 
 
 def test_counters_of_a_restarted_pod_begin_at_zero() -> None:

@@ -248,7 +248,7 @@ def test_an_interrupted_canary_stays_and_is_continued(
     measured = Rollout(canary_percent=25, auto=True, observe_seconds=1)
     roll_out(0.1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("k8s.cluster.canary.CanaryRollout._observe", _interrupt)
+        patch.setattr("k8s.cluster.canary.observe", _interrupt)
         with pytest.raises(KeyboardInterrupt):
             roll_out(0.2, canary=measured)
     config = configure()
