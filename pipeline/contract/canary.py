@@ -150,11 +150,12 @@ def observe(
     `read` returns the counters of the stable version's pods and of the canary's, by pod.
     """
     stable_before, canary_before = read()
-    result = CanaryResult("inconclusive", "")
     for _ in range(OBSERVATION_ATTEMPTS):
         time.sleep(settings.observe_seconds)
         stable, canary = read()
-        result = compare_versions(_sum_since(stable_before, stable), _sum_since(canary_before, canary), settings)
+        result = CanaryResult("inconclusive", "a version has no pod that answers")
+        if stable and canary:
+            result = compare_versions(_sum_since(stable_before, stable), _sum_since(canary_before, canary), settings)
         if result.outcome != "inconclusive":
             return result
         report(f"canary: {result.text}")
