@@ -168,6 +168,11 @@ def deployment_lease(cluster: Cluster, config: Config) -> Lease:
 
 
 def read_versions(cluster: Cluster, config: Config) -> History:
+    if config.rollout.controller != "pipe":
+        raise ConfigError(
+            f"rollout.controller={config.rollout.controller}: `pipe` does not follow the roll-outs of another "
+            "controller; use `pipe deploy --render`, and let Argo CD or kubectl apply the manifests"
+        )
     return read_history(cluster, config.name, "InferenceService" if config.deploy.by_kserve else "Deployment")
 
 

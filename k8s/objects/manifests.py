@@ -24,7 +24,7 @@ HTTP_PORT = 8080
 BUNDLE_ANNOTATION = "pipe-road/bundle"
 VERSION_ANNOTATION = "pipe-road/version"  # of a workload that `pipe deploy` applied: the number of its version
 TRACK_LABEL = "pipe-road/track"  # of a canary and its pods
-WORKLOAD_KINDS = ("Deployment", "InferenceService")  # the kinds that run a service
+WORKLOAD_KINDS = ("Deployment", "Rollout", "InferenceService")  # the kinds that run a service
 GPU_RESOURCE = "nvidia.com/gpu"
 
 # Longest names, in characters.

@@ -124,13 +124,17 @@ def mount_access(pod: Object, config: Config, access: Access, config_map: str) -
         items = [{"key": SIGNATURE_KEYS, "path": "keys"}]
         _mount(pod, "signature-keys", _KEYS_FOLDER, {"configMap": {"name": config_map, "items": items}})
         args.append(f"--require-signature={_KEYS_FOLDER}/keys")
-    files = {name: f"{_ACCESS_FOLDER}/{file}" for name, file in _SECRET_FILES.items() if getattr(access, name)}
-    if not files:
+    if not (options := mounted_access(access).options):
         return
     if access.tls_key and config.deploy.by_kserve:
         raise ConfigError("serve.tls_certificate: KServe's gateway ends TLS before the pods; leave it and tls_key out")
     _mount(pod, "access", _ACCESS_FOLDER, {"secret": {"secretName": secret_name(config, access)}})
-    args.extend(Access(**files).options)
+    args.extend(options)
+
+
+def mounted_access(access: Access) -> Access:
+    """Return the files of the Secret as pods have them."""
+    return Access(**{name: f"{_ACCESS_FOLDER}/{file}" for name, file in _SECRET_FILES.items() if getattr(access, name)})
 
 
 def _mount(pod: Object, name: str, folder: str, source: Object) -> None:

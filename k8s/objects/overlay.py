@@ -37,6 +37,7 @@ _KEPT = {
     "Service": ("spec.selector",),
     "ConfigMap": ("data", "immutable"),
 }
+_KEPT["Rollout"] = _KEPT["Deployment"]
 
 
 def overlay_folder(root: Path, config: Config, section: Literal["deploy", "cluster"] = "deploy") -> Path | None:

@@ -9,6 +9,7 @@ import math
 from pathlib import Path
 
 from k8s.objects import network, training
+from k8s.objects.argo_rollouts import convert_deployment
 from k8s.objects.kustomize import Object
 from k8s.objects.manifests import (
     BUNDLE_ANNOTATION,
@@ -65,6 +66,9 @@ def serving_objects(
     if runtime is not None:
         use_storage(parts, runtime, config.deploy, bundle.path.absolute().parents[1].name)
     objects = [parts[kind] for kind in _ORDER if kind in parts]
+    if config.rollout.controller == "argo-rollouts":
+        i = objects.index(parts["Deployment"])
+        objects[i : i + 1] = convert_deployment(parts, config, access)
     return objects if overlay is None else apply_overlay(objects, overlay, config)
 
 
@@ -247,6 +251,11 @@ def check_host(config: Config) -> None:
 
 def check_canary(config: Config) -> None:
     """Refuse a canary on KServe: its `spec.canary` stands beside the live predictor, which only the cluster knows."""
+    if config.rollout.controller != "pipe" and config.deploy.by_kserve:
+        raise ConfigError(
+            f"rollout.controller={config.rollout.controller}: KServe creates the Deployment; leave it out, or set "
+            "deploy.target=kubernetes"
+        )
     if config.rollout.canary_percent and config.deploy.by_kserve:
         raise ConfigError(
             "rollout.canary_percent: with KServe no request can choose the version, so golden requests cannot check a "

@@ -122,6 +122,12 @@ class ServingPods(NodePlacement):
 class Rollout(Section):
     """How a new bundle replaces the one that serves."""
 
+    controller: Literal["pipe", "argo-rollouts"] = Field(
+        "pipe",
+        description="what shifts the requests on a cluster: `pipe deploy`, or Argo Rollouts by the objects of `pipe "
+        "deploy --render`, exact with deploy.gateway; that controller was not run with them, only their structure is "
+        "tested",
+    )
     canary_percent: float = Field(
         0,
         ge=0,
