@@ -10,6 +10,7 @@ import http.client
 import socket
 import sys
 from collections.abc import Sequence
+from contextlib import closing
 
 from pipeline.contract.canary import RequestCounts, observe, parse_request_counts
 from pipeline.contract.settings.access import Access
@@ -22,29 +23,28 @@ _HTTP_OK = 200
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser("python -m serve.canary", description=__doc__, allow_abbrev=False)
-    for name in ("stable", "canary"):
-        parser.add_argument(f"--{name}", required=True, metavar="HOST:PORT")
-    parser.add_argument("--name", required=True, help="name of the model")
-    settings = {"min_requests": int, "margin": float, "observe_seconds": int}
-    for name, kind in settings.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, required=True, help=f"as rollout.{name}")
-    files = ("api_keys", "tls_certificate", "tls_key")
-    for name in files:
-        parser.add_argument(f"--{name.replace('_', '-')}", default="", metavar="FILE", help="as of python -m serve")
-    options = vars(parser.parse_args(argv))
-    access = Access(**{name: options[name] for name in files})
+    for name in ("--stable", "--canary"):
+        parser.add_argument(name, required=True, metavar="HOST:PORT")
+    parser.add_argument("--name", required=True, help="of the model")
+    for name, kind in (("--min-requests", int), ("--margin", float), ("--observe-seconds", int)):
+        parser.add_argument(name, type=kind, required=True, help="as in the section rollout of pipe.yaml")
+    for name in ("--api-keys", "--tls-certificate", "--tls-key"):
+        parser.add_argument(name, default="", metavar="FILE", help="as of python -m serve")
+    args = parser.parse_args(argv)
+    access = Access(api_keys=args.api_keys, tls_certificate=args.tls_certificate)
 
     def read() -> tuple[dict[str, RequestCounts], dict[str, RequestCounts]]:
-        stable, canary = (_read_pods(options[name], options["name"], access) for name in ("stable", "canary"))
-        # The canary's name means the stable pods until DNS has followed; no pod is compared with itself.
+        stable, canary = (_read_pods(address, args.name, access) for address in (args.stable, args.canary))
+        # Until DNS follows, the canary's name means stable pods; none is compared with itself.
         return {pod: counts for pod, counts in stable.items() if pod not in canary}, canary
 
+    settings = Rollout(min_requests=args.min_requests, margin=args.margin, observe_seconds=args.observe_seconds)
     try:
-        result = observe(read, Rollout(**{name: options[name] for name in settings}), _report)
+        result = observe(read, settings, print)
     except PipelineError as error:
-        _report(f"error: {error}")
+        print(f"error: {error}")
         return error.exit_code
-    _report(f"canary: {result.outcome}: {result.text}")
+    print(f"canary: {result.outcome}: {result.text}")
     return 0 if result.outcome == "promote" else 1
 
 
@@ -53,29 +53,22 @@ def _read_pods(address: str, model: str, access: Access) -> dict[str, RequestCou
     host, _, port = address.rpartition(":")
     try:
         resolved = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)
-    except socket.gaierror as error:
-        _report(f"{host}: no pod is ready: {error}")
+    except socket.gaierror:  # no pod is ready
         return {}
     counts = {}
     for pod in sorted({str(entry[4][0]) for entry in resolved}):
-        connection = access.connection(pod, int(port), _TIMEOUT_SECONDS)
         try:
-            connection.request("GET", "/metrics", headers=access.headers())
-            response = connection.getresponse()
-            text = response.read().decode(errors="replace")
+            with closing(access.connection(pod, int(port), _TIMEOUT_SECONDS)) as connection:
+                connection.request("GET", "/metrics", headers=access.headers())
+                response = connection.getresponse()
+                text = response.read().decode()
         except (OSError, http.client.HTTPException) as error:
-            _report(f"{pod}: GET /metrics failed: {error!r}")
+            print(f"{pod}: GET /metrics failed: {error!r}")
             continue
-        finally:
-            connection.close()
         if response.status != _HTTP_OK:
             raise StageError(f"{pod}: GET /metrics returned {response.status}; a canary needs them to be measured")
         counts[f"{pod}:{port}"] = parse_request_counts(text, model)
     return counts
-
-
-def _report(text: str) -> None:
-    print(text, flush=True)
 
 
 if __name__ == "__main__":

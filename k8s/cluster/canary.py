@@ -108,7 +108,9 @@ class CanaryRollout:
     def _read_counts(self) -> tuple[dict[str, RequestCounts], dict[str, RequestCounts]]:
         """Return the counters of the stable version's pods and of the canary's, by pod."""
         self.check_lease()
-        canary_pods, stable_pods = self._canary_pods(), self._stable_pods()
+        canary_pods = self._canary_pods()
+        # The stable version's labels select the canary's pods as well.
+        stable_pods = [pod for pod in ready_pods(self.cluster.pods(self.stable)) if pod not in canary_pods]
         return self._read_metrics(stable_pods, self.stable), self._read_metrics(canary_pods, self.candidate)
 
     def _read_metrics(self, pods: Sequence[str], owner: Object) -> dict[str, RequestCounts]:
@@ -131,11 +133,6 @@ class CanaryRollout:
 
     def _canary_pods(self) -> list[str]:
         return ready_pods(self.cluster.pods(self.candidate))
-
-    def _stable_pods(self) -> list[str]:
-        """Return the stable version's pods: its labels select the canary's as well, so those are removed."""
-        canary_pods = set(self._canary_pods())
-        return [pod for pod in ready_pods(self.cluster.pods(self.stable)) if pod not in canary_pods]
 
     def _pod_address(self, pod: str, owner: Object) -> str:
         """Return the address for the API server's proxy; one version may use TLS and the other not."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 
 from k8s.objects import network
@@ -12,85 +11,74 @@ from pipeline.contract.canary import OBSERVATION_ATTEMPTS, traffic_steps
 from pipeline.contract.config import Config
 from pipeline.contract.settings.access import KEY_VARIABLE, Access
 
-_API_VERSION = "argoproj.io/v1alpha1"
-_START_SECONDS = 600  # for the Job to find a node and pull its image
-_POD_FIELDS = (
-    "serviceAccountName", "automountServiceAccountToken", "enableServiceLinks", "imagePullSecrets", "nodeSelector",
-    "tolerations", "securityContext", "volumes",
-)  # fmt: skip
+_KIND = {"apiVersion": "argoproj.io/v1alpha1", "kind": "Rollout"}
 _CONTAINER_FIELDS = ("image", "imagePullPolicy", "securityContext", "volumeMounts")
 _RESOURCES = {"requests": {"cpu": "100m", "memory": "128Mi"}, "limits": {"memory": "128Mi"}}
 
 
 def convert_deployment(parts: Mapping[str, Object], config: Config, access: Access) -> list[Object]:
-    """Make the Deployment a Rollout; return it with what it refers to.
+    """Make the Deployment a Rollout; return it with the objects that it refers to.
 
     Its controller gives the two headless Services their selectors, and the HTTPRoute its weights.
     """
     rollout, settings = parts["Deployment"], config.rollout
-    hosts = {version: f"{config.name}-{version}" for version in ("stable", "canary")}
-    canary: Object = {**rollout["spec"]["strategy"]["rollingUpdate"]}
-    canary |= {f"{version}Service": host for version, host in hosts.items()}
-    labels = identity_labels(config.name, "canary")
-    objects = [_headless(parts["Service"], host, labels) for host in hosts.values()]
+    stable, canary = (_headless(parts["Service"], version, config) for version in ("stable", "canary"))
+    hosts = {item["metadata"]["name"]: weight for item, weight in ((stable, 100), (canary, 0))}
+    objects = [stable, canary]
+    strategy = dict(rollout["spec"]["strategy"]["rollingUpdate"])
+    strategy |= dict(zip(("stableService", "canaryService"), hosts, strict=True))
     if settings.canary_percent:
-        analysis: Object = {"pause": {}}  # until a person promotes it
+        judge: Object = {"pause": {}}  # until a person promotes it
         if settings.auto:
-            analysis = {"analysis": {"templates": [{"templateName": config.name}]}}
-            objects.append(_analysis_template(rollout, hosts, labels, config, access))
+            judge = {"analysis": {"templates": [{"templateName": config.name}]}}
+            objects.append(_analysis_template(rollout, list(hosts), config, access))
         percents = traffic_steps(settings.canary_percent)[: None if settings.auto else 1]
-        canary["steps"] = [step for share in percents for step in ({"setWeight": max(1, round(share))}, analysis)]
+        strategy["steps"] = [step for share in percents for step in ({"setWeight": max(1, round(share))}, judge)]
     if "HTTPRoute" in parts:
-        canary["trafficRouting"] = {"plugins": {"argoproj-labs/gatewayAPI": {"httpRoute": config.name}}}
+        strategy["trafficRouting"] = {"plugins": {"argoproj-labs/gatewayAPI": {"httpRoute": config.name}}}
         for rule in parts["HTTPRoute"]["spec"]["rules"]:
-            (backend,) = rule["backendRefs"]
-            rule["backendRefs"] = [
-                {"group": "", "kind": "Service", **backend, "name": hosts[version], "weight": weight}
-                for version, weight in (("stable", 100), ("canary", 0))
-            ]
-    rollout |= {"apiVersion": _API_VERSION, "kind": "Rollout"}
-    rollout["spec"] |= {"strategy": {"canary": canary}, "progressDeadlineAbort": True}
-    parts["HorizontalPodAutoscaler"]["spec"]["scaleTargetRef"] |= {"apiVersion": _API_VERSION, "kind": "Rollout"}
+            # In full, as the API server completes it: applying it again changes nothing.
+            service = {"group": "", "kind": "Service", **rule["backendRefs"][0]}
+            rule["backendRefs"] = [{**service, "name": host, "weight": weight} for host, weight in hosts.items()]
+    rollout |= _KIND
+    rollout["spec"] |= {"strategy": {"canary": strategy}, "progressDeadlineAbort": True}
+    parts["HorizontalPodAutoscaler"]["spec"]["scaleTargetRef"] |= _KIND
     if config.deploy.clients:
-        parts["NetworkPolicy"]["spec"]["ingress"][0]["from"].append({"podSelector": {"matchLabels": labels}})
+        job_pods = {"podSelector": {"matchLabels": identity_labels(config.name, "canary")}}
+        parts["NetworkPolicy"]["spec"]["ingress"][0]["from"].append(job_pods)
     return [*objects, rollout]
 
 
-def _headless(service: Object, name: str, labels: Mapping[str, str]) -> Object:
-    item = copy.deepcopy(service)
-    item["metadata"]["name"] = name
-    item["metadata"]["labels"] |= labels  # Prometheus finds each pod by the Service of all pods alone
-    item["spec"]["clusterIP"] = "None"
-    del item["spec"]["selector"]
-    return item
+def _headless(service: Object, version: str, config: Config) -> Object:
+    """Return a Service of one version's pods, with other labels, as Prometheus has the pods from that of all."""
+    labels = {**service["metadata"]["labels"], **identity_labels(config.name, "canary")}
+    spec = {field: value for field, value in service["spec"].items() if field != "selector"}
+    metadata = {**service["metadata"], "name": f"{config.name}-{version}", "labels": labels}
+    return {**service, "metadata": metadata, "spec": {**spec, "clusterIP": "None"}}
 
 
-def _analysis_template(
-    rollout: Object, hosts: Mapping[str, str], labels: Mapping[str, str], config: Config, access: Access
-) -> Object:
-    """Return the Job as a metric: it succeeds if the canary is to be promoted."""
-    spec = rollout["spec"]["template"]["spec"]
-    settings = config.rollout
-    options = [f"--{version}={host}:{HTTP_PORT}" for version, host in hosts.items()]
-    options += [f"--name={config.name}", f"--min-requests={settings.min_requests}", f"--margin={settings.margin:g}"]
-    container = {"name": "canary", **{field: spec["containers"][0][field] for field in _CONTAINER_FIELDS}}
-    container |= {
+def _analysis_template(rollout: Object, hosts: list[str], config: Config, access: Access) -> Object:
+    """Return a metric whose Job succeeds if the canary is to be promoted."""
+    spec, settings = rollout["spec"]["template"]["spec"], config.rollout
+    options = {
+        "stable": f"{hosts[0]}:{HTTP_PORT}", "canary": f"{hosts[1]}:{HTTP_PORT}", "name": config.name,
+        "min-requests": settings.min_requests, "margin": settings.margin, "observe-seconds": settings.observe_seconds,
+    }  # fmt: skip
+    container = {
+        "name": "canary",
         "command": ["python", "-m", "serve.canary"],
-        "args": [*options, f"--observe-seconds={settings.observe_seconds}", *network.mounted_access(access).options],
+        "args": [*(f"--{name}={value}" for name, value in options.items()), *network.mounted_access(access).options],
         "resources": _RESOURCES,
+        **{field: spec["containers"][0][field] for field in _CONTAINER_FIELDS},
     }
     if access.api_keys:  # the Secret of the pods has only hashes
         key = {"name": f"{config.name}-canary", "key": KEY_VARIABLE}
         container["env"] = [{"name": KEY_VARIABLE, "valueFrom": {"secretKeyRef": key}}]
-    pod = {"restartPolicy": "Never", **{field: spec[field] for field in _POD_FIELDS if field in spec}}
-    job = {
-        "backoffLimit": 0,
-        "activeDeadlineSeconds": _START_SECONDS + OBSERVATION_ATTEMPTS * settings.observe_seconds,
-        "podFailurePolicy": {
-            "rules": [{"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}]
-        },
-        "template": {"metadata": {"labels": labels}, "spec": {**pod, "containers": [container]}},
+    pod = {
+        "metadata": {"labels": identity_labels(config.name, "canary")},
+        "spec": {**spec, "restartPolicy": "Never", "containers": [container]},
     }
-    metric = {"name": "requests", "provider": {"job": {"spec": job}}}
-    item = {"apiVersion": _API_VERSION, "kind": "AnalysisTemplate", "metadata": copy.deepcopy(rollout["metadata"])}
-    return {**item, "spec": {"metrics": [metric]}}
+    seconds = 600 + OBSERVATION_ATTEMPTS * settings.observe_seconds  # with the time to find a node and pull the image
+    job = {"backoffLimit": 0, "activeDeadlineSeconds": seconds, "template": pod}
+    metrics = [{"name": "requests", "provider": {"job": {"spec": job}}}]
+    return {**_KIND, "kind": "AnalysisTemplate", "metadata": dict(rollout["metadata"]), "spec": {"metrics": metrics}}

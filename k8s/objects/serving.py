@@ -251,13 +251,9 @@ def check_host(config: Config) -> None:
 
 def check_canary(config: Config) -> None:
     """Refuse a canary on KServe: its `spec.canary` stands beside the live predictor, which only the cluster knows."""
-    if config.rollout.controller != "pipe" and config.deploy.by_kserve:
+    if config.deploy.by_kserve and (config.rollout.canary_percent or config.rollout.controller != "pipe"):
+        setting = "canary_percent" if config.rollout.canary_percent else "controller"
         raise ConfigError(
-            f"rollout.controller={config.rollout.controller}: KServe creates the Deployment; leave it out, or set "
-            "deploy.target=kubernetes"
-        )
-    if config.rollout.canary_percent and config.deploy.by_kserve:
-        raise ConfigError(
-            "rollout.canary_percent: with KServe no request can choose the version, so golden requests cannot check a "
+            f"rollout.{setting}: with KServe no request can choose the version, so golden requests cannot check a "
             "canary; set deploy.target=kubernetes, or leave it out and add KServe's own spec.canary by deploy.overlay"
         )

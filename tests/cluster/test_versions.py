@@ -101,7 +101,7 @@ def test_an_interrupted_canary_is_continued_from_another_machine(
     rollout = {"canary_percent": 30, "auto": True, "observe_seconds": 5, "min_requests": 20}
     with send_load(place) as load:
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):  # noqa: PT012
-            patch.setattr("k8s.cluster.canary.CanaryRollout._observe", _interrupt)
+            patch.setattr("k8s.cluster.canary.observe", _interrupt)
             place.deploy("candidate", reports, place.config(rollout=rollout))
         config = place.config(rollout=rollout)
         assert deploy.continue_canary(config, OPEN_ACCESS, reports, not_here).number == 2

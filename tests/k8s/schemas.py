@@ -85,6 +85,8 @@ _HTTP_ROUTE = {
                                     "required": ["name", "port"],
                                     "additionalProperties": False,
                                     "properties": {
+                                        "group": {"const": ""},
+                                        "kind": {"const": "Service"},
                                         "name": {"type": "string"},
                                         "namespace": {"type": "string"},
                                         "port": {"type": "integer", "minimum": 1, "maximum": 65535},

@@ -124,9 +124,8 @@ class Rollout(Section):
 
     controller: Literal["pipe", "argo-rollouts"] = Field(
         "pipe",
-        description="what shifts the requests on a cluster: `pipe deploy`, or Argo Rollouts by the objects of `pipe "
-        "deploy --render`, exact with deploy.gateway; that controller was not run with them, only their structure is "
-        "tested",
+        description="what runs a canary on a cluster: `pipe deploy`, or the controller of Argo Rollouts, which was not "
+        "run with the objects that `pipe deploy --render` writes for it: only their structure is tested",
     )
     canary_percent: float = Field(
         0,
