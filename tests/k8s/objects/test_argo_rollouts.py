@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -145,3 +146,15 @@ def test_kserve_and_deployments_by_pipe_are_refused(
     with pytest.raises(ConfigError, match="use `pipe deploy --render`"):
         deploy.deploy(with_argo(configure()), bundle, IMAGE, tmp_path, False, print)
     assert not [path for path in api.objects if "leases" not in path]
+
+
+@pytest.mark.parametrize(
+    ("path", "refused"), [("/spec/strategy/canary/maxSurge", False), ("/spec/template/spec/containers/0/image", True)]
+)
+def test_an_overlay_changes_the_strategy_and_not_the_image(
+    path: str, refused: bool, configure: Configure, bundle: Bundle, tmp_path: Path
+) -> None:
+    patch = f"[{{op: replace, path: {path}, value: other}}]"
+    (tmp_path / "kustomization.yaml").write_text(f"patches: [{{target: {{kind: Rollout}}, patch: '{patch}'}}]\n")
+    with pytest.raises(ConfigError, match="which pipe sets") if refused else nullcontext():
+        serving.serving_objects(with_argo(configure(), **CANARY), bundle, IMAGE, overlay=tmp_path)
