@@ -22,9 +22,8 @@ def convert_deployment(parts: Mapping[str, Object], config: Config, access: Acce
     Its controller gives the two headless Services their selectors, and the HTTPRoute its weights.
     """
     rollout, settings = parts["Deployment"], config.rollout
-    stable, canary = (_headless(parts["Service"], version, config) for version in ("stable", "canary"))
-    hosts = {item["metadata"]["name"]: weight for item, weight in ((stable, 100), (canary, 0))}
-    objects = [stable, canary]
+    hosts = {f"{config.name}-stable": 100, f"{config.name}-canary": 0}  # weights while there is no canary
+    objects = [_headless(parts["Service"], host, config) for host in hosts]
     strategy = dict(rollout["spec"]["strategy"]["rollingUpdate"])
     strategy |= dict(zip(("stableService", "canaryService"), hosts, strict=True))
     if settings.canary_percent:
@@ -33,7 +32,7 @@ def convert_deployment(parts: Mapping[str, Object], config: Config, access: Acce
             judge = {"analysis": {"templates": [{"templateName": config.name}]}}
             objects.append(_analysis_template(rollout, list(hosts), config, access))
         percents = traffic_steps(settings.canary_percent)[: None if settings.auto else 1]
-        strategy["steps"] = [step for share in percents for step in ({"setWeight": max(1, round(share))}, judge)]
+        strategy["steps"] = [step for share in percents for step in ({"setWeight": int(share) or 1}, judge)]
     if "HTTPRoute" in parts:
         strategy["trafficRouting"] = {"plugins": {"argoproj-labs/gatewayAPI": {"httpRoute": config.name}}}
         for rule in parts["HTTPRoute"]["spec"]["rules"]:
@@ -49,11 +48,11 @@ def convert_deployment(parts: Mapping[str, Object], config: Config, access: Acce
     return [*objects, rollout]
 
 
-def _headless(service: Object, version: str, config: Config) -> Object:
+def _headless(service: Object, host: str, config: Config) -> Object:
     """Return a Service of one version's pods, with other labels, as Prometheus has the pods from that of all."""
     labels = {**service["metadata"]["labels"], **identity_labels(config.name, "canary")}
     spec = {field: value for field, value in service["spec"].items() if field != "selector"}
-    metadata = {**service["metadata"], "name": f"{config.name}-{version}", "labels": labels}
+    metadata = {**service["metadata"], "name": host, "labels": labels}
     return {**service, "metadata": metadata, "spec": {**spec, "clusterIP": "None"}}
 
 
