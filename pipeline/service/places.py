@@ -11,16 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from pipeline.contract.bundle import Bundle
+from pipeline.contract.bundle import OVERRIDDEN, Bundle
 from pipeline.contract.config import Config, override_config
-from pipeline.contract.registry import (
-    ProposedChange,
-    Registry,
-    champion_bundle,
-    champion_name,
-    change_registry,
-    read_registry,
-)
+from pipeline.contract.registry import ProposedChange, champion_bundle, champion_name, change_registry, read_registry
 from pipeline.contract.run import Run
 from pipeline.history import Project, load_history
 from pipeline.service.rollout import promote
@@ -80,19 +73,17 @@ def find_bundle(project: Project, version: Version) -> Bundle | None:
 
 def crown(project: Project, place: Config, version: Version, reason: str, rollback: bool = False) -> str:
     """Make the version that serves at a place its champion; return a sentence about it."""
-    name, location = champion_name(place), project.config().registry
-    run = Run(project.runs / version.run)
-    if (run.bundle_path / "manifest.json").is_file() and not rollback:
-        promote(run, run.require_bundle(version.bundle), reason, name, location)
-        return f"{name} is bundle {version.bundle[:12]}"
+    name, location, bundle = champion_name(place), project.config().registry, find_bundle(project, version)
     entry = read_registry(project.runs, location).find_entry(version.bundle)
-    if entry is None:
+    if bundle is not None and bundle.manifest.verdict == OVERRIDDEN:
+        return f"{name} stays as it is, since the gate was overridden"
+    if entry is not None:
+        change = ProposedChange(name, entry, reason, rollback)
+        change_registry(project.runs, location, lambda now: None if now.names.get(name) == entry else change)
+    elif bundle is not None:
+        promote(Run(project.runs / version.run), bundle, reason, name, location)
+    else:
         return f"{name} stays as it is, since run {version.run} is not here"
-
-    def decide(registry: Registry) -> ProposedChange | None:
-        return None if registry.names.get(name) == entry else ProposedChange(name, entry, reason, rollback)
-
-    change_registry(project.runs, location, decide)
     return f"{name} is bundle {version.bundle[:12]}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from typer.testing import CliRunner
 
 from k8s import deploy
 from pipeline.cli import app
-from pipeline.contract.bundle import Bundle
+from pipeline.contract.bundle import OVERRIDDEN, Bundle
 from pipeline.contract.registry import Entry, ProposedChange, Registry, champion_name, change_registry, read_registry
 from pipeline.contract.settings.cluster import Rollout
 from pipeline.system.errors import ConfigError, PipelineError
@@ -124,3 +125,15 @@ def test_the_place_is_that_of_the_settings_or_the_named_one(
 
 def test_status_of_a_cluster_that_does_not_answer_is_unknown(clone: Path, no_cluster: None) -> None:
     assert "namespace default: unknown: no kubeconfig" in pipe(clone, "status")
+
+
+def test_a_bundle_whose_gate_was_overridden_serves_and_is_no_champion(
+    clone: Path, roll_out: Callable[..., None], bundle: Bundle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    roll_out(0.1)
+    roll_out(0.2, 25)
+    overridden = replace(bundle, manifest=bundle.manifest.model_copy(update={"verdict": OVERRIDDEN}))
+    monkeypatch.setattr("pipeline.service.places.find_bundle", lambda project, version: overridden)
+    (clone / "runs").mkdir()
+    assert "stays as it is, since the gate was overridden" in pipe(clone, "registry", "promote")
+    assert read_registry(clone / "runs", "").names == {}
