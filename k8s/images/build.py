@@ -31,7 +31,7 @@ from k8s.images.registry import Reference, parse_reference
 from pipeline.contract.bundle import Bundle, open_bundle
 from pipeline.system.errors import BundleError, ConfigError, StageError
 from pipeline.system.files import digest_file, digest_mapping, digest_tree
-from pipeline.system.processes import end_group
+from pipeline.system.processes import deferred_signals, end_group
 from pipeline.system.sources import PACKAGES, SOURCE_ROOT, project_sources, third_party_imports
 
 BUILDERS = ("docker", "podman", "buildah")
@@ -152,12 +152,13 @@ def _docker_digest(image: str, reference: Reference, env: Mapping[str, str]) -> 
 def _run(argv: list[str], env: Mapping[str, str]) -> tuple[int, str]:
     """Run a builder and print its output; return its exit status and last line."""
     last = "it printed nothing"
-    with subprocess.Popen(
+    with deferred_signals() as deliver, subprocess.Popen(
         argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         errors="replace", env=dict(env), process_group=0,
     ) as process:  # fmt: skip
         assert process.stdout is not None
         try:
+            deliver()
             for line in process.stdout:
                 print(line, end="", flush=True)
                 last = line.strip() or last

@@ -19,7 +19,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
@@ -147,6 +147,25 @@ def raise_interrupt(signal_number: int, _frame: object) -> None:
 def exit_by_exception(signal_number: int, _frame: object) -> None:
     """Handle a signal so that what is held is released: processes are ended, a lease, a canary."""
     sys.exit(128 + signal_number)
+
+
+@contextmanager
+def deferred_signals() -> Iterator[Callable[[], None]]:
+    """Hold SIGTERM and SIGINT back until the yielded function is called, so that a started process is known by then."""
+    received: list[int] = []
+    numbers = (signal.SIGTERM, signal.SIGINT) if threading.current_thread() is threading.main_thread() else ()
+    handlers = {number: signal.signal(number, lambda number, _: received.append(number)) for number in numbers}
+
+    def deliver() -> None:
+        while handlers:
+            signal.signal(*handlers.popitem())
+        while received:
+            signal.raise_signal(received.pop())
+
+    try:
+        yield deliver
+    finally:
+        deliver()
 
 
 def end_group(process: subprocess.Popen[Any], grace_seconds: float) -> None:

@@ -96,7 +96,7 @@ def test_summary_of_training_is_one_line() -> None:
 
 def test_steps_that_were_skipped_are_reported() -> None:
     received = describe_summary({**SUMMARY, "overflow_steps": 2, "loss_scale": 16384.0})
-    assert received.endswith("; best at step 30; 2 steps skipped for overflow, loss scale 16384")
+    assert received.endswith("; best at step 30; 2 steps skipped for overflow, loss scale 16,384")
     assert "; 1 step skipped" in describe_summary({**SUMMARY, "overflow_steps": 1, "loss_scale": 16384.0})
 
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from pipeline.system.processes import (
     PARENT_WATCH_VARIABLE,
     TERMINATED,
     Rank,
+    deferred_signals,
     describe_exit,
     hide_packages,
     split_address,
@@ -210,3 +212,12 @@ def test_all_processes_of_a_launch_have_the_same_job_id() -> None:
 def test_master_needs_both_address_and_port() -> None:
     assert Rank.from_env({**SRUN, "MASTER_ADDR": "head", "MASTER_PORT": "29500"}).master == "head:29500"
     assert Rank.from_env({**SRUN, "MASTER_ADDR": "head"}).master == ""
+
+
+def test_a_signal_waits_until_the_started_process_is_known() -> None:
+    handler = signal.getsignal(signal.SIGINT)
+    with deferred_signals() as deliver:
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            deliver()
+    assert signal.getsignal(signal.SIGINT) is handler
