@@ -15,7 +15,7 @@ from .place import Place, Reports, wait_until
 pytestmark = [pytest.mark.cluster, pytest.mark.long, pytest.mark.usefixtures("nodes")]
 
 TIMEOUT_SECONDS = 600
-LOGGED_EPOCH = "| epoch 2/"  # before the pod is killed
+LOGGED_EPOCH = "epoch 2/"  # before the pod is killed
 
 
 def claim(namespace: str) -> dict[str, Any]:
