@@ -139,10 +139,9 @@ def _fill_pod(pod: Object, config: Config, bundle: Bundle, image: str, access: A
     container = pod["containers"][0]
     container["image"] = image
     _allow_for_loading(container, loading_seconds(bundle))
-    if "lifecycle" in container:  # Knative has its own
-        pause = container["lifecycle"]["preStop"]["sleep"]
-        pod["terminationGracePeriodSeconds"] += deploy.pre_stop_seconds - pause["seconds"]
-        pause["seconds"] = deploy.pre_stop_seconds
+    pause = container["lifecycle"]["preStop"]["sleep"]
+    pod["terminationGracePeriodSeconds"] += deploy.pre_stop_seconds - pause["seconds"]
+    pause["seconds"] = deploy.pre_stop_seconds
     container["resources"] = {"requests": {"cpu": deploy.cpu, "memory": memory}, "limits": {"memory": memory}}
     training.set_node_placement(pod, container, deploy.gpus, deploy, deploy.image_pull_secret)
     refer_to_config_map(container, settings["metadata"]["name"], config)

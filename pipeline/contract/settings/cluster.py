@@ -100,8 +100,8 @@ class ServingPods(NodePlacement):
     hostname: Host = Field("", description="external host name; empty: any")
     pre_stop_seconds: Positive = Field(
         60,
-        description="time a pod keeps serving once it is deleted, except with Knative: until proxies that lost the API "
-        "server send it nothing more, at most a minute; spot nodes may allow less",
+        description="time a pod keeps serving once it is deleted: until proxies that lost the API server send it "
+        "nothing more, at most a minute; spot nodes may allow less",
     )
     target_concurrency: Natural = Field(
         0,
