@@ -43,7 +43,8 @@ def test_training_finishes_after_a_pod_was_killed(place: Place, reports: Reports
     def status() -> dict[str, object]:
         live = place.cluster.read(job)
         assert live is not None
-        assert not live["status"].get("failedIndexes"), live["status"]
+        failed = any(condition["type"] == "Failed" for condition in live["status"].get("conditions", ()))
+        assert not failed, [log(pod["metadata"]["name"]) for pod in place.pods(selector)]
         return dict(live["status"])
 
     def log(pod: str) -> str:
@@ -52,6 +53,7 @@ def test_training_finishes_after_a_pod_was_killed(place: Place, reports: Reports
 
     def is_training() -> bool:
         """Return whether a pod has logged the epoch: the one with rank 0, which can be either."""
+        status()
         return any(LOGGED_EPOCH in log(pod["metadata"]["name"]) for pod in place.pods(selector))
 
     wait_until(is_training, LOGGED_EPOCH, TIMEOUT_SECONDS)
