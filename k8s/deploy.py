@@ -242,6 +242,10 @@ class Deployer:
         """Delete the canary's Deployment and its record: the stable version gets all requests again."""
         self.check_lease()
         self.cluster.delete(_canary_object(self.config.name))
+        self._forget(version)
+
+    def _forget(self, version: Version | None) -> None:
+        self.check_lease()
         if version is not None:
             delete_version(self.cluster, self.config.name, version.number)
         self._delete_unused()
@@ -276,10 +280,10 @@ class Deployer:
         try:
             result = rollout.run()
         except StageError:
-            self.end_canary(version)
+            self._forget(version)
             raise
         if result.outcome == "roll back":
-            self.end_canary(version)
+            self._forget(version)
             raise StageError(f"the canary was rolled back, the stable version gets all requests: {result.text}")
         return result.outcome == "promote"
 
