@@ -205,7 +205,8 @@ def test_thousand_mixed_requests_get_their_own_rows(model: Model, pool: ThreadPo
 def test_single_request_to_a_quick_model_runs_immediately(model: Model, pool: ThreadPoolExecutor) -> None:
     async def body() -> None:
         batcher, model.seconds = Batcher(model, MERGING, pool), 0
-        await batcher.outputs(rows(1), ("y",), Client(), is_only=True)  # in a thread: the run time is not known yet
+        for _ in range(100):  # the first in a thread, as its time is not known; then the shortest counts
+            await batcher.outputs(rows(1), ("y",), Client(), is_only=True)
         answered = batcher.outputs(rows(4), ("y",), Client(), is_only=True)
         with pytest.raises(StopIteration) as done:
             answered.send(None)
