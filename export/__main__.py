@@ -26,6 +26,7 @@ from export.subject import ModelExporter, Subject
 from export.variants import choose
 from export.variants.choose import VariantResult
 from pipeline.contract.bundle import (
+    NOT_EVALUATED,
     OVERRIDDEN,
     OVERRIDE_FILE,
     Ancestors,
@@ -63,7 +64,7 @@ def export(run: Run, root: Path) -> None:
     report = write_and_compare(exporter)
     _write_parity(run, exporter, report)  # also of a file that differs, before that ends the step
     report.require(exporter.subject.config)
-    print("\n".join(_describe(report, len(exporter.subject.test))), flush=True)
+    print("\n".join(_describe(report, len(exporter.subject.test), exporter.original)), flush=True)
     _write_other_formats(run, exporter)
     variant = _ship_variant(run, exporter)
     _write_parity(run, exporter, report, variant.name)
@@ -72,14 +73,14 @@ def export(run: Run, root: Path) -> None:
 
 
 def _required_override(run: Run, checkpoint: str) -> Override | None:
-    """Return the override of the verdict on this checkpoint, None where it passed; raise if neither lets it pass."""
+    """Return the override of the verdict on this checkpoint, if any; raise where it failed and has none."""
     verdict = run.verdict()
     if verdict["checkpoint"] != checkpoint:
         raise StageError("the verdict is about another checkpoint than train/model.safetensors; evaluate again")
     if passed_gate(str(verdict["verdict"])):
         return None
     override = run.override(digest_file(run.output("evaluate") / "verdict.json"))
-    if override is None:
+    if override is None and verdict["verdict"] != NOT_EVALUATED:
         raise GateError(
             f"the verdict is `{verdict['verdict']}`: {verdict['summary']}; "
             f"`pipe gate override {run.id} --reason WHY` overrides it, on record"
@@ -115,6 +116,7 @@ def _write_parity(run: Run, exporter: ModelExporter, report: Report, variant: st
     config, path = run.config.export, exporter.subject.path
     body = {
         "variant": variant,
+        "original": exporter.original,
         "rtol": config.rtol,
         "atol": config.atol,
         "samples": len(exporter.subject.test),
@@ -125,10 +127,10 @@ def _write_parity(run: Run, exporter: ModelExporter, report: Report, variant: st
     write_json(run.partial("export") / "parity.json", body | report.record())
 
 
-def _describe(report: Report, samples: int) -> Iterator[str]:
+def _describe(report: Report, samples: int, original: str) -> Iterator[str]:
     worst = max(row["max_abs_error"] for row in report.rows)
     sizes = sorted({row["batch_size"] for row in report.test_set})
-    yield f"equal to torch on {samples} test samples at batch sizes {sizes}; largest difference {worst:.2g}"
+    yield f"equal to {original} on {samples} test samples at batch sizes {sizes}; largest difference {worst:.2g}"
     yield report.weights.text
     yield from report.last_check.lines
 
@@ -153,8 +155,9 @@ def _ship_variant(run: Run, exporter: ModelExporter) -> VariantResult:
     entries = contest.entries()
     choice = choose.decide(run.config.export, entries)
     write_json(record, choose.rows(entries, choice.reasons, choice.name, metric))
-    lines = [*choose.table(entries, choice.name, metric), *choose.explanations(entries, choice.reasons)]
-    print("\n".join(lines), flush=True)
+    if any(entry.outcome or entry.faults for entry in entries):
+        lines = [*choose.table(entries, choice.name, metric), *choose.explanations(entries, choice.reasons)]
+        print("\n".join(lines), flush=True)
     if choice.refusal:
         raise StageError(choice.refusal)
     variant = next(entry for entry in entries if entry.name == choice.name)

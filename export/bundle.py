@@ -16,6 +16,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from export.checks.reference import compare_reference
 from export.conversion.to_onnx import tensor_specs
 from export.golden import make_golden
 from export.sessions import open_graph
@@ -54,7 +55,10 @@ def fill_bundle(
     exporter.check_bundle(bundle, signature)
     graph = open_graph(bundle / "model.onnx")
     inputs = exporter.golden_inputs(graph, signature, properties.rounding)
-    make_golden(graph, inputs, task, test, codec, signature, config.export, properties.rounding).write(bundle)
+    golden = make_golden(graph, inputs, task, test, codec, signature, config.export, properties.rounding)
+    golden.write(bundle)
+    if compared := compare_reference(task, exporter.subject.model, golden):
+        print(compared, flush=True)
     return signature
 
 

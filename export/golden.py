@@ -109,7 +109,7 @@ def _run_codec(
         return [], []
     encode = encode_method(codec, f"codec {signature.codec}")
     parts = _decode_parts(codec, instances, signature)
-    answers = [list(encode(graph(part.arrays), part.arrays)) for part in parts]
+    answers = [list(encode(graph(part.arrays), part.decoded)) for part in parts]
     for part, answer in zip(parts, answers, strict=True):
         if len(answer) != len(part.positions):
             raise ConfigError(f"codec: encode() gives {len(answer)} predictions for {len(part.positions)} instances")
@@ -120,14 +120,16 @@ def _run_codec(
 def _decode_parts(codec: Codec, instances: list[Any], signature: Signature) -> list[Part]:
     """Decode the instances as the service does: one by one if padding changes answers, else together."""
 
+    inputs = [spec.name for spec in signature.inputs]
+
     def decode(some: list[Any]) -> dict[str, Any]:
         arrays = codec.decode(some)
         check_decoded(arrays, signature.inputs, len(some))
         return dict(arrays)
 
     if signature.separate_lengths:
-        return join_equal_shapes([decode([instance]) for instance in instances])
-    return [Part(range(len(instances)), decode(instances))]
+        return join_equal_shapes([decode([instance]) for instance in instances], inputs)
+    return [Part.split(range(len(instances)), decode(instances), inputs)]
 
 
 def check_decoded(arrays: Any, specs: tuple[TensorSpec, ...], count: int) -> None:

@@ -6,9 +6,11 @@ import logging
 
 from torch import nn
 
+from export.given import GivenFileExporter
 from export.llm.kind import LanguageExporter
 from export.ordinary import OrdinaryExporter
 from export.subject import ModelExporter, Subject
+from pipeline.contract.given import OnnxModel
 from pipeline.contract.task import Generates, Task, max_axis_sizes
 from pipeline.system.errors import StageError
 
@@ -21,7 +23,9 @@ def open_exporter(subject: Subject) -> ModelExporter:
         logging.getLogger(name).setLevel(logging.ERROR)
     check_mode(subject.model)
     check_positions(subject.task, subject.model)
-    return LanguageExporter(subject) if isinstance(subject.task, Generates) else OrdinaryExporter(subject)
+    if isinstance(subject.task, Generates):
+        return LanguageExporter(subject)
+    return GivenFileExporter(subject) if isinstance(subject.model, OnnxModel) else OrdinaryExporter(subject)
 
 
 def check_mode(model: nn.Module) -> None:

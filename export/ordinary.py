@@ -22,7 +22,7 @@ from export.checks.everywhere import compare_everywhere
 from export.checks.parity import compare_test_set
 from export.checks.service_sizes import ServedSizes, SizeComparison
 from export.checks.unseen_inputs import UnseenInputs
-from export.checks.weights_check import compare_weights
+from export.checks.weights_check import WeightsComparison, compare_weights
 from export.compare import Array, Arrays, Attempts, Case, Graph, Rows, compare, compare_kinds
 from export.conversion.names import name_output_axes
 from export.conversion.optimize import Written, write_optimized
@@ -40,6 +40,7 @@ from export.variants.quantize import CONVERTERS, Converter
 from export.variants.samples import SampleComparison
 from pipeline.contract.config import Config
 from pipeline.contract.data import example_batch
+from pipeline.contract.given import ExportedProgram
 from pipeline.contract.signature import Signature
 from pipeline.contract.task import HasAxes, declared_axes, max_axis_sizes
 from pipeline.system.errors import StageError
@@ -50,6 +51,7 @@ _LENGTH_SECONDS = 10.0  # of comparing lengths, however quick the test set was
 class OrdinaryExporter:
     """A model that is compared on the test set, wherever it may run, and on inputs that the test set lacks."""
 
+    original = "torch"  # what the file is compared with
     converters: Mapping[str, Converter] = CONVERTERS
     measures_fp32_alone = True
 
@@ -87,10 +89,14 @@ class OrdinaryExporter:
         yield Report(rows, [asdict(compare(graph, _without_rows(case), config, scales)) for case in shapes])
         cases = [*sample_cases(task, model, test, config, attempts), *shapes]
         everywhere = compare_everywhere(cases, path, config, scales)
-        weights = compare_weights(path, result.source.module)
-        yield everywhere + Report(attempts=attempts, weights=weights)
+        yield everywhere + Report(attempts=attempts, weights=self.compare_weights(result))
         if subject.served is not None:
             yield self._compare_beyond(subject.served, reference, scales, test_set_seconds, attempts)
+
+    def compare_weights(self, result: ExportResult) -> WeightsComparison:
+        if isinstance(self.subject.model, ExportedProgram):  # its layers, which optimizations join, are not known
+            return WeightsComparison(not_compared=sorted(self.subject.model.state_dict()))
+        return compare_weights(self.subject.path, result.source.module)
 
     def _shapes(self, attempts: Attempts) -> list[Case]:
         """Return cases of shapes that were not traced: two at least, or nothing shows that axes are dynamic."""

@@ -63,6 +63,7 @@ class ModelExporter(Protocol):
     """The export of one kind of model: how its file is written and compared, and what its bundle has of its own."""
 
     subject: Subject
+    original: str  # what the file is compared with
     properties: ModelProperties
     converters: Mapping[str, Converter]  # of its variants
     measures_fp32_alone: bool  # whether the verified file is scored and timed where no variant is requested

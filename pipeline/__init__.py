@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from pipeline.contract.data import mask_between_texts as mask_between_texts
     from pipeline.contract.data import one_text_per_row as one_text_per_row
     from pipeline.contract.data import pack_texts as pack_texts
+    from pipeline.contract.given import ExportedModel as ExportedModel
+    from pipeline.contract.given import OnnxModel as OnnxModel
     from pipeline.contract.loops import generate as generate
     from pipeline.contract.loops import repeat as repeat
     from pipeline.contract.run import Run as Run
@@ -64,6 +66,7 @@ _MODULES = {
         "one_text_per_row",
         "pack_texts",
     ),
+    "contract.given": ("ExportedModel", "OnnxModel"),
     "contract.loops": ("generate", "repeat"),
     "contract.run": ("Run",),
     "contract.signature": ("Drawing", "Prompting"),

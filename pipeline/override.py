@@ -7,7 +7,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipeline.contract.bundle import OVERRIDDEN, OVERRIDE_FILE, Bundle, Override, open_bundle, write_override
+from pipeline.contract.bundle import (
+    NOT_EVALUATED,
+    OVERRIDDEN,
+    OVERRIDE_FILE,
+    Bundle,
+    Override,
+    open_bundle,
+    write_override,
+)
 from pipeline.contract.registry import current_user
 from pipeline.contract.run import Run, StepRecord
 from pipeline.contract.signing import SIGNATURE, read_envelope, sign
@@ -41,7 +49,7 @@ def _rejected_record(run: Run) -> StepRecord:
     if record.status == OVERRIDDEN:
         raise ConfigError(f"run {run.id} is {run.override(verdict_digest(run))}; an override cannot be changed")
     verdict = run.verdict()["verdict"]
-    if record.status != "rejected" or verdict != "fail":
+    if (record.status, verdict) not in (("rejected", "fail"), ("done", NOT_EVALUATED)):
         raise ConfigError(f"run {run.id} was not rejected, its verdict is `{verdict}`; there is nothing to override")
     return record
 

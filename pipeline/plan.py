@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from packaging.version import Version
 
 from pipeline.contract.bundle import OVERRIDE_FILE
 from pipeline.contract.config import Config, all_sections
-from pipeline.contract.pretrained import pretrained_parts
+from pipeline.contract.pretrained import PRETRAINED_RECORD, pretrained_parts
 from pipeline.contract.registry import BASELINE_PART, champion_name, read_registry
 from pipeline.contract.results import NEAR_COPIES
 from pipeline.contract.run import STEPS, Run, StepRecord
@@ -181,6 +181,18 @@ STEP_KINDS = {
     )
 }
 assert tuple(STEP_KINDS) == STEPS
+# The train step where `train.epochs` is 0. Its key has the weights, and the code that builds the model.
+_GIVEN = replace(
+    STEP_KINDS["train"],
+    settings=("task", "model.allow_mismatch"),
+    inputs=(f"prepare/{PRETRAINED_RECORD}",),
+    packages=(),
+    unused=STEP_KINDS["train"].unused | {"data", "loss", "loss_weight", "optimizer", "parallelize", "reference"},
+)
+
+
+def step_kind(step: str, config: Config) -> StepKind:
+    return STEP_KINDS[step] if step != "train" or config.trains else _GIVEN
 
 
 @dataclass(frozen=True)
@@ -297,8 +309,8 @@ def _describe_change(name: str, before: str | None, after: str | None) -> str:
 
 def key_parts(step: str, config: Config, project: Project, outputs: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     """Return the named parts of a step's key; `outputs` has the digests of earlier steps' files, where they exist."""
-    kind = STEP_KINDS[step]
-    parts = config_parts(step, config) | input_parts(step, outputs)
+    kind = step_kind(step, config)
+    parts = config_parts(kind, config) | input_parts(kind, outputs)
     parts[f"step:{step}"] = str(kind.version)
     parts |= _releases(kind.packages)
     parts["version:python"] = ".".join(platform.python_version_tuple()[:2])
@@ -306,7 +318,7 @@ def key_parts(step: str, config: Config, project: Project, outputs: Mapping[str,
         files = project_code(project.root, kind.user_files(config), kind.unused, kind.named)
         parts |= _add_prefix("source", files)
         parts |= _releases(_imported_distributions(project, config))
-    if step == "train":
+    if step == "train" and config.trains:
         files = project_code(project.root, kind.user_files(config), kind.unused - {"metrics", *_PREDICTED})
         parts[JUDGED] = digest_mapping(files)
     if step in (CHECK, "prepare"):
@@ -329,11 +341,11 @@ def key_parts(step: str, config: Config, project: Project, outputs: Mapping[str,
     return parts
 
 
-def config_parts(step: str, config: Config) -> dict[str, str]:
+def config_parts(kind: StepKind, config: Config) -> dict[str, str]:
     """Return the settings that matter to a step and differ from their default, so that a new setting changes no key."""
     values: dict[str, Any] = config.model_dump(mode="json")
     parts: dict[str, str] = {}
-    for setting in STEP_KINDS[step].settings:
+    for setting in kind.settings:
         section, _, key = setting.partition(".")
         value = values[section]
         if key:
@@ -366,13 +378,13 @@ def default_part(name: str) -> str:
     return str(values[key] if key in values else getattr(defaults, key, ""))
 
 
-def input_parts(step: str, outputs: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+def input_parts(kind: StepKind, outputs: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
     """Return the digests of the files a step reads; UNKNOWN for those an earlier step has yet to write."""
     parts = {}
-    for path in STEP_KINDS[step].inputs:
+    for path in kind.inputs:
         upstream, _, file = path.partition("/")
         parts[f"input:{path}"] = outputs.get(upstream, {}).get(file, UNKNOWN)
-    if "evaluate" in STEP_KINDS[step].upstream and OVERRIDE_FILE in outputs.get("evaluate", {}):
+    if "evaluate" in kind.upstream and OVERRIDE_FILE in outputs.get("evaluate", {}):
         parts[f"input:{OVERRIDE_FILE}"] = outputs["evaluate"][OVERRIDE_FILE]
     return parts
 
@@ -397,7 +409,7 @@ def _add_prefix(prefix: str, parts: Mapping[str, str]) -> dict[str, str]:
 
 def step_command(step: str, config: Config, run_directory: str) -> tuple[str, ...]:
     """Return the command of a step, the same here and in a pod; training starts a node, which starts the processes."""
-    if step == "train":
+    if step == "train" and config.trains:
         return ("python", "-m", "pipeline.training.node", run_directory)
     python = ("python", "-m", STEP_KINDS[step].module, run_directory)
     if step == "evaluate" and config.evaluate.processes > 1:

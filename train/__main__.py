@@ -35,6 +35,7 @@ from train.checkpoint.storage import make_storage
 from train.checkpoint.store import CheckpointStore
 from train.device.accelerator import configure_accelerator, describe_accelerator
 from train.elastic.attempts import begin_attempt
+from train.given import take_weights
 from train.hang_report import enable_flight_recorder
 from train.ledger import Ledger
 from train.metrics import MetricsLog, peak_memory_bytes
@@ -53,6 +54,8 @@ from train.watchdog import run_watchdog
 
 def train(run: Run, root: Path) -> None:
     """Train a prepared run to its end."""
+    if not run.config.trains:
+        return take_weights(run, root)
     config = run.config.train
     set_determinism(config)
     enable_flight_recorder()
@@ -96,7 +99,7 @@ def train(run: Run, root: Path) -> None:
             trainer = trainer_class(
                 task, run.config, group, splits[0], splits[1], batch_size, create_model, order, resumes
             )
-        _fit(trainer, run, root, group, store, saved, build)
+        return _fit(trainer, run, root, group, store, saved, build)
 
 
 def _longest_first(samples: Samples, prepared: Path) -> Samples:

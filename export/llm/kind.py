@@ -46,6 +46,7 @@ from pipeline.system.files import tokenizer_ids
 class LanguageExporter:
     """A model that is compared as it is evaluated, at shapes with a past, and by its greedy answers."""
 
+    original = "torch"
     converters: Mapping[str, Converter] = LANGUAGE_CONVERTERS
     measures_fp32_alone = False  # it was verified token by token
 

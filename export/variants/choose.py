@@ -24,6 +24,7 @@ from export.variants.samples import SampleComparison
 from export.variants.timing import SIZES, Timing, measure_times
 from pipeline.contract.config import Config
 from pipeline.contract.settings.stages import FASTEST, Export
+from pipeline.contract.task import is_evaluated
 from pipeline.statistics.intervals import Interval
 from pipeline.system.errors import PipelineError, StageError
 from pipeline.system.files import digest_file
@@ -78,7 +79,8 @@ class VariantEvaluation:
         """Return the results of all variants, fp32 first; a failure is recorded, not raised."""
         export = self.config.export
         is_only_sized = export.built_variants == (FP32,) and not set(export.budget) - {"megabytes"}
-        if is_only_sized and not self.exporter.measures_fp32_alone:
+        is_scored = self.exporter.measures_fp32_alone and is_evaluated(self.exporter.subject.task)
+        if is_only_sized and not is_scored:
             entry = VariantResult(FP32, self.path)
             return [replace(entry, faults=tuple(judge.budget_faults(export.budget, entry.bytes, None)))]
         results = [self._entry(name) for name in export.built_variants]

@@ -213,6 +213,7 @@ BESIDE = ("manifest.json", "manifest.sig.json", "provenance.json")
 REQUIRED = ("model.onnx", "signature.json", "golden.npz", "golden.json", "card.md")
 OVERRIDE_FILE = "override.json"  # of a run, and of the bundle made of it
 OVERRIDDEN = "overridden"  # the verdict in the manifest of such a bundle, and the status of such an evaluation
+NOT_EVALUATED = "not evaluated: no labelled data"  # the verdict where the task has no metrics()
 
 
 class Override(Frozen):
@@ -247,7 +248,7 @@ def check_gate(verdict: str, owner: str) -> None:
     if not passed_gate(verdict):
         raise GateError(
             f"{owner}: the gate's verdict is {verdict!r}; only pass, no-baseline or overridden is deployed; "
-            "`pipe gate override RUN` overrides a verdict"
+            "`pipe gate override RUN --reason WHY` and `pipe run all` override a verdict"
         )
 
 
@@ -273,7 +274,7 @@ class Manifest(Frozen):
 
     schema_version: int
     name: str
-    verdict: str  # pass, no-baseline or overridden
+    verdict: str  # pass, no-baseline, overridden or NOT_EVALUATED
     ancestors: Ancestors
     files: Mapping[str, FileEntry]
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
@@ -36,7 +37,10 @@ class Codec(Protocol):
     """
 
     def decode(self, instances: Any) -> Arrays:
-        """Convert instances to one array per model input; raise `InvalidPayload` to reject them."""
+        """Convert instances to one array per model input; raise `InvalidPayload` to reject them.
+
+        Further arrays, with a row for each instance, are only for encode().
+        """
 
     @property
     def encode(self) -> Callable[..., Sequence[Any]]:
@@ -62,17 +66,31 @@ class Part(NamedTuple):
     """Instances of a request that run together: their positions in the request, and their arrays."""
 
     positions: Sequence[int]
-    arrays: Arrays
+    arrays: Arrays  # of the model's inputs
+    others: Arrays = MappingProxyType({})  # that decode() made for encode()
+
+    @property
+    def decoded(self) -> Arrays:
+        return {**self.arrays, **self.others}
+
+    @classmethod
+    def split(cls, positions: Sequence[int], decoded: Arrays, inputs: Collection[str]) -> Part:
+        others = {name: array for name, array in decoded.items() if name not in inputs}
+        return cls(positions, {name: decoded[name] for name in inputs}, others)
 
 
-def join_equal_shapes(decoded: Sequence[Arrays]) -> list[Part]:
+def join_equal_shapes(decoded: Sequence[Arrays], inputs: Collection[str]) -> list[Part]:
     """Join instances that were decoded one by one, where their shapes are equal: nothing is padded."""
     groups: dict[tuple[Any, ...], list[int]] = {}
     for position, arrays in enumerate(decoded):
         shapes = tuple((name, array.dtype.str, array.shape) for name, array in arrays.items())
         groups.setdefault(shapes, []).append(position)
     return [
-        Part(positions, {name: np.concatenate([decoded[i][name] for i in positions]) for name in decoded[positions[0]]})
+        Part.split(
+            positions,
+            {name: np.concatenate([decoded[i][name] for i in positions]) for name in decoded[positions[0]]},
+            inputs,
+        )
         for positions in groups.values()
     ]
 

@@ -70,9 +70,16 @@ class Config(Section):
             problem = "model.adapter=qlora goes only with train.strategy=ddp without parallel layers; or use lora"
         if self.model.adapter == "none" and self.export.adapter == "separate":
             problem = "export.adapter=separate has no effect without model.adapter; set model.adapter, or leave it out"
+        if not self.trains and (not self.model.pretrained or self.model.adapter != "none"):
+            problem = "train.epochs=0 takes weights as they are: set model.pretrained, without model.adapter"
         if problem:
             raise PydanticCustomError("conflict", "{problem}", {"problem": problem})
         return self
+
+    @property
+    def trains(self) -> bool:
+        """Whether the weights are trained, and not taken as they are."""
+        return self.train.epochs > 0
 
     @property
     def external_trackers(self) -> tuple[TrackerName, ...]:

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 
 Collate: TypeAlias = "Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Tensor]]"
+_TRACED = 32  # samples among which one to trace with is looked for
 _ENDS = 2  # samples of a stream that stand for all in checks before training
 
 
@@ -369,11 +370,19 @@ def exceeded_limit(task: Task, batch: Mapping[str, Tensor]) -> str:
 
 
 def example_batch(task: Task, samples: Samples) -> dict[str, Tensor]:
-    """Return a batch to trace with, whose size differs from that of every other dynamic axis."""
-    sample = samples.batch([0])
-    used_sizes = {size for axis, size in named_sizes(task, sample).items() if axis != BATCH}
+    """Return a batch to trace with, whose size differs from that of every other dynamic axis.
+
+    Its sample is shorter than the longest on every axis, if possible: a trace at the longest may fix that size.
+    """
+    longest, first = max_axis_sizes(task), 0
+    for index in range(min(_TRACED, len(samples)) if longest else 0):
+        sizes = named_sizes(task, samples.batch([index]))
+        if all(1 < sizes[axis] < most for axis, most in longest.items()):
+            first = index
+            break
+    used_sizes = {size for axis, size in named_sizes(task, samples.batch([first])).items() if axis != BATCH}
     rows = next(count for count in range(3, 4 + len(used_sizes)) if count not in used_sizes)
-    return samples.batch([index % len(samples) for index in range(rows)])
+    return samples.batch([first] * rows if longest else [index % len(samples) for index in range(rows)])
 
 
 @contextlib.contextmanager

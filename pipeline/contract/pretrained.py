@@ -1,7 +1,7 @@
 """Pretrained weights: find their folder, and choose the files that are read from it.
 
-`model.pretrained` names a folder, another project (then its newest run that passed its gate is used), or an id of the
-Hugging Face hub, whose files are in the hub's cache. No file outside the folder is ever read.
+`model.pretrained` names a folder, a file of weights, another project (then its newest run that passed its gate is
+used), or an id of the Hugging Face hub, whose files are in the hub's cache. No file outside the folder is ever read.
 """
 
 from __future__ import annotations
@@ -49,10 +49,11 @@ class Pretrained:
     @property
     def is_run(self) -> bool:
         """Whether the folder is a run, and not one laid out as on the hub."""
-        return (self.folder / "run.json").is_file()
+        return bool(self.small) and (self.folder / "run.json").is_file()
 
     def config(self) -> dict[str, Any]:
-        path = self.small["config.json"]
+        if (path := self.small.get("config.json")) is None:  # a single file, whose model the task builds
+            return {}
         config = _read_json(path)
         if not isinstance(config, dict):
             raise DataError(f"{path}: must hold a mapping, found {type(config).__name__}")
@@ -60,7 +61,11 @@ class Pretrained:
 
 
 def open_pretrained(folder: Path) -> Pretrained:
-    """Open a folder laid out as on the hub, or a run, whose trained weights are then the pretrained ones."""
+    """Open a folder laid out as on the hub, a run, whose trained weights are then the pretrained ones, or one file."""
+    if folder.suffix == ".safetensors":
+        if not folder.is_file():
+            raise ConfigError(f"model.pretrained: no file {folder}")
+        return Pretrained(folder.parent, {}, {folder.name: folder})
     if not folder.is_dir():
         raise ConfigError(f"model.pretrained: no folder {folder}; it must hold config.json and {WEIGHT_FILE}")
     own_run = (folder / "run.json").is_file()

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from pipeline.contract.bundle import OVERRIDDEN, OVERRIDE_FILE
+from pipeline.contract.bundle import NOT_EVALUATED, OVERRIDDEN, OVERRIDE_FILE
 from pipeline.contract.run import STEPS, Run, RunFile, StepRecord
 from pipeline.system.files import digest_file
 
@@ -89,7 +89,9 @@ class Facts:
         overridden_digest = self.override.get("verdict")
         return (
             OVERRIDDEN
-            if verdict == "fail" and overridden_digest and overridden_digest == self.digests.get("verdict.json")
+            if verdict in ("fail", NOT_EVALUATED)
+            and overridden_digest
+            and overridden_digest == self.digests.get("verdict.json")
             else verdict
         )
 

@@ -21,6 +21,7 @@ from pipeline.contract.run import Run, describe
 from pipeline.system.errors import ConfigError, DataError, StageError
 from pipeline.system.files import digest_tree, read_object
 from pipeline.system.imports import PROJECT, import_file
+from pipeline.system.torchvision_operators import declare_torchvision_operators
 
 if TYPE_CHECKING:
     import torch
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.data import Dataset
 
+    from pipeline.contract.config import Config
     from pipeline.contract.settings.stages import Export, Train
     from pipeline.contract.signature import Prompting
 
@@ -61,13 +63,28 @@ class Task(Protocol):
     def model(self) -> nn.Module: ...
 
     def data(self, split: str) -> Split:
-        """Return a split (`train`, `validation`, `test`): columns of equal length, a map-style data set or a stream."""
+        """Return a split (`train`, `validation`, `test`): columns of equal length, a map-style data set or a stream.
+
+        Where nothing is trained, only `test` is read, and loss() is not needed.
+        """
 
     def loss(self, outputs: Outputs, batch: Batch) -> Tensor:
         """Return the mean over the batch: over its samples, or what `loss_weight` counts."""
 
     def metrics(self, outputs: Outputs, batch: Batch) -> Mapping[str, Tensor]:
-        """Return one value per sample for each metric; higher is better, unless `directions` declares otherwise."""
+        """Return one value per sample for each metric; higher is better, unless `directions` declares otherwise.
+
+        A task without it, which trains nothing, has no labelled data, and is not evaluated.
+        """
+
+
+@runtime_checkable
+class HasReference(Protocol):
+    def reference(self, instances: Sequence[Any], model: nn.Module) -> Sequence[Any]:
+        """Return what the model's own library answers; the bundle's codec and file must answer the same.
+
+        `instances` are those of example(), and the answers have the form of encode().
+        """
 
 
 @runtime_checkable
@@ -342,14 +359,24 @@ class HasSlices(Protocol):
         """Return groups that are evaluated separately: per name a label for each sample, "" for none."""
 
 
-def load_task(reference: str, root: Path) -> Task:
+def is_evaluated(task: Task) -> bool:
+    """Return whether the task has labelled data; only one that trains nothing may lack it."""
+    return callable(getattr(task, "metrics", None))
+
+
+def splits_to_read(config: Config) -> tuple[str, ...]:
+    return SPLITS if config.trains else SPLITS[-1:]
+
+
+def load_task(reference: str, root: Path, trains: bool = True) -> Task:
     """Import and create the task; an error names a missing method or attribute."""
+    declare_torchvision_operators()
     kind = load_class(reference, root)
     try:
         task: Task = kind()
     except TypeError as error:
         raise ConfigError(f"{reference}: cannot be built without arguments ({error})") from error
-    for method, signature in _METHODS.items():
+    for method, signature in _METHODS.items() if trains else list(_METHODS.items())[:2]:
         if not callable(getattr(task, method, None)):
             raise ConfigError(f"{reference}: has no method {signature}; every task needs it")
     for attribute in ("inputs", "outputs"):
@@ -380,6 +407,10 @@ def serving_form(task: Task) -> Task:
 
 
 def served_model(task: Task, model: nn.Module) -> nn.Module:
+    from pipeline.contract.given import ExportedModel  # needs torch
+
+    if isinstance(model, ExportedModel):
+        return model.open()
     return task.export_model(model).eval() if isinstance(task, HasServing) else model
 
 
@@ -457,6 +488,11 @@ def check_export(task: Task, export: Export) -> None:
     if names := sorted(others.intersection(export.built_variants)):
         kind, fix = ("a language model", "int8 or int4") if generates else ("this model", "int8-dynamic or int8-static")
         raise ConfigError(f"export.variants: {', '.join(names)} is not for {kind}; use {fix}")
+    if names := [name for name in export.built_variants if name != "fp32"] if not is_evaluated(task) else []:
+        raise ConfigError(
+            f"export.variants: {', '.join(names)} is judged on labelled data, which this task has not; leave it out, "
+            "or write metrics(outputs, batch)"
+        )
     if "perplexity" in export.budget and not generates:
         raise ConfigError("export.budget: perplexity is only known of language models; leave it out")
 
@@ -543,7 +579,7 @@ _OPTIONAL_METHODS = {
     *("predicted", "actual", "queries", "probabilities", "slices", "baseline", "example", "text", "show", "collate"),
     *("instances", "answer", "predicted_quantiles"),
     *("sample_lengths", "sample_groups", "sample_weights", "adapt", "make_files", "use_files", "language_model"),
-    *("prompting", "parallelize", "loss_weight", "optimizer", "export_model"),
+    *("prompting", "parallelize", "loss_weight", "optimizer", "export_model", "reference"),
 }
 _METHODS = {
     "model": "model()",
@@ -573,7 +609,7 @@ def shared_file_digests(folder: Path) -> dict[str, str]:
 
 def open_task(run: Run, root: Path) -> Task:
     """Load the task with its shared files, in every step after prepare."""
-    task = load_task(run.config.task, root)
+    task = load_task(run.config.task, root, run.config.trains)
     if isinstance(task, HasFiles):
         task.use_files(shared_files_folder(run))
     return task
@@ -603,9 +639,11 @@ def _check_plain(folder: Path) -> None:
 
 def build_model(task: Task, run: Run) -> nn.Module:
     """Build the model without its trained weights, from the files that prepare kept."""
-    if not run.config.model.pretrained:
-        return task.model()
-    return require_adapt(task, run.config.task).adapt(shared_files_folder(run))
+    return new_model(task, run.config, lambda: shared_files_folder(run))
+
+
+def new_model(task: Task, config: Config, files: Callable[[], Path]) -> nn.Module:
+    return require_adapt(task, config.task).adapt(files()) if config.model.is_described else task.model()
 
 
 def require_adapt(task: Task, reference: str) -> HasPretrained:

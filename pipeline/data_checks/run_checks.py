@@ -117,6 +117,13 @@ def check_data(run: Run, task: Task, splits: Mapping[str, Samples]) -> CheckedDa
     return CheckedData(summaries, profile, results, duplicates, near_duplicates, copies, compared, notes)
 
 
+def describe_data(task: Task, splits: Mapping[str, Samples], config: Prepare) -> CheckedData:
+    """Describe the data of a task that trains nothing: there is no training data to compare it with."""
+    plan = plan_scan(task, next(iter(splits.values())), config.ignore, near_duplicates=False)
+    summaries = {name: scan_split(task, samples, plan) for name, samples in splits.items()}
+    return CheckedData(summaries, _build_profile(task, plan, summaries), (), (), {}, (), None, plan.notes)
+
+
 def _have_equal_shapes(task: Task, splits: Mapping[str, Samples]) -> bool:
     first = [samples.batch([0]) for samples in splits.values()]
     return all(len({batch[name].shape for batch in first}) == 1 for name in task.inputs)

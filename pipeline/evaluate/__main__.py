@@ -18,6 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from pipeline.contract.bundle import NOT_EVALUATED
 from pipeline.contract.codec import load_codec
 from pipeline.contract.data import Samples, check_columns, open_split
 from pipeline.contract.registry import FIRST_COMPARISON, ComparisonCount, count_comparison
@@ -29,6 +30,7 @@ from pipeline.contract.task import (
     Classifier,
     Task,
     build_model,
+    is_evaluated,
     load_weights,
     open_task,
     served_model,
@@ -67,6 +69,9 @@ def evaluate(run: Run, root: Path) -> None:
     task = serving_form(open_task(run, root))
     samples = open_split(task, "test")
     check_columns(task, samples)
+    if not is_evaluated(task):
+        _write_unevaluated(run, samples, checkpoint)
+        return
     candidate = _load_candidate(task, weights, run, rank)
     baseline = find_baseline(task, samples, run, checkpoint)
     with process_group(rank, config.train.timeout_seconds):
@@ -92,6 +97,17 @@ def evaluate(run: Run, root: Path) -> None:
         print(f"warning: {warning}", flush=True)
     if verdict.verdict == "fail":
         raise GateError(rejection_message(verdict, run.id))
+
+
+def _write_unevaluated(run: Run, samples: Samples, checkpoint: str) -> None:
+    summary = "the task has no metrics(), so nothing is known of the quality of its answers"
+    facts = {"test_fingerprint": _verify_test_data(run, samples).fingerprint}
+    body = {"verdict": NOT_EVALUATED, "metric": "", "margin": 0.0, "samples": len(samples), "rules": []}
+    write_json(run.partial("evaluate") / "metrics.json", {"candidate": {}, **facts})
+    write_json(
+        run.partial("evaluate") / "verdict.json", {**body, "checkpoint": checkpoint, "summary": summary, **facts}
+    )
+    print(f"{NOT_EVALUATED}; {summary}", flush=True)
 
 
 def _load_candidate(task: Task, weights: Path, run: Run, rank: Rank) -> Predictor:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from pipeline.contract.bundle import passed_gate
 from pipeline.contract.registry import FIRST_COMPARISON, ComparisonCount
 from pipeline.contract.results import finite_or_none
 from pipeline.contract.settings.stages import Evaluate
@@ -344,7 +345,7 @@ def describe_verdict(explanation: Body) -> Iterator[str]:
     yield ""
     yield from _significance_lines(explanation)
     yield from (f"warning: {warning}" for warning in explanation["warnings"])
-    if explanation["verdict"] == "fail" and not override:
+    if not passed_gate(explanation["verdict"]) and not override:
         yield f"to let it pass anyway: `pipe gate override {explanation.get('run', 'RUN')} --reason WHY`"
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeline.contract.data import forward
-from pipeline.contract.task import Classifier, HasProbabilities, HasQuantiles, Ranker, Regressor, Task
+from pipeline.contract.task import Classifier, HasProbabilities, HasQuantiles, Ranker, Regressor, Task, is_evaluated
 from pipeline.system.errors import DataError
 
 if TYPE_CHECKING:
@@ -47,8 +47,13 @@ def candidate_predictor(model: nn.Module, task: Task, device: torch.device) -> P
 
 @torch.inference_mode()
 def score_batch(task: Task, predict: Predictor, batch: Batch) -> Columns:
-    """Return the task's metrics for each sample, and the predicted classes, numbers and probabilities."""
+    """Return the task's metrics for each sample, and the predicted classes, numbers and probabilities.
+
+    Nothing for a task without metrics().
+    """
     count, outputs = batch_length(batch), predict(batch)
+    if not is_evaluated(task):
+        return {}
     values = task.metrics(outputs, batch)
     if not isinstance(values, Mapping) or not values:
         raise DataError("metrics(): must return a mapping of metric names to one value per sample")

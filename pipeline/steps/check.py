@@ -39,7 +39,6 @@ from pipeline.contract.prompting import check_decoder, check_prompting
 from pipeline.contract.run import CHECKED_FILES, Run, describe, step_main
 from pipeline.contract.task import (
     SHARED_FOLDER,
-    SPLITS,
     Classifier,
     Generates,
     HasCollate,
@@ -48,9 +47,10 @@ from pipeline.contract.task import (
     load_task,
     make_shared_files,
     misspelled_members,
-    require_adapt,
+    new_model,
     served_model,
     serving_form,
+    splits_to_read,
 )
 from pipeline.evaluate.__main__ import score_samples
 from pipeline.evaluate.baseline import find_baseline
@@ -97,7 +97,7 @@ def try_pipeline(run: Run, root: Path, folder: Path) -> dict[str, Any]:
     """Send two batches through everything, and return what was seen."""
     config, parts, files = run.config, Parts(root), folder / CHECKED_FILES / SHARED_FOLDER
     with parts("task and codec"):
-        task = load_task(config.task, root)
+        task = load_task(config.task, root, config.trains)
         parts.owners.append(task)
         check_export(task, config.export)
         if pretrained := find_pretrained(config, root):
@@ -110,9 +110,9 @@ def try_pipeline(run: Run, root: Path, folder: Path) -> dict[str, Any]:
         codec = load_codec(config.codec, root, files=files)
         parts.owners.append(codec)
     with parts("data()"):
-        whole = [_open_split(task, name) for name in SPLITS]
+        whole = [_open_split(task, name) for name in splits_to_read(config)]
         splits = {samples.split: samples.first(2 * _ROWS) for samples in whole}
-        parts.batch = _first_batch(splits["train"])
+        parts.batch = _first_batch(splits[whole[0].split])
         _warn_of_columns(splits)
     trial = Trial(run, root, folder, files, task, codec, splits, parts)
     if warning := misspelled_members(task):
@@ -122,6 +122,8 @@ def try_pipeline(run: Run, root: Path, folder: Path) -> dict[str, Any]:
         weights = _check_weights(trial, pretrained, whole)
     if weights > _MOST_WEIGHTS:
         print(f"a model of {weights:,} weights is not tried before it is trained; its data and settings were checked")
+        return facts
+    if not config.trains:  # the steps themselves begin at once
         return facts
     with _process_group():
         model = _train(trial, facts)
@@ -154,9 +156,7 @@ class Trial:
 
     def build(self) -> nn.Module:
         """Build the model without trained or pretrained weights."""
-        if not self.run.config.model.pretrained:
-            return self.task.model()
-        return require_adapt(self.task, self.run.config.task).adapt(self.files)
+        return new_model(self.task, self.run.config, lambda: self.files)
 
 
 class Parts:
@@ -248,7 +248,7 @@ def _check_weights(trial: Trial, pretrained: Pretrained | None, whole: Sequence[
     check_texts(task, model, whole)
     if isinstance(task, Generates):  # which may copy weights from one model to another
         causal = _without_memory(lambda: task.language_model(trial.build()))
-        check_decoder(task, causal, config.export, (trial.splits["validation"], trial.splits["test"]))
+        check_decoder(task, causal, config.export, list(trial.splits.values())[-2:])
     return sum(weight.numel() for weight in model.parameters())
 
 

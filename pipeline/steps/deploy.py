@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pipeline.contract.bundle import OVERRIDDEN, Bundle
+from pipeline.contract.bundle import NOT_EVALUATED, OVERRIDDEN, Bundle
 from pipeline.contract.config import Config
 from pipeline.contract.registry import champion_name
 from pipeline.contract.run import Run, step_main
@@ -30,8 +30,9 @@ def deploy(run: Run, root: Path) -> None:
     on_cluster = run.config.deploy.on_cluster
     record = _on_cluster(run, bundle, access, root) if on_cluster else _locally(run, bundle, access, root)
     write_json(run.partial("deploy") / "deploy.json", record)
-    if record["live"] and bundle.manifest.verdict == OVERRIDDEN:
-        _print("the gate was overridden: this bundle is served, but does not become the champion")
+    if record["live"] and (verdict := bundle.manifest.verdict) in (OVERRIDDEN, NOT_EVALUATED):
+        reason = "the gate was overridden" if verdict == OVERRIDDEN else verdict
+        _print(f"{reason}: this bundle is served, but does not become the champion")
     elif record["live"] and not record.get("canary"):
         promote(run, bundle, name=champion_name(run.config))
 

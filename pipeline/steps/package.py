@@ -33,7 +33,7 @@ from k8s.images.contents import bill_of_materials, image_provenance, packages_fr
 from k8s.images.modelcar import ModelcarBase, bundle_annotations, write_modelcar
 from k8s.images.oci_layout import Layout
 from k8s.images.registry import BaseImage, Repository, find_login, parse_reference, resolve_base_image
-from pipeline.contract.bundle import PROVENANCE, Bundle, check_gate
+from pipeline.contract.bundle import NOT_EVALUATED, PROVENANCE, Bundle, check_gate
 from pipeline.contract.config import Config
 from pipeline.contract.run import Run, step_main
 from pipeline.contract.settings.stages import WHEELS_FOLDER, Package
@@ -48,7 +48,8 @@ _IMAGES_FOLDER = "images"  # of the runs folder: training images
 
 def package(run: Run, root: Path) -> None:
     config, bundle = run.config, run.bundle()
-    check_gate(bundle.manifest.verdict, str(bundle.path))
+    if config.deploy.on_cluster or bundle.manifest.verdict != NOT_EVALUATED:
+        check_gate(bundle.manifest.verdict, str(bundle.path))
     image, partial = image_name(config, bundle), run.partial("package")
     if config.package.push and config.package.builder == "none" and not config.package.modelcar:
         raise ConfigError(

@@ -14,7 +14,6 @@ from pipeline.contract.run import CHECKED_FILES, Run, step_main
 from pipeline.contract.task import (
     KEY,
     SHARED_FOLDER,
-    SPLITS,
     HasFiles,
     HasSampleGroups,
     HasSampleLengths,
@@ -24,8 +23,9 @@ from pipeline.contract.task import (
     make_shared_files,
     serving_form,
     shared_file_digests,
+    splits_to_read,
 )
-from pipeline.data_checks.run_checks import check_data, report_results, write_checks
+from pipeline.data_checks.run_checks import check_data, describe_data, report_results, write_checks
 from pipeline.data_checks.scan import SplitSummary
 from pipeline.statistics.metrics import lower_is_better
 from pipeline.system.errors import ConfigError, DataError
@@ -40,7 +40,7 @@ _COMPARED = 64  # samples at the beginning of a split that show whether it is ra
 
 def prepare(run: Run, root: Path) -> None:
     config = run.config
-    task = load_task(config.task, root)
+    task = load_task(config.task, root, config.trains)
     files = run.partial("prepare") / SHARED_FOLDER
     shutil.rmtree(files, ignore_errors=True)  # of an interrupted attempt
     pretrained = find_pretrained(config, root)
@@ -53,17 +53,15 @@ def prepare(run: Run, root: Path) -> None:
         make_shared_files(task, files)
     task = serving_form(task)
     pretrained_part = {PRETRAINED_KEY: _record_pretrained(pretrained, run)} if pretrained else {}
-    splits = {name: open_split(task, name) for name in SPLITS}
+    splits = {name: open_split(task, name) for name in splits_to_read(config)}
     for samples in splits.values():
         check_columns(task, samples)
-    checked = check_data(run, task, splits)
+    checked = check_data(run, task, splits) if config.trains else describe_data(task, splits, config.prepare)
     report: dict[str, Any] = {
         "splits": {name: _describe(reading) for name, reading in checked.splits.items()},
         KEY: shared_file_digests(files),
         **pretrained_part,
-        **_write_order(task, splits["train"], run.partial("prepare")),
-        **write_checksums(splits["train"], run.partial("prepare")),
-        "targets": _describe_targets(task, splits["train"].first(_COMPARED)),
+        **(_describe_training(task, splits["train"], run.partial("prepare")) if config.trains else {}),
         "duplicate_count": len(checked.duplicates),
         "duplicates": checked.duplicates[:_MAX_LISTED],
     }
@@ -97,6 +95,14 @@ def _record_pretrained(pretrained: Pretrained, run: Run) -> str:
     source = config.model.pretrained + (f" (run {pretrained.folder.resolve().name})" if pretrained.is_run else "")
     print(f"pretrained: {source}, {len(pretrained.weights)} files of weights, digest {digest[:12]}")
     return digest
+
+
+def _describe_training(task: Task, train: Samples, folder: Path) -> dict[str, Any]:
+    return {
+        **_write_order(task, train, folder),
+        **write_checksums(train, folder),
+        "targets": _describe_targets(task, train.first(_COMPARED)),
+    }
 
 
 def _write_order(task: Task, train: Samples, folder: Path) -> dict[str, dict[str, str]]:

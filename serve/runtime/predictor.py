@@ -57,6 +57,7 @@ class Predictor:
     def __init__(self, bundle: Bundle, session: Session) -> None:
         self.bundle, self.signature = bundle, bundle.signature
         self.session = session
+        self._inputs = tuple(spec.name for spec in bundle.signature.inputs)
         # why requests are not merged into batches; empty where they may be
         self.unbatched_reason = self.signature.unbatched_reason
         self.datatypes = {spec.name: spec.datatype for spec in bundle.signature.outputs}
@@ -89,7 +90,7 @@ class Predictor:
     def encode(self, outputs: Sequence[Mapping[str, Array]], parts: Sequence[Part]) -> Sequence[Any]:
         """Return one prediction for each instance, from the outputs of each part of the request."""
         predictions = [
-            self._encode_part(computed, part.arrays, len(part.positions))
+            self._encode_part(computed, part.decoded, len(part.positions))
             for computed, part in zip(outputs, parts, strict=True)
         ]
         return predictions[0] if len(parts) == 1 else codec.in_order(parts, predictions)
@@ -115,8 +116,8 @@ class Predictor:
         if len(instances) > (most := self.signature.limits.max_batch_size):
             raise InvalidPayload(f"instances: {len(instances)} in one request exceed the limit of {most}")
         if self.signature.separate_lengths and len(instances) > 1:
-            return codec.join_equal_shapes([self._decode_part([instance]) for instance in instances])
-        return [Part(range(len(instances)), self._decode_part(instances))]
+            return codec.join_equal_shapes([self._decode_part([instance]) for instance in instances], self._inputs)
+        return [Part.split(range(len(instances)), self._decode_part(instances), self._inputs)]
 
     def _decode_part(self, instances: list[Any]) -> Mapping[str, Array]:
         assert self._codec is not None
@@ -128,7 +129,7 @@ class Predictor:
             raise InvalidPayload(f"instances: a number is too large: {error}") from None
         except Exception as error:  # user code: most likely the payload is the cause
             raise CodecError("instances: the model's codec cannot decode them") from error
-        check_arrays(arrays, self.signature)
+        check_arrays({name: array for name, array in arrays.items() if name in self._inputs}, self.signature)
         check_missing(arrays, self.signature)
         count = len(instances)
         for name, array in arrays.items():

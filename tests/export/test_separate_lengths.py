@@ -160,6 +160,6 @@ def test_golden_predictions_are_those_of_instances_sent_alone(bundle: Bundle) ->
 
 def test_instances_of_one_shape_run_together() -> None:
     decoded = [{"letters": np.full((1, length), length)} for length in (3, 5, 3, 2, 5)]
-    parts = join_equal_shapes(decoded)
+    parts = join_equal_shapes(decoded, ["letters"])
     assert [list(part.positions) for part in parts] == [[0, 2], [1, 4], [3]]
     assert [part.arrays["letters"].shape for part in parts] == [(2, 3), (2, 5), (1, 2)]

@@ -135,6 +135,16 @@ def test_traced_batch_size_differs_from_other_axes(length: int) -> None:
     assert sizes["sequence"] == length != sizes["batch"] >= 2
 
 
+def test_trace_is_not_of_the_longest_size() -> None:
+    task = texts(Bag())
+    task.columns = [{name: column[0, :size] for name, column in columns(40).items()} for size in (40, 40, 9)]
+    task.collate = lambda samples: {
+        name: torch.nn.utils.rnn.pad_sequence([torch.as_tensor(sample[name]) for sample in samples], batch_first=True)
+        for name in NAMES
+    }
+    assert example_batch(task, open_split(task, "test"))["input_ids"].shape == (3, 9)
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

@@ -30,7 +30,7 @@ class C:
 """
 
 
-def make_bundle(directory: Path, *, card: str = NAME, pause_seconds: float = 0.0) -> Bundle:
+def make_bundle(directory: Path, *, card: str = NAME, pause_seconds: float = 0.0, codec: str = "") -> Bundle:
     """Write a bundle; with the same arguments it has the same digest wherever it is written."""
     directory.mkdir(parents=True, exist_ok=True)
     row = [helper.make_tensor_value_info(name, TensorProto.FLOAT, ["batch", 2]) for name in ("x", "y")]
@@ -48,7 +48,7 @@ def make_bundle(directory: Path, *, card: str = NAME, pause_seconds: float = 0.0
     write_json(directory / "signature.json", signature.model_dump())
     x = np.array([[1, 2], [3, 4]], np.float32)
     Golden({"x": x}, {"y": 2 * x}, x.tolist(), (2 * x).tolist(), rtol=1e-3, atol=1e-4).write(directory)
-    (directory / "codec.py").write_text(_CODEC.format(pause=pause_seconds))
+    (directory / "codec.py").write_text(codec or _CODEC.format(pause=pause_seconds))
     (directory / "card.md").write_text(f"# {card}\n")
     digest = digest_file(directory / "model.onnx")
     write_manifest(directory, NAME, "pass", Ancestors(code="a", data="b", checkpoint="c", verdict="d", onnx=digest))

@@ -284,15 +284,18 @@ def test_step_includes_its_prerequisites() -> None:
 
 def test_a_step_depends_on_its_own_settings_alone(config: Config) -> None:
     other = override_config(config, ["evaluate.margin=0.3"])
-    assert config_parts("train", config) == config_parts("train", other)
-    assert config_parts("evaluate", config) != config_parts("evaluate", other)
+    train, evaluate = STEP_KINDS["train"], STEP_KINDS["evaluate"]
+    assert config_parts(train, config) == config_parts(train, other)
+    assert config_parts(evaluate, config) != config_parts(evaluate, other)
     moved = override_config(config, ["deploy.port=9000"])
-    assert {step for step in STEPS if config_parts(step, config) != config_parts(step, moved)} == {"deploy"}
+    kinds = STEP_KINDS.values()
+    assert {kind.name for kind in kinds if config_parts(kind, config) != config_parts(kind, moved)} == {"deploy"}
 
 
 def test_an_input_that_does_not_exist_yet_is_unknown() -> None:
-    assert input_parts("train", {}) == {"input:prepare/data.json": "?"}
-    assert input_parts("train", {"prepare": {"data.json": "abc"}}) == {"input:prepare/data.json": "abc"}
+    train = STEP_KINDS["train"]
+    assert input_parts(train, {}) == {"input:prepare/data.json": "?"}
+    assert input_parts(train, {"prepare": {"data.json": "abc"}}) == {"input:prepare/data.json": "abc"}
 
 
 def test_equal_key_is_reused_and_names_its_run() -> None:

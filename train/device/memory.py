@@ -30,7 +30,7 @@ from pipeline.contract.data import Samples, open_split
 from pipeline.contract.pretrained import planned_files
 from pipeline.contract.run import describe
 from pipeline.contract.settings.stages import Train
-from pipeline.contract.task import SHARED_FOLDER, HasSampleLengths, Task, load_task, require_adapt
+from pipeline.contract.task import SHARED_FOLDER, HasSampleLengths, Task, load_task, new_model
 from pipeline.system.errors import ConfigError, PipelineError
 from pipeline.system.processes import Rank
 from pipeline.system.torch_private import (
@@ -316,8 +316,7 @@ def plan_memory(request: Request, root: Path) -> dict[str, Any]:
 
 
 def _build_model(task: Task, config: Config, files: Path) -> nn.Module:
-    model = require_adapt(task, config.task).adapt(files) if config.model.pretrained else task.model()
-    return add_adapter(model, config.model)
+    return add_adapter(new_model(task, config, lambda: files), config.model)
 
 
 def longest_first(task: Task, samples: Samples, most: int) -> Samples:

@@ -86,7 +86,8 @@ class Model(Section):
     pretrained: str = Field(
         "",
         description="pretrained weights: Hugging Face model id, with `@` and a commit, tag or branch if wanted; folder "
-        "with config.json and safetensors; or another project (its newest run that passed the gate)",
+        "with config.json and safetensors; a file `.safetensors`, whose model the task builds; or another project (its "
+        "newest run that passed the gate)",
     )
     allow_mismatch: tuple[str, ...] = Field(
         (),
@@ -118,6 +119,11 @@ class Model(Section):
             _conflict("allow_mismatch has no effect without `pretrained`; set `pretrained`, or leave it out")
         return self
 
+    @property
+    def is_described(self) -> bool:
+        """Whether a config.json beside the weights describes the model, which adapt() then builds."""
+        return bool(self.pretrained) and not self.pretrained.endswith(".safetensors")
+
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -130,7 +136,9 @@ class Train(Section):
         | {"checkpoints", "checkpoint_every", "keep_checkpoints"}
     )
 
-    epochs: Positive = Field(10, description="maximum passes over the training split")
+    epochs: Natural = Field(
+        10, description="maximum passes over the training split; 0: the pretrained weights are taken as they are"
+    )
     batch_size: Positive | Literal["auto"] = Field(
         64,
         description="global batch size: samples per optimizer step over all processes; `auto` measures the fastest size"

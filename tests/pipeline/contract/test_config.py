@@ -57,7 +57,7 @@ def test_a_missing_key_is_named() -> None:
 
 
 def test_every_mistake_is_reported_at_once() -> None:
-    text = refusal(train={"epochs": 0, "lr": -1})
+    text = refusal(train={"epochs": -1, "lr": -1})
     assert "`train.epochs`" in text
     assert "`train.lr`" in text
 
@@ -67,7 +67,7 @@ def test_every_mistake_is_reported_at_once() -> None:
     [
         ("train", "epochs", "many"),
         ("train", "epochs", 2.5),
-        ("train", "epochs", 0),
+        ("train", "epochs", -1),
         ("train", "epochs", [3]),
         ("train", "optimizer", "adam"),
         ("train", "seed", -1),

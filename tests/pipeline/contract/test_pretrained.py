@@ -56,6 +56,15 @@ def test_only_small_files_and_shards_of_the_index_are_used(folder: Path) -> None
     assert sorted(found.weights) == list(SHARDS)
 
 
+def test_single_file_has_no_description(tmp_path: Path) -> None:
+    (tmp_path / "run.json").touch()
+    (tmp_path / "net.safetensors").touch()
+    found = open_pretrained(tmp_path / "net.safetensors")
+    assert (found.small, list(found.weights), found.config(), found.is_run) == ({}, ["net.safetensors"], {}, False)
+    with pytest.raises(ConfigError, match="no file"):
+        open_pretrained(tmp_path / "other.safetensors")
+
+
 def test_folder_of_a_run_gives_its_trained_weights(tmp_path: Path, folder: Path) -> None:
     run = tmp_path / "run"
     (run / "train").mkdir(parents=True)

@@ -44,7 +44,7 @@ def test_missing_client_is_named_with_its_install_command(
 def test_trackers_are_in_no_key_and_start_only_for_training(config: Config, run: Run, project: Project) -> None:
     other = override_config(config, ["track=[mlflow, mlflow]"])
     assert other.external_trackers == ("mlflow",)
-    assert all(config_parts(step, other) == config_parts(step, config) for step in STEP_KINDS)
+    assert all(config_parts(kind, other) == config_parts(kind, config) for kind in STEP_KINDS.values())
     tracking = Tracking(project.root, run, print)
     for step in ("prepare", "package", "deploy"):
         tracking.begin(step)

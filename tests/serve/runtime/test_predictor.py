@@ -11,6 +11,7 @@ from pipeline.contract.bundle import Bundle, open_bundle
 from pipeline.system.errors import BundleError, InvalidPayload
 from serve.runtime.predictor import CodecError, Predictor
 from serve.runtime.session import Session
+from tests.k8s import doubling_bundle
 from tests.serve.bundles import build, digits, seal
 from tests.serve.conftest import ROOT
 
@@ -93,3 +94,20 @@ def test_wrong_number_of_predictions_is_a_server_error(tmp_path: Path, picture: 
     bundle = open_bundle(build(tmp_path / "bundle", "DigitsCodec", wrong, [picture], digits))
     with pytest.raises(ValueError, match=f"codec.encode returned {count} predictions for 2 instances"):
         Predictor(bundle, Session(bundle)).predict([picture, picture])
+
+
+def test_further_arrays_of_decode_reach_encode_only(tmp_path: Path) -> None:
+    codec = """
+import numpy as np
+
+
+class C:
+    def decode(self, instances):
+        return {"x": np.asarray(instances, np.float32), "count": np.arange(len(instances))}
+
+    def encode(self, outputs, inputs):
+        return [[*row, count] for row, count in zip(outputs["y"].tolist(), inputs["count"].tolist())]
+"""
+    bundle = doubling_bundle.make_bundle(tmp_path, codec=codec)
+    predictor = Predictor(bundle, Session(bundle, "cpu", 1))
+    assert predictor.predict([[1, 2], [3, 4]]) == [[2, 4, 0], [6, 8, 1]]
