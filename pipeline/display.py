@@ -22,6 +22,7 @@ from pipeline.system.wording import clock
 METRICS_FILE = "metrics.jsonl"
 _TAIL_BYTES = 4096
 _LINE_SECONDS = 60.0  # between lines with the progress of training, without a terminal
+_ROWS_LINE_SECONDS = 5.0  # between lines with the progress of rows
 _TAIL_LINES = 12
 _RATE_WINDOW_SECONDS = 120.0  # long enough for validations and checkpoints, short enough to notice a change
 # Beginnings of lines by launchers (agent, mpirun, srun, horovodrun), and by torch if it loses a connection or aborts.
@@ -164,6 +165,29 @@ class Display:
         complete = data[: data.rfind(b"\n") + 1]  # an incomplete line is read again later
         self._log_position += len(complete)
         return [line for line in _RANK_PREFIX.sub("", complete.decode(errors="replace")).splitlines() if line.strip()]
+
+
+class RowProgress:
+    """Progress of rows: a bar on a terminal, a line every few seconds elsewhere."""
+
+    def __init__(self) -> None:
+        self._line = StatusLine() if can_draw(sys.stderr) else None
+        self._progress, self._next_line = StepProgress("predict"), time.monotonic() + _ROWS_LINE_SECONDS
+        if self._line is not None:
+            self._line.start(self._progress)
+
+    def report(self, done: int, total: int | None) -> None:
+        now = time.monotonic()
+        speed = f"{done / max(1e-3, now - self._progress.started):,.0f} rows/s"
+        text = f"{done:,}{f' of {total:,}' if total else ''} rows, {speed}"
+        self._progress.completed, self._progress.total, self._progress.facts = done, total or 0, (text,)
+        if self._line is None and now >= self._next_line:
+            self._next_line = now + _ROWS_LINE_SECONDS
+            print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self._line is not None:
+            self._line.stop()
 
 
 def begins_error(line: str) -> bool:

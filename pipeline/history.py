@@ -62,7 +62,7 @@ def example_folder(name: str) -> Path:
     """Return an example that ships with `pipe`: next to the packages in a checkout, inside this one when installed."""
     package_folder = Path(__file__).resolve().parent
     for folder in (package_folder.parent / "examples" / name, package_folder / "examples" / name):
-        if (folder / "pipe.yaml").is_file():
+        if (folder / "task.py").is_file():
             return folder
     raise ConfigError(f"no example {name!r} in this installation")
 

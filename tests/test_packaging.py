@@ -65,7 +65,7 @@ def test_wheel_installs_five_packages_and_their_data(wheel: Path) -> None:
     for needed in (
         "pipeline/py.typed",
         "pipeline/examples/digits/pipe.yaml",
-        "pipeline/examples/sentence_transformers/task.py",
+        "pipeline/examples/given/embeddings/task.py",
         "pipeline/examples/starter/task.py",
         "pipeline/examples/templates/image-to-image/task.py",
         "pipeline/examples/deepseek/pretrain/pipe.yaml",

@@ -17,7 +17,7 @@ from pipeline.history import Project, find_project
 from pipeline.system.wording import align, number
 
 GROUPS = {
-    "Start": ("demo", "init", "doctor", "explain"),
+    "Start": ("demo", "init", "export", "doctor", "explain"),
     "Run": ("plan", "run", "accept", "join", "status", "logs", "tune", "gc"),
     "Judge": ("report", "compare", "gate", "verify", "repro", "chaos"),
     "Deploy": ("registry", "sign", "package", "deploy", "serve", "predict", "stop"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import json
 import re
 import shutil
 import subprocess
@@ -32,7 +31,6 @@ from pipeline.cli.app import (
     table,
 )
 from pipeline.cli.from_script import codec_source, read_script, settings_source, task_source
-from pipeline.cli.from_sentence_transformers import read_sentence_transformer
 from pipeline.cli.run import run
 from pipeline.compare import result_digests
 from pipeline.contract.config import Config, all_sections, override_config, setting_names
@@ -41,6 +39,7 @@ from pipeline.contract.run import STEPS, Run
 from pipeline.contract.settings.section import Section
 from pipeline.display import Display
 from pipeline.doctor import check_machine
+from pipeline.given.write import write_project
 from pipeline.history import Project, example_folder, find_run, load_history, lock_runs
 from pipeline.plan import steps_of_setting
 from pipeline.run import run_pipeline
@@ -152,9 +151,7 @@ def init(
     ] = "",
     script: Annotated[
         Path | None,
-        typer.Option(
-            "--from", metavar="PATH", help="Training script, or folder of sentence-transformers, to start from."
-        ),
+        typer.Option("--from", metavar="PATH", help="Training script, or folder of a model, to start from."),
     ] = None,
     list_: Annotated[bool, typer.Option("--list", help="Only list the templates.")] = False,
     output: OutputOption = Output.text,
@@ -174,7 +171,7 @@ def init(
     name = model_name(folder.resolve().name)
     value = {"folder": str(folder), "name": name}
     if script and script.is_dir():
-        _write_from_folder(script, folder, name)
+        write_project(str(script), folder, name)
         return emit(output, value, f"{folder}: from {script}; `pipe -C {folder} run all` publishes it as it is")
     if script:
         next_steps = _write_from_script(script, folder, name)
@@ -198,16 +195,6 @@ def _make_data(folder: Path) -> None:
     done = subprocess.run(command, cwd=folder, stdin=null, capture_output=True, text=True, check=False)
     if done.returncode:
         raise ConfigError(f"{folder / _DATA_SCRIPT}: {done.stderr.strip().splitlines()[-1]}; to fix it: run it again")
-
-
-def _write_from_folder(path: Path, folder: Path, name: str) -> None:
-    """Write the files for a folder of sentence-transformers."""
-    source = read_sentence_transformer(path.resolve())
-    _copy_example("sentence_transformers", folder, _PROJECT_FILES)
-    source.copy_small_files(folder / "modules")
-    settings = folder / "pipe.yaml"
-    text = re.sub(r"(?m)^name: .*$", f"name: {name}", settings.read_text(), count=1)
-    settings.write_text(text.replace("pretrained: FOLDER", f"pretrained: {json.dumps(str(source.transformer))}"))
 
 
 def _write_from_script(path: Path, folder: Path, name: str) -> list[str]:

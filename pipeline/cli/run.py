@@ -143,7 +143,7 @@ def _plan_memory(
     project: Project, config: Config, steps: Sequence[Decision], server: Mapping[str, str]
 ) -> dict[str, Any]:
     """Estimate the memory of training if it would run; empty where that is not possible."""
-    if not any(step.name == "train" and step.action == "run" for step in steps):
+    if not config.trains or not any(step.name == "train" and step.action == "run" for step in steps):
         return {}
     memory = plan_memory(project, config, steps, server)
     if reason := memory.get("reason"):
@@ -232,6 +232,12 @@ def _on_changes(accept_changes: bool, restart: bool, resume: str | None) -> OnCh
     if (accept_changes or restart) and resume is None:
         raise ConfigError(f"--{'restart' if restart else 'accept-changes'}: is for --resume")
     return "accept" if accept_changes else "restart" if restart else "stop"
+
+
+def run_project(project: Project, names: list[str]) -> Run:
+    display = Display(live=sys.stderr.isatty())
+    with lock_runs(project.runs, shared=True):
+        return _begin(project, [], make_request(names, None, None, None), True, display)
 
 
 def _begin(project: Project, overrides: list[str], request: RunRequest, yes: bool, display: Display) -> Run:

@@ -57,14 +57,14 @@ def test_init_names_all_templates(pipe: Pipe, tmp_path: Path) -> None:
 
 
 def test_demo_writes_the_example_and_runs_it_with_the_settings(pipe: Pipe, tmp_path: Path) -> None:
-    stopped = pipe("demo", "train.epochs=0", here=tmp_path, expect=2)
-    assert "`train.epochs`: input should be greater than or equal to 1" in stopped.stderr
+    stopped = pipe("demo", "train.epochs=-1", here=tmp_path, expect=2)
+    assert "`train.epochs`: input should be greater than or equal to 0" in stopped.stderr
     assert "DigitsCodec" in (tmp_path / "digits" / "codec.py").read_text()
 
 
 def test_demo_runs_the_folder_of_an_earlier_demo_as_it_is(pipe: Pipe, starter: Path) -> None:
     before = {path: path.read_bytes() for path in starter.iterdir()}
-    pipe("demo", str(starter), "train.epochs=0", expect=2)
+    pipe("demo", str(starter), "train.epochs=-1", expect=2)
     assert {path: path.read_bytes() for path in starter.iterdir() if path.is_file()} == before
 
 

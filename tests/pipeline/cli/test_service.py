@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from pipeline.cli import service
-from pipeline.cli.service import _read_instances
+from pipeline.cli.service import _read_instances, parse_shard
 from pipeline.service.process import CanaryRecord
 from pipeline.system.errors import BundleError, ConfigError
 
+from ...k8s.doubling_bundle import make_bundle
 from ..records import live_service
 from .conftest import Pipe
 
@@ -50,3 +51,39 @@ def test_nan_in_a_file_of_instances_is_null(tmp_path: Path) -> None:
     file.write_text(json.dumps([[float("inf")]]))
     with pytest.raises(ConfigError, match=r"instances\.json: Infinity is not valid in JSON"):
         _read_instances(file)
+
+
+def test_predict_writes_a_file_without_a_service_or_a_project(pipe: Pipe, tmp_path: Path) -> None:
+    bundle = make_bundle(tmp_path / "bundle")
+    (tmp_path / "in.jsonl").write_text("[1, 2]\n[3, 0.1]\n")
+    output = tmp_path / "out.jsonl"
+    words = ("predict", "--bundle", str(bundle.path), "--input", str(tmp_path / "in.jsonl"), "--output", str(output))
+    result = json.loads(pipe(*words, "-o", "json", here=tmp_path).stdout)
+    assert (result["rows"], result["errors"]) == (2, 0)
+    assert (result["output"], result["bundle"]) == (str(output), bundle.digest)
+    assert output.read_text() == "[2.0,4.0]\n[6.0,0.20000000298023224]\n"
+    assert "out.jsonl: exists; to fix it: name another file, or add --overwrite" in pipe(*words, expect=2).stderr
+    shown = pipe(*words, "--overwrite", "--shard", "1/1", "--on-error", "null").stdout
+    assert shown.startswith("2 rows in ")
+    assert shown.endswith(f" rows/s), 0 refused: {output}\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("--bundle B --input in.csv", "--bundle: needs --input FILE_OR_FOLDER and one --output FILE"),
+        ("--input in.csv --output out.csv", "out.csv: a file needs --bundle RUN|BUNDLE; else -o is text or json"),
+        ("--bundle none --input in.csv --output out.csv", "no runs in "),
+    ],
+)
+def test_predict_refuses_incomplete_options(pipe: Pipe, words: str, message: str) -> None:
+    assert message in pipe("predict", *words.split(), expect=2).stderr
+
+
+def test_shard_is_a_number_of_a_count_or_that_of_an_indexed_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert parse_shard("3/4") == (3, 4)
+    for text in ("0/4", "5/4", "auto/4", "1", "a/b"):
+        with pytest.raises(ConfigError, match=rf"--shard {text}: write I/N, as 1/4 to 4/4, or auto/N"):
+            parse_shard(text)
+    monkeypatch.setenv("JOB_COMPLETION_INDEX", "0")
+    assert parse_shard("auto/4") == (1, 4)

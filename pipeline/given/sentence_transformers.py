@@ -1,10 +1,9 @@
-"""Read a folder in the layout of sentence-transformers, for `pipe init --from FOLDER`."""
+"""Read a folder in the layout of sentence-transformers."""
 
 from __future__ import annotations
 
 import json
-import shutil
-from dataclasses import dataclass
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +13,11 @@ _SUPPORTED = ["Transformer", "Pooling", "Normalize"]
 _POOLING = ("cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
 _DECODERS = ("t5", "mt5", "clip", "siglip")  # AutoModel of these needs more than the ids of a text
 _SETTINGS = "sentence_bert_config.json"
+_LONGEST = 1 << 20  # tokens of a text; transformers writes a larger number where it knows none
 
 
-@dataclass(frozen=True)
-class SentenceTransformer:
-    """A folder whose modules are all supported."""
-
-    folder: Path
-    transformer: Path  # config.json, tokenizer.json and the weights
-    pooling: Path  # its config.json
-
-    def copy_small_files(self, target: Path) -> None:
-        """Copy what describes the modules, so that the project depends on the folder for weights and tokenizer only."""
-        pooling = target / self.pooling.parent.relative_to(self.folder)
-        pooling.mkdir(parents=True)
-        shutil.copyfile(self.folder / "modules.json", target / "modules.json")
-        shutil.copyfile(self.transformer / _SETTINGS, target / _SETTINGS)
-        shutil.copyfile(self.pooling, pooling / "config.json")
-
-
-def read_sentence_transformer(folder: Path) -> SentenceTransformer:
-    """Check a folder; raise ConfigError for what the project could not compute."""
+def read_sentence_transformer(folder: Path) -> tuple[Path, dict[str, Any]]:
+    """Return the folder of the transformer and the facts of model.json; raise ConfigError for what is not supported."""
     modules = _read(folder / "modules.json")
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise ConfigError(f"{folder / 'modules.json'}: must hold a list of modules")
@@ -47,10 +30,14 @@ def read_sentence_transformer(folder: Path) -> SentenceTransformer:
     if kinds not in (_SUPPORTED[:2], _SUPPORTED):
         raise ConfigError(f"{folder / 'modules.json'}: needs the modules Transformer, Pooling and, if any, Normalize")
     transformer, pooling = (folder / _inside(folder, str(module.get("path", ""))) for module in modules[:2])
-    _check_transformer(transformer)
-    _check_pooling(pooling / "config.json")
     _check_prompt(folder)
-    return SentenceTransformer(folder, transformer, pooling / "config.json")
+    facts = {
+        "folder": str(folder),
+        **_transformer_facts(transformer),
+        "pooling": _pooling_modes(pooling / "config.json"),
+        "normalizes": kinds == _SUPPORTED,
+    }
+    return transformer, facts
 
 
 def _inside(folder: Path, path: str) -> str:
@@ -59,30 +46,39 @@ def _inside(folder: Path, path: str) -> str:
     return path
 
 
-def _check_transformer(folder: Path) -> None:
-    kind = _read(folder / "config.json").get("model_type")
-    if kind in _DECODERS:
+def _transformer_facts(folder: Path) -> dict[str, Any]:
+    config, settings = _read(folder / "config.json"), _read(folder / _SETTINGS)
+    if (kind := config.get("model_type")) in _DECODERS:
         raise ConfigError(f"{folder / 'config.json'}: the model type {kind} is not supported; use an encoder as BERT")
-    length = _read(folder / _SETTINGS).get("max_seq_length")
-    if not isinstance(length, int) or length < 3:
+    length, tokenizer = settings.get("max_seq_length"), folder / "tokenizer_config.json"
+    if length is None and tokenizer.is_file():  # as releases since 6 write it
+        length = _read(tokenizer).get("model_max_length")
+    if not isinstance(length, int) or not 3 <= length <= _LONGEST:
         raise ConfigError(f"{folder / _SETTINGS}: set max_seq_length to the most tokens of a text, found {length!r}")
     if not (folder / "tokenizer.json").is_file():
         raise ConfigError(
             f"{folder}: has no tokenizer.json; to fix it: load it with transformers' AutoTokenizer and save it there"
         )
+    return {
+        "longest": length,
+        "lowercase": bool(settings.get("do_lower_case")),
+        "padding": config.get("pad_token_id") or 0,
+        "dimensions": config.get("matryoshka_dimensions") or [],
+    }
 
 
-def _check_pooling(path: Path) -> None:
+def _pooling_modes(path: Path) -> list[str]:
+    """Return the modes of pooling in the order in which their vectors are joined."""
     config = _read(path)
     if "pooling_mode" in config:
-        modes = [config["pooling_mode"]]
+        modes = config["pooling_mode"] if isinstance(config["pooling_mode"], list) else [config["pooling_mode"]]
     else:
-        names = (name for name, value in config.items() if name.startswith("pooling_mode_") and value)
-        modes = [name.removeprefix("pooling_mode_") for name in names]
-        short = {"cls_token": "cls", "max_tokens": "max", "mean_tokens": "mean", "weightedmean_tokens": "weightedmean"}
-        modes = [short.get(mode, mode) for mode in modes]
+        names = [name for name, value in config.items() if name.startswith("pooling_mode_") and value]
+        modes = [re.sub(r"^pooling_mode_|(?<!len)_tokens?$", "", name) for name in names]
+        modes.sort(key=lambda mode: _POOLING.index(mode) if mode in _POOLING else -1)
     if not modes or any(mode not in _POOLING for mode in modes):
         raise ConfigError(f"{path}: pooling {', '.join(map(str, modes)) or 'of no kind'} is not supported; supported are {', '.join(_POOLING)}")  # fmt: skip  # noqa: E501
+    return modes
 
 
 def _check_prompt(folder: Path) -> None:

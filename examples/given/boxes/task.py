@@ -1,0 +1,106 @@
+"""A detector of things in pictures with its weights as they are. To finetune it, return labelled data(), add loss()."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from codec import LEAST, Codec
+from PIL import Image
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForObjectDetection
+
+SAMPLES = 4  # pictures on which the ONNX file is compared with torch; replace: your own in data()
+SHORTEST = 32  # pixels of a side, of which some layers leave one
+
+
+class Net(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        if getattr(config, "use_pretrained_backbone", False):
+            config.use_pretrained_backbone = False  # its weights are in the model's file
+        self.model = AutoModelForObjectDetection.from_config(config, dtype=torch.float32)
+
+    def forward(self, pixel_values: Tensor) -> tuple[Tensor, Tensor]:
+        outputs = self.model(pixel_values)
+        return outputs.logits, outputs.pred_boxes
+
+
+class Task:
+    inputs = ("pixel_values",)
+    outputs = ("logits", "boxes")
+    axes = {"pixel_values": ("batch", 3, "height", "width")}
+    longest = {"height": 1333, "width": 1333}
+    shortest = {"height": SHORTEST, "width": SHORTEST}
+
+    def make_files(self, folder: Path) -> None:
+        """Write model.json for the codec: what the image processor does, and the classes."""
+        labels, processor = AutoConfig.from_pretrained(folder).id2label, _processor(folder)
+        facts = {
+            "processor": processor.to_dict(),
+            "multiple": 16 if "Yolos" in type(processor).__name__ else 1,  # of which the sides are
+            "labels": [labels[i] for i in range(len(labels))],
+        }
+        (folder / "model.json").write_text(json.dumps(facts, indent=1, default=str))
+
+    def use_files(self, folder: Path) -> None:
+        self.folder, self.codec = folder, Codec(folder)
+        size = self.codec.steps["size"]
+        self.longest = {side: size.get("longest_edge") or size[side] for side in ("height", "width")}
+
+    def adapt(self, folder: Path) -> nn.Module:
+        return Net(AutoConfig.from_pretrained(folder))
+
+    def model(self) -> nn.Module:
+        return self.adapt(self.folder)
+
+    def data(self, split: str) -> dict[str, Any]:
+        return {"pixel_values": self.codec.join([self.codec.pixels(picture) for picture in _pictures(SAMPLES)])}
+
+    def example(self) -> list[Any]:
+        return [{"b64": _encode(picture)} for picture in _pictures(2)]
+
+    def reference(self, instances: list[Any], model: Any) -> list[Any]:
+        """Return the answers of transformers, with the boxes before they are rounded to whole pixels."""
+        processor, answers = _processor(self.folder), []
+        for instance in instances:
+            picture = Image.open(io.BytesIO(base64.b64decode(instance["b64"]))).convert("RGB")
+            with torch.inference_mode():
+                outputs = model.model(**processor(picture, return_tensors="pt"))
+            sizes = torch.tensor([picture.size[::-1]])
+            found = SimpleNamespace(**processor.post_process_object_detection(outputs, LEAST, sizes)[0])
+            rows = zip(found.labels.tolist(), found.scores.tolist(), found.boxes.tolist(), strict=True)
+            answers.append([_thing(self.codec.labels[label], score, box) for label, score, box in rows])
+        return answers
+
+
+def _thing(label: str, score: float, box: list[float]) -> dict[str, Any]:
+    return {"label": label, "score": score, "box": dict(zip(("xmin", "ymin", "xmax", "ymax"), box, strict=True))}
+
+
+def _processor(folder: Path) -> Any:
+    return AutoImageProcessor.from_pretrained(folder, backend="pil")  # which the codec uses, too
+
+
+def _pictures(count: int) -> list[Image.Image]:
+    """Return pictures of waves and noise, in several sizes."""
+    rng = np.random.default_rng(0)
+    pictures = []
+    for number in range(count):
+        width, height = rng.integers(150, 400, 2)
+        y, x = np.mgrid[:height, :width][..., None] / rng.uniform(5, 60, 3)
+        waves = 127 + 80 * np.sin(x + number) * np.cos(y) + rng.normal(0, 20, (height, width, 3))
+        pictures.append(Image.fromarray(waves.clip(0, 255).astype(np.uint8)))
+    return pictures
+
+
+def _encode(picture: Image.Image) -> str:
+    file = io.BytesIO()
+    picture.save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()

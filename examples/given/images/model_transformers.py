@@ -1,0 +1,42 @@
+"""A classifier of transformers; model.pretrained has its configuration and its image processor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassification, pipeline
+
+
+class Net(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.model = AutoModelForImageClassification.from_config(config, dtype=torch.float32)
+
+    def forward(self, pixel_values: Tensor) -> Tensor:
+        logits: Tensor = self.model(pixel_values=pixel_values).logits
+        return logits
+
+
+def write_facts(folder: Path) -> None:
+    """Write model.json for the codec: what the image processor does, and the classes."""
+    labels = AutoConfig.from_pretrained(folder).id2label
+    facts = {"processor": _processor(folder).to_dict(), "labels": [labels[i] for i in range(len(labels))]}
+    (folder / "model.json").write_text(json.dumps(facts, indent=1, default=str))
+
+
+def build(folder: Path) -> nn.Module:
+    return Net(AutoConfig.from_pretrained(folder))
+
+
+def answers(model: nn.Module, pictures: list[Image.Image], folder: Path, labels: list[str]) -> list[Any]:
+    classify = pipeline("image-classification", model=model.model, image_processor=_processor(folder))
+    return [list(answer) for answer in classify(pictures, top_k=min(5, len(labels)))]
+
+
+def _processor(folder: Path) -> Any:
+    return AutoImageProcessor.from_pretrained(folder, backend="pil")  # which the codec uses, too

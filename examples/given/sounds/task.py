@@ -1,0 +1,122 @@
+"""A model of sound with its weights as they are. To finetune it, return labelled data() and add loss()."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import wave
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from codec import MOST, Codec
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoFeatureExtractor,
+    AutoModelForAudioClassification,
+    AutoModelForCTC,
+    AutoTokenizer,
+    pipeline,
+)
+
+LONGEST = 20  # seconds of a recording
+SAMPLES = 4  # sounds on which the ONNX file is compared with torch; replace: your own in data()
+
+
+class Net(nn.Module):
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        kind = AutoModelForCTC if _writes_text(config) else AutoModelForAudioClassification
+        self.model = kind.from_config(config, dtype=torch.float32)
+
+    def forward(self, input_values: Tensor) -> Tensor:
+        logits: Tensor = self.model(input_values).logits
+        return logits
+
+
+def _writes_text(config: Any) -> bool:
+    return bool(config.architectures[0].endswith("ForCTC"))
+
+
+class Task:
+    inputs = ("input_values",)
+    outputs = ("logits",)
+    axes = {"input_values": ("batch", "samples")}
+    longest = {"samples": 16000 * LONGEST}
+
+    def make_files(self, folder: Path) -> None:
+        """Write model.json for the codec."""
+        config, sound = AutoConfig.from_pretrained(folder), AutoFeatureExtractor.from_pretrained(folder)
+        shortest = 1
+        for kernel, stride in zip(config.conv_kernel[::-1], config.conv_stride[::-1], strict=True):
+            shortest = (shortest - 1) * stride + kernel  # samples of one frame
+        facts = {
+            "rate": sound.sampling_rate,
+            "normalizes": sound.do_normalize,
+            "shortest": shortest,
+            "longest": LONGEST * sound.sampling_rate,
+        }
+        if _writes_text(config):
+            tokenizer = AutoTokenizer.from_pretrained(folder)
+            facts["tokens"] = tokenizer.convert_ids_to_tokens(range(config.vocab_size))
+            facts["blank"], facts["space"] = tokenizer.pad_token, tokenizer.word_delimiter_token
+            facts["lowercase"] = tokenizer.do_lower_case
+        else:
+            functions = {"regression": "none", "multi_label_classification": "sigmoid"}
+            facts["labels"] = [config.id2label[i] for i in range(config.num_labels)]
+            facts["function"] = functions.get(config.problem_type, "softmax")
+        (folder / "model.json").write_text(json.dumps(facts, indent=1))
+
+    def use_files(self, folder: Path) -> None:
+        self.folder, self.codec = folder, Codec(folder)
+        self.longest = {"samples": self.codec.facts["longest"]}
+        self.shortest = {"samples": self.codec.facts["shortest"]}
+
+    def adapt(self, folder: Path) -> nn.Module:
+        return Net(AutoConfig.from_pretrained(folder))
+
+    def model(self) -> nn.Module:
+        return self.adapt(self.folder)
+
+    def data(self, split: str) -> Any:
+        return self.codec.decode(self._sounds(SAMPLES))
+
+    def example(self) -> list[Any]:
+        return self._sounds(2)
+
+    def reference(self, instances: list[Any], model: Any) -> list[Any]:
+        """Return the answers of transformers' own pipeline."""
+        library = {"model": model.model, "feature_extractor": AutoFeatureExtractor.from_pretrained(self.folder)}
+        sounds = [{"raw": _samples(instance), "sampling_rate": self.codec.facts["rate"]} for instance in instances]
+        if "tokens" in self.codec.facts:
+            tokenizer = AutoTokenizer.from_pretrained(self.folder)
+            return list(pipeline("automatic-speech-recognition", tokenizer=tokenizer, **library)(sounds))
+        most = min(MOST, len(self.codec.facts["labels"]))
+        return list(pipeline("audio-classification", **library)(sounds, top_k=most))
+
+    def _sounds(self, count: int) -> list[Any]:
+        """Return recordings of tones and noise, of several lengths."""
+        rng, sounds, rate = np.random.default_rng(0), [], self.codec.facts["rate"]
+        for part in np.linspace(0.1, 0.5, count):
+            time = np.arange(int(self.codec.facts["longest"] * part)) / rate
+            sound = np.sin(2 * np.pi * rng.uniform(100, 1000) * time) * np.sin(rng.uniform(1, 9) * time)
+            sounds.append(_encode(0.3 * sound + rng.normal(0, 0.02, len(time)), rate))
+        return sounds
+
+
+def _encode(samples: Any, rate: int) -> dict[str, str]:
+    file = io.BytesIO()
+    with wave.open(file, "wb") as recording:
+        recording.setnchannels(1)
+        recording.setsampwidth(2)
+        recording.setframerate(rate)
+        recording.writeframes((samples * 32767).astype("<i2").tobytes())
+    return {"b64": base64.b64encode(file.getvalue()).decode()}
+
+
+def _samples(instance: dict[str, str]) -> Any:
+    with wave.open(io.BytesIO(base64.b64decode(instance["b64"]))) as file:
+        return np.frombuffer(file.readframes(file.getnframes()), "<i2") / np.float32(32768)

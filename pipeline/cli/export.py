@@ -1,0 +1,70 @@
+"""The command `pipe export`: a project, and its verified bundle, for a model that exists already."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pipeline.cli.app import Output, OutputOption, app, emit
+from pipeline.cli.project import model_name
+from pipeline.cli.run import run_facts, run_project
+from pipeline.contract.run import Run
+from pipeline.given.write import write_project
+from pipeline.history import find_project
+from pipeline.system.files import read_object
+
+SOURCES = "folder of Hugging Face, timm:NAME, torchvision:NAME, FILE.py:CLASS, a .pt2 or an .onnx file"
+_FILES = (".onnx", ".pt2")
+_LIBRARIES = ("timm:", "torchvision:")
+
+To = Annotated[Path | None, typer.Option("--to", metavar="FOLDER", help="Folder of the project to write.")]
+Weights = Annotated[str, typer.Option("--weights", metavar="FILE", help="Its weights: safetensors, or a state dict.")]
+Inputs = Annotated[
+    list[str] | None,
+    typer.Option("--input", metavar="NAME=TYPE[AXES]", help="An input, as x=float32[batch,3,224,224]."),
+]
+
+
+@app.command()
+def export(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help=f"The model: {SOURCES}.")],
+    to: To = None,
+    weights: Weights = "",
+    inputs: Inputs = None,
+    output: OutputOption = Output.text,
+) -> None:
+    """Write a project for a model that exists already, and make its verified bundle."""
+    run = export_source(source, to, weights, inputs or ())
+    facts, parity = run_facts(run), read_object(run.output("export") / "parity.json")
+    folder, rows = run.runs.parent, [*parity["runs"], *parity["coverage"]]
+    facts |= {"folder": str(folder), "bundle": str(run.bundle_path)}
+    largest = max(row["max_abs_error"] for row in rows)
+    lines = [
+        f"equal to the model on {parity['samples']} samples and at every size; largest difference {largest:.2g}",
+        f"verdict: {facts['verdict']}",
+        f"serve it: pipe -C {folder} serve",
+    ]
+    emit(output, facts, "\n".join(lines))
+
+
+def is_source(target: str) -> bool:
+    """Return whether a target of `pipe serve` is a model, and not a run or a bundle."""
+    path = Path(target.partition(":")[0])
+    is_folder = (path / "config.json").is_file() or (path / "modules.json").is_file()
+    return target.startswith(_LIBRARIES) or path.suffix in _FILES or ".py:" in target or is_folder
+
+
+def export_source(source: str, to: Path | None, weights: str, inputs: Sequence[str]) -> Run:
+    """Write the project, unless the same one is there, and run it up to the bundle."""
+    folder = to or _default_folder(source)
+    write_project(source, folder, model_name(folder.resolve().name), weights, inputs)
+    return run_project(find_project(folder), ["export"])
+
+
+def _default_folder(source: str) -> Path:
+    """Return a folder with the model's name, beside the model if that is a folder here."""
+    folder = Path(model_name(source.partition(":")[2] or Path(source).resolve().stem))
+    return folder.with_name(f"{folder.name}-service") if folder.resolve() == Path(source).resolve() else folder

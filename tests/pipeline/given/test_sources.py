@@ -1,0 +1,72 @@
+"""What `pipe export` refuses before it writes a project."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from pipeline.given.sources import Request, read_inputs, read_source
+from pipeline.system.errors import PipelineError
+from tests.e2e import given_models
+
+NET = {"source": "net.py:Net", "weights": "net.pt", "inputs": [given_models.INPUT]}
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        ({"source": "net.pt"}, "is none of"),
+        ({"source": "missing.onnx"}, "no such file"),
+        ({"source": "net.pt2"}, "is no program of torch.export"),
+        ({"source": "fixed.onnx"}, "the first axis of `X` is fixed at 4"),
+        ({"source": "timm:none"}, "timm"),
+        ({**NET, "inputs": []}, "--input image=float32[batch,8]"),
+        ({**NET, "inputs": ["image=float32[batch,8]"]}, "forward(): fails for inputs of"),
+        ({**NET, "inputs": ["picture=float32[batch,8]"]}, "forward() has no such argument; it takes image"),
+        ({**NET, "weights": ""}, "--weights FILE"),
+        ({**NET, "weights": "whole.pt"}, "save the weights alone"),
+        ({**NET, "weights": "other.pt"}, "missing: out.bias; unexpected: more"),
+        ({**NET, "weights": "small.pt"}, "of another shape: out.bias"),
+        ({**NET, "source": "net.py:Other"}, "has no class Other"),
+        ({"source": "remote"}, "auto_map"),
+        ({"source": "pickled"}, "a pickle, which can run code"),
+        ({"source": "unknown"}, "BertForNothing is not supported"),
+    ],
+)
+def test_wrong_source_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request_: dict[str, object], message: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    state = given_models.write_net(tmp_path).state_dict()
+    torch.save(nn.Linear(1, 1), "whole.pt")
+    torch.save({"more" if name == "out.bias" else name: value for name, value in state.items()}, "other.pt")
+    torch.save({**state, "out.bias": torch.ones(2)}, "small.pt")
+    Path("net.pt2").write_bytes(b"no program")
+    given_models.write_classifier(Path("fixed.onnx"), batch=4)
+    for name, architecture in (("remote", "BertModel"), ("pickled", "BertModel"), ("unknown", "BertForNothing")):
+        Path(name).mkdir()
+        extra = {"auto_map": {"AutoModel": "m.Net"}} if name == "remote" else {}
+        Path(name, "config.json").write_text(
+            json.dumps({"model_type": "bert", "architectures": [architecture], **extra})
+        )
+        Path(name, "pytorch_model.bin" if name == "pickled" else "model.safetensors").write_bytes(b"")
+    Path("project").mkdir()
+    with pytest.raises(PipelineError, match=re.escape(message)):
+        read_source(Request(folder="project", name="project", **request_))  # type: ignore[arg-type]
+
+
+def test_inputs_name_their_axes() -> None:
+    inputs, longest = read_inputs(["ids=int64[batch, time<=512]", "mask=bool[batch,time,2]"])
+    assert (inputs["ids"]["axes"], inputs["mask"]["axes"]) == (["batch", "time"], ["batch", "time", 2])
+    assert longest == {"time": 512}
+
+
+@pytest.mark.parametrize("text", ["x=float32[3]", "x=float[batch]", "x=float32[batch,time]", "float32[batch]"])
+def test_wrong_input_is_refused(text: str) -> None:
+    with pytest.raises(PipelineError, match="--input"):
+        read_inputs([text])
