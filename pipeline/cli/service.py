@@ -110,7 +110,7 @@ def predict(
     if bundle:
         if source is None or len(files) != 1 or file is not None:
             raise ConfigError("--bundle: needs --input FILE_OR_FOLDER and one --output FILE, and no other file")
-        from serve import bulk  # slow to load
+        from pipeline.service import bulk  # slow to load
 
         request = bulk.Request(
             _open_bundle(context, bundle), source, Path(files[0]), processes, parse_shard(shard),

@@ -26,9 +26,9 @@ from pyarrow import csv, parquet
 from pipeline.contract.bundle import open_bundle
 from pipeline.contract.golden import Golden
 from pipeline.contract.signature import TensorSpec
+from pipeline.service import bulk
+from pipeline.service.bulk import Request, Work, predict
 from pipeline.system.errors import ConfigError, DataError, Interrupted, StageError
-from serve import bulk
-from serve.bulk import Request, Work, predict
 from tests.serve.bundles import LIMITS, build, signature, write
 from tests.serve.identity_models import build as build_identity
 from tests.serve.special_models import mixing, padded
@@ -309,7 +309,7 @@ def test_two_shards_that_join_at_once_give_one_output(
 
 PROGRAM = """
 import sys
-from serve import bulk
+from pipeline.service import bulk
 from pipeline.cli import main
 bulk._PART_BATCHES = bulk._SMALL_PART_BATCHES = bulk._PART_ROWS = 1
 bulk._ALONE_SECONDS = 0

@@ -632,7 +632,7 @@ def _receive_results(
 def _start_worker(work: Work) -> tuple[Connection, subprocess.Popen[bytes]]:
     """Start a process that ends with its connection, in a group of its own, which Ctrl-C does not reach."""
     ours, theirs = Pipe()
-    program = f"from serve.bulk import run_worker; run_worker({theirs.fileno()})"
+    program = f"from pipeline.service.bulk import run_worker; run_worker({theirs.fileno()})"
     env = {**os.environ, "PYTHONSAFEPATH": "1"}
     process = subprocess.Popen(
         [sys.executable, "-c", program], env=env, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()],
