@@ -103,13 +103,18 @@ def child_process(
         _wait_for_children(parent_end)
 
 
-FORKED_STEPS = ("pipeline.steps.check", "pipeline.evaluate", "export")  # they spend seconds on imports
+FORKED_STEPS = (  # they spend seconds on imports
+    "pipeline.steps.check", "pipeline.steps.prepare", "train", "pipeline.evaluate", "export",
+)  # fmt: skip
 _OF_TRAINING = ("train.elastic.agent", "train.preload")
 _EXPORTER = ("onnxscript.function_libs.torch_lib.ops", "torch.export._trace", "torch.onnx._internal.exporter._core")
 # Without onnxruntime, which starts a thread.
 OF_ALL_STEPS = (*_EXPORTER, "export.conversion.to_onnx", *reversed(_OF_TRAINING))
 _NO_CUDA = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}  # a process that has called CUDA must not fork
-_FORK_SAFE = {"PIL", "pandas", "scipy", "sklearn", "torchvision", "transformers"}  # may be imported before a fork
+_FORK_SAFE = {  # what may be imported before a fork, by the package that the user's code imports
+    **{name: name for name in ("PIL", "pandas", "scipy", "sklearn", "torchvision")},
+    "transformers": "transformers.modeling_utils",  # without which `import transformers` does little
+}
 
 
 @contextlib.contextmanager
@@ -121,13 +126,14 @@ def fork_server(
     It serves before it has imported the last of them. It also imports what the user's code does, as far as that is
     known to be harmless.
     """
-    packages = _FORK_SAFE.intersection(third_party_imports(root, config.task, config.codec))
+    imported = third_party_imports(root, config.task, config.codec)
+    packages = [module for name, module in _FORK_SAFE.items() if name in imported]
     with tempfile.TemporaryDirectory(prefix="pipe-") as folder, socket.socket(socket.AF_UNIX) as listener:
         path = Path(folder) / "fork-server"
         if not can_serve() or not _listen(listener, path):
             yield {}
             return
-        argv = server_command(listener, [*sorted(packages), *modules[:-1]], modules[-1:])
+        argv = server_command(listener, [*packages, *modules[:-1]], modules[-1:])
         with child_process(argv, root, {**env, **_NO_CUDA}, subprocess.DEVNULL, files=(listener.fileno(),)):
             listener.close()
             yield {ADDRESS_VARIABLE: server_address(path, {**os.environ, **env})}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -151,5 +151,9 @@ def _refuse_random_splits(task: Task, splits: Mapping[str, Samples]) -> None:
             )
 
 
+def main(argv: Sequence[str]) -> int:
+    return step_main("prepare", prepare, argv)
+
+
 if __name__ == "__main__":
-    sys.exit(step_main("prepare", prepare, sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))
