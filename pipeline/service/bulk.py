@@ -13,19 +13,20 @@ import errno
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import queue
 import secrets
 import shutil
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
+from multiprocessing.context import ForkProcess as Worker
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import orjson
@@ -53,16 +54,16 @@ from serve.options import usable_cores
 from serve.protocol import v1
 from serve.protocol.tensors import InferRequest, Tensor
 from serve.protocol.validate import check_missing
-from serve.runtime.loading import load_predictor
-from serve.runtime.predictor import CodecError, Predictor
-from serve.runtime.session import CPU, Session
+
+if TYPE_CHECKING:
+    from serve.runtime.predictor import Predictor  # ONNX Runtime is loaded after forks, as it starts a thread
 
 FORMATS = (".parquet", ".jsonl", ".csv")  # of outputs
 _BATCH_BYTES = 256 << 10  # of input tensors; below it a batch is larger than those that the service merges
 _PART_BATCHES, _SMALL_PART_BATCHES, _PART_ROWS = 16, 64, 512  # of a part, at least
 _PART_BYTES = 4 << 20  # of the input, about: a process has two parts in memory
 _SAMPLE_BYTES = 64 << 10  # at the beginning of a file, by which its rows are measured
-_ALONE_SECONDS = 2.0  # before other processes are started, which takes one
+_ALONE_SECONDS = 0.2  # before others get work, which takes as long to load the model
 _WAITING_PARTS = 2  # of a worker: the one it computes, and the next
 _ERROR, _JSON = "error", "json"  # columns of parts
 
@@ -84,15 +85,24 @@ class Request:
 
 def predict(request: Request, report: Report = lambda _rows, _all: None) -> dict[str, Any]:
     """Return the numbers of rows and of refused ones, and the output, which is None while other shards compute."""
-    started_at, bundle, output = time.monotonic(), request.bundle, request.output
+    started_at = time.monotonic()
     _check(request)
     source = open_source(request.source)
     pa.set_memory_pool(pa.system_memory_pool())  # the default one keeps more of what is free
-    processes = request.processes or usable_cores()
-    threads = bundle.signature.runtime.threads or divide(usable_cores(), processes)
+    with _forked((request.processes or usable_cores()) - 1) as workers:  # before this one has threads
+        result = _predict(request, source, workers, report)
+    return {**result, "seconds": round(time.monotonic() - started_at, 3), "bundle": request.bundle.digest}
+
+
+def _predict(request: Request, source: Source, workers: Mapping[Connection, Worker], report: Report) -> dict[str, Any]:
+    from serve.runtime.loading import load_predictor
+    from serve.runtime.session import CPU
+
+    bundle, output, (number, count) = request.bundle, request.output, request.shard
+    threads = bundle.signature.runtime.threads or divide(usable_cores(), len(workers) + 1)
     predictor = load_predictor(bundle, threads=threads)
     if predictor.session.provider != CPU and not request.processes:
-        processes = 1
+        workers = {}
     batch_rows = largest_batch(predictor)
     is_small = batch_rows > bundle.signature.runtime.batch_rows
     batches = max(_SMALL_PART_BATCHES if is_small else _PART_BATCHES, _PART_ROWS // batch_rows)
@@ -105,8 +115,12 @@ def predict(request: Request, report: Report = lambda _rows, _all: None) -> dict
         request.null_errors, folder, batch_rows, part_rows, predictor.unbatched_reason, threads,
     )  # fmt: skip
     job = {"bundle": bundle.digest, **source.identity, "rows_per_part": part_rows, "format": work.format}
-    _claim(folder, {**job, "on_error": "null" if work.null_errors else "stop"}, request)
-    there, (number, count), size = {*os.listdir(folder)}, request.shard, source.rows
+    job["on_error"] = "null" if work.null_errors else "stop"
+    if count > 1 and (joined := _joined_before(output, job)):
+        return joined
+    _check_output(request)
+    _claim(folder, job, request)
+    there, size = {*os.listdir(folder)}, source.rows
 
     def needed(index: int) -> bool:
         return index % count == number - 1 and work.name(index) not in there
@@ -115,21 +129,20 @@ def predict(request: Request, report: Report = lambda _rows, _all: None) -> dict
     total = sum(rows for index, rows in bounds if needed(index)) or None
     done, errors, computing_since = 0, 0, time.monotonic()
     try:
-        for rows, refused in _compute(work, predictor, source.parts(part_rows, needed), processes):
+        for rows, refused in _compute(work, predictor, source.parts(part_rows, needed), workers):
             done, errors = done + rows, errors + refused
             report(done, total)
         speed = round(done / max(1e-3, time.monotonic() - computing_since))
         assert source.rows is not None, "all parts are read"
         names = [work.name(index) for index in range(math.ceil(source.rows / part_rows))]
-        all_errors = _join(work, names, output, errors)
+        result = {"rows": source.rows, "output": str(output), "rows_per_second": speed}
+        all_errors = _join(work, names, output, errors, {"job": job, "result": result} if count > 1 else None)
     except KeyboardInterrupt:
         again = "the same command continues with the next part"
         raise Interrupted(f"{output}: interrupted; the finished parts are in {folder}; {again}") from None
-    result: dict[str, Any] = {"rows": done, "errors": errors, "output": None}
-    if all_errors is not None:
-        result = {"rows": source.rows, "errors": all_errors, "output": str(output)}
-    seconds = round(time.monotonic() - started_at, 3)
-    return {**result, "seconds": seconds, "rows_per_second": speed, "bundle": bundle.digest}
+    if all_errors is None:
+        result |= {"rows": done, "output": None}
+    return {**result, "errors": errors if all_errors is None else all_errors}
 
 
 def _check(request: Request) -> None:
@@ -142,8 +155,26 @@ def _check(request: Request) -> None:
         raise ConfigError(f"{output.parent}: no such folder; to fix it: create it")
     if request.source.is_dir() and output.resolve().is_relative_to(request.source.resolve()):
         raise ConfigError(f"{output}: is in the folder of the inputs; to fix it: write it to another one")
-    if output.exists() and not request.overwrite:
-        raise ConfigError(f"{output}: exists; to fix it: name another file, or add --overwrite")
+    if request.shard[1] == 1:
+        _check_output(request)
+
+
+def _check_output(request: Request) -> None:
+    if request.output.exists() and not request.overwrite:
+        raise ConfigError(f"{request.output}: exists; to fix it: name another file, or add --overwrite")
+
+
+def _record(output: Path) -> Path:
+    return output.with_name(f"{output.name}.job.json")
+
+
+def _joined_before(output: Path, job: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the result of shards that have joined this output; empty if it is of another job."""
+    if not (output.exists() and _record(output).exists()):
+        return {}
+    recorded = read_object(_record(output), remedy="remove it")
+    is_same = recorded["job"] == job and recorded["modified"] == output.stat().st_mtime_ns
+    return dict(recorded["result"]) if is_same else {}
 
 
 def largest_batch(predictor: Predictor) -> int:
@@ -365,6 +396,9 @@ class Work:
 
     def load(self) -> Predictor:
         """Load the bundle, whose files and golden requests were checked before the work began."""
+        from serve.runtime.predictor import Predictor
+        from serve.runtime.session import Session
+
         predictor = Predictor(self.bundle, Session(self.bundle, threads=self.threads))
         predictor.unbatched_reason = self.unbatched_reason
         return predictor
@@ -464,7 +498,7 @@ class Work:
         columns = {name: _values(column) for name, column in self._columns(rows).items()}
         if not self.form.is_mapping:
             return next(iter(columns.values()))
-        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        return [dict(zip(columns, row, strict=False)) for row in zip(*columns.values(), strict=True)]
 
     def _columns(self, rows: pa.RecordBatch) -> dict[str, pa.Array]:
         if self.form.kind == "jsonl":
@@ -572,55 +606,46 @@ def _tabular() -> Iterator[None]:
 
 
 def _reason(error: InvalidPayload) -> str:
+    from serve.runtime.predictor import CodecError
+
     cause = error.__cause__
     return f"{error} ({type(cause).__name__}: {_line(cause or error)})" if isinstance(error, CodecError) else str(error)
 
 
 def _compute(
-    work: Work, predictor: Predictor, parts: Iterator[tuple[int, pa.RecordBatch]], processes: int
+    work: Work, predictor: Predictor, parts: Iterator[tuple[int, pa.RecordBatch]], workers: Mapping[Connection, Worker]
 ) -> Iterator[tuple[int, int]]:
     """Yield the numbers of rows and of refused ones of each part, as it is written."""
-    alone_until = time.monotonic() + (_ALONE_SECONDS if processes > 1 else math.inf)
-    workers: dict[Connection, subprocess.Popen[bytes]] = {}
+    alone_until = time.monotonic() + _ALONE_SECONDS
     unfinished: dict[Connection, int] = {}
-    try:
-        for index, rows in parts:
-            if not workers and time.monotonic() < alone_until:
-                yield work.compute(predictor, index, rows)
-                continue
-            if len(workers) < processes - 1 and all(unfinished.values()):
-                connection, process = _start_worker(work)
-                workers[connection], unfinished[connection] = process, 0
-            yield from _receive_results(workers, unfinished, timeout_seconds=0)
-            if min(unfinished.values()) >= _WAITING_PARTS:
-                yield work.compute(predictor, index, rows)
-                continue
-            connection = min(unfinished, key=lambda each: unfinished[each])
-            unfinished[connection] += 1
-            with contextlib.suppress(OSError):  # it has ended, which is seen where its result is received
-                connection.send(index)
-                connection.send_bytes(_packed(rows))
-        while any(unfinished.values()):
-            yield from _receive_results(workers, unfinished)
-    finally:
-        for process in workers.values():
-            process.terminate()
-        for connection, process in workers.items():
-            process.wait()
-            connection.close()
+    for index, rows in parts:
+        yield from _receive_results(workers, unfinished, timeout_seconds=0)
+        if len(unfinished) < len(workers) and all(unfinished.values()) and time.monotonic() >= alone_until:
+            connection = next(iter(workers.keys() - unfinished.keys()))
+            unfinished[connection] = 0
+            connection.send(work)
+        if min(unfinished.values(), default=_WAITING_PARTS) >= _WAITING_PARTS:
+            yield work.compute(predictor, index, rows)
+            continue
+        connection = min(unfinished, key=lambda each: unfinished[each])
+        unfinished[connection] += 1
+        with contextlib.suppress(OSError):  # it has ended, which is seen where its result is received
+            connection.send(index)
+            connection.send_bytes(_packed(rows))
+    while any(unfinished.values()):
+        yield from _receive_results(workers, unfinished)
 
 
 def _receive_results(
-    workers: Mapping[Connection, subprocess.Popen[bytes]],
-    unfinished: dict[Connection, int],
-    timeout_seconds: float | None = None,
+    workers: Mapping[Connection, Worker], unfinished: dict[Connection, int], timeout_seconds: float | None = None
 ) -> Iterator[tuple[int, int]]:
     for connection in wait([each for each, count in unfinished.items() if count], timeout_seconds):
         assert isinstance(connection, Connection)
         try:
             result = connection.recv()
         except (EOFError, OSError):
-            ending = describe_exit("a worker process", workers[connection].wait())
+            workers[connection].join()
+            ending = describe_exit("a worker process", workers[connection].exitcode or 0)
             fix = "to fix it: run the same command again, with fewer --processes where memory is short"
             raise StageError(f"{ending}; {fix}") from None
         if isinstance(result, PipelineError):
@@ -629,23 +654,29 @@ def _receive_results(
         yield result
 
 
-def _start_worker(work: Work) -> tuple[Connection, subprocess.Popen[bytes]]:
-    """Start a process that ends with its connection, in a group of its own, which Ctrl-C does not reach."""
-    ours, theirs = Pipe()
-    program = f"from pipeline.service.bulk import run_worker; run_worker({theirs.fileno()})"
-    env = {**os.environ, "PYTHONSAFEPATH": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", program], env=env, stdin=subprocess.DEVNULL, stdout=2, pass_fds=[theirs.fileno()],
-        start_new_session=True,
-    )  # fmt: skip
-    theirs.close()
-    ours.send(work)
-    return ours, process
+@contextlib.contextmanager
+def _forked(count: int) -> Iterator[dict[Connection, Worker]]:
+    """Fork processes that wait for work; they end with their connections."""
+    workers: dict[Connection, Worker] = {}
+    try:
+        for _ in range(count):
+            ours, theirs = Pipe()
+            worker = multiprocessing.get_context("fork").Process(target=_run_worker, args=(theirs, ours), daemon=True)
+            worker.start()
+            theirs.close()
+            workers[ours] = worker
+        yield workers
+    finally:
+        for worker in workers.values():
+            worker.kill()
+        for connection, worker in workers.items():
+            worker.join()
+            connection.close()
 
 
-def run_worker(descriptor: int) -> None:
-    pa.set_memory_pool(pa.system_memory_pool())
-    connection = Connection(descriptor)
+def _run_worker(connection: Connection, other_end: Connection) -> None:
+    other_end.close()
+    os.setsid()  # Ctrl-C does not reach it
     received: queue.SimpleQueue[Any] = queue.SimpleQueue()
     threading.Thread(target=_receive_work, args=(connection, received), daemon=True).start()
     work: Work = received.get()
@@ -679,10 +710,11 @@ def _packed(rows: pa.RecordBatch) -> pa.Buffer:
     return sink.getvalue()
 
 
-def _join(work: Work, names: Sequence[str], output: Path, errors: int) -> int | None:
+def _join(work: Work, names: Sequence[str], output: Path, errors: int, record: Mapping[str, Any] | None) -> int | None:
     """Join the parts and return how many rows were refused; None if parts of other shards are missing.
 
-    `errors` is returned where another shard has joined them at the same moment.
+    A record of it is written for a shard that is started again. `errors` is returned where another shard has joined
+    them at the same moment.
     """
     joined, removed = (place / f".{secrets.token_hex(8)}" for place in (work.folder, output.parent))
     try:
@@ -690,6 +722,9 @@ def _join(work: Work, names: Sequence[str], output: Path, errors: int) -> int | 
             return None
         errors = _write_joined(work, names, joined)
         sync(joined)
+        if record:
+            result, modified = {**record["result"], "errors": errors}, joined.stat().st_mtime_ns
+            write_json(_record(output), {**record, "result": result, "modified": modified})
         os.replace(joined, output)
         sync(output.parent)
         os.rename(work.folder, removed)

@@ -284,6 +284,14 @@ def test_shards_compute_their_parts_and_the_last_one_joins(
     assert (last["rows"], last["output"]) == (100, str(tmp_path / "out.jsonl"))
     assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
 
+    computed.clear()
+    again = run(bundle_path, source, tmp_path / "out.jsonl", shard=(2, 2))  # its pod was replaced after the end
+    assert ({**again, "seconds": last["seconds"]}, computed) == (last, [])
+    write_lines(source, pictures(101))
+    with pytest.raises(ConfigError, match=r"out\.jsonl: exists; to fix it: name another file, or add --overwrite"):
+        run(bundle_path, source, tmp_path / "out.jsonl", shard=(2, 2))
+    assert run(bundle_path, source, tmp_path / "out.jsonl", shard=(2, 2), overwrite=True)["output"] is None
+
 
 def test_two_shards_that_join_at_once_give_one_output(
     bundle_path: Path, tmp_path: Path, small_parts: None, monkeypatch: pytest.MonkeyPatch
@@ -304,7 +312,7 @@ def test_two_shards_that_join_at_once_give_one_output(
     results.append(run(bundle_path, source, tmp_path / "out.jsonl", shard=(1, 2)))
     assert [result["output"] for result in results[1:]] == [str(tmp_path / "out.jsonl")] * 2
     assert (tmp_path / "out.jsonl").read_bytes() == (tmp_path / "whole.jsonl").read_bytes()
-    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl", "whole.jsonl"}
+    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl", "out.jsonl.job.json", "whole.jsonl"}
 
 
 PROGRAM = """
