@@ -23,7 +23,7 @@ def check(objects: Sequence[Object]) -> None:
     check_pods(objects)
     if served := [item for item in objects if item["kind"] in ("Deployment", "InferenceService")]:
         _check_serving(parts, served[0])
-    if "Job" in parts:
+    if "Job" in parts and parts["Job"]["metadata"]["labels"]["app.kubernetes.io/component"] == "training":
         _check_job(parts["Job"], parts["Service"])
     if "JobSet" in parts:
         _check_jobset(parts["JobSet"]["spec"])
