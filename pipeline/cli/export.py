@@ -14,6 +14,7 @@ from pipeline.cli.run import run_facts, run_project
 from pipeline.contract.run import Run
 from pipeline.given.write import write_project
 from pipeline.history import find_project
+from pipeline.system.errors import ConfigError
 from pipeline.system.files import read_object
 
 SOURCES = "folder of Hugging Face, timm:NAME, torchvision:NAME, FILE.py:CLASS, a .pt2 or an .onnx file"
@@ -34,10 +35,21 @@ def export(
     to: To = None,
     weights: Weights = "",
     inputs: Inputs = None,
+    data: Annotated[
+        Path | None, typer.Option(exists=True, help="Labelled data: a folder of each class, or a table with `label`.")
+    ] = None,
+    baseline: Annotated[
+        str, typer.Option(metavar="SOURCE", help="A model, or its bundle, to compare with on --data.")
+    ] = "",
     output: OutputOption = Output.text,
 ) -> None:
     """Write a project for a model that exists already, and make its verified bundle."""
-    run = export_source(source, to, weights, inputs or ())
+    options = {"data": str(data.resolve())} if data else {}
+    if baseline and not data:
+        raise ConfigError("--baseline: is compared on labelled data; to fix it: add --data")
+    if baseline:
+        options["baseline"] = str(_baseline_bundle(baseline, to or _default_folder(source)).resolve())
+    run = export_source(source, to, weights, inputs or (), **options)
     facts, parity = run_facts(run), read_object(run.output("export") / "parity.json")
     folder, rows = run.runs.parent, [*parity["runs"], *parity["coverage"]]
     facts |= {"folder": str(folder), "bundle": str(run.bundle_path)}
@@ -57,11 +69,18 @@ def is_source(target: str) -> bool:
     return target.startswith(_LIBRARIES) or path.suffix in _FILES or ".py:" in target or is_folder
 
 
-def export_source(source: str, to: Path | None, weights: str, inputs: Sequence[str]) -> Run:
+def export_source(source: str, to: Path | None, weights: str = "", inputs: Sequence[str] = (), **options: str) -> Run:
     """Write the project, unless the same one is there, and run it up to the bundle."""
-    folder = to or _default_folder(source)
-    write_project(source, folder, model_name(folder.resolve().name), weights, inputs)
+    folder, options_of_all = to or _default_folder(source), {"weights": weights, "inputs": list(inputs)}
+    write_project(source, folder, model_name(folder.resolve().name), **options_of_all, **options)
     return run_project(find_project(folder), ["export"])
+
+
+def _baseline_bundle(source: str, folder: Path) -> Path:
+    """Return the bundle of a model to compare with; one that is none yet is exported beside the project."""
+    if (Path(source) / "manifest.json").is_file():
+        return Path(source)
+    return export_source(source, folder.with_name(f"{folder.resolve().name}-baseline")).bundle_path
 
 
 def _default_folder(source: str) -> Path:

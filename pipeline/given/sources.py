@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import os
 import re
 import shutil
 import sys
@@ -48,6 +49,7 @@ _TRANSFORMERS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {  # template,
     "LMHeadModel": ("language", "", _TEXTS),
     "ForCTC": ("sounds", "", _SOUNDS),  # and ForSequenceClassification of models of sound
 }
+_LABELLED = ("images", "texts", "sounds", "tensors")
 _WITH_TOKENIZER = ("texts", "tokens", "speech", "language")
 _INPUT = re.compile(r"(?P<name>\w+)=(?P<dtype>float32|float64|float16|int64|int32|uint8|bool)\[(?P<axes>[^\]]*)\]")
 _FLOATS = (torch.float16, torch.float32, torch.float64)
@@ -60,6 +62,8 @@ class Request:
     name: str
     weights: str = ""
     inputs: Sequence[str] = ()
+    data: str = ""  # with labels
+    baseline: str = ""  # a bundle
 
 
 @dataclass(frozen=True)
@@ -88,8 +92,29 @@ def write_project(request: Request) -> None:
         (folder / "model.json").write_text(json.dumps(given.facts, indent=1) + "\n")
         settings["prepare"] = {"files": ["model.json"]}
     settings |= {"model": {"pretrained": given.pretrained}, "train": {"epochs": 0}, **(given.settings or {})}
+    if request.data:
+        settings |= {"task": "labelled.py:Task", **_add_labels(request, given.template, settings.get("prepare", {}))}
     head = "# The model with its weights as they are; `pipe explain` describes every setting.\n"
     (folder / "pipe.yaml").write_text(head + yaml.safe_dump(settings, sort_keys=False))
+
+
+def _add_labels(request: Request, template: str, prepare: Mapping[str, Any]) -> dict[str, Any]:
+    """Write the task with labelled data, and return its settings."""
+    if template not in _LABELLED:
+        raise ConfigError(
+            f"--data: labels are for classifiers and models of numbers, and not for {template}; to fix it: export it "
+            "without --data, and write metrics() in task.py"
+        )
+    text = (example_folder("given/labels") / "task.py").read_text()
+    for name, value in (("DATA", request.data), ("BASELINE", request.baseline)):
+        text = text.replace(f'\n{name} = ""', f"\n{name} = {json.dumps(value)}")
+    (Path(request.folder) / "labelled.py").write_text(text)
+    labels = [label for _, label in load_class("labelled.py:read_rows", Path(request.folder))()]
+    has_numbers = load_class("labelled.py:are_numbers", Path(request.folder))(labels)
+    evaluate = {"metric": "mae" if has_numbers else "accuracy"}
+    rule = {"rule": "non-inferior"} if request.baseline else {}
+    data = os.path.relpath(request.data, Path(request.folder).parents[1] / request.name)  # from where it will lie
+    return {"prepare": {"files": [*prepare.get("files", ()), data]}, "evaluate": evaluate | rule}
 
 
 def read_source(request: Request) -> Given:

@@ -8,19 +8,22 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from pipeline.system.errors import ConfigError
 
 
-def write_project(source: str, folder: Path, name: str, weights: str = "", inputs: Sequence[str] = ()) -> None:
-    """Write the project, unless the same one is there; leave nothing where that fails."""
+def write_project(source: str, folder: Path, name: str, **options: Any) -> None:
+    """Write the project, unless the same one is there; leave nothing where that fails.
+
+    The options are the other fields of `pipeline.given.sources.Request`.
+    """
     folder.resolve().parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".export-", dir=folder.resolve().parent) as temporary:
         written = Path(temporary, "project")
         written.mkdir()
-        request = {"source": source, "folder": str(written), "name": name, "weights": weights, "inputs": list(inputs)}
+        request = {"source": source, "folder": str(written), "name": name, **options}
         command = [sys.executable, "-m", "pipeline.given.sources", json.dumps(request)]
         done = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, check=False)
         if done.returncode:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -52,11 +53,14 @@ def write_program(folder: Path, model: nn.Module) -> None:
     torch.export.save(program, folder / "net.pt2")
 
 
-def write_classifier(path: Path, batch: int | None = None) -> None:
+COEFFICIENTS = [0.5, -1.0, 0.3, 2.0, 1.0, -2.0]
+
+
+def write_classifier(path: Path, batch: int | None = None, coefficients: Sequence[float] = COEFFICIENTS) -> None:
     """Write a linear classifier in the operators, and with the dictionaries, of scikit-learn's converters."""
     classifier = helper.make_node(
         "LinearClassifier", ["X"], ["label", "scores"], domain="ai.onnx.ml", classlabels_ints=[0, 1, 2],
-        coefficients=[0.5, -1.0, 0.3, 2.0, 1.0, -2.0], intercepts=[0.1, 0.0, -0.1], post_transform="SOFTMAX",
+        coefficients=list(coefficients), intercepts=[0.1, 0.0, -0.1], post_transform="SOFTMAX",
     )  # fmt: skip
     maps = helper.make_node("ZipMap", ["scores"], ["probabilities"], domain="ai.onnx.ml", classlabels_int64s=[0, 1, 2])
     number = helper.make_tensor_type_proto(TensorProto.FLOAT, None)
