@@ -74,7 +74,7 @@ def test_shards_of_a_job_are_joined(place: Place, reports: Reports) -> None:
         assert not failed, json.dumps(live["status"])
         return dict(live["status"])
 
-    wait_until(lambda: place.pods(SELECTOR), "a pod", TIMEOUT_SECONDS)
+    wait_until(lambda: bool(place.pods(SELECTOR)), "a pod", TIMEOUT_SECONDS)
     place.delete_pod(place.pods(SELECTOR)[0]["metadata"]["name"], 0)
     wait_until(lambda: status().get("succeeded") == 4, "the shards", TIMEOUT_SECONDS)
     lines = run("read", "print(open('/data/answers.jsonl').read())").split("\n")

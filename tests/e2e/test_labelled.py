@@ -26,6 +26,7 @@ def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+@pytest.mark.long
 def test_classes_of_a_table_are_compared_with_another_model(tmp_path: Path) -> None:
     given_models.write_classifier(tmp_path / "good.onnx")
     given_models.write_classifier(tmp_path / "poor.onnx", coefficients=[0.0, 0.0, 0.3, 2.0, 1.0, -2.0])
@@ -70,7 +71,7 @@ def test_texts_are_compared_with_the_names_or_numbers_of_classes(tmp_path: Path)
     expected = np.mean([answer["label"] == ("bad", "so-so", "good")[i % 3] for i, answer in enumerate(answers)])
     assert judged(tmp_path / "project")["candidate"]["accuracy"] == pytest.approx(expected)
     write_rows(tmp_path / "rows.jsonl", [{"text": text, "label": "fine"} for text in texts])
-    message = "'fine' is no class of the model, which has bad, so-so, good"
+    message = "'fine' is no class of the model; its classes are bad, so-so, good"
     assert message in pipe(tmp_path, "export", "bert", "--to", "other", "--data", "rows.jsonl", expect=2).stderr
 
 
