@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -41,10 +41,13 @@ def export(
     baseline: Annotated[
         str, typer.Option(metavar="SOURCE", help="A model, or its bundle, to compare with on --data.")
     ] = "",
+    trust_remote_code: Annotated[
+        bool, typer.Option(help="Copy the code of the model's folder into the project, and run it.")
+    ] = False,
     output: OutputOption = Output.text,
 ) -> None:
     """Write a project for a model that exists already, and make its verified bundle."""
-    options = {"data": str(data.resolve())} if data else {}
+    options: dict[str, Any] = {"trusts_code": trust_remote_code, "data": str(data.resolve()) if data else ""}
     if baseline and not data:
         raise ConfigError("--baseline: is compared on labelled data; to fix it: add --data")
     if baseline:
@@ -69,7 +72,7 @@ def is_source(target: str) -> bool:
     return target.startswith(_LIBRARIES) or path.suffix in _FILES or ".py:" in target or is_folder
 
 
-def export_source(source: str, to: Path | None, weights: str = "", inputs: Sequence[str] = (), **options: str) -> Run:
+def export_source(source: str, to: Path | None, weights: str = "", inputs: Sequence[str] = (), **options: Any) -> Run:
     """Write the project, unless the same one is there, and run it up to the bundle."""
     folder, options_of_all = to or _default_folder(source), {"weights": weights, "inputs": list(inputs)}
     write_project(source, folder, model_name(folder.resolve().name), **options_of_all, **options)

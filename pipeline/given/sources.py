@@ -64,6 +64,7 @@ class Request:
     inputs: Sequence[str] = ()
     data: str = ""  # with labels
     baseline: str = ""  # a bundle
+    trusts_code: bool = False  # of the folder
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,11 @@ def write_project(request: Request) -> None:
     folder, template = Path(request.folder), example_folder(f"given/{given.template}")
     for file in ("task.py", "codec.py"):
         shutil.copyfile(template / file, folder / file)
+    if (folder / "remote").is_dir():
+        text = (folder / "task.py").read_text()
+        (folder / "task.py").write_text(
+            text.replace("\nimport torch\n", "\nimport remote  # noqa: F401\nimport torch\n", 1)
+        )
     if given.model:
         shutil.copyfile(template / given.model, folder / "model.py")
     if given.code:
@@ -125,7 +131,7 @@ def read_source(request: Request) -> Given:
     if is_library and path.suffix == ".py":
         return _module(request, path, name)
     if path.is_dir():
-        return _folder(path.resolve())
+        return _folder(request, path.resolve())
     readers: dict[str, Callable[[Request, Path], Given]] = {".onnx": _onnx_file, ".pt2": _program}
     if path.suffix not in readers:
         raise ConfigError(
@@ -137,17 +143,14 @@ def read_source(request: Request) -> Given:
     return readers[path.suffix](request, path.resolve())
 
 
-def _folder(path: Path) -> Given:
+def _folder(request: Request, path: Path) -> Given:
     if (path / "modules.json").is_file():
         transformer, facts = read_sentence_transformer(path)
         unused = {"pretrained": str(transformer), "allow_mismatch": ["*pooler.*", "*position_ids"]}
         return Given("embeddings", str(transformer), facts, settings={"model": unused, **_TEXTS})
     config = open_pretrained(path).config()
     if "auto_map" in config:
-        raise ConfigError(
-            f"{path / 'config.json'}: names code to run (auto_map), which is refused; to fix it: copy the code that "
-            "you trust to a file, and export FILE.py:CLASS with --weights"
-        )
+        _copy_code(request, path, config["auto_map"])
     architecture = str((config.get("architectures") or ["?"])[0])
     kind = next((kind for suffix, kind in _TRANSFORMERS.items() if architecture.endswith(suffix)), None)
     if "conv_kernel" in config and architecture.endswith("ForSequenceClassification"):
@@ -163,6 +166,31 @@ def _folder(path: Path) -> Given:
     if template in _WITH_TOKENIZER and not (path / "tokenizer.json").is_file():
         raise ConfigError(f"{path}: has no tokenizer.json; to fix it: save it with transformers' AutoTokenizer")
     return Given(template, str(path), model=model, settings=settings)
+
+
+def _copy_code(request: Request, path: Path, classes: Mapping[str, str]) -> None:
+    """Copy the folder's own classes into the project, where they take the place of those of transformers."""
+    if not request.trusts_code:
+        raise ConfigError(
+            f"{path / 'config.json'}: names code to run (auto_map), which is refused; to fix it: read it, then add "
+            "--trust-remote-code, which copies it into the project"
+        )
+    package = Path(request.folder) / "remote"
+    package.mkdir()
+    for file in path.glob("*.py"):
+        shutil.copyfile(file, package / file.name)
+    lines = ['"""Code of the model\'s folder, in place of what transformers has."""', "", "import transformers", ""]
+    names = {auto: str(target).rpartition(".") for auto, target in classes.items() if auto.startswith("AutoModel")}
+    for module, _, name in [str(classes.get("AutoConfig", "")).rpartition("."), *names.values()]:
+        if not (package / f"{module}.py").is_file():
+            raise ConfigError(
+                f"{path / 'config.json'}: auto_map names {module}.{name}, whose file is not in the folder"
+            )
+        lines.append(f"from .{module} import {name}")
+    config = str(classes["AutoConfig"]).rpartition(".")[2]
+    lines += ["", f"transformers.AutoConfig.register({config}.model_type, {config}, exist_ok=True)"]
+    lines += [f"transformers.{auto}.register({config}, {name}, exist_ok=True)" for auto, (_, _, name) in names.items()]
+    (package / "__init__.py").write_text("\n".join(lines) + "\n")
 
 
 def _network(request: Request, library: str, name: str) -> Given:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -108,3 +109,32 @@ def write_vit(folder: Path) -> None:
     )  # fmt: skip
     ViTForImageClassification(config).save_pretrained(folder)
     ViTImageProcessorPil(size={"height": 32, "width": 32}).save_pretrained(folder)
+
+
+def write_own_bert(folder: Path) -> None:
+    """Write a folder whose classes are files in it: the logits are those of BERT with the other sign."""
+    write_bert(folder)
+    (folder / "configuration_own.py").write_text(
+        'from transformers import BertConfig\n\n\nclass OwnConfig(BertConfig):\n    model_type = "own"\n'
+    )
+    (folder / "modeling_own.py").write_text(_OWN)
+    config = json.loads((folder / "config.json").read_text())
+    auto = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForSequenceClassification": "modeling_own.OwnModel"}
+    own = {"model_type": "own", "architectures": ["OwnForSequenceClassification"], "auto_map": auto}
+    (folder / "config.json").write_text(json.dumps(config | own))
+
+
+_OWN = """
+from transformers import BertForSequenceClassification
+
+from .configuration_own import OwnConfig
+
+
+class OwnModel(BertForSequenceClassification):
+    config_class = OwnConfig
+
+    def forward(self, *args, **kwargs):
+        output = super().forward(*args, **kwargs)
+        output.logits = -output.logits
+        return output
+"""

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import BertForSequenceClassification
 
 from pipeline.contract.bundle import NOT_EVALUATED, open_bundle
 from pipeline.contract.run import Run, all_runs
@@ -152,6 +153,26 @@ def test_texts_are_answered_as_by_transformers(tmp_path: Path, kind: str) -> Non
     assert "3 answers equal to those of the model's own library" in done.stderr
     answers = predictor(newest(tmp_path / "bert-service")).predict(["The film was never cold .", "Perhaps"])
     assert len(answers) == 2
+
+
+@pytest.mark.long
+def test_code_of_the_folder_is_copied_where_it_is_trusted(tmp_path: Path) -> None:
+    for name, write in (("plain", given_models.write_bert), ("own", given_models.write_own_bert)):
+        (tmp_path / name).mkdir()
+        write(tmp_path / name)
+    refused = pipe(tmp_path, "export", "own", "--to", "project", expect=2).stderr
+    assert "names code to run (auto_map), which is refused; to fix it: read it, then add --trust-remote-code" in refused
+    pipe(tmp_path, "export", "own", "--to", "project", "--trust-remote-code")
+    assert "OwnModel" in (tmp_path / "project" / "remote" / "modeling_own.py").read_text()
+    text = "I have never seen cold soup ."
+    model = BertForSequenceClassification.from_pretrained(tmp_path / "plain").eval()
+    with torch.no_grad():
+        logits = model(torch.tensor([[2, *[given_models.WORDS.index(word) for word in text.split()], 3]])).logits[0]
+    [answer] = predictor(newest(tmp_path / "project")).predict([text])
+    assert answer == {
+        "label": model.config.id2label[int(logits.argmin())],
+        "score": pytest.approx(float((-logits).softmax(0).max()), abs=1e-4),
+    }
 
 
 @pytest.mark.long
