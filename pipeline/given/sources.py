@@ -43,14 +43,14 @@ _TRANSFORMERS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {  # template,
     "DetrForObjectDetection": ("boxes", "", _PICTURES),
     "YolosForObjectDetection": ("boxes", "", _PICTURES),
     "ForSequenceClassification": ("texts", "", _TEXTS),
-    "ForTokenClassification": ("tokens", "", _TEXTS),
+    "ForTokenClassification": ("texts", "", _TEXTS),
     "WhisperForConditionalGeneration": ("speech", "", _SOUNDS),
     "ForCausalLM": ("language", "", _TEXTS),
     "LMHeadModel": ("language", "", _TEXTS),
     "ForCTC": ("sounds", "", _SOUNDS),  # and ForSequenceClassification of models of sound
 }
 _LABELLED = ("images", "texts", "sounds", "tensors")
-_WITH_TOKENIZER = ("texts", "tokens", "speech", "language")
+_WITH_TOKENIZER = ("texts", "speech", "language")
 _INPUT = re.compile(r"(?P<name>\w+)=(?P<dtype>float32|float64|float16|int64|int32|uint8|bool)\[(?P<axes>[^\]]*)\]")
 _FLOATS = (torch.float16, torch.float32, torch.float64)
 
@@ -82,13 +82,12 @@ class Given:
 def write_project(request: Request) -> None:
     given = read_source(request)
     folder, template = Path(request.folder), example_folder(f"given/{given.template}")
-    for file in ("task.py", "codec.py"):
-        shutil.copyfile(template / file, folder / file)
+    for path in template.glob("*.py"):
+        if not path.name.startswith("model_"):
+            shutil.copyfile(path, folder / path.name)
     if (folder / "remote").is_dir():
-        text = (folder / "task.py").read_text()
-        (folder / "task.py").write_text(
-            text.replace("\nimport torch\n", "\nimport remote  # noqa: F401\nimport torch\n", 1)
-        )
+        first, _, rest = (folder / "task.py").read_text().partition("\nimport torch\n")
+        (folder / "task.py").write_text(f"{first}\nimport remote  # noqa: F401\nimport torch\n{rest}")
     if given.model:
         shutil.copyfile(template / given.model, folder / "model.py")
     if given.code:

@@ -78,7 +78,7 @@ def test_whisper_writes_what_generate_writes(tmp_path: Path) -> None:
     texts = tokenizer.batch_decode(tokens, skip_special_tokens=True)
     assert len(set(texts)) == len(texts)
     assert_equal(predictor.predict([wav_instance(sound) for sound in sounds]), [{"text": text} for text in texts])
-    with pytest.raises(InvalidPayload, match="must have 16 bits, 16000 Hz and at most 1 seconds"):
+    with pytest.raises(InvalidPayload, match="must have 16 bits, 16000 Hz, at least 1 samples and at most 1 seconds"):
         predictor.predict([wav_instance(sounds[0], rate=8000)])
 
 

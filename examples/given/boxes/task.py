@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from codec import LEAST, Codec
-from PIL import Image
+from pictures import draw_pictures, read_picture, write_picture
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoImageProcessor, AutoModelForObjectDetection
 
@@ -61,16 +58,16 @@ class Task:
         return self.adapt(self.folder)
 
     def data(self, split: str) -> dict[str, Any]:
-        return {"pixel_values": self.codec.join([self.codec.pixels(picture) for picture in _pictures(SAMPLES)])}
+        return {"pixel_values": self.codec.join([self.codec.pixels(picture) for picture in draw_pictures(SAMPLES)])}
 
     def example(self) -> list[Any]:
-        return [{"b64": _encode(picture)} for picture in _pictures(2)]
+        return [write_picture(picture) for picture in draw_pictures(2)]
 
     def reference(self, instances: list[Any], model: Any) -> list[Any]:
         """Return the answers of transformers, with the boxes before they are rounded to whole pixels."""
         processor, answers = _processor(self.folder), []
         for instance in instances:
-            picture = Image.open(io.BytesIO(base64.b64decode(instance["b64"]))).convert("RGB")
+            picture = read_picture(instance)
             with torch.inference_mode():
                 outputs = model.model(**processor(picture, return_tensors="pt"))
             sizes = torch.tensor([picture.size[::-1]])
@@ -86,21 +83,3 @@ def _thing(label: str, score: float, box: list[float]) -> dict[str, Any]:
 
 def _processor(folder: Path) -> Any:
     return AutoImageProcessor.from_pretrained(folder, backend="pil")  # which the codec uses, too
-
-
-def _pictures(count: int) -> list[Image.Image]:
-    """Return pictures of waves and noise, in several sizes."""
-    rng = np.random.default_rng(0)
-    pictures = []
-    for number in range(count):
-        width, height = rng.integers(150, 400, 2)
-        y, x = np.mgrid[:height, :width][..., None] / rng.uniform(5, 60, 3)
-        waves = 127 + 80 * np.sin(x + number) * np.cos(y) + rng.normal(0, 20, (height, width, 3))
-        pictures.append(Image.fromarray(waves.clip(0, 255).astype(np.uint8)))
-    return pictures
-
-
-def _encode(picture: Image.Image) -> str:
-    file = io.BytesIO()
-    picture.save(file, "PNG")
-    return base64.b64encode(file.getvalue()).decode()

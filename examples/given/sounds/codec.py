@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
-import io
 import json
-import wave
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-
-from pipeline import InvalidPayload
+from sounds import Array, read_sound
 
 MOST = 5  # classes of an answer
 
@@ -27,24 +22,24 @@ class Codec:
     def __init__(self, folder: Path) -> None:
         self.facts: dict[str, Any] = json.loads((folder / "model.json").read_text())
 
-    def decode(self, instances: Any) -> dict[str, np.ndarray[Any, Any]]:
+    def decode(self, instances: Any) -> dict[str, Array]:
         sounds = [self._read(instance) for instance in instances]
         values = np.zeros((len(sounds), max(map(len, sounds))), np.float32)
         for row, sound in zip(values, sounds, strict=True):
             row[: len(sound)] = sound
         return {"input_values": values}
 
-    def encode(self, outputs: dict[str, np.ndarray[Any, Any]]) -> list[Any]:
+    def encode(self, outputs: dict[str, Array]) -> list[Any]:
         return [self._text(row) if "tokens" in self.facts else self._classes(row) for row in outputs["logits"]]
 
-    def _text(self, logits: np.ndarray[Any, Any]) -> dict[str, str]:
+    def _text(self, logits: Array) -> dict[str, str]:
         tokens = [self.facts["tokens"][token] for token, _ in groupby(logits.argmax(axis=1).tolist())]
         text = "".join(
             " " if token == self.facts["space"] else token for token in tokens if token != self.facts["blank"]
         )
         return {"text": text.strip().lower() if self.facts["lowercase"] else text.strip()}
 
-    def _classes(self, logits: np.ndarray[Any, Any]) -> list[dict[str, Any]]:
+    def _classes(self, logits: Array) -> list[dict[str, Any]]:
         scores = logits
         if self.facts["function"] == "sigmoid":
             scores = 1 / (1 + np.exp(-logits))
@@ -53,16 +48,6 @@ class Codec:
         order = np.argsort(-scores, kind="stable")[:MOST]
         return [{"label": self.facts["labels"][i], "score": float(scores[i])} for i in order]
 
-    def _read(self, instance: Any) -> np.ndarray[Any, Any]:
-        rate, shortest, longest = self.facts["rate"], self.facts["shortest"], self.facts["longest"]
-        try:
-            with wave.open(io.BytesIO(base64.b64decode(instance["b64"], validate=True))) as file:
-                form = (file.getnchannels(), file.getsampwidth(), file.getframerate())
-                content = file.readframes(file.getnframes())
-        except (KeyError, TypeError, ValueError, EOFError, binascii.Error, wave.Error) as error:
-            raise InvalidPayload(f'instances: each must be {{"b64": a .wav file}}: {error}') from error
-        if form != (1, 2, rate) or not 2 * shortest <= len(content) <= 2 * longest:
-            seconds = f"{shortest / rate:g} to {longest / rate:g} seconds"
-            raise InvalidPayload(f"instances: each .wav must have one channel of 16 bits, {rate} Hz and {seconds}")
-        samples = np.frombuffer(content, "<i2") / np.float32(32768)
+    def _read(self, instance: Any) -> Array:
+        samples = read_sound(instance, self.facts["rate"], self.facts["shortest"], self.facts["longest"])
         return (samples - samples.mean()) / np.sqrt(samples.var() + 1e-7) if self.facts["normalizes"] else samples

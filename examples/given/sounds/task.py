@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
-import wave
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from codec import MOST, Codec
+from sounds import draw_sounds, read_sound
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -90,7 +88,8 @@ class Task:
     def reference(self, instances: list[Any], model: Any) -> list[Any]:
         """Return the answers of transformers' own pipeline."""
         library = {"model": model.model, "feature_extractor": AutoFeatureExtractor.from_pretrained(self.folder)}
-        sounds = [{"raw": _samples(instance), "sampling_rate": self.codec.facts["rate"]} for instance in instances]
+        rate, limits = self.codec.facts["rate"], (self.codec.facts["shortest"], self.codec.facts["longest"])
+        sounds = [{"raw": read_sound(instance, rate, *limits), "sampling_rate": rate} for instance in instances]
         if "tokens" in self.codec.facts:
             tokenizer = AutoTokenizer.from_pretrained(self.folder)
             return list(pipeline("automatic-speech-recognition", tokenizer=tokenizer, **library)(sounds))
@@ -98,25 +97,4 @@ class Task:
         return list(pipeline("audio-classification", **library)(sounds, top_k=most))
 
     def _sounds(self, count: int) -> list[Any]:
-        """Return recordings of tones and noise, of several lengths."""
-        rng, sounds, rate = np.random.default_rng(0), [], self.codec.facts["rate"]
-        for part in np.linspace(0.1, 0.5, count):
-            time = np.arange(int(self.codec.facts["longest"] * part)) / rate
-            sound = np.sin(2 * np.pi * rng.uniform(100, 1000) * time) * np.sin(rng.uniform(1, 9) * time)
-            sounds.append(_encode(0.3 * sound + rng.normal(0, 0.02, len(time)), rate))
-        return sounds
-
-
-def _encode(samples: Any, rate: int) -> dict[str, str]:
-    file = io.BytesIO()
-    with wave.open(file, "wb") as recording:
-        recording.setnchannels(1)
-        recording.setsampwidth(2)
-        recording.setframerate(rate)
-        recording.writeframes((samples * 32767).astype("<i2").tobytes())
-    return {"b64": base64.b64encode(file.getvalue()).decode()}
-
-
-def _samples(instance: dict[str, str]) -> Any:
-    with wave.open(io.BytesIO(base64.b64decode(instance["b64"]))) as file:
-        return np.frombuffer(file.readframes(file.getnframes()), "<i2") / np.float32(32768)
+        return draw_sounds(np.linspace(0.1, 0.5, count) * self.codec.facts["longest"], self.codec.facts["rate"])

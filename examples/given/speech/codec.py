@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import base64
-import binascii
-import io
 import json
 import re
-import wave
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from sounds import Array, read_sound
 from tokenizers import Tokenizer
-
-from pipeline import InvalidPayload
 
 
 class Codec:
@@ -32,10 +27,11 @@ class Codec:
             facts[name] for name in ("rate", "longest", "window", "step")
         )
 
-    def decode(self, instances: Any) -> dict[str, np.ndarray[Any, Any]]:
-        return {"input_features": np.stack([self.spectrogram(self._read(instance)) for instance in instances])}
+    def decode(self, instances: Any) -> dict[str, Array]:
+        sounds = [read_sound(instance, self.rate, 1, self.longest) for instance in instances]
+        return {"input_features": np.stack([self.spectrogram(sound) for sound in sounds])}
 
-    def spectrogram(self, samples: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def spectrogram(self, samples: Array) -> Array:
         """Return the logarithm of the power in each band of each frame, [bands, frames], as WhisperFeatureExtractor."""
         padded = np.pad(np.pad(samples, (0, self.longest - len(samples))), self.window // 2, mode="reflect")
         frames = np.lib.stride_tricks.sliding_window_view(padded, self.window)[:: self.step][:-1]
@@ -44,20 +40,6 @@ class Codec:
         loudness = np.log10(np.maximum(power @ self._bands, 1e-10)).T
         return ((np.maximum(loudness, loudness.max() - 8) + 4) / 4).astype(np.float32)
 
-    def encode(self, outputs: dict[str, np.ndarray[Any, Any]]) -> list[Any]:
+    def encode(self, outputs: dict[str, Array]) -> list[Any]:
         texts = self._tokenizer.decode_batch(outputs["tokens"].tolist(), skip_special_tokens=True)
         return [{"text": re.sub(r"<\|[\d.]+\|>", "", text)} for text in texts]  # times are no special tokens
-
-    def _read(self, instance: Any) -> np.ndarray[Any, Any]:
-        try:
-            with wave.open(io.BytesIO(base64.b64decode(instance["b64"], validate=True))) as file:
-                channels, width, rate = file.getnchannels(), file.getsampwidth(), file.getframerate()
-                samples = np.frombuffer(file.readframes(file.getnframes()), "<i2" if width == 2 else "u1")
-        except (KeyError, TypeError, ValueError, EOFError, binascii.Error, wave.Error) as error:
-            raise InvalidPayload(f'instances: each must be {{"b64": a .wav file}}: {error}') from error
-        if (width, rate) != (2, self.rate) or not 0 < len(samples) // channels <= self.longest:
-            seconds = self.longest / self.rate
-            raise InvalidPayload(
-                f"instances: each .wav must have 16 bits, {self.rate} Hz and at most {seconds:g} seconds"
-            )
-        return samples.reshape(-1, channels).mean(axis=1) / 32768

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
-import wave
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from codec import Codec
+from sounds import draw_sounds, read_sound
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -140,10 +138,10 @@ class Task:
         return self.adapt(self.folder)
 
     def data(self, split: str) -> Any:
-        return self.codec.decode(self._sounds(SAMPLES))
+        return self.codec.decode(draw_sounds(np.linspace(0.3, 1, SAMPLES) * self.codec.longest, self.codec.rate))
 
     def example(self) -> list[Any]:
-        return self._sounds(2)
+        return draw_sounds(np.array([0.3, 1]) * self.codec.longest, self.codec.rate)
 
     def reference(self, instances: list[Any], model: Any) -> list[Any]:
         """Return what the generate() of transformers writes."""
@@ -151,31 +149,7 @@ class Task:
             AutoFeatureExtractor.from_pretrained(self.folder),
             AutoTokenizer.from_pretrained(self.folder),
         )
-        sounds = [_samples(instance) for instance in instances]
+        sounds = [read_sound(instance, self.codec.rate, 1, self.codec.longest) for instance in instances]
         features = library(sounds, sampling_rate=self.codec.rate, return_tensors="pt").input_features
         tokens = model.model.generate(features, max_new_tokens=model.most, return_timestamps=False)
         return [{"text": text} for text in tokenizer.batch_decode(tokens, skip_special_tokens=True)]
-
-    def _sounds(self, count: int) -> list[Any]:
-        """Return recordings of tones and noise, of several lengths."""
-        rng, sounds = np.random.default_rng(0), []
-        for part in np.linspace(0.3, 1, count):
-            time = np.arange(int(self.codec.longest * part)) / self.codec.rate
-            sound = np.sin(2 * np.pi * rng.uniform(100, 1000) * time) * np.sin(rng.uniform(1, 9) * time)
-            sounds.append(_encode(0.3 * sound + rng.normal(0, 0.02, len(time)), self.codec.rate))
-        return sounds
-
-
-def _encode(samples: Any, rate: int) -> dict[str, str]:
-    file = io.BytesIO()
-    with wave.open(file, "wb") as recording:
-        recording.setnchannels(1)
-        recording.setsampwidth(2)
-        recording.setframerate(rate)
-        recording.writeframes((samples * 32767).astype("<i2").tobytes())
-    return {"b64": base64.b64encode(file.getvalue()).decode()}
-
-
-def _samples(instance: dict[str, str]) -> Any:
-    with wave.open(io.BytesIO(base64.b64decode(instance["b64"]))) as file:
-        return np.frombuffer(file.readframes(file.getnframes()), "<i2") / np.float32(32768)

@@ -1,4 +1,4 @@
-"""A classifier of texts with its weights as they are. To finetune it, return labelled data() and add loss()."""
+"""A classifier of texts or of their tokens with its weights as they are. To finetune it, add labelled data, loss()."""
 
 from __future__ import annotations
 
@@ -10,11 +10,17 @@ import numpy as np
 import torch
 from codec import Codec
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, pipeline
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+    pipeline,
+)
 
 LONGEST = 512  # tokens of a text, if the model takes as many
 SAMPLES = 32  # texts on which the ONNX file is compared with torch; replace: your own in data()
-EXAMPLES = ["I have never seen a better film.", "The soup was cold, and the waiter was rude!", "Perhaps."]
+EXAMPLES = ["I have never seen a better film.", "Ada Lovelace wrote to Charles Babbage in London.", "Perhaps."]
 
 
 class Net(nn.Module):
@@ -22,11 +28,16 @@ class Net(nn.Module):
         super().__init__()
         # "eager": a token whose window has only padding gets the same numbers from torch and the ONNX file.
         options = {"dtype": torch.float32, "attn_implementation": "eager"}
-        self.model = AutoModelForSequenceClassification.from_config(config, **options)
+        kind = AutoModelForTokenClassification if tags_tokens(config) else AutoModelForSequenceClassification
+        self.model = kind.from_config(config, **options)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         logits: Tensor = self.model(input_ids, attention_mask=attention_mask).logits
         return logits
+
+
+def tags_tokens(config: Any) -> bool:
+    return bool(config.architectures[0].endswith("ForTokenClassification"))
 
 
 class Task:
@@ -41,8 +52,9 @@ class Task:
         is_multiple = config.problem_type == "multi_label_classification" or config.num_labels == 1
         function = "none" if config.problem_type == "regression" else "sigmoid" if is_multiple else "softmax"
         facts = {
+            "tags": tags_tokens(config),
             "labels": [config.id2label[i] for i in range(config.num_labels)],
-            "function": function,
+            "function": "softmax" if tags_tokens(config) else function,
             "longest": longest_text(config, tokenizer),
             "padding": tokenizer.pad_token_id or 0,
         }
@@ -59,15 +71,23 @@ class Task:
         return self.adapt(self.folder)
 
     def data(self, split: str) -> Any:
-        return self.codec.decode(random_texts(self.folder, self.codec.longest))
+        decoded = self.codec.decode(random_texts(self.folder, self.codec.longest))
+        return {name: decoded[name] for name in self.inputs}
 
     def example(self) -> list[Any]:
         return EXAMPLES
 
     def reference(self, instances: list[Any], model: Any) -> list[Any]:
         """Return the answers of transformers' own pipeline."""
-        tokenizer = AutoTokenizer.from_pretrained(self.folder)
-        return list(pipeline("text-classification", model=model.model, tokenizer=tokenizer)(instances))
+        library = {"model": model.model, "tokenizer": AutoTokenizer.from_pretrained(self.folder)}
+        if not self.codec.tags:
+            return list(pipeline("text-classification", **library)(instances))
+        names, answers = ("entity", "score", "index", "start", "end"), pipeline("token-classification", **library)
+        return [[{name: plain(token[name]) for name in names} for token in tokens] for tokens in answers(instances)]
+
+
+def plain(value: Any) -> Any:
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def longest_text(config: Any, tokenizer: Any) -> int:
