@@ -40,6 +40,7 @@ _TEXTS = {"export": {"batch_sizes": [1, 2, 7]}, "serve": {"max_batch_size": 16}}
 _SOUNDS = {"export": {"batch_sizes": [1, 2]}, "serve": {"max_batch_size": 4}}
 _TRANSFORMERS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {  # template, its file for model.py, settings
     "ForImageClassification": ("images", "model_transformers.py", _PICTURES),
+    "ForSemanticSegmentation": ("segments", "", _PICTURES),
     "DetrForObjectDetection": ("boxes", "", _PICTURES),
     "YolosForObjectDetection": ("boxes", "", _PICTURES),
     "ForSequenceClassification": ("texts", "", _TEXTS),
@@ -47,6 +48,7 @@ _TRANSFORMERS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {  # template,
     "WhisperForConditionalGeneration": ("speech", "", _SOUNDS),
     "ForCausalLM": ("language", "", _TEXTS),
     "LMHeadModel": ("language", "", _TEXTS),
+    "ASTForAudioClassification": ("spectrograms", "", _SOUNDS),
     "ForCTC": ("sounds", "", _SOUNDS),  # and ForSequenceClassification of models of sound
 }
 _LABELLED = ("images", "texts", "sounds", "tensors")

@@ -14,6 +14,9 @@ import torch
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    ASTConfig,
+    ASTFeatureExtractor,
+    ASTForAudioClassification,
     DetrConfig,
     DetrForObjectDetection,
     DetrImageProcessor,
@@ -24,6 +27,9 @@ from transformers import (
     LlamaForCausalLM,
     PreTrainedTokenizerFast,
     ResNetConfig,
+    SegformerConfig,
+    SegformerForSemanticSegmentation,
+    SegformerImageProcessor,
     Wav2Vec2Config,
     Wav2Vec2CTCTokenizer,
     Wav2Vec2FeatureExtractor,
@@ -89,6 +95,30 @@ def make_wav2vec(folder: Path, writes_text: bool) -> Path:
     if writes_text:
         (folder / "words.json").write_text(json.dumps({word: i for i, word in enumerate(words)}))
         Wav2Vec2CTCTokenizer(str(folder / "words.json")).save_pretrained(folder)
+    return folder
+
+
+def make_spectrogram_transformer(folder: Path) -> Path:
+    torch.manual_seed(0)
+    sizes = {"max_length": 128, "num_mel_bins": 64}
+    config = ASTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, initializer_range=0.3,
+        num_labels=6, **sizes,
+    )  # fmt: skip
+    ASTForAudioClassification(config).save_pretrained(folder)
+    ASTFeatureExtractor(**sizes).save_pretrained(folder)
+    return folder
+
+
+def make_segmenter(folder: Path) -> Path:
+    torch.manual_seed(0)
+    config = SegformerConfig(
+        num_encoder_blocks=2, depths=[1, 1], sr_ratios=[4, 2], hidden_sizes=[8, 16], patch_sizes=[7, 3], strides=[4, 2],
+        num_attention_heads=[1, 2], mlp_ratios=[2, 2], decoder_hidden_size=16, initializer_range=0.5,
+        id2label={0: "wall", 1: "sky", 2: "tree"}, label2id={"wall": 0, "sky": 1, "tree": 2},
+    )  # fmt: skip
+    SegformerForSemanticSegmentation(config).save_pretrained(folder)
+    SegformerImageProcessor(size={"height": 64, "width": 64}).save_pretrained(folder)
     return folder
 
 

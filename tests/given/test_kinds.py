@@ -17,6 +17,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForObjectDetection,
+    AutoModelForSemanticSegmentation,
     AutoTokenizer,
     WhisperForConditionalGeneration,
     pipeline,
@@ -35,7 +36,9 @@ from .folders import (
     make_detector,
     make_language_model,
     make_picture,
+    make_segmenter,
     make_sound,
+    make_spectrogram_transformer,
     make_wav2vec,
     make_whisper,
     picture_instance,
@@ -91,6 +94,31 @@ def test_wav2vec_answers_as_the_pipeline(tmp_path: Path, task: str) -> None:
     library = pipeline(task, model=str(source))
     expected = library([{"raw": sound, "sampling_rate": RATE} for sound in sounds], **options)
     assert_equal(predictor.predict([wav_instance(sound) for sound in sounds]), list(expected))
+
+
+def test_spectrogram_transformer_answers_as_the_pipeline(tmp_path: Path) -> None:
+    source = make_spectrogram_transformer(tmp_path / "model")
+    predictor = export(source, tmp_path)
+    sounds = [make_sound(seconds, seed) for seed, seconds in enumerate((0.5, 1.28, 3))]  # padded, full and cut
+    expected = pipeline("audio-classification", model=str(source))(sounds, top_k=5)
+    assert_equal(predictor.predict([wav_instance(sound) for sound in sounds]), list(expected))
+
+
+def test_segmenter_gives_the_class_of_each_pixel(tmp_path: Path) -> None:
+    source = make_segmenter(tmp_path / "model")
+    predictor = export(source, tmp_path)
+    pictures = [make_picture(120, 90), make_picture(41, 150)]
+    model = AutoModelForSemanticSegmentation.from_pretrained(source)
+    processor = AutoImageProcessor.from_pretrained(source, backend="pil")
+    for picture, answer in zip(pictures, predictor.predict([*map(picture_instance, pictures)]), strict=True):
+        with torch.no_grad():
+            outputs = model(**processor(picture, return_tensors="pt"))
+        expected = processor.post_process_semantic_segmentation(outputs, [picture.size[::-1]])[0].numpy()
+        classes = np.repeat(answer["values"], answer["lengths"]).reshape(answer["height"], answer["width"])
+        assert np.mean(classes == expected) > 0.999  # two classes of a pixel may be nearly equal
+        assert len(answer["classes"]) == len(set(classes.flat)) > 1
+        shares = {row["label"]: row["share"] for row in answer["classes"]}
+        assert shares["sky"] == np.mean(classes == 1)
 
 
 @pytest.mark.parametrize("kind", ["detr", "yolos"])

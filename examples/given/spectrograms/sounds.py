@@ -1,0 +1,1 @@
+../sounds/sounds.py
