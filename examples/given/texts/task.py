@@ -18,6 +18,8 @@ from transformers import (
     pipeline,
 )
 
+from pipeline import ConfigError
+
 LONGEST = 512  # tokens of a text, if the model takes as many
 SAMPLES = 32  # texts on which the ONNX file is compared with torch; replace: your own in data()
 EXAMPLES = ["I have never seen a better film.", "Ada Lovelace wrote to Charles Babbage in London.", "Perhaps."]
@@ -49,6 +51,11 @@ class Task:
     def make_files(self, folder: Path) -> None:
         """Write model.json for the codec."""
         config, tokenizer = AutoConfig.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+        if config.model_type == "xlnet":
+            raise ConfigError(
+                "XLNet takes texts that are padded on the left, with a type for each token; to fix it: write both in "
+                "decode() of codec.py, with the input token_type_ids, and remove this check from task.py"
+            )
         is_multiple = config.problem_type == "multi_label_classification" or config.num_labels == 1
         function = "none" if config.problem_type == "regression" else "sigmoid" if is_multiple else "softmax"
         facts = {
@@ -92,7 +99,7 @@ def plain(value: Any) -> Any:
 
 def longest_text(config: Any, tokenizer: Any) -> int:
     """Return how many tokens the model takes; RoBERTa and its kind begin to count positions after the padding."""
-    positions = getattr(config, "max_position_embeddings", None) or LONGEST
+    positions = max(0, getattr(config, "max_position_embeddings", None) or 0) or LONGEST
     is_offset = positions % 2 == 0 and getattr(config, "pad_token_id", None) == 1 and positions % 8 == 2
     return min(LONGEST, int(min(tokenizer.model_max_length, 10**6)), positions - 2 * is_offset)
 
