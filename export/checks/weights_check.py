@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from export.conversion.names import nested_graphs
 from pipeline.system.torch_private import BatchNormBase
+from pipeline.system.wording import join_names
 
 Array = np.ndarray[Any, Any]
 
@@ -28,7 +29,7 @@ _PREFIX = "model."  # of the module that the exporter wraps
 _MIN_VALUES = 16  # of a tensor to be recognised by its values alone
 _UNUSED = "num_batches_tracked"  # of batch norms, in training only
 _JOINED_TOLERANCE = 1e-5
-_NAMED = 20  # tensors that are listed by name
+_NAMED = 3  # tensors that the log lists by name; parity.json has all
 
 
 @dataclass(frozen=True)
@@ -38,19 +39,19 @@ class WeightsComparison:
     equal: int = 0  # tensors that are in the file with their values
     matched: Mapping[str, str] = field(default_factory=dict)  # tensor → another name or form of it in the file
     not_compared: Sequence[str] = ()  # tensors that the file computes with in another form, or not at all
+    constant: Sequence[str] = ()  # such tensors with one value throughout, such as zeros
     different: Sequence[str] = ()  # a sentence for each that has its name and other values
 
     @property
     def text(self) -> str:
-        total = self.equal + len(self.not_compared) + len(self.different)
+        total = self.equal + len(self.constant) + len(self.not_compared) + len(self.different)
         if not total:
             return "the checkpoint has no tensors"
         sentence = f"{self.equal} of {total} tensors of the checkpoint are in the file with the same values"
-        if not self.not_compared:
-            return sentence
-        names = ", ".join(f"`{name}`" for name in self.not_compared[:_NAMED])
-        more = f" and {len(self.not_compared) - _NAMED} more" if len(self.not_compared) > _NAMED else ""
-        return f"{sentence}; compared by outputs only: {names}{more}"
+        if self.constant:
+            sentence += f"; {len(self.constant)} with one value throughout, such as zeros, are folded or shared"
+        names = join_names([f"`{name}`" for name in self.not_compared], _NAMED)
+        return f"{sentence}; compared by outputs only: {names}" if names else sentence
 
 
 def compare_weights(path: Path, module: nn.Module) -> WeightsComparison:
@@ -77,9 +78,15 @@ def compare_weights(path: Path, module: nn.Module) -> WeightsComparison:
     unnamed = [tensor for name, tensor in tensors.items() if name not in state]
     by_digest = dict(_digests(unnamed, path)) if missing else {}
     matched |= {name: place for name in missing if (place := _find(_to_array(state[name]), by_digest))}
-    rest = [name.removeprefix(_PREFIX) for name in missing if name not in matched]
+    rest = {name.removeprefix(_PREFIX): _to_array(state[name]) for name in missing if name not in matched}
+    constant = [name for name, array in rest.items() if array is not None and _has_one_value(array)]
+    others = [name for name in rest if name not in constant]
     forms = {name.removeprefix(_PREFIX): place for name, place in matched.items() if name in state}
-    return WeightsComparison(equal + len(forms), forms, tuple(rest), tuple(different))
+    return WeightsComparison(equal + len(forms), forms, tuple(others), tuple(constant), tuple(different))
+
+
+def _has_one_value(array: Array) -> bool:
+    return array.size > 1 and bool((array == array.flat[0]).all())
 
 
 def _joined_norm(module: nn.Module, name: str, stored: Array) -> str:

@@ -149,6 +149,17 @@ def test_sound_file_passes_and_all_comparisons_are_recorded(whole: Whole) -> Non
     ]  # fmt: skip
 
 
+def test_missing_tensors_are_recorded_and_constants_counted(whole: Whole) -> None:
+    module = nn.Sequential(nn.LayerNorm(6), nn.Linear(6, 5))
+    comparison = compare_weights(whole.path, module)
+    assert comparison.constant == ("0.weight", "0.bias")
+    assert comparison.not_compared == ("1.weight", "1.bias")
+    assert comparison.text == (
+        "0 of 4 tensors of the checkpoint are in the file with the same values; 2 with one value throughout, such as "
+        "zeros, are folded or shared; compared by outputs only: `1.weight`, `1.bias`"
+    )
+
+
 def test_tiny_head_that_is_zero_or_negated_is_stopped(whole: Whole, tmp_path: Path) -> None:
     for change in (np.zeros_like, np.negative):
         message = refusal(whole, tmp_path, weights("model.head.weight", change))

@@ -43,8 +43,8 @@ class Task:
         sides = steps["crop_size"] if steps.get("do_center_crop") else steps["size"]
         if "height" not in sides or steps.get("keep_aspect_ratio"):
             raise ConfigError(
-                "the model's preprocessor_config.json keeps the ratio of pictures, but all must get one size; to fix it: "
-                'write `"size": {"height": 512, "width": 512}` and `"keep_aspect_ratio": false` in it'
+                "preprocessor_config.json of the model keeps the ratio of pictures, but all must get one size; to fix "
+                'it: write `"size": {"height": 512, "width": 512}` and `"keep_aspect_ratio": false` there'
             )
         facts = {"processor": steps, "labels": [labels[i] for i in range(len(labels))]}
         (folder / "model.json").write_text(json.dumps(facts, indent=1, default=str))
