@@ -54,6 +54,10 @@ _TRANSFORMERS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {  # template,
 _LABELLED = ("images", "texts", "sounds", "tensors")
 _WITH_TOKENIZER = ("texts", "speech", "language")
 _INPUT = re.compile(r"(?P<name>\w+)=(?P<dtype>float32|float64|float16|int64|int32|uint8|bool)\[(?P<axes>[^\]]*)\]")
+_TRAINED = {
+    "timm": "timm.create_model('{}', pretrained=True)",
+    "torchvision": "torchvision.models.get_model('{}', weights='DEFAULT')",
+}
 _FLOATS = (torch.float16, torch.float32, torch.float64)
 
 
@@ -202,7 +206,10 @@ def _network(request: Request, library: str, name: str) -> Given:
     except ImportError as error:
         raise ConfigError(f"{request.source}: {error}; to fix it: `pip install {library}`") from error
     if not request.weights:
-        raise ConfigError(f"{request.source}: name the file with its weights: --weights FILE.safetensors")
+        raise ConfigError(
+            f"{request.source}: name the file with its weights, --weights FILE; to save those of {library}: python -c "
+            f"\"import torch, {library}; torch.save({_TRAINED[library].format(name)}.state_dict(), '{name}.pt')\""
+        )
     weights = _read_weights(Path(request.weights))
     classes = _count_classes(build(_MANY), weights)
     model = build(classes)
