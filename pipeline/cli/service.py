@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -69,11 +68,6 @@ def _find_bundle(project: Project, target: str) -> Path:
     return Path(target) if owner is None else owner.bundle_to_serve()
 
 
-class OnError(StrEnum):
-    stop = "stop"
-    null = "null"
-
-
 @app.command()
 def predict(
     context: typer.Context,
@@ -98,9 +92,6 @@ def predict(
     shard: Annotated[
         str, typer.Option(metavar="I/N", help="Do the I-th of N shards; `auto` is that of an Indexed Job.")
     ] = "1/1",
-    on_error: Annotated[
-        OnError, typer.Option(help="Stop at a row that is refused, or write null for it.")
-    ] = OnError.stop,
     restart: Annotated[bool, typer.Option(help="Compute the parts of an interrupted run again.")] = False,
     overwrite: Annotated[bool, typer.Option(help="Replace the output where it exists.")] = False,
 ) -> None:
@@ -114,13 +105,13 @@ def predict(
 
         request = bulk.Request(
             _open_bundle(context, bundle), source, Path(files[0]), processes, parse_shard(shard),
-            null_errors=on_error is OnError.null, restart=restart, overwrite=overwrite,
+            restart=restart, overwrite=overwrite,
         )  # fmt: skip
         with contextlib.closing(RowProgress()) as progress, contextlib.redirect_stdout(sys.stderr):
             result = bulk.predict(request, progress.report)
         speed = f"{result['rows']:,} rows in {seconds(result['seconds'])} ({result['rows_per_second']:,} rows/s)"
         place = result["output"] or "the other shards are not done"
-        return emit(shown, result, f"{speed}, {result['errors']:,} refused: {place}")
+        return emit(shown, result, f"{speed}: {place}")
     if files or source is not None:
         raise ConfigError(f"{files[0] if files else source}: a file needs --bundle RUN|BUNDLE; else -o is text or json")
     project = project_of(context)

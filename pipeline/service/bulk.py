@@ -65,7 +65,7 @@ _PART_BYTES = 4 << 20  # of the input, about: a process has two parts in memory
 _SAMPLE_BYTES = 64 << 10  # at the beginning of a file, by which its rows are measured
 _ALONE_SECONDS = 0.2  # before others get work, which takes as long to load the model
 _WAITING_PARTS = 2  # of a worker: the one it computes, and the next
-_ERROR, _JSON = "error", "json"  # columns of parts
+_JSON = "json"  # column of parts
 
 Report = Callable[[int, int | None], None]  # rows that are done, and all rows if that is known
 Needed = Callable[[int], bool]  # whether a part has to be computed
@@ -78,13 +78,12 @@ class Request:
     output: Path
     processes: int = 0  # 0: one for each usable core
     shard: tuple[int, int] = (1, 1)  # its number, from 1, and their count
-    null_errors: bool = False  # write null for a row that is refused, and the reason
     restart: bool = False
     overwrite: bool = False
 
 
 def predict(request: Request, report: Report = lambda _rows, _all: None) -> dict[str, Any]:
-    """Return the numbers of rows and of refused ones, and the output, which is None while other shards compute."""
+    """Return the number of rows, and the output, which is None while other shards compute."""
     started_at = time.monotonic()
     _check(request)
     source = open_source(request.source)
@@ -112,10 +111,9 @@ def _predict(request: Request, source: Source, workers: Mapping[Connection, Work
     limits = bundle.signature.limits.model_copy(update={"max_batch_size": part_rows, "max_body_bytes": sys.maxsize})
     work = Work(
         bundle, bundle.signature.model_copy(update={"limits": limits}), source.path, form, output.suffix.lower(),
-        request.null_errors, folder, batch_rows, part_rows, predictor.unbatched_reason, threads,
+        folder, batch_rows, part_rows, predictor.unbatched_reason, threads,
     )  # fmt: skip
     job = {"bundle": bundle.digest, **source.identity, "rows_per_part": part_rows, "format": work.format}
-    job["on_error"] = "null" if work.null_errors else "stop"
     if count > 1 and (joined := _joined_before(output, job)):
         return joined
     _check_output(request)
@@ -127,22 +125,20 @@ def _predict(request: Request, source: Source, workers: Mapping[Connection, Work
 
     bounds = [(start // part_rows, min(part_rows, size - start)) for start in range(0, size, part_rows)] if size else []
     total = sum(rows for index, rows in bounds if needed(index)) or None
-    done, errors, computing_since = 0, 0, time.monotonic()
+    done, computing_since = 0, time.monotonic()
     try:
-        for rows, refused in _compute(work, predictor, source.parts(part_rows, needed), workers):
-            done, errors = done + rows, errors + refused
+        for rows in _compute(work, predictor, source.parts(part_rows, needed), workers):
+            done += rows
             report(done, total)
         speed = round(done / max(1e-3, time.monotonic() - computing_since))
         assert source.rows is not None, "all parts are read"
         names = [work.name(index) for index in range(math.ceil(source.rows / part_rows))]
         result = {"rows": source.rows, "output": str(output), "rows_per_second": speed}
-        all_errors = _join(work, names, output, errors, {"job": job, "result": result} if count > 1 else None)
+        is_joined = _join(work, names, output, {"job": job, "result": result} if count > 1 else None)
     except KeyboardInterrupt:
         again = "the same command continues with the next part"
         raise Interrupted(f"{output}: interrupted; the finished parts are in {folder}; {again}") from None
-    if all_errors is None:
-        result |= {"rows": done, "output": None}
-    return {**result, "errors": errors if all_errors is None else all_errors}
+    return result if is_joined else {**result, "rows": done, "output": None}
 
 
 def _check(request: Request) -> None:
@@ -384,7 +380,6 @@ class Work:
     source: Path
     form: Form
     format: str  # of the output
-    null_errors: bool
     folder: Path
     batch_rows: int
     part_rows: int
@@ -403,8 +398,8 @@ class Work:
         predictor.unbatched_reason = self.unbatched_reason
         return predictor
 
-    def compute(self, predictor: Predictor, index: int, rows: pa.RecordBatch) -> tuple[int, int]:
-        """Write a part; return its numbers of rows and of refused ones."""
+    def compute(self, predictor: Predictor, index: int, rows: pa.RecordBatch) -> int:
+        """Write a part; return its number of rows."""
         first, places = index * self.part_rows + 1, range(0, rows.num_rows, self.batch_rows)
         arrays = self._part_tensors(rows) if self.form.is_tensors else None
         tables = []
@@ -418,7 +413,7 @@ class Work:
                 table = table.add_column(0, "file", rows["file"])
             parquet.write_table(table, sink, use_dictionary=False, compression="none")  # read once
         write_atomic(self.folder / self.name(index), sink.getvalue().to_pybytes())
-        return rows.num_rows, rows.num_rows - table[_ERROR].null_count if self.null_errors else 0
+        return len(rows)
 
     def _part_tensors(self, rows: pa.RecordBatch) -> Arrays | None:
         """Return the inputs of a whole part, which is quicker than for each batch; None if not all rows are right."""
@@ -428,42 +423,25 @@ class Work:
         return None
 
     def _batch(self, predictor: Predictor, rows: pa.RecordBatch, first: int, arrays: Arrays | None = None) -> pa.Table:
-        """Return the predictions of a batch; rows that are refused are left out of the computation."""
         try:
-            table = self._predict(predictor, rows, arrays)
+            return self._predict(predictor, rows, arrays)
         except InvalidPayload as error:
-            refused = self._refusals(predictor, rows) or dict.fromkeys(range(rows.num_rows), _reason(error))
-            position = min(refused)
-            if not self.null_errors:
-                row = rows["file"][position] if self.form.kind == "folder" else f"row {first + position}"
-                fix = "to fix it: correct it, or add --on-error null"
-                raise DataError(f"{self.source}: {row}: {refused[position]}; {fix}") from error
-            reasons = pa.array([refused.get(position) for position in range(rows.num_rows)], pa.string())
-            if len(refused) == rows.num_rows:
-                return pa.table({_ERROR: reasons})
-            others = [position for position in range(rows.num_rows) if position not in refused]
-            table = self._batch(predictor, rows.take(pa.array(others)), first)
-            places = {position: place for place, position in enumerate(others)}
-            table = table.take(pa.array([places.get(position) for position in range(rows.num_rows)]))  # None: nulls
-            errors = pc.coalesce(table[_ERROR], reasons)
-            return table.set_column(table.column_names.index(_ERROR), _ERROR, errors)
-        if not self.null_errors:
-            return table
-        if _ERROR in table.column_names:
-            raise ConfigError("predictions have a field `error`, as refused rows would; leave out --on-error null")
-        return table.append_column(_ERROR, pa.nulls(rows.num_rows, pa.string()))
+            position, reason = self._first_refused(predictor, rows) or (0, _reason(error))
+            row = rows["file"][position] if self.form.kind == "folder" else f"row {first + position}"
+            raise DataError(f"{self.source}: {row}: {reason}") from error
 
-    def _refusals(self, predictor: Predictor, rows: pa.RecordBatch, first: int = 0) -> dict[int, str]:
-        """Return the positions of the rows that are refused on their own, and why, by halving the batch."""
+    def _first_refused(self, predictor: Predictor, rows: pa.RecordBatch, first: int = 0) -> tuple[int, str] | None:
+        """Return the position of the first row that is refused on its own, and why, by halving the batch."""
         try:
             self._predict(predictor, rows)
         except InvalidPayload as error:
             if rows.num_rows == 1:
-                return {first: _reason(error)}
+                return first, _reason(error)
             half = rows.num_rows // 2
-            found = self._refusals(predictor, rows.slice(0, half), first)
-            return found | self._refusals(predictor, rows.slice(half), first + half)
-        return {}
+            return self._first_refused(predictor, rows.slice(0, half), first) or self._first_refused(
+                predictor, rows.slice(half), first + half
+            )
+        return None
 
     def _predict(self, predictor: Predictor, rows: pa.RecordBatch, arrays: Arrays | None = None) -> pa.Table:
         predictions: Sequence[Any]
@@ -614,8 +592,8 @@ def _reason(error: InvalidPayload) -> str:
 
 def _compute(
     work: Work, predictor: Predictor, parts: Iterator[tuple[int, pa.RecordBatch]], workers: Mapping[Connection, Worker]
-) -> Iterator[tuple[int, int]]:
-    """Yield the numbers of rows and of refused ones of each part, as it is written."""
+) -> Iterator[int]:
+    """Yield the number of rows of each part, as it is written."""
     alone_until = time.monotonic() + _ALONE_SECONDS
     unfinished: dict[Connection, int] = {}
     for index, rows in parts:
@@ -638,7 +616,7 @@ def _compute(
 
 def _receive_results(
     workers: Mapping[Connection, Worker], unfinished: dict[Connection, int], timeout_seconds: float | None = None
-) -> Iterator[tuple[int, int]]:
+) -> Iterator[int]:
     for connection in wait([each for each, count in unfinished.items() if count], timeout_seconds):
         assert isinstance(connection, Connection)
         try:
@@ -710,52 +688,40 @@ def _packed(rows: pa.RecordBatch) -> pa.Buffer:
     return sink.getvalue()
 
 
-def _join(work: Work, names: Sequence[str], output: Path, errors: int, record: Mapping[str, Any] | None) -> int | None:
-    """Join the parts and return how many rows were refused; None if parts of other shards are missing.
-
-    A record of it is written for a shard that is started again. `errors` is returned where another shard has joined
-    them at the same moment.
-    """
+def _join(work: Work, names: Sequence[str], output: Path, record: Mapping[str, Any] | None) -> bool:
+    """Join the parts, unless some of other shards are missing; a record of it is for a shard that is started again."""
     joined, removed = (place / f".{secrets.token_hex(8)}" for place in (work.folder, output.parent))
     try:
         if {*names} - {*os.listdir(work.folder)}:
-            return None
-        errors = _write_joined(work, names, joined)
+            return False
+        _write_joined(work, names, joined)
         sync(joined)
         if record:
-            result, modified = {**record["result"], "errors": errors}, joined.stat().st_mtime_ns
-            write_json(_record(output), {**record, "result": result, "modified": modified})
+            write_json(_record(output), {**record, "modified": joined.stat().st_mtime_ns})
         os.replace(joined, output)
         sync(output.parent)
         os.rename(work.folder, removed)
-    except FileNotFoundError:
+    except FileNotFoundError:  # another shard has joined them at the same moment
         if work.folder.exists() or not output.exists():
             raise
-        return errors
+        return True
     shutil.rmtree(removed)
-    return errors
+    return True
 
 
-def _write_joined(work: Work, names: Sequence[str], path: Path) -> int:
-    errors, schemas = 0, [parquet.read_schema(work.folder / name) for name in names]
+def _write_joined(work: Work, names: Sequence[str], path: Path) -> None:
+    schemas = [parquet.read_schema(work.folder / name) for name in names]
     with _tabular(), path.open("wb") as file, contextlib.ExitStack() as stack:
         schema = pa.unify_schemas(schemas, promote_options="permissive") if schemas else pa.schema([])
-        fields = sorted(schema, key=lambda field: field.name == _ERROR)  # last
-        schema, writer = pa.schema(fields), None
+        writer = None
         if work.format != ".jsonl":
             kind = csv.CSVWriter if work.format == ".csv" else parquet.ParquetWriter
             writer = stack.enter_context(kind(file, schema))
         for name in names:
             with parquet.ParquetFile(work.folder / name) as part:
                 table = part.read(use_threads=False)
-            errors += table.num_rows - table[_ERROR].null_count if work.null_errors else 0
-            if writer is not None:
+            if writer is None:
+                file.writelines(line + b"\n" for line in table[_JSON].to_pylist())
+            else:
                 tables = [schema.empty_table(), table]
                 writer.write_table(pa.concat_tables(tables, promote_options="permissive").cast(schema))
-                continue
-            reasons = table[_ERROR].to_pylist() if work.null_errors else [None] * table.num_rows
-            lines = table[_JSON].to_pylist() if _JSON in table.column_names else reasons
-            for line, reason in zip(lines, reasons, strict=True):
-                file.write(line if reason is None else orjson.dumps({"prediction": None, "error": reason}))
-                file.write(b"\n")
-    return errors

@@ -85,7 +85,7 @@ def computed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     numbers: list[int] = []
     compute = Work.compute
 
-    def record(self: Work, predictor: Any, index: int, rows: Any) -> tuple[int, int]:
+    def record(self: Work, predictor: Any, index: int, rows: Any) -> int:
         numbers.append(index)
         return compute(self, predictor, index, rows)
 
@@ -121,7 +121,7 @@ def test_answers_are_those_of_the_service_bit_for_bit(
     result = run(bundle_path, source, tmp_path / "out.jsonl")
     digest = open_bundle(bundle_path).digest
     assert {**result, "seconds": 0, "rows_per_second": 0} == {
-        "rows": 41, "errors": 0, "rows_per_second": 0, "output": str(tmp_path / "out.jsonl"), "seconds": 0,
+        "rows": 41, "rows_per_second": 0, "output": str(tmp_path / "out.jsonl"), "seconds": 0,
         "bundle": digest,
     }  # fmt: skip
     lines = (tmp_path / "out.jsonl").read_bytes().splitlines()
@@ -234,7 +234,7 @@ def refusable(path: Path, count: int = 40) -> Path:
 
 def test_refused_row_stops_with_its_number(rows_path: Path, tmp_path: Path, small_parts: None) -> None:
     source = refusable(tmp_path / "in.jsonl")
-    with pytest.raises(DataError, match=r"in\.jsonl: row 3: kind: 'c' is neither a nor b; to fix it: .*--on-error"):
+    with pytest.raises(DataError, match=r"in\.jsonl: row 3: kind: 'c' is neither a nor b$"):
         run(rows_path, source, tmp_path / "out.jsonl")
     source.write_text('{"size": 1, "kind": "a", "count": 1}\n{"size": 1\n')
     with pytest.raises(DataError, match=r"row 2: body: not valid JSON"):
@@ -244,32 +244,12 @@ def test_refused_row_stops_with_its_number(rows_path: Path, tmp_path: Path, smal
         run(rows_path, source, tmp_path / "out.parquet")
 
 
-def test_refused_rows_are_null_with_a_reason(rows_path: Path, tmp_path: Path, small_parts: None) -> None:
-    source, reason = refusable(tmp_path / "in.jsonl"), "kind: 'c' is neither a nor b"
-    assert run(rows_path, source, tmp_path / "out.parquet", null_errors=True)["errors"] == 2
-    rows = parquet.read_table(tmp_path / "out.parquet").to_pylist()
-    assert [row for row in range(40) if rows[row]["error"]] == [2, 19]
-    assert rows[2] == rows[19] == {"size": None, "is_large": None, "error": reason}
-    assert [row["is_large"] for row in rows if not row["error"]] == [i > 5 for i in range(40) if i not in (2, 19)]
-    assert run(rows_path, source, tmp_path / "out.jsonl", null_errors=True)["errors"] == 2
-    lines = (tmp_path / "out.jsonl").read_text().splitlines()
-    assert [json.loads(line) for line in lines[1:3]] == [
-        {"size": 1.0, "is_large": False},
-        {"prediction": None, "error": reason},
-    ]
-    all_refused = write_lines(tmp_path / "in.jsonl", [{"kind": "c"}] * 3)
-    assert run(rows_path, all_refused, tmp_path / "none.csv", null_errors=True)["errors"] == 3
-    assert (tmp_path / "none.csv").read_text().count(reason) == 3
-
-
-def test_tensors_that_are_refused_are_null(tmp_path: Path) -> None:
+def test_refused_tensor_stops_with_its_row(tmp_path: Path) -> None:
     bundle = build_identity(tmp_path / "bundle", {"x": ("FP32", ["batch", 2])})
     rows = {"x": [[1.0, 2.0], [None, 1.0], [3.0, 4.0]]}
     parquet.write_table(pa.table(rows), tmp_path / "in.parquet")
-    run(bundle, tmp_path / "in.parquet", tmp_path / "out.parquet", null_errors=True)
-    table = parquet.read_table(tmp_path / "out.parquet").to_pydict()
-    assert table["x_out"] == [[1.0, 2.0], None, [3.0, 4.0]]
-    assert "holds null or NaN, but the model was trained without missing numbers" in table["error"][1]
+    with pytest.raises(DataError, match=r"row 2: .* holds null or NaN, but the model was trained without missing"):
+        run(bundle, tmp_path / "in.parquet", tmp_path / "out.parquet")
 
 
 def test_shards_compute_their_parts_and_the_last_one_joins(
@@ -301,12 +281,11 @@ def test_two_shards_that_join_at_once_give_one_output(
     run(bundle_path, source, tmp_path / "out.jsonl", shard=(2, 2))
     write_joined, results = bulk._write_joined, list[dict[str, Any]]()
 
-    def join_twice(*arguments: Any) -> int:
-        errors = write_joined(*arguments)
+    def join_twice(*arguments: Any) -> None:
+        write_joined(*arguments)
         if not results:
             results.append({})
             results.append(run(bundle_path, source, tmp_path / "out.jsonl", shard=(2, 2)))
-        return errors
 
     monkeypatch.setattr(bulk, "_write_joined", join_twice)
     results.append(run(bundle_path, source, tmp_path / "out.jsonl", shard=(1, 2)))
@@ -408,8 +387,6 @@ def test_parts_of_another_bundle_or_input_are_refused(
             run(bundle_path, source, output)
     with pytest.raises(ConfigError, match=r"parts of bundle \w+, not \w+; to fix it: remove .*parts, or add --restart"):
         run(other_path, source, output)
-    with pytest.raises(ConfigError, match=r"parts of on error stop, not null"):
-        run(bundle_path, source, output, null_errors=True)
     write_lines(source, pictures(41))
     with pytest.raises(ConfigError, match=r"parts of input bytes \d+, not \d+"):
         run(bundle_path, source, output)

@@ -54,7 +54,7 @@ class Task(task.Task):
         if are_numbers(labels):
             self.directions = {"absolute_error": "lower"}
             return
-        if facts.get("function") not in (None, "softmax"):
+        if facts.get("tags") or facts.get("function") not in (None, "softmax"):
             raise ConfigError(f"{DATA}: the model gives no single class, so that a label is no answer of it")
         self.classes = tuple(facts.get("labels", ())) or _all_classes(labels)
 
