@@ -51,7 +51,7 @@ _TRANSFORMERS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {  # template,
     "ASTForAudioClassification": ("spectrograms", "", _SOUNDS),
     "ForCTC": ("sounds", "", _SOUNDS),  # and ForSequenceClassification of models of sound
 }
-_LABELLED = ("images", "texts", "sounds", "tensors")
+_LABELLED = ("images", "texts", "sounds", "spectrograms", "tensors")
 _WITH_TOKENIZER = ("texts", "speech", "language")
 _INPUT = re.compile(r"(?P<name>\w+)=(?P<dtype>float32|float64|float16|int64|int32|uint8|bool)\[(?P<axes>[^\]]*)\]")
 _TRAINED = {
