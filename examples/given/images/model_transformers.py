@@ -15,7 +15,9 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassi
 class Net(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
-        self.model = AutoModelForImageClassification.from_config(config, dtype=torch.float32)
+        # torch.export cannot trace the fused attention of these.
+        options = {"attn_implementation": "eager"} if config.model_type in ("beit", "data2vec-vision") else {}
+        self.model = AutoModelForImageClassification.from_config(config, dtype=torch.float32, **options)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         logits: Tensor = self.model(pixel_values=pixel_values).logits

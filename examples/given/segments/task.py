@@ -24,7 +24,7 @@ class Net(nn.Module):
         super().__init__()
         if getattr(config, "use_pretrained_backbone", False):
             config.use_pretrained_backbone = False  # its weights are in the model's file
-        # "eager": torch.export cannot trace the other attention of BEiT.
+        # "eager": torch.export cannot trace the fused attention of BEiT.
         options = {"dtype": torch.float32, "attn_implementation": "eager"}
         self.model = AutoModelForSemanticSegmentation.from_config(config, **options)
 
