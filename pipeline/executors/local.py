@@ -103,9 +103,8 @@ def child_process(
         _wait_for_children(parent_end)
 
 
-FORKED_STEPS = (  # they spend seconds on imports
-    "pipeline.steps.check", "pipeline.steps.prepare", "train", "pipeline.evaluate", "export",
-)  # fmt: skip
+# They spend seconds on imports; `train` takes weights as they are.
+FORKED_STEPS = ("pipeline.steps.check", "pipeline.steps.prepare", "train", "pipeline.evaluate", "export")
 _OF_TRAINING = ("train.elastic.agent", "train.preload")
 _EXPORTER = ("onnxscript.function_libs.torch_lib.ops", "torch.export._trace", "torch.onnx._internal.exporter._core")
 # Without onnxruntime, which starts a thread.

@@ -28,6 +28,7 @@ from types import ModuleType
 from typing import Any, NoReturn, Protocol
 
 from pipeline.system.files import digest_mapping
+from pipeline.system.torchvision_operators import declare_torchvision_operators
 
 ADDRESS_VARIABLE = "PIPE_FORK_SERVER"  # the server's socket, and what it has in common with the processes it starts
 THREADS_VARIABLE = "PIPE_THREADS"  # for a process that may use more threads of torch than its server
@@ -282,6 +283,7 @@ def main(argv: Sequence[str]) -> None:
     _rename([sys.executable, "-m", "pipeline.system.fork_server"])  # without the names of what it starts
     with socket.socket(fileno=int(number)) as listener:
         server = ForkServer(listener)
+        declare_torchvision_operators()
         gc.disable()  # nearly all that imports create stays, so that collections only take time
         for names in (first, others):
             for name in names.split(","):

@@ -27,8 +27,25 @@ class Net(nn.Module):
 def write_facts(folder: Path) -> None:
     """Write model.json for the codec: what the image processor does, and the classes."""
     labels = AutoConfig.from_pretrained(folder).id2label
-    facts = {"processor": _processor(folder).to_dict(), "labels": [labels[i] for i in range(len(labels))]}
+    facts = {"processor": _steps(_processor(folder)), "labels": [labels[i] for i in range(len(labels))]}
     (folder / "model.json").write_text(json.dumps(facts, indent=1, default=str))
+
+
+def _steps(processor: Any) -> dict[str, Any]:
+    """Return the settings of the image processor, with what is in the code of its class written out."""
+    steps: dict[str, Any] = processor.to_dict()
+    name, edge = type(processor).__name__, (steps.get("size") or {}).get("shortest_edge")
+    if name.startswith("ConvNext"):  # at 384 and above it squeezes the whole picture
+        crop = {"height": edge, "width": edge}
+        resized = {"shortest_edge": int(edge / steps["crop_pct"])} if edge < 384 else crop
+        steps |= {"size": resized, "do_center_crop": edge < 384, "crop_size": crop}
+    elif name.startswith("PoolFormer") and edge and steps["crop_pct"]:
+        steps["size"] = {"shortest_edge": int(edge / steps["crop_pct"])}
+    elif name.startswith("Levit") and edge:
+        steps["size"] = {"shortest_edge": int(256 / 224 * edge)}
+    if "clusters" in steps or not ("height" in (steps.get("size") or {}) or steps.get("do_center_crop")):
+        raise ValueError(f"{name} does not give pixels of one size, which this task needs; write its steps in codec.py")
+    return steps
 
 
 def build(folder: Path) -> nn.Module:

@@ -44,9 +44,11 @@ def scale_pixels(picture: Image.Image, steps: dict[str, Any]) -> Array:
     """Return the pixels as [3, height, width], scaled as the settings of an image processor state."""
     values = np.asarray(picture, np.float32)
     if steps.get("do_rescale"):
-        values = values * np.float32(steps["rescale_factor"])
+        values = values * np.float32(steps["rescale_factor"]) - bool(steps.get("rescale_offset"))
     if steps.get("do_normalize"):
         values = (values - np.float32(steps["image_mean"])) / np.float32(steps["image_std"])
+    if steps.get("include_top"):  # of EfficientNet
+        values = values / np.float32(steps["image_std"])
     if steps.get("do_flip_channel_order"):
         values = values[..., ::-1]
     return values.transpose(2, 0, 1)
