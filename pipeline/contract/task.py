@@ -12,6 +12,7 @@ import inspect
 import itertools
 import stat
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -661,7 +662,9 @@ def load_weights(model: nn.Module, path: Path, device: torch.device | str = "cpu
     from safetensors.torch import load_file
 
     try:
-        model.load_state_dict(load_file(path, device=str(device)))
+        weights = OrderedDict(load_file(path, device=str(device)))
+        weights._metadata = model.state_dict()._metadata  # type: ignore[attr-defined]  # versions, as MNASNet needs
+        model.load_state_dict(weights)
     except (SafetensorError, RuntimeError, OSError) as error:
         raise StageError(f"{path}: does not fit the task's model: {' '.join(str(error).split())[:400]}") from error
     return model.to(device).eval()
