@@ -11,7 +11,7 @@ from export.llm.kind import LanguageExporter
 from export.ordinary import OrdinaryExporter
 from export.subject import ModelExporter, Subject
 from pipeline.contract.given import OnnxModel
-from pipeline.contract.task import Generates, Task, max_axis_sizes
+from pipeline.contract.task import Generates, Task, input_axes, max_axis_sizes
 from pipeline.system.errors import StageError
 
 _TALKATIVE = ("torch.onnx", "torch.fx", "onnx_ir", "onnxscript")  # they log every node that they leave alone
@@ -43,6 +43,7 @@ def check_positions(task: Task, model: nn.Module) -> None:
     configs = (getattr(module, "config", None) for module in model.modules())
     positions = (getattr(config, _POSITIONS, None) for config in configs)
     maximum = next((count for count in positions if isinstance(count, int)), None)
+    rows = {axis for axes in input_axes(task).values() if len(axes) < len("NCHW") for axis in axes}  # not of pictures
     for axis, size in max_axis_sizes(task).items():
-        if maximum is not None and size > maximum:
+        if maximum is not None and axis in rows and size > maximum:
             raise StageError(f"`longest` allows {size} for axis `{axis}`, but the model's configuration ends at {maximum} ({_POSITIONS})")  # fmt: skip  # noqa: E501

@@ -306,7 +306,9 @@ def check_operators(program: torch.export.ExportedProgram) -> None:
                 f"{location}: dropout stays on in eval mode, so that every answer is another; give it "
                 "training=self.training, or use nn.Dropout"
             )
-        if "batch_norm" in name and _is_on(node):
+        if (
+            "batch_norm" in name and _is_on(node) and _reads_inputs(node, program)
+        ):  # and not weights, to standardize them
             raise StageError(
                 f"{location}: batch normalisation by the current batch, so the output depends on the "
                 "rest of the batch; build it with track_running_stats=True, or give F.batch_norm training=self.training"
@@ -373,6 +375,14 @@ def _is_on(node: torch.fx.Node) -> bool:
     if not any(arguments.get(name) for name in _TRAINING):
         return False
     return all(arguments[name] for name in _PROBABILITIES if name in arguments)
+
+
+def _reads_inputs(node: torch.fx.Node, program: torch.export.ExportedProgram) -> bool:
+    """Return whether the first argument of a call depends on an input of the model, and not on weights alone."""
+    sources = [node.all_input_nodes[0]]
+    for source in sources:  # which grows
+        sources += [earlier for earlier in source.all_input_nodes if earlier not in sources]
+    return any(source.name in program.graph_signature.user_inputs for source in sources)
 
 
 def _arguments(node: torch.fx.Node) -> dict[str, Any]:

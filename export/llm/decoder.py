@@ -71,10 +71,12 @@ def make_generation(task: Generates, model: nn.Module) -> Generation:
 def list_cache_tensors(model: nn.Module) -> tuple[CacheTensor, ...]:
     """Return the cache of the model after two positions."""
     ids = torch.zeros((1, 2), dtype=torch.long)
-    layers = model(input_ids=ids, past_key_values=empty_cache(model), use_cache=True).past_key_values.layers
+    cache = getattr(model(input_ids=ids, past_key_values=empty_cache(model), use_cache=True), "past_key_values", None)
+    if cache is None:
+        raise StageError("the language model returns no keys and values; choose a model that caches them")
     latent = getattr(model.config, "kv_lora_rank", None) is not None  # DeepSeek caches what keys and values come from
     tensors = []
-    for index, layer in enumerate(layers):
+    for index, layer in enumerate(cache.layers):
         for name, tensor in zip(
             ("latent", "rope") if latent else ("key", "value"), (layer.keys, layer.values), strict=True
         ):

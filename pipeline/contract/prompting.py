@@ -103,7 +103,8 @@ def check_decoder(task: Generates, model: nn.Module, export: Export, splits: Ite
 def positions_limit(declared: Prompting, model: nn.Module) -> int:
     """Return the longest text of the exported model, in which every prompt to compare has room for its answer."""
     maximum = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-    if not isinstance(maximum, int):
+    maximum = declared.positions_limit if maximum is None else maximum  # some models have no longest text
+    if not maximum or not isinstance(maximum, int):
         raise ConfigError(
             f"language_model() gives a {type(model).__name__} without config.max_position_embeddings; "
             "give the causal model of `transformers` itself"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.architectures import TABLE, make_table, passes, read_rows
+from benchmarks.architectures.table import TABLE, make_table, passes, read_rows
 
 
 def test_document_is_written_from_the_rows() -> None:

@@ -25,6 +25,7 @@ class Codec:
         self.labels: list[str] = model["labels"]
         self.steps: dict[str, Any] = model["processor"]
         self.multiple: int = model["multiple"]
+        self.most: int = model["most"]
 
     def decode(self, instances: Any) -> dict[str, Array]:
         pictures = [read_picture(instance) for instance in instances]
@@ -47,18 +48,28 @@ class Codec:
         return scale_pixels(picture, self.steps)
 
     def encode(self, outputs: dict[str, Array], inputs: dict[str, Array]) -> list[Any]:
-        scores = np.exp(outputs["logits"] - outputs["logits"].max(axis=2, keepdims=True))
-        scores = (scores / scores.sum(axis=2, keepdims=True))[:, :, :-1]  # the last class is "nothing"
         center, half = outputs["boxes"][..., :2], outputs["boxes"][..., 2:] / 2
         corners = np.concatenate([center - half, center + half], axis=2) * np.tile(inputs["sizes"], 2)[:, None]
-        return [self._found(*row) for row in zip(scores, corners, strict=True)]
+        return [self._things(*row) for row in zip(outputs["logits"], corners, strict=True)]
 
-    def _found(self, scores: Array, corners: Array) -> list[dict[str, Any]]:
+    def _things(self, logits: Array, corners: Array) -> list[dict[str, Any]]:
         sides = ("xmin", "ymin", "xmax", "ymax")
+        if self.most:  # each class of each box has a chance of its own
+            scores = 1 / (1 + np.exp(-logits))
+            places = np.argsort(-scores, axis=None, kind="stable")[: self.most]
+            found = [divmod(place, scores.shape[1]) for place in places.tolist()]
+        else:
+            scores = np.exp(logits - logits.max(axis=1, keepdims=True))
+            scores = (scores / scores.sum(axis=1, keepdims=True))[:, :-1]  # the last class is "nothing"
+            found = list(enumerate(scores.argmax(axis=1).tolist()))
         return [
-            {"label": self.labels[row.argmax()], "score": float(row.max()), "box": dict(zip(sides, box, strict=True))}
-            for row, box in zip(scores, corners.tolist(), strict=True)
-            if row.max() > LEAST
+            {
+                "label": self.labels[label],
+                "score": float(scores[row, label]),
+                "box": dict(zip(sides, corners[row].tolist(), strict=True)),
+            }
+            for row, label in found
+            if scores[row, label] > LEAST
         ]
 
 

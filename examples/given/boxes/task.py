@@ -22,7 +22,9 @@ class Net(nn.Module):
         super().__init__()
         if getattr(config, "use_pretrained_backbone", False):
             config.use_pretrained_backbone = False  # its weights are in the model's file
-        self.model = AutoModelForObjectDetection.from_config(config, dtype=torch.float32)
+        # "eager": the fused attention of torch gives strides with which some models do not export.
+        options = {"dtype": torch.float32, "attn_implementation": "eager"}
+        self.model = AutoModelForObjectDetection.from_config(config, **options)
 
     def forward(self, pixel_values: Tensor) -> tuple[Tensor, Tensor]:
         outputs = self.model(pixel_values)
@@ -32,16 +34,16 @@ class Net(nn.Module):
 class Task:
     inputs = ("pixel_values",)
     outputs = ("logits", "boxes")
-    axes = {"pixel_values": ("batch", 3, "height", "width")}
-    longest = {"height": 1333, "width": 1333}
-    shortest = {"height": SHORTEST, "width": SHORTEST}
 
     def make_files(self, folder: Path) -> None:
         """Write model.json for the codec: what the image processor does, and the classes."""
-        labels, processor = AutoConfig.from_pretrained(folder).id2label, _processor(folder)
+        config, processor = AutoConfig.from_pretrained(folder), _processor(folder)
+        labels, name = config.id2label, type(processor).__name__
         facts = {
+            # Of the classes of all boxes so many are taken, where they are no alternatives.
+            "most": 0 if name.startswith(("Detr", "Yolos")) else config.num_queries if "RTDetr" in name else 100,
             "processor": processor.to_dict(),
-            "multiple": 16 if "Yolos" in type(processor).__name__ else 1,  # of which the sides are
+            "multiple": 16 if "Yolos" in name else 1,  # of which the sides are
             "labels": [labels[i] for i in range(len(labels))],
         }
         (folder / "model.json").write_text(json.dumps(facts, indent=1, default=str))
@@ -49,7 +51,10 @@ class Task:
     def use_files(self, folder: Path) -> None:
         self.folder, self.codec = folder, Codec(folder)
         size = self.codec.steps["size"]
-        self.longest = {side: size.get("longest_edge") or size[side] for side in ("height", "width")}
+        if "longest_edge" in size:  # otherwise all pictures get one size
+            self.axes = {"pixel_values": ("batch", 3, "height", "width")}
+            self.longest = dict.fromkeys(("height", "width"), size["longest_edge"])
+            self.shortest = dict.fromkeys(("height", "width"), SHORTEST)
 
     def adapt(self, folder: Path) -> nn.Module:
         return Net(AutoConfig.from_pretrained(folder))

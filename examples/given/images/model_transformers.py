@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoImageProcessor, AutoModelForImageClassi
 class Net(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
-        # torch.export cannot trace the fused attention of these.
-        options = {"attn_implementation": "eager"} if config.model_type in ("beit", "data2vec-vision") else {}
-        self.model = AutoModelForImageClassification.from_config(config, dtype=torch.float32, **options)
+        # "eager": the fused attention of torch gives strides with which some models do not export.
+        options = {"dtype": torch.float32, "attn_implementation": "eager"}
+        self.model = AutoModelForImageClassification.from_config(config, **options)
 
     def forward(self, pixel_values: Tensor) -> Tensor:
         logits: Tensor = self.model(pixel_values=pixel_values).logits

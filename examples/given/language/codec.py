@@ -29,8 +29,11 @@ class Codec:
         for index, row in enumerate(rows):  # padding is on the left, so the last column is the end of each text
             columns = slice(width - len(row), width)
             ids[index, columns], mask[index, columns], positions[index, columns] = row, 1, np.arange(len(row))
-        empty = np.zeros((len(rows), self.facts["heads"], 0, self.facts["width"]), np.float32)
-        past = {f"past.{layer}.{kind}": empty for layer in range(self.facts["layers"]) for kind in ("key", "value")}
+        past = {
+            f"past.{layer}.{kind}": np.zeros((len(rows), heads, 0, width), np.float32)
+            for layer, (heads, *widths) in enumerate(self.facts["past"])
+            for kind, width in zip(self.facts["names"], widths, strict=True)
+        }
         return {"input_ids": ids, "attention_mask": mask, "position_ids": positions, **past}
 
     def encode(self, outputs: dict[str, np.ndarray[Any, Any]]) -> list[Any]:

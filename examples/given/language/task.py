@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from pipeline import Prompting, cut_texts, one_text_per_row
 
+LONGEST = 2048  # tokens of a text, where the model names no limit
 LENGTH, SAMPLES = 64, 8  # of texts on which the ONNX file is compared with torch; replace: your own in data()
 EXAMPLES = ["Once upon a time", "The capital of France is", "To be or"]
 
@@ -36,14 +37,10 @@ class Task:
 
     def make_files(self, folder: Path) -> None:
         """Write model.json for the codec."""
-        config = AutoConfig.from_pretrained(folder).get_text_config()
-        heads = config.num_attention_heads
-        facts = {
-            "layers": config.num_hidden_layers,
-            "heads": getattr(config, "num_key_value_heads", None) or heads,
-            "width": getattr(config, "head_dim", None) or config.hidden_size // heads,
-            "longest": config.max_position_embeddings,
-        }
+        config = AutoConfig.from_pretrained(folder)
+        longest = getattr(config.get_text_config(), "max_position_embeddings", None) or LONGEST
+        names = ["key", "value"] if getattr(config, "kv_lora_rank", None) is None else ["latent", "rope"]
+        facts = {"past": past_sizes(config), "names": names, "longest": longest}
         (folder / "model.json").write_text(json.dumps(facts, indent=1))
 
     def use_files(self, folder: Path) -> None:
@@ -72,7 +69,8 @@ class Task:
 
     def prompting(self) -> Prompting:
         """Name prompts whose answers the export compares; the rest is read from the files of model.pretrained."""
-        return Prompting(prompts=tuple(map(tuple, self.tokenizer(EXAMPLES)["input_ids"])))
+        prompts = tuple(map(tuple, self.tokenizer(EXAMPLES)["input_ids"]))
+        return Prompting(prompts=prompts, positions_limit=self.codec.facts["longest"])
 
     def example(self) -> list[Any]:
         return EXAMPLES
@@ -89,3 +87,17 @@ class Task:
                 {"next": self.tokenizer.decode([token]), "token": token, "probability": float(scores[token])}
             )
         return answers
+
+
+def past_sizes(config: Any) -> list[list[int]]:
+    """Return the heads, and the width of keys and of values, that each layer keeps; no weights are made for it."""
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            layers = model(torch.zeros(1, 1, dtype=torch.long), use_cache=True).past_key_values.layers
+        return [[layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3]] for layer in layers]
+    except Exception:  # it reads values, or keeps no keys: the export checks the model itself
+        text = config.get_text_config()
+        heads = getattr(text, "num_attention_heads", None) or 1
+        width = getattr(text, "head_dim", None) or text.hidden_size // heads
+        return [[getattr(text, "num_key_value_heads", None) or heads, width, width]] * text.num_hidden_layers

@@ -28,7 +28,8 @@ class Net(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         kind = AutoModelForCTC if _writes_text(config) else AutoModelForAudioClassification
-        self.model = kind.from_config(config, dtype=torch.float32)
+        # "eager": the fused attention of torch gives strides with which some models do not export.
+        self.model = kind.from_config(config, dtype=torch.float32, attn_implementation="eager")
 
     def forward(self, input_values: Tensor) -> Tensor:
         logits: Tensor = self.model(input_values).logits
