@@ -42,7 +42,7 @@ class Codec:
 
     def pixels(self, picture: Image.Image) -> Array:
         """Resize and scale a picture, as the settings of an image processor say."""
-        if self.steps["do_resize"]:
+        if self.steps.get("do_resize"):
             width, height = (side - side % self.multiple for side in _size(picture, self.steps["size"]))
             picture = picture.resize((width, height), self.steps["resample"])
         return scale_pixels(picture, self.steps)
