@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
@@ -41,16 +43,19 @@ def by_library(rows: Rows) -> dict[str, list[dict[str, Any]]]:
     return {library: [row for name, row in rows.items() if name.startswith(library)] for library in libraries}
 
 
+_LONGEST_REASON = 180  # characters
 _DOCUMENT = """# Architectures
 
-What `pipe export` makes of the architectures of {libraries}: one network of each module of these libraries, tiny where
-the library allows, with random weights. For causal language models that are changes of another one, and those with
-pictures or sounds beside texts, the list is not complete.
+What `pipe export` makes of transformers, timm and torchvision: one network of each of their modules, with random
+weights, tiny where the library allows. The list leaves out models with pictures or sounds beside texts, and the less
+known of the language models that are changes of another one.
 
 An architecture passes if `pipe export` wrote a bundle with a dynamic batch, and other axes as named, whose outputs are
 those of torch at every size that was compared, and whose answers to requests are those of the library itself.
 
-{passed} of {count} pass. {date}, {versions}; seconds of one core.
+{passed} of {count} pass ({date}; {versions}).
+
+Seconds are those of a processor core, with the libraries already loaded.
 
 | library | pass | of | median seconds |
 |---|---|---|---|
@@ -93,7 +98,7 @@ def make_table(about: Mapping[str, Any], rows: Rows) -> str:
         for (kind, axes), members in groups.items()
     ]
     return _DOCUMENT.format(
-        libraries="transformers, timm and torchvision", passed=len(good), count=len(rows), date=about["date"],
+        passed=len(good), count=len(rows), date=about["date"],
         versions=", ".join(f"{name} {version}" for name, version in about["versions"].items()),
         counts=_lines(counts), groups=_lines(shown),
         failures=_lines((reason, ", ".join(names)) for reason, names in failures.items()),
@@ -101,7 +106,9 @@ def make_table(about: Mapping[str, Any], rows: Rows) -> str:
 
 
 def _shown_reason(row: Mapping[str, Any]) -> str:
-    text = row.get("reason") or "no answers were compared"
+    """Return the first part of the reason."""
+    text = re.sub(r" \(\w+\.py, line \d+\)", "", row.get("reason") or "no answers were compared").split("; ")[0]
+    text = textwrap.shorten(text, _LONGEST_REASON, placeholder=" …")
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 

@@ -165,8 +165,8 @@ def _folder(request: Request, path: Path) -> Given:
         embeddings = "; for embeddings, a folder needs modules.json, as sentence-transformers writes it"
         raise ConfigError(
             f"{path / 'config.json'}: the architecture {architecture} is not supported; supported are those that end "
-            f"with {', '.join(_TRANSFORMERS)}{embeddings if architecture.endswith('Model') else ''}; to fix it: write "
-            "task.py, as in `pipe init --template transformer`"
+            f"with {', '.join(_TRANSFORMERS)} (of samples){embeddings if architecture.endswith('Model') else ''}; to "
+            "fix it: write task.py, as in `pipe init --template transformer`"
         )
     template, model, settings = kind
     if template in _WITH_TOKENIZER and not (path / "tokenizer.json").is_file():
