@@ -41,7 +41,10 @@ def randomize(model: Any, side: int = 0) -> Any:
                 weight.add_(torch.randn_like(weight), alpha=0.1)
     model.eval()
     if side:
-        hooks = [module.register_forward_hook(_scale) for module in model.modules() if hasattr(module, "dilation")]
+        layers = [
+            module for module in model.modules() if hasattr(module, "dilation") or hasattr(module, "out_features")
+        ]
+        hooks = [layer.register_forward_hook(_scale) for layer in layers]
         with torch.no_grad(), contextlib.suppress(Exception):  # then it takes something else than pictures
             model(torch.randn(2, 3, side, side))
         for hook in hooks:
@@ -50,10 +53,11 @@ def randomize(model: Any, side: int = 0) -> Any:
 
 
 def _scale(layer: Any, _: Any, output: Any) -> Any:
-    """Give a convolution outputs of about one, or the answers of deep networks hang on no pixel."""
-    if not hasattr(layer, "weight") or output.ndim != 4:
+    """Give a convolution, or the last layer, outputs of about one: deep networks would answer without their input."""
+    if not hasattr(layer, "weight") or output.ndim not in (2, 4):
         return output
-    spread = output.std(dim=(0, 2, 3)).mean().clamp(min=1e-6)
+    spread = output.std(dim=(0, 2, 3)).mean() if output[0, 0].numel() > 1 else output.std()
+    spread = spread.clamp(min=1e-6)
     layer.weight /= spread
     return output / spread
 
