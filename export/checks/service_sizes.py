@@ -23,6 +23,7 @@ from pipeline.contract.task import Task
 from pipeline.system.errors import StageError
 
 _SMALL = 64  # every size up to here
+_AGAIN = 8  # sizes, about, that are compared once more
 _MIN_SECONDS = 0.5  # of comparing sizes, however quick the test set was
 _LONGEST_BATCH_SECONDS = 60.0  # larger ones are left out: by their time, and before they take all memory
 _ROWS = 256  # of the test set that batches are made of
@@ -80,12 +81,13 @@ class SizeComparison:
     def first(self, graph: Graph, seconds: float) -> None:
         """Compare every size, and once more in another order all but the neighbours of large powers of two.
 
-        Sizes that are not limits are compared only as long as `seconds` last.
+        Sizes that are not limits are compared only as long as `seconds` last. If `again` has room for all, its order is
+        the other one.
         """
         self._warm(graph)
         chosen = self._affordable(seconds)
         limits = {*self._served.largest, *(1 << exponent for exponent in range(max(chosen, default=1).bit_length()))}
-        order = [size for size in chosen if size <= _SMALL or size in limits]
+        order = [size for size in chosen if len(chosen) > _AGAIN and (size <= _SMALL or size in limits)]
         random.Random(0).shuffle(order)
         for number, size in enumerate((*chosen, *order)):
             self._compare(graph, size, number)
@@ -93,7 +95,7 @@ class SizeComparison:
     def again(self, graph: Graph) -> None:
         """Compare some sizes once more, later and in another session."""
         sizes = sorted(self.sizes)
-        for number, size in enumerate(reversed(sizes[:: max(1, len(sizes) // 8)])):
+        for number, size in enumerate(reversed(sizes[:: max(1, len(sizes) // _AGAIN)])):
             self._compare(graph, size, number + 1)
 
     def rows(self) -> Rows:

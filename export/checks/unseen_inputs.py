@@ -20,6 +20,7 @@ from pipeline.contract.task import Task
 
 _SPLITS = ("train", "validation")
 _BATCH = 64
+_MAX_VALUES = 1 << 20  # of a random batch
 _MAX_SAMPLES = 2048  # of a split; the budget of time may allow fewer
 _MAX_STREAMED = 1024  # samples from the beginning of a stream
 _WIDENED = 0.05  # of the range of a float, at both ends
@@ -76,12 +77,14 @@ class UnseenInputs:
             yield f"{split} samples", f"batch {len(indices[start::steps])} of {split} samples", batch
 
     def _random_inputs(self, pool: Mapping[str, list[Tensor]]) -> Inputs:
+        size = sum(values[0].numel() for values in self.test.batch([0]).values())
+        rows = max(1, min(_BATCH, _MAX_VALUES // size))
         for seed in range(_RANDOM_BATCHES):
-            batch = self.test.batch([index % len(self.test) for index in range(_BATCH)])
+            batch = self.test.batch([index % len(self.test) for index in range(rows)])
             generator = np.random.default_rng(seed)
             names = [name for name in self.task.inputs if name != MASK]
             columns = {name: _draw(name, pool[name], batch[name], self.vocabularies, generator) for name in names}
-            yield "random inputs of whole ranges", f"batch {_BATCH} of random inputs", {**batch, **columns}
+            yield "random inputs of whole ranges", f"batch {rows} of random inputs", {**batch, **columns}
 
     def _every_id(self, vocabulary: Vocabulary) -> Inputs:
         """Yield batches that hold each id of a vocabulary once, with real values in the other inputs."""

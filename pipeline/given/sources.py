@@ -35,9 +35,9 @@ from pipeline.system.wording import join_names
 WEIGHTS = "weights/model.safetensors"  # of the project
 _LISTED = 8
 _MANY = 1000  # classes of networks that were trained on ImageNet
-_PICTURES = {"export": {"batch_sizes": [1, 2, 7]}, "serve": {"max_batch_size": 8}}
+_PICTURES = {"export": {"batch_sizes": [1, 2, 7]}, "serve": {"max_batch_size": 8, "batch_rows": 8}}
 _TEXTS = {"export": {"batch_sizes": [1, 2, 7]}, "serve": {"max_batch_size": 16}}
-_SOUNDS = {"export": {"batch_sizes": [1, 2]}, "serve": {"max_batch_size": 4}}
+_SOUNDS = {"export": {"batch_sizes": [1, 2]}, "serve": {"max_batch_size": 4, "batch_rows": 4}}
 _TRANSFORMERS: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {  # template, its file for model.py, settings
     "ForImageClassification": ("images", "model_transformers.py", _PICTURES),
     "ForSemanticSegmentation": ("segments", "", _PICTURES),

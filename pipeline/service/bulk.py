@@ -63,7 +63,7 @@ _BATCH_BYTES = 256 << 10  # of input tensors; below it a batch is larger than th
 _PART_BATCHES, _SMALL_PART_BATCHES, _PART_ROWS = 16, 64, 512  # of a part, at least
 _PART_BYTES = 4 << 20  # of the input, about: a process has two parts in memory
 _SAMPLE_BYTES = 64 << 10  # at the beginning of a file, by which its rows are measured
-_ALONE_SECONDS = 0.2  # before others get work, which takes as long to load the model
+_ALONE_SECONDS = 0.1  # before others get work, which takes as long to load the model
 _WAITING_PARTS = 2  # of a worker: the one it computes, and the next
 _JSON = "json"  # column of parts
 
@@ -463,8 +463,8 @@ class Work:
         with _tabular():
             if all(isinstance(prediction, dict) for prediction in predictions):
                 names = dict.fromkeys(itertools.chain.from_iterable(predictions))
-                return pa.table({name: [prediction.get(name) for prediction in predictions] for name in names})
-            return pa.table({"prediction": pa.array(list(predictions))})
+                return pa.table({name: _column([row.get(name) for row in predictions]) for name in names})
+            return pa.table({"prediction": _column(list(predictions))})
 
     def _instances(self, rows: pa.RecordBatch) -> list[Any]:
         match self.form.kind:
@@ -476,7 +476,8 @@ class Work:
         columns = {name: _values(column) for name, column in self._columns(rows).items()}
         if not self.form.is_mapping:
             return next(iter(columns.values()))
-        return [dict(zip(columns, row, strict=False)) for row in zip(*columns.values(), strict=True)]
+        names = list(columns)
+        return [dict(zip(names, row, strict=False)) for row in zip(*columns.values(), strict=True)]
 
     def _columns(self, rows: pa.RecordBatch) -> dict[str, pa.Array]:
         if self.form.kind == "jsonl":
@@ -510,7 +511,7 @@ def _values(column: pa.Array) -> list[Any]:
     if pa.types.is_dictionary(kind):
         return _values(column.dictionary_decode())
     if pa.types.is_floating(kind) or (pa.types.is_integer(kind) and not column.null_count):
-        array = column.to_numpy(zero_copy_only=False)
+        array = _numbers(column)
         values: list[Any] = array.tolist()
         return [None if value != value else value for value in values] if np.isnan(array).any() else values
     values = column.to_pylist()
@@ -551,7 +552,7 @@ def _tensor(name: str, column: pa.Array, signature: Signature) -> Tensor:
     fixed = [axis for axis in spec.shape[1:] if isinstance(axis, int)]
     if len(fixed) == len(spec.shape) - 1 and math.prod(fixed) == math.prod(shape[1:]):
         shape = [len(column) // max(1, math.prod(fixed)), *fixed]  # as a number for [1], or a flat list
-    kind, data = np.dtype(NUMPY_TYPES[spec.datatype]).kind, column.to_numpy(zero_copy_only=False)
+    kind, data = np.dtype(NUMPY_TYPES[spec.datatype]).kind, _numbers(column)
     if data.dtype.kind in "iu" and kind == "f":
         data = data.astype(np.float64)
     elif data.dtype.kind + kind in ("iu", "ui") and (not data.size or 0 <= data.min() <= data.max() < 1 << 63):
@@ -568,11 +569,31 @@ def _rows(arrays: Arrays) -> list[dict[str, Any]]:
 
 
 def _nested(array: np.ndarray[Any, Any]) -> pa.Array:
-    values = pa.array(array.reshape(-1))
+    values = _column(array.reshape(-1))
     for axis in reversed(range(1, array.ndim)):
         count = math.prod(array.shape[:axis])
-        values = pa.ListArray.from_arrays(np.arange(count + 1, dtype=np.int32) * array.shape[axis], values)
+        places = np.arange(count + 1, dtype=np.int32) * array.shape[axis]
+        values = pa.Array.from_buffers(pa.list_(values.type), count, [None, pa.py_buffer(places)], children=[values])
     return values
+
+
+def _column(values: np.ndarray[Any, Any] | list[Any]) -> pa.Array:
+    """Return numbers as a column without pandas, which pyarrow's own function loads for a quarter of a second."""
+    if isinstance(values, list) and {*map(type, values)} == {float}:
+        values = np.array(values)
+    if isinstance(values, list) or values.dtype.kind not in "iuf":
+        return pa.array(values)
+    data = pa.py_buffer(np.ascontiguousarray(values))
+    return pa.Array.from_buffers(pa.from_numpy_dtype(values.dtype), len(values), [None, data])
+
+
+def _numbers(column: pa.Array) -> np.ndarray[Any, Any]:
+    """Return a column as an array, without pandas if all are numbers."""
+    is_number = pa.types.is_integer(column.type) or pa.types.is_floating(column.type)
+    if is_number and not column.null_count:
+        return np.from_dlpack(column)
+    array: np.ndarray[Any, Any] = column.to_numpy(zero_copy_only=False)
+    return array
 
 
 @contextlib.contextmanager
@@ -722,6 +743,8 @@ def _write_joined(work: Work, names: Sequence[str], path: Path) -> None:
                 table = part.read(use_threads=False)
             if writer is None:
                 file.writelines(line + b"\n" for line in table[_JSON].to_pylist())
-            else:
+                continue
+            if table.schema != schema:
                 tables = [schema.empty_table(), table]
-                writer.write_table(pa.concat_tables(tables, promote_options="permissive").cast(schema))
+                table = pa.concat_tables(tables, promote_options="permissive").cast(schema)
+            writer.write_table(table)

@@ -203,6 +203,18 @@ def test_columns_with_the_names_of_inputs_are_tensors(tmp_path: Path) -> None:
         run(bundle, write_lines(tmp_path / "in.jsonl", lines), tmp_path / "out.jsonl", overwrite=True)
 
 
+def test_table_of_numbers_loads_no_pandas(tmp_path: Path) -> None:
+    """It would take a quarter of a second of each process."""
+    bundle = build_identity(tmp_path / "bundle", {"x": ("FP32", ["batch", 1])})
+    parquet.write_table(pa.table({"x": [0.5, 1.5]}), tmp_path / "in.parquet")
+    words = ("predict", "--bundle", bundle, "--input", tmp_path / "in.parquet", "--output", tmp_path / "out.parquet")
+    record = "import sys; sys.addaudithook(lambda event, args: event == 'import' and print(args[0], file=sys.stderr))"
+    command = [sys.executable, "-c", record + PROGRAM, *map(str, words)]
+    printed = subprocess.run(command, check=True, capture_output=True, text=True).stderr.split()
+    assert "pyarrow" in printed and "pandas" not in printed
+    assert parquet.read_table(tmp_path / "out.parquet")["x_out"].to_pylist() == [[0.5], [1.5]]
+
+
 def test_rows_of_different_lengths_are_tensors(tmp_path: Path) -> None:
     bundle = build_identity(tmp_path / "bundle", {"x": ("INT64", ["batch", "length"])})
     rows = [{"x": list(range(length))} for length in (1, 3, 2, 3)]
