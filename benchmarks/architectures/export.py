@@ -20,7 +20,7 @@ from typing import Any, cast
 import psutil
 
 from benchmarks.architectures.models import write_source
-from benchmarks.architectures.table import ROOT
+from benchmarks.architectures.table import NOT_MADE, ROOT
 from pipeline.executors.local import OF_ALL_STEPS, fork_server, step_environment
 from pipeline.system.torchvision_operators import declare_torchvision_operators
 
@@ -48,7 +48,7 @@ def run_row(name: str, kind: str) -> dict[str, Any]:
         try:
             source = write_source(name, kind, folder)
         except Exception as error:  # each library raises its own
-            reason = f"not made from a tiny configuration: {type(error).__name__}: {error}"
+            reason = f"{NOT_MADE}: {type(error).__name__}: {error}"
             return {**row, "exported": False, "seconds": 0.0, "cpu": 0.0, "reason": _one_line(reason, folder)}
         begin, cpu = time.monotonic(), _child_seconds()
         status, output, errors = _run([*source, "--to", "project", "-o", "json"], folder)

@@ -38,17 +38,27 @@ def passes(row: Mapping[str, Any]) -> bool:
     return bool(row["exported"] and "batch" in row["axes"] and row["answers"])
 
 
+def is_made(row: Mapping[str, Any]) -> bool:
+    """Return whether its library made the model; some need other packages."""
+    return not str(row.get("reason")).startswith(NOT_MADE)
+
+
 def by_library(rows: Rows) -> dict[str, list[dict[str, Any]]]:
-    libraries = ("transformers", "timm", "torchvision")
-    return {library: [row for name, row in rows.items() if name.startswith(library)] for library in libraries}
+    """Return the rows of models that were made."""
+    groups: dict[str, list[dict[str, Any]]] = {"transformers": [], "timm": [], "torchvision": []}
+    for row in filter(is_made, rows.values()):
+        groups[row["name"].partition(":")[0]].append(row)
+    return groups
 
 
+NOT_MADE = "not made from a tiny configuration"  # begins the reason
 _LONGEST_REASON = 180  # characters
 _DOCUMENT = """# Architectures
 
 What `pipe export` makes of transformers, timm and torchvision: one network of each of their modules, with random
-weights, tiny where the library allows. The list leaves out models with pictures or sounds beside texts, and the less
-known of the language models that are changes of another one.
+weights, tiny where the library allows. The list leaves out models with pictures or sounds beside texts, the less known
+of the language models that are changes of another one, and networks of timm of which none takes less than ten billion
+multiplications for a picture.
 
 An architecture passes if `pipe export` wrote a bundle with a dynamic batch, and other axes as named, whose outputs are
 those of torch at every size that was compared, and whose answers to requests are those of the library itself.
@@ -75,18 +85,21 @@ Seconds are those of a processor core, with the libraries already loaded.
 | reason | names |
 |---|---|
 {failures}
+
+Not counted, as the library needs other packages to make them: {others}.
 """
 
 
 def make_table(about: Mapping[str, Any], rows: Rows) -> str:
     libraries, good = by_library(rows), [row for row in rows.values() if passes(row)]
+    others = sorted(name.partition(":")[2] for name, row in rows.items() if not is_made(row))
     groups, failures = defaultdict(list), defaultdict(list)
     for name, row in sorted(rows.items()):
         library, _, model = name.partition(":")
         if passes(row):
             kind = f"{library}, {row['kind']}" if library == "transformers" else library
             groups[kind, ", ".join(row["axes"])].append((model, row["difference"]))
-        else:
+        elif is_made(row):
             failures[_shown_reason(row)].append(name if library != "transformers" else model)
     counts = [
         (library, sum(map(passes, members)), len(members), round(median(row["cpu"] for row in members)))
@@ -98,10 +111,11 @@ def make_table(about: Mapping[str, Any], rows: Rows) -> str:
         for (kind, axes), members in groups.items()
     ]
     return _DOCUMENT.format(
-        passed=len(good), count=len(rows), date=about["date"],
+        passed=len(good), count=sum(map(len, libraries.values())), date=about["date"],
         versions=", ".join(f"{name} {version}" for name, version in about["versions"].items()),
         counts=_lines(counts), groups=_lines(shown),
         failures=_lines((reason, ", ".join(names)) for reason, names in failures.items()),
+        others=", ".join(others),
     )  # fmt: skip
 
 

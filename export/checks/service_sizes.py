@@ -104,10 +104,10 @@ class SizeComparison:
 
     def _warm(self, graph: Graph) -> None:
         size = max(1, min(self._rows, self._served.merged, max(self._config.batch_sizes)))
-        feed = self._case(size, 0).feed
-        graph(feed)
-        # The quickest of three: an interruption of one run would leave sizes out.
-        self._seconds_per_row = min(timeit.repeat(lambda: graph(feed), number=1, repeat=3)) / size
+        feed, runs = self._case(size, 0).feed, list[float]()
+        while not runs or (len(runs) < 4 and sum(runs) < _MIN_SECONDS):  # one short run may be interrupted
+            runs.append(timeit.timeit(lambda: graph(feed), number=1))
+        self._seconds_per_row = min(runs) / size
 
     def _affordable(self, seconds: float) -> list[int]:
         """Return the limits that are not too long, and as many of the other sizes, small ones first, as fit."""

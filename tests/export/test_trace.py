@@ -90,6 +90,21 @@ class Learning(Plain):
         return found
 
 
+class MakingATable(Plain):
+    """Makes a table for its input at the first call; as a saved buffer, it would come from the first input alone."""
+
+    table: Tensor
+
+    def __init__(self, is_saved: bool = False) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(1), persistent=is_saved)
+
+    def answer(self, found: Tensor) -> Tensor:
+        if len(self.table) != found.shape[1]:
+            self.table = torch.arange(found.shape[1], dtype=torch.float32)
+        return found + self.table
+
+
 class Writing(Plain):
     def forward(self, x: Tensor) -> Tensor:
         x[:, 0] = 0
@@ -144,6 +159,11 @@ def seen(net: nn.Module) -> str:
     except StageError as error:
         return str(error)
     return ""
+
+
+def test_table_that_the_first_call_makes_is_a_constant() -> None:
+    assert seen(MakingATable()) == ""
+    assert "changes `table` with every call" in seen(MakingATable(is_saved=True))
 
 
 @pytest.mark.parametrize(

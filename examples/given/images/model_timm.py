@@ -11,6 +11,7 @@ import timm
 import torch
 from PIL import Image
 from timm.data import create_transform
+from timm.layers import set_fused_attn
 from torch import nn
 
 FACTS = Path(__file__).parent / "model.json"
@@ -22,6 +23,7 @@ def write_facts(folder: Path) -> None:
 
 def build(folder: Path) -> nn.Module:
     facts = json.loads(FACTS.read_text())
+    set_fused_attn(False)  # torch's fused attention gives strides and shapes with which some models do not export
     model: nn.Module = timm.create_model(facts["name"], num_classes=len(facts["labels"]))
     return model
 
