@@ -170,9 +170,9 @@ def require_equal(rows: Sequence[Mapping[str, Any]], config: Export, why: str = 
             changed = row.get("changed_metrics") or ()
             raise StageError(
                 f"the ONNX file is not the model: at batch size {row['batch_size']}, {row['beyond_tolerance']} "
-                f"elements differ beyond rtol={config.rtol}, atol={config.atol} of their spread (worst {row['max_abs_error']:.3g} "
-                f"in {row['worst']}) and {row['unexplained_flips']} predictions flip without being ties"
-                + "".join(f"; {sentence}" for sentence in (*changed, *([why] if why else [])))
+                f"elements differ beyond rtol={config.rtol}, atol={config.atol} of their spread (worst "
+                f"{row['max_abs_error']:.3g} in {row['worst']}) and {row['unexplained_flips']} predictions flip "
+                "without being ties" + "".join(f"; {sentence}" for sentence in (*changed, *([why] if why else [])))
             )
 
 

@@ -24,17 +24,17 @@ _TF32 = 2.0**-7  # eight times the error of one product: sums of many lose more
 
 
 def open_session(
-    path: Path, threads: int = 0, *, spinning: bool = True, optimized: bool = True
+    path: Path, threads: int = 0, *, spinning: bool = True, optimized: bool = True, provider: Any = CPU
 ) -> onnxruntime.InferenceSession:
     """Open the file as a service does; threads that do not spin while they wait take less of the processor."""
     options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
+    options.log_severity_level = 4
     options.intra_op_num_threads = threads
     options.add_session_config_entry("session.intra_op.allow_spinning", "1" if spinning else "0")
     if not optimized:
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
     try:
-        return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        return onnxruntime.InferenceSession(str(path), options, providers=[provider])
     except Exception as error:  # ONNX Runtime raises a dozen types without a common base
         message = " ".join(str(error).split())
         raise StageError(
@@ -72,11 +72,8 @@ class RuntimeSetup:
         return "CPU, 1 thread" if self.threads == 1 else DEFAULT_PLACE
 
     def open_graph(self, path: Path) -> Graph:
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 4
-        options.intra_op_num_threads = self.threads
         settings = {"use_tf32": "0" if self.exact else "1"} if self.provider == CUDA else {}
-        session = onnxruntime.InferenceSession(str(path), options, providers=[(self.provider, settings)])
+        session = open_session(path, self.threads, provider=(self.provider, settings))
         if session.get_providers()[0] != self.provider:
             raise StageError(f"{self.provider}: ONNX Runtime has it, but cannot load its libraries")
         return partial(run, session)

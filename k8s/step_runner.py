@@ -11,8 +11,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from k8s.cluster.api import TRANSIENT_STATUSES, Connection, Response, Unreachable, api_path, list_objects
-from k8s.cluster.cluster import DRY_RUN, Report, apply_object, patch_object, read_object
+from k8s.cluster.api import Connection, Unreachable, api_path
+from k8s.cluster.cluster import DRY_RUN, Report, apply_object, patch_object, read_object, select_objects
 from k8s.cluster.errors import api_error
 from k8s.cluster.pending_reasons import PendingReasons
 from k8s.cluster.pod_logs import PodLogs
@@ -219,20 +219,11 @@ class StepRunner:
         deadline = time.monotonic() + timeout_seconds
         while True:
             try:
-                return self._list_once(kind)
+                return select_objects(self.connection, kind, self.namespace, self.step_job.selector)
             except Unreachable:
                 if time.monotonic() >= deadline:
                     raise
                 time.sleep(_TICK_SECONDS)
-
-    def _list_once(self, kind: Mapping[str, Any]) -> list[Object]:
-        listing = list_objects(self.connection, kind, self.namespace, {"labelSelector": self.step_job.selector})
-        if not isinstance(listing, Response):
-            return listing.items
-        subject = f"listing {kind['kind']}s"
-        if listing.status in TRANSIENT_STATUSES:
-            raise Unreachable(f"{subject}: the API server answers {listing.status}: {listing.reason}")
-        raise api_error(listing, subject, self.namespace, kind["apiVersion"])
 
     def _delete(self, live: Object, item: Object) -> None:
         """Delete exactly this object, not one that was created under its name meanwhile."""

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from export.checks.cases import Batch, Inputs, make_cases
 from export.compare import Attempts, Case
 from export.conversion.padding import MASK
+from export.conversion.trace import is_equal
 from pipeline.contract.data import Samples, exceeded_limit, forward, is_stream, open_split
 from pipeline.contract.task import Task
 
@@ -70,7 +71,7 @@ class UnseenInputs:
         steps = max(1, len(indices) // _BATCH)
         for start in range(steps):  # so that each batch is spread over the whole split
             batch = samples.batch(indices[start::steps])
-            if all(_is_same(batch[name], pool[0][name]) for name in self.task.inputs):
+            if all(is_equal(batch[name], pool[0][name]) for name in self.task.inputs):
                 continue  # as in projects without data, whose splits are one
             if limit := exceeded_limit(self.task, batch):
                 left_out.append(f"{split} samples: {limit}")
@@ -142,10 +143,6 @@ def _places(task: Task, batch: Batch, ids: Any) -> Iterator[tuple[str, int | Non
             for column in range(values.shape[-1]):
                 if torch.equal(values[..., column].long().reshape(-1), ids.long().reshape(-1)):
                     yield name, column
-
-
-def _is_same(left: Tensor, right: Tensor) -> bool:
-    return left.shape == right.shape and bool(torch.isclose(left, right, rtol=0, atol=0, equal_nan=True).all())
 
 
 def _spread(samples: int, count: int) -> list[int]:

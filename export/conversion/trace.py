@@ -331,7 +331,7 @@ def check_state(source: ExportInput) -> None:
             "output"
         )
     pairs = zip(source.inputs, _tensors(arguments), _tensors(source.arguments), strict=True)
-    if changed_inputs := [name for name, left, right in pairs if not _is_equal(left, right)]:
+    if changed_inputs := [name for name, left, right in pairs if not is_equal(left, right)]:
         raise StageError(
             f"the model changes its input {', '.join(f'`{name}`' for name in changed_inputs)} in place; work on a "
             "copy, as in `x = x.clone()`"
@@ -344,7 +344,7 @@ def _call(module: nn.Module, arguments: Any) -> tuple[Any, list[str]]:
     versions = {name: tensor_version(parameter) for name, parameter in module.named_parameters()}
     outputs = module(*arguments)
     buffers, parameters = dict(module.named_buffers()), dict(module.named_parameters())
-    changed = [name for name, value in buffers_before.items() if not _is_equal(value, buffers.get(name))]
+    changed = [name for name, value in buffers_before.items() if not is_equal(value, buffers.get(name))]
     return outputs, changed + [name for name, it in parameters.items() if tensor_version(it) != versions.get(name)]
 
 
@@ -356,7 +356,7 @@ def _refuse_call_counter(source: ExportInput, numbers_before: dict[str, Any], fi
     names = ", ".join(f"`{name}`" for name in changed[:4])
     second_outputs = source.module(*copy.deepcopy(source.arguments))
     pairs = zip(_tensors(first_outputs), _tensors(second_outputs), strict=True)
-    if any(not _is_equal(first, second) for first, second in pairs):
+    if any(not is_equal(first, second) for first, second in pairs):
         raise StageError(
             f"the model counts its calls: {names} changes with each, and the answer with it, while a graph has it as a "
             "constant; count only if self.training, or make it an input"
@@ -396,7 +396,7 @@ def _arguments(node: torch.fx.Node) -> dict[str, Any]:
     return {**defaults, **dict(zip(defaults, node.args, strict=False)), **node.kwargs}
 
 
-def _is_equal(left: Tensor, right: Tensor | None) -> bool:
+def is_equal(left: Tensor, right: Tensor | None) -> bool:
     if right is None or left.shape != right.shape or left.dtype != right.dtype:
         return False
     return bool(torch.isclose(left, right, rtol=0, atol=0, equal_nan=True).all())

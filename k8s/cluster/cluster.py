@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from k8s.cluster.api import (
-    TRANSIENT_STATUSES,
     Connection,
     NotKubernetes,
     Response,
@@ -136,10 +135,7 @@ class Cluster:
 
     def select(self, selector: str, kind: Mapping[str, str] = POD) -> list[Object]:
         """Return objects by a label selector."""
-        listing = list_objects(self.connection, kind, self.namespace, {"labelSelector": selector})
-        if isinstance(listing, Response):
-            raise api_error(listing, f"listing {plural(kind['kind'])}", self.namespace, kind["apiVersion"])
-        return listing.items
+        return select_objects(self.connection, kind, self.namespace, selector)
 
     def pod_problems(self, item: Object) -> list[str]:
         """Return why pods of this version do not start; an error that hides the pods is such a reason too."""
@@ -181,14 +177,12 @@ class Cluster:
             progress = self._progress(item, replicas)
             return progress, [] if progress.done else self.pod_problems(item)
         except ResourceError as error:  # the roll-out goes on while the API server restarts
-            return Progress(False, str(error)), []
+            return Progress(False, str(error).removeprefix(f"{kubectl_name(item)}: ")), []
 
     def _progress(self, item: Object, replicas: int) -> Progress:
         response = self.connection.request("GET", _object_path(item, self.namespace))
-        if response.status in TRANSIENT_STATUSES:
-            return Progress(False, f"the API server answers {response.status}")
         if not response.ok:
-            raise StageError(f"{kubectl_name(item)}: cannot be read ({response.status}): {response.reason}")
+            raise api_error(response, kubectl_name(item), self.namespace, item["apiVersion"])
         progress = rollout_progress(response.json(), replicas)
         if progress.done and item["kind"] == "InferenceService":
             return self._created_progress(item, replicas) or progress
@@ -258,6 +252,13 @@ def read_object(connection: Connection, item: Object, namespace: str) -> Object 
         raise api_error(response, kubectl_name(item), namespace, item["apiVersion"])
     live: Object = response.json()
     return live
+
+
+def select_objects(connection: Connection, kind: Mapping[str, str], namespace: str, selector: str) -> list[Object]:
+    listing = list_objects(connection, kind, namespace, {"labelSelector": selector})
+    if isinstance(listing, Response):
+        raise api_error(listing, f"listing {plural(kind['kind'])}", namespace, kind["apiVersion"])
+    return listing.items
 
 
 def apply_object(connection: Connection, item: Object, namespace: str, report: Report) -> None:

@@ -92,7 +92,6 @@ def predict(
     shard: Annotated[
         str, typer.Option(metavar="I/N", help="Do the I-th of N shards; `auto` is that of an Indexed Job.")
     ] = "1/1",
-    restart: Annotated[bool, typer.Option(help="Compute the parts of an interrupted run again.")] = False,
     overwrite: Annotated[bool, typer.Option(help="Replace the output where it exists.")] = False,
 ) -> None:
     """Send a request to the live service, by default its examples; with --bundle, predict a file without a service."""
@@ -105,7 +104,7 @@ def predict(
 
         request = bulk.Request(
             _open_bundle(context, bundle), source, Path(files[0]), processes, parse_shard(shard),
-            restart=restart, overwrite=overwrite,
+            overwrite=overwrite,
         )  # fmt: skip
         with contextlib.closing(RowProgress()) as progress, contextlib.redirect_stdout(sys.stderr):
             result = bulk.predict(request, progress.report)

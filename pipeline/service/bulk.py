@@ -78,7 +78,6 @@ class Request:
     output: Path
     processes: int = 0  # 0: one for each usable core
     shard: tuple[int, int] = (1, 1)  # its number, from 1, and their count
-    restart: bool = False
     overwrite: bool = False
 
 
@@ -117,7 +116,7 @@ def _predict(request: Request, source: Source, workers: Mapping[Connection, Work
     if count > 1 and (joined := _joined_before(output, job)):
         return joined
     _check_output(request)
-    _claim(folder, job, request)
+    _claim(folder, job)
     there, size = {*os.listdir(folder)}, source.rows
 
     def needed(index: int) -> bool:
@@ -187,19 +186,15 @@ def largest_batch(predictor: Predictor) -> int:
     return min(rows, limits.max_batch_size)
 
 
-def _claim(folder: Path, job: Mapping[str, Any], request: Request) -> None:
+def _claim(folder: Path, job: Mapping[str, Any]) -> None:
     """Create the folder of the parts, or check that those in it are of the same job."""
-    if request.restart and request.shard[1] > 1:
-        raise ConfigError(f"--restart: other shards may write to {folder}; to fix it: remove it before they start")
-    if request.restart:
-        shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(exist_ok=True)
     if not (path := folder / "job.json").exists():
         write_json(path, job)
     recorded = read_object(path, remedy=f"remove {folder}")
     for name in {**job, **recorded}:
         if recorded.get(name) != job.get(name):
-            label, fix = name.replace("_", " "), f"to fix it: remove {folder}, or add --restart"
+            label, fix = name.replace("_", " "), f"to fix it: remove {folder}"
             raise ConfigError(f"{folder}: has parts of {label} {recorded.get(name)}, not {job.get(name)}; {fix}")
 
 

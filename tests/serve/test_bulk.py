@@ -397,14 +397,11 @@ def test_parts_of_another_bundle_or_input_are_refused(
         patch.setattr(Work, "compute", interrupt)
         with pytest.raises(Interrupted, match=r"out\.jsonl: interrupted; .* the same command continues"):
             run(bundle_path, source, output)
-    with pytest.raises(ConfigError, match=r"parts of bundle \w+, not \w+; to fix it: remove .*parts, or add --restart"):
+    with pytest.raises(ConfigError, match=r"parts of bundle \w+, not \w+; to fix it: remove .*parts"):
         run(other_path, source, output)
     write_lines(source, pictures(41))
     with pytest.raises(ConfigError, match=r"parts of input bytes \d+, not \d+"):
         run(bundle_path, source, output)
-    with pytest.raises(ConfigError, match=r"--restart: other shards may write"):
-        run(bundle_path, source, output, restart=True, shard=(1, 2))
-    assert run(bundle_path, source, output, restart=True)["rows"] == 41
 
 
 def test_worker_that_ends_is_reported(
