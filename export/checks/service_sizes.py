@@ -81,8 +81,7 @@ class SizeComparison:
     def first(self, graph: Graph, seconds: float) -> None:
         """Compare every size, and once more in another order all but the neighbours of large powers of two.
 
-        Sizes that are not limits are compared only as long as `seconds` last. If `again` has room for all, its order is
-        the other one.
+        Sizes that are not limits are compared only as long as `seconds` last. Few get the other order in `again`.
         """
         self._warm(graph)
         chosen = self._affordable(seconds)

@@ -44,6 +44,7 @@ class ClusterExecutor:
         self._connection: Connection | None = None
 
     def is_running(self, run: Run, decision: Decision) -> bool:
+        """Return whether an earlier `pipe` started this step and it still runs: none of its files may be removed."""
         if decision.name not in run.read().steps:
             return False
         return self._step_runner(run, decision.name, decision.key, lambda: None).find() is not None

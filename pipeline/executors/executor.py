@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from pipeline.contract.config import Config
-from pipeline.contract.run import Run, StepRecord
 from pipeline.display import Display
 from pipeline.executors.local import LocalExecutor
-from pipeline.plan import CLUSTER_STEPS, Decision
+from pipeline.plan import CLUSTER_STEPS
 from pipeline.system.errors import ConfigError
 
-
-class Executor(Protocol):
-    def is_running(self, run: Run, decision: Decision) -> bool:
-        """True if an earlier `pipe` started this step and it still runs: then none of its files may be removed."""
-
-    def execute(self, run: Run, record: StepRecord, tick: Callable[[], None]) -> int:
-        """Run the step to its end and return its exit status; output goes to its log, `tick` is called meanwhile."""
+if TYPE_CHECKING:
+    from pipeline.executors.cluster import ClusterExecutor
 
 
 def choose_executor(
     step: str, config: Config, root: Path, cores: int, server: Mapping[str, str], display: Display
-) -> Executor:
+) -> LocalExecutor | ClusterExecutor:
     if not runs_on_cluster(step, config):
         return LocalExecutor(root, cores, server)
     from pipeline.executors.cluster import ClusterExecutor  # the manifests are slow to load

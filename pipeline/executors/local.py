@@ -246,7 +246,7 @@ class LocalExecutor:
     def __init__(self, root: Path, cores: int, server: Mapping[str, str]) -> None:
         self._root, self._cores, self._server = root, cores, server
 
-    def is_running(self, run: Run, decision: Decision) -> bool:  # noqa: ARG002 - the protocol's signature
+    def is_running(self, run: Run, decision: Decision) -> bool:  # noqa: ARG002 - as that of a cluster
         return False
 
     def execute(self, run: Run, record: StepRecord, tick: Callable[[], None]) -> int:

@@ -32,12 +32,8 @@ def write_project(source: str, folder: Path, name: str, **options: Any) -> None:
         files = [path.relative_to(written) for path in sorted(written.rglob("*")) if path.is_file()]
         if not any((folder / file).exists() for file in files):
             shutil.copytree(written, folder, dirs_exist_ok=True)
-        elif changed := [file for file in files if not _are_equal(written / file, folder / file)]:
+        elif changed := sorted({*files} - {*filecmp.cmpfiles(written, folder, files, shallow=False)[0]}):
             raise ConfigError(
                 f"{folder / changed[0]}: is not what {source} needs; to fix it: give another folder with --to, or run "
                 f"the project that is there with `pipe -C {folder} run export`"
             )
-
-
-def _are_equal(first: Path, second: Path) -> bool:
-    return second.is_file() and filecmp.cmp(first, second, shallow=False)

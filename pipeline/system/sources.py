@@ -284,16 +284,10 @@ def _code_digests(
         kind.body = [node for node in left if not isinstance(node, ast.Global) or node.names[0] in named]
     for tree in trees.values():
         tree.body = [node for node in tree.body if node not in removed]
-    return {name: _digest(tree) for name, tree in trees.items()}
+    return {name: digest_tree(tree) for name, tree in trees.items()}
 
 
-def package_code(module: str) -> dict[str, str]:
-    """Return a digest of each of our own files that a module or package imports."""
-    paths = {path.relative_to(SOURCE_ROOT).as_posix(): path for path in package_files(module)}
-    return {name: _digest(parse_source(path.read_bytes(), name)) for name, path in paths.items()}
-
-
-def _digest(tree: ast.Module) -> str:
+def digest_tree(tree: ast.Module) -> str:
     """Return a digest of the syntax tree without docstrings; dumping it does not include positions."""
     for node in ast.walk(tree):
         if isinstance(node, _Documented) and ast.get_docstring(node, clean=False) is not None:

@@ -12,14 +12,16 @@ import pytest
 
 from pipeline.plan import STEP_KINDS, StepKind
 from pipeline.system.files import digest_mapping
-from pipeline.system.sources import package_code
+from pipeline.system.sources import SOURCE_ROOT, digest_tree, package_files, parse_source
 
 RECORDED = Path(__file__).with_name("step_code.json")
 CACHED = [kind for kind in STEP_KINDS.values() if kind.cached]
 
 
 def current(kind: StepKind) -> dict[str, object]:
-    return {"version": kind.version, "code": digest_mapping(package_code(kind.module))}
+    paths = {path.relative_to(SOURCE_ROOT).as_posix(): path for path in package_files(kind.module)}
+    digests = {name: digest_tree(parse_source(path.read_bytes(), name)) for name, path in paths.items()}
+    return {"version": kind.version, "code": digest_mapping(digests)}
 
 
 @pytest.mark.parametrize("kind", CACHED, ids=lambda kind: kind.name)

@@ -155,7 +155,7 @@ def _build_meta_model(build: BuildModel, pretrained: Pretrained) -> MetaModel:
 
 def _config_problem(pretrained: Pretrained) -> str:
     """Return transformers' error for config.json, if the task uses transformers."""
-    if "transformers" not in sys.modules:
+    if "transformers" not in sys.modules or "config.json" not in pretrained.small:
         return ""
     from transformers import AutoConfig
 

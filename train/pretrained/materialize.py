@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
@@ -32,9 +33,15 @@ class MetaModel:
     """A model whose parameters are on the meta device; buffers are computed, as no file has rotary frequencies."""
 
     def __init__(self, build: BuildModel) -> None:
-        self._build = build
-        with _MetaRegistration(()) as self._registration:
-            self.model = build()
+        self._build, self._kept = build, range(0)
+        try:
+            with _MetaRegistration(()) as self._registration:
+                self.model = build()
+        except RuntimeError:  # of a model that computes with its weights while it is built
+            self._kept = range(sys.maxsize)
+            with _MetaRegistration(self._kept) as self._registration:
+                self.model = build()
+            self._registration.release(self.model)
 
     def initialize(self, names: Collection[str], seed: Callable[[], None]) -> dict[str, nn.Parameter]:
         """Return these parameters as the task initializes them.
@@ -49,7 +56,8 @@ class MetaModel:
                 f"adapt(): {unregistered[0]} is not set as a parameter of a module; write module.name = Parameter"
             )
         seed()
-        with _MetaRegistration({position for position in positions.values() if position is not None}), _IgnoreMeta():
+        kept = self._kept or {position for position in positions.values() if position is not None}
+        with _MetaRegistration(kept), _IgnoreMeta():
             second_model = self._build()
         initialized = {name: second_model.get_parameter(name) for name in names}
         if changed := [n for n, new in initialized.items() if new.is_meta or new.shape != expected[n].shape]:
@@ -118,6 +126,18 @@ class _MetaRegistration:
             self._number(replacement, self._count)
             self._count += 1
         return replacement
+
+    def release(self, model: nn.Module) -> None:
+        """Move the parameters that were kept to the meta device."""
+        positions, self.positions, self._alive = self.positions, {}, []
+        released: dict[int, nn.Parameter] = {}  # tied weights stay one parameter
+        for module in model.modules():
+            for name, kept in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+                if id(kept) not in released:
+                    released[id(kept)] = nn.Parameter(torch.empty_like(kept, device="meta"), kept.requires_grad)
+                    if id(kept) in positions:
+                        self._number(released[id(kept)], positions[id(kept)])
+                setattr(module, name, released[id(kept)])
 
     def _number(self, parameter: nn.Parameter, position: int) -> None:
         self.positions[id(parameter)] = position

@@ -77,6 +77,31 @@ def test_allowed_mismatch_is_initialized_by_the_seed(tmp_path: Path) -> None:
     assert 0 < float(one["head.weight"].abs().max()) < 0.4, "initialized like nn.Linear"
 
 
+class Computing(nn.Module):
+    """Computes with its weights, and on their device, while it is built."""
+
+    table: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 2)
+        self.width = self.head(torch.zeros(1, 3)).shape[1]
+        self.register_buffer("table", torch.zeros(3), persistent=False)
+        self.table.copy_(torch.arange(3, device=self.head.weight.device))
+
+
+def test_model_that_computes_while_it_is_built_gets_its_weights(tmp_path: Path) -> None:
+    weight = torch.arange(6.0).reshape(2, 3)
+    folder = write_folder(tmp_path / "other", {"head.weight": weight})
+    torch.manual_seed(1)
+    one = load(folder, Computing, "head.bias")
+    torch.manual_seed(2)
+    two = load(folder, Computing, "head.bias")
+    assert torch.equal(one.state_dict()["head.weight"], weight)
+    assert torch.equal(one.state_dict()["head.bias"], two.state_dict()["head.bias"])
+    assert one.get_buffer("table").tolist() == [0, 1, 2]
+
+
 def test_weights_keep_the_type_of_the_model(tmp_path: Path) -> None:
     half = write_folder(tmp_path / "half", {name: tensor.bfloat16() for name, tensor in tower_state().items()})
     model = load(half)
