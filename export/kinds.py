@@ -15,7 +15,7 @@ from pipeline.contract.task import Generates, Task, input_axes, max_axis_sizes
 from pipeline.system.errors import StageError
 
 _TALKATIVE = ("torch.onnx", "torch.fx", "onnx_ir", "onnxscript")  # they log every node that they leave alone
-_POSITIONS = "max_position_embeddings"
+_POSITIONS, _SOUND = "max_position_embeddings", "input_values"  # as transformers names them
 
 
 def open_exporter(subject: Subject) -> ModelExporter:
@@ -43,7 +43,8 @@ def check_positions(task: Task, model: nn.Module) -> None:
     configs = (getattr(module, "config", None) for module in model.modules())
     positions = (getattr(config, _POSITIONS, None) for config in configs)
     maximum = next((count for count in positions if isinstance(count, int)), None)
-    rows = {axis for axes in input_axes(task).values() if len(axes) < len("NCHW") for axis in axes}  # not of pictures
+    texts = (axes for name, axes in input_axes(task).items() if len(axes) < len("NCHW") and name != _SOUND)
+    rows = {axis for axes in texts for axis in axes}
     for axis, size in max_axis_sizes(task).items():
         if maximum is not None and axis in rows and size > maximum:
             raise StageError(f"`longest` allows {size} for axis `{axis}`, but the model's configuration ends at {maximum} ({_POSITIONS})")  # fmt: skip  # noqa: E501

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
 import json
 from pathlib import Path
@@ -13,6 +14,7 @@ from benchmarks.architectures.names import EXCEPTIONS, SMALL, TEXT_IDS, class_na
 _WORDS = "I have never seen a better film . Perhaps cold soup ! Once upon time The capital of France is To be or was"
 _SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]"]
 _LONGEST = 40  # tokens
+_ROUNDING, _SHARE, _MOST_TIMES = 2e-5, 0.97, 12
 
 
 def write_source(name: str, kind: str, folder: Path) -> tuple[str, ...]:
@@ -49,7 +51,24 @@ def randomize(model: Any, side: int = 0) -> Any:
             model(torch.randn(2, 3, side, side))
         for hook in hooks:
             hook.remove()
+        for _ in range(_MOST_TIMES):
+            if _rounding(model, side) < _ROUNDING:
+                break
+            for weight in (layer.weight for layer in layers if hasattr(layer, "weight")):
+                weight.data *= _SHARE
     return model
+
+
+def _rounding(model: Any, side: int) -> float:
+    """Return the error of float32, as a share of the spread: a network that amplifies it would show nothing else."""
+    import torch
+
+    with torch.no_grad(), contextlib.suppress(Exception):  # as above
+        pictures = torch.rand(4, 3, side, side) * 5 - 2.5
+        outputs = model(pictures), copy.deepcopy(model).double()(pictures.double())
+        single, double = (getattr(output, "logits", output) for output in outputs)
+        return float((single - double).abs().max() / double.std())
+    return 0.0
 
 
 def _scale(layer: Any, _: Any, output: Any) -> Any:

@@ -110,7 +110,7 @@ def _model_types() -> dict[str, str]:
             continue
         if candidates:
             modules.add(module)
-            chosen = {**dict.fromkeys(_TAGGERS, "tokens"), **dict.fromkeys(_EMBEDDERS, "embeddings")}
+            chosen = {**dict.fromkeys(_TAGGERS, "tokens"), **dict.fromkeys(_EMBEDDERS, "embeddings"), "xlnet": "texts"}
             kinds[name] = chosen.get(name, candidates[0])
     return kinds
 

@@ -191,6 +191,9 @@ def test_longest_beyond_the_models_positions_is_refused() -> None:
     net.config = type("Config", (), {"max_position_embeddings": 39})()
     with pytest.raises(StageError, match=r"`longest` allows 40 for axis `sequence`, but .* ends at 39"):
         check_positions(texts(net), net)
+    sounds: Any = Small(net, {"input_values": np.ones((COUNT, 2), np.float32)}, inputs=("input_values",))
+    sounds.axes, sounds.longest = {"input_values": ("batch", "samples")}, {"samples": 40}
+    check_positions(sounds, net)
 
 
 class Windowed(Bag):
