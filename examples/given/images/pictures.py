@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import binascii
 import io
+import math
 from typing import Any
 
 import numpy as np
@@ -35,7 +36,8 @@ def fit_picture(picture: Image.Image, steps: dict[str, Any]) -> Image.Image:
         picture = picture.resize(_size(picture, steps["size"]), steps["resample"])
     if steps.get("do_center_crop"):  # the middle; what the picture lacks is black
         height, width = steps["crop_size"]["height"], steps["crop_size"]["width"]
-        left, top = round((picture.width - width) / 2), round((picture.height - height) / 2)
+        half = math.floor if "image_processor_type" in steps else round  # of transformers; of torchvision and timm
+        left, top = half((picture.width - width) / 2), half((picture.height - height) / 2)
         picture = picture.crop((left, top, left + width, top + height))
     return picture
 

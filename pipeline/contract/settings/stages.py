@@ -64,6 +64,15 @@ class Prepare(Section):
         (), description="globs of data files that the task reads, or folders; a change in one reruns the pipeline"
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_former_name(cls, values: Any) -> Any:
+        """Read `near_duplicates`, the former name of `copies`, whose `off` still left identical samples."""
+        if isinstance(values, dict) and "near_duplicates" in values:
+            action = values.pop("near_duplicates")
+            values["copies"] = "exact" if action in ("off", False) else action
+        return values
+
     @field_validator("copies", "leaks", "overlap", "columns", "missing", "drift", mode="before")
     @classmethod
     def _read_false_as_off(cls, value: Any) -> Any:
