@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from k8s.cluster.api import (
+    TRANSIENT_STATUSES,
     Connection,
     NotKubernetes,
     Response,
+    Unreachable,
     api_path,
     connect,
     list_objects,
@@ -177,12 +179,14 @@ class Cluster:
             progress = self._progress(item, replicas)
             return progress, [] if progress.done else self.pod_problems(item)
         except ResourceError as error:  # the roll-out goes on while the API server restarts
-            return Progress(False, str(error).removeprefix(f"{kubectl_name(item)}: ")), []
+            return Progress(False, str(error)), []
 
     def _progress(self, item: Object, replicas: int) -> Progress:
         response = self.connection.request("GET", _object_path(item, self.namespace))
+        if response.status in TRANSIENT_STATUSES:
+            return Progress(False, f"the API server answers {response.status}")
         if not response.ok:
-            raise api_error(response, kubectl_name(item), self.namespace, item["apiVersion"])
+            raise StageError(f"{kubectl_name(item)}: cannot be read ({response.status}): {response.reason}")
         progress = rollout_progress(response.json(), replicas)
         if progress.done and item["kind"] == "InferenceService":
             return self._created_progress(item, replicas) or progress
@@ -256,9 +260,12 @@ def read_object(connection: Connection, item: Object, namespace: str) -> Object 
 
 def select_objects(connection: Connection, kind: Mapping[str, str], namespace: str, selector: str) -> list[Object]:
     listing = list_objects(connection, kind, namespace, {"labelSelector": selector})
-    if isinstance(listing, Response):
-        raise api_error(listing, f"listing {plural(kind['kind'])}", namespace, kind["apiVersion"])
-    return listing.items
+    if not isinstance(listing, Response):
+        return listing.items
+    subject = f"listing {plural(kind['kind'])}"
+    if listing.status in TRANSIENT_STATUSES:
+        raise Unreachable(f"{subject}: the API server answers {listing.status}: {listing.reason}")
+    raise api_error(listing, subject, namespace, kind["apiVersion"])
 
 
 def apply_object(connection: Connection, item: Object, namespace: str, report: Report) -> None:

@@ -6,7 +6,7 @@ import json
 import re
 from typing import Any
 
-from k8s.cluster.api import TRANSIENT_STATUSES, NotKubernetes, Response, Unreachable
+from k8s.cluster.api import NotKubernetes, Response
 from pipeline.system.errors import ConfigError, PipelineError, ResourceError, StageError
 
 # How to install the kinds that plain Kubernetes does not have, by API group.
@@ -30,8 +30,6 @@ _MAX_CAUSE_CHARACTERS = 200
 def api_error(response: Response, subject: str, namespace: str, api_version: str = "") -> PipelineError:
     """Return the error for a request about `subject` (such as `deployment/digits`) that did not succeed."""
     reason = response.reason
-    if response.status in TRANSIENT_STATUSES:
-        return Unreachable(f"{subject}: the API server answers {response.status}: {reason}")
     if response.status == 401:
         return ResourceError(f"{subject}: the cluster does not accept our credentials (401: {reason}); log in again")
     if response.status == 403:

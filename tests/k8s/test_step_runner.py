@@ -460,7 +460,7 @@ def test_a_failed_apply_leaves_nothing(api: ApiServer, make_runner: MakeStepRunn
             500,
         )
     )
-    with pytest.raises(ResourceError, match="500"):
+    with pytest.raises(StageError, match="500"):
         make_runner("train").start()
     assert list(api.objects) == [claim]
 
