@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -244,19 +244,12 @@ def _check_weights(trial: Trial, pretrained: Pretrained | None, whole: Sequence[
         if match.left_out:
             unused = f"{len(match.left_out)} weights that this kind of model does not use, as {match.left_out[0]}"
             print(f"left out: {unused}")
-    model = _without_memory(trial.build)
+    model = MetaModel(trial.build).model
     check_texts(task, model, whole)
     if isinstance(task, Generates):  # which may copy weights from one model to another
-        causal = _without_memory(lambda: task.language_model(trial.build()))
+        causal = MetaModel(lambda: task.language_model(trial.build())).model
         check_decoder(task, causal, config.export, list(trial.splits.values())[-2:])
     return sum(weight.numel() for weight in model.parameters())
-
-
-def _without_memory(build: Callable[[], nn.Module]) -> nn.Module:
-    try:
-        return MetaModel(build).model
-    except (RuntimeError, NotImplementedError):  # it computes with its weights while it is built
-        return build()
 
 
 @contextlib.contextmanager

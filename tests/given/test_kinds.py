@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch.nn import functional
 from transformers import (
     AutoFeatureExtractor,
@@ -19,6 +20,7 @@ from transformers import (
     AutoModelForObjectDetection,
     AutoModelForSemanticSegmentation,
     AutoTokenizer,
+    PoolFormerImageProcessorPil,
     WhisperForConditionalGeneration,
     pipeline,
 )
@@ -26,7 +28,9 @@ from transformers import (
 from export.checks.reference import find_difference
 from pipeline.cli.export import export_source
 from pipeline.contract.bundle import open_bundle
+from pipeline.contract.task import load_class
 from pipeline.given.sources import Request, write_project
+from pipeline.history import example_folder
 from pipeline.system.errors import ConfigError, InvalidPayload
 from serve.runtime.predictor import Predictor
 from serve.runtime.session import Session
@@ -164,3 +168,14 @@ def test_unsupported_architecture_is_one_sentence(tmp_path: Path, config: Any, s
     (source / "config.json").write_text(json.dumps(config))
     with pytest.raises(ConfigError, match=re.escape(sentence)):
         write_project(Request(str(source), str(tmp_path), "name"))
+
+
+@pytest.mark.parametrize("size", [(83, 71), (70, 61), (50, 64)], ids=str)
+def test_middle_of_a_picture_is_that_of_transformers(size: tuple[int, int]) -> None:
+    """Half of an odd margin is cut; torchvision rounds it."""
+    fit = load_class("pictures.py:fit_picture", example_folder("given/images"))
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (size[1], size[0], 3), np.uint8))
+    processor = PoolFormerImageProcessorPil(do_resize=False, crop_size={"height": 64, "width": 64})
+    steps = {**processor.to_dict(), "image_processor_type": "PoolFormerImageProcessor"}
+    cropped = processor.center_crop(np.asarray(picture).transpose(2, 0, 1), processor.crop_size)
+    np.testing.assert_array_equal(np.asarray(fit(picture, steps)).transpose(2, 0, 1), cropped)
