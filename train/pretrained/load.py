@@ -35,6 +35,7 @@ from train.pretrained.source import (
     Entry,
     Initialized,
     Placeholder,
+    Rows,
     Source,
     Stacked,
     Whole,
@@ -294,13 +295,24 @@ def _convert(sources: Mapping[str, Source], model: Any) -> dict[str, Source]:
         else:
             converted[name] = source
     for (target, position), names in groups.items():
-        converted[target] = _combine(target, converters[position], names, by_name)
+        converted.update(_combine(target, converters[position], names, by_name))
     return converted
 
 
-def _combine(target: str, converter: Any, names: Mapping[str, list[str]], sources: Mapping[str, Source]) -> Source:
-    """Stack the experts, and concatenate the stacks: the only operations of the supported architectures."""
-    operations = [(type(operation).__name__, operation.dim) for operation in converter.operations]
+def _combine(
+    target: str, converter: Any, names: Mapping[str, list[str]], sources: Mapping[str, Source]
+) -> Mapping[str, Source]:
+    """Split a tensor, or stack the experts and concatenate the stacks: all that the supported architectures need."""
+    operations: list[tuple[str, Any]] = [
+        (type(operation).__name__, getattr(operation, "dim", None)) for operation in converter.operations
+    ]
+    targets = converter.target_patterns
+    if operations == [("Chunk", 0)] and len(targets) > 1:
+        (whole,) = (sources[name] for group in names.values() for name in group)
+        return {
+            target.replace(targets[0], pattern, 1): Rows(whole, index, len(targets))
+            for index, pattern in enumerate(targets)
+        }
     if (
         not operations
         or operations[0] != ("MergeModulelist", 0)
@@ -309,7 +321,7 @@ def _combine(target: str, converter: Any, names: Mapping[str, list[str]], source
         raise ConfigError(f"model.pretrained: {target} needs the conversion {operations}, which is not supported")
     _refuse_gaps(target, converter.source_patterns, names)
     stacks = tuple(_stack(sorted(names[p], key=_expert_number), sources) for p in converter.source_patterns)
-    return Concatenated(stacks, operations[1][1]) if len(operations) > 1 else stacks[0]
+    return {target: Concatenated(stacks, operations[1][1]) if len(operations) > 1 else stacks[0]}
 
 
 def _stack(names: list[str], sources_by_name: Mapping[str, Source]) -> Stacked:

@@ -37,7 +37,10 @@ class MetaModel:
         try:
             with _MetaRegistration(()) as self._registration:
                 self.model = build()
-        except RuntimeError:  # of a model that computes with its weights while it is built
+            computes = any(buffer.is_meta for buffer in self.model.buffers())  # such as zeros_like(self.weight)
+        except RuntimeError:
+            computes = True
+        if computes:  # with its weights while it is built
             self._kept = range(sys.maxsize)
             with _MetaRegistration(self._kept) as self._registration:
                 self.model = build()

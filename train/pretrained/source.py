@@ -116,6 +116,32 @@ class Whole:
 
 
 @dataclass(frozen=True)
+class Rows:
+    """One of `count` equal parts of a tensor's rows, such as the queries of one that has the keys and values, too."""
+
+    whole: Source
+    index: int
+    count: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        rows, *row = self.whole.shape
+        return (min(self._size, rows - self.index * self._size), *row)
+
+    @property
+    def _size(self) -> int:
+        return -(-self.whole.shape[0] // self.count)
+
+    @property
+    def entries(self) -> Sequence[Entry]:
+        return self.whole.entries
+
+    def fill(self, box: Box, out: Tensor, read: Read) -> None:
+        (start, stop), first = box[0], self.index * self._size
+        self.whole.fill(((first + start, first + stop), *box[1:]), out, read)
+
+
+@dataclass(frozen=True)
 class _Combined:
     parts: tuple[Source, ...]
 

@@ -32,6 +32,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mpnet": TEXT,
     "albert": TEXT | {"embedding_size": 8},
     "deberta-v2": TEXT,
+    "nomic_bert": TEXT | TOKENS | {"head_dim": 8},  # its files have queries, keys and values in one tensor
     "vit": PICTURE,
     "dinov2": PICTURE,
     "convnext": {"hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1]},

@@ -90,6 +90,20 @@ class Computing(nn.Module):
         self.table.copy_(torch.arange(3, device=self.head.weight.device))
 
 
+class LikeItsWeights(nn.Module):
+    """Has a table on the device of its weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(3, 2)
+        self.register_buffer("table", torch.zeros_like(self.head.bias) + 3, persistent=False)
+
+
+def test_buffer_made_from_weights_has_its_numbers(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "other", {"head.weight": torch.ones(2, 3), "head.bias": torch.ones(2)})
+    assert load(folder, LikeItsWeights).get_buffer("table").tolist() == [3, 3]
+
+
 def test_model_that_computes_while_it_is_built_gets_its_weights(tmp_path: Path) -> None:
     weight = torch.arange(6.0).reshape(2, 3)
     folder = write_folder(tmp_path / "other", {"head.weight": weight})
