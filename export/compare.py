@@ -97,7 +97,9 @@ def compare(graph: Graph, case: Case, config: Export, scales: Scales | None = No
         actual = actual_outputs[name]
         if actual.shape != expected.shape:
             shapes = f"`{name}` of shape {actual.shape}, torch {expected.shape}"
-            raise StageError(f"at {case.text}, the ONNX file returns {shapes}")
+            squeezed = actual.shape == (1, *expected.shape)
+            fix = "; to fix it: name the axis in squeeze(), which also drops that of a single row" if squeezed else ""
+            raise StageError(f"at {case.text}, the ONNX file returns {shapes}{fix}")
         close = is_within(actual, expected, allowed_error(expected, config, (scales or {}).get(name)))
         if equal_nan:
             close |= np.isnan(actual) & np.isnan(expected)

@@ -105,7 +105,10 @@ def run_model(task: Task, model: nn.Module, batch: Mapping[str, Tensor], samples
 
 
 def measure_shapes(task: Task, model: nn.Module, samples: Samples) -> list[MeasuredShapes]:
-    """Return the shapes of torch's outputs as traced and at other sizes, where torch can compute them."""
+    """Return the shapes of torch's outputs as traced and at other sizes, where torch can compute them.
+
+    The comparison with torch reports outputs that lose an axis of size 1.
+    """
     traced = example_batch(task, samples)
     batches: list[Mapping[str, Tensor]] = [traced, {name: column[:1] for name, column in traced.items()}]
     if isinstance(task, HasAxes):
@@ -116,7 +119,8 @@ def measure_shapes(task: Task, model: nn.Module, samples: Samples) -> list[Measu
         with suppress(*MODEL_ERRORS):
             outputs = name_outputs(task, run_model(task, model, batch, samples)[1])
             measured.append(MeasuredShapes(sizes, {name: tuple(value.shape) for name, value in outputs.items()}))
-    return measured
+    axes = [[len(shape) for shape in shapes.outputs.values()] for shapes in measured]
+    return [shapes for shapes, counts in zip(measured, axes, strict=True) if counts == axes[0]]
 
 
 def check_dynamic_axes(specs: tuple[TensorSpec, ...], task: Task) -> None:

@@ -1,4 +1,4 @@
-"""Translate operators that torch.onnx lacks: recurrent layers and the grouped products of experts.
+"""Translate operators that torch.onnx lacks, as recurrent layers and the grouped products of experts, or has wrong.
 
 A mixture of experts becomes a loop over the experts that received tokens: ONNX has no operator for the grouped product
 of `transformers` (`grouped_mm`), and its `batched_mm` copies the weights of every token's experts, which at 512 tokens
@@ -79,11 +79,17 @@ def _recurrent(activation: str) -> Callable[..., Any]:
     return translate
 
 
+def _squeeze(values: Any) -> Any:
+    """Remove the axes that always have one value; that of torch.onnx also removes the batch's where it has one row."""
+    return op.Squeeze(values, [axis for axis, size in enumerate(values.shape) if size == 1])
+
+
 def translations() -> dict[Callable[..., Any], Any]:
     """Return the translations for `torch.onnx.export`; `transformers` registers its operator when it is imported."""
     table: dict[Callable[..., Any], Any] = {
         torch.ops.aten.rnn_tanh.input: _recurrent("Tanh"),
         torch.ops.aten.rnn_relu.input: _recurrent("Relu"),
+        torch.ops.aten.squeeze.default: _squeeze,
     }
     if "transformers.integrations.moe" in sys.modules:
         table[torch.ops.transformers.grouped_mm_fallback.default] = grouped_mm
