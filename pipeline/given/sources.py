@@ -348,10 +348,14 @@ def _module(request: Request, path: Path, name: str) -> Given:
     order = {name: inputs[name] for name in names if name in inputs}
     facts = {"inputs": order, "outputs": _output_names(model.eval(), order, longest), "longest": longest}
     for file in project_sources(path.parent, f"{path.name}:{name}"):
+        if str(file) in ("task.py", "codec.py", "labelled.py"):
+            raise ConfigError(f"{path.parent / file}: the project has a file of this name; to fix it: rename yours")
         (Path(request.folder) / file).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path.parent / file, Path(request.folder) / file)
-    code = f'"""The model, from {path.name}."""\n\nfrom {path.stem} import {name} as build\n\n__all__ = ["build"]\n'
-    return Given("tensors", pretrained, facts, code=code)
+    own = Path(request.folder, "model.py")  # of the user, with one more name at its end
+    code = own.read_text() if own.exists() else f'"""The model, from {path.name}."""'
+    line = f"build = {name}" if path.stem == "model" else f"from {path.stem} import {name} as build  # noqa: E402"
+    return Given("tensors", pretrained, facts, code=f"{code.rstrip()}\n\n{line}\n")
 
 
 def read_inputs(texts: Sequence[str]) -> tuple[dict[str, Any], dict[str, int]]:

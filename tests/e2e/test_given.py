@@ -94,10 +94,11 @@ def serving(folder: Path, *words: str) -> Iterator[Live]:
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with net.py, its weights, and the project `net` that was made of them."""
+    """A folder with model.py, its weights, and the project `net` that was made of them."""
     folder = tmp_path_factory.mktemp("given")
     given_models.write_net(folder)
-    pipe(folder, "export", "net.py:Net", "--weights", "net.pt", "--input", given_models.INPUT)
+    (folder / "net.py").rename(folder / "model.py")  # a name that the project has, too
+    pipe(folder, "export", "model.py:Net", "--weights", "net.pt", "--input", given_models.INPUT, "--to", "net")
     return folder
 
 
@@ -115,7 +116,8 @@ def test_class_with_weights_answers_as_torch(exported: Path, tmp_path: Path) -> 
 
 
 def test_same_source_reuses_everything(exported: Path) -> None:
-    done = pipe(exported, "export", "net.py:Net", "--weights", "net.pt", "--input", given_models.INPUT)
+    words = ["export", "model.py:Net", "--weights", "net.pt", "--input", given_models.INPUT, "--to", "net"]
+    done = pipe(exported, *words)
     assert "train: reused" in done.stderr
     assert "export: reused" in done.stderr
     assert "serve it: pipe -C" in done.stdout
@@ -123,7 +125,7 @@ def test_same_source_reuses_everything(exported: Path) -> None:
 
 def test_other_weights_need_another_folder(exported: Path, tmp_path: Path) -> None:
     given_models.write_net(tmp_path, seed=1)
-    words = ["export", "net.py:Net", "--weights", str(tmp_path / "net.pt"), "--input", given_models.INPUT]
+    words = ["export", "model.py:Net", "--weights", str(tmp_path / "net.pt"), "--input", given_models.INPUT]
     assert "give another folder with --to" in pipe(exported, *words, expect=2).stderr
 
 
