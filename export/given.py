@@ -20,7 +20,7 @@ from export.checks.weights_check import WeightsComparison
 from export.conversion.optimize import Written
 from export.conversion.to_onnx import ExportResult
 from export.ordinary import OrdinaryExporter
-from pipeline.contract.given import EXTERNAL, OnnxModel
+from pipeline.contract.given import EXTERNAL, OnnxModel, describe_input, run_on_ones
 from pipeline.contract.task import BATCH
 from pipeline.system.errors import ConfigError
 
@@ -80,14 +80,8 @@ def _output_shapes(
     model = OnnxModel({name: len(content) for name, content in files.items()})
     for name, content in files.items():
         model.get_buffer(name).copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
-    axes = {BATCH: 1, **sizes}
-    shapes = {name: [axes.get(axis, axis) for axis in fact["axes"]] for name, fact in inputs.items()}
-    ones = [torch.ones(shape, dtype=getattr(torch, inputs[name]["dtype"])) for name, shape in shapes.items()]
-    try:
-        return [tuple(output.shape) for output in model(*ones)]
-    except Exception as error:  # ONNX Runtime raises a dozen types without a common base
-        text = " ".join(str(error).split())[:300]
-        raise ConfigError(f"{path}: ONNX Runtime cannot run it for inputs of {shapes}: {text}") from error
+    outputs = run_on_ones(model, inputs, {BATCH: 1, **sizes}, str(path))
+    return [tuple(output.shape) for output in outputs]
 
 
 def _name_output_axes(path: Path, model: ModelProto, shapes: list[tuple[int, ...]], has_axes: bool) -> None:
@@ -142,7 +136,7 @@ def _describe_input(path: Path, value: ValueInfoProto) -> dict[str, Any]:
         if not dim.HasField("dim_value"):
             dim.dim_param = dim.dim_param or f"{name}_{number}"
         axes.append(dim.dim_value if dim.HasField("dim_value") else dim.dim_param)
-    return {"dtype": _DTYPES[kind.elem_type], "axes": axes, "low": 0, "high": 1}
+    return describe_input(_DTYPES[kind.elem_type], axes)
 
 
 def _bytes(model: ModelProto) -> dict[str, bytes]:

@@ -25,7 +25,9 @@ To = Annotated[Path | None, typer.Option("--to", metavar="FOLDER", help="Folder 
 Weights = Annotated[str, typer.Option("--weights", metavar="FILE", help="Its weights: safetensors, or a state dict.")]
 Inputs = Annotated[
     list[str] | None,
-    typer.Option("--input", metavar="NAME=TYPE[AXES]", help="An input, as x=float32[batch,3,224,224]."),
+    typer.Option(
+        "--input", metavar="NAME=TYPE[AXES]", help="An input, as x=float32[batch,3,224,224], or an .npz file."
+    ),
 ]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,7 +15,26 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from pipeline.system.errors import ConfigError
+
 EXTERNAL = "model.onnx.data"  # where a file has its large weights
+
+
+def describe_input(dtype: str, axes: Sequence[Any], low: int = 0, high: int = 1) -> dict[str, Any]:
+    """Return what model.json has of an input; whole numbers are drawn from `low` to below `high`."""
+    return {"dtype": dtype, "axes": list(axes), "low": low, "high": high}
+
+
+def run_on_ones(model: nn.Module, inputs: Mapping[str, Any], sizes: Mapping[str, int], subject: str) -> Any:
+    """Return what a model returns for ones in inputs that model.json describes."""
+    shapes = {name: [sizes.get(axis, axis) for axis in facts["axes"]] for name, facts in inputs.items()}
+    ones = [torch.ones(shape, dtype=getattr(torch, inputs[name]["dtype"])) for name, shape in shapes.items()]
+    try:
+        with torch.no_grad():
+            return model(*ones)
+    except Exception as error:  # of the user's code, of torch or of ONNX Runtime
+        text = " ".join(str(error).split())[:300]
+        raise ConfigError(f"{subject}: fails for inputs of {shapes}: {text}") from error
 
 
 class FileModel(nn.Module):
@@ -28,10 +48,6 @@ class FileModel(nn.Module):
 
     def content(self, name: str = "file") -> bytes:
         return self.get_buffer(name).cpu().numpy().tobytes()
-
-    @property
-    def has_external(self) -> bool:
-        return hasattr(self, "external")
 
 
 class ExportedModel(FileModel):
@@ -78,7 +94,7 @@ class OnnxModel(FileModel):
 
     def write(self, path: Path) -> None:
         path.write_bytes(self.content())
-        if self.has_external:
+        if hasattr(self, "external"):
             path.with_name(EXTERNAL).write_bytes(self.content("external"))
 
     def _open(self) -> Any:

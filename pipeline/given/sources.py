@@ -6,23 +6,28 @@ the command line never does.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
+import itertools
 import json
 import os
 import re
 import shutil
 import sys
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
+import numpy as np
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from pipeline.contract.given import describe_input, run_on_ones
 from pipeline.contract.pretrained import open_pretrained
 from pipeline.contract.task import BATCH, load_class
 from pipeline.given.sentence_transformers import read_sentence_transformer
@@ -336,10 +341,11 @@ def _module(request: Request, path: Path, name: str) -> Given:
     if not isinstance(model, nn.Module):
         raise ConfigError(f"{request.source}: is no torch module, but {type(model).__name__}")
     names = [name for name in inspect.signature(model.forward).parameters if name not in ("args", "kwargs")]
-    if not request.inputs:
+    hints = () if request.inputs else _annotated_inputs(model)
+    if not (request.inputs or hints):
         example = " ".join(f"--input {name}=float32[batch,8]" for name in names)
         raise ConfigError(f"{request.source}: describe what forward() takes, as in {example}")
-    inputs, longest = read_inputs(request.inputs)
+    inputs, longest = read_inputs(request.inputs or hints)
     if missing := sorted(inputs.keys() - set(names)):
         raise ConfigError(f"--input {missing[0]}: forward() has no such argument; it takes {', '.join(names)}")
     if not request.weights:
@@ -358,16 +364,27 @@ def _module(request: Request, path: Path, name: str) -> Given:
     return Given("tensors", pretrained, facts, code=f"{code.rstrip()}\n\n{line}\n")
 
 
+def _annotated_inputs(model: nn.Module) -> list[str]:
+    """Return the inputs of `forward(self, x: Annotated[Tensor, "float32[batch,3,224,224]"])`."""
+    with contextlib.suppress(NameError):  # of a type that is imported for type checkers alone
+        hints = get_type_hints(model.forward, include_extras=True)
+        texts = {name: getattr(hint, "__metadata__", ("",))[0] for name, hint in hints.items() if name != "return"}
+        return [f"{name}={text}" for name, text in texts.items() if isinstance(text, str) and text]
+    return []
+
+
 def read_inputs(texts: Sequence[str]) -> tuple[dict[str, Any], dict[str, int]]:
     """Read `name=float32[batch,time<=512,80]`: the inputs, and the longest of each named axis."""
     inputs: dict[str, Any] = {}
     longest: dict[str, int] = {}
-    for text in texts:
+    examples = [_examples(Path(text)) if text.endswith(".npz") else [(text, (0, 1))] for text in texts]
+    for text, limits in itertools.chain.from_iterable(examples):
         match = _INPUT.fullmatch(text.replace(" ", ""))
         axes = [part.partition("<=") for part in match["axes"].split(",")] if match else []
         if match is None or axes[0][0] != BATCH or not all(size[0] for size in axes):
             raise ConfigError(
-                f"--input {text}: write it as in x=float32[batch,3,224,224] or ids=int64[batch,time<=512]"
+                f"--input {text}: write it as in x=float32[batch,3,224,224] or ids=int64[batch,time<=512], or name "
+                "an .npz file with an example of each input"
             )
         for name, _, size in axes[1:]:
             if not name.isdigit():
@@ -375,20 +392,30 @@ def read_inputs(texts: Sequence[str]) -> tuple[dict[str, Any], dict[str, int]]:
                     raise ConfigError(f"--input {text}: write the maximum of {name}, as in {name}<=512")
                 longest[name] = int(size) if size.isdigit() else longest[name]
         sizes = [int(name) if name.isdigit() else name for name, _, _ in axes]
-        inputs[match["name"]] = {"dtype": match["dtype"], "axes": sizes, "low": 0, "high": 1}
+        inputs[match["name"]] = describe_input(match["dtype"], sizes, *limits)
     return inputs, longest
+
+
+def _examples(path: Path) -> list[tuple[str, tuple[int, int]]]:
+    """Describe the arrays of a file, whose first axis is the batch; whole numbers are drawn from their range."""
+    try:
+        with np.load(path) as file:
+            arrays = {name: np.atleast_1d(file[name]) for name in file}
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise ConfigError(f"--input {path}: cannot be read as .npz ({' '.join(str(error).split())})") from error
+    shapes = {name: ",".join(["batch", *map(str, array.shape[1:])]) for name, array in arrays.items()}
+    return [
+        (
+            f"{name}={array.dtype}[{shapes[name]}]",
+            (int(array.min()), int(array.max()) + 1) if array.size and array.dtype.kind in "iu" else (0, 1),
+        )
+        for name, array in arrays.items()
+    ]
 
 
 def _output_names(model: nn.Module, inputs: Mapping[str, Any], longest: Mapping[str, int]) -> list[str]:
     """Run the model on ones, and return names for what it returns."""
-    sizes = {BATCH: 2, **longest}
-    shapes = {name: [sizes.get(axis, axis) for axis in facts["axes"]] for name, facts in inputs.items()}
-    ones = [torch.ones(shape, dtype=getattr(torch, inputs[name]["dtype"])) for name, shape in shapes.items()]
-    try:
-        with torch.no_grad():
-            outputs = model(*ones)
-    except Exception as error:  # of the user's code, or of torch
-        raise ConfigError(f"forward(): fails for inputs of {shapes}: {' '.join(str(error).split())[:300]}") from error
+    outputs = run_on_ones(model, inputs, {BATCH: 2, **longest}, "forward()")
     if isinstance(outputs, Tensor):
         return ["output"]
     return list(outputs) if isinstance(outputs, Mapping) else [f"output_{i}" for i in range(len(outputs))]
@@ -412,14 +439,10 @@ def _program(request: Request, path: Path) -> Given:
             axes.append(size if isinstance(size, int) else str(size))
             if not isinstance(size, int):
                 longest[str(size)] = int(min(ranges[str(size)].upper, 512))
-        inputs[str(name)] = _describe(str(value.dtype).removeprefix("torch."), axes)
+        inputs[str(name)] = describe_input(str(value.dtype).removeprefix("torch."), axes)
     outputs = [f"output_{i}" for i in range(len(program.graph_signature.user_outputs))]
     facts = {"inputs": inputs, "outputs": ["output"] if len(outputs) == 1 else outputs, "longest": longest}
     return _file_project(request, {"file": path.read_bytes()}, facts, "model_exported.py")
-
-
-def _describe(dtype: str, axes: Sequence[Any]) -> dict[str, Any]:
-    return {"dtype": dtype, "axes": list(axes), "low": 0, "high": 1}
 
 
 def _onnx_file(request: Request, path: Path) -> Given:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -33,6 +35,7 @@ NET = {"source": "net.py:Net", "weights": "net.pt", "inputs": [given_models.INPU
         ({**NET, "weights": "other.pt"}, "missing: out.bias; unexpected: more"),
         ({**NET, "weights": "small.pt"}, "of another shape: out.bias"),
         ({**NET, "source": "net.py:Other"}, "has no class Other"),
+        ({**NET, "source": "task.py:Net"}, "the project has a file of this name"),
         ({"source": "remote"}, "auto_map"),
         ({"source": "pickled"}, "a pickle, which can run code"),
         ({"source": "unknown"}, "BertForNothing is not supported"),
@@ -43,6 +46,7 @@ def test_wrong_source_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     state = given_models.write_net(tmp_path).state_dict()
+    shutil.copyfile("net.py", "task.py")
     torch.save(nn.Linear(1, 1), "whole.pt")
     torch.save({"more" if name == "out.bias" else name: value for name, value in state.items()}, "other.pt")
     torch.save({**state, "out.bias": torch.ones(2)}, "small.pt")
@@ -66,7 +70,32 @@ def test_inputs_name_their_axes() -> None:
     assert longest == {"time": 512}
 
 
-@pytest.mark.parametrize("text", ["x=float32[3]", "x=float[batch]", "x=float32[batch,time]", "float32[batch]"])
+def test_inputs_are_those_of_an_example(tmp_path: Path) -> None:
+    ids, flags = np.array([[4, 9, 5], [7, 4, 4]]), np.array([[True], [False]])
+    np.savez(tmp_path / "example.npz", ids=ids, flags=flags)
+    assert read_inputs([str(tmp_path / "example.npz")]) == (
+        {
+            "ids": {"dtype": "int64", "axes": ["batch", 3], "low": 4, "high": 10},
+            "flags": {"dtype": "bool", "axes": ["batch", 1], "low": 0, "high": 1},
+        },
+        {},
+    )
+
+
+ANNOTATED = given_models.NET.replace("self, image", 'self, image: Annotated[Tensor, "float32[batch,3,16,16]"]')
+
+
+def test_inputs_are_those_of_the_signature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    given_models.write_net(tmp_path)
+    Path("net.py").write_text(f"from typing import Annotated\nfrom torch import Tensor\n{ANNOTATED}")
+    Path("project").mkdir()
+    facts = read_source(Request("net.py:Net", "project", "net", "net.pt")).facts
+    assert facts is not None
+    assert facts["inputs"] == read_inputs([given_models.INPUT])[0]
+
+
+@pytest.mark.parametrize("text", ["x=float32[3]", "x=float[batch]", "x=float32[batch,time]", "none.npz"])
 def test_wrong_input_is_refused(text: str) -> None:
     with pytest.raises(PipelineError, match="--input"):
         read_inputs([text])
