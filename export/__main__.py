@@ -13,14 +13,13 @@ import onnx
 import onnxruntime
 import torch
 
-from export.bundle import Sources, columns_with_nan, fill_bundle
+from export.bundle import Sources, columns_with_nan, fill_bundle, write_provenance
 from export.checks.service_sizes import ServedSizes
 from export.checks.verify import write_and_compare
 from export.kinds import open_exporter
 from export.model_card import describe_codec, render_card
 from export.official_weights import write_official_weights
 from export.other_formats import FORMATS_FILE, FORMATS_FOLDER, require_formats, write_formats
-from export.provenance import write_provenance
 from export.report import Report
 from export.subject import ModelExporter, Subject
 from export.variants import choose

@@ -5,6 +5,7 @@ The codec may import numpy and what it declares, because the service installs no
 
 from __future__ import annotations
 
+import platform
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,18 +17,23 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from export.checks.reference import compare_reference
 from export.conversion.to_onnx import tensor_specs
-from export.golden import make_golden
+from export.golden import compare_reference, make_golden
 from export.sessions import open_graph
 from export.subject import ModelExporter, ModelProperties
+from pipeline.contract.bundle import PROVENANCE, Manifest, statement
 from pipeline.contract.codec import FILES, build_codec, codec_class, required_packages, shared_files
 from pipeline.contract.config import Config
+from pipeline.contract.run import Run
+from pipeline.contract.settings.bundled import BUNDLED_SETTINGS
 from pipeline.contract.signature import CODEC_FOLDER, FLOATS, Limits, Runtime, Signature, TensorSpec, codec_file
 from pipeline.contract.task import Classifier
 from pipeline.system.errors import ConfigError
-from pipeline.system.files import read_object
-from pipeline.system.sources import project_sources, third_party_imports
+from pipeline.system.files import digest_mapping, read_object, write_json
+from pipeline.system.sources import package_sources, project_sources, third_party_imports
+
+_PACKAGES = ("torch", "onnx", "onnxscript", "onnxruntime", "onnxruntime-gpu", "numpy", "safetensors")
+_SECTIONS = ("name", "task", "codec", "prepare", "model", "train", "evaluate", "export")  # of the settings
 
 
 @dataclass(frozen=True)
@@ -161,3 +167,28 @@ def _pin(reference: str, text: str) -> str:
     if not requirement.specifier.contains(version, prereleases=True):
         raise ConfigError(f"{reference}: needs {text}, but {version} is installed here")
     return f"{name}=={version.public}"
+
+
+def write_provenance(bundle: Path, run: Run, signature: Signature) -> None:
+    """Write provenance.json; the manifest must exist, because it is one of the subjects."""
+    raw = (bundle / "manifest.json").read_bytes()
+    config = run.original_config.model_dump(mode="json")  # as the run was started; its results are identified by it
+    properties: dict[str, Any] = {name: config[name] for name in _SECTIONS}
+    properties["serve"] = {name: config["serve"][name] for name in BUNDLED_SETTINGS}
+    pins = (pin.partition("==") for pin in signature.requires)
+    packages = _versions(_PACKAGES) | {name: version for name, _, version in pins}
+    source = digest_mapping(package_sources("export", "pipeline.contract", "pipeline.statistics", "pipeline.system"))
+    builder = {"python": platform.python_version(), "source": source}
+    builder |= _versions(("pipe-road",))
+    write_json(bundle / PROVENANCE, statement(Manifest.model_validate_json(raw), raw, properties, packages, builder))
+
+
+def _versions(names: tuple[str, ...]) -> dict[str, str]:
+    """Return the versions of those that are installed."""
+    versions = {}
+    for name in names:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return versions

@@ -8,19 +8,21 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from torch import nn
 
 from export.checks.cases import to_feed
 from export.compare import Arrays, Graph, rows_with
 from export.tolerance import absolute_tolerance
 from pipeline.contract.codec import Codec, Part, encode_method, in_order, join_equal_shapes
 from pipeline.contract.data import Samples
-from pipeline.contract.golden import Golden, null_for_nan
+from pipeline.contract.golden import Golden, difference, null_for_nan
 from pipeline.contract.settings.stages import Export
 from pipeline.contract.signature import NUMPY_TYPES, Signature, TensorSpec
-from pipeline.contract.task import HasExample, HasInstances, Task
-from pipeline.system.errors import ConfigError, DataError
+from pipeline.contract.task import HasExample, HasInstances, HasReference, Task
+from pipeline.system.errors import ConfigError, DataError, StageError
 
 GOLDEN_REQUESTS = 4
+_SHOWN = 200  # characters of an answer in a message
 _SEARCHED_ROWS = 256  # at once, for a sample with a missing number
 
 
@@ -155,3 +157,20 @@ def _plain_json(value: list[Any], source: str) -> list[Any]:
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{source} must give plain JSON values: {error}") from error
     return plain
+
+
+def compare_reference(task: Task, model: nn.Module, golden: Golden) -> str:
+    """Compare the answers with those of the model's own library; return a sentence, empty without a reference()."""
+    if not isinstance(task, HasReference):
+        return ""
+    answers = list(task.reference(golden.instances, model))
+    if len(answers) != len(golden.predictions):
+        raise StageError(f"reference(): gives {len(answers)} answers for {len(golden.predictions)} instances")
+    for instance, prediction, answer in zip(golden.instances, golden.predictions, answers, strict=True):
+        if problem := difference(answer, prediction, golden.rtol, golden.atol):
+            texts = [str(value)[:_SHOWN] for value in (prediction, answer, instance)]
+            raise StageError(
+                f"the bundle answers {texts[0]} and the model's own library {texts[1]} for {texts[2]} ({problem}); "
+                "to fix it: correct decode() or encode() in the codec"
+            )
+    return f"{len(answers)} answers equal to those of the model's own library"

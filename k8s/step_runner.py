@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import queue
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,9 +10,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from k8s.cluster.api import Connection, Unreachable, api_path
-from k8s.cluster.cluster import DRY_RUN, Report, apply_object, patch_object, read_object, select_objects
-from k8s.cluster.errors import api_error
+from k8s.cluster.api import Connection, Unreachable
+from k8s.cluster.cluster import DRY_RUN, Report, apply_object, delete_object, patch_object, read_object, select_objects
 from k8s.cluster.pending_reasons import PendingReasons
 from k8s.cluster.pod_logs import PodLogs
 from k8s.cluster.rollout_status import JobResult, is_finished, job_progress, job_result, unrecoverable_problems
@@ -229,11 +227,9 @@ class StepRunner:
         """Delete exactly this object, not one that was created under its name meanwhile."""
         if live["metadata"]["labels"].get(RUN_LABEL) != self.step_job.run:
             raise StageError(f"{kubectl_name(live)}: does not belong to run {self.step_job.run}, and is not deleted")
-        options = {"preconditions": {"uid": live["metadata"]["uid"]}, "propagationPolicy": "Background"}
-        path = api_path(item, self.namespace, live["metadata"]["name"])
-        response = self.connection.request("DELETE", path, body=json.dumps(options).encode())
-        if not response.ok and response.status not in (404, 409):
-            raise api_error(response, kubectl_name(live), self.namespace)
+        named = {**item, "metadata": {"name": live["metadata"]["name"]}}
+        uid = live["metadata"]["uid"]
+        delete_object(self.connection, named, self.namespace, uid, accepted=(404, 409))
 
 
 def _pods_by_name(pods: Sequence[Object]) -> dict[str, Object]:

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from pipeline.contract.chaos import CHAOS_VARIABLE
@@ -35,7 +37,6 @@ from train.checkpoint.storage import make_storage
 from train.checkpoint.store import CheckpointStore
 from train.device.accelerator import configure_accelerator, describe_accelerator
 from train.elastic.attempts import begin_attempt
-from train.given import take_weights
 from train.hang_report import enable_flight_recorder
 from train.ledger import Ledger
 from train.metrics import MetricsLog, peak_memory_bytes
@@ -50,6 +51,20 @@ from train.sample_checksums import read_checksums, this_machine
 from train.state import Progress
 from train.trainer import Trainer
 from train.watchdog import run_watchdog
+
+
+def take_weights(run: Run, root: Path) -> None:
+    """Check the pretrained weights and write them as the trained ones, where `train.epochs` is 0."""
+    task, cpu = open_task(run, root), torch.device("cpu")
+    with open_recorded_weights(run, root, lambda: build_model(task, run), ProcessGroup(Rank(), cpu), False) as create:
+        model, materializer = create()
+        assert materializer is not None  # the weights come from files
+        materializer.materialize(model, cpu)
+    weights = {name: weight.detach().clone() for name, weight in model.state_dict().items()}  # tied ones twice
+    path = run.partial("train") / "model.safetensors"
+    save_file(weights, path, {"step": "0"})
+    path.chmod(0o644)  # the next step may run as another user
+    print(f"weights as given: {len(weights)} tensors, {sum(weight.numel() for weight in weights.values()):,} numbers")
 
 
 def train(run: Run, root: Path) -> None:

@@ -35,10 +35,14 @@ def torch_outputs(task: Task, model: nn.Module, samples: Samples, size: int) -> 
     return {name: np.concatenate([part[name] for part in parts]) for name in task.outputs}
 
 
+def to_array(tensor: Tensor) -> Array:
+    """Return numbers for numpy, which has no bfloat16: it becomes float32."""
+    array: Array = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).detach().cpu().numpy()
+    return array
+
+
 def named_arrays(task: Task, outputs: Any) -> Arrays:
-    """Return outputs as numpy arrays; numpy has no bfloat16, so that becomes float32."""
-    tensors = name_outputs(task, outputs).items()
-    return {name: (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy() for name, tensor in tensors}
+    return {name: to_array(tensor) for name, tensor in name_outputs(task, outputs).items()}
 
 
 def to_feed(task: Task, batch: Batch) -> Arrays:

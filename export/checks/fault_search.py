@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Interpreter, Node
 
+from export.checks.cases import to_array
 from export.conversion.names import input_names
 from export.conversion.shapes import MODEL_ERRORS
 from export.conversion.to_onnx import ExportResult
@@ -337,7 +338,7 @@ class _Recorder(Interpreter):
             return None
         value = super().run_node(n)
         if isinstance(value, Tensor) and n.op == "call_function":
-            self.steps[n.name] = Step(n, _to_array(value))
+            self.steps[n.name] = Step(n, to_array(value).copy())
         return value
 
 
@@ -396,13 +397,7 @@ def _traced_outputs(steps: Mapping[str, Step]) -> dict[str, Step]:
 
 def _single_tensor(answer: Any) -> Array | None:
     answer = answer[0] if isinstance(answer, tuple) and len(answer) == 1 else answer
-    return _to_array(answer) if isinstance(answer, Tensor) else None
-
-
-def _to_array(tensor: Tensor) -> Array:
-    tensor = tensor.detach()
-    array: Array = (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).cpu().numpy().copy()
-    return array
+    return to_array(answer).copy() if isinstance(answer, Tensor) else None
 
 
 def _shapes(feed: Feed) -> str:

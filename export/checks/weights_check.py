@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import onnx
-import torch
 from onnx import numpy_helper
 from torch import Tensor, nn
 
+from export.checks.cases import to_array
 from export.conversion.names import nested_graphs
 from pipeline.system.torch_private import BatchNormBase
 from pipeline.system.wording import join_names
@@ -123,9 +123,8 @@ def _norm_tensors(name: str, norm: str) -> tuple[str, ...]:
 
 
 def _to_array(tensor: Tensor) -> Array | None:
-    tensor = tensor.detach().cpu()
     try:
-        return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()
+        return to_array(tensor)
     except (TypeError, RuntimeError):  # quantized and sparse tensors
         return None
 

@@ -121,15 +121,10 @@ class Cluster:
 
     def delete(self, item: Object) -> None:
         """Delete the object if it exists, but not one that was created under its name meanwhile."""
-        options: dict[str, Any] = {"propagationPolicy": "Background"}
-        if item["kind"] != "Secret":  # we may write Secrets, not read them
-            if (live := self.read(item)) is None:
-                return
-            options["preconditions"] = {"uid": live["metadata"]["uid"]}
-        body = json.dumps(options).encode()
-        response = self.connection.request("DELETE", _object_path(item, self.namespace), body=body)
-        if not response.ok and response.status != 404:
-            raise api_error(response, kubectl_name(item), self.namespace, item["apiVersion"])
+        if item["kind"] == "Secret":  # we may write Secrets, not read them
+            delete_object(self.connection, item, self.namespace)
+        elif live := self.read(item):
+            delete_object(self.connection, item, self.namespace, live["metadata"]["uid"])
 
     def pods(self, item: Object) -> list[Object]:
         """Return the pods of this version of a workload; pods of older versions may still terminate."""
@@ -256,6 +251,16 @@ def read_object(connection: Connection, item: Object, namespace: str) -> Object 
         raise api_error(response, kubectl_name(item), namespace, item["apiVersion"])
     live: Object = response.json()
     return live
+
+
+def delete_object(
+    connection: Connection, item: Object, namespace: str, uid: str = "", accepted: tuple[int, ...] = (404,)
+) -> None:
+    """Delete the object with this uid; any of this name without it."""
+    options = {"propagationPolicy": "Background", **({"preconditions": {"uid": uid}} if uid else {})}
+    response = connection.request("DELETE", _object_path(item, namespace), body=json.dumps(options).encode())
+    if not response.ok and response.status not in accepted:
+        raise api_error(response, kubectl_name(item), namespace, item["apiVersion"])
 
 
 def select_objects(connection: Connection, kind: Mapping[str, str], namespace: str, selector: str) -> list[Object]:

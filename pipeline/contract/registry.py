@@ -25,7 +25,6 @@ from pipeline.contract.config import Config
 from pipeline.contract.settings.section import Frozen
 from pipeline.system.errors import BundleError, ConfigError, PipelineError, ResourceError
 from pipeline.system.files import digest_bytes, sync
-from pipeline.system.kubeconfig import server_of
 from pipeline.system.locks import NOT_SUPPORTED, exclusive_lock
 
 CHAMPION = "champion"
@@ -106,7 +105,25 @@ def champion_name(config: Config) -> str:
     deploy = config.deploy
     if not deploy.on_cluster or deploy.render:  # rendered manifests go to a place that others choose
         return CHAMPION
-    return f"{CHAMPION}@{server_of(deploy.context) or deploy.context}/{deploy.namespace}/{config.name}"
+    return f"{CHAMPION}@{_server_of(deploy.context) or deploy.context}/{deploy.namespace}/{config.name}"
+
+
+def _server_of(context: str) -> str:
+    """Return the API server of a context, by default of the current one; empty if no kubeconfig names it."""
+    files = os.environ.get("KUBECONFIG") or str(Path.home() / ".kube" / "config")
+    paths = [path for path in (Path(file).expanduser() for file in files.split(os.pathsep)) if path.is_file()]
+    if not paths:
+        return ""
+    import yaml  # slow to load
+
+    try:
+        bodies = [yaml.safe_load(path.read_text()) or {} for path in paths]
+        context = context or next((body["current-context"] for body in bodies if body.get("current-context")), "")
+        contexts = {item["name"]: item["context"] for body in bodies for item in body.get("contexts") or []}
+        clusters = {item["name"]: item["cluster"] for body in bodies for item in body.get("clusters") or []}
+        return str(clusters[contexts[context]["cluster"]]["server"]).rstrip("/")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError):
+        return ""  # a command that connects reports what is wrong
 
 
 def is_champion(name: str) -> bool:
@@ -143,7 +160,8 @@ def change_registry(runs: Path, url: str, decide: Callable[[Registry], ProposedC
         proposed = decide(Registry(history))
         if proposed is None:
             return Registry(history)
-        change = _new_change(proposed, digest)
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        change = Change(**vars(proposed), at=now, by=current_user(), before=digest, token=secrets.token_hex(8))
         if store.create(f"{length + 1:06d}.json", (change.model_dump_json(indent=2) + "\n").encode()):
             return Registry((*history, change))
 
@@ -216,19 +234,6 @@ def _history(store: RegistryStore) -> tuple[tuple[Change, ...], str]:
         changes.append(change)
         digest = digest_bytes(raw)
     return tuple(changes), digest
-
-
-def _new_change(proposed: ProposedChange, digest: str) -> Change:
-    return Change(
-        at=datetime.now(UTC).isoformat(timespec="seconds"),
-        name=proposed.name,
-        entry=proposed.entry,
-        reason=proposed.reason,
-        by=current_user(),
-        before=digest,
-        token=secrets.token_hex(8),
-        rollback=proposed.rollback,
-    )
 
 
 def current_user() -> str:

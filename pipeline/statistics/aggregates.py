@@ -25,8 +25,8 @@ class Statistic(ABC):
     """A metric of one model on the samples or queries of the test set, its units."""
 
     @property
-    @abstractmethod
-    def units(self) -> int: ...
+    def units(self) -> int:
+        return len(self.features())
 
     @property
     def limits(self) -> Limits | None:
@@ -78,22 +78,14 @@ def contributions(candidate: Statistic, baseline: Statistic | None, better: int 
 @dataclass(frozen=True)
 class Mean(Statistic):
     column: Floats
-    range: Limits | None = None  # of one value
+    limits: Limits | None = None  # of one value
 
     @cached_property
     def estimate(self) -> float:
         return float(self.column.mean())
 
-    @property
-    def limits(self) -> Limits | None:
-        return self.range
-
     def features(self) -> Floats:
         return self.column[:, None]
-
-    @property
-    def units(self) -> int:
-        return len(self.column)
 
     def values(self, weights: Floats) -> Floats:
         means: Floats = weights @ self.column / weights.sum(axis=1)
@@ -110,10 +102,6 @@ class _OfSquares(Statistic):
 
     def features(self) -> Floats:
         return self.squares[:, None]
-
-    @property
-    def units(self) -> int:
-        return len(self.squares)
 
 
 class RootMean(_OfSquares):
@@ -190,10 +178,6 @@ class Spearman(Statistic):
     def __init__(self, first: Floats, second: Floats) -> None:
         self._x, self._y = Ranks(first), Ranks(second)
 
-    @property
-    def units(self) -> int:
-        return len(self._x.group)
-
     def features(self) -> Floats:
         return self._x.group[:, None].astype(np.float64)
 
@@ -224,6 +208,8 @@ class Spearman(Statistic):
 class Auc(Statistic):
     """Probability that a positive sample scores higher, ties count half; undefined without both kinds."""
 
+    limits = (0.0, 1.0)
+
     def __init__(self, scores: Floats, positive: np.ndarray[Any, np.dtype[np.bool_]]) -> None:
         self._ranks = Ranks(scores)
         self._positive = positive.astype(np.float64)
@@ -231,10 +217,6 @@ class Auc(Statistic):
     @property
     def units(self) -> int:
         return len(self._positive)
-
-    @property
-    def limits(self) -> Limits:
-        return 0.0, 1.0
 
     @property
     def smallest_group(self) -> int:
@@ -311,16 +293,10 @@ class Average(Statistic):
 class _SumOfGaps(Statistic):
     """Sum over columns of the size of their mean: gaps between stated and true."""
 
+    limits = (0.0, 1.0)
+
     def __init__(self, gaps: Floats) -> None:
         self._gaps = gaps
-
-    @property
-    def units(self) -> int:
-        return len(self._gaps)
-
-    @property
-    def limits(self) -> Limits:
-        return 0.0, 1.0
 
     def features(self) -> Floats:
         return self._gaps

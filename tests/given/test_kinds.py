@@ -25,9 +25,9 @@ from transformers import (
     pipeline,
 )
 
-from export.checks.reference import find_difference
 from pipeline.cli.export import export_source
 from pipeline.contract.bundle import open_bundle
+from pipeline.contract.golden import difference
 from pipeline.contract.task import load_class
 from pipeline.given.sources import Request, write_project
 from pipeline.history import example_folder
@@ -59,7 +59,7 @@ def export(source: Path, tmp_path: Path) -> Predictor:
 
 
 def assert_equal(answers: Any, expected: Any) -> None:
-    assert find_difference(list(answers), expected, 1e-3, 1e-4) is None, f"{answers} and {expected}"
+    assert difference(expected, list(answers), 1e-3, 1e-4) is None, f"{answers} and {expected}"
 
 
 def test_vectors_are_those_of_each_text_alone(tmp_path: Path) -> None:

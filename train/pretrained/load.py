@@ -146,25 +146,18 @@ def match_weights(build: BuildModel, pretrained: Pretrained, allow: tuple[str, .
 
 
 def _build_meta_model(build: BuildModel, pretrained: Pretrained) -> MetaModel:
+    """Build the model; where transformers cannot read config.json, that is the error."""
     try:
         return MetaModel(build)
     except Exception as error:
-        if problem := _config_problem(pretrained):
-            raise DataError(f"{pretrained.small['config.json']}: {problem}") from error
+        if "transformers" in sys.modules and (path := pretrained.small.get("config.json")):
+            from transformers import AutoConfig
+
+            try:
+                AutoConfig.from_pretrained(path.parent)
+            except Exception as problem:  # one of a dozen types without a common base
+                raise DataError(f"{path}: {' '.join(str(problem).split())}") from error
         raise  # the task's own error
-
-
-def _config_problem(pretrained: Pretrained) -> str:
-    """Return transformers' error for config.json, if the task uses transformers."""
-    if "transformers" not in sys.modules or "config.json" not in pretrained.small:
-        return ""
-    from transformers import AutoConfig
-
-    try:
-        AutoConfig.from_pretrained(pretrained.small["config.json"].parent)
-    except Exception as error:  # one of a dozen types without a common base
-        return " ".join(str(error).split())
-    return ""
 
 
 def _entries(weights: Mapping[str, Path]) -> dict[str, Entry]:
