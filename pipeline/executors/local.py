@@ -254,7 +254,7 @@ class LocalExecutor:
         train, log, launcher = run.config.train, run.log(record.step), LocalLauncher(self._root, tick)
         environment = {**training_environment(train, self._cores), **self._server}
         if record.argv[2] in FORKED_STEPS and has_server({**os.environ, **environment}):
-            environment[THREADS_VARIABLE] = str(count_cores(self._cores))
+            environment[THREADS_VARIABLE] = step_environment(1, count_cores(self._cores))["OMP_NUM_THREADS"]
             return replace(launcher, forks=True).launch(record.argv, log, environment)
         if record.step != "train":
             return launcher.launch(record.argv, log, step_environment(1, count_cores(self._cores)))

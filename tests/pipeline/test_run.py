@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import socket
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from pipeline.redeploy import deployment_config, find_deployable, redeploy
 from pipeline.resume import accept_outputs, describe_kept_settings, latest_unfinished, override_resumed
 from pipeline.run import resume_run, run_pipeline
 from pipeline.system.errors import BundleError, ConfigError, LostContact, ResourceError, StageError, write_error
+from pipeline.system.fork_server import THREADS_VARIABLE
 from pipeline.user.readers import find_files, write_read_files
 from pipeline.work import RunRequest, Work
 
@@ -414,6 +416,26 @@ def test_a_killed_node_of_training_is_started_again(
     record = StepRecord(step="train", status="running", key="k", parts={}, argv=("python", "-m", "train"))
     assert LocalExecutor(folder, 1, {}).execute(run, record, lambda: None) == 0
     assert started == [record.argv, (*record.argv, "--again")]
+
+
+def test_a_forked_step_has_all_cores_unless_the_user_limits_it(
+    new_run: NewRun, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads = list[str]()
+
+    def launch(_launcher: object, _argv: object, _log: object, environment: Mapping[str, str]) -> int:
+        threads.append(environment[THREADS_VARIABLE])
+        return 0
+
+    monkeypatch.setattr("pipeline.executors.local.LocalLauncher.launch", launch)
+    monkeypatch.setattr("pipeline.executors.local.has_server", lambda _: True)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    record = StepRecord(step="export", status="running", key="k", parts={}, argv=("python", "-m", "export"))
+    executor, run = LocalExecutor(folder, 4, {}), new_run()
+    executor.execute(run, record, lambda: None)
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    executor.execute(run, record, lambda: None)
+    assert threads == ["4", "3"]
 
 
 KILLED = "process rank 1 with PID 7 on node node1 exited on signal 9"
