@@ -20,7 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from export.conversion.shapes import MODEL_ERRORS
 from pipeline.contract.data import standard_attention
+from pipeline.contract.run import describe
 from pipeline.system.errors import StageError
 from pipeline.system.torch_private import (
     OpOverload,
@@ -320,7 +322,12 @@ def check_state(source: ExportInput) -> None:
     """Check that a call changes no buffers, parameters or inputs, but for tables that the first one makes."""
     numbers = numeric_attributes(source.module)
     arguments = copy.deepcopy(source.arguments)
-    outputs, changed = _call(source.module, arguments)
+    try:
+        outputs, changed = _call(source.module, arguments)
+    except MODEL_ERRORS as error:
+        given = zip(source.inputs, _tensors(arguments), strict=True)
+        text = ", ".join(f"{name} {str(value.dtype)[6:]}{list(value.shape)}" for name, value in given)
+        raise StageError(f"the model fails for inputs {text}: {describe(error, Path.cwd())}") from error
     _refuse_call_counter(source, numbers, outputs)
     if changed and not source.module.state_dict().keys() & {*changed}:
         _, changed = _call(source.module, copy.deepcopy(source.arguments))

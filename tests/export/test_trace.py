@@ -70,6 +70,11 @@ class Counting(Plain):
         return found * self.calls
 
 
+class Refusing(Plain):
+    def answer(self, found: Tensor) -> Tensor:
+        raise ValueError("You have to specify y")
+
+
 class Numbering(Plain):
     made = 0
 
@@ -180,6 +185,7 @@ def test_table_that_the_first_call_makes_is_a_constant() -> None:
         (Writing, ("changes its input `x` in place", "x = x.clone()")),
         (Branching, ("decides in python", "`return found if found.sum() > 0 else -found`", "torch.where")),
         (Looping, ("decides in python", "test_trace.py line ")),
+        (Refusing, ("the model fails for inputs x float32[", "ValueError: You have to specify y")),
         (Untraceable, ("custom operator hidden_state::untraceable", "write it with torch's own operators")),
     ],
 )
