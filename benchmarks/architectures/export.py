@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import psutil
+import torch
 
 from benchmarks.architectures.models import write_source
 from benchmarks.architectures.table import NOT_MADE, ROOT
@@ -32,8 +33,9 @@ _process = contextlib.ExitStack()  # what each process of the pool has until it 
 
 def start_process() -> None:
     """Start a fork server with the libraries, which `pipe export` uses as its own: each row would import them again."""
-    declare_torchvision_operators()
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "OMP_NUM_THREADS": "1"}
+    declare_torchvision_operators()
+    torch.set_num_threads(1)  # of this process, which makes the models
     project = SimpleNamespace(task="task.py:Task", codec="codec.py:Codec")
     modules = ("timm.data", "torchvision", *OF_ALL_STEPS)
     server = fork_server(ROOT / "examples" / "given" / "texts", step_environment(1, 1), cast("Any", project), modules)

@@ -11,16 +11,14 @@ _TORCHVISION = (
     "alexnet convnext_tiny densenet121 efficientnet_b0 googlenet inception_v3 maxvit_t mnasnet0_5 mobilenet_v2 "
     "mobilenet_v3_small regnet_x_400mf resnet18 shufflenet_v2_x0_5 squeezenet1_1 swin_t vgg11 vit_b_32"
 )
+# The smallest of each module, if it has no more than 10 million weights.
 _TIMM = """
-convit_tiny convmixer_1024_20_ks9_p14 cpubone_nano crossvit_tiny_240 cs3darknet_focus_s csatv2 cspnext_tiny
-deit_tiny_patch16_224 dla46x_c dpn48b edgenext_xx_small efficientformer_l1 efficientformerv2_s0 efficientvim_m1
-efficientvit_b0 efficientvit_m0 ese_vovnet19b_slim_dw fasternet_t0 fastvit_t8 gcvit_xxtiny gernet_s ghostnet_050
-gmlp_ti16_224 hardcorenas_b hgnetv2_b0 hiera_tiny_224 hrnet_w18_small iformer_t inception_next_atto lcnetv2_small
-legacy_seresnet18 levit_128s lowformer_b0 mnasnet_small mobilenetv3_small_050 mobilevit_xxs nest_tiny nextvit_small
-pit_ti_224 poolformerv2_s12 pvt_v2_b0 rdnet_tiny regnetx_002 repghostnet_050 repvit_m1 resnest14d resnet10t
-resnetv2_18 rexnet_100 selecsls42 shvit_s1 skresnet18 starnet_s050 swiftformer_xs swinv2_cr_tiny_224
-swinv2_tiny_window8_256 test_coatnet test_convnext test_mambaout test_nfnet test_vit test_vit_relpos tiny_vit_5m_224
-tresnet_m twins_svt_small visformer_tiny vit_tiny_r_s16_p8_224 vitamin_small_224 xcit_nano_12_p8_224
+convit_tiny cpubone_nano crossvit_tiny_240 cs3darknet_focus_s cspnext_tiny deit_tiny_patch16_224 dla46x_c dpn48b
+edgenext_xx_small efficientformerv2_s0 efficientvim_m1 efficientvit_b0 efficientvit_m0 ese_vovnet19b_slim_dw
+fasternet_t0 fastvit_t8 gernet_s ghostnet_050 gmlp_ti16_224 hardcorenas_b hgnetv2_b0 iformer_t inception_next_atto
+lcnetv2_small levit_128s mnasnet_small mobilenetv3_small_050 mobilevit_xxs pit_ti_224 pvt_v2_b0 regnetx_002
+repghostnet_050 repvit_m1 resnet10t rexnet_100 shvit_s1 starnet_s050 swiftformer_xs test_coatnet test_convnext
+test_mambaout test_nfnet test_vit test_vit_relpos vit_tiny_r_s16_p8_224 xcit_nano_12_p8_224
 """
 
 # Of the language models that are written as changes of another one, the best known.
@@ -51,8 +49,11 @@ SMALL: Mapping[str, int] = {
     for name in names.split()
 }
 TEXT_IDS = {"pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3, "cls_token_id": 2, "sep_token_id": 3}
+_DETR = ("conditional_detr", "dab-detr", "deformable_detr", "detr", "table-transformer")
 # What some need besides; a configuration must fit together.
 EXCEPTIONS: Mapping[str, Mapping[str, Any]] = {
+    **{name: {"backbone": "test_resnet"} for name in _DETR},
+    "cvt": {"depth": [1, 2, 3], "embed_dim": [16, 48, 96]},
     "deepseek_v3": {"n_group": 2, "topk_group": 1, "num_key_value_heads": 4},
     "efficientnet": {"width_coefficient": 0.25, "depth_coefficient": 0.2, "hidden_dim": 320},
     "esm": {"vocab_size": 64},
@@ -69,7 +70,10 @@ EXCEPTIONS: Mapping[str, Mapping[str, Any]] = {
     "pvt": {"num_labels": 3},
     "recurrent_gemma": {"num_hidden_layers": 3},
     "reformer": {"axial_pos_embds_dim": (16, 16), "axial_pos_shape": (8, 8)},
-    "rt_detr": {"decoder_in_channels": [32, 32, 32]},
+    "rt_detr": {
+        "backbone_config": {"model_type": "rt_detr_resnet", "depths": [1] * 4, "out_indices": [2, 3, 4]},
+        "decoder_in_channels": [32] * 3,
+    },
     **{name: {"window_size": 2} for name in ("donut-swin", "swin", "swinv2")},
     **{name: {"decoder_start_token_id": 0} for name in ("t5", "mt5", "umt5")},
     **{name: {"vocab_size": 64} for name in ("wav2vec2-bert", "wav2vec2-conformer")},

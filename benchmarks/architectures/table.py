@@ -57,14 +57,15 @@ _DOCUMENT = """# Architectures
 
 What `pipe export` makes of transformers, timm and torchvision: one network of each of their modules, with random
 weights, tiny where the library allows. The list leaves out models with pictures or sounds beside texts, the less known
-of the language models that are changes of another one, and networks of timm without a small variant.
+of the language models that are changes of another one, and networks of timm above 10 million weights.
 
 An architecture passes if `pipe export` wrote a bundle with a dynamic batch, and other axes as named, whose outputs are
 those of torch at every size that was compared, and whose answers to requests are those of the library itself.
 
 {passed} of {count} pass ({date}; {versions}).
 
-Seconds are those of a processor core, with the libraries already loaded; all rows took {minutes} minutes of two cores.
+Seconds are those that a processor core spends on `pipe export`, with the libraries already loaded: together {minutes}
+minutes of two cores. To make the models takes another eight.
 
 | library | pass | of | median seconds |
 |---|---|---|---|
