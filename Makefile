@@ -26,6 +26,8 @@ run: $(VENV)/.run  ## install what the example in digits/ needs, then run it: pi
 test: lint  ## ruff, mypy over the source, and every test but the long ones
 	$(MAKE) --jobs 2 types unit
 
+# One thread of torch for each process: threads that wait for a busy core spin.
+unit test-long: export OMP_NUM_THREADS = 1
 test-long: $(VENV)/.dev  ## the tests that take minutes
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "long and not gpu" \
 	  --durations 30 --durations-min 0
