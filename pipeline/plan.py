@@ -324,6 +324,7 @@ def key_parts(step: str, config: Config, project: Project, outputs: Mapping[str,
     if step in (CHECK, "prepare"):
         parts |= _add_prefix("pretrained", pretrained_parts(config, project.root, project.runs))
         parts |= _add_prefix("file", data_file_digests(project.root, config.prepare.files))
+        parts |= {} if config.trains else {"config:train.epochs": "0"}  # only test data is read then
     if step == "prepare":
         registry = read_registry(project.runs, config.registry)
         champion = comparable_champion(registry, project.runs, parts, champion_name(config))

@@ -76,6 +76,26 @@ def test_texts_are_compared_with_the_names_or_numbers_of_classes(tmp_path: Path)
 
 
 @pytest.mark.long
+def test_finetuning_continues_from_the_weights_of_the_model(tmp_path: Path) -> None:
+    (tmp_path / "bert").mkdir()
+    given_models.write_bert(tmp_path / "bert")
+    words = given_models.WORDS[4:]
+    texts = [" ".join(words[i : i + 3] + words[:j]) for i in range(len(words) - 2) for j in range(8)]
+    rows = [{"text": text, "label": "good" if "a" in text.split()[0] else "bad"} for text in texts]
+    write_rows(tmp_path / "rows.jsonl", rows[::2])
+    write_rows(tmp_path / "train.jsonl", rows[1::2])
+    pipe(tmp_path, "export", "bert", "--to", "project", "--data", "rows.jsonl")
+    before = judged(tmp_path / "project")["candidate"]["accuracy"]
+    finetune = ("run", "evaluate", "train.epochs=30", "train.batch_size=16", "train.lr=0.003")
+    refused = pipe(tmp_path / "project", *finetune, expect=2).stderr
+    assert "to finetune it, set TRAIN in labelled.py to other data" in refused
+    code = tmp_path / "project" / "labelled.py"
+    code.write_text(code.read_text().replace('TRAIN = ""', 'TRAIN = "../train.jsonl"'))
+    pipe(tmp_path / "project", *finetune)
+    assert judged(tmp_path / "project")["candidate"]["accuracy"] > before + 0.2
+
+
+@pytest.mark.long
 def test_pictures_are_labelled_by_their_folders(tmp_path: Path) -> None:
     (tmp_path / "vit").mkdir()
     given_models.write_vit(tmp_path / "vit")

@@ -13,25 +13,27 @@ import numpy as np
 import task
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from pipeline import Bundle, ConfigError, read_jsonl, read_table
 
 DATA = ""  # a folder with one folder for each class, or .csv, .parquet or .jsonl with a column `label`
 BASELINE = ""  # the bundle of a model that this one is compared with
+TRAIN = ""  # other labelled data like DATA, to finetune the model with train.epochs=1
 
 
-def read_rows() -> list[tuple[Any, Any]]:
+def read_rows(data: str = DATA) -> list[tuple[Any, Any]]:
     """Return what is sent of each sample, a file or the fields of a row, and its label."""
-    path = Path(DATA)
+    path = Path(data)
     if path.is_dir():
         return [(file, file.parent.name) for file in sorted(path.glob("*/*")) if file.is_file()]
     if path.suffix == ".jsonl":
-        rows = list(read_jsonl(DATA))
+        rows = list(read_jsonl(data))
     else:
-        columns = {name: column.tolist() for name, column in read_table(DATA).items()}
+        columns = {name: column.tolist() for name, column in read_table(data).items()}
         rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     if not rows or not all(isinstance(row, dict) and len(row) > 1 and "label" in row for row in rows):
-        raise ConfigError(f"{DATA}: every row needs the field `label`, and another one")
+        raise ConfigError(f"{data}: every row needs the field `label`, and another one")
     return [({name: row[name] for name in row if name != "label"}, row["label"]) for row in rows]
 
 
@@ -60,21 +62,28 @@ class Task(task.Task):
         self.classes = tuple(facts.get("labels", ())) or _all_classes(labels)
 
     def data(self, split: str) -> Any:
+        rows, data = self.rows, DATA
+        if TRAIN and split != "test":  # a tenth validates
+            rows, data = read_rows(TRAIN), TRAIN
+            rows = [row for number, row in enumerate(rows) if (number % 10 == 9) == (split == "validation")]
         return [
-            {"instance": np.frombuffer(json.dumps(self._instance(row)).encode(), np.uint8), "label": self._value(label)}
-            for row, label in self.rows
+            {
+                "instance": np.frombuffer(json.dumps(self._instance(row, data)).encode(), np.uint8),
+                "label": self._value(label, data),
+            }
+            for row, label in rows
         ]
 
-    def _instance(self, row: Any) -> Any:
+    def _instance(self, row: Any, data: str) -> Any:
         inputs = getattr(self.codec, "inputs", {})
         if inputs and {*row} != {*inputs}:
             return {name: [*row.values()] for name in inputs}  # of the only one, which has a number of each column
-        file = Path(DATA).parent / row["file"] if isinstance(row, Mapping) and "file" in row else row
+        file = Path(data).parent / row["file"] if isinstance(row, Mapping) and "file" in row else row
         if isinstance(file, Path):
             return {"b64": base64.b64encode(file.read_bytes()).decode()}
         return next(iter(row.values())) if len(row) == 1 and not inputs else row
 
-    def _value(self, label: Any) -> Any:
+    def _value(self, label: Any, data: str) -> Any:
         """Return the number of a class, which may be written as its name or its number."""
         if not hasattr(self, "classes"):
             return float(label)
@@ -84,7 +93,7 @@ class Task(task.Task):
         if name.isdigit() and int(name) < len(self.classes):
             return int(name)
         raise ConfigError(
-            f"{DATA}: {label!r} is no class of the model; its classes are {', '.join(self.classes)[:300]}"
+            f"{data}: {label!r} is no class of the model; its classes are {', '.join(self.classes)[:300]}"
         )
 
     def collate(self, samples: Any) -> Any:
@@ -128,6 +137,14 @@ class Task(task.Task):
         if len(numbers) > 1:
             return min(int(numbers.argmax()), len(self.classes) - 1)
         return self.classes.index(str(value)) if str(value) in self.classes else len(self.classes) - 1  # "another"
+
+    def loss(self, outputs: Any, batch: Any) -> Tensor:
+        if not TRAIN:
+            raise ConfigError(f"{DATA} judges the model; to finetune it, set TRAIN in labelled.py to other data")
+        first = next(iter(outputs.values())) if isinstance(outputs, Mapping) else outputs
+        if hasattr(self, "classes"):
+            return functional.cross_entropy(first, self.actual(batch))
+        return functional.mse_loss(first.reshape(len(first)), self.actual(batch).to(first.dtype))
 
     def metrics(self, outputs: Any, batch: Any) -> dict[str, Tensor]:
         predicted, actual = self.predicted(outputs), self.actual(batch)
