@@ -116,7 +116,8 @@ class OrdinaryExporter:
         graph = open_graph(path, spinning=False)
         sizes = SizeComparison(task, test, reference, config, served, scales)
         sizes.first(graph, seconds)
-        unseen = UnseenInputs(task, self.subject.model, test).cases(seconds, attempts)
+        row_seconds = seconds / (len(test) * len(config.batch_sizes))
+        unseen = UnseenInputs(task, self.subject.model, test, row_seconds).cases(seconds, attempts)
         rows = compare_kinds(graph, unseen, lambda _: config, DEFAULT_PLACE, scales)
         if isinstance(task, HasAxes):
             inputs = (("lengths", text, batch) for text, batch in every_length(task, test))

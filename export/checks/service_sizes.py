@@ -74,7 +74,7 @@ class SizeComparison:
         self._expected = {name: array[:rows] for name, array in reference.items()}
         self._rows, self._config, self._scales, self._served = rows, config, scales, served
         self._parts: list[Comparison] = []
-        self._seconds_per_row = 0.0
+        self._seconds_per_row, self._budget = 0.0, _MIN_SECONDS
         self.sizes: set[int] = set()
         self.left_out: list[str] = []
 
@@ -92,8 +92,8 @@ class SizeComparison:
             self._compare(graph, size, number)
 
     def again(self, graph: Graph) -> None:
-        """Compare some sizes once more, later and in another session."""
-        sizes = sorted(self.sizes)
+        """Compare some sizes that are not too long once more, later and in another session."""
+        sizes = [size for size in sorted(self.sizes) if self._seconds(size) <= self._budget]
         for number, size in enumerate(reversed(sizes[:: max(1, len(sizes) // _AGAIN)])):
             self._compare(graph, size, number + 1)
 
@@ -117,10 +117,10 @@ class SizeComparison:
                 "serve.max_batch_size can be lower"
             )
         left = 2 * sum(map(self._seconds, chosen))
-        budget, without = max(seconds, _MIN_SECONDS), list[int]()
+        self._budget, without = max(seconds, _MIN_SECONDS), list[int]()
         for size in self._served.others:
             left += 2 * self._seconds(size)
-            (chosen if left <= budget else without).append(size)
+            (chosen if left <= self._budget else without).append(size)
         if without:
             self.left_out.append(f"batches of {_list_sizes(without)} test samples: they would take longer than the test set")  # fmt: skip  # noqa: E501
         return sorted(chosen)

@@ -20,7 +20,7 @@ from pipeline.contract.data import Samples, exceeded_limit, forward, is_stream, 
 from pipeline.contract.task import Task
 
 _SPLITS = ("train", "validation")
-_BATCH = 64
+_BATCH, _SHORT_BATCH = 64, 8  # samples, and random ones of a slow model
 _MAX_VALUES = 1 << 20  # of a random batch
 _MAX_SAMPLES = 2048  # of a split; the budget of time may allow fewer
 _MAX_STREAMED = 1024  # samples from the beginning of a stream
@@ -51,17 +51,19 @@ class UnseenInputs:
     task: Task
     model: nn.Module
     test: Samples
+    row_seconds: float = 0.0  # of a sample of the test set in ONNX Runtime
 
     def cases(self, seconds: float, attempts: Attempts) -> Iterator[Case]:
         """Yield at least one case of each kind, and as many as fit into its share of `seconds`."""
         share, pool = max(seconds, _MIN_SECONDS) / 4, [self.test.batch(_spread(len(self.test), _BATCH))]
-        for inputs in self._inputs(pool, attempts.left_out):
+        rows = max(_SHORT_BATCH, min(_BATCH, int(share / max(self.row_seconds, 1e-9))))
+        for inputs in self._inputs(pool, attempts.left_out, rows):
             yield from make_cases(self.task, self.model, inputs, self.test, attempts, share)
 
-    def _inputs(self, pool: list[dict[str, Tensor]], left_out: list[str]) -> Iterator[Inputs]:
+    def _inputs(self, pool: list[dict[str, Tensor]], left_out: list[str], rows: int) -> Iterator[Inputs]:
         for split in _SPLITS:
             yield self._split_inputs(split, pool, left_out)
-        yield self._random_inputs({name: [batch[name] for batch in pool] for name in self.task.inputs})
+        yield self._random_inputs({name: [batch[name] for batch in pool] for name in self.task.inputs}, rows)
         for vocabulary in self.vocabularies:
             yield self._every_id(vocabulary)
 
@@ -79,9 +81,9 @@ class UnseenInputs:
             pool.append(batch)
             yield f"{split} samples", f"batch {len(indices[start::steps])} of {split} samples", batch
 
-    def _random_inputs(self, pool: Mapping[str, list[Tensor]]) -> Inputs:
+    def _random_inputs(self, pool: Mapping[str, list[Tensor]], rows: int) -> Inputs:
         size = sum(values[0].numel() for values in self.test.batch([0]).values())
-        rows = max(1, min(_BATCH, _MAX_VALUES // size))
+        rows = max(1, min(rows, _MAX_VALUES // size))
         for seed in range(_RANDOM_BATCHES):
             batch = self.test.batch([index % len(self.test) for index in range(rows)])
             generator = np.random.default_rng(seed)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from export.checks.nondeterminism import find_nondeterminism
+from export.checks.verify import find_nondeterminism
 from pipeline.contract.data import open_split
 from pipeline.contract.settings.stages import Export
 
