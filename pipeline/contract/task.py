@@ -379,7 +379,8 @@ def load_task(reference: str, root: Path, trains: bool = True) -> Task:
         raise ConfigError(f"{reference}: cannot be built without arguments ({error})") from error
     for method, signature in _METHODS.items() if trains else list(_METHODS.items())[:2]:
         if not callable(getattr(task, method, None)):
-            raise ConfigError(f"{reference}: has no method {signature}; every task needs it")
+            who = "a task that trains" if trains else "every task"
+            raise ConfigError(f"{reference}: has no method {signature}; {who} needs it")
     for attribute in ("inputs", "outputs"):
         if not _are_names(getattr(task, attribute, None)):
             raise ConfigError(f'{reference}: set `{attribute} = ("name", ...)`, the names of the model\'s {attribute}')

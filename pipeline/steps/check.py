@@ -245,6 +245,8 @@ def _check_weights(trial: Trial, pretrained: Pretrained | None, whole: Sequence[
             unused = f"{len(match.left_out)} weights that this kind of model does not use, as {match.left_out[0]}"
             print(f"left out: {unused}")
     model = MetaModel(trial.build).model
+    if config.trains and not list(model.parameters()):  # such as an ONNX file
+        raise ConfigError("model(): has no weights to train; to fix it: set train.epochs=0, or return the torch model")
     check_texts(task, model, whole)
     if isinstance(task, Generates):  # which may copy weights from one model to another
         causal = MetaModel(lambda: task.language_model(trial.build())).model

@@ -212,6 +212,7 @@ MISTAKES: dict[str, tuple[str, str, str, str]] = {  # name → old, new, message
         "longest =",
     ),
     "model": ("return Net()", "return Netz()", "NameError: name 'Netz' is not defined", "Netz()"),
+    "nothing to train": ("return Net()", "return nn.Softmax(1)", "no weights to train.*train.epochs=0", "def model"),
     "data": ('"test": 2}', '"tset": 2}', "KeyError: 'test'", "{"),
     "loss per sample": (
         'batch["label"])\n\n    def metrics',
