@@ -164,7 +164,7 @@ STEP_KINDS = {
             "package",
             "pipeline.steps.package",
             version=2,
-            settings=("name", "package", "deploy.on_cluster", "deploy.gpus"),
+            settings=("name", "package", "deploy.on_cluster", "deploy.gpus", "serve.sample_packages"),
             inputs=("export/bundle/manifest.json",),
             packages=("onnxruntime", "onnxruntime-gpu", "numpy", "pydantic"),
             user_code=False,

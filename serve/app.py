@@ -39,6 +39,7 @@ from serve.routes import (
     media_type,
     needs_no_key,
 )
+from serve.sampling import Sampler
 from serve.security import ApiKeys
 from serve.wire.connection_limits import LINGER_SECONDS
 
@@ -65,8 +66,10 @@ class App:
         *,
         page: bool = True,
         budget: Budget | None = None,
+        sampler: Sampler | None = None,
     ) -> None:
         self.repository, self.requests, self.keys, self.page = repository, requests, keys, page
+        self._sampler = sampler if sampler is not None and sampler.takes_labels else None
         self.budget = budget or Budget()
         self._pauses = Pauses()
         repository.on_readiness(self._pauses.end_all)  # when the service drains
@@ -87,6 +90,7 @@ class App:
             "index": self._index,
             "statistics": self._statistics,
             "model_statistics": self._statistics,
+            "feedback": self._feedback,
             **text_handlers(repository, self.budget),
         }
 
@@ -260,6 +264,14 @@ class App:
         ready = bool(body.strip()) and v2_json.index_is_ready_only(parse_object(body))
         return json_response(self.repository.index(ready=ready))
 
+    async def _feedback(self, request: HttpRequest, _: Route) -> Response:
+        if self._sampler is None:
+            raise NotFound("/feedback: this service takes no labels (serve.sample: 0, or no serve.sample_to)")
+        check_content_type(request.headers.get(b"content-type"), "application/json")
+        sizes = [version.predict_limits.size for version, _ in self.repository.loaded_versions()]
+        await self._sampler.store_label(await read_body(request, _INDEX_LIMITS._replace(size=max(sizes)), self.budget))
+        return json_response({"stored": True})
+
     async def _statistics(self, _request: HttpRequest, route: Route) -> Response:
         chosen = self.repository.find_versions(route.model, route.version)
         return json_response({"model_stats": statistics(await self.requests.metrics.of_service(), chosen)})
@@ -267,7 +279,11 @@ class App:
     async def _openapi(self, _request: HttpRequest, _: Route) -> Response:
         version = self.repository.find_version(self.repository.names[0]).digest[:12]
         await asyncio.to_thread(_read_examples, [one for one, _ in self.repository.loaded_versions()])
-        return json_response(openapi.document(self.repository, version, TEXT_SCHEMAS, keys=self.keys is not None))
+        return json_response(
+            openapi.document(
+                self.repository, version, TEXT_SCHEMAS, keys=self.keys is not None, labels=self._sampler is not None
+            )
+        )
 
     async def _metrics(self, request: HttpRequest, _: Route) -> Response:
         accept = request.headers.get(b"accept", b"").decode("latin-1")

@@ -27,6 +27,7 @@ from serve.request_context import RequestContext, in_flight
 from serve.runtime.batcher import Array, Batcher, BatchingOptions, RunTimeEstimate
 from serve.runtime.predictor import Predictor
 from serve.runtime.session import CPU
+from serve.sampling import Sampler
 from serve.shadow import Shadow
 
 _TEXT_TENSORS = "one input `instances`, BYTES [-1], is answered with one output `predictions`, BYTES [-1]"
@@ -61,6 +62,7 @@ class ModelVersion:
 
     canary: Canary | None = None
     shadow: Shadow | None = None  # gets copies of requests; its responses are dropped
+    sampler: Sampler | None = None  # gets copies of requests and answers, of all versions
 
     def __init__(
         self, name: str, version: str, predictor: Predictor, pool: Executor, budget: Budget | None = None
@@ -138,10 +140,17 @@ class ModelVersion:
         else:
             answer = await self._encode_pace.call(budget.submit, size, payload.encode, predictor, outputs, self.version)
         request.encoded_at = clock()
+        if self.shadow is not None or self.sampler is not None:
+            self._copy(request, parts, outputs)
+        return answer
+
+    def _copy(self, request: RequestContext, parts: Sequence[Part], outputs: Sequence[Mapping[str, Array]]) -> None:
+        """Offer an answered request to the shadow and to the samples."""
         if self.shadow is not None:
             for part, computed in zip(parts, outputs, strict=True):
                 self.shadow.offer(part.arrays, computed)
-        return answer
+        if self.sampler is not None:
+            self.sampler.offer(request, self.name, self.predictor, parts, outputs)
 
     async def choose(self, payload: Payload, request_id: bytes) -> ModelVersion:
         """Return who answers a request that names no version: this version or its canary.

@@ -21,6 +21,7 @@ from serve.limits import divide
 from serve.monitoring.logs import Format
 from serve.process.sockets import Address
 from serve.routes import MODEL_NAME
+from serve.sampling import SamplingOptions
 from serve.security import CertificatePair
 
 
@@ -37,6 +38,7 @@ class Options:
     page: bool
     log_format: Format
     log_requests: float  # share of the requests that get a line each
+    sampling: SamplingOptions
     api_keys: Path | None
     tls: CertificatePair | None
     canary: float  # share of requests for the last version of a name that has several; 0: it gets all
@@ -88,9 +90,14 @@ def parse_options(argv: Sequence[str]) -> Options:
         addresses={name: address for name, address in addresses.items() if address},
         tls=_certificate_pair(take("tls_certificate"), take("tls_key")),
         shadows=tuple(take("shadows")),
+        sampling=SamplingOptions(*(take(name) for name in ("sample", "sample_to", "sample_max_bytes", "sample_url"))),
         overrides={name: value for name in OPTIONS if (value := take(name)) is not None},
         **given,
     )
+    if options.sampling.share and not (options.sampling.folder or options.sampling.url):
+        raise ConfigError("--sample: where to? Add --sample-to with a folder or URL for files, or --sample-url")
+    if (url := options.sampling.url) and not url.startswith(("http://", "https://")):
+        raise ConfigError(f"--sample-url: {url} is no http:// or https:// address")
     ports = [address.port for address in options.addresses.values()]
     if len(set(ports)) < len(ports):
         names = ", ".join(map(str, ports))
@@ -119,6 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_security(parser)
     _add_rollout(parser)
     _add_logging(parser)
+    _add_sampling(parser)
     return parser
 
 
@@ -168,6 +176,18 @@ def _add_logging(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log-format", choices=("text", "json"), default=default, help=text)
     text = "share of the requests that get a log line, from 0 to 1 (default: %(default)s); failures always do"
     parser.add_argument("--log-requests", type=_with_reason(parse_share), default=0.0, metavar="SHARE", help=text)
+
+
+def _add_sampling(parser: argparse.ArgumentParser) -> None:
+    """Add the options for keeping requests and answers for `pipe monitor`."""
+    text = "share of the requests to keep with their answers; POST /feedback then takes labels (default: none)"
+    parser.add_argument("--sample", type=_with_reason(parse_share), default=0.0, metavar="SHARE", help=text)
+    text = "folder or fsspec URL for Parquet files of samples and labels"
+    parser.add_argument("--sample-to", default="", metavar="FOLDER|URL", help=text)
+    text = "bytes of samples to keep; then the oldest files are deleted (default: %(default)s)"
+    parser.add_argument("--sample-max-bytes", type=int, default=1 << 30, metavar="BYTES", help=text)
+    text = "send each sample to this URL too, as CloudEvents like those of KServe's inference logger"
+    parser.add_argument("--sample-url", default="", metavar="URL", help=text)
 
 
 def _named_bundles(texts: Sequence[str], name: str) -> tuple[NamedBundle, ...]:

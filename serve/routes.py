@@ -47,6 +47,7 @@ PATHS: dict[str, tuple[str, tuple[str, ...]]] = {
     "index": ("/v2/repository/index", _POST),
     "statistics": ("/v2/models/stats", _READ),
     "model_statistics": ("/v2/models/{model_name}/stats", _READ),
+    "feedback": ("/feedback", _POST),
     "texts_models": ("/openai/v1/models", _READ),
     "texts_model": ("/openai/v1/models/{model_name}", _READ),
     "completions": ("/openai/v1/completions", _POST),

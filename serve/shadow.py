@@ -82,7 +82,7 @@ class Shadow:
         return {"bundle": self.digest, "path": str(self.path), "share": self.share, **asdict(self.agreement)}
 
     def _run(self) -> None:
-        _lower_priority()
+        lower_priority()
         while (copy := self._copies.get()) is not None and not self._closed:
             self._compare(*copy)
 
@@ -149,7 +149,7 @@ def _describe(specs: Sequence[TensorSpec]) -> str:
     return ", ".join(f"{spec.name} {spec.datatype} {list(spec.shape)}" for spec in specs)
 
 
-def _lower_priority() -> None:
+def lower_priority() -> None:
     """Let predictions go first; on Linux a thread has its own priority."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from k8s.cluster.api import Unreachable
 from k8s.cluster.cluster import Cluster, Report, ServiceResponse
-from pipeline.contract.bundle import Bundle
+from pipeline.contract.bundle import PROBE_ID, Bundle
 from pipeline.contract.golden import GoldenRequest
 from pipeline.system.errors import StageError
 
@@ -86,7 +86,7 @@ def _check_golden_requests(
                 not digest and previous and _problem(golden, response)
             )
 
-        send = functools.partial(cluster.send, target, golden.path, golden.body, headers)
+        send = functools.partial(cluster.send, target, golden.path, golden.body, {**headers, "x-request-id": PROBE_ID})
         response = _send_with_retries(send, is_late)
         without_digest += _is_digest_missing(golden.path, response[1], expected.digest)
         if problem := _problem(golden, response):

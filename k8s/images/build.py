@@ -200,13 +200,12 @@ class Recipe:
     wheels: Path | None = None  # a folder that pip searches first
 
 
-def write_context(bundle: Bundle, recipe: Recipe, directory: Path) -> str:
-    """Write the serving image's context; return its digest."""
+def write_context(bundle: Bundle, recipe: Recipe, directory: Path, packages: Sequence[str] = ()) -> str:
+    """Write the serving image's context, with further packages; return its digest."""
     create_context(directory)
     write_dockerfile(directory, "serve", recipe, bundle_annotations(bundle))
-    write_requirements(
-        directory, recipe, {name: serving_requirements(name, bundle.signature.requires) for name in ACCELERATORS}
-    )
+    also = (*bundle.signature.requires, *packages)
+    write_requirements(directory, recipe, {name: serving_requirements(name, also) for name in ACCELERATORS})
     copy_files(_IMAGES / "slim.py", directory / "slim.py")
     _copy_bundle(bundle, directory / "bundle")
     for source in _SERVICE_SOURCES:

@@ -202,7 +202,7 @@ def _installed_version(name: str, requirement: Requirement) -> tuple[str, list[R
                 f"to fix it: {install_command('all')}"
             )
         return version.public, [Requirement(text) for text in installed.requires or []]
-    raise StageError(f"the image needs {name}, which is not installed here; to fix it: {install_command('all')}")
+    raise StageError(f"the image needs {name}, which is not installed here; to fix it: pip install {name}")
 
 
 def own_requirements(extra: str) -> list[str]:

@@ -16,6 +16,7 @@ from k8s.objects.kustomize import build
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.config import Config
 from pipeline.contract.settings.access import OPEN_ACCESS, Access
+from pipeline.contract.settings.stages import sampling_options
 from pipeline.contract.signature import parse_option
 from pipeline.system.errors import ConfigError
 from pipeline.system.files import digest_bytes, digest_mapping, write_atomic
@@ -190,6 +191,7 @@ def refer_to_config_map(container: Object, name: str, config: Config) -> None:
     container["envFrom"][0]["configMapRef"]["name"] = name
     container["args"] += [] if config.serve.page else ["--no-page"]
     container["args"] += [] if (workers := count_workers(config)) == 1 else [f"--workers={workers}"]
+    container["args"] += sampling_options(config.serve, None)
 
 
 def count_workers(config: Config) -> int:

@@ -11,6 +11,7 @@ import math
 import shlex
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from k8s.objects.kustomize import Object
 from k8s.objects.manifests import SIGNATURE_KEYS, identity_labels, name_by_content, set_metadata
@@ -50,8 +51,15 @@ def fill_policy(item: Object, config: Config) -> None:
     if deploy.clients:
         names = {"key": "kubernetes.io/metadata.name", "operator": "In", "values": sorted(deploy.clients)}
         spec["ingress"][0]["from"] = [{"namespaceSelector": {"matchExpressions": [names]}}]
-    destinations = [*deploy.egress, *(["443"] if deploy.storage_uri.startswith(_DOWNLOAD_SCHEMES) else [])]
+    urls = [config.serve.sample_to, config.serve.sample_url] if config.serve.sample else []
+    urls += [deploy.storage_uri] if deploy.storage_uri.startswith(_DOWNLOAD_SCHEMES) else []
+    destinations = [*deploy.egress, *(_port(url) for url in urls if "://" in url)]
     spec["egress"] += [_egress_rule(text) for text in dict.fromkeys(destinations)]
+
+
+def _port(url: str) -> str:
+    parts = urlsplit(url)
+    return str(parts.port or (80 if parts.scheme == "http" else 443))
 
 
 def _egress_rule(text: str) -> dict[str, Any]:

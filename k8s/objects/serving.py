@@ -132,7 +132,8 @@ def _pod_metadata(template_metadata: Object, owner: Object, settings: Object) ->
 
 def _fill_pod(pod: Object, config: Config, bundle: Bundle, image: str, access: Access, settings: Object) -> None:
     deploy = config.deploy
-    memory = deploy.memory or default_memory(bundle, count_workers(config), count_threads(config, bundle))
+    sizes = count_workers(config), count_threads(config, bundle)
+    memory = deploy.memory or default_memory(bundle, *sizes, samples=config.serve.sample > 0)
     pod["serviceAccountName"] = config.name
     for constraint in pod.get("topologySpreadConstraints", []):
         constraint["labelSelector"]["matchLabels"] = identity_labels(config.name, "serving")
@@ -152,6 +153,7 @@ _MEMORY_STEP = 64 << 20
 _MIN_MEMORY = 512 << 20
 _SERVICE_MEMORY = 256 << 20  # the service itself takes 96 MiB; the rest is for batches and requests
 _WORKER_MEMORY = 128 << 20  # of each further process, most of it for batches and requests
+_SAMPLES_MEMORY = 160 << 20  # of each process that keeps samples: those that wait, and the libraries that write them
 _INLINE_COPIES = 2  # ONNX Runtime holds weights in model.onnx twice while it reads the file
 _FILE_COPIES = 1.25  # of the other files; it reads external weights once
 _PREFILL_TOKENS = 512  # positions whose logits a run of a language model returns
@@ -159,7 +161,7 @@ _FLOAT_BYTES = 4
 _SCORE_COPIES = 7  # arrays of attention scores that a graph without fused attention keeps
 
 
-def default_memory(bundle: Bundle, workers: int = 1, threads: int = 1) -> str:
+def default_memory(bundle: Bundle, workers: int = 1, threads: int = 1, *, samples: bool = False) -> str:
     """Return the memory of a pod that loads and serves this bundle, where `deploy.memory` is not set.
 
     Workers share the weights unless each has to load them, as `serve.workers.share_models` decides.
@@ -174,6 +176,7 @@ def default_memory(bundle: Bundle, workers: int = 1, threads: int = 1) -> str:
         size *= workers
     else:
         size += (workers - 1) * _WORKER_MEMORY
+    size += workers * _SAMPLES_MEMORY if samples else 0
     steps = math.ceil(max(size, _MIN_MEMORY) / _MEMORY_STEP)
     return f"{steps * _MEMORY_STEP >> 20}Mi"
 

@@ -17,6 +17,7 @@ from pipeline.cli.run import newest_bundle
 from pipeline.contract.bundle import Bundle, open_bundle
 from pipeline.contract.run import Run, run_of_bundle
 from pipeline.contract.settings.access import Access
+from pipeline.contract.settings.stages import sampling_options
 from pipeline.display import RowProgress
 from pipeline.history import Project, find_run, lock_service
 from pipeline.service.process import LiveService, read_live, send_request, stop_process, write_live
@@ -53,6 +54,8 @@ def serve(
     settings = project.config().serve
     if settings.workers != 1 and not any(option.startswith("--workers") for option in options):
         options += ["--workers", str(settings.workers)]
+    if not any(option.startswith("--sample") for option in options):
+        options += sampling_options(settings, project.root)
     if "--require-signature" not in " ".join(options) and (trust := Access.from_settings(settings, project.root).trust):
         options += ["--require-signature", str(trust.path)]
     env = {**os.environ, "PYTHONSAFEPATH": "1"}

@@ -210,6 +210,7 @@ def _varint(raw: mmap.mmap, at: int) -> tuple[int, int]:
 
 # Files that the manifest does not name: itself, its signature, and the provenance.
 BESIDE = ("manifest.json", "manifest.sig.json", "provenance.json")
+PROBE_ID = "probe"  # x-request-id of golden requests to a live service: they are no traffic, so none is sampled
 REQUIRED = ("model.onnx", "signature.json", "golden.npz", "golden.json", "card.md")
 OVERRIDE_FILE = "override.json"  # of a run, and of the bundle made of it
 OVERRIDDEN = "overridden"  # the verdict in the manifest of such a bundle, and the status of such an evaluation

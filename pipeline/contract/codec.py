@@ -16,6 +16,7 @@ from pipeline.contract.task import load_class
 from pipeline.system.errors import ConfigError
 
 Arrays: TypeAlias = Mapping[str, np.ndarray[Any, Any]]
+Redact: TypeAlias = Callable[[dict[str, np.ndarray[Any, Any]]], Arrays]
 Encode: TypeAlias = Callable[[Arrays, Arrays], Sequence[Any]]  # of the outputs and the decoded inputs
 
 
@@ -33,7 +34,8 @@ class Codec(Protocol):
     `embeddings = True` a prediction is the vector of a text, and the service has OpenAI's endpoint for them; a model
     whose vectors may be cut to smaller sizes names these, as in `dimensions = (64, 256)`. With
     `media_types = ("image/png", "image/jpeg")` a client may send such a file as the body of a request: `decode` gets it
-    as the instance `{"b64": "…"}`, its bytes in base64.
+    as the instance `{"b64": "…"}`, its bytes in base64. Where samples of traffic are kept (`serve.sample`),
+    `redact(instance)` gets the arrays of an instance by the names of inputs and outputs, and returns those to keep.
     """
 
     def decode(self, instances: Any) -> Arrays:
@@ -141,6 +143,14 @@ def encode_method(codec: Codec, reference: str) -> Encode:
     if [one for one in parameters if one not in positional[:2] and _is_required(one)]:
         raise ConfigError(f"{reference}: encode() must take (outputs) or (outputs, inputs), no other argument")
     return encode if takes_inputs else lambda outputs, _inputs: encode(outputs)
+
+
+def redact_method(codec: object, reference: str) -> Redact | None:
+    """Return `redact`, which removes from an instance what must not be kept; None if the codec has none."""
+    redact = getattr(codec, "redact", None)
+    if redact is not None and not callable(redact):
+        raise ConfigError(f"{reference}: write `redact` as a method redact(instance), found {redact!r}")
+    return redact
 
 
 def embedding_sizes(codec: object, reference: str) -> tuple[int, ...] | None:

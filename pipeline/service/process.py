@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipeline.contract.bundle import PROBE_ID
 from pipeline.contract.settings.access import OPEN_ACCESS, Access
 from pipeline.contract.settings.section import Frozen
 from pipeline.system.errors import ResourceError, StageError
@@ -162,12 +163,14 @@ def send_request(
     body: Any = None,
     timeout_seconds: float = 30,
     access: Access = OPEN_ACCESS,
+    request_id: str = "",
 ) -> tuple[int, Mapping[str, str], Any]:
     """Send one JSON request on its own connection; return status, headers and body."""
     connection = access.connection(host, port, timeout_seconds)
     try:
         payload = None if body is None else json.dumps(body)
-        connection.request(method, path, payload, {"Content-Type": "application/json", **access.headers()})
+        given = {"x-request-id": request_id} if request_id else {}
+        connection.request(method, path, payload, {"Content-Type": "application/json", **given, **access.headers()})
         response = connection.getresponse()
         raw = response.read()
         headers = {name.lower(): value for name, value in response.getheaders()}
@@ -221,7 +224,9 @@ def check_golden(host: str, port: int, bundle: Bundle, access: Access = OPEN_ACC
     """Check that each golden request is answered over HTTP as at export and by this bundle; return their number."""
     requests = bundle.golden_requests(version)
     for golden in requests:
-        status, headers, answer = send_request(host, port, "POST", golden.path, golden.body, access=access)
+        status, headers, answer = send_request(
+            host, port, "POST", golden.path, golden.body, access=access, request_id=PROBE_ID
+        )
         if status != 200:
             raise StageError(f"golden request {golden.path}: answered {status}: {str(answer)[:200]}")
         if headers.get("x-bundle-digest") != bundle.digest:
@@ -239,7 +244,7 @@ def measure_latency(
     times = []
     for _ in range(_LATENCY_REQUESTS):
         started = time.perf_counter()
-        send_request(host, port, "POST", golden.path, golden.body, access=access)
+        send_request(host, port, "POST", golden.path, golden.body, access=access, request_id=PROBE_ID)
         times.append(1000 * (time.perf_counter() - started))
     cuts = statistics.quantiles(times, n=20)
     return {"p50": statistics.median(times), "p95": cuts[-1], "max": max(times), "requests": len(times)}

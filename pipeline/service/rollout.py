@@ -29,7 +29,7 @@ from pipeline.contract.registry import (
 )
 from pipeline.contract.run import Run
 from pipeline.contract.settings.access import Access
-from pipeline.contract.settings.stages import service_view_options
+from pipeline.contract.settings.stages import sampling_options, service_view_options
 from pipeline.history import find_run, installed_versions, now
 from pipeline.service.process import (
     CanaryRecord,
@@ -74,9 +74,11 @@ class ServiceStart:
         return bool(self.share) and old is not None and old.bundle != self.bundle.digest
 
 
-def requested_start(run: Run, config: Config, bundle: Bundle, access: Access, shadow: Path | None) -> ServiceStart:
+def requested_start(
+    run: Run, config: Config, bundle: Bundle, access: Access, shadow: Path | None, root: Path
+) -> ServiceStart:
     """Return the start that the settings ask for."""
-    options = (*access.options, *service_view_options(config.serve))
+    options = (*access.options, *service_view_options(config.serve), *sampling_options(config.serve, root))
     deploy, share = config.deploy, config.rollout.canary_percent / 100
     return ServiceStart(
         run, bundle, access, options, process_stamp(options), deploy.host, deploy.port, deploy.timeout_seconds,

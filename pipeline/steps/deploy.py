@@ -90,7 +90,7 @@ def _on_cluster(run: Run, bundle: Bundle, access: Access, root: Path) -> dict[st
 def _locally(run: Run, bundle: Bundle, access: Access, root: Path) -> dict[str, Any]:
     live = read_live(run.runs)
     live = live if live and live.alive else None
-    request = requested_start(run, run.config, bundle, access, shadow_bundle(run.config, run, root))
+    request = requested_start(run, run.config, bundle, access, shadow_bundle(run.config, run, root), root)
     reason = reason_to_start(live, request)
     if live is None or reason:
         if live is not None:
@@ -152,7 +152,7 @@ def _preview_locally(source: Run, config: Config, bundle: Bundle, access: Access
     live = read_live(source.runs)
     if live is None or not live.alive:
         return [{"object": f"service/{config.name}", "new": True, "fields": []}]
-    request = requested_start(source, config, bundle, access, shadow_bundle(config, source, root))
+    request = requested_start(source, config, bundle, access, shadow_bundle(config, source, root), root)
     reason = reason_to_start(live, request)
     fields = [f"a new process takes over: {reason}"] if reason else []
     if live.bundle != bundle.digest:

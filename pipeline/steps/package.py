@@ -58,7 +58,7 @@ def package(run: Run, root: Path) -> None:
     recipe = recipe_of(
         config.package, root, bundle.signature.runtime.provider in ("cuda", "tensorrt") or config.deploy.gpus > 0
     )
-    context = write_context(bundle, recipe, partial / "context")
+    context = write_context(bundle, recipe, partial / "context", config.serve.sample_packages)
     print(f"build context ready: {run.output('package') / 'context'}, digest {context[:12]}")
     is_required = config.deploy.on_cluster or (config.package.push and config.package.builder != "none")
     request = ImageRequest(

@@ -10,6 +10,7 @@ from prometheus_client.exposition import choose_encoder
 
 from serve.monitoring.metrics import Histogram, ModelMetrics
 from serve.monitoring.snapshot import Snapshot, VersionSnapshot
+from serve.sampling import SampleCounts
 
 _MODEL = ("model", "version")  # labels
 Labelled = Sequence[tuple[tuple[str, str], ModelMetrics]]
@@ -31,6 +32,8 @@ class _Families:
         snapshot, versions = self._snapshot, list(self._snapshot.versions.values())
         yield from snapshot.process
         yield GaugeMetricFamily("pipe_requests_in_flight", "Prediction requests not answered yet.", snapshot.in_flight)
+        if snapshot.samples is not None:
+            yield from _sample_families(snapshot.samples)
         yield from _version_families(versions)
         yield from _rollout_families(versions)
         models = [(key, version.metrics) for key, version in snapshot.versions.items()]
@@ -43,6 +46,16 @@ class _Families:
         yield _histograms_family("pipe_phase_seconds", text, "phase", models, "phases")
         yield from _batch_families(models)
         yield from _token_families(versions)
+
+
+def _sample_families(counts: SampleCounts) -> Iterator[Metric]:
+    samples = CounterMetricFamily("pipe_samples", "Requests to keep, by what became of them.", labels=("result",))
+    for result in ("written", "sent", "dropped", "failed"):
+        samples.add_metric((result,), getattr(counts, result))
+    yield samples
+    yield CounterMetricFamily("pipe_labels", "Labels stored.", counts.labels)
+    text = "Files of samples deleted, as they took more room than allowed."
+    yield CounterMetricFamily("pipe_sample_files_deleted", text, counts.files_deleted)
 
 
 def _version_families(versions: Sequence[VersionSnapshot]) -> Iterator[Metric]:

@@ -16,6 +16,7 @@ from prometheus_client.samples import Sample
 from serve.model_version import ModelVersion
 from serve.monitoring.metrics import ModelMetrics, Tokens, add
 from serve.request_context import AnsweringVersion, in_flight
+from serve.sampling import SampleCounts
 from serve.shadow import Agreement
 
 _SAME_IN_ALL = ("python_info", "process_start_time_seconds")  # metrics of a process that are not added up
@@ -69,6 +70,7 @@ class Snapshot:
     versions: dict[tuple[str, str], VersionSnapshot] = field(default_factory=dict)  # by name and version
     no_model: ModelMetrics = field(default_factory=ModelMetrics)  # requests that named no loaded model
     in_flight: int = 0
+    samples: SampleCounts | None = None  # of traffic, if they are kept
     process: list[Metric] = field(default_factory=list)  # memory, time and files, as prometheus_client has them
 
     def merge(self, other: Snapshot) -> None:
@@ -76,6 +78,7 @@ class Snapshot:
         add(self.versions, other.versions)
         add(self.no_model, other.no_model)
         self.in_flight += other.in_flight
+        add(self.samples, other.samples)
         added = {_key(sample): sample.value for metric in other.process for sample in metric.samples}
         for metric in self.process:
             if metric.name not in _SAME_IN_ALL:
@@ -101,9 +104,11 @@ def merge(snapshots: Sequence[Snapshot]) -> Snapshot:
 class Metrics:
     """The counters of this process that belong to no model, and the snapshot of all."""
 
-    def __init__(self, loaded_versions: Callable[[], Iterable[tuple[ModelVersion, bool]]]) -> None:
+    def __init__(
+        self, loaded_versions: Callable[[], Iterable[tuple[ModelVersion, bool]]], samples: SampleCounts | None = None
+    ) -> None:
         """`loaded_versions` lists each loaded version and whether it is its model's current one."""
-        self._loaded_versions = loaded_versions
+        self._loaded_versions, self._samples = loaded_versions, samples
         self.no_model = ModelMetrics()
         self._process = CollectorRegistry(auto_describe=False)
         for kind in (ProcessCollector, PlatformCollector, GCCollector):
@@ -125,6 +130,7 @@ class Metrics:
             {(version.name, version.version): version for version in versions},
             self.no_model,
             in_flight.count,
+            self._samples,
             list(self._process.collect()),
         )
 

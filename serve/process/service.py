@@ -18,6 +18,7 @@ from serve.monitoring.request_log import RequestLog
 from serve.monitoring.snapshot import Metrics
 from serve.monitoring.tracing import Tracer
 from serve.options import Options
+from serve.sampling import Sampler
 from serve.security import Security
 from serve.shadow import Shadow
 from serve.wire.listeners import Http1Listener, Http2Listener, Listener
@@ -47,8 +48,14 @@ class Service:
         self.repository = make_repository(loaded, options, self._pool, self._budget)
         for shadow in shadows:
             self.repository.find_model(shadow.name).set_shadow(shadow)
-        self.requests = RequestLog(Metrics(self.repository.loaded_versions), options.log_requests, tracer)
-        self._app = App(self.repository, self.requests, security.keys, page=options.page, budget=self._budget)
+        self._sampler = Sampler(options.sampling) if options.sampling.share else None
+        for version, _ in self.repository.loaded_versions():
+            version.sampler = self._sampler
+        counts = None if self._sampler is None else self._sampler.counts
+        self.requests = RequestLog(Metrics(self.repository.loaded_versions, counts), options.log_requests, tracer)
+        self._app = App(
+            self.repository, self.requests, security.keys, page=options.page, budget=self._budget, sampler=self._sampler
+        )
         self.headers = [("x-served-by", str(served_by or os.getpid()))]
         self._listeners: dict[Port, Listener[Any]] = {}
         self.on_connection_end: Callable[[], None] = lambda: None  # called at each end, from the next `listen` on
@@ -98,6 +105,8 @@ class Service:
             pool.shutdown(wait=False, cancel_futures=True)
         if self._tracer is not None:
             self._tracer.close()
+        if self._sampler is not None:
+            self._sampler.close()
 
     def identity(self) -> dict[str, Any]:
         """Return what log lines say about this service."""

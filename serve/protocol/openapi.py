@@ -69,6 +69,7 @@ _SUMMARIES = {
     "model_ready": "Readiness of the model",
     "infer": "Inference on raw tensors (Open Inference Protocol)",
     "index": "All loaded versions",
+    "feedback": "Store the label of an earlier request, by its x-request-id",
     "statistics": "Counts and durations of all models (Triton's statistics extension)",
     "model_statistics": "Counts and durations of the model (Triton's statistics extension)",
     "texts_models": "Language models, as OpenAI lists them",
@@ -97,6 +98,7 @@ _JSON_LENGTH_HEADER = {
     "schema": {"type": "integer", "minimum": 0},
 }
 _REQUEST_HEADERS = {"predict": [_TIMEOUT_HEADER], "infer": [_TIMEOUT_HEADER, _JSON_LENGTH_HEADER]}
+_BODY_ERRORS = ("400", "413", "415", "429", "431", "500")
 COUNT: Schema = {"type": "integer", "minimum": 0}
 _NONEMPTY: Schema = {"type": "string", "minLength": 1}
 _IDS: Schema = {"type": "array", "items": COUNT, "minItems": 1}
@@ -107,8 +109,10 @@ _STRICTER = {"prompt": _TEXTS, "input": _TEXTS, "stop": _STOP}  # than the types
 _VERSIONED_NAME = "^[^/]+/versions/[0-9A-Za-z]{1,64}$"
 
 
-def document(repository: ModelRepository, server_version: str, texts: RouteSchemas, *, keys: bool) -> Schema:
-    """Return the document for the loaded models; `keys`: whether the service requires an API key."""
+def document(
+    repository: ModelRepository, server_version: str, texts: RouteSchemas, *, keys: bool, labels: bool = False
+) -> Schema:
+    """Return the document for the loaded models; `keys`: whether it requires an API key, `labels`: takes labels."""
     paths: Schema = {}
     schemas: Schema = {"Error": object_schema({"error": TEXT})}
     by_kind: dict[str, list[str]] = {}  # names of the models that answer each route of OpenAI's API
@@ -118,7 +122,7 @@ def document(repository: ModelRepository, server_version: str, texts: RouteSchem
     offered = {*by_kind, *(("texts_models", "texts_model") if by_kind else ())}
     schemas |= _openai_schemas(by_kind, {**texts, "embeddings": (EmbeddingRequest, embedding_answer)})
     for kind, (path, methods) in PATHS.items():
-        if kind in _OPENAI_KINDS and kind not in offered:
+        if (kind in _OPENAI_KINDS and kind not in offered) or (kind == "feedback" and not labels):
             continue
         if _MODEL not in path:
             paths[path] = _path_item(kind, methods, "", _server_operation(kind))
@@ -188,9 +192,13 @@ def _server_operation(kind: str) -> Schema:
         state = {"enum": ["READY", "UNAVAILABLE"]}
         entry = object_schema({"name": TEXT, "version": TEXT, "state": state, "reason": TEXT})
         body = {"type": "object", "additionalProperties": False, "properties": {"ready": {"type": ["boolean", "null"]}}}
-        responses = _responses(_json({"type": "array", "items": entry}), "400", "413", "415", "429", "431", "500")
+        responses = _responses(_json({"type": "array", "items": entry}), *_BODY_ERRORS)
         request = {"content": {"application/json": {"schema": body, "example": {"ready": True}}}}
         return {"requestBody": request, **responses}
+    if kind == "feedback":
+        body = object_schema({"id": {"type": "string", "minLength": 1, "maxLength": 128}, "label": {}})
+        responses = _responses(_json(object_schema({"stored": {"const": True}})), *_BODY_ERRORS)
+        return {"requestBody": {"required": True, "content": {"application/json": {"schema": body}}}, **responses}
     if kind == "page_counters":
         return _responses(_json({"type": "object"}), "404")
     if kind == "ready":

@@ -65,6 +65,7 @@ class Predictor:
         reference = bundle.signature.codec
         self._codec: codec.Codec | None = None  # optional for language models, which have a tokenizer
         self._encode: codec.Encode | None = None
+        self.redact: codec.Redact | None = None  # what must not be kept of an instance
         self.drawing: Drawing | None = None
         self.embedding_sizes: tuple[int, ...] | None = None  # None: it embeds no texts
         self.media_types: tuple[str, ...] = ()  # of files that are an instance
@@ -72,6 +73,7 @@ class Predictor:
             with no_bytecode():
                 self._codec = codec.load_bundled_codec(bundle.path, bundle.signature, f"_codec_{bundle.digest}")
             self._encode = codec.encode_method(self._codec, reference)
+            self.redact = codec.redact_method(self._codec, reference)
             self.drawing = codec_drawing(self._codec, reference)
             self.embedding_sizes = codec.embedding_sizes(self._codec, reference)
             self.media_types = codec.media_types(self._codec, reference)

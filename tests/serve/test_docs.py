@@ -60,7 +60,8 @@ class Shell:
 @pytest.fixture(scope="module")
 def outputs(bundle_path: Path, tmp_path_factory: pytest.TempPathFactory, module_launcher: Launcher) -> list[Ran]:
     folder = tmp_path_factory.mktemp("docs")
-    server = module_launcher(bundle_path, options=["--name", "digits"])
+    samples = ["--sample", "1", "--sample-to", str(folder / "samples")]
+    server = module_launcher(bundle_path, options=["--name", "digits", *samples])
     story = module_launcher(tiny.build(folder / "story"), options=["--name", "story"])
     search = module_launcher(embedder.build(folder / "search"), options=["--name", "search"])
     places = {

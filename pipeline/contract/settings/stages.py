@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeAlias
 
 from pydantic import Field, PrivateAttr, field_validator, model_validator
@@ -21,6 +22,7 @@ from pipeline.contract.settings.section import (
     Section,
     Seed,
 )
+from pipeline.system.errors import ConfigError
 
 
 def _conflict(problem: str) -> NoReturn:
@@ -574,6 +576,16 @@ class Serve(BundledLimits, BundledRuntime):
     )
     page: bool = Field(True, description="serve an HTML page at `GET /`")
     log_requests: Fraction = Field(0.0, description="fraction of requests to log, 0 to 1")
+    sample: Fraction = Field(
+        0.0, description="fraction of requests to keep with their answers, 0 to 1; `POST /feedback` then takes labels"
+    )
+    sample_to: str = Field(
+        "samples", description="folder or fsspec URL for samples and labels, on Kubernetes a URL; empty: no files"
+    )
+    sample_max_bytes: Positive = Field(1 << 30, description="bytes of samples to keep; then the oldest are deleted")
+    sample_url: str = Field(
+        "", description="URL that also gets each sample as CloudEvents, like those of KServe's inference logger"
+    )
     shadow: str = Field(
         "",
         description="target=local: bundle (run or folder) that receives a copy of each request; its responses are only "
@@ -587,6 +599,30 @@ class Serve(BundledLimits, BundledRuntime):
         "", description="PEM file of the TLS certificate; with `tls_key`, HTTP and gRPC are encrypted"
     )
     tls_key: str = Field("", description="PEM file of the certificate's private key")
+
+    @property
+    def sample_packages(self) -> tuple[str, ...]:
+        """Return what an image needs to write samples: nothing, or pyarrow, fsspec and the package of the store."""
+        scheme, mark, _ = self.sample_to.partition("://")
+        stores = {"s3": ("s3fs",), "gs": ("gcsfs",), "gcs": ("gcsfs",), "az": ("adlfs",), "abfs": ("adlfs",)}
+        return ("fsspec", "pyarrow", *stores.get(scheme, ())) if self.sample and mark else ()
+
+
+def sampling_options(serve: Serve, root: Path | None) -> list[str]:
+    """Return the options of `python -m serve` for samples; `root` is the project's folder, None on a cluster."""
+    if not serve.sample:
+        return []
+    folder = serve.sample_to
+    if folder and "://" not in folder:
+        if root is None:
+            raise ConfigError(
+                f"serve.sample_to={folder}: a pod's folders end with it; to fix it: name an fsspec URL, as in "
+                "s3://bucket/samples, or leave it empty and set serve.sample_url"
+            )
+        folder = str((root / folder).absolute())
+    options = ["--sample", f"{serve.sample:g}", "--sample-max-bytes", str(serve.sample_max_bytes)]
+    options += ["--sample-to", folder] if folder else []
+    return options + (["--sample-url", serve.sample_url] if serve.sample_url else [])
 
 
 def service_view_options(serve: Serve) -> list[str]:

@@ -21,6 +21,7 @@ from k8s.images.build import (
     write_training_context,
 )
 from pipeline.contract.bundle import Bundle
+from pipeline.contract.settings.stages import Serve
 from pipeline.system.errors import BundleError, ConfigError
 from pipeline.system.files import digest_tree
 from pipeline.system.sources import PACKAGES
@@ -84,6 +85,15 @@ def test_clients_of_trackers_are_installed_in_the_image(project: Path, tmp_path:
     write_training_context("round", project, content, recipe, tmp_path / "context", ["mlflow", "wandb"])
     pins = (tmp_path / "context" / "requirements-cpu.txt").read_text()
     assert {"mlflow-skinny", "sqlalchemy", "wandb", "torch"} <= {line.partition("==")[0] for line in pins.splitlines()}
+
+
+def test_what_writes_samples_is_installed_in_the_image(bundle: Bundle, tmp_path: Path) -> None:
+    serve = Serve(sample=0.1, sample_to="webdav://live")
+    write_context(bundle, Recipe("python:3.11-slim", "cpu"), tmp_path / "context", serve.sample_packages)
+    pins = (tmp_path / "context" / "requirements-cpu.txt").read_text()
+    assert {"fsspec", "pyarrow"} <= {line.partition("==")[0] for line in pins.splitlines()}
+    assert Serve(sample=0.1, sample_to="s3://bucket/live").sample_packages == ("fsspec", "pyarrow", "s3fs")
+    assert Serve(sample=0, sample_to="s3://bucket/live").sample_packages == ()
 
 
 @pytest.mark.parametrize("pattern", ["data/*.parquet", "runs/**/*"])

@@ -107,6 +107,29 @@ def test_no_rendered_file_contains_a_secret(
     assert any(wanted in line and f"--from-file=tls.key={access.tls_key}" in line for line in reports)
 
 
+def test_pods_with_samples_may_send_them(configure: Configure, bundle: Bundle) -> None:
+    to = {"sample": 0.5, "sample_to": "s3://bucket/live", "sample_url": "http://events.local/"}
+    objects = serving.serving_objects(configure(serve={**to, "workers": 2}), bundle, "twice:1")
+    container = _pod(objects)["containers"][0]
+    assert container["args"][-8:] == [
+        "--sample", "0.5", "--sample-max-bytes", str(1 << 30), "--sample-to", "s3://bucket/live", "--sample-url",
+        "http://events.local/",
+    ]  # fmt: skip
+    assert container["resources"]["limits"]["memory"] == "768Mi"
+    policy = next(item["spec"] for item in objects if item["kind"] == "NetworkPolicy")
+    ports = [rule["ports"][0]["port"] for rule in policy["egress"] if "to" not in rule]
+    assert ports[-2:] == [443, 80]
+    check(objects)
+
+
+def test_samples_of_pods_need_a_url(configure: Configure, bundle: Bundle) -> None:
+    with pytest.raises(
+        ConfigError, match=r"serve.sample_to=samples: a pod's folders end with it; .* name an fsspec URL"
+    ):
+        serving.serving_objects(configure(serve={"sample": 1}), bundle, "twice:1")
+    serving.serving_objects(configure(serve={"sample": 1, "sample_to": "", "sample_url": "http://x"}), bundle, "i:1")
+
+
 def test_serve_settings_reach_the_command_line(configure: Configure, bundle: Bundle, access: Access) -> None:
     config = configure(serve={"page": False, "log_requests": 0.01})
     objects = serving.serving_objects(config, bundle, "twice:1", Access(api_keys=access.api_keys))

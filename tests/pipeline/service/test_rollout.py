@@ -160,9 +160,14 @@ def test_any_difference_starts_another_process(
 
 def test_request_follows_from_the_settings(config: Config, run: Run, bundle: Bundle) -> None:
     changed = _with(_with(config, "rollout", canary_percent=10), "serve", workers=2)
-    request = requested_start(run, changed, bundle, Access(), Path("/candidate"))
+    request = requested_start(run, changed, bundle, Access(), Path("/candidate"), Path("/project"))
     assert (request.share, request.shadow, request.options) == (0.1, "/candidate", ("--workers", "2"))
-    assert request.stamp == process_stamp(request.options) != requested_start(run, config, bundle, Access(), None).stamp
+    unchanged = requested_start(run, config, bundle, Access(), None, Path("/project"))
+    assert request.stamp == process_stamp(request.options) != unchanged.stamp
+    sampled = requested_start(run, _with(config, "serve", sample=0.5), bundle, Access(), None, Path("/project"))
+    assert sampled.options == (
+        "--sample", "0.5", "--sample-max-bytes", "1073741824", "--sample-to", "/project/samples",
+    )  # fmt: skip
 
 
 def test_stamp_depends_on_options_and_source_of_the_service(monkeypatch: pytest.MonkeyPatch) -> None:

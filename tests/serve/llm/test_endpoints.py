@@ -253,7 +253,7 @@ def test_graph_serves_raw_tensors_over_v2(server: Running) -> None:
 def test_openapi_document_describes_every_route(server: Running) -> None:
     document = httpx.get(f"{server.url}/openapi.json", timeout=60).json()
     named = {find_route(path, method.upper()).kind for path, item in document["paths"].items() for method in item}
-    assert named == set(PATHS) - {"embeddings"}
+    assert named == set(PATHS) - {"embeddings", "feedback"}
     fields = {"model": "tiny", "prompt": "x", "max_tokens": 3, "stop": ["q"], "seed": None}
     answer = httpx.post(f"{server.url}/openai/v1/completions", json=fields)
     refusal = httpx.post(f"{server.url}/openai/v1/completions", json={**fields, "n": 0})
