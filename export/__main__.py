@@ -18,8 +18,7 @@ from export.checks.service_sizes import ServedSizes
 from export.checks.verify import write_and_compare
 from export.kinds import open_exporter
 from export.model_card import describe_codec, render_card
-from export.official_weights import write_official_weights
-from export.other_formats import FORMATS_FILE, FORMATS_FOLDER, require_formats, write_formats
+from export.other_formats import FORMATS_FILE, FORMATS_FOLDER, require_formats, write_formats, write_official_weights
 from export.report import Report
 from export.subject import ModelExporter, Subject
 from export.variants import choose

@@ -18,8 +18,7 @@ from export.checks.cases import (
     to_feed,
     torch_outputs,
 )
-from export.checks.everywhere import compare_everywhere
-from export.checks.parity import compare_test_set
+from export.checks.parity import compare_everywhere, compare_test_set
 from export.checks.service_sizes import ServedSizes, SizeComparison
 from export.checks.unseen_inputs import UnseenInputs
 from export.checks.weights_check import WeightsComparison, compare_weights

@@ -1,5 +1,7 @@
 """Write other formats, each loaded again and compared with torch: torch.export's pt2 and TensorFlow's SavedModel.
 
+Also the trained weights as transformers has them.
+
 onnx2tf converts ONNX to a SavedModel. It pins another version of onnx, and TensorFlow conflicts with packages torch
 needs, so both run in a process and, if configured, an environment of their own. Their outputs come back as arrays.
 """
@@ -26,8 +28,10 @@ from torch import nn
 from export.compare import Arrays, Rows
 from export.conversion.trace import ExportInput, find_python_length, trace
 from export.subject import ModelExporter
+from pipeline.contract.pretrained import SMALL_FILES
+from pipeline.contract.task import transformers_model
 from pipeline.system.errors import StageError
-from pipeline.system.files import digest_tree
+from pipeline.system.files import digest_tree, write_json
 
 FORMATS_FILE, FORMATS_FOLDER = "formats.json", "formats"
 
@@ -197,3 +201,48 @@ with numpy.load(job["inputs"]) as inputs:
 results = {f"{index}/{name}": value for index, feed in feeds.items() for name, value in serve(**feed).items()}
 numpy.savez(job["outputs_file"], **results)
 """
+
+
+_SHARD_SIZE = "5GB"
+_CONFIG = "config.json"
+
+
+def write_official_weights(model: nn.Module, files: Path, folder: Path) -> str:
+    """Write the transformer in a model as transformers writes it: safetensors with official names, and its small files.
+
+    Return a line for the log, empty if there is no transformer. `AutoModel.from_pretrained` and `model.pretrained` read
+    the folder. What is around the transformer, such as a head of the task, has no official names and is left out. A
+    transformer that the task has changed, so that it is no longer the one of its configuration, is not written: the
+    bundle does not need it.
+    """
+    shutil.rmtree(folder, ignore_errors=True)
+    located = transformers_model(model)
+    if located is None:
+        return ""
+    transformer: Any = located[1]
+    if _has_adapters(transformer):
+        return f"warning: {folder.name} not written: the task adds adapters by itself; use model.adapter instead"
+    try:
+        transformer.save_pretrained(folder, max_shard_size=_SHARD_SIZE)
+    except (RuntimeError, ValueError) as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        return f"warning: {folder.name} not written: {' '.join(str(error).split())[:300]}"
+    for pattern in SMALL_FILES:
+        for path in files.glob(pattern):
+            target = folder / path.relative_to(files)
+            if target != folder / _CONFIG:  # the model's own is there
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, target)
+    config = json.loads((folder / _CONFIG).read_text())
+    if config.pop("quantization_config", None):  # of the pretrained files; these weights are not quantized
+        write_json(folder / _CONFIG, config)
+    return f"{folder.name}: the transformer's weights, as transformers reads them"
+
+
+def _has_adapters(transformer: nn.Module) -> bool:
+    """Return whether the task itself has put adapters of peft into the transformer."""
+    if "peft" not in sys.modules:
+        return False
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return any(isinstance(module, BaseTunerLayer) for module in transformer.modules())

@@ -51,8 +51,8 @@ if TYPE_CHECKING:
     from pipeline.user.readers import read_jsonl as read_jsonl
     from pipeline.user.readers import read_shards as read_shards
     from pipeline.user.readers import read_table as read_table
-    from pipeline.user.token_shards import read_token_shards as read_token_shards
-    from pipeline.user.token_shards import write_token_shards as write_token_shards
+    from pipeline.user.readers import read_token_shards as read_token_shards
+    from pipeline.user.readers import write_token_shards as write_token_shards
 
 _MODULES = {
     "api": ("Bundle",),
@@ -82,8 +82,15 @@ _MODULES = {
         "dpo_loss",
         "token_log_probs",
     ),
-    "user.readers": ("read_dataset", "read_images", "read_jsonl", "read_shards", "read_table"),
-    "user.token_shards": ("read_token_shards", "write_token_shards"),
+    "user.readers": (
+        "read_dataset",
+        "read_images",
+        "read_jsonl",
+        "read_shards",
+        "read_table",
+        "read_token_shards",
+        "write_token_shards",
+    ),
 }
 
 __all__ = [name for names in _MODULES.values() for name in names]

@@ -58,7 +58,7 @@ def _export(form: str, experts: int, hidden: int, path: Path) -> tuple[Any, Call
     from transformers import DeepseekV3Config
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
-    from export.conversion.translations import translations
+    from export.conversion.to_onnx import translations
 
     torch.manual_seed(0)
     sizes = {"hidden_size": hidden, "moe_intermediate_size": hidden // 2, "num_experts_per_tok": ACTIVE}

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from benchmarks.train.deepseek import pieces
 from export.checks.verify import write_and_compare
 from export.kinds import open_exporter
-from export.llm.perplexity import Perplexity
+from export.llm.variants import Perplexity
 from export.subject import Subject
 from export.variants.choose import VariantEvaluation, VariantResult
 from pipeline import one_text_per_row, pack_texts

@@ -14,7 +14,7 @@ import torch
 from export.conversion.to_onnx import tensor_specs
 from export.kinds import open_exporter
 from export.llm.decoder import convert_language, language_export_input, make_generation
-from export.llm.fused_attention import convert_fused
+from export.llm.kind import convert_fused
 from export.other_formats import require_formats, write_formats
 from export.sessions import open_session, run
 from export.subject import Subject

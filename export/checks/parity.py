@@ -1,18 +1,22 @@
-"""Compare a graph with torch on the whole test set, element by element, prediction by prediction and by its metrics."""
+"""Compare a graph with torch on the whole test set, by element, prediction and metric, and wherever it may run."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
 from export.checks.cases import to_feed
-from export.compare import Arrays, Comparison, Graph, Rows, distance, finite, rows_with, tied_rows
-from export.tolerance import allowed_error, is_within, measure_scale
+from export.compare import Arrays, Case, Comparison, Graph, Rows, compare_kinds, distance, finite, rows_with, tied_rows
+from export.report import Report
+from export.sessions import runtime_setups
+from export.tolerance import Scales, allowed_error, is_within, measure_scale
 from pipeline.contract.data import Samples, as_task_outputs
 from pipeline.contract.settings.stages import Export
 from pipeline.contract.task import Classifier, Task, is_evaluated
@@ -182,3 +186,13 @@ def _with_rounding(reference: Arrays) -> Arrays:
             array = array + (size * generator.choice((-1.0, 1.0), array.shape)).astype(array.dtype)
         rounded[name] = array
     return rounded
+
+
+def compare_everywhere(cases: Sequence[Case], path: Path, config: Export, scales: Scales | None = None) -> Report:
+    """Return a row for each kind of cases and each setup of this machine."""
+    setups, left_out = runtime_setups()
+    rows = Rows()
+    for setup in setups:
+        named = (replace(case, text=f"{case.text} ({setup.text})") for case in cases)
+        rows += compare_kinds(setup.open_graph(path), named, partial(setup.tolerance, config), setup.text, scales)
+    return Report(coverage=rows, left_out=left_out)

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from export.checks.cases import evaluated_outputs
-from export.checks.everywhere import compare_everywhere
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from export.checks.cases import RANDOM, SHAPES, evaluated_outputs
+from export.checks.parity import compare_everywhere
 from export.checks.weights_check import compare_weights
-from export.compare import Arrays, Graph, Rows, combine, compare
-from export.conversion.optimize import Written, write_optimized
-from export.conversion.to_onnx import ExportResult
+from export.compare import Array, Arrays, Case, Graph, Rows, combine, compare
+from export.conversion.optimize import Optimization, Written, operators, remove_model, write_optimized
+from export.conversion.to_onnx import ExportResult, write_onnx
 from export.conversion.trace import ExportInput
 from export.golden import GOLDEN_REQUESTS, GoldenInputs
-from export.llm.cases import cases_of_test_set, random_cases, untraced_cases
 from export.llm.decoder import (
     TorchDecoder,
     complete_generation,
@@ -26,10 +31,9 @@ from export.llm.decoder import (
     open_decoder,
     to_decoder,
 )
-from export.llm.fused_attention import convert_fused
 from export.llm.genai import write_genai
 from export.llm.greedy import choose_prompts, stable_answer, verify_greedy
-from export.llm.texts import read_test_set
+from export.llm.texts import MAX_LOGITS, read_test_set, real_tokens, vocabulary_size
 from export.llm.variants import DecoderComparison
 from export.llm.weight_only import LANGUAGE_CONVERTERS
 from export.other_formats import Skipped, write_pt2
@@ -37,9 +41,11 @@ from export.report import LastCheck, Report
 from export.subject import ModelProperties, RunFeeds, Subject
 from export.variants.quantize import Converter
 from pipeline.contract.config import Config
+from pipeline.contract.data import Samples
 from pipeline.contract.golden import Decoder, empty_past, inputs_of, pad
+from pipeline.contract.settings.stages import Export
 from pipeline.contract.signature import Signature
-from pipeline.system.errors import ConfigError
+from pipeline.system.errors import ConfigError, StageError
 from pipeline.system.files import tokenizer_ids
 
 
@@ -171,3 +177,143 @@ def check_tokenizer(bundle: Path, signature: Signature) -> None:
         raise ConfigError(
             f"{path.name}: has the id {highest}, but the model knows {vocabulary_size} ids (0 to {vocabulary_size - 1})"
         )
+
+
+_FUSED_OPSET = 23  # the first with Attention, RMSNormalization and RotaryEmbedding
+_FUSED_OPERATORS = ("Attention", "RMSNormalization", "RotaryEmbedding")
+_FUSED_ATTENTION = "onnx_attention"  # our name among the attention functions of `transformers`
+
+
+def convert_fused(decoder: ExportInput, config: Export, path: Path) -> tuple[ExportResult | None, Optimization]:
+    """Write a language model with ONNX's own operators for attention, norms and rotary embeddings to `path`.
+
+    Return None and the reason if that is impossible. ONNX Runtime's GroupQueryAttention was slower, does not continue
+    several prompts at once, and is outside the ONNX standard.
+    """
+    try:
+        with _fused_attention(decoder.module):
+            written = write_onnx(decoder, config.model_copy(update={"opset": max(config.opset, _FUSED_OPSET)}), path)
+    except (StageError, TypeError) as error:  # attention may take other arguments than those of _attend
+        remove_model(path)
+        return None, Optimization(config.optimize, "none", {}, str(error))
+    counts = operators(path)
+    fused = {kind: counts[kind] for kind in _FUSED_OPERATORS if kind in counts}
+    # Torch cannot run the trace, which has ONNX's operator for attention, to explain a difference.
+    return replace(written, program=None), Optimization(config.optimize, config.optimize, fused)
+
+
+@contextmanager
+def _fused_attention(model: nn.Module) -> Iterator[None]:
+    """Compute attention by one operator of ONNX within the context, and restore the previous way."""
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(_FUSED_ATTENTION, _attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(_FUSED_ATTENTION, sdpa_mask)
+    every_config = (getattr(module, "config", None) for module in model.modules())
+    configs: list[Any] = [config for config in every_config if hasattr(config, "_attn_implementation")]
+    implementations = [config._attn_implementation for config in configs]
+    try:
+        for config in configs:
+            config._attn_implementation = _FUSED_ATTENTION
+        yield
+    finally:
+        for config, implementation in zip(configs, implementations, strict=True):
+            config._attn_implementation = implementation
+
+
+def _attend(
+    _module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **settings: Any
+) -> tuple[Tensor, None]:
+    """Attend as `transformers` expects it; the heads of keys and values are not repeated for those of the queries."""
+    names = {"scaling": "scale", "softcap": "softcap"}
+    attended = torch.onnx.ops.symbolic(  # torch.onnx.ops.attention takes the width of queries for that of values
+        "Attention",
+        (query, key, value, mask),
+        {names[name]: float(setting) for name, setting in settings.items() if name in names and setting is not None},
+        dtype=query.dtype,
+        shape=(*query.shape[:3], value.shape[3]),
+        version=_FUSED_OPSET,
+    )
+    return attended.transpose(1, 2), None
+
+
+Evaluated = Callable[[Mapping[str, Tensor]], Arrays]  # returns the outputs of the evaluation, by name
+_SHORT_SHAPES = 5  # the first shapes below, which cost little
+_MAX_POSITIONS = 2048  # of the longest past that is compared; the model's limit may be far higher
+
+
+def cases_of_test_set(
+    reference: TorchDecoder, decoder: Decoder, samples: Samples, size: int, evaluated: Evaluated
+) -> Iterator[Case]:
+    """Yield the test set with the logits of the evaluation, or with torch's for rows of several texts."""
+    logits = decoder.generation.logits
+    for texts in read_test_set(decoder, samples, size):
+        outputs = evaluated(texts.batch) if texts.has_one_text else {}
+        expected = {logits: outputs[logits]} if logits in outputs else None
+        yield _case("test set", "the test set", reference, texts.feed, expected)
+
+
+def untraced_cases(reference: TorchDecoder, decoder: Decoder, samples: Samples) -> Iterator[Case]:
+    """Yield shapes that were not traced, of the tokens of the test set."""
+    rows = real_tokens(samples.batch(range(min(8, len(samples)))), decoder.generation)
+    yield from _shape_cases(SHAPES, reference, decoder, np.concatenate([np.asarray(row, np.int64) for row in rows]))
+    yield from _beyond_window(reference, decoder)
+
+
+def random_cases(reference: TorchDecoder, decoder: Decoder) -> Iterator[Case]:
+    """Yield a few of these shapes with random ids."""
+    ids = np.random.default_rng(0).integers(0, vocabulary_size(decoder), 64)
+    yield from islice(_shape_cases(RANDOM, reference, decoder, ids), _SHORT_SHAPES)
+
+
+def _beyond_window(reference: TorchDecoder, decoder: Decoder) -> Iterator[Case]:
+    """Yield one more position after a past that is longer than the model's sliding window; the past is random."""
+    generation, window = decoder.generation, getattr(reference.cached.model.config, "sliding_window", None)
+    if not window or window + 2 > generation.positions_limit:
+        return
+    past_length, random = window + 1, np.random.default_rng(0)
+    past = {
+        name: random.normal(size=(2, array.shape[1], past_length, array.shape[3])).astype(np.float32)
+        for name, array in empty_past(decoder, 2).items()
+    }
+    ids, mask = np.zeros((2, 1), np.int64), np.ones((2, past_length + 1), np.int64)
+    mask[0, :2] = 0
+    yield _case(SHAPES, f"past {past_length}, random", reference, inputs_of(generation, ids, mask, past))
+
+
+def _shape_cases(kind: str, reference: TorchDecoder, decoder: Decoder, tokens: Array) -> Iterator[Case]:
+    """Yield cases of several numbers of rows, lengths and paddings, with a past computed by torch."""
+    generation = decoder.generation
+    longest = min(generation.positions_limit, _MAX_POSITIONS, max(16, MAX_LOGITS // vocabulary_size(decoder)))
+    shapes = [
+        (1, 0, 1, 0),
+        (2, 0, 9, 2),
+        (4, 6, 1, 3),
+        (2, 1, 1, 0),
+        (3, 4, 7, 4),
+        (1, longest - 1, 1, 0),
+        (1, 0, longest, 2),
+    ]
+    for rows, past_length, sequence, padding in shapes:
+        total = past_length + sequence
+        ids = np.resize(tokens, (rows, total))
+        mask = np.ones_like(ids)
+        mask[::2, : padding if rows > 1 or past_length == 0 else 0] = 0
+        past = empty_past(decoder, rows)
+        if past_length:
+            outputs = reference.run(inputs_of(generation, ids[:, :past_length], mask[:, :past_length], past))
+            past = {cache.input: outputs[cache.output] for cache in generation.caches}
+        text = f"past {past_length}, sequence {sequence}, {padding} padded"
+        yield _case(kind, text, reference, inputs_of(generation, ids[:, past_length:], mask, past))
+
+
+def _case(kind: str, text: str, reference: TorchDecoder, feed: Arrays, expected: Arrays | None = None) -> Case:
+    """Return a case that compares logits and the new cache, except padding."""
+    generation = reference.generation
+    expected = expected or reference.run(feed)
+    is_real = feed[generation.mask] == 1  # of the past, too
+    masks = {generation.logits: is_real[:, -feed[generation.ids].shape[1] :]}
+    for name in expected.keys() - {generation.logits}:  # [batch, heads, positions, width]
+        masks[name] = np.broadcast_to(is_real[:, None], expected[name].shape[:3])
+    return Case(kind, text, feed, expected, masks, generation.logits)

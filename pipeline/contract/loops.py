@@ -1,7 +1,7 @@
 """Loops around a part of a model that become one node of its ONNX file: `repeat`, and `generate` for token sequences.
 
 A loop in Python is traced step by step, so that its graph is long and has a fixed number of steps. While a model is
-exported, these trace the step once, between marks, of which `export/conversion/loops.py` makes an ONNX `Loop`.
+exported, these trace the step once, between marks, of which `export/conversion/to_onnx.py` makes an ONNX `Loop`.
 """
 
 from __future__ import annotations

@@ -15,12 +15,13 @@ import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypeAlias
 from urllib.parse import quote
 
-from jinja2 import UndefinedError
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, UndefinedError
+from markupsafe import Markup
 
 from pipeline.contract.config import flat_settings
 from pipeline.contract.results import Body, Facts, is_number, mappings, read_facts
@@ -37,11 +38,10 @@ from pipeline.report import (
     samples,
     training,
 )
-from pipeline.report.charts import parse_range
+from pipeline.report.charts import interval_text, parse_range, px, small_interval
 from pipeline.report.features import read_champion_profile
-from pipeline.report.rendering import read_asset, render, score
 from pipeline.system.files import write_atomic
-from pipeline.system.wording import MISSING, milliseconds, number, seconds, signed
+from pipeline.system.wording import MISSING, milliseconds, number, percent, seconds, short, signed, size
 
 _FINISHED = ("done", "rejected", "overridden")  # a step with one of these has written all its files
 _SHAPE_ERRORS = (KeyError, TypeError, ValueError, AttributeError, IndexError, ZeroDivisionError, UndefinedError)
@@ -268,3 +268,44 @@ def _last_step(facts: Facts) -> tuple[float, str]:
     return float(
         position
     ), last_record.step if last_record.current_status == "done" else f"{last_record.step} {last_record.current_status}"
+
+
+_BETWEEN_TAGS = re.compile(r">\s*\n\s*<")
+
+
+def render(template: str, **values: Any) -> Markup:
+    """Render a file of `templates/`. Line breaks between two tags are layout of the template and are dropped.
+
+    All templates know the macros of `macros.html` as `macros`, and those of `charts.html` as `draw`.
+    """
+    return Markup(_BETWEEN_TAGS.sub("><", _environment().get_template(template).render(values)))  # noqa: S704
+
+
+def read_asset(name: str) -> Markup:
+    """Return the style or the script of the pages, which are ours and not escaped."""
+    return Markup(Path(__file__).with_name(name).read_text())  # noqa: S704
+
+
+def score(value: float | None, metric: str) -> str:
+    return percent(value) if "accuracy" in metric else number(value)
+
+
+def date(created: str) -> str:
+    return created.replace("T", " ").partition("+")[0][:16] + (" UTC" if created.endswith("+00:00") else "")
+
+
+@cache
+def _environment() -> Environment:
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).with_name("templates")),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=lambda value: "" if value is None else value,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    for name in (number, percent, seconds, short, signed, size, date, score, px, interval_text, small_interval):
+        environment.filters[name.__name__] = name
+    environment.globals["macros"] = environment.get_template("macros.html").module
+    environment.globals["draw"] = environment.get_template("charts.html").module
+    return environment

@@ -7,7 +7,7 @@ from typing import Any
 from serve.errors import Busy, NotFound, Unimplemented
 from serve.grpc import open_inference
 from serve.grpc.descriptors import ProtoFile
-from serve.grpc.streaming import MessageStream
+from serve.grpc.messages import MessageStream
 from serve.models import ModelRepository
 
 _PACKAGE = "grpc.health.v1"

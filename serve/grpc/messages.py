@@ -7,16 +7,16 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from pipeline.contract.codec import Arrays, Part
 from pipeline.contract.signature import NUMPY_TYPES, Signature
 from pipeline.system.errors import InvalidPayload
-from serve.errors import RequestError, TooLarge, Unimplemented
+from serve.errors import Busy, RequestError, TooLarge, Unimplemented
 from serve.grpc.open_inference import ModelInferResponse
 from serve.limits import BodyLimits, Budget
 from serve.protocol import v2
@@ -36,6 +36,8 @@ from serve.request_body import Inflater
 from serve.request_context import RequestContext, parse_timeout_parameter
 from serve.runtime.predictor import Predictor
 from serve.wire.http2 import hpack
+from serve.wire.http2.stream import Stream
+from serve.wire.http2.streams import Streams
 
 _CONTENTS: dict[str, tuple[str, Any]] = {
     "BOOL": ("bool_contents", np.bool_),
@@ -266,3 +268,63 @@ def percent_encode(text: str) -> bytes:
     if _PLAIN.issuperset(data):
         return data
     return b"".join([b"%c" % byte if byte in _PLAIN else b"%%%02X" % byte for byte in data])
+
+
+_MAX_MESSAGE_BYTES = 4096  # of a client; the messages are names
+
+
+class Answering(Protocol):
+    """One call that is answered as its messages arrive. Errors that it raises end the call with their status."""
+
+    def on_message(self, message: Any) -> None:
+        """Handle a message of the client."""
+
+    def on_end(self) -> None:
+        """Handle the end of the client's messages."""
+
+    def close(self) -> None:
+        """Clean up after the call has ended, in whatever way."""
+
+
+Open = Callable[["MessageStream"], Answering]
+
+
+class MessageStream:
+    """The messages of one call that has several, in either direction.
+
+    Messages of an answer are small and few: each is sent at once where the client's flow control windows have room for
+    it, and none is queued. A client that opens no window loses its call.
+    """
+
+    def __init__(self, streams: Streams, stream: Stream, end: Callable[[Exception | None], None]) -> None:
+        """`end` ends the call, with the status of an error or with OK."""
+        self._streams, self._stream, self.end = streams, stream, end
+        self._received = b""
+        self.has_begun = False  # the headers of the answer have been sent
+
+    def send(self, message: Any) -> None:
+        data = frame_message(message.SerializeToString())
+        head = b"" if self.has_begun else ANSWER
+        if not self._streams.send_part(self._stream, head, data):
+            raise Busy("the client takes no more messages of this call")
+        self.has_begun = True
+
+    def receive(self) -> Iterator[bytes]:
+        """Yield the messages that are complete; the stream keeps the rest."""
+        parts, self._stream.parts = self._stream.parts, []
+        self._received += b"".join(parts)
+        while len(self._received) >= PREFIX.size:
+            compressed, size = PREFIX.unpack_from(self._received)
+            if compressed:
+                raise Unimplemented("message: compressed messages are not supported in this method")
+            if size > _MAX_MESSAGE_BYTES:
+                raise too_large(size, _MAX_MESSAGE_BYTES)
+            end = PREFIX.size + size
+            if len(self._received) < end:
+                return
+            message, self._received = self._received[PREFIX.size : end], self._received[end:]
+            yield message
+
+    def check_end(self) -> None:
+        if self._received:
+            raise MalformedMessage("message: the call ends in the middle of it")

@@ -23,9 +23,9 @@ from serve.errors import (
     Unimplemented,
     UnsupportedMediaType,
 )
-from serve.grpc import health, messages, open_inference, reflection
-from serve.grpc.messages import Payload
-from serve.grpc.streaming import Answering, MessageStream, Open
+from serve.grpc import health, messages, open_inference
+from serve.grpc.descriptors import ProtoFile
+from serve.grpc.messages import Answering, MessageStream, Open, Payload
 from serve.limits import SMALL_BYTES, BodyLimits, Budget, message_memory
 from serve.load_shedding import admit
 from serve.models import ModelRepository
@@ -333,10 +333,10 @@ def _methods(servicer: Servicer, health_service: health.Health) -> dict[str, Met
         parse = open_inference.message_class(f"{name}Request").FromString
         method = Method(name, parse, getattr(servicer, name), needs_key=name not in OPEN_RPCS)
         methods[f"/{open_inference.SERVICE}/{name}"] = method
-    files = [open_inference.FILE, health.FILE, *reflection.FILES]
-    for version in reflection.FILES:
-        service = reflection.Reflection(version, files)
-        converse = partial(reflection.Conversation, service)
+    files = [open_inference.FILE, health.FILE, *_REFLECTION_FILES]
+    for version in _REFLECTION_FILES:
+        service = Reflection(version, files)
+        converse = partial(Conversation, service)
         method = Method("ServerReflectionInfo", service.request_class.FromString, None, stream=converse)
         methods[f"/{version.package}.ServerReflection/{method.name}"] = method
     return methods
@@ -364,3 +364,90 @@ def _check_protocol(request: dict[bytes, bytes]) -> Callable[[], RequestError] |
     if not kind.startswith(_CONTENT_TYPE) or kind[len(_CONTENT_TYPE) :].strip() not in _CONTENT_SUBTYPES:
         return partial(UnsupportedMediaType, f"content-type: {kind[:80].decode('latin-1')!r} is no gRPC with protobuf")
     return None
+
+
+_REFLECTION_TABLE = """
+message ServerReflectionRequest
+  string host = 1
+  oneof:message_request string file_by_filename = 3
+  oneof:message_request string file_containing_symbol = 4
+  oneof:message_request ExtensionRequest file_containing_extension = 5
+  oneof:message_request string all_extension_numbers_of_type = 6
+  oneof:message_request string list_services = 7
+message ExtensionRequest
+  string containing_type = 1
+  int32 extension_number = 2
+message ServerReflectionResponse
+  string valid_host = 1
+  ServerReflectionRequest original_request = 2
+  oneof:message_response FileDescriptorResponse file_descriptor_response = 4
+  oneof:message_response ExtensionNumberResponse all_extension_numbers_response = 5
+  oneof:message_response ListServiceResponse list_services_response = 6
+  oneof:message_response ErrorResponse error_response = 7
+message FileDescriptorResponse
+  repeated bytes file_descriptor_proto = 1
+message ExtensionNumberResponse
+  string base_type_name = 1
+  repeated int32 extension_number = 2
+message ListServiceResponse
+  repeated ServiceResponse service = 1
+message ServiceResponse
+  string name = 1
+message ErrorResponse
+  int32 error_code = 1
+  string error_message = 2
+service ServerReflection
+  rpc ServerReflectionInfo stream ServerReflectionRequest stream ServerReflectionResponse
+"""
+# The two versions differ in their names only.
+_REFLECTION_FILES = [
+    ProtoFile(f"grpc/reflection/{version}/reflection.proto", f"grpc.reflection.{version}", _REFLECTION_TABLE)
+    for version in ("v1", "v1alpha")
+]
+_NOT_FOUND, _UNIMPLEMENTED = 5, 12  # codes of gRPC
+
+
+class Reflection:
+    """One version of the reflection service, by which clients such as grpcurl learn the services and messages."""
+
+    def __init__(self, version: ProtoFile, files: Sequence[ProtoFile]) -> None:
+        """`files` are those that it describes; none of them imports another."""
+        self.request_class = version.message_class("ServerReflectionRequest")
+        self._response_class = version.message_class("ServerReflectionResponse")
+        self._files = files
+        self._services = [f"{file.package}.{name}" for file in files for name in file.descriptor.services_by_name]
+
+    def respond(self, request: Any) -> Any:
+        response = self._response_class(valid_host=request.host, original_request=request)
+        kind = request.WhichOneof("message_request")
+        if kind == "list_services":
+            for name in self._services:
+                response.list_services_response.service.add(name=name)
+        elif kind in ("file_by_filename", "file_containing_symbol"):
+            name = getattr(request, kind)
+            file = next((file for file in self._files if name == file.name or name in file.symbols), None)
+            if file is None:
+                response.error_response.error_code = _NOT_FOUND
+                response.error_response.error_message = f"no file or symbol {name[:200]!r}"
+            else:
+                response.file_descriptor_response.file_descriptor_proto.append(file.serialized)
+        else:
+            response.error_response.error_code = _UNIMPLEMENTED
+            response.error_response.error_message = "these files have no extensions (proto3)"
+        return response
+
+
+class Conversation:
+    """One call of reflection: each message is answered when it arrives."""
+
+    def __init__(self, reflection: Reflection, stream: MessageStream) -> None:
+        self._reflection, self._stream = reflection, stream
+
+    def on_message(self, message: Any) -> None:
+        self._stream.send(self._reflection.respond(message))
+
+    def on_end(self) -> None:
+        self._stream.end(None)
+
+    def close(self) -> None:
+        """Hold nothing that has to be released."""

@@ -9,7 +9,7 @@ import socket
 import sys
 from collections.abc import Callable
 
-from serve.wire.log import Log
+from serve.wire.request import Log
 
 # From Linux's headers; Python's socket module has no names for them.
 _IP_MINTTL, _IPV6_MINHOPCOUNT, _MAX_HOPS = 21, 73, 255

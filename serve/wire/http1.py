@@ -39,8 +39,7 @@ from serve.wire.connection_limits import (
     make_room,
     peer_address,
 )
-from serve.wire.log import Log
-from serve.wire.request import Disconnected, IncomingRequest, request_id
+from serve.wire.request import Disconnected, IncomingRequest, Log, request_id
 
 _PROBE_SECONDS = 0.02  # after a client half-closed; most requests are answered by then
 _HIGH_WATER_BYTES = 256 << 10  # of a body are handed over at once; below it the application is not woken

@@ -1,4 +1,4 @@
-"""A request of any protocol: its headers, its path, and the id by which its client and log lines name it."""
+"""A request of any protocol, the id by which its client and log lines name it, and the log of connections."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import secrets
 import time
 from collections.abc import Mapping
+from typing import Any, Protocol
 
 _SAFE_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._:=+/-]{0,127}")
 _PROCESS_ID = secrets.token_hex(8).encode()
@@ -51,3 +52,16 @@ def request_id(given: bytes | None) -> bytes:
     if given is not None and _SAFE_ID.fullmatch(given):
         return given
     return b"%b-%d" % (_PROCESS_ID, next(_NUMBERS))
+
+
+class Log(Protocol):
+    """The log of connections, which the service implements: refusals that reach no application, and faults.
+
+    Clients can cause each of these lines: no number of clients may make more than so many a second.
+    """
+
+    def refused(self, label: str, **fields: Any) -> None:
+        """Count a refusal under this label, and write its fields in a line, if there are any."""
+
+    def failed(self, text: str, **fields: Any) -> None:
+        """Write a fault of ours, with the exception that is being handled, if any."""

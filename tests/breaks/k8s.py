@@ -136,7 +136,7 @@ BREAKS: tuple[Break, ...] = (
     ),
     Break(
         "a watch whose history has expired never ends the wait",
-        "k8s/cluster/watch.py",
+        "k8s/step_runner.py",
         '                    self._version = ""  # the history has expired: list again\n',
         "",
         "tests/k8s/test_step_runner.py::test_an_expired_watch_lists_again",

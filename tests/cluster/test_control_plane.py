@@ -16,8 +16,8 @@ import pytest
 from k8s.cluster.api import connect
 from k8s.cluster.cluster import Cluster
 from k8s.cluster.lease import Lease
-from k8s.cluster.watch import Watcher
 from k8s.objects.kustomize import Object
+from k8s.step_runner import Watcher
 from pipeline.system.errors import ConfigError, PipelineError, ResourceError, StageError
 from tests.serve import certificates
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from export import sessions
 from export.checks.cases import random_batch, sample_cases
-from export.checks.everywhere import compare_everywhere
+from export.checks.parity import compare_everywhere
 from export.compare import Attempts, Case
 from export.report import Report
 from export.sessions import CPU, CUDA, RuntimeSetup, runtime_setups

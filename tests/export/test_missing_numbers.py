@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from export.__main__ import export
 from export.bundle import columns_with_nan
 from export.checks.cases import random_batch, sample_cases
-from export.checks.everywhere import compare_everywhere
-from export.checks.parity import compare_outputs
+from export.checks.parity import compare_everywhere, compare_outputs
 from export.checks.verify import find_nondeterminism
 from export.compare import Attempts, require_equal
 from export.golden import choose_samples

@@ -13,8 +13,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
-from export import official_weights
-from export.official_weights import write_official_weights
+from export import other_formats
+from export.other_formats import write_official_weights
 from pipeline.contract.pretrained import open_pretrained
 from train.pretrained.load import load_from_files
 
@@ -46,7 +46,7 @@ def source(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("wrap", [True, False])
 def test_folder_is_read_bit_for_bit(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrap: bool) -> None:
-    monkeypatch.setattr(official_weights, "_SHARD_SIZE", "12KB")
+    monkeypatch.setattr(other_formats, "_SHARD_SIZE", "12KB")
     model = Wrapped(source)
     trained = model.inner if not wrap else model
     folder = tmp_path / "weights"

@@ -28,8 +28,7 @@ from export.checks.verify import write_and_compare
 from export.compare import require_equal
 from export.conversion.optimize import check_file
 from export.conversion.shapes import check_dynamic_axes, untraced_batches
-from export.conversion.to_onnx import tensor_specs
-from export.conversion.translations import GROUPED, grouped_experts, grouped_mm, unparsed_functions
+from export.conversion.to_onnx import GROUPED, grouped_experts, grouped_mm, tensor_specs, unparsed_functions
 from export.kinds import check_positions
 from pipeline.contract.data import axis_sizes, example_batch, open_split
 from pipeline.contract.settings.stages import Export

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipeline.status_line import StatusLine, StepProgress, Style, choose_style, clip, format_line
+from pipeline.display import StatusLine, StepProgress, Style, choose_style, clip, format_line
 
 from .terminal import Terminal
 

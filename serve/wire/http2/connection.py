@@ -11,7 +11,7 @@ from typing import cast
 from serve.wire.connection_limits import HEAD_TIMEOUT_SECONDS, IDLE_SECONDS, LINGER_SECONDS, CallMemory, WriteTimeout
 from serve.wire.http2.frames import ConnectionFault, ErrorCode, goaway
 from serve.wire.http2.streams import SERVER_PREFACE, Application, Streams
-from serve.wire.log import Log
+from serve.wire.request import Log
 
 _DRAIN_TIMEOUT_SECONDS = 1.0  # for the client to acknowledge GOAWAY
 _UNUSED_LINGER_SECONDS = 0.3  # for a client without any request to close

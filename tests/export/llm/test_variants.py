@@ -24,7 +24,7 @@ from export.checks.verify import write_and_compare
 from export.conversion.to_onnx import save_stripped
 from export.kinds import open_exporter
 from export.llm.decoder import open_decoder
-from export.llm.perplexity import Perplexity, token_losses
+from export.llm.variants import Perplexity, token_losses
 from export.llm.weight_only import LANGUAGE_CONVERTERS
 from export.subject import Subject
 from export.variants.choose import VariantEvaluation, VariantResult, decide, explanations, rows

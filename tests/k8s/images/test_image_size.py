@@ -18,7 +18,7 @@ LIMIT_MEGABYTES = 220
 CHECK = """
 import sys
 sys.path[:0] = sys.argv[1:3]
-import serve.llm.tokenizer, serve.process.workers
+import serve.llm.model, serve.process.workers
 from serve.__main__ import main
 print(sys.modules["httptools"].__file__)
 sys.exit(main([sys.argv[3], "--check"]))

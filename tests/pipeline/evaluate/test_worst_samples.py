@@ -13,8 +13,15 @@ import numpy as np
 import pytest
 
 from pipeline.evaluate.__main__ import evaluate
-from pipeline.evaluate.sample_parts import MAX_SIDE_PIXELS, as_image, png
-from pipeline.evaluate.worst_samples import TYPICAL_SAMPLES, WORST_SAMPLES, typical_indices, worst_indices
+from pipeline.evaluate.worst_samples import (
+    MAX_SIDE_PIXELS,
+    TYPICAL_SAMPLES,
+    WORST_SAMPLES,
+    as_image,
+    png,
+    typical_indices,
+    worst_indices,
+)
 from pipeline.system.errors import DataError
 
 if TYPE_CHECKING:

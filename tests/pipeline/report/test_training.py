@@ -11,7 +11,7 @@ import pytest
 
 from pipeline.contract.results import Body, Facts, read_facts
 from pipeline.contract.run import Run, RunFile
-from pipeline.report.rendering import render
+from pipeline.report.page import render
 from pipeline.report.training import experts, exposed_communication, speed, time_budget
 from pipeline.system.files import write_json
 

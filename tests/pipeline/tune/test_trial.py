@@ -15,9 +15,16 @@ from pipeline.history import Project, load_history
 from pipeline.resume import latest_unfinished
 from pipeline.run import run_pipeline
 from pipeline.system.errors import ConfigError, DataError, PipelineError, Pruned, StageError
+from pipeline.tune.__main__ import (
+    MetricReader,
+    TrialMonitor,
+    describe_trial,
+    nothing_was_measured,
+    run_trial,
+    run_worker,
+)
 from pipeline.tune.record import read_study
 from pipeline.tune.search import Study, TrialResult
-from pipeline.tune.trial import MetricReader, TrialMonitor, describe_trial, nothing_was_measured, run_trial, run_worker
 from pipeline.work import RunRequest
 
 from .conftest import MakeConfig, begun, open_study
@@ -128,7 +135,7 @@ def test_an_error_of_training_ends_the_trial(
     def fail(*_: object) -> Run:
         raise error("train: it failed")
 
-    monkeypatch.setattr("pipeline.tune.trial.run_pipeline", fail)
+    monkeypatch.setattr("pipeline.tune.__main__.run_pipeline", fail)
     found, run = run_one(open_study(tmp_path / "abc", make_config(trials=1)), project, make_config(trials=1))
     assert found == TrialResult("failed", reason="train: it failed", caused_by_settings=caused_by_settings)
     assert run is None
@@ -180,7 +187,7 @@ def test_an_error_that_every_trial_has_stops_the_search(
     def fail(*_: object) -> Run:
         raise StageError("prepare: the task is broken")
 
-    monkeypatch.setattr("pipeline.tune.trial.run_pipeline", fail)
+    monkeypatch.setattr("pipeline.tune.__main__.run_pipeline", fail)
     config, lines = make_config(), list[str]()
     study = read_study(project.runs, begun(project, config))
     with pytest.raises(

@@ -15,9 +15,8 @@ from tokenizers import Tokenizer
 from pipeline.contract.bundle import open_bundle
 from pipeline.system.errors import BundleError, InvalidPayload
 from serve.llm.engine import Engine
-from serve.llm.model import LanguageModel, TextGenerator
+from serve.llm.model import LanguageModel, ModelTokenizer, TextGenerator
 from serve.llm.openai_api import parse_chat, parse_completion
-from serve.llm.tokenizer import ModelTokenizer
 from serve.runtime.loading import load_predictor
 from tests.serve.llm import tiny
 

@@ -16,8 +16,7 @@ from pipeline.contract.bundle import Bundle
 from pipeline.contract.golden import Golden
 from serve.model_version import Canary, ModelVersion
 from serve.page import page
-from serve.page.fields import form_fields
-from serve.page.page import inline, render_markdown
+from serve.page.page import form_fields, inline, render_markdown
 from serve.runtime.predictor import Predictor
 from serve.runtime.session import Session
 from serve.shadow import Agreement

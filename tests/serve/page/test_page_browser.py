@@ -13,7 +13,7 @@ import httpx
 import numpy as np
 import pytest
 
-from pipeline.evaluate.sample_parts import png
+from pipeline.evaluate.worst_samples import png
 
 from ..browser import PROGRAM, Browser
 

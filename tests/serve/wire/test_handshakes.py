@@ -18,7 +18,7 @@ import uvloop
 from serve.monitoring import logs
 from serve.monitoring.logs import ConnectionLog, LogLimit
 from serve.security import CertificatePair, Tls
-from serve.wire import accepting, handshakes
+from serve.wire import accepting, listeners
 from serve.wire.connection_limits import HANDSHAKE_TIMEOUT_SECONDS, LOG_LINES_PER_SECOND
 from serve.wire.http2 import frames
 from serve.wire.listeners import Http1Listener, Http2Listener
@@ -84,7 +84,7 @@ def talk(pair: CertificatePair, what: Callable[[Port], Awaitable[Any]], most: in
 
 
 def test_unfinished_handshake_times_out_and_is_counted(pair: CertificatePair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshakes, "HANDSHAKE_TIMEOUT_SECONDS", 0.05)
+    monkeypatch.setattr(listeners, "HANDSHAKE_TIMEOUT_SECONDS", 0.05)
 
     async def what(port: Port) -> None:
         reader, writer = await port.connect()
@@ -149,7 +149,7 @@ def test_the_grpc_port_has_the_same_limits(pair: CertificatePair) -> None:
 def test_unfinished_handshake_is_evicted_by_a_new_one(pair: CertificatePair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The addresses differ, so that no limit of a single one applies."""
     numbers = iter(range(10_000))
-    monkeypatch.setattr(handshakes, "peer_address", lambda _: str(next(numbers)))
+    monkeypatch.setattr(listeners, "peer_address", lambda _: str(next(numbers)))
 
     async def what(port: Port) -> None:
         writers = [(await port.connect())[1] for _ in range(100)]

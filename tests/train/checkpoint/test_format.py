@@ -18,7 +18,7 @@ from train.checkpoint.format import (
     make_layout,
     parse_header,
 )
-from train.checkpoint.sharding import plan_shard
+from train.checkpoint.store import plan_shard
 from train.state import Progress
 
 WHOLE = Chunk("steps", torch.float32, (), (), ())
