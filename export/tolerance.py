@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.contract.codec import Array
 from pipeline.contract.settings.stages import Export
-
-Array = np.ndarray[Any, Any]
 
 _COLUMN_LIMIT = 0.01  # of a column's own spread: a column far smaller than the others must not be lost among them
 _ROUNDING = 2.0**-17  # of the largest value of a column: 64 times the rounding of one float32

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, Protocol
 
-from pipeline.contract.codec import Part
+from pipeline.contract.codec import Array, Part
 from pipeline.contract.signature import TensorSpec
 from serve.errors import DeadlineExceeded, Headers
 from serve.limits import DECODE_SECONDS, Budget, answer_row_memory, body_limits, json_memory, largest_request
@@ -24,7 +24,7 @@ from serve.monitoring.metrics import ModelMetrics
 from serve.protocol.examples import request_examples
 from serve.protocol.validate import format_shape
 from serve.request_context import RequestContext, in_flight
-from serve.runtime.batcher import Array, Batcher, BatchingOptions, RunTimeEstimate
+from serve.runtime.batcher import Batcher, BatchingOptions, RunTimeEstimate
 from serve.runtime.predictor import Predictor
 from serve.runtime.session import CPU
 from serve.sampling import Sampler

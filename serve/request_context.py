@@ -11,15 +11,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
-import numpy as np
-
+from pipeline.contract.codec import Array
 from pipeline.system.errors import InvalidPayload
 from serve.errors import Headers
 from serve.monitoring.metrics import PHASES, ModelMetrics
 from serve.wire.http1 import Request
 from serve.wire.request import IncomingRequest
-
-Array = np.ndarray[Any, Any]
 
 TIMEOUT_HEADER = b"x-request-timeout"
 _GRPC_UNITS = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b"n": 1e-9}

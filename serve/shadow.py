@@ -12,7 +12,7 @@ import queue
 import random
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,13 @@ from typing import Any
 import numpy as np
 
 from pipeline.contract.bundle import open_bundle
+from pipeline.contract.codec import Array, Arrays
 from pipeline.contract.signature import Signature, TensorSpec
 from pipeline.contract.signing import Trust
 from pipeline.system.errors import BundleError
 from serve.monitoring.logs import log_fields
 from serve.runtime.loading import load_predictor
 from serve.runtime.predictor import Predictor
-
-Array = np.ndarray[Any, Any]
-Arrays = Mapping[str, Array]
 
 MAX_WAITING_COPIES = 64  # more are dropped, as the real requests need the machine
 _LOWEST_PRIORITY = 19

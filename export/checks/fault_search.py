@@ -29,6 +29,7 @@ from export.conversion.shapes import MODEL_ERRORS
 from export.conversion.to_onnx import ExportResult
 from export.conversion.trace import describe_module, find_python_length, module_name, source_location
 from export.tolerance import absolute_tolerance
+from pipeline.contract.codec import Array
 from pipeline.contract.settings.stages import Export
 from pipeline.system.errors import StageError
 
@@ -118,7 +119,6 @@ class Graph:
         return part
 
 
-Array = np.ndarray[Any, Any]
 Feed = Mapping[str, Array]
 Values = Callable[[Sequence[str]], Mapping[str, Any]]  # the expected tensors, by name
 

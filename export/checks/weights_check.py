@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from export.checks.cases import to_array
 from export.conversion.names import nested_graphs
+from pipeline.contract.codec import Array
 from pipeline.system.torch_private import BatchNormBase
 from pipeline.system.wording import join_names
-
-Array = np.ndarray[Any, Any]
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)

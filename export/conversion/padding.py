@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from export.tolerance import allowed_error, is_within, measure_scale
+from pipeline.contract.codec import Array
 from pipeline.contract.data import Samples, exceeded_limit, open_split
 from pipeline.contract.settings.stages import Export
 from pipeline.contract.task import HasCollate, Task, input_axes
 
-Array = np.ndarray[Any, Any]
 Outputs = Callable[[Mapping[str, Tensor]], Mapping[str, Array]]  # of torch, by name
 Side = Literal["left", "right"]
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from export.llm.decoder import TorchDecoder
-from export.llm.texts import real_tokens
+from export.llm.decoder import TorchDecoder, real_tokens
 from pipeline.contract.data import Samples
 from pipeline.contract.golden import Answer, Decoder, greedy
 from pipeline.contract.prompting import ANSWER_TOKENS

@@ -23,17 +23,20 @@ from export.conversion.to_onnx import ExportResult, write_onnx
 from export.conversion.trace import ExportInput
 from export.golden import GOLDEN_REQUESTS, GoldenInputs
 from export.llm.decoder import (
+    MAX_LOGITS,
     TorchDecoder,
     complete_generation,
     convert_language,
     language_export_input,
     make_generation,
     open_decoder,
+    read_test_set,
+    real_tokens,
     to_decoder,
+    vocabulary_size,
 )
 from export.llm.genai import write_genai
 from export.llm.greedy import choose_prompts, stable_answer, verify_greedy
-from export.llm.texts import MAX_LOGITS, read_test_set, real_tokens, vocabulary_size
 from export.llm.variants import DecoderComparison
 from export.llm.weight_only import LANGUAGE_CONVERTERS
 from export.other_formats import Skipped, write_pt2

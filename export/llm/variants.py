@@ -19,8 +19,7 @@ from torch import nn
 
 from export.checks.cases import evaluated_outputs
 from export.compare import Array, Arrays
-from export.llm.decoder import open_decoder
-from export.llm.texts import read_test_set
+from export.llm.decoder import open_decoder, read_test_set
 from export.variants.judge import Answers, BatchSizeResult, Deviation, compare_scores, measure_deviation, output_scale
 from pipeline.contract.data import Samples, as_task_outputs, open_split
 from pipeline.contract.golden import Decoder, empty_past, inputs_of

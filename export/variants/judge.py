@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from export.compare import Arrays
+from export.compare import Array, Arrays
 from export.variants.timing import Timing
 from pipeline.contract.settings.stages import Cost, Evaluate, Export
 from pipeline.contract.task import Classifier, Task
@@ -22,7 +22,6 @@ from pipeline.statistics.metrics import Metric, calibration_metrics, compute_met
 from pipeline.statistics.scores import ACTUAL, BASELINE, CANDIDATE, LEVELS, QUERY, Columns
 from pipeline.system.errors import StageError
 
-Array = np.ndarray[Any, Any]
 _ALL_WRONG = float(np.finfo(np.float64).max)  # stands for infinity, which JSON does not have
 
 

@@ -22,12 +22,11 @@ from onnxruntime.transformers.float16 import DEFAULT_OP_BLOCK_LIST, convert_floa
 from export.conversion.names import input_names, name_tensors, nested_graphs, nested_nodes, set_output_axes
 from export.conversion.shapes import untraced_batches
 from export.conversion.to_onnx import save_stripped, tensor_specs
+from pipeline.contract.codec import Array
 from pipeline.contract.data import check_columns, open_split
 from pipeline.contract.signature import NUMPY_TYPES, TensorSpec
 from pipeline.contract.task import HasAxes, Task
 from pipeline.system.errors import DataError, StageError
-
-Array = np.ndarray[Any, Any]
 
 MIN_SAMPLES = 16  # fewer give no reliable range
 _BATCH = 16  # samples per run; a run returns every tensor of the graph

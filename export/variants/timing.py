@@ -13,9 +13,9 @@ import numpy as np
 import scipy  # type: ignore[import-untyped]
 
 from export.sessions import open_session
+from pipeline.contract.codec import Array
 from pipeline.statistics.intervals import Interval
 
-Array = np.ndarray[Any, Any]
 Rounds = Sequence[Array]  # seconds of every call, round by round
 Feed = Mapping[str, Array]
 

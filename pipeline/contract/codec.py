@@ -15,8 +15,9 @@ from pipeline.contract.signature import CODEC_FOLDER, Signature, codec_drawing
 from pipeline.contract.task import load_class
 from pipeline.system.errors import ConfigError
 
-Arrays: TypeAlias = Mapping[str, np.ndarray[Any, Any]]
-Redact: TypeAlias = Callable[[dict[str, np.ndarray[Any, Any]]], Arrays]
+Array: TypeAlias = np.ndarray[Any, Any]
+Arrays: TypeAlias = Mapping[str, Array]
+Redact: TypeAlias = Callable[[dict[str, Array]], Arrays]
 Encode: TypeAlias = Callable[[Arrays, Arrays], Sequence[Any]]  # of the outputs and the decoded inputs
 
 

@@ -7,17 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 from scipy.special import expit, softmax  # type: ignore[import-untyped]
 
-from pipeline.contract.codec import Arrays
+from pipeline.contract.codec import Array, Arrays
 from pipeline.contract.data import as_task_outputs
 from pipeline.contract.task import Generates, HasPredicted, HasProbabilities, HasQuantiles, Task
-
-Array: TypeAlias = np.ndarray[Any, Any]
 
 _PREDICTED, _LABEL, _LABELS = "predicted()", "the predicted label", "the likeliest labels in order"
 _ITS, _EACH = "its probability", "the probability of each label"

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pipeline.contract.codec import Arrays, Codec, encode_method
+from pipeline.contract.codec import Array, Arrays, Codec, encode_method
 from pipeline.contract.data import Samples, as_task_outputs, name_outputs
 from pipeline.contract.run import describe
 from pipeline.contract.task import Generates, HasAnswer, HasAxes, HasExample, HasInstances, HasPredicted, HasText, Task
@@ -41,8 +41,6 @@ _TOLERANCE = 1e-3  # of a column's deviation, and of a number in a prediction
 _ROUNDING = 10  # times as much for answers that are numbers: a codec may round them
 _MIN_VALUES = 16  # of a sample, to recognise it with its axes swapped or scaled
 _MAX_AXES = 4
-
-Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)

@@ -27,17 +27,7 @@ from pipeline.contract.config import flat_settings
 from pipeline.contract.results import Body, Facts, is_number, mappings, read_facts
 from pipeline.contract.run import STEPS, Run, StepRecord
 from pipeline.history import COMMIT, WORKING_TREE, History
-from pipeline.report import (
-    classification,
-    comparison,
-    evaluation,
-    export,
-    features,
-    lineage,
-    predictions,
-    samples,
-    training,
-)
+from pipeline.report import classification, comparison, evaluation, export, features, lineage, predictions, training
 from pipeline.report.charts import interval_text, parse_range, px, small_interval
 from pipeline.report.features import read_champion_profile
 from pipeline.system.files import write_atomic
@@ -122,8 +112,8 @@ def _sections(
     yield section("Per class", "evaluate", "per_class.html", classification.per_class)
     no_probabilities = "Calibration is unknown: the task has no probabilities()." if facts.classes else ""
     yield section("Calibration", "evaluate", "calibration.html", classification.calibration, no_probabilities)
-    yield section("Worst samples", "evaluate", "samples.html", samples.worst_samples)
-    yield section("Typical samples", "evaluate", "samples.html", samples.typical_samples)
+    yield section("Worst samples", "evaluate", "samples.html", predictions.worst_samples)
+    yield section("Typical samples", "evaluate", "samples.html", predictions.typical_samples)
     yield section("ONNX parity", "export", "parity.html", export.parity, "The step has left no parity.json.")
     yield section("Variants", "export", "variants.html", export.variants)
     yield section("Formats", "export", "formats.html", export.formats)

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from pipeline.contract.codec import Arrays, Part
+from pipeline.contract.codec import Array, Arrays, Part
 from pipeline.contract.signature import NUMPY_TYPES, Signature
 from pipeline.system.errors import InvalidPayload
 from serve.errors import Busy, RequestError, TooLarge, Unimplemented
@@ -22,7 +22,6 @@ from serve.limits import BodyLimits, Budget
 from serve.protocol import v2
 from serve.protocol.classification import PARAMETER, parse_classification
 from serve.protocol.tensors import (
-    Array,
     InferRequest,
     Parameters,
     RequestedOutput,

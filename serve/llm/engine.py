@@ -23,15 +23,14 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.contract.codec import Array
 from pipeline.system.errors import InvalidPayload
 from serve.errors import Busy, ClientDisconnected, DeadlineExceeded
-from serve.llm.kv_cache import CacheBudget, DecoderGraph, KVCache
-from serve.llm.prefix_cache import BLOCK_TOKENS, PrefixCache, copy_blocks
+from serve.llm.kv_cache import BLOCK_TOKENS, CacheBudget, DecoderGraph, KVCache, PrefixCache, copy_blocks
 from serve.llm.sampling import TokenLogprob
 from serve.llm.sequence import Chunk, TextSequence, prompt_logprobs
 from serve.monitoring.metrics import TokenMetrics
 
-Array = np.ndarray[Any, Any]
 Tokens = tuple[int, ...]
 StepResults = list[tuple[TextSequence, Chunk | Exception]]
 TimedResults = list[tuple[float, StepResults]]  # of several steps, each with its time

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from pipeline.contract.bundle import Bundle
+from pipeline.contract.codec import Array
 from pipeline.contract.prompting import ChatTemplate
 from pipeline.contract.signature import Generation
 from pipeline.system.errors import BundleError, ConfigError, InvalidPayload, ResourceError, install_command
@@ -25,8 +26,6 @@ from serve.llm.reasoning import BEGIN, END
 from serve.llm.sequence import GenerationOptions, SequenceGroup, TextSequence
 from serve.monitoring.metrics import Tokens
 from serve.runtime.session import Session
-
-Array = np.ndarray[Any, Any]
 
 MAX_SEQUENCES = 128  # of one request, whatever the bundle's limit
 _INLINE_CHARACTERS = 512  # of prompts, or token ids, that are encoded faster than a thread is reached

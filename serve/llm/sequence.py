@@ -12,15 +12,15 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
+from pipeline.contract.codec import Array
 from serve.errors import DeadlineExceeded
 from serve.llm.sampling import Sampling, TokenLogprob, log_softmax, sample_token, token_logprob, top_logprobs
 from serve.request_context import RequestContext
 
-Array = np.ndarray[Any, Any]
 Decode = Callable[[Sequence[int]], str]
 FinishReason = Literal["", "stop", "length"]  # "": not finished
 Logprobs = Sequence[TokenLogprob | int]  # a token id where the log probability is unknown: the first token of a prompt

@@ -7,14 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from pipeline.contract.codec import Array
 from pipeline.contract.signature import TensorSpec
 from pipeline.system.errors import InvalidPayload
 
 PARAMETER = "classification"
 MAX_CLASSES = 1000  # of a row
 _NO_NUMBERS = ("BOOL", "BYTES")
-
-Array = np.ndarray[Any, Any]
 
 
 def parse_classification(value: Any, where: str) -> int:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, NamedTuple, TypeAlias
 import msgspec
 import numpy as np
 
+from pipeline.contract.codec import Array
 from pipeline.contract.signature import NUMPY_TYPES, Signature
 from pipeline.system.errors import InvalidPayload
 from serve.limits import MAX_PARAMETERS
@@ -20,7 +21,6 @@ from serve.protocol.classification import PARAMETER, check_classification
 from serve.protocol.validate import check_bytes, check_names, check_outputs, check_shapes, format_shape
 from serve.runtime import bfloat16
 
-Array: TypeAlias = np.ndarray[Any, Any]
 Parameters: TypeAlias = Mapping[str, bool | int | float | str]
 
 # JSON types accepted for each kind of datatype. A bool is not a number, and 1.0 is not an integer.

@@ -17,10 +17,11 @@ import msgspec
 import numpy as np
 import simdjson
 
+from pipeline.contract.codec import Array
 from pipeline.contract.signature import Signature
 from pipeline.system.errors import InvalidPayload
 from serve.limits import MAX_SEARCHES
-from serve.protocol.tensors import Array, Parameters, Tensor
+from serve.protocol.tensors import Parameters, Tensor
 from serve.protocol.validate import check_counts
 from serve.request_body import decode_json
 

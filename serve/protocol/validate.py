@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
+from pipeline.contract.codec import Array
 from pipeline.contract.signature import NUMPY_TYPES, Generation, Limits, Signature, TensorSpec
 from pipeline.system.errors import InvalidPayload
 from serve.errors import TooLarge
@@ -15,7 +15,6 @@ from serve.limits import MAX_SURPLUS
 
 _ITEM_BYTES = {name: np.dtype(kind).itemsize for name, kind in NUMPY_TYPES.items()}
 
-Array = np.ndarray[Any, Any]
 _MAX_SHOWN_AXES = 16  # in messages
 
 

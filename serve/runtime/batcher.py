@@ -17,11 +17,10 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from pipeline.contract.codec import Array, Arrays
 from serve.errors import Busy, ClientDisconnected, DeadlineExceeded
 from serve.request_context import RequestContext
 
-Array = np.ndarray[Any, Any]
-Arrays = Mapping[str, Array]
 Key = tuple[Any, ...]
 T = TypeVar("T")
 

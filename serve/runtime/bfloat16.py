@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 
-Array = np.ndarray[Any, Any]
+from pipeline.contract.codec import Array
 
 _TYPE = "tensor(bfloat16)"
 _ONNX_BFLOAT16 = 16  # onnx.TensorProto.BFLOAT16; onnx itself is not needed to serve

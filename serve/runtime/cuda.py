@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import onnxruntime
 
-Array = np.ndarray[Any, Any]
+from pipeline.contract.codec import Array
 
 log = logging.getLogger(__name__)
 

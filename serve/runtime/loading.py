@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
 from pipeline.contract.bundle import Bundle
+from pipeline.contract.codec import Array
 from pipeline.contract.signature import Signature
 from pipeline.system.errors import BundleError
 from serve.protocol import v2
@@ -17,8 +17,6 @@ from serve.runtime.selfcheck import merging_problem, other_rows, tensor_differen
 from serve.runtime.session import Provider, Session
 
 log = logging.getLogger(__name__)
-
-Array = np.ndarray[Any, Any]
 
 
 def load_predictor(bundle: Bundle, provider: Provider | None = None, threads: int | None = None) -> Predictor:

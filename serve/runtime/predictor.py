@@ -10,11 +10,9 @@ from concurrent.futures import Executor
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
-
 from pipeline.contract import codec
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.codec import Part
+from pipeline.contract.codec import Array, Part
 from pipeline.contract.signature import Drawing, codec_drawing
 from pipeline.system.errors import BundleError, InvalidPayload
 from serve.monitoring.metrics import Tokens
@@ -24,8 +22,6 @@ from serve.runtime.session import Session
 if TYPE_CHECKING:
     from pipeline.contract.signature import Signature
 
-
-Array = np.ndarray[Any, Any]
 
 log = logging.getLogger(__name__)
 

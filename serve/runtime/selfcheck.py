@@ -13,13 +13,12 @@ from typing import Any
 import numpy as np
 
 from pipeline.contract.bundle import Bundle
+from pipeline.contract.codec import Array, Arrays
 from pipeline.contract.golden import Decoder, Golden, difference, greedy
 from pipeline.system.errors import BundleError, InvalidPayload
 from serve.protocol.validate import check_arrays
 from serve.runtime.predictor import Predictor
 from serve.runtime.session import Session
-
-Array = np.ndarray[Any, Any]
 
 
 def check_golden_requests(bundle: Bundle, session: Session) -> None:
@@ -93,9 +92,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, np.generic | np.ndarray):
         return value.tolist()
     raise TypeError(f"codec.encode returned a {type(value).__name__}, which is not valid in JSON")
-
-
-Arrays = Mapping[str, Array]
 
 
 def merging_problem(golden: Golden, run: Callable[[Arrays], Arrays], max_rows: int) -> str:

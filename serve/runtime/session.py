@@ -13,6 +13,7 @@ import onnxruntime
 from onnxruntime.capi.onnxruntime_pybind11_state import InvalidArgument
 
 from pipeline.contract.bundle import Bundle
+from pipeline.contract.codec import Array
 from pipeline.contract.signature import NUMPY_TYPES, TensorSpec
 from pipeline.system.errors import BundleError, InvalidPayload, ResourceError
 from pipeline.system.processes import cuda_problem
@@ -22,7 +23,6 @@ from serve.runtime.cuda import CudaGraphs, PinnedMemory, graph_options
 from serve.runtime.tensorrt import TENSORRT
 
 CPU, CUDA = "CPUExecutionProvider", "CUDAExecutionProvider"
-Array = np.ndarray[Any, Any]
 T = TypeVar("T")
 Provider = Literal["auto", "cpu", "cuda", "tensorrt"]
 

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipeline.contract.codec import Array, Arrays
 from serve.load_shedding import check_capacity
 from serve.request_context import RequestContext
-from serve.runtime.batcher import Array, Arrays, Batcher, BatchingOptions
+from serve.runtime.batcher import Batcher, BatchingOptions
 
 MERGING = BatchingOptions(mergeable=True, max_rows=8, max_waiting=64)
 

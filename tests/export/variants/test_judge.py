@@ -9,7 +9,6 @@ import pytest
 
 from export.variants.judge import (
     Answers,
-    Array,
     BatchSizeResult,
     Deviation,
     budget_faults,
@@ -19,6 +18,7 @@ from export.variants.judge import (
     output_scale,
 )
 from export.variants.timing import Timing
+from pipeline.contract.codec import Array
 from pipeline.contract.settings.stages import Evaluate, Export
 from pipeline.statistics.aggregates import Mean
 from pipeline.statistics.intervals import Interval

@@ -10,7 +10,8 @@ import pytest
 from onnx import helper, numpy_helper
 from scipy import stats  # type: ignore[import-untyped]
 
-from export.variants.timing import Array, measure_times, quantile_bounds, time_ratio, timing
+from export.variants.timing import measure_times, quantile_bounds, time_ratio, timing
+from pipeline.contract.codec import Array
 
 from .net import graph
 

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from serve.llm.engine import Batch, Prefill, prefill_batch_size
+from serve.llm.kv_cache import PrefixCache
 from serve.llm.model import LanguageModel
-from serve.llm.prefix_cache import PrefixCache
 from serve.llm.sampling import Sampling, TokenLogprob
 from serve.llm.sequence import GenerationOptions, SequenceGroup, TextSequence
 from tests.serve.llm import tiny

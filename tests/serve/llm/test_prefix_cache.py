@@ -11,9 +11,8 @@ import pytest
 
 from pipeline.contract.bundle import open_bundle
 from serve.llm.engine import Engine, EngineLimits
-from serve.llm.kv_cache import CacheLayer, KVCache, to_device
+from serve.llm.kv_cache import BLOCK_TOKENS, CacheLayer, KVCache, PrefixCache, copy_blocks, to_device
 from serve.llm.model import LanguageModel, TextGenerator
-from serve.llm.prefix_cache import BLOCK_TOKENS, PrefixCache, copy_blocks
 from serve.llm.sampling import Sampling, TokenLogprob
 from serve.llm.sequence import GenerationOptions, SequenceGroup, TextSequence
 from serve.runtime.loading import load_predictor

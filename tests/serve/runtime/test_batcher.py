@@ -11,7 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from serve.runtime.batcher import Array, Arrays, Batcher, BatchingOptions, RunTimeEstimate
+from pipeline.contract.codec import Array, Arrays
+from serve.runtime.batcher import Batcher, BatchingOptions, RunTimeEstimate
 from tests.serve.doubling_model import MERGING, Client, Model, ask, behind_a_gate, rows, run, together
 
 
