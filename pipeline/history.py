@@ -29,8 +29,15 @@ from pipeline.contract.config import Config, load_config
 from pipeline.contract.run import Run, RunFile, StepRecord, all_runs, sealed_text
 from pipeline.contract.settings.section import PIPE
 from pipeline.system.errors import ConfigError, PipelineError, ResourceError
-from pipeline.system.files import digest_file, digest_mapping, digest_tree, empty_folders, write_atomic
-from pipeline.system.locks import lock_file, no_locks
+from pipeline.system.files import (
+    digest_file,
+    digest_mapping,
+    digest_tree,
+    empty_folders,
+    lock_file,
+    no_locks,
+    write_atomic,
+)
 
 PACKAGES = ("torch", "numpy", "onnx", "onnxscript", "onnxruntime-gpu", "onnxruntime", "kserve", "pydantic", PIPE)
 _POLL_SECONDS = 0.2

@@ -36,7 +36,6 @@ from train.checkpoint.load import SavedCheckpoint
 from train.checkpoint.storage import make_storage
 from train.checkpoint.store import CheckpointStore
 from train.device.accelerator import configure_accelerator, describe_accelerator
-from train.elastic.attempts import begin_attempt
 from train.hang_report import enable_flight_recorder
 from train.ledger import Ledger
 from train.metrics import MetricsLog, peak_memory_bytes
@@ -49,7 +48,7 @@ from train.process_group import ProcessGroup, explain_device_faults, join_proces
 from train.profiling import FIRST_TRACED_STEP, TRACED_STEPS, StepTracer, traced_steps
 from train.sample_checksums import read_checksums, this_machine
 from train.state import Progress
-from train.trainer import Trainer
+from train.trainer import Trainer, begin_attempt
 from train.watchdog import run_watchdog
 
 

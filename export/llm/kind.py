@@ -1,11 +1,13 @@
-"""Export a language model: a graph with a cache that reads a prompt or one further token."""
+"""Export a language model: a graph with a cache that reads a prompt or one further token, and other formats of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from export.checks.parity import compare_everywhere
 from export.checks.weights_check import compare_weights
 from export.compare import Array, Arrays, Case, Graph, Rows, combine, compare
 from export.conversion.optimize import Optimization, Written, operators, remove_model, write_optimized
-from export.conversion.to_onnx import ExportResult, write_onnx
+from export.conversion.to_onnx import ExportResult, tensor_specs, write_onnx
 from export.conversion.trace import ExportInput
 from export.golden import GOLDEN_REQUESTS, GoldenInputs
 from export.llm.decoder import (
@@ -35,8 +37,6 @@ from export.llm.decoder import (
     to_decoder,
     vocabulary_size,
 )
-from export.llm.genai import write_genai
-from export.llm.greedy import choose_prompts, stable_answer, verify_greedy
 from export.llm.variants import DecoderComparison
 from export.llm.weight_only import LANGUAGE_CONVERTERS
 from export.other_formats import Skipped, write_pt2
@@ -45,11 +45,12 @@ from export.subject import ModelProperties, RunFeeds, Subject
 from export.variants.quantize import Converter
 from pipeline.contract.config import Config
 from pipeline.contract.data import Samples
-from pipeline.contract.golden import Decoder, empty_past, inputs_of, pad
+from pipeline.contract.golden import Answer, Decoder, empty_past, greedy, inputs_of, pad
+from pipeline.contract.prompting import ANSWER_TOKENS
 from pipeline.contract.settings.stages import Export
-from pipeline.contract.signature import Signature
-from pipeline.system.errors import ConfigError, StageError
-from pipeline.system.files import tokenizer_ids
+from pipeline.contract.signature import Generation, Signature, TensorSpec
+from pipeline.system.errors import ConfigError, StageError, install_command
+from pipeline.system.files import tokenizer_ids, write_json
 
 
 class LanguageExporter:
@@ -320,3 +321,191 @@ def _case(kind: str, text: str, reference: TorchDecoder, feed: Arrays, expected:
     for name in expected.keys() - {generation.logits}:  # [batch, heads, positions, width]
         masks[name] = np.broadcast_to(is_real[:, None], expected[name].shape[:3])
     return Case(kind, text, feed, expected, masks, generation.logits)
+
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+def write_genai(subject: Subject, net: nn.Module, generation: Generation, folder: Path) -> tuple[Path, Rows]:
+    """Write what onnxruntime-genai runs: the ONNX file, genai_config.json and the files of the tokenizer."""
+    if find_spec("onnxruntime_genai") is None:
+        raise Skipped(f"onnxruntime_genai is not installed here; to install it: {install_command('genai')}")
+    task: Any = subject.task
+    core: Any = net
+    assert subject.files is not None, "of a language model"
+    generation = complete_generation(generation, task, subject.files)
+    inputs = {spec.name: spec for spec in tensor_specs(subject.path)[0]}
+    write_json(folder / "genai_config.json", _genai_config(core.config, generation, inputs))
+    for file in subject.path.parent.glob(f"{subject.path.name}*"):
+        shutil.copyfile(file, folder / file.name)
+    for file in filter(Path.is_file, (subject.files / name for name in _TOKENIZER_FILES)):
+        shutil.copyfile(file, folder / file.name)
+    if not (folder / "tokenizer_config.json").exists():
+        tokenizer = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": generation.template}
+        write_json(folder / "tokenizer_config.json", tokenizer)
+    prompts = choose_prompts(task.prompting().prompts, subject.test, generation)
+    cases = _prompt_cases(TorchDecoder(net, generation), Decoder(dict, generation, inputs), prompts)
+    run = _open_genai(folder, generation)
+    return folder, [asdict(compare(partial(run, length), case, subject.config)) for length, case in cases]
+
+
+def _genai_config(config: Any, generation: Generation, inputs: Mapping[str, TensorSpec]) -> dict[str, Any]:
+    specs = [inputs[cache.input] for cache in generation.caches]
+    kinds = [cache.input.rpartition(".")[2] for cache in generation.caches]
+    if kinds != ["key", "value"] * (len(kinds) // 2) or len({spec.shape[1::2] for spec in specs}) > 1:
+        raise StageError("onnxruntime-genai reads caches of keys and values of one shape, and this model has others")
+    _, heads, _, width = specs[0].shape
+    sampling = generation.sampling
+    return {
+        "model": {
+            "type": "decoder",
+            "vocab_size": config.vocab_size,
+            "context_length": generation.positions_limit,
+            "bos_token_id": next(iter(generation.begin), 0),
+            "eos_token_id": list(generation.end),
+            "pad_token_id": next(iter(generation.end), 0),
+            "decoder": {
+                "filename": "model.onnx",
+                "session_options": {},
+                "hidden_size": config.hidden_size,
+                "head_size": width,
+                "num_attention_heads": config.num_attention_heads,
+                "num_key_value_heads": heads,
+                "num_hidden_layers": len(specs) // 2,
+                "inputs": {
+                    "input_ids": generation.ids,
+                    "attention_mask": generation.mask,
+                    "position_ids": generation.positions,
+                    "past_key_names": "past.%d.key",
+                    "past_value_names": "past.%d.value",
+                },
+                "outputs": {
+                    "logits": generation.logits,
+                    "present_key_names": "present.%d.key",
+                    "present_value_names": "present.%d.value",
+                },
+            },
+        },
+        "search": {
+            "max_length": generation.positions_limit,
+            "past_present_share_buffer": False,
+            "do_sample": sampling.temperature > 0,
+            "temperature": sampling.temperature or 1.0,
+            "top_k": sampling.top_k,
+            "top_p": sampling.top_p,
+            "repetition_penalty": sampling.repetition_penalty,
+        },
+    }
+
+
+def _prompt_cases(
+    reference: TorchDecoder, decoder: Decoder, prompts: Sequence[Sequence[int]]
+) -> Iterator[tuple[int, Case]]:
+    """Yield the length of each prompt, and a case of the logits of the prompt and each token of torch's answer."""
+    generation = reference.generation
+    for prompt in prompts:
+        answer = reference.greedy(prompt, min(ANSWER_TOKENS, generation.positions_limit - len(prompt)))
+        ids = np.array([[*prompt, *answer[:-1]]])
+        feed = inputs_of(generation, ids, np.ones_like(ids), empty_past(decoder, 1))
+        logits = reference.run(feed)[generation.logits][0, len(prompt) - 1 :]
+        text = f"a prompt of {len(prompt)} tokens, run by onnxruntime-genai"
+        yield len(prompt), Case("prompts", text, feed, {generation.logits: logits}, chosen=generation.logits)
+
+
+def _open_genai(folder: Path, generation: Generation) -> Callable[[int, Mapping[str, Array]], Arrays]:
+    """Return the folder as a function that reads a prompt of this length at once, then token by token."""
+    import onnxruntime_genai
+
+    model = onnxruntime_genai.Model(str(folder))
+    onnxruntime_genai.Tokenizer(model)  # refuses a tokenizer of another kind
+    parameters = onnxruntime_genai.GeneratorParams(model)
+
+    def run(length: int, feed: Mapping[str, Array]) -> Arrays:
+        generator, logits, ids = onnxruntime_genai.Generator(model, parameters), [], feed[generation.ids][0]
+        for tokens in (ids[:length], *([token] for token in ids[length:])):
+            generator.append_tokens(np.array([tokens], np.int32))
+            logits.append(generator.get_logits()[0, -1])
+        return {generation.logits: np.array(logits)}
+
+    return run
+
+
+@dataclass
+class GreedyComparison:
+    """Result of comparing greedy generation, for parity.json."""
+
+    prompts: int = 0
+    tokens: int = 0
+    ways: list[str] = field(default_factory=list)
+    ties: int = 0  # answers that differ where the two likeliest tokens are equal within tolerance
+
+
+def verify_greedy(
+    model: nn.Module, decoder: Decoder, prompts: Sequence[Sequence[int]], config: Export
+) -> GreedyComparison:
+    """Check that each prompt gets torch's tokens: run alone, in one batch, and read in chunks."""
+    reference, result = TorchDecoder(model, decoder.generation), GreedyComparison(prompts=len(prompts))
+    count = min(ANSWER_TOKENS, decoder.generation.positions_limit - max(map(len, prompts)))
+    expected = [reference.greedy(prompt, count) for prompt in prompts]
+    result.tokens = sum(map(len, expected))
+    one_by_one = [greedy(decoder, [prompt], count)[0] for prompt in prompts]
+    methods = {
+        "each prompt alone": one_by_one,
+        "all in one batch, padded on the left": greedy(decoder, prompts, count),
+        "read three positions at a time": greedy(decoder, prompts, count, chunk=3),
+    }
+    for method, answers in methods.items():
+        result.ways.append(method)
+        result.ties += sum(
+            _count_tie(method, *arguments, config) for arguments in zip(prompts, expected, answers, strict=True)
+        )
+    return result
+
+
+def choose_prompts(requested: Sequence[Sequence[int]], samples: Samples, generation: Generation) -> list[list[int]]:
+    """Return the task's prompts, or else beginnings of test samples of unequal lengths."""
+    if requested:
+        return [list(prompt) for prompt in requested]
+    longest = generation.positions_limit - ANSWER_TOKENS
+    count = min(4, len(samples))
+    rows = real_tokens(samples.batch(range(count)), generation)
+    return [row[: max(1, min(3 + 4 * index, longest))] for index, row in enumerate(rows)]
+
+
+def stable_answer(decoder: Decoder, prompt: Sequence[int], config: Export, rounding: float = 0.0) -> list[int]:
+    """Return the greedy answer up to the first token that another machine could change, which differs by `rounding`."""
+    count = min(ANSWER_TOKENS, decoder.generation.positions_limit - len(prompt))
+    answer = greedy(decoder, [prompt], count)[0]
+    is_tie = [
+        lead <= max(_tie_margin(top, config), 2 * rounding)
+        for lead, top in zip(answer.leads, answer.highest, strict=True)
+    ]
+    return answer.tokens[: is_tie.index(True)] if True in is_tie else answer.tokens
+
+
+def _tie_margin(logit: float, config: Export) -> float:
+    """Return the largest difference of two logits that is a tie: each may be off by the tolerance."""
+    return 2 * (config.atol + config.rtol * abs(logit))
+
+
+def _count_tie(method: str, prompt: Sequence[int], expected: Sequence[int], answer: Answer, config: Export) -> int:
+    """Return 1 if an answer differs from torch's at a tie and 0 if it is equal; raise if it differs otherwise."""
+    if answer.tokens == list(expected):
+        return 0
+    pairs = enumerate(zip(expected, answer.tokens, strict=False))
+    difference = next(
+        (position for position, pair in pairs if pair[0] != pair[1]), min(len(expected), len(answer.tokens))
+    )
+    last_position = min(difference, len(answer.tokens) - 1)
+    if answer.leads[last_position] <= _tie_margin(answer.highest[last_position], config):
+        return 1
+    raise StageError(
+        f"the ONNX file does not generate what torch does ({method}): for the prompt of {len(prompt)} ids "
+        f"{list(prompt)[:8]}… torch's greedy answer is {list(expected)}, ONNX Runtime's {answer.tokens}"
+    )

@@ -24,8 +24,7 @@ from pipeline.contract.bundle import BESIDE, Bundle, Manifest, open_bundle
 from pipeline.contract.config import Config
 from pipeline.contract.settings.section import Frozen
 from pipeline.system.errors import BundleError, ConfigError, PipelineError, ResourceError
-from pipeline.system.files import digest_bytes, sync
-from pipeline.system.locks import NOT_SUPPORTED, exclusive_lock
+from pipeline.system.files import NOT_SUPPORTED, digest_bytes, exclusive_lock, sync
 
 CHAMPION = "champion"
 PREVIOUS = "previous"  # follows from the history and cannot be set

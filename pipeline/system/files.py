@@ -1,15 +1,20 @@
-"""Write files atomically and compute SHA-256 digests of files, directories and named parts."""
+"""Write files atomically, compute SHA-256 digests of files, directories and named parts, and lock files.
+
+The kernel releases a lock when its process ends; there are file systems without locks.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import hashlib
 import json
 import os
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from pipeline.system.errors import ConfigError, PipelineError, ResourceError
 
@@ -124,3 +129,34 @@ def tokenizer_ids(path: Path) -> list[int]:
         return [0, *vocabulary_ids, *(token["id"] for token in body.get("added_tokens") or [])]
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path}: not a tokenizer of the `tokenizers` package: {error!r}") from error
+
+
+# Errors of a file system without locks (Lustre mounted without `flock`, NFS without lockd) or hard links (a bucket).
+NOT_SUPPORTED = (errno.EPERM, errno.ENOSYS, errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP)
+
+
+def lock_file(file: IO[str], operation: int = fcntl.LOCK_EX) -> bool:
+    """Lock an open file as `fcntl.flock` does; return False where the file system has no locks."""
+    try:
+        fcntl.flock(file, operation)
+    except OSError as error:
+        if error.errno not in NOT_SUPPORTED:
+            raise
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def exclusive_lock(path: Path, need: str = "") -> Iterator[None]:
+    """Lock a file for a short time; wait for it.
+
+    Where there are no locks, raise an error that ends with the `need` for one and what to do; without a need, go on.
+    """
+    with path.open("a+") as file:
+        if not lock_file(file) and need:
+            raise no_locks(path.parent, need)
+        yield
+
+
+def no_locks(folder: Path, need: str) -> ResourceError:
+    return ResourceError(f"{folder}: this file system has no locks, {need}")

@@ -28,13 +28,6 @@ def package_sources(*packages: str) -> dict[str, str]:
     return _digests(SOURCE_ROOT, (path for folder in folders for path in folder.rglob("*.py")))
 
 
-def package_files(module: str) -> list[Path]:
-    """Return our own files that a module or package imports."""
-    start = SOURCE_ROOT / Path(*module.split("."))
-    entry = sorted(start.glob("*.py")) if start.is_dir() else [start.with_suffix(".py")]
-    return sorted(_import_closure(entry, SOURCE_ROOT, [SOURCE_ROOT], only=PACKAGES))
-
-
 def project_sources(root: Path, *references: str) -> dict[str, str]:
     """Return the digests of the user's files that task and codec import, by path below the project."""
     return _digests(root.resolve(), project_files(root, references))
@@ -45,7 +38,7 @@ def project_files(root: Path, references: Iterable[str]) -> list[Path]:
     base = root.resolve()
     folders = _search_folders(root, references)
     entry = [(base / reference.partition(":")[0]).resolve() for reference in references]
-    files = sorted(_import_closure(entry, base, folders, only=None))
+    files = sorted(import_closure(entry, base, folders))
     _check_names(files, base, folders)
     return files
 
@@ -113,7 +106,8 @@ class _Import(NamedTuple):
         return [*filter(None, [self.module]), *(f"{self.module}.{name}".lstrip(".") for name in self.names)]
 
 
-def _import_closure(entry: list[Path], base: Path, folders: Sequence[Path], only: tuple[str, ...] | None) -> set[Path]:
+def import_closure(entry: Iterable[Path], base: Path, folders: Sequence[Path]) -> set[Path]:
+    """Return these files and all in the folders that they import, directly or not."""
     closure: set[Path] = set()
     modules: set[str] = set()
     waiting = list(entry)
@@ -123,10 +117,9 @@ def _import_closure(entry: list[Path], base: Path, folders: Sequence[Path], only
             continue
         closure.add(path)
         for module in (module for statement in _cached_imports(path, base) for module in statement.modules):
-            if module in modules or (only is not None and module.partition(".")[0] not in only):
-                continue
-            modules.add(module)
-            waiting.extend(_package_files(module) if base == SOURCE_ROOT else module_files(folders, module.split(".")))
+            if module not in modules:
+                modules.add(module)
+                waiting.extend(module_files(folders, module.split(".")))
     return closure
 
 
@@ -154,11 +147,6 @@ def _statements(node: ast.AST) -> Iterator[ast.stmt]:
             if isinstance(child, ast.stmt):
                 yield child
             yield from _statements(child)
-
-
-@functools.cache  # the set of our own files does not change while a command runs
-def _package_files(module: str) -> list[Path]:
-    return module_files([SOURCE_ROOT], module.split("."))
 
 
 # A task needs the first three; the others are part of the interpreter, which never searches for them.

@@ -36,9 +36,8 @@ from pipeline.history import FileLock, Project, load_history, lock_runs, try_loc
 from pipeline.plan import CHECK, STEP_KINDS, describe_changes, with_upstream
 from pipeline.run import run_pipeline
 from pipeline.system.errors import ConfigError, ConflictError, Interrupted, PipelineError, StageError, read_error
-from pipeline.system.files import read_object
+from pipeline.system.files import exclusive_lock, read_object
 from pipeline.system.fork_server import Process
-from pipeline.system.locks import exclusive_lock
 from pipeline.tune.record import (
     Direction,
     StudyFile,

@@ -16,13 +16,13 @@ from torch import Tensor, nn
 
 from export.checks.parity import MetricReference, compare_outputs
 from export.checks.service_sizes import ServedSizes
-from export.checks.unseen_inputs import UnseenInputs
 from export.checks.verify import verify_file
 from export.checks.weights_check import compare_weights
 from export.compare import is_different
 from export.conversion.optimize import check_random
 from export.conversion.to_onnx import ExportResult, convert
 from export.kinds import open_exporter
+from export.ordinary import UnseenInputs
 from export.report import Report
 from export.subject import Subject
 from export.tolerance import allowed_error, is_within, measure_scale

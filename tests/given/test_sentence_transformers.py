@@ -17,8 +17,7 @@ from transformers import AutoModel, BertConfig, BertModel
 from pipeline.contract.codec import embedding_sizes, load_codec
 from pipeline.contract.config import load_config
 from pipeline.contract.task import load_task
-from pipeline.given.sentence_transformers import read_sentence_transformer
-from pipeline.given.sources import Request, write_project
+from pipeline.given.sources import Request, read_sentence_transformer, write_project
 from pipeline.system.errors import ConfigError, InvalidPayload
 
 TEXTS = ["Yes", "A dog runs across the meadow.", "a very long text, " * 9]

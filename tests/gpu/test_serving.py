@@ -14,10 +14,10 @@ from onnx import TensorProto, helper, numpy_helper
 
 from pipeline.contract.bundle import Bundle, open_bundle
 from pipeline.system.processes import cuda_problem
-from serve.runtime import placement, session
+from serve.runtime import session
 from serve.runtime.loading import capture_graphs
 from serve.runtime.predictor import Predictor
-from serve.runtime.session import Session
+from serve.runtime.session import Node, Session, enable_profiling, misplaced_nodes, profile_folder, profile_run
 from serve.runtime.tensorrt import TENSORRT, tensorrt_problem
 from tests.serve.bundles import build, digits
 
@@ -51,13 +51,13 @@ def _model(path: Path, last: str) -> Path:
     return path
 
 
-def _misplaced_nodes(path: Path) -> list[placement.Node]:
+def _misplaced_nodes(path: Path) -> list[Node]:
     options, image = onnxruntime.SessionOptions(), np.ones((4, 1, 8, 8), np.float32)
-    with placement.profile_folder() as folder:
-        placement.enable_profiling(options, folder)
+    with profile_folder() as folder:
+        enable_profiling(options, folder)
         session = onnxruntime.InferenceSession(str(path), options, providers=[CUDA, CPU])
         assert session.get_providers()[0] == CUDA
-        return placement.misplaced_nodes(*placement.profile_run(session, {"x": image}), CUDA)
+        return misplaced_nodes(*profile_run(session, {"x": image}), CUDA)
 
 
 def test_plain_model_runs_on_the_gpu_only(tmp_path: Path) -> None:

@@ -34,8 +34,7 @@ from pipeline.history import (
     write_record,
 )
 from pipeline.system.errors import ConfigError, PipelineError, ResourceError
-from pipeline.system.files import digest_bytes, digest_mapping
-from pipeline.system.locks import exclusive_lock
+from pipeline.system.files import digest_bytes, digest_mapping, exclusive_lock
 from pipeline.system.sources import SOURCE_ROOT
 
 from .conftest import NewRun

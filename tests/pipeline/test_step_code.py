@@ -12,7 +12,9 @@ import pytest
 
 from pipeline.plan import STEP_KINDS, StepKind
 from pipeline.system.files import digest_mapping
-from pipeline.system.sources import SOURCE_ROOT, digest_tree, package_files, parse_source
+from pipeline.system.sources import SOURCE_ROOT, digest_tree, parse_source
+
+from .package_files import package_files
 
 RECORDED = Path(__file__).with_name("step_code.json")
 CACHED = [kind for kind in STEP_KINDS.values() if kind.cached]

@@ -18,8 +18,8 @@ from train.batch_order import BatchOrder
 from train.checkpoint.format import decode_manifest
 from train.checkpoint.load import open_checkpoint
 from train.checkpoint.storage import LocalStorage
-from train.elastic.attempts import begin_attempt
 from train.process_group import ProcessGroup
+from train.trainer import begin_attempt
 
 from .conftest import Project, equal, failure, journal, weights
 

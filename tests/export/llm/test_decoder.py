@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from export.bundle import Sources, fill_bundle
 from export.compare import require_equal
 from export.llm.decoder import TorchDecoder, make_generation
-from export.llm.greedy import _count_tie, choose_prompts, verify_greedy
+from export.llm.kind import _count_tie, choose_prompts, verify_greedy
 from export.model_card import render_card
 from pipeline.contract.bundle import Ancestors, Bundle, open_bundle, write_manifest
 from pipeline.contract.config import Config

@@ -14,8 +14,7 @@ from export.checks.verify import write_and_compare
 from export.conversion.optimize import check_file, operators
 from export.llm import kind as language_kind
 from export.llm.decoder import TorchDecoder, language_export_input, make_generation, open_decoder
-from export.llm.greedy import verify_greedy
-from export.llm.kind import convert_fused
+from export.llm.kind import convert_fused, verify_greedy
 from pipeline.contract.golden import empty_past, inputs_of
 from pipeline.contract.settings.stages import Export
 

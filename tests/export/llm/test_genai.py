@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from export.llm.decoder import TorchDecoder, convert_language, make_generation
-from export.llm.genai import _genai_config
-from export.llm.kind import LanguageExporter
+from export.llm.kind import LanguageExporter, _genai_config
 from export.other_formats import write_formats
 from export.subject import Subject
 from pipeline.contract.data import open_split

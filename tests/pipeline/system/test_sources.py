@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from pipeline.system.errors import ConfigError
-from pipeline.system.sources import SOURCE_ROOT, code_digest, package_files, project_sources, third_party_imports
+from pipeline.system.sources import SOURCE_ROOT, code_digest, project_sources, third_party_imports
+
+from ..package_files import package_files
 
 TASK = "import my_helper\nclass Net: ...\n"
 

@@ -14,9 +14,8 @@ from pipeline.history import Project, create_run
 from pipeline.plan import STEP_KINDS, config_parts
 from pipeline.system.errors import ConfigError, ResourceError
 from pipeline.tracking import process
-from pipeline.tracking.__main__ import main
+from pipeline.tracking.__main__ import TRACKERS, main
 from pipeline.tracking.process import Tracking, check_trackers
-from pipeline.tracking.trackers import TRACKERS
 
 
 @pytest.fixture

@@ -14,10 +14,9 @@ from pipeline.history import Project, write_record, write_run
 from pipeline.system.files import write_json
 from pipeline.tracking import __main__ as sending
 from pipeline.tracking import contents
-from pipeline.tracking.__main__ import Sender, follow
+from pipeline.tracking.__main__ import MLflow, Sender, follow
 from pipeline.tracking.contents import Ending, Point, read_ending
 from pipeline.tracking.process import state_file
-from pipeline.tracking.trackers import MLflow
 from tests.pipeline.conftest import NewRun
 
 

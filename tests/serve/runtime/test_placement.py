@@ -9,8 +9,8 @@ import pytest
 from onnx import TensorProto, helper, numpy_helper
 
 from pipeline.system.errors import ResourceError
-from serve.runtime import placement
-from serve.runtime.placement import Kernel, Node, describe, misplaced_nodes
+from serve.runtime import session as runtime_session
+from serve.runtime.session import Kernel, Node, describe_nodes, misplaced_nodes
 
 CPU, CUDA, TENSORRT = "CPUExecutionProvider", "CUDAExecutionProvider", "TensorrtExecutionProvider"
 
@@ -29,7 +29,7 @@ ON_CUDA = Kernel(Node("product", "MatMul", CUDA), (("float", (4, 64)), ("float",
 
 def test_model_on_its_provider_has_no_misplaced_nodes() -> None:
     assert misplaced_nodes([ON_CUDA.node], [ON_CUDA], CUDA) == []
-    assert describe([]) == ""
+    assert describe_nodes([]) == ""
 
 
 def test_nodes_may_be_on_several_providers() -> None:
@@ -73,12 +73,12 @@ def test_misplaced_node_in_a_loop_is_detected() -> None:
 
 def test_message_names_a_few_nodes_and_counts_the_rest() -> None:
     nodes = [Node(f"n{index}", "Exp", CPU) for index in range(6)] + [Node("", "Abs", CPU)]
-    assert describe(nodes) == (
+    assert describe_nodes(nodes) == (
         "7 of the model's nodes run on another provider: n0 (Exp, CPUExecutionProvider), "
         "n1 (Exp, CPUExecutionProvider), n2 (Exp, CPUExecutionProvider), n3 (Exp, CPUExecutionProvider), "
         "n4 (Exp, CPUExecutionProvider) and 2 more"
     )
-    assert describe(nodes[-1:]).startswith("1 of the model's nodes runs on another provider: unnamed (Abs")
+    assert describe_nodes(nodes[-1:]).startswith("1 of the model's nodes runs on another provider: unnamed (Abs")
 
 
 def _branches(path: Path) -> Path:
@@ -111,10 +111,10 @@ def _branches(path: Path) -> Path:
 def test_profile_run_returns_all_nodes_and_those_that_ran(tmp_path: Path) -> None:
     """In a session on the CPU every node is misplaced for CUDA and none for the CPU."""
     options = onnxruntime.SessionOptions()
-    with placement.profile_folder() as folder:
-        placement.enable_profiling(options, folder)
+    with runtime_session.profile_folder() as folder:
+        runtime_session.enable_profiling(options, folder)
         session = onnxruntime.InferenceSession(str(_branches(tmp_path / "m.onnx")), options, providers=[CPU])
-        nodes, ran = placement.profile_run(session, {"x": np.ones((3, 4), np.float32)})
+        nodes, ran = runtime_session.profile_run(session, {"x": np.ones((3, 4), np.float32)})
     assert not folder.exists()
     assert {node.name for node in nodes} == {"shape", "batch", "is_many", "if", "many", "one"}
     assert {kernel.node.name for kernel in ran} == {"shape", "batch", "is_many", "if", "many"}
@@ -124,5 +124,5 @@ def test_profile_run_returns_all_nodes_and_those_that_ran(tmp_path: Path) -> Non
 
 def test_missing_temporary_folder_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "absent"))
-    with pytest.raises(ResourceError, match="set TMPDIR"), placement.profile_folder():
+    with pytest.raises(ResourceError, match="set TMPDIR"), runtime_session.profile_folder():
         raise AssertionError("there is no such folder")
