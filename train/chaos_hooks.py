@@ -13,14 +13,11 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 
 from pipeline.contract.chaos import ChaosEvent, ChaosLog, HookPoint, Kill
-
-if TYPE_CHECKING:
-    from train.process_group import ProcessGroup
+from train.process_group import ProcessGroup
 
 _HOLD_SECONDS = 60.0  # how long a process waits for a kill from outside; after that, `pipe chaos` must be gone
 _POLL_SECONDS = 0.002

@@ -8,29 +8,36 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import socket
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from pipeline.contract.config import Config
 from pipeline.contract.data import Samples
+from pipeline.contract.restarts import newest_attempt, read_events, record_event
+from pipeline.contract.run import Run
 from pipeline.contract.settings.stages import Train
 from pipeline.contract.task import HasLossWeight, Task
-from pipeline.system.errors import ConfigError, DataError
+from pipeline.system.errors import ConfigError, DataError, clear_passing
 from train.batch_order import BatchOrder, check_order, count_steps
 from train.chaos_hooks import run_chaos_hook
+from train.checkpoint.load import SavedCheckpoint
+from train.checkpoint.store import CheckpointStore
 from train.data import BatchLoader, LoadedBatch, LoadRequest
 from train.device.compilation import batch_sizes_differ, check_compiler, keep_compile_cache, mark_batch_dynamic
 from train.device.flops import measure_flops
 from train.device.memory_format import choose_input_formats
 from train.elastic.preemption import preemption_handler
 from train.expert_balance import ExpertBalance
-from train.metrics import StepMeter, StepWindow
+from train.ledger import LEDGER_FILE, Ledger, last_attempt
+from train.metrics import MetricsLog, StepMeter, StepWindow
 from train.optim import Precision, check_optimizer_state, learning_rate, make_optimizer, seed_step, set_learning_rate
 from train.parallel import make_strategy
 from train.parallel.base import MicroBatch, Objective, Strategy
@@ -40,21 +47,6 @@ from train.process_group import ProcessGroup
 from train.profiling import StepTracer, phase
 from train.state import Progress
 from train.validation import IDS, check_texts, loss_weight, validate, whole_groups
-
-if TYPE_CHECKING:
-    from train.checkpoint.load import SavedCheckpoint
-    from train.checkpoint.store import CheckpointStore
-    from train.ledger import Ledger
-    from train.metrics import MetricsLog
-
-
-import socket
-import sys
-
-from pipeline.contract.restarts import newest_attempt, read_events, record_event
-from pipeline.contract.run import Run
-from pipeline.system.errors import clear_passing
-from train.ledger import LEDGER_FILE, last_attempt
 
 PREFETCH = 1  # micro-batches that are copied to a GPU ahead of time, while the step before is computed
 

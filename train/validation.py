@@ -10,14 +10,14 @@ import bisect
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from pipeline.contract.data import Samples
-from pipeline.contract.task import HasLossWeight, HasSampleGroups, HasServing, Task, transformers_model
+from pipeline.contract.task import Batch, HasLossWeight, HasSampleGroups, HasServing, Outputs, Task, transformers_model
 from pipeline.system.errors import DataError
 from pipeline.system.files import TOKENIZER_FILE, tokenizer_ids
 from pipeline.system.processes import Rank
@@ -25,9 +25,6 @@ from train.batch_order import check_order_values
 from train.optim import Precision
 from train.parallel.base import Strategy
 from train.process_group import ProcessGroup
-
-if TYPE_CHECKING:
-    from pipeline.contract.task import Batch, Outputs
 
 
 @torch.no_grad()

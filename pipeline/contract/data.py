@@ -17,24 +17,17 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import IterableDataset, Subset, default_collate
 
-from pipeline.contract.task import BATCH, HasCollate, input_axes, max_axis_sizes, shortest_sizes
+from pipeline.contract.task import BATCH, HasCollate, Outputs, Split, Task, input_axes, max_axis_sizes, shortest_sizes
 from pipeline.system.errors import ConfigError, DataError
 from pipeline.system.files import digest_bytes, read_object
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from torch import nn
-
-    from pipeline.contract.task import Outputs, Split, Task
-
 
 Collate: TypeAlias = "Callable[[Sequence[Mapping[str, Any]]], Mapping[str, Tensor]]"
 _TRACED = 32  # samples among which one to trace with is looked for

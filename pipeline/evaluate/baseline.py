@@ -9,7 +9,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import onnxruntime as ort
@@ -21,12 +21,9 @@ from pipeline.contract.data import Samples, as_task_outputs, name_outputs
 from pipeline.contract.registry import BASELINE_PART, Change, champion_bundle, champion_name, open_store, read_registry
 from pipeline.contract.run import Run, describe
 from pipeline.contract.signature import NUMPY_TYPES, TensorSpec
-from pipeline.contract.task import HasBaseline, Task
+from pipeline.contract.task import Batch, HasBaseline, Outputs, Predictor, Task
 from pipeline.statistics.scores import batch_length
 from pipeline.system.errors import BundleError, DataError
-
-if TYPE_CHECKING:
-    from pipeline.contract.task import Batch, Outputs, Predictor
 
 
 @dataclass(frozen=True)

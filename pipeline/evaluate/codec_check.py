@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import permutations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,14 +23,22 @@ from torch import Tensor
 from pipeline.contract.codec import Array, Arrays, Codec, encode_method
 from pipeline.contract.data import Samples, as_task_outputs, name_outputs
 from pipeline.contract.run import describe
-from pipeline.contract.task import Generates, HasAnswer, HasAxes, HasExample, HasInstances, HasPredicted, HasText, Task
+from pipeline.contract.task import (
+    Batch,
+    Generates,
+    HasAnswer,
+    HasAxes,
+    HasExample,
+    HasInstances,
+    HasPredicted,
+    HasText,
+    Predictor,
+    Task,
+)
 from pipeline.evaluate.answers import Field, both_ends, each_label_first, judge, read_outputs
 from pipeline.evaluate.rules import GateRule
 from pipeline.system.errors import InvalidPayload
 from pipeline.system.files import TOKENIZER_FILE, tokenizer_ids
-
-if TYPE_CHECKING:
-    from pipeline.contract.task import Batch, Predictor
 
 _SAMPLES = 64  # evenly spread over the test set
 _ALONE = 8  # of them, also by themselves; all that a language model is checked on, whose outputs are large

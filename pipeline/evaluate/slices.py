@@ -8,13 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pipeline.contract.results import finite_or_none
 from pipeline.contract.settings.stages import Evaluate
-from pipeline.contract.task import HasSlices, Task
+from pipeline.contract.task import Batch, HasSlices, Task
 from pipeline.evaluate.rules import GateRule, digits, position
 from pipeline.statistics.aggregates import Floats, Mean
 from pipeline.statistics.intervals import Interval, difference_interval
@@ -22,10 +21,6 @@ from pipeline.statistics.scores import SLICE, Array, Columns, actual_columns, ba
 from pipeline.statistics.significance import RESAMPLES, bonferroni_confidence, decrease_p_value, holm
 from pipeline.system.errors import ConfigError, DataError
 from pipeline.system.wording import join_names
-
-if TYPE_CHECKING:
-    from pipeline.contract.task import Batch
-
 
 CLASS = "class"  # name of the slices by true class
 MIN_SLICE_SAMPLES = 30  # smaller slices are not evaluated

@@ -7,37 +7,27 @@ encoded here without Pillow.
 
 from __future__ import annotations
 
+import base64
 import importlib.util
 import math
-from collections.abc import Callable, Mapping, Sequence
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from pipeline.contract.data import Samples
 from pipeline.contract.results import finite_or_none
 from pipeline.contract.run import Run
-from pipeline.contract.task import SHARED_FOLDER, Embedding, HasShow, HasText, Task
+from pipeline.contract.task import SHARED_FOLDER, Batch, Boxes, Embedding, HasShow, HasText, Predictor, TaggedText, Task
 from pipeline.evaluate.codec_check import token_input
 from pipeline.evaluate.results import Results
 from pipeline.statistics.scores import ACTUAL, BASELINE, CANDIDATE, LEVELS, PREDICTED, QUANTILES, Array, Columns
 from pipeline.system.errors import DataError
-
-if TYPE_CHECKING:
-    from pipeline.contract.task import Batch, Predictor
-
-
-import base64
-import struct
-import zlib
-from collections.abc import Iterable
-from typing import TypeAlias
-
-from torch import Tensor
-
-from pipeline.contract.task import Boxes, TaggedText
 
 WORST_SAMPLES = 12
 TYPICAL_SAMPLES = 4  # of a forecast or a task with show()

@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -39,9 +39,11 @@ from pipeline.contract.prompting import check_decoder, check_prompting
 from pipeline.contract.run import CHECKED_FILES, Run, describe, step_main
 from pipeline.contract.task import (
     SHARED_FOLDER,
+    Batch,
     Classifier,
     Generates,
     HasCollate,
+    Predictor,
     Task,
     check_export,
     load_task,
@@ -73,9 +75,6 @@ from train.pretrained.load import match_weights
 from train.pretrained.materialize import MetaModel
 from train.process_group import ProcessGroup
 from train.validation import check_loss_weight, check_texts, check_tokenizer, validate
-
-if TYPE_CHECKING:
-    from pipeline.contract.task import Batch, Predictor
 
 _ROWS = 8  # of each of the two batches
 _MOST_WEIGHTS = 1 << 27  # of a model that is tried; larger ones take minutes, and gigabytes

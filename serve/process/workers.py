@@ -41,8 +41,7 @@ from serve.models import LoadedModel
 from serve.monitoring.logs import ConnectionLog, LogLimit, log_fatal, log_fields, log_loop_exception
 from serve.monitoring.snapshot import Snapshot, merge
 from serve.options import Options
-from serve.process.health import STUCK_SECONDS, Health, beat
-from serve.process.server import Server, wait_for_first
+from serve.process.server import STUCK_SECONDS, Health, Server, beat, wait_for_first
 from serve.process.service import GRACE_SECONDS, Port, Service
 from serve.security import Security, reload_changed_files
 from serve.wire.accepting import ACCEPTED_PER_TURN, PAUSE_SECONDS, Acceptor, close_listener

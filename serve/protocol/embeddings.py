@@ -11,14 +11,12 @@ import msgspec
 import numpy as np
 import orjson
 
-from pipeline.contract.codec import Arrays, Part
+from pipeline.contract.codec import Array, Arrays, Part
 from pipeline.system.errors import InvalidPayload
 from serve.protocol.openai import Texts, convert_fields, split_texts
 from serve.protocol.v1 import CodecPayload
 from serve.request_body import parse_object
 from serve.runtime.predictor import Predictor
-
-Vector = np.ndarray[Any, Any]
 
 _MASK, _IDS = "attention_mask", "input_ids"  # inputs that show how many tokens a text has
 _UNIT_TOLERANCE = 1e-3  # of the length of a vector that the model normalizes
@@ -66,7 +64,7 @@ class Payload(CodecPayload):
         body = {"object": "list", "data": data, "model": self.request.model, "usage": usage}
         return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
-    def _cut(self, vector: Vector) -> Vector:
+    def _cut(self, vector: Array) -> Array:
         """Cut a vector to the requested size; one of length 1 has length 1 afterwards, too."""
         size = self.request.dimensions
         if size is None or size >= len(vector):
@@ -75,7 +73,7 @@ class Payload(CodecPayload):
         is_unit = abs(float(np.linalg.norm(vector)) - 1) < _UNIT_TOLERANCE
         return cut / max(float(np.linalg.norm(cut)), np.finfo(np.float32).tiny) if is_unit else cut
 
-    def _written(self, vector: Vector) -> Any:
+    def _written(self, vector: Array) -> Any:
         if self.request.encoding_format == "float":
             return vector
         return base64.b64encode(vector.astype("<f4").tobytes()).decode()
@@ -96,7 +94,7 @@ def count_tokens(arrays: Arrays) -> int:
     return int(arrays[_IDS].size) if _IDS in arrays else 0
 
 
-def _vector(prediction: Any) -> Vector:
+def _vector(prediction: Any) -> Array:
     vector = np.asarray(prediction, np.float32)
     if vector.ndim != 1:
         raise ValueError(f"codec.encode returned an array of shape {list(vector.shape)}, not a list of numbers")

@@ -8,20 +8,16 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from importlib import metadata
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from pipeline.contract import codec
 from pipeline.contract.bundle import Bundle
 from pipeline.contract.codec import Array, Part
-from pipeline.contract.signature import Drawing, codec_drawing
+from pipeline.contract.signature import Drawing, Signature, codec_drawing
 from pipeline.system.errors import BundleError, InvalidPayload
 from serve.monitoring.metrics import Tokens
 from serve.protocol.validate import check_arrays, check_missing
 from serve.runtime.session import Session
-
-if TYPE_CHECKING:
-    from pipeline.contract.signature import Signature
-
 
 log = logging.getLogger(__name__)
 

@@ -8,10 +8,9 @@ from pipeline.contract.data import Samples
 from pipeline.contract.settings.stages import Train
 from train.parallel.base import Objective, Strategy
 from train.parallel.compression import CompressedDDPStrategy
-from train.parallel.ddp import DDPStrategy
+from train.parallel.ddp import DDPStrategy, HorovodStrategy
 from train.parallel.deterministic import DeterministicStrategy
 from train.parallel.fsdp import FSDPStrategy
-from train.parallel.horovod import HorovodStrategy
 from train.parallel.local_sgd import LocalSGDStrategy
 from train.parallel.parameter_server import ParameterServerStrategy
 from train.pretrained.materialize import Materializer

@@ -11,7 +11,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,20 +19,16 @@ from torch import Tensor, nn
 
 from pipeline.contract.data import Samples, forward
 from pipeline.contract.settings.stages import Train
-from pipeline.contract.task import Task
+from pipeline.contract.task import Outputs, Task
 from pipeline.system.torch_private import after_backward, apply_to_tensors, foreach_copy_, foreach_mul_, foreach_norm
+from train.checkpoint.load import SavedCheckpoint
 from train.device.compilation import compile_whole
 from train.device.memory_format import Formats, convert_inputs
 from train.optim import Precision
+from train.pretrained.materialize import Materializer
 from train.process_group import ProcessGroup
 from train.profiling import phase
 from train.state import Progress, State, add_prefix, allocate_optimizer_state, local_shard, optimizer_tensors
-
-if TYPE_CHECKING:
-    from pipeline.contract.task import Outputs
-    from train.checkpoint.load import SavedCheckpoint
-    from train.pretrained.materialize import Materializer
-
 
 _CLIP_EPSILON = 1e-6  # torch adds it to the norm, so that below the limit it would multiply by one
 

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from pipeline.contract.data import forward
+from pipeline.contract.task import Outputs
 from pipeline.system.errors import ConfigError
 from pipeline.system.torch_private import BatchNormBase
 from train.parallel.base import MicroBatch, Strategy, average_gradients, clip_gradients, local_gradients
@@ -22,9 +22,6 @@ from train.parallel.ddp import has_only_running_statistics
 from train.parallel.pipeline_split import TemporaryWeights, has_trained_parameters, units
 from train.parallel.tensor_parallel import split_experts, split_layers
 from train.state import local_shard
-
-if TYPE_CHECKING:
-    from pipeline.contract.task import Outputs
 
 
 class FSDPStrategy(Strategy):

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from train.checkpoint.load import SavedCheckpoint
 from train.parallel.base import Stopwatch, Strategy, Traffic
 from train.state import Progress, State, add_prefix, allocate_optimizer_state, optimizer_tensors, strip_prefix
-
-if TYPE_CHECKING:
-    from train.checkpoint.load import SavedCheckpoint
 
 
 class LocalSGDStrategy(Strategy):

@@ -5,18 +5,15 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from train.checkpoint.load import SavedCheckpoint
 from train.device.compilation import compile_whole
 from train.parallel.base import Strategy
 from train.parallel.local_sgd import flatten, unflatten_into
-
-if TYPE_CHECKING:
-    from train.checkpoint.load import SavedCheckpoint
 
 
 class ParameterServerStrategy(Strategy):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,8 +17,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
-from pipeline.contract.task import HasParallelize
+from pipeline.contract.task import HasParallelize, Outputs
 from pipeline.system.errors import ConfigError
+from train.checkpoint.load import SavedCheckpoint
 from train.parallel.base import MicroBatch, Objective
 from train.parallel.fsdp import FSDPStrategy, pad
 from train.parallel.pipeline_split import (
@@ -38,11 +39,6 @@ from train.parallel.pipeline_split import (
 )
 from train.process_group import ProcessGroup
 from train.state import Progress, State, add_prefix, allocate_optimizer_state
-
-if TYPE_CHECKING:
-    from pipeline.contract.task import Outputs
-    from train.checkpoint.load import SavedCheckpoint
-
 
 _OPTIMIZER = "optimizer."  # prefix of the optimizer's state in a checkpoint
 

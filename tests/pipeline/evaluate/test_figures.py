@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import average_precision_score, precision_score, recall_score, roc_auc_score
 
-from pipeline.evaluate.figures import figures_body
+from pipeline.evaluate.__main__ import figures_body
 
 
 def test_error_is_split_by_deciles_of_the_true_value() -> None:

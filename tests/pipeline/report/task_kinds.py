@@ -13,7 +13,7 @@ from pipeline import Boxes, Embedding, TaggedText
 from pipeline.contract.data import Samples
 from pipeline.contract.run import STEPS, Run
 from pipeline.contract.settings.stages import Evaluate
-from pipeline.evaluate.figures import figures_body
+from pipeline.evaluate.__main__ import figures_body
 from pipeline.evaluate.results import Results, metrics_body
 from pipeline.evaluate.worst_samples import worst_body
 from pipeline.statistics.metrics import lower_is_better

@@ -10,9 +10,8 @@ import httpx
 import pytest
 
 from serve.monitoring.logs import ConnectionLog
-from serve.process import health
-from serve.process.health import Health, Heartbeat
-from serve.process.server import ControlThread
+from serve.process import server
+from serve.process.server import ControlThread, Health, Heartbeat
 from serve.process.sockets import Address, bind_socket
 from serve.wire.listeners import Http1Listener
 from tests.ports import free_port
@@ -59,6 +58,6 @@ def test_head_has_no_body_and_post_is_unknown() -> None:
 
 
 def test_a_stuck_event_loop_is_neither_live_nor_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(health, "STUCK_SECONDS", -1.0)
+    monkeypatch.setattr(server, "STUCK_SECONDS", -1.0)
     assert asyncio.run(_get_while_the_loop_is_blocked(True, LIVE)) == (503, {"live": False})
     assert asyncio.run(_get_while_the_loop_is_blocked(True, READY)) == (503, {"ready": False, "live": False})

@@ -17,7 +17,7 @@ from pipeline.contract.settings.stages import Train
 from pipeline.system.errors import ConfigError
 from pipeline.system.sources import SOURCE_ROOT
 from pipeline.training.launchers import launch_command
-from train.parallel.horovod import load_horovod
+from train.parallel.ddp import load_horovod
 
 from ..conftest import Project, weights
 from ..launching import finish, module, start
