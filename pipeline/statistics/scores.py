@@ -60,10 +60,11 @@ def score_batch(task: Task, predict: Predictor, batch: Batch) -> Columns:
     metrics = {name: _check_metric(name, value, count) for name, value in values.items()}
     if reserved := sorted({*OUTPUTS} & metrics.keys()):
         raise DataError(f"metrics(): {reserved[0]!r} is a reserved name; to fix it: give the metric another name")
-    return metrics | _task_outputs(task, outputs, count)
+    return metrics | predicted_columns(task, outputs, count)
 
 
-def _task_outputs(task: Task, outputs: Outputs, count: int) -> Columns:
+def predicted_columns(task: Task, outputs: Outputs, count: int) -> Columns:
+    """Return the predicted classes, numbers and probabilities, where the task has them."""
     if isinstance(task, Classifier):
         columns = {PREDICTED: check_classes(task, "predicted", task.predicted(outputs), count)}
         if isinstance(task, HasProbabilities):
