@@ -14,12 +14,12 @@ from types import FrameType
 
 import typer
 
-from pipeline.cli import experiments, export, inspect, project, registry, run, service
+from pipeline.cli import experiments, export, inspect, monitor, project, registry, run, service
 from pipeline.cli.app import app
 from pipeline.system.errors import ConfigError, Interrupted, PipelineError, disk_full, missing_extra
 from pipeline.system.processes import TERMINATED, watch_parent
 
-__all__ = ["app", "experiments", "export", "inspect", "main", "project", "registry", "run", "service"]
+__all__ = ["app", "experiments", "export", "inspect", "main", "monitor", "project", "registry", "run", "service"]
 
 _RUN = re.compile(r"latest$|\d|[^=]*/")  # a run after `--resume`; no step and no setting begins like this
 _FOLDER_OPTIONS = ("-C", "--project")

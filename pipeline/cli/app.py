@@ -19,13 +19,13 @@ from pipeline.system.wording import align, number
 GROUPS = {
     "Start": ("demo", "init", "export", "doctor", "explain"),
     "Run": ("plan", "run", "accept", "join", "status", "logs", "tune", "gc"),
-    "Judge": ("report", "compare", "gate", "verify", "repro", "chaos"),
+    "Judge": ("report", "compare", "gate", "monitor", "verify", "repro", "chaos"),
     "Deploy": ("registry", "sign", "package", "deploy", "serve", "predict", "stop"),
 }
 COMMANDS = [command for group in GROUPS.values() for command in group]
 EXIT_CODES = (
-    "Exit codes: 0 done, 1 failed, 2 usage or configuration, 3 rejected by the gate, 4 the plan has changes, "
-    "130 interrupted, 143 by SIGTERM."
+    "Exit codes: 0 done, 1 failed, 2 usage or configuration, 3 rejected by the gate or by `pipe monitor`, "
+    "4 the plan has changes, 130 interrupted, 143 by SIGTERM."
 )
 
 

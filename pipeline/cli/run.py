@@ -32,7 +32,7 @@ from pipeline.cli.app import (
 )
 from pipeline.continuation import continued_config, find_starting_point
 from pipeline.contract.bundle import read_override
-from pipeline.contract.config import Config
+from pipeline.contract.config import Config, override_config
 from pipeline.contract.run import STEPS, Run
 from pipeline.contract.settings.access import Access
 from pipeline.display import Display
@@ -73,6 +73,12 @@ Continued = Annotated[
         "--continue",
         metavar="[RUN[@STEP]]",
         help="Start a new run that trains on from the checkpoint of an earlier one, with other settings.",
+    ),
+]
+Since = Annotated[
+    str | None,
+    typer.Option(
+        "--since", metavar="RUN", help="Start a new run with the settings of an earlier one, and read the data anew."
     ),
 ]
 Executor = Annotated[str | None, typer.Option("--executor", metavar="[local|kubernetes]", help="Where steps run.")]
@@ -169,6 +175,7 @@ def run(
     force: Force = None,
     resume: Resume = None,
     continued: Continued = None,
+    since: Since = None,
     accept_changes: Annotated[
         bool, typer.Option("--accept-changes", help="With --resume: go on although code, data or settings changed.")
     ] = False,
@@ -195,14 +202,17 @@ def run(
 
             return _emit_paths(output, render_training(project, project.config(overrides), render))
         overrides += _render_overrides(project.config(overrides))
-    if resume is not None and continued is not None:
-        raise ConfigError("--continue: starts a new run, and --resume goes on with an old one; leave one out")
+    earlier = {"--resume": resume, "--continue": continued, "--since": since}
+    if len(given := [name for name, value in earlier.items() if value is not None]) > 1:
+        raise ConfigError(f"{' and '.join(given)}: a run follows one other in one way; leave one out")
     display = Display(live=sys.stderr.isatty())
     with lock_runs(_runs_folder(project, resume), shared=True):
         if resume is not None:
             finished_run = _resume(project, resume, names, overrides, on_changes, yes, display)
         elif continued is not None:
             finished_run = _continue(project, continued, make_request(names, start, until, force), overrides, display)
+        elif since is not None:
+            finished_run = _repeat(project, since, make_request(names, start, until, force), overrides, display)
         else:
             request = make_request(names, start, until, force)
             finished_run = _begin(project, overrides, request, yes, display)
@@ -283,6 +293,14 @@ def _continue(project: Project, name: str, request: RunRequest, overrides: list[
     start = find_starting_point(project, name)
     config, request = continued_config(start, overrides), replace(request, starting_point=start)
     display.report(f"continuing the training of run {start.source.id} from its checkpoint of step {start.step}")
+    return run_and_report(display, lambda: run_pipeline(project, config, request, display))
+
+
+def _repeat(project: Project, name: str, request: RunRequest, overrides: list[str], display: Display) -> Run:
+    """Run with the settings of an earlier run; `prepare` reads the data, though neither code nor files changed."""
+    source = find_run(project.runs, name)
+    config, request = override_config(source.config, overrides), replace(request, force=request.force | {"prepare"})
+    display.report(f"reading the data anew, with the settings of run {source.id}")
     return run_and_report(display, lambda: run_pipeline(project, config, request, display))
 
 
@@ -462,11 +480,13 @@ def _continue_canary(project: Project, config: Config, display: Display, output:
     """Go on with the canary on the cluster, which this or another machine began; return whether there is one."""
     with _watch(project, config, display):
         from k8s.deploy import continue_canary, find_canary  # slow to load
+        from pipeline.monitor.canary import label_reader
 
         if find_canary(config) is None:
             return False
         access = Access.from_settings(config.serve, project.root)
-        version = continue_canary(config, access, display.report, functools.partial(find_bundle, project))
+        labels = label_reader(project.root, project.runs, config, display.report)
+        version = continue_canary(config, access, display.report, functools.partial(find_bundle, project), labels)
     text = f"{version.title} gets all requests; {crown(project, config, version, 'canary promoted')}"
     emit(output, version.facts(), text)
     return True

@@ -19,6 +19,7 @@ from pipeline.contract.settings.stages import (
     Evaluate,
     Export,
     Model,
+    Monitor,
     Package,
     Prepare,
     Serve,
@@ -53,6 +54,7 @@ class Config(Section):
     deploy: Deploy = Field(default_factory=Deploy, description="where the service runs")
     cluster: Cluster = Field(default_factory=Cluster, description="the steps as pods on a cluster")
     rollout: Rollout = Field(default_factory=Rollout, description="how a new bundle replaces the one that serves")
+    monitor: Monitor = Field(default_factory=Monitor, description="monitoring of the live service")
     tune: Tune = Field(default_factory=Tune, description="the search for better settings")
 
     @model_validator(mode="after")

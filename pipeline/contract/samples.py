@@ -106,6 +106,10 @@ def label_table(labels: Sequence[Label]) -> pa.Table:
     return pa.Table.from_pylist([label._asdict() for label in labels], schema)
 
 
+def _moment(seconds: float) -> str:
+    return time.strftime("%Y%m%dT%H%M%S", time.gmtime(seconds)) + f"{seconds % 1:.6f}"[1:]
+
+
 class SampleFolder:
     """The files of samples and labels, in a folder or at an fsspec URL."""
 
@@ -134,8 +138,7 @@ class SampleFolder:
         sink = pa.BufferOutputStream()
         parquet.write_table(table, sink, compression="zstd", use_dictionary=["id", "bundle"])
         data = sink.getvalue()
-        moment = time.strftime("%Y%m%dT%H%M%S", time.gmtime(now := time.time())) + f"{now % 1:.6f}"[1:]
-        name = f"{self._path}/{kind}-{moment}-{secrets.token_hex(4)}{_SUFFIX}"
+        name = f"{self._path}/{kind}-{_moment(time.time())}-{secrets.token_hex(4)}{_SUFFIX}"
         self._files.makedirs(self._path, exist_ok=True)
         if not self._is_local:
             self._files.pipe_file(name, data.to_pybytes())
@@ -151,15 +154,17 @@ class SampleFolder:
             raise
         return int(data.size)
 
-    def sizes(self, kind: Kind) -> dict[str, int]:
-        """Return the bytes of each file by its name, oldest first."""
+    def sizes(self, kind: Kind, since: float = 0.0) -> dict[str, int]:
+        """Return the bytes of each file that was written since a time, by its name, oldest first."""
+        earliest = f"{kind}-{_moment(since) if since else ''}"
         self._files.invalidate_cache()
         try:
             found = self._files.ls(self._path, detail=True)
         except FileNotFoundError:
             return {}
         names = {str(one["name"]).rstrip("/").rpartition("/")[2]: int(one["size"] or 0) for one in found}
-        return {name: names[name] for name in sorted(names) if name.startswith(f"{kind}-") and name.endswith(_SUFFIX)}
+        kept = (name for name in names if name.startswith(f"{kind}-") and name.endswith(_SUFFIX))
+        return {name: names[name] for name in sorted(kept) if name >= earliest}
 
     def read(self, name: str) -> pa.Table | None:
         """Return the rows of a file; None if it was deleted since it was listed."""

@@ -75,7 +75,7 @@ def test_continue_with_a_lower_rate_can_be_resumed(copied: ProjectFolder) -> Non
         (("--continue", "latest", "model.rank=4"), "model.rank: the checkpoint is of another model; `pipe run model."),
         (("--continue", "latest@1", "train.lr=0.1"), r"has no checkpoint so early; there are steps \d+"),
         (("--continue", "latest@last", "train.lr=0.1"), "write the step as a number, as in latest@300"),
-        (("--continue", "latest", "--resume", "latest"), "--continue: starts a new run, and --resume goes on with an"),
+        (("--continue", "latest", "--resume", "latest"), "--resume and --continue: a run follows one other"),
     ],
 )
 def test_continue_with_incompatible_settings_is_refused(

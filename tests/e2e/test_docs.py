@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,10 +17,11 @@ from pipeline.cli import app
 from pipeline.contract.config import parse_config
 from pipeline.contract.restarts import Event, attempts_from, describe_restart
 from pipeline.contract.run import STEPS
+from pipeline.contract.samples import SampleFolder
 from pipeline.system.processes import describe_exit
 from pipeline.system.sources import SOURCE_ROOT
 
-from .project_folder import PIPE, ProjectFolder, environment
+from .project_folder import PIPE, ProjectFolder, environment, wait_for
 
 DOCUMENTS = [
     *sorted(SOURCE_ROOT.glob("*.md")),
@@ -58,7 +60,9 @@ def project(tmp_path: Path) -> Iterator[ProjectFolder]:
     """An empty folder in which a document is followed."""
     project = ProjectFolder.with_free_port(tmp_path)
     yield project
-    ProjectFolder(tmp_path / "flowers", project.port).stop()
+    for name in ("flowers", "digits"):
+        if (tmp_path / name).is_dir():
+            ProjectFolder(tmp_path / name, project.port).stop()
 
 
 @pytest.mark.long
@@ -87,6 +91,42 @@ def test_blocks_of_your_own_model_run_as_documented(project: ProjectFolder) -> N
             printed += done.stdout
     assert '"flower": "setosa"' in printed
     assert "stopped flowers" in printed
+
+
+@pytest.mark.long
+def test_monitoring_page_ends_in_an_alarm(project: ProjectFolder) -> None:
+    """Run its blocks in order, changing only the port; a look comes once the service has written all samples."""
+    folder, printed, samples = project.folder, "", 0
+    for language, body in blocks(SOURCE_ROOT / "docs" / "monitoring.md"):
+        if language == "python":
+            (folder / "traffic.py").write_text(body.replace(":8080", f":{project.port}"))
+        elif language == "text":
+            for line in body.splitlines():
+                pattern = ".*".join(map(re.escape, line.split("…")))
+                assert re.search(f"^{pattern}$", printed, re.MULTILINE), f"{line}\n{printed}"
+        for line in body.splitlines() if language == "sh" else ():
+            words, status = shlex.split(line), 0
+            if words[0] == "cd":
+                folder = folder / words[1]
+                continue
+            if words[0] == "python":
+                samples += 600
+            elif words[1] == "demo":
+                words.append(f"deploy.port={project.port}")
+            else:
+                wait_for(lambda: count_samples(folder / "samples") == samples)  # noqa: B023
+                status = 3 if "--render" in words else 0
+            argv = [sys.executable, *words[1:]] if words[0] == "python" else [*PIPE, *words[1:]]
+            done = subprocess.run(argv, cwd=folder, env=environment({}), capture_output=True, text=True)
+            assert done.returncode == status, f"{line}\n{done.stdout}\n{done.stderr}"
+            printed = done.stdout
+    assert "metric.accuracy" in (folder / "out" / "monitor.html").read_text()
+    assert "pipe_monitor_as_promised{" in (folder / "out" / "monitor.prom").read_text()
+
+
+def count_samples(folder: Path) -> int:
+    stored = SampleFolder(str(folder))
+    return sum(table.num_rows for name in stored.sizes("samples") if (table := stored.read(name)) is not None)
 
 
 def readme_commands() -> list[list[str]]:

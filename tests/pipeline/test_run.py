@@ -216,10 +216,19 @@ def test_deployment_takes_settings_as_they_are_now(project: Project, config: Con
     )
     with pytest.raises(
         ConfigError,
-        match=r"train\.lr=1: a deployment may change only deploy\.\*, package\.\*, rollout\.\* and "
+        match=r"train\.lr=1: a deployment may change only deploy\.\*, monitor\.\*, package\.\*, rollout\.\* and "
         r"serve\.\{.*api_keys.*\}",
     ):
         deployment_config(project, source, ["train.lr=1"])
+
+
+def test_deployment_monitors_with_image_and_volume_as_they_are_now(project: Project, config: Config) -> None:
+    source = complete_run(project, override_config(config, ["train.image=old@sha256:0", "monitor.every=1d"]))
+    file = project.root / "pipe.yaml"
+    file.write_text(file.read_text() + "train: {image: new@sha256:1}\ncluster: {volume_claim: runs}\n")
+    now = deployment_config(project, source, ["monitor.every=2h"])
+    assert (now.train.image, now.cluster.volume_claim, now.monitor.every) == ("new@sha256:1", "runs", "2h")
+    assert deployment_config(project, source, []).monitor.every == ""
 
 
 def test_deployment_with_package_settings_makes_a_new_image_of_the_same_bundle(

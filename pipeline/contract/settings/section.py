@@ -23,7 +23,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
-from pipeline.system.errors import PipelineError
+from pipeline.system.errors import ConfigError, PipelineError
 
 Positive = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
@@ -201,6 +201,17 @@ Toleration = Annotated[
 ]
 Egress = Annotated[str, _AsText, AfterValidator(_check_egress)]
 Variable = Annotated[str, AfterValidator(_matches(r"[A-Za-z_]\w*", "a variable's name: letters, digits and _"))]
+
+
+_UNIT_SECONDS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
+
+
+def parse_interval(text: str, option: str) -> int:
+    """Return the seconds of an interval."""
+    match = re.fullmatch(r"([0-9]{1,6})\s*(s|m|min|h|d)", text.strip())
+    if not match or not int(match[1]):
+        raise ConfigError(f"{option} {text}: write it as 30s, 10min, 1h or 1d")
+    return int(match[1]) * _UNIT_SECONDS[match[2]]
 
 
 def parse_share(text: str) -> float:

@@ -662,6 +662,25 @@ class Deploy(ServingPods):
         return self.target == "kserve"
 
 
+class Monitor(Section):
+    """Monitoring of the live service by `pipe monitor`."""
+
+    alpha: float = Field(
+        0.01, gt=0, lt=1, description="probability of any false alarm, over all columns, the metric and all looks"
+    )
+    metric: str = Field("", description="metric that must stay as the verdict promised; empty: that of `evaluate`")
+    every: str = Field(
+        "",
+        description="interval at which a CronJob of the service on a cluster runs `pipe monitor`, as in 1h; empty: no "
+        "CronJob",
+    )
+    on_alert: Literal["report", "run"] = Field(
+        "report",
+        description="`run`: after an alarm, start `pipe run all --since RUN`, once for each bundle; the gate decides "
+        "whether the new model is deployed",
+    )
+
+
 class Axis(Section):
     """The values one setting may take in a search."""
 

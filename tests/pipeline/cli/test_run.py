@@ -11,7 +11,7 @@ from pipeline.cli import app
 from pipeline.contract.config import Config
 from pipeline.contract.run import STEPS, Run, StepRecord
 from pipeline.display import Display
-from pipeline.history import Project, create_run, find_project, write_record
+from pipeline.history import Project, create_run, find_project, find_run, write_record
 from pipeline.plan import Decision
 from pipeline.system.errors import ConfigError, install_command
 
@@ -38,7 +38,10 @@ def complaint(pipe: Pipe, *words: str) -> str:
         ("run task=task.py:Other", "task.py has no class Other"),
         ("run train.nodes=2", "train.nodes=2 needs train.rendezvous=HOST:PORT"),
         ("run trian", "no step 'trian'; there are check, prepare, train, evaluate"),
-        ("plan deploy train.lr=1", "train.lr=1: a deployment may change only deploy.*, package.*, rollout.* and "),
+        (
+            "plan deploy train.lr=1",
+            "train.lr=1: a deployment may change only deploy.*, monitor.*, package.*, rollout.* and ",
+        ),
         ("plan --from trian", "no step 'trian'; there are check, prepare, train, evaluate"),
         ("run --force trian", "--force trian: no such step"),
         ("run --resume", "nothing to resume"),
@@ -96,6 +99,24 @@ def test_plan_works_without_a_memory_estimate(pipe_with_estimate: Pipe, starter:
     reason = "it depends on the values of tensors: "
     assert f"note: the memory of training cannot be estimated: {reason}" in done.stderr
     assert f"(task.py, line {first + 2})" in done.stderr
+
+
+def test_run_since_another_reads_the_data_anew(pipe: Pipe, starter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = starter / "task.py"
+    task.write_text(task.read_text().replace("[split]", "[split][: int(__import__('os').environ['SAMPLES'])]"))
+    for samples in ("30", "35"):
+        monkeypatch.setenv("SAMPLES", samples)
+        pipe("run", "prepare", "train.epochs=3", "prepare.columns=off")
+    printed = pipe("run", "prepare", "--since", "latest", "train.lr=0.5").stderr
+    first, second, third = (
+        json.loads(path.read_text())
+        for path in sorted((starter / "runs").glob("*/run.json"), key=lambda path: path.stat().st_mtime_ns)
+    )
+    assert f"reading the data anew, with the settings of run {second['id']}" in printed
+    assert second["steps"]["prepare"]["reused_from"] == first["id"]
+    assert not third["steps"]["prepare"].get("reused_from")
+    config = find_run(starter / "runs", "latest").config
+    assert (config.train.epochs, config.train.lr) == (3, 0.5)
 
 
 def test_plan_of_a_step_includes_its_prerequisites_and_has_an_exit_code(pipe: Pipe) -> None:

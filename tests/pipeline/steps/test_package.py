@@ -383,6 +383,22 @@ def test_a_project_becomes_an_image_named_by_its_context(project: Project, build
     assert printed == [f"train.image={record['image']}"]
 
 
+def test_training_image_that_monitors_reads_samples(project: Project, builders: PutBuilders) -> None:
+    builders(podman=WORKING)
+    serve = {"sample": 1, "sample_to": "file:///samples"}
+
+    def pins(**sections: Any) -> str:
+        body = {"name": "tiny", "task": "task.py:T", "codec": "codec.py:C", "package": {"base_image": BASE}}
+        record = package_training(project, parse_config({**body, **sections}, "test"), os.environ, print)
+        folder = project.runs / "images" / f"train-{record['context'][:12]}" / "context"
+        return (folder / "requirements-cpu.txt").read_text()
+
+    assert "pyarrow==" not in pins(serve=serve)
+    monitored = pins(serve=serve, monitor={"every": "1h"})
+    assert "pyarrow==" in monitored
+    assert "fsspec==" in monitored
+
+
 def test_training_image_is_rebuilt_only_for_a_changed_project(project: Project, builders: PutBuilders) -> None:
     called = builders(podman=WORKING) / "called"
     first, _ = make(project)

@@ -1,0 +1,1 @@
+"""Compare the traffic of a live service with training and with the verdict: `pipe monitor`."""
