@@ -23,11 +23,14 @@ from k8s.objects.kustomize import Object
 from k8s.objects.manifests import BUNDLE_ANNOTATION, format_selector, identity_labels, kubectl_name, write_manifests
 from k8s.objects.overlay import overlay_digest
 from pipeline.contract.bundle import Bundle, check_gate
+from pipeline.contract.canary import LabelMetric
 from pipeline.contract.config import Config
 from pipeline.contract.settings.access import OPEN_ACCESS, Access
 from pipeline.system.errors import ClusterError, ConfigError, ResourceError, StageError
 
 FindBundle = Callable[[Version], Bundle | None]  # None if it is not on this machine
+# Reads the metric of the stable version, if `pipe` deployed it, and of the canary since a time.
+CompareLabels = Callable[[Version | None, Version, float], LabelMetric | str]
 
 
 def deploy(
@@ -40,6 +43,7 @@ def deploy(
     access: Access = OPEN_ACCESS,
     overlay: Path | None = None,
     run: str = "",
+    labels: CompareLabels | None = None,
 ) -> dict[str, Any]:
     """Render the manifests into a folder and, unless `render_only`, deploy them; return what is recorded."""
     check_gate(bundle.manifest.verdict, str(bundle.path))
@@ -62,7 +66,7 @@ def deploy(
         report(f"nothing was applied; {commands}")
         return record
     try:
-        with _deployer(config, access, report) as deployer:
+        with _deployer(config, access, report, labels) as deployer:
             version = deployer.history().begin(objects, run=run, bundle=bundle.digest, image=image)
             secrets = network.access_secrets(config, access)
             outcome = deployer.deploy(version, smoke.Expected.from_bundle(bundle, bundle.digest), secrets)
@@ -111,9 +115,11 @@ def find_canary(config: Config) -> Version | None:
     return read_versions(Cluster.connect(config.deploy.context, config.deploy.namespace), config).canary
 
 
-def continue_canary(config: Config, access: Access, report: Report, find: FindBundle) -> Version:
+def continue_canary(
+    config: Config, access: Access, report: Report, find: FindBundle, labels: CompareLabels | None = None
+) -> Version:
     """Measure the canary on the cluster, then promote it or end it."""
-    with _deployer(config, access, report) as deployer:
+    with _deployer(config, access, report, labels) as deployer:
         version = deployer.require_canary()
         if not (config.rollout.auto and config.rollout.canary_percent):
             raise ConfigError(
@@ -152,7 +158,9 @@ class NoCluster(ResourceError):
 
 
 @contextmanager
-def _deployer(config: Config, access: Access, report: Report) -> Iterator[Deployer]:
+def _deployer(
+    config: Config, access: Access, report: Report, labels: CompareLabels | None = None
+) -> Iterator[Deployer]:
     """Connect, and hold the lease of the service."""
     try:
         cluster = Cluster.connect(config.deploy.context, config.deploy.namespace)
@@ -160,7 +168,7 @@ def _deployer(config: Config, access: Access, report: Report) -> Iterator[Deploy
         raise NoCluster(str(error)) from error
     report(f"deploying to {cluster.describe()}")
     with deployment_lease(cluster, config).hold(LEASE_TIMEOUT_SECONDS, report) as check_lease:
-        yield Deployer(config, access, cluster, report, check_lease)
+        yield Deployer(config, access, cluster, report, check_lease, labels)
 
 
 def deployment_lease(cluster: Cluster, config: Config) -> Lease:
@@ -189,6 +197,7 @@ class Deployer:
     cluster: Cluster
     report: Report
     check_lease: Callable[[], None]  # raises once another deployment has started
+    labels: CompareLabels | None = None
 
     def history(self) -> History:
         return read_versions(self.cluster, self.config)
@@ -207,7 +216,8 @@ class Deployer:
     ) -> int:
         """Apply objects of the version, wait for it and record it; return the number of golden requests."""
         history = self.history()
-        unwanted = [] if restore else history.unwanted_objects(self.cluster, version.objects)
+        unwanted = history.unwanted_objects(self.cluster, version.objects)
+        unwanted = [item for item in unwanted if not restore or item["kind"] == "CronJob"]
         previous = self._read_digests(history.live)
         for change in _deletions(unwanted):
             self.report(f"plan: {change.name}: {change.fields[0]}")
@@ -263,6 +273,9 @@ class Deployer:
         if history.current is not None and history.current.has_pods_of(version.objects):
             self.report("rollout.canary_percent: this version serves already")
             return True
+        settings, labels = self.config.rollout, self.labels and functools.partial(self.labels, history.current, version)
+        if history.current is not None and history.current.bundle == version.bundle:  # its metric is the same
+            settings, labels = settings.model_copy(update={"min_labels": 0}), None
         options = [item for item in version.objects if item["kind"] == "ConfigMap"]
         self.cluster.apply([*secrets, *options], self.report, functools.partial(self._begin, version, restore=False))
         rollout = CanaryRollout(
@@ -271,11 +284,12 @@ class Deployer:
             expected=expected,
             candidate=canary_deployment(version.objects),
             stable=history.live,
-            settings=self.config.rollout,
+            settings=settings,
             timeout_seconds=self.config.deploy.timeout_seconds,
             headers=self.access.headers(),
             report=self.report,
             check_lease=self.check_lease,
+            labels=labels,
         )
         try:
             result = rollout.run()

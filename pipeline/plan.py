@@ -173,7 +173,7 @@ STEP_KINDS = {
             "deploy",
             "pipeline.steps.deploy",
             version=1,
-            settings=("name", "deploy", "rollout", *(f"serve.{name}" for name in DEPLOYMENT_SETTINGS)),
+            settings=("name", "deploy", "rollout", "monitor.every", *(f"serve.{name}" for name in DEPLOYMENT_SETTINGS)),
             inputs=("export/bundle/manifest.json", "package/image.json"),
             user_code=False,
             cached=False,  # what is live may have changed

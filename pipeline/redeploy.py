@@ -46,7 +46,9 @@ def deployment_config(project: Project, source: Run, overrides: Sequence[str]) -
     check_deployment_overrides(overrides)
     packaged = override_config(source.config, [text for text in overrides if text.startswith("package")])
     values, current = (config.model_dump(mode="json") for config in (packaged, project.config(overrides)))
-    values |= {name: current[name] for name in ("registry", "deploy", "rollout")}
+    values |= {name: current[name] for name in ("registry", "deploy", "rollout", "monitor")}
+    values["train"]["image"] = current["train"]["image"]  # of the pods that monitor, with the volume of the runs
+    values["cluster"]["volume_claim"] = current["cluster"]["volume_claim"]
     values["serve"] |= {name: current["serve"][name] for name in DEPLOYMENT_SETTINGS}
     return parse_config(values, f"{project.root / 'pipe.yaml'} with the bundle of run {source.id}")
 
@@ -55,9 +57,9 @@ def check_deployment_overrides(overrides: Sequence[str]) -> None:
     for override in overrides:
         section, _, name = override.partition("=")[0].partition(".")
         is_served = section == "serve" and name in DEPLOYMENT_SETTINGS
-        if section not in ("deploy", "package", "rollout") and not is_served:
+        if section not in ("deploy", "monitor", "package", "rollout") and not is_served:
             raise ConfigError(
-                f"{override}: a deployment may change only deploy.*, package.*, rollout.* and "
+                f"{override}: a deployment may change only deploy.*, monitor.*, package.*, rollout.* and "
                 f"serve.{{{','.join(DEPLOYMENT_SETTINGS)}}}; use `pipe run` to change other settings"
             )
 

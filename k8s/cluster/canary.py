@@ -15,7 +15,14 @@ from k8s.cluster import smoke
 from k8s.cluster.cluster import Cluster, Report
 from k8s.objects.kustomize import Object
 from k8s.objects.manifests import HTTP_PORT, TRACK_LABEL
-from pipeline.contract.canary import CanaryResult, RequestCounts, observe, parse_request_counts, traffic_steps
+from pipeline.contract.canary import (
+    CanaryResult,
+    ReadLabels,
+    RequestCounts,
+    observe,
+    parse_request_counts,
+    traffic_steps,
+)
 from pipeline.contract.settings.cluster import Rollout
 from pipeline.system.errors import PipelineError, StageError
 
@@ -52,6 +59,7 @@ class CanaryRollout:
     headers: Mapping[str, str]  # credentials of the service
     report: Report
     check_lease: Callable[[], None]  # raises once another deployment has started
+    labels: ReadLabels | None = None
 
     def run(self) -> CanaryResult:
         """Raise the traffic step by step; any error ends the canary, and the stable version gets all requests again.
@@ -69,7 +77,7 @@ class CanaryRollout:
                 steps = steps[-1:]
             for percent in steps:
                 self._set_traffic(percent)
-                result = observe(self._read_counts, self.settings, self.report)
+                result = observe(self._read_counts, self.settings, self.report, self.labels)
                 self.report(f"canary at {percent:g} %: {result.outcome}: {result.text}")
                 if result.outcome != "promote":
                     self.end()

@@ -32,7 +32,7 @@ VERSIONS_KEPT = 10
 
 _CONFIG_MAP = {"apiVersion": "v1", "kind": "ConfigMap"}
 _KEY = "version.json"
-_POD_KINDS = ("ConfigMap", "ServingRuntime", *WORKLOAD_KINDS)
+_POD_KINDS = ("ConfigMap", "CronJob", "ServingRuntime", *WORKLOAD_KINDS)  # a CronJob monitors one run
 
 
 # restoring: a rollback to it has begun; undone: a rollback followed its deployment, which had failed

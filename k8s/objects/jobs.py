@@ -11,6 +11,8 @@ from k8s.objects.kustomize import Object
 from k8s.objects.manifests import identity_labels, load_manifests, set_metadata
 from k8s.objects.overlay import overlay_job
 from pipeline.contract.config import Config
+from pipeline.contract.settings.section import parse_interval
+from pipeline.system.errors import ConfigError
 from pipeline.system.files import digest_bytes
 
 RUN_LABEL, STEP_LABEL, KEY_LABEL = "pipe-road/run", "pipe-road/step", "pipe-road/key"
@@ -126,6 +128,44 @@ def _pod(config: Config, step: str, argv: tuple[str, ...], env: Mapping[str, str
         pod["serviceAccountName"] = config.cluster.service_account or SERVICE_ACCOUNT
         pod["automountServiceAccountToken"] = True
     return pod
+
+
+_MINUTES, _HOURS = (1, 2, 3, 4, 5, 6, 10, 12, 15, 20, 30), (1, 2, 3, 4, 6, 8, 12, 24)
+_SCHEDULES = {60 * count: f"*/{count} * * * *" for count in _MINUTES}
+_SCHEDULES |= {3600 * count: f"0 */{count} * * *" if count < 24 else "0 0 * * *" for count in _HOURS}
+
+
+def monitor_job(config: Config, run: Path) -> Object:
+    """Return the CronJob that monitors the live traffic of a run; that it is not as promised is a failed Job."""
+    claim = config.cluster.volume_claim or config.cluster.executor == "kubernetes"  # whose steps have one
+    needed: Mapping[str, object] = {
+        "train.image": config.train.image,
+        "cluster.volume_claim": claim,
+        "serve.sample": config.serve.sample,
+        "serve.sample_to": config.serve.sample_to,
+    }
+    if missing := [name for name, value in needed.items() if not value]:
+        raise ConfigError(f"monitor.every: its CronJob needs {', '.join(missing)}; to fix it: set what is missing")
+    seconds = parse_interval(config.monitor.every, "monitor.every")
+    if seconds not in _SCHEDULES:
+        counts = (", ".join(map(str, numbers)) for numbers in (_MINUTES, _HOURS))
+        raise ConfigError(
+            f"monitor.every {config.monitor.every}: cron has no such interval; to fix it: use "
+            "{} min, or {} h".format(*counts)
+        )
+    argv = ("python", "-m", "pipeline", "monitor", "-o", "json", "--samples", config.serve.sample_to)
+    job = step_job(config, "monitor", run.name, "", (*argv, f"runs/{run.name}"), {}, folder_user(run)).job
+    template = {"metadata": {"labels": job["metadata"]["labels"]}, "spec": job["spec"]}
+    template["spec"]["activeDeadlineSeconds"] = max(seconds, 3600)  # the next one waits for it
+    spec = {"schedule": _SCHEDULES[seconds], "concurrencyPolicy": "Forbid", "jobTemplate": template}
+    limits = {"successfulJobsHistoryLimit": 1, "failedJobsHistoryLimit": 3}
+    return {"apiVersion": "batch/v1", "kind": "CronJob", "metadata": {}, "spec": {**spec, **limits}}
+
+
+def folder_user(path: Path) -> PodUser:
+    """Return the owner of a folder, as which pods may write to it; instead of root, the manifests' user."""
+    owner = path.stat()
+    return PodUser(owner.st_uid, owner.st_gid) if owner.st_uid else PodUser()
 
 
 def _fill_step(job: Object, config: Config, labels: Mapping[str, str], user: PodUser) -> None:

@@ -10,9 +10,11 @@ from pathlib import Path
 
 from k8s.objects import network, training
 from k8s.objects.argo_rollouts import convert_deployment
+from k8s.objects.jobs import monitor_job
 from k8s.objects.kustomize import Object
 from k8s.objects.manifests import (
     BUNDLE_ANNOTATION,
+    MAX_JOB_NAME,
     MAX_LABEL,
     OPTIONS_ANNOTATION,
     check_image,
@@ -20,6 +22,7 @@ from k8s.objects.manifests import (
     count_threads,
     count_workers,
     fill_config_map,
+    fit_name,
     identity_labels,
     load_manifests,
     name_config_map,
@@ -38,7 +41,7 @@ _OCI = "oci://"
 # Objects come after those they refer to.
 _ORDER = (
     "ServiceAccount", "NetworkPolicy", "ConfigMap", "Service", "ServingRuntime", "Deployment", "InferenceService",
-    "HorizontalPodAutoscaler", "PodDisruptionBudget", "HTTPRoute", "Ingress",
+    "HorizontalPodAutoscaler", "PodDisruptionBudget", "HTTPRoute", "Ingress", "CronJob",
 )  # fmt: skip
 
 
@@ -48,11 +51,14 @@ def serving_objects(
     """Return all objects in the order they are applied, with the project's overlay."""
     _check_settings(config)
     check_image(image)
-    parts = _load_parts(config)
+    run, parts = bundle.path.absolute().parents[1], _load_parts(config)
+    if config.monitor.every:
+        parts["CronJob"] = monitor_job(config, run)
     for kind, item in parts.items():
         labels = {**identity_labels(config.name, "serving"), "app.kubernetes.io/version": bundle.digest[:12]}
         if kind != "ConfigMap":  # several versions may share it
-            set_metadata(item, config.name, config.deploy.namespace, labels, {BUNDLE_ANNOTATION: bundle.digest})
+            name = fit_name(f"{config.name}-monitor", MAX_JOB_NAME) if kind == "CronJob" else config.name
+            set_metadata(item, name, config.deploy.namespace, labels, {BUNDLE_ANNOTATION: bundle.digest})
     fill_config_map(parts["ConfigMap"], config, bundle, access)
     name_config_map(parts["ConfigMap"], config, network.secret_name(config, access))
     network.fill_policy(parts["NetworkPolicy"], config)
@@ -64,7 +70,7 @@ def serving_objects(
     else:
         _fill_deployment(parts, config, bundle, image, access)
     if runtime is not None:
-        use_storage(parts, runtime, config.deploy, bundle.path.absolute().parents[1].name)
+        use_storage(parts, runtime, config.deploy, run.name)
     objects = [parts[kind] for kind in _ORDER if kind in parts]
     if config.rollout.controller == "argo-rollouts":
         i = objects.index(parts["Deployment"])
@@ -258,4 +264,8 @@ def check_canary(config: Config) -> None:
         raise ConfigError(
             f"rollout.{setting}: with KServe no request can choose the version, so golden requests cannot check a "
             "canary; set deploy.target=kubernetes, or leave it out and add KServe's own spec.canary by deploy.overlay"
+        )
+    if config.rollout.controller != "pipe" and config.rollout.min_labels:
+        raise ConfigError(
+            "rollout.min_labels: only `pipe deploy` reads labels; set it to 0, or rollout.controller=pipe"
         )

@@ -86,19 +86,78 @@ Readings: TypeAlias = Mapping[str, RequestCounts]  # of pods
 Outcome = Literal["promote", "inconclusive", "roll back"]
 
 
+Comparison: TypeAlias = tuple[Outcome, str]
+
+
 @dataclass(frozen=True)
 class CanaryResult:
     outcome: Outcome
     text: str  # the reasons
 
 
-def compare_versions(stable: RequestCounts, canary: RequestCounts, settings: Rollout) -> CanaryResult:
-    """Decide whether the canary is not inferior in its rates of failed and of slow requests, with confidence."""
+@dataclass(frozen=True)
+class VersionMetric:
+    """A metric of one version, with the interval of its confidence sequence."""
+
+    labels: int
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class LabelMetric:
+    """The task's metric on the labels of requests to both versions, a share of them."""
+
+    name: str
+    lower: bool  # lower is better
+    margin: float  # how much worse the canary may be
+    stable: VersionMetric
+    canary: VersionMetric
+
+
+ReadLabels: TypeAlias = Callable[[float], LabelMetric | str]  # since a time; a text is why there is no metric
+
+
+def compare_versions(
+    stable: RequestCounts, canary: RequestCounts, settings: Rollout, metric: LabelMetric | str = "they are not read"
+) -> CanaryResult:
+    """Decide whether the canary is not inferior in failed and slow requests and in the metric, with confidence."""
+    comparisons = [*_compare_requests(stable, canary, settings), *_compare_metric(metric, settings.min_labels)]
+    worst_first: tuple[Outcome, ...] = ("roll back", "inconclusive", "promote")
+    outcome = min((outcome for outcome, _ in comparisons), key=worst_first.index)
+    return CanaryResult(outcome, "; ".join(text for _, text in comparisons))
+
+
+def _compare_metric(metric: LabelMetric | str, needed: int) -> Iterator[Comparison]:
+    """Compare by confidence sequences, which hold at all times; unless labels are needed, they only end a canary."""
+    waits: Outcome = "inconclusive" if needed else "promote"
+    if isinstance(metric, str):
+        if needed:
+            yield waits, f"no labels, as {metric}; {needed} of each version are needed"
+        return
+    stable, canary = metric.stable, metric.canary
+    larger, smaller = (canary, stable) if metric.lower else (stable, canary)
+    least, most = larger.low - smaller.high, larger.high - smaller.low
+    values = f"{metric.name}: {canary.mean:.2%} on {canary.labels} labels compared with {stable.mean:.2%} on "
+    values += f"{stable.labels}"
+    if least > metric.margin:
+        yield "roll back", f"{values}, at least {least:.2%} worse; {metric.margin:.2%} is allowed"
+    elif min(canary.labels, stable.labels) < max(needed, 1):
+        counts = f"{metric.name}: {canary.labels} labels for the canary and {stable.labels} for the stable version"
+        yield waits, counts + (f", {needed} of each are needed" if needed else "")
+    elif most <= metric.margin:
+        yield "promote", f"{values}, at most {max(most, 0):.2%} worse"
+    else:
+        yield waits, f"{values}, up to {most:.2%} worse; at most {metric.margin:.2%} is not shown yet"
+
+
+def _compare_requests(stable: RequestCounts, canary: RequestCounts, settings: Rollout) -> list[Comparison]:
     if min(stable.requests, canary.requests) < settings.min_requests:
         counts = f"{canary.requests:.0f} requests to the canary and {stable.requests:.0f} to the stable version"
-        return CanaryResult("inconclusive", f"{counts}, {settings.min_requests} of each are needed")
+        return [("inconclusive", f"{counts}, {settings.min_requests} of each are needed")]
     if not settings.min_requests and not (stable.requests and canary.requests):
-        return CanaryResult("promote", "no requests to compare; the golden requests were answered as at export")
+        return [("promote", "no requests to compare; the golden requests were answered as at export")]
     z = NormalDist().inv_cdf(_CONFIDENCE)
     failed = [(counts.failed, counts.requests) for counts in (canary, stable)]
     comparisons = [_compare_rates("failed", failed[0], failed[1], settings.margin, z)]
@@ -108,14 +167,12 @@ def compare_versions(stable: RequestCounts, canary: RequestCounts, settings: Rol
             (counts.timed - counts.answered_within.get(threshold, 0.0), counts.timed) for counts in (canary, stable)
         ]
         comparisons.append(_compare_rates(f"slower than {threshold * 1000:g} ms", slow[0], slow[1], _SLOW_MARGIN, z))
-    worst_first: tuple[Outcome, ...] = ("roll back", "inconclusive", "promote")
-    outcome = min((outcome for outcome, _ in comparisons), key=worst_first.index)
-    return CanaryResult(outcome, "; ".join(text for _, text in comparisons))
+    return comparisons
 
 
 def _compare_rates(
     subject: str, canary: tuple[float, float], stable: tuple[float, float], margin: float, z: float
-) -> tuple[Outcome, str]:
+) -> Comparison:
     """Compare two rates by the interval of their difference (Newcombe's, from two Wilson intervals)."""
     canary_rate, stable_rate = canary[0] / canary[1], stable[0] / stable[1]
     (canary_low, canary_high), (stable_low, stable_high) = _wilson_interval(*canary, z), _wilson_interval(*stable, z)
@@ -143,19 +200,24 @@ def traffic_steps(first: float) -> list[float]:
 
 
 def observe(
-    read: Callable[[], tuple[Readings, Readings]], settings: Rollout, report: Callable[[str], None]
+    read: Callable[[], tuple[Readings, Readings]],
+    settings: Rollout,
+    report: Callable[[str], None],
+    labels: ReadLabels | None = None,
 ) -> CanaryResult:
     """Compare the requests since now, again and again until the comparison is conclusive.
 
     `read` returns the counters of the stable version's pods and of the canary's, by pod.
     """
+    began = time.time()
     stable_before, canary_before = read()
     for _ in range(OBSERVATION_ATTEMPTS):
         time.sleep(settings.observe_seconds)
         stable, canary = read()
         result = CanaryResult("inconclusive", "a version has no pod that answers")
         if stable and canary:
-            result = compare_versions(_sum_since(stable_before, stable), _sum_since(canary_before, canary), settings)
+            counts = _sum_since(stable_before, stable), _sum_since(canary_before, canary)
+            result = compare_versions(*counts, settings, *([labels(began)] if labels else []))
         if result.outcome != "inconclusive":
             return result
         report(f"canary: {result.text}")

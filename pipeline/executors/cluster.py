@@ -10,7 +10,7 @@ from pathlib import Path
 from k8s import workflows
 from k8s.cluster.api import Connection, connect
 from k8s.cluster.rollout_status import JobResult
-from k8s.objects.jobs import PodUser, step_job
+from k8s.objects.jobs import folder_user, step_job
 from k8s.objects.manifests import kubectl_name, write_documents, write_manifests
 from k8s.objects.overlay import overlay_folder
 from k8s.objects.training import check_training_image, run_name, training_objects, volume_claims
@@ -130,7 +130,7 @@ class ClusterExecutor:
         return StepRunner(
             self._connection,
             config.deploy.namespace,
-            step_job(config, step, run.id, key, command, pod_environment(), pod_user(run), overlay),
+            step_job(config, step, run.id, key, command, pod_environment(), folder_user(run.path), overlay),
             run.path / "logs" / step,
             run.log(step),
             PENDING_TIMEOUT_SECONDS,
@@ -139,17 +139,11 @@ class ClusterExecutor:
         )
 
 
-def pod_user(run: Run) -> PodUser:
-    """Return the owner of the run's folder, as which pods may write to it; instead of root, the manifests' user."""
-    owner = run.path.stat()
-    return PodUser(owner.st_uid, owner.st_gid) if owner.st_uid else PodUser()
-
-
 def give_to_pods(run: Run, step: str) -> None:
     """Make the pods' user the owner of what they write to, where that belongs to root: their pods are not root."""
     if os.geteuid() != 0:
         return
-    user = pod_user(run)
+    user = folder_user(run.path)
     folders = (run.path / "logs", run.partial(step))
     try:
         for path in (run.path, *folders, *(path for folder in folders for path in folder.rglob("*"))):

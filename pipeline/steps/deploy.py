@@ -62,6 +62,7 @@ def _check_image(run: Run, bundle: Bundle) -> None:
 def _on_cluster(run: Run, bundle: Bundle, access: Access, root: Path) -> dict[str, Any]:
     from k8s.deploy import deploy as deploy_to_cluster
     from k8s.objects.overlay import overlay_folder
+    from pipeline.monitor.canary import label_reader
 
     image = image_on_cluster(run, run.config, bundle)
     directory, render = run.partial("deploy") / "manifests", run.config.deploy.render
@@ -81,6 +82,7 @@ def _on_cluster(run: Run, bundle: Bundle, access: Access, root: Path) -> dict[st
             access,
             overlay_folder(root, run.config),
             run.id,
+            label_reader(root, run.runs, run.config, _print),
         )
     except ClusterError as error:
         raise ClusterError(final_path(str(error))) from error

@@ -12,7 +12,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +221,8 @@ def package_training(
 ) -> dict[str, Any]:
     """Make the image of the training pods, tagged by the digest of its context; reuse one of the same context."""
     content = project_content(project.root, (config.task, config.codec), config.package.include)
+    if config.monitor.every:  # its pods read the samples
+        content = replace(content, packages=tuple(sorted({*content.packages, *config.serve.sample_packages})))
     if content.missing:
         report(f"note: not installed here and therefore not in the image: {', '.join(content.missing)}")
     recipe = recipe_of(config.package, project.root, config.train.device == "cuda")

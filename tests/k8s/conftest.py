@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,9 +31,10 @@ def configure() -> Configure:
         train: dict[str, Any] | None = None,
         serve: dict[str, Any] | None = None,
         cluster: dict[str, Any] | None = None,
+        monitor: dict[str, Any] | None = None,
     ) -> Config:
         body = {"name": "twice", "task": "task.py:T", "codec": "codec.py:C", "deploy": deploy or {}}
-        more = {"train": train or {}, "serve": serve or {}, "cluster": cluster or {}}
+        more = {"train": train or {}, "serve": serve or {}, "cluster": cluster or {}, "monitor": monitor or {}}
         return parse_config({**body, **more}, source="test")
 
     return make
@@ -64,7 +66,7 @@ def registry() -> Iterator[RegistryServer]:
 @pytest.fixture
 def no_observation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Judge canaries without waiting for their requests."""
-    monkeypatch.setattr("pipeline.contract.canary.time", SimpleNamespace(sleep=lambda seconds: None))
+    monkeypatch.setattr("pipeline.contract.canary.time", SimpleNamespace(sleep=lambda seconds: None, time=time.time))
 
 
 @pytest.fixture

@@ -83,7 +83,7 @@ def _check_mounts(pod: Object) -> None:
 
 
 def _check_serving(parts: dict[str, Object], owner: Object) -> None:
-    (pod,) = pods(list(parts.values()))
+    (pod,) = pods([item for kind, item in parts.items() if kind != "CronJob"])
     (container,) = pod["containers"]
     labels = owner["spec"]["template"]["metadata"]["labels"] if owner["kind"] == "Deployment" else pod["labels"]
     for selector in _selectors(parts, pod):

@@ -26,6 +26,7 @@ from pipeline.system.errors import StageError
 from .api_server import ApiServer, Response
 from .cluster.test_canary import counting_pods
 from .conftest import Configure
+from .objects.test_jobs import monitored
 from .overlays import write_overlay
 
 ACCESS = Path(__file__).resolve().parents[2] / "k8s" / "manifests" / "access"
@@ -100,6 +101,7 @@ def roll_out(configure: Configure, bundle: Bundle, api: ApiServer, folder: Path)
     deploy.roll_back(config, access, print, lambda version: None)
     for name, settings in OTHER_SETTINGS.items():
         deploy.deploy(configure(settings), bundle, "twice:1", folder / name, False, print)
+    deploy.deploy(monitored(configure), bundle, "twice:1", folder / "monitored", False, print)
     deploy.deploy(configure(), bundle, "twice:1", folder / "plain", False, print)
     overlay = write_overlay(folder / "component")
     deploy.deploy(configure(), bundle, "twice:1", folder / "overlay", False, print, overlay=overlay)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -48,7 +49,7 @@ def pod(failure_rate: float, key: str, address: tuple[str, int]) -> Iterator[int
 @pytest.fixture
 def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
     """Start pods; return `HOST:PORT`."""
-    monkeypatch.setattr("pipeline.contract.canary.time", SimpleNamespace(sleep=lambda seconds: None))
+    monkeypatch.setattr("pipeline.contract.canary.time", SimpleNamespace(sleep=lambda seconds: None, time=time.time))
     with ExitStack() as stack:
 
         def add(failure_rate: float = 0.0, key: str = "", host: str = "127.0.0.1", port: int = 0) -> str:

@@ -135,11 +135,16 @@ class Rollout(Section):
     )
     auto: bool = Field(
         False,
-        description="raise the canary to 50 and 100 percent, or roll it back, by measured errors and latency; `--auto` "
-        "sets it",
+        description="raise the canary to 50 and 100 percent, or roll it back, by measured errors, latency and, where "
+        "labels arrive, metric; `--auto` sets it",
     )
     observe_seconds: Positive = Field(60, description="observation time at each percentage before it is judged")
     min_requests: Natural = Field(
         100, description="minimum requests to judge a percentage by; 0: golden requests are enough"
+    )
+    min_labels: Natural = Field(
+        0,
+        description="minimum labels of each version before a percentage is raised; 0: labels only end a canary whose "
+        "metric is worse by more than `evaluate.champion_margin`",
     )
     margin: float = Field(0.01, ge=0, le=1, description="how much higher the canary's error rate may be")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,8 +15,16 @@ import pytest
 from k8s import deploy
 from k8s.cluster import canary, drift
 from k8s.cluster.cluster import Cluster
+from k8s.cluster.history import Version
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.canary import RequestCounts, compare_versions, parse_request_counts, traffic_steps
+from pipeline.contract.canary import (
+    LabelMetric,
+    RequestCounts,
+    VersionMetric,
+    compare_versions,
+    parse_request_counts,
+    traffic_steps,
+)
 from pipeline.contract.config import Config
 from pipeline.contract.settings.access import OPEN_ACCESS
 from pipeline.contract.settings.cluster import Rollout
@@ -26,6 +35,7 @@ from ..conftest import Configure
 
 Model = Callable[[str, Any], Response]
 Deploy = Callable[..., dict[str, Any]]
+Measured = tuple[int, float, float]
 RULES = Rollout(min_requests=100, observe_seconds=1)
 OLD = "0" * 64
 
@@ -58,6 +68,41 @@ def test_canary_without_requests_passes_only_if_none_are_required() -> None:
     no_minimum = RULES.model_copy(update={"min_requests": 0})
     assert compare_versions(RequestCounts(), RequestCounts(), RULES).outcome == "inconclusive"
     assert compare_versions(RequestCounts(), RequestCounts(), no_minimum).outcome == "promote"
+
+
+def metric(stable: Measured, candidate: Measured, lower: bool = False) -> LabelMetric:
+    """Return an accuracy, or with `lower` an error, from labels, low and high of two versions."""
+    versions = [VersionMetric(labels, (low + high) / 2, low, high) for labels, low, high in (stable, candidate)]
+    return LabelMetric("accuracy", lower, 0.01, *versions)
+
+
+@pytest.mark.parametrize(
+    ("labels", "needed", "outcome", "text"),
+    [
+        (metric((900, 0.9, 0.92), (900, 0.8, 0.85)), 0, "roll back", "at least 5.00% worse; 1.00% is allowed"),
+        (metric((900, 0.9, 0.92), (3, 0.8, 0.85)), 50, "roll back", "82.50% on 3 labels compared with 91.00% on 900"),
+        (metric((900, 0.1, 0.11), (900, 0.2, 0.3), lower=True), 0, "roll back", "at least 9.00% worse"),
+        (metric((900, 0.2, 0.3), (900, 0.1, 0.11), lower=True), 9, "promote", "at most 0.00% worse"),
+        (metric((900, 0.9, 0.92), (900, 0.915, 0.93)), 9, "promote", "at most 0.50% worse"),
+        (metric((900, 0.9, 0.95), (900, 0.9, 0.95)), 0, "promote", "up to 5.00% worse; at most 1.00% is not shown"),
+        (metric((900, 0.9, 0.95), (900, 0.9, 0.95)), 9, "inconclusive", "up to 5.00% worse"),
+        (metric((900, 0.9, 0.92), (8, 0.915, 0.93)), 9, "inconclusive", "8 labels for the canary and 900 for the"),
+        (metric((0, 0, 1), (0, 0, 1)), 0, "promote", "accuracy: 0 labels for the canary and 0 for the stable version"),
+        ("serve.sample is not set", 0, "promote", "slower than 10 ms"),
+        ("serve.sample is not set", 9, "inconclusive", "no labels, as serve.sample is not set; 9 of each version"),
+    ],
+)
+def test_labels_end_a_canary_and_promote_it_where_they_are_needed(
+    labels: LabelMetric | str, needed: int, outcome: str, text: str
+) -> None:
+    result = compare_versions(counts(2000), counts(2000), RULES.model_copy(update={"min_labels": needed}), labels)
+    assert result.outcome == outcome, result
+    assert text in result.text
+
+
+def test_needed_labels_are_needed_without_requests_too() -> None:
+    rules = RULES.model_copy(update={"min_requests": 0, "min_labels": 5})
+    assert compare_versions(RequestCounts(), RequestCounts(), rules).outcome == "inconclusive"
 
 
 @pytest.mark.parametrize(
@@ -147,9 +192,9 @@ def stable(
 
 @pytest.fixture
 def deploy_canary(stable: ApiServer, configure: Configure, bundle: Bundle, tmp_path: Path) -> Deploy:
-    def run(reports: list[str], **rollout: Any) -> dict[str, Any]:
+    def run(reports: list[str], labels: deploy.CompareLabels | None = None, **rollout: Any) -> dict[str, Any]:
         config = with_canary(configure(), **rollout)
-        return deploy.deploy(config, bundle, "twice:2", tmp_path / "new", False, reports.append)
+        return deploy.deploy(config, bundle, "twice:2", tmp_path / "new", False, reports.append, labels=labels)
 
     return run
 
@@ -182,6 +227,39 @@ def test_a_bad_canary_is_rolled_back_and_the_stable_version_serves(
         deploy_canary([], auto=True)
     assert deployed_bundle(stable) == OLD
     assert not [path for path in stable.objects if "canary" in path]
+
+
+def test_a_canary_with_worse_labels_is_rolled_back(
+    stable: ApiServer, deploy_canary: Deploy, model: Model, bundle: Bundle
+) -> None:
+    stable.pod, began = counting_pods(model), time.time()
+
+    def labels(stable: Version | None, candidate: Version, since: float) -> LabelMetric:
+        assert stable is not None
+        assert (stable.bundle, candidate.bundle) == (OLD, bundle.digest)
+        assert began <= since <= time.time()
+        return metric((900, 0.9, 0.92), (900, 0.8, 0.85))
+
+    with pytest.raises(StageError, match=r"accuracy: .* at least 5.00% worse"):
+        deploy_canary([], labels, auto=True)
+    assert deployed_bundle(stable) == OLD
+
+
+def test_a_canary_without_the_labels_it_needs_is_rolled_back(
+    stable: ApiServer, deploy_canary: Deploy, model: Model
+) -> None:
+    stable.pod = counting_pods(model)
+    with pytest.raises(StageError, match=r"inconclusive after 5 s: .* no labels, as denied; 5 of each version"):
+        deploy_canary([], lambda *_: "denied", auto=True, min_labels=5)
+
+
+def test_a_canary_of_the_same_bundle_needs_no_labels(
+    stable: ApiServer, deploy_canary: Deploy, model: Model, configure: Configure, bundle: Bundle, tmp_path: Path
+) -> None:
+    stable.pod = counting_pods(model)
+    deploy_canary([], auto=True)
+    config = with_canary(configure(), auto=True, min_labels=5)
+    assert deploy.deploy(config, bundle, "twice:3", tmp_path / "newer", False, print)["canary"] is None
 
 
 def test_a_canary_that_answers_wrongly_is_ended_before_it_is_measured(stable: ApiServer, deploy_canary: Deploy) -> None:

@@ -15,17 +15,19 @@ from k8s.cluster.cluster import Cluster, describe_changes
 from k8s.cluster.drift import inspect_deployment
 from k8s.cluster.history import VERSIONS_KEPT, History, delete_unused
 from pipeline.contract.bundle import Bundle
-from pipeline.contract.config import parse_config
+from pipeline.contract.config import Config, parse_config
 from pipeline.contract.settings.access import Access
 from pipeline.contract.settings.cluster import Rollout
 from pipeline.system.errors import ConfigError, ResourceError, StageError
 
 from ..api_server import ApiServer, Response
 from ..conftest import Configure
+from ..objects.test_jobs import monitored
 from .test_canary import OLD, counting_pods, wrong_answers
 
 Model = Callable[[str, Any], Response]
 DEPLOYMENT = "/apis/apps/v1/namespaces/default/deployments/twice"
+CRON_JOB = "/apis/batch/v1/namespaces/default/cronjobs/twice-monitor"
 ROUTE = "/apis/gateway.networking.k8s.io/v1/namespaces/default/httproutes/twice"
 
 
@@ -148,6 +150,30 @@ def test_what_a_setting_made_is_deleted_when_the_setting_goes(
     assert "deleted httproute/twice, which no version uses" in reports
     assert ROUTE not in cluster.objects
     assert describe_changes(deploy.preview(config, bundle, "twice:1", print)) == []
+
+
+def test_the_cron_job_follows_the_version_that_serves(
+    cluster: ApiServer, roll_back: Callable[..., Any], configure: Configure, bundle: Bundle, tmp_path: Path
+) -> None:
+    def roll_out(config: Config, number: int) -> None:
+        deploy.deploy(config, bundle, f"twice:{number}", tmp_path, False, print)
+
+    def schedule() -> str:
+        return cluster.objects[CRON_JOB]["spec"]["schedule"] if CRON_JOB in cluster.objects else ""
+
+    roll_out(configure(), 1)
+    roll_out(monitored(configure, "1h"), 2)
+    roll_out(monitored(configure, "2h"), 3)
+    assert schedule() == "0 */2 * * *"
+    roll_back()
+    assert schedule() == "0 */1 * * *"
+    assert inspect_deployment(Cluster.connect("", "default"), history()).drift == ()
+    roll_back()
+    assert schedule() == ""
+    roll_out(monitored(configure), 4)
+    assert schedule()
+    roll_out(configure(), 4)
+    assert schedule() == "", "the setting was emptied"
 
 
 def test_a_route_that_was_left_is_drift_and_one_of_another_owner_is_not(cluster: ApiServer, roll_out: RollOut) -> None:

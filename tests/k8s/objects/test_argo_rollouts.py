@@ -143,6 +143,8 @@ def test_kserve_and_deployments_by_pipe_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=r"rollout\.controller: with KServe"):
         render(with_argo(configure({"target": "kserve"})), bundle)
+    with pytest.raises(ConfigError, match=r"rollout\.min_labels: only `pipe deploy` reads labels"):
+        render(with_argo(configure(), min_labels=5), bundle)
     with pytest.raises(ConfigError, match="use `pipe deploy --render`"):
         deploy.deploy(with_argo(configure()), bundle, IMAGE, tmp_path, False, print)
     assert not [path for path in api.objects if "leases" not in path]

@@ -1,21 +1,36 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from k8s.cluster.rollout_status import JobResult, job_progress, job_result, unrecoverable_problems
-from k8s.objects.jobs import PodUser, StepJob, step_job
-from pipeline.contract.config import override_config
+from k8s.objects.jobs import PodUser, StepJob, monitor_job, step_job
+from k8s.objects.serving import serving_objects
+from pipeline.contract.bundle import Bundle
+from pipeline.contract.config import Config, override_config
 from pipeline.contract.run import STEPS
 from pipeline.system.errors import ConfigError
 
 from ..admission import validation_causes
 from ..conftest import Configure
+from ..invariants import check
 from ..schemas import validate
 
 IMAGE = f"registry.test/twice@sha256:{'0' * 64}"
 ARGV = ("python", "-m", "pipeline.evaluate", "runs/run-1")
+
+
+MONITORED: dict[str, dict[str, Any]] = {
+    "train": {"image": IMAGE},
+    "serve": {"sample": 0.1, "sample_to": "s3://bucket/samples"},
+    "cluster": {"volume_claim": "runs"},
+}
+
+
+def monitored(configure: Configure, every: str = "1h", **sections: Any) -> Config:
+    return configure(**{**MONITORED, **sections}, monitor={"every": every})
 
 
 def worked(configure: Configure, step: str, *words: str, argv: tuple[str, ...] = ARGV) -> StepJob:
@@ -141,3 +156,80 @@ def test_failed_image_pull_is_a_problem_and_waiting_is_not() -> None:
     assert job_progress(job(), [pending, pod("c", "Running")], 2) == "1 of 2 pods run; b: Pending: 0/1 nodes"
     suspended = {"kind": "Job", "spec": {"suspend": True}}
     assert job_progress(suspended, [], 1, ["Kueue: no room"]) == "the Job waits in its queue; Kueue: no room"
+
+
+@pytest.mark.parametrize("target", ["kubernetes", "kserve"])
+def test_a_cron_job_monitors_the_run_of_the_bundle(target: str, configure: Configure, bundle: Bundle) -> None:
+    config = monitored(configure, deploy={"target": target}, cluster={"volume_claim": "runs", "env_secret": "store"})
+    objects = serving_objects(config, bundle, IMAGE)
+    check(objects)
+    item = objects[-1]
+    validate(item)
+    assert validation_causes(item) == []
+    assert (item["kind"], item["metadata"]["name"]) == ("CronJob", "twice-monitor")
+    assert item["metadata"]["labels"]["app.kubernetes.io/component"] == "serving"
+    spec = item["spec"]
+    assert (spec["schedule"], spec["concurrencyPolicy"]) == ("0 */1 * * *", "Forbid")
+    job = spec["jobTemplate"]["spec"]
+    assert (job["backoffLimit"], job["template"]["spec"]["restartPolicy"]) == (0, "Never")
+    (rule,) = job["podFailurePolicy"]["rules"]
+    assert rule["action"] == "Ignore", "an alarm is no reason to try again"
+    labels = job["template"]["metadata"]["labels"]
+    assert labels["app.kubernetes.io/component"] == "step", "its pods are none of the service"
+    (container,) = job["template"]["spec"]["containers"]
+    run = bundle.path.parents[1].name
+    words = ["python", "-m", "pipeline", "monitor", "-o", "json", "--samples", "s3://bucket/samples", f"runs/{run}"]
+    assert (container["image"], container["command"]) == (IMAGE, words)
+    assert {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}["runs"] == "/project/runs"
+    assert container["envFrom"] == [{"secretRef": {"name": "store"}}]
+    assert job["template"]["spec"]["volumes"][0]["persistentVolumeClaim"]["claimName"] == "runs"
+
+
+@pytest.mark.parametrize(
+    ("every", "schedule"),
+    [
+        ("1min", "*/1 * * * *"),
+        ("30m", "*/30 * * * *"),
+        ("60min", "0 */1 * * *"),
+        ("7200s", "0 */2 * * *"),
+        ("12h", "0 */12 * * *"),
+        ("1d", "0 0 * * *"),
+        ("24h", "0 0 * * *"),
+    ],
+)
+def test_interval_is_a_schedule_of_cron(every: str, schedule: str, configure: Configure, tmp_path: Path) -> None:
+    assert monitor_job(monitored(configure, every), tmp_path)["spec"]["schedule"] == schedule
+
+
+@pytest.mark.parametrize("every", ["7h", "90min", "45m", "30s", "2d", "5h"])
+def test_interval_without_a_schedule_names_those_with_one(every: str, configure: Configure, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"monitor.every {every}: .* use 1, 2, .* 30 min, or 1, 2, .* 24 h"):
+        monitor_job(monitored(configure, every), tmp_path)
+
+
+def test_interval_that_is_none_is_reported(configure: Configure, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"monitor\.every hourly: write it as 30s, 10min, 1h or 1d"):
+        monitor_job(monitored(configure, "hourly"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("sections", "missing"),
+    [
+        ({"train": {}}, "train.image;"),
+        ({"cluster": {}}, "cluster.volume_claim;"),
+        ({"serve": {"sample": 0}}, "serve.sample;"),
+        ({"serve": {"sample": 1, "sample_to": ""}}, "serve.sample_to;"),
+        ({"train": {}, "cluster": {}, "serve": {}}, "train.image, cluster.volume_claim, serve.sample;"),
+    ],
+)
+def test_missing_settings_of_the_cron_job_are_named(
+    sections: dict[str, Any], missing: str, configure: Configure, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match=f"monitor.every: its CronJob needs {missing}"):
+        monitor_job(monitored(configure, **sections), tmp_path)
+
+
+def test_steps_on_the_cluster_bring_the_volume_of_the_cron_job(configure: Configure, tmp_path: Path) -> None:
+    item = monitor_job(monitored(configure, cluster={"executor": "kubernetes"}), tmp_path)
+    volumes = item["spec"]["jobTemplate"]["spec"]["template"]["spec"]["volumes"]
+    assert volumes[0]["persistentVolumeClaim"]["claimName"] == "twice-runs"
