@@ -47,14 +47,18 @@ def _compare(root: Path, config: Config, versions: list[tuple[Run, str]], since:
     where, metrics, is_lower = config.serve.sample_to, [], False
     name = config.monitor.metric or str(versions[-1][0].verdict()["metric"])
     config = config.model_copy(update={"monitor": config.monitor.model_copy(update={"metric": name})})
+    samples, folder = 0, SampleFolder(where if "://" in where else str(root / where))
     with tempfile.TemporaryDirectory() as ledgers:
         for run, digest in versions:
             monitor = Monitor(run, run.require_bundle(digest), root, config, Path(ledgers, digest), since)
             if monitor.promise is None or monitor.promise.untested:
                 reason = monitor.promise.untested if monitor.promise else "its evaluation has no predictions"
                 raise ConfigError(f"{name} of run {run.id} has no confidence sequence, as {reason}")
-            facts = monitor.look(SampleFolder(where if "://" in where else str(root / where))).metric or {}
+            report = monitor.look(folder)
+            samples, facts = samples + report.counts["samples"], report.metric or {}
             interval = (facts["value"], facts["low"], facts["high"]) if facts["labels"] else (0.0, 0.0, 1.0)
             metrics.append(VersionMetric(facts["labels"], *interval))
             is_lower = monitor.promise.lower
+    if not samples:
+        raise ConfigError(f"{where} has no samples of this observation")
     return LabelMetric(name, is_lower, config.evaluate.accepted_loss, *metrics)

@@ -61,6 +61,7 @@ class Report:
     run: str
     model: str
     bundle: str
+    source: str  # where the samples are
     looked: float
     alpha: float
     findings: tuple[Finding, ...]  # what changed first comes first
@@ -76,7 +77,7 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        return "fail" if self.failures else "pass"
+        return "fail" if self.failures else "pass" if self.counts["samples"] else "not evaluated"
 
 
 class Monitor:
@@ -117,7 +118,7 @@ class Monitor:
                 self._read_label_file(path)
             self._score()
             self._store()
-            return self._report()
+            return self._report(folder.where if folder else "files of labels")
 
     def _setup(self) -> dict[str, Any]:
         monitor, promise = self._config.monitor, self._reference.promise
@@ -289,7 +290,7 @@ class Monitor:
             raise WrongLabel(f"{promise.metric} is {max(values, key=abs)}, and was 0 or 1 on the test set")
         return values
 
-    def _report(self) -> Report:
+    def _report(self, source: str) -> Report:
         findings = [*self._drift_findings(), *self._metric_finding()]
         findings.sort(key=lambda finding: (finding.rule.passed, finding.since or 0.0))
         ledger, config = self.ledger, self._config
@@ -297,6 +298,7 @@ class Monitor:
             run=self._run.id,
             model=config.name,
             bundle=self._bundle.digest,
+            source=source,
             looked=time.time(),
             alpha=config.monitor.alpha,
             findings=tuple(findings),
@@ -335,6 +337,10 @@ class Monitor:
             return
         if facts["low"] is not None:
             measured += f" (between {digits(facts['low'])} and {digits(facts['high'])} at every look)"
+        latest, worse = self._metric.latest(0, 0)
+        if latest < count:
+            since = digits((worse if promise.lower else latest - worse) / latest)
+            measured = f"{promise.metric} {since} on {latest:.0f} labels since it changed; in all, {measured}"
         side = "at most" if promise.lower else "at least"
         text = f"{measured}, promised is {side} {digits(promise.limit)}"
         yield _finding(name, self._metric, 0, text, "bets that the metric is worse than its limit in the verdict")
@@ -344,11 +350,12 @@ class Monitor:
         for i, column in enumerate(self._reference.columns):
             size = len(column.shares)
             place = int(drift.gains[start : start + 2 * size].argmax()) % size
-            count, share = drift.counts[start + place], column.shares[place]
+            share, (count, total) = column.shares[place], drift.latest(i, start + place)
             text = f"no sample has it in the form of the training data, {column.summary and list(column.summary.shape)}"
             if count:
-                live = drift.sums[start + place] / count
-                text = f"{share.text} in {live:.1%} of {count:.0f} samples, in {share.mean:.1%} of the reference"
+                when = " since it changed" if np.isfinite(drift.alarms[i]) else ""
+                text = f"{share.text} in {total / count:.1%} of {count:.0f} samples{when}"
+                text += f", in {share.mean:.1%} of the reference"
             elif not drift.count:
                 text = "no sample yet"
             how = f"bets on each of {size} shares of the reference, which has {share.samples} samples"

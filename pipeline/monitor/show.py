@@ -35,6 +35,8 @@ def facts(report: Report) -> dict[str, Any]:
 
 
 def summary(report: Report) -> str:
+    if report.verdict == "not evaluated":
+        return f"no sample of this bundle in {report.source} yet"
     if not report.failures:
         return f"as promised, by {report.counts['samples']} samples and {report.counts['labels_counted']} labels"
     first = report.failures[0]
@@ -93,7 +95,8 @@ def write_files(report: Report, folder: Path) -> list[Path]:
 
 def _gauges(report: Report) -> Iterator[str]:
     rules = [(f'rule="{_escape(finding.rule.rule)}"', finding) for finding in report.findings]
-    yield from _gauge(report, "as_promised", "1 if no rule failed.", [("", float(report.verdict == "pass"))])
+    as_promised = {"pass": 1.0, "fail": 0.0}.get(report.verdict)  # without samples there is none
+    yield from _gauge(report, "as_promised", "1 if no rule failed.", [("", as_promised)])
     yield from _gauge(report, "failed", "1 for a rule that failed.", [(n, float(not f.rule.passed)) for n, f in rules])
     tested = [(name, finding.rule) for name, finding in rules if finding.rule.value is not None]
     yield from _gauge(

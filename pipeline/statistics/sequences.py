@@ -45,10 +45,12 @@ class Betting:
     alarms: Floats = field(init=False)  # time at which it reached the threshold, infinite before
     counts: Floats = field(init=False)  # of the values of each limit
     sums: Floats = field(init=False)
+    earlier: Floats = field(init=False)  # [2, …]: counts and sums up to `since`
 
     def __post_init__(self) -> None:
         self.capital = np.zeros((*self.shape, len(self.limits), len(_BETS)))
-        self.counts, self.sums = np.zeros((2, *self.shape, len(self.limits)))
+        self.counts, self.sums, *earlier = np.zeros((4, *self.shape, len(self.limits)))
+        self.earlier = np.array(earlier)
         groups = (*self.shape, len(self.sizes))
         self.e_values, self.lowest = np.ones(groups), np.ones(groups)
         self.since, self.alarms = np.full(groups, -math.inf), np.full(groups, math.inf)
@@ -59,9 +61,11 @@ class Betting:
         scale, kept = _BETS / limits[:, None], 1 - _BETS
         if not self.count and len(values):
             self.since[...] = times[0]
-        self.counts += (~np.isnan(values)).sum(axis=0)
-        self.sums += np.nansum(values, axis=0)
-        for row, time in zip(np.where(np.isnan(values), limits, values), times, strict=True):
+        for row, time in zip(values, times, strict=True):
+            is_absent = np.isnan(row)
+            self.counts = self.counts + ~is_absent
+            self.sums = self.sums + np.where(is_absent, 0, row)
+            row = np.where(is_absent, limits, row)
             self.count += 1
             self.capital += later_share(self.count - 1) - later_share(self.count)
             self.capital *= kept + scale * row[..., None]
@@ -72,6 +76,9 @@ class Betting:
             is_lowest = is_open & (self.e_values <= self.lowest)
             self.lowest = np.where(is_lowest, self.e_values, self.lowest)
             self.since = np.where(is_lowest, time, self.since)
+            if is_lowest.any():
+                is_of_group = np.repeat(is_lowest, self.sizes, axis=-1)
+                self.earlier = np.where(is_of_group, [self.counts, self.sums], self.earlier)
             self.alarms = np.where(is_open & (self.e_values >= self.threshold), time, self.alarms)
 
     @property
@@ -79,17 +86,23 @@ class Betting:
         """Return the capital of each limit."""
         return np.asarray(self.capital @ _SHARES)
 
+    def latest(self, group: int, limit: int) -> tuple[float, float]:
+        """Return the count and the sum of a limit's values; if its group has an alarm, of those since the change."""
+        totals = np.array([self.counts[limit], self.sums[limit]])
+        count, total = totals - self.earlier[:, limit] if np.isfinite(self.alarms[group]) else totals
+        return float(count), float(total)
+
     def state(self) -> dict[str, Any]:
         """Return all that changes, for JSON."""
         return {"count": self.count, **{name: getattr(self, name).tolist() for name in _STATE}}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.count = state["count"]
-        for name in _STATE:
+        for name in filter(state.__contains__, _STATE):
             setattr(self, name, np.asarray(state[name], np.float64))
 
 
-_STATE = ("capital", "e_values", "lowest", "since", "alarms", "counts", "sums")
+_STATE = ("capital", "e_values", "lowest", "since", "alarms", "counts", "sums", "earlier")
 
 
 def later_share(count: int) -> float:

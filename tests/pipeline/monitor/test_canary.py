@@ -66,6 +66,7 @@ def test_worse_labels_end_a_canary(live: Live, canary: Run, wrong: float, outcom
 
 
 def test_margin_is_that_for_a_champion(live: Live, canary: Run) -> None:
+    live.write(live.samples(live.normal(1)))
     metric = compare(live, canary, evaluate={"champion_margin": 0.2})
     assert isinstance(metric, LabelMetric)
     assert metric.margin == 0.2
@@ -106,6 +107,7 @@ def unreadable(self: SampleFolder, kind: str, since: float = 0.0) -> dict[str, i
             "margin of run .* has no confidence sequence, as its values have no bounds",
         ),
         ({"monitor": {"metric": "f2"}}, "has no f2; it has accuracy"),
+        ({}, "live has no samples of this observation"),
         ({"serve": {"sample": 1, "sample_to": "nowhere://x"}}, "serve.sample_to=nowhere://x: Protocol not known"),
     ],
 )

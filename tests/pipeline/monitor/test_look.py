@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,9 @@ def test_shift_of_an_input_fails_with_its_time(live: Live) -> None:
     report = live.look()
     first = report.failures[0]
     assert first.rule.rule == "inputs.pair"
-    assert "pair[0] is at most" in first.rule.detail
+    found = re.match(r"pair\[0\] is at most \S+ in [\d.]+% of (\d+) samples since it changed, ", first.rule.detail)
+    assert found, first.rule.detail
+    assert abs(int(found[1]) - 500) < 60
     assert first.since is not None
     assert first.alarm is not None
     assert abs(first.since - change) < 40
@@ -61,6 +64,11 @@ def test_worse_labels_fail_though_the_inputs_are_as_before(live: Live) -> None:
     assert failure.rule.rule == "metric.accuracy"
     assert failure.alarm is not None
     assert failure.alarm > bad[0].time
+    found = re.match(
+        r"accuracy 0\.7\d+ on (\d+) labels since it changed; in all, accuracy 0\.8\d+ on 1000 ", failure.rule.detail
+    )
+    assert found, failure.rule.detail
+    assert abs(int(found[1]) - 500) < 150
 
 
 def test_many_looks_give_what_one_look_gives(live: Live) -> None:
