@@ -146,7 +146,7 @@ class Monitor:
 
     def _read(self, folder: SampleFolder, kind: Kind, name: str) -> None:
         """Read a file; one that is damaged is named, and leaves no trace in the tests."""
-        before = copy.deepcopy(self._drift)
+        before = copy.deepcopy(self._drift) if kind == "samples" else self._drift
         try:
             table = folder.read(name)
             if table is None:  # deleted meanwhile
