@@ -365,13 +365,11 @@ class Monitor:
 
 def _finding(name: str, tests: Betting, place: int, text: str, how: str) -> Finding:
     e_value, is_alarm = float(tests.e_values[place]), bool(np.isfinite(tests.alarms[place]))
-    since = float(tests.since[place])
+    since, alarm = (float(times[place]) if is_alarm else None for times in (tests.since, tests.alarms))
     rule = GateRule(
         name, not is_alarm, text, e_value, tests.threshold, f"{how}; an e-value of {tests.threshold:.0f} is certain"
     )
-    return Finding(
-        rule, since if is_alarm and math.isfinite(since) else None, float(tests.alarms[place]) if is_alarm else None
-    )
+    return Finding(rule, since, alarm)
 
 
 def _labels(request: list[Waiting]) -> list[Any]:

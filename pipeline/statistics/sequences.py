@@ -41,11 +41,11 @@ class Betting:
     capital: Floats = field(init=False)  # of the bets that have begun
     e_values: Floats = field(init=False)
     lowest: Floats = field(init=False)  # e-value
-    since: Floats = field(init=False)  # time at which it was lowest: after it something changed
+    since: Floats = field(init=False)  # time of the first value after it: something changed
     alarms: Floats = field(init=False)  # time at which it reached the threshold, infinite before
     counts: Floats = field(init=False)  # of the values of each limit
     sums: Floats = field(init=False)
-    earlier: Floats = field(init=False)  # [2, …]: counts and sums up to `since`
+    earlier: Floats = field(init=False)  # [2, …]: counts and sums before that value
 
     def __post_init__(self) -> None:
         self.capital = np.zeros((*self.shape, len(self.limits), len(_BETS)))
@@ -53,14 +53,12 @@ class Betting:
         self.earlier = np.array(earlier)
         groups = (*self.shape, len(self.sizes))
         self.e_values, self.lowest = np.ones(groups), np.ones(groups)
-        self.since, self.alarms = np.full(groups, -math.inf), np.full(groups, math.inf)
+        self.since, self.alarms = np.full((2, *groups), math.inf)
 
     def update(self, values: Floats, times: Sequence[float] | np.ndarray[Any, Any]) -> None:
         """Add values in time, [time, …streams, limits]; NaN is no value."""
         limits, starts = np.maximum(self.limits, _LEAST), np.cumsum([0, *self.sizes])[:-1]
         scale, kept = _BETS / limits[:, None], 1 - _BETS
-        if not self.count and len(values):
-            self.since[...] = times[0]
         for row, time in zip(values, times, strict=True):
             is_absent = np.isnan(row)
             self.counts = self.counts + ~is_absent
@@ -72,10 +70,11 @@ class Betting:
             np.minimum(self.capital, _MOST, out=self.capital)
             totals = np.add.reduceat(self.gains, starts, axis=-1)
             self.e_values = totals / np.asarray(self.sizes) + later_share(self.count)
+            self.since = np.where(np.isinf(self.since), time, self.since)
             is_open = np.isinf(self.alarms)
             is_lowest = is_open & (self.e_values <= self.lowest)
             self.lowest = np.where(is_lowest, self.e_values, self.lowest)
-            self.since = np.where(is_lowest, time, self.since)
+            self.since = np.where(is_lowest, math.inf, self.since)
             if is_lowest.any():
                 is_of_group = np.repeat(is_lowest, self.sizes, axis=-1)
                 self.earlier = np.where(is_of_group, [self.counts, self.sums], self.earlier)

@@ -67,7 +67,7 @@ def test_alarm_has_the_time_of_the_value_and_about_that_of_the_change() -> None:
     assert 1000 < tests.alarms[0] < 1050
     assert 950 <= tests.since[0] <= 1005
     count, total = tests.latest(0, 0)
-    assert count == len(values) - 1 - tests.since[0]
+    assert count == len(values) - tests.since[0]
     assert total / count == pytest.approx(0.5, abs=0.02)
 
 
