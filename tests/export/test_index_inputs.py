@@ -35,7 +35,7 @@ class GraphNet(nn.Module):
         hidden = torch.relu(self.body(nodes)) * real[..., None]
         source, target = edges[..., :1].expand(-1, -1, 8), edges[..., 1:].expand(-1, -1, 8)
         hidden = hidden + torch.zeros_like(hidden).scatter_add(1, target, torch.gather(hidden, 1, source))
-        answer: Tensor = self.head(hidden.sum(1) / real.sum(1, keepdim=True))
+        answer: Tensor = self.head(hidden.sum(1) / real.sum(1, keepdim=True).clamp(min=1))
         return answer
 
 
@@ -47,7 +47,7 @@ class FlatGraphNet(GraphNet):
         hidden = torch.relu(self.body(nodes)).reshape(rows * count, 8)
         source, target = (edges + (torch.arange(rows) * count)[:, None, None]).reshape(-1, 2).unbind(1)
         hidden = hidden.index_add(0, target, hidden[source]).reshape(rows, count, 8) * real[..., None]
-        answer: Tensor = self.head(hidden.sum(1) / real.sum(1, keepdim=True))
+        answer: Tensor = self.head(hidden.sum(1) / real.sum(1, keepdim=True).clamp(min=1))
         return answer
 
 
