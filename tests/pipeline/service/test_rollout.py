@@ -262,15 +262,20 @@ def test_a_bundle_gets_requests_only_once_its_golden_answers_are_right(
     monkeypatch.setattr(rollout, "spawn", noted_spawn)
     old, request = _live(), _request(run, bundle, port=free_port())
     write_live(run.runs, old)
-    if answer == 2.0:
-        live, count = start(request, None, print)
-        assert (count, live.bundle, read_live(run.runs)) == (2, bundle.digest, live)
-        assert stop_process(live.pid, live.process_started)
-    else:
-        with pytest.raises(StageError, match=r"predictions\[0\]: expected 2.0, found 2.1"):
-            start(request, None, print)
-        assert read_live(run.runs) == old
-    assert processes[0].wait(60) == 0, "it got SIGTERM"
+    try:
+        if answer == 2.0:
+            live, count = start(request, None, print)
+            assert (count, live.bundle, read_live(run.runs)) == (2, bundle.digest, live)
+            assert stop_process(live.pid, live.process_started)
+        else:
+            with pytest.raises(StageError, match=r"predictions\[0\]: expected 2.0, found 2.1"):
+                start(request, None, print)
+            assert read_live(run.runs) == old
+        assert processes[0].wait(60) == 0, "it got SIGTERM"
+    finally:
+        for process in processes:  # also where the code under test did not stop it
+            process.kill()
+            process.wait(60)
 
 
 def test_a_process_that_ends_while_it_starts_leaves_the_old_record(
